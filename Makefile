@@ -1,0 +1,65 @@
+# Every target sets up what it needs; `make help` lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+TRITON_VENV := .venv-triton
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TRITON_READY := $(TRITON_VENV)/.ready
+PROTOS := $(wildcard protos/nobackfill/v1/*.proto)
+CODE := metrics release gallery training server client report demo bench tests protos/generate.py
+
+.PHONY: help setup demo test faults lint fmt proto bench clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+$(VENV)/bin/uv: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
+
+# uv hard-links from its cache: a second clone takes seconds and no further disk.
+$(READY): pyproject.toml constraints.txt $(VENV)/bin/uv
+	HNSWLIB_NO_NATIVE=1 $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[server,training,dev]'
+	touch $@
+
+# Triton's wheel holds numpy below 2, so it lives alone.
+$(TRITON_READY): constraints-triton.txt $(VENV)/bin/uv
+	$(PYTHON) -m venv $(TRITON_VENV)
+	$(BIN)/uv pip install --quiet --python $(TRITON_VENV)/bin/python --requirement constraints-triton.txt
+	touch $@
+
+setup: $(READY) $(TRITON_READY) ## virtual environments and packages
+
+demo: setup ## the whole life of an embedding; IMAGES=folder for your own, ROLLOUT=cutover|dual|direct
+	$(BIN)/python demo/life.py --out build/demo $(if $(IMAGES),--images '$(IMAGES)') $(if $(ROLLOUT),--rollout $(ROLLOUT)) $(DEMO_ARGS)
+
+test: setup ## the whole suite, CPU only, no network
+	$(BIN)/python -m pytest -q -m 'not faults' tests
+
+faults: setup ## the long crash and fault sweeps
+	$(BIN)/python -m pytest -q -m faults tests
+
+lint: $(READY) ## ruff, mypy --strict, .proto rules, generated code fresh
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+	$(BIN)/python protos/generate.py --check
+	@if command -v buf >/dev/null; then buf lint; else echo 'buf is not installed: .proto rules not checked (npm install -g @bufbuild/buf)'; fi
+
+fmt: $(READY) ## format the code
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+proto: $(READY) ## generate code from protos/
+	$(BIN)/python protos/generate.py
+
+bench: setup ## side-by-side benchmarks; FULL=1 for the large sizes
+	$(BIN)/python bench/run.py $(if $(FULL),--full)
+
+clean: ## remove what was built and installed
+	rm -rf build $(VENV) $(TRITON_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

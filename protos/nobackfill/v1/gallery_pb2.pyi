@@ -1,0 +1,185 @@
+import datetime
+
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from nobackfill.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SpaceState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SPACE_STATE_UNSPECIFIED: _ClassVar[SpaceState]
+    SPACE_STATE_ACTIVE: _ClassVar[SpaceState]
+    SPACE_STATE_STAGING: _ClassVar[SpaceState]
+    SPACE_STATE_PREVIOUS: _ClassVar[SpaceState]
+SPACE_STATE_UNSPECIFIED: SpaceState
+SPACE_STATE_ACTIVE: SpaceState
+SPACE_STATE_STAGING: SpaceState
+SPACE_STATE_PREVIOUS: SpaceState
+
+class SpaceInfo(_message.Message):
+    __slots__ = ("space", "release", "items", "state")
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    space: str
+    release: int
+    items: int
+    state: SpaceState
+    def __init__(self, space: _Optional[str] = ..., release: _Optional[int] = ..., items: _Optional[int] = ..., state: _Optional[_Union[SpaceState, str]] = ...) -> None: ...
+
+class Gallery(_message.Message):
+    __slots__ = ("name", "items", "release", "spaces", "note", "created")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    SPACES_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    items: int
+    release: int
+    spaces: _containers.RepeatedCompositeFieldContainer[SpaceInfo]
+    note: str
+    created: _timestamp_pb2.Timestamp
+    def __init__(self, name: _Optional[str] = ..., items: _Optional[int] = ..., release: _Optional[int] = ..., spaces: _Optional[_Iterable[_Union[SpaceInfo, _Mapping]]] = ..., note: _Optional[str] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class CreateGalleryRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class CreateGalleryResponse(_message.Message):
+    __slots__ = ("gallery",)
+    GALLERY_FIELD_NUMBER: _ClassVar[int]
+    gallery: Gallery
+    def __init__(self, gallery: _Optional[_Union[Gallery, _Mapping]] = ...) -> None: ...
+
+class GetGalleryRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class GetGalleryResponse(_message.Message):
+    __slots__ = ("gallery",)
+    GALLERY_FIELD_NUMBER: _ClassVar[int]
+    gallery: Gallery
+    def __init__(self, gallery: _Optional[_Union[Gallery, _Mapping]] = ...) -> None: ...
+
+class ListGalleriesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListGalleriesResponse(_message.Message):
+    __slots__ = ("galleries",)
+    GALLERIES_FIELD_NUMBER: _ClassVar[int]
+    galleries: _containers.RepeatedCompositeFieldContainer[Gallery]
+    def __init__(self, galleries: _Optional[_Iterable[_Union[Gallery, _Mapping]]] = ...) -> None: ...
+
+class DeleteGalleryRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class DeleteGalleryResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PutItem(_message.Message):
+    __slots__ = ("id", "image", "vectors", "metadata")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: _types_pb2.Value
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_types_pb2.Value, _Mapping]] = ...) -> None: ...
+    ID_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    image: bytes
+    vectors: Vectors
+    metadata: _containers.MessageMap[str, _types_pb2.Value]
+    def __init__(self, id: _Optional[str] = ..., image: _Optional[bytes] = ..., vectors: _Optional[_Union[Vectors, _Mapping]] = ..., metadata: _Optional[_Mapping[str, _types_pb2.Value]] = ...) -> None: ...
+
+class Vectors(_message.Message):
+    __slots__ = ("embedding", "side_info")
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
+    SIDE_INFO_FIELD_NUMBER: _ClassVar[int]
+    embedding: _types_pb2.Embedding
+    side_info: _types_pb2.SideInfo
+    def __init__(self, embedding: _Optional[_Union[_types_pb2.Embedding, _Mapping]] = ..., side_info: _Optional[_Union[_types_pb2.SideInfo, _Mapping]] = ...) -> None: ...
+
+class PutItemsRequest(_message.Message):
+    __slots__ = ("gallery", "items")
+    GALLERY_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    gallery: str
+    items: _containers.RepeatedCompositeFieldContainer[PutItem]
+    def __init__(self, gallery: _Optional[str] = ..., items: _Optional[_Iterable[_Union[PutItem, _Mapping]]] = ...) -> None: ...
+
+class PutItemsResponse(_message.Message):
+    __slots__ = ("stored", "errors")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    stored: int
+    errors: _containers.RepeatedCompositeFieldContainer[ItemError]
+    def __init__(self, stored: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[ItemError, _Mapping]]] = ...) -> None: ...
+
+class ItemError(_message.Message):
+    __slots__ = ("id", "message")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    message: str
+    def __init__(self, id: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class GetItemRequest(_message.Message):
+    __slots__ = ("gallery", "id")
+    GALLERY_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    gallery: str
+    id: str
+    def __init__(self, gallery: _Optional[str] = ..., id: _Optional[str] = ...) -> None: ...
+
+class GetItemResponse(_message.Message):
+    __slots__ = ("id", "metadata", "spaces")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: _types_pb2.Value
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_types_pb2.Value, _Mapping]] = ...) -> None: ...
+    ID_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    SPACES_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    metadata: _containers.MessageMap[str, _types_pb2.Value]
+    spaces: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, id: _Optional[str] = ..., metadata: _Optional[_Mapping[str, _types_pb2.Value]] = ..., spaces: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DeleteItemsRequest(_message.Message):
+    __slots__ = ("gallery", "ids")
+    GALLERY_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    gallery: str
+    ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, gallery: _Optional[str] = ..., ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DeleteItemsResponse(_message.Message):
+    __slots__ = ("deleted",)
+    DELETED_FIELD_NUMBER: _ClassVar[int]
+    deleted: int
+    def __init__(self, deleted: _Optional[int] = ...) -> None: ...

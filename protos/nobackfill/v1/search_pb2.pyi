@@ -1,0 +1,85 @@
+from nobackfill.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Query(_message.Message):
+    __slots__ = ("image", "embeddings")
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    image: bytes
+    embeddings: Embeddings
+    def __init__(self, image: _Optional[bytes] = ..., embeddings: _Optional[_Union[Embeddings, _Mapping]] = ...) -> None: ...
+
+class Embeddings(_message.Message):
+    __slots__ = ("embeddings",)
+    EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    embeddings: _containers.RepeatedCompositeFieldContainer[_types_pb2.Embedding]
+    def __init__(self, embeddings: _Optional[_Iterable[_Union[_types_pb2.Embedding, _Mapping]]] = ...) -> None: ...
+
+class SearchRequest(_message.Message):
+    __slots__ = ("gallery", "query", "k", "filter")
+    GALLERY_FIELD_NUMBER: _ClassVar[int]
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    K_FIELD_NUMBER: _ClassVar[int]
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    gallery: str
+    query: Query
+    k: int
+    filter: _types_pb2.Filter
+    def __init__(self, gallery: _Optional[str] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., k: _Optional[int] = ..., filter: _Optional[_Union[_types_pb2.Filter, _Mapping]] = ...) -> None: ...
+
+class SearchResponse(_message.Message):
+    __slots__ = ("hits", "release", "space")
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    hits: _containers.RepeatedCompositeFieldContainer[Hit]
+    release: int
+    space: str
+    def __init__(self, hits: _Optional[_Iterable[_Union[Hit, _Mapping]]] = ..., release: _Optional[int] = ..., space: _Optional[str] = ...) -> None: ...
+
+class Hit(_message.Message):
+    __slots__ = ("id", "distance", "score", "release", "origin", "metadata")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: _types_pb2.Value
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_types_pb2.Value, _Mapping]] = ...) -> None: ...
+    ID_FIELD_NUMBER: _ClassVar[int]
+    DISTANCE_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    distance: float
+    score: float
+    release: int
+    origin: _types_pb2.Origin
+    metadata: _containers.MessageMap[str, _types_pb2.Value]
+    def __init__(self, id: _Optional[str] = ..., distance: _Optional[float] = ..., score: _Optional[float] = ..., release: _Optional[int] = ..., origin: _Optional[_Union[_types_pb2.Origin, str]] = ..., metadata: _Optional[_Mapping[str, _types_pb2.Value]] = ...) -> None: ...
+
+class SearchBatchRequest(_message.Message):
+    __slots__ = ("gallery", "queries", "k", "filter")
+    GALLERY_FIELD_NUMBER: _ClassVar[int]
+    QUERIES_FIELD_NUMBER: _ClassVar[int]
+    K_FIELD_NUMBER: _ClassVar[int]
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    gallery: str
+    queries: _containers.RepeatedCompositeFieldContainer[Query]
+    k: int
+    filter: _types_pb2.Filter
+    def __init__(self, gallery: _Optional[str] = ..., queries: _Optional[_Iterable[_Union[Query, _Mapping]]] = ..., k: _Optional[int] = ..., filter: _Optional[_Union[_types_pb2.Filter, _Mapping]] = ...) -> None: ...
+
+class SearchBatchResponse(_message.Message):
+    __slots__ = ("responses",)
+    RESPONSES_FIELD_NUMBER: _ClassVar[int]
+    responses: _containers.RepeatedCompositeFieldContainer[SearchResponse]
+    def __init__(self, responses: _Optional[_Iterable[_Union[SearchResponse, _Mapping]]] = ...) -> None: ...

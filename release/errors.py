@@ -1,0 +1,95 @@
+"""The one error taxonomy: every refusal is one of these classes.
+
+A class carries the process exit code of design.md section 7; the gateway maps the same classes to
+gRPC status codes, by ancestry. Messages say what was expected, what came, and what to do next. They
+never hold vectors, tokens or image bytes.
+"""
+
+
+class NobackfillError(Exception):
+    """Base of every error this project raises on purpose."""
+
+    exit_code = 1
+
+
+class NotFoundError(NobackfillError):
+    """A release, gallery, item or file that does not exist."""
+
+
+class AlreadyExistsError(NobackfillError):
+    """A name or number that is taken; releases are immutable."""
+
+    exit_code = 73
+
+
+class InvalidInputError(NobackfillError):
+    """Data that cannot be used: a wrong dimension, NaN, not an image, an image too large."""
+
+    exit_code = 65
+
+
+class VerificationError(NobackfillError):
+    """A digest, signature, ONNX check or golden probe that failed. Nothing was changed."""
+
+    exit_code = 65
+
+
+class GateFailedError(NobackfillError):
+    """The release does not beat what it replaces: BCT Eq. (2) does not hold, or was not measured."""
+
+    exit_code = 65
+
+
+class PreconditionError(NobackfillError):
+    """The request cannot be answered in the present state; `reason` is a word machines can read."""
+
+    exit_code = 65
+    reason = "PRECONDITION"
+
+
+class IncompatibleSpaceError(PreconditionError):
+    """A query of one space met a gallery of another, and no verified release allows the pair."""
+
+    reason = "INCOMPATIBLE_SPACE"
+
+
+class NeedsImageError(PreconditionError):
+    """The gallery lives in several spaces at present; the query needs its image or all vectors."""
+
+    reason = "NEEDS_IMAGE"
+
+
+class ReleaseRetiredError(PreconditionError):
+    """The query's space has reached its announced end."""
+
+    reason = "RELEASE_RETIRED"
+
+
+class UnavailableError(NobackfillError):
+    """A server, host or child process that does not answer."""
+
+    exit_code = 69
+
+
+class CannotWriteError(NobackfillError):
+    """Disk full, no permission, a read-only or missing folder."""
+
+    exit_code = 73
+
+
+class BusyError(NobackfillError):
+    """Somebody else holds the lock; trying again later is right."""
+
+    exit_code = 75
+
+
+class NotPermittedError(NobackfillError):
+    """No token, a wrong token, or a role without the right."""
+
+    exit_code = 77
+
+
+class ConfigurationError(NobackfillError):
+    """A configuration that cannot work: unknown key, unknown name, contradictory values."""
+
+    exit_code = 78

@@ -1,0 +1,55 @@
+"""The one check that every vector passes: at ingest, at query, and at a transform's output."""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from release.errors import InvalidInputError
+
+Vectors = NDArray[np.float32]
+
+# Squared L2 distances of vectors within this norm stay finite in float32.
+LARGEST_NORM = 1e15
+
+
+def check_vectors(vectors: ArrayLike, dim: int, *, what: str, unit: bool = False) -> Vectors:
+    """Return `vectors` as a C-contiguous float32 array of shape [n, dim], or refuse them all.
+
+    A single vector of shape [dim] is refused: callers say how many they mean. With `unit`, each norm
+    must be 1 within 1e-3. `what` names the data in the message. Raises InvalidInputError for a wrong
+    shape, another dtype than float32 or float64, NaN or infinity, a norm above 1e15, a zero vector
+    where `unit` asks for direction.
+    """
+    array = np.asarray(vectors)
+    if array.dtype not in (np.float32, np.float64):
+        raise InvalidInputError(f"{what}: expected float32 values, got {array.dtype}")
+    if array.ndim != 2 or array.shape[1] != dim:
+        raise InvalidInputError(
+            f"{what}: expected an array of shape [n, {dim}], got {list(array.shape)}; "
+            "was it made by another release's model?"
+        )
+    with np.errstate(over="ignore"):
+        checked = np.ascontiguousarray(array, dtype=np.float32)
+        squared_norms = np.einsum("nd,nd->n", checked, checked, dtype=np.float64)
+    # NaN fails every comparison, infinity this one.
+    good = squared_norms <= LARGEST_NORM**2
+    if unit:
+        good &= np.abs(np.sqrt(squared_norms) - 1) <= 1e-3
+    if not good.all():
+        first = int(np.argmin(good))
+        expected = (
+            "finite values and norm 1" if unit else f"finite values and a norm <= {LARGEST_NORM:g}"
+        )
+        raise InvalidInputError(
+            f"{what}: expected {expected} in every row; row {first} and "
+            f"{int((~good).sum()) - 1} more are not so"
+        )
+    return checked
+
+
+def from_bytes(values: bytes, dim: int, *, what: str, unit: bool = False) -> Vectors:
+    """Read one vector of `dim` little-endian float32 values; shape [1, dim]. Raises InvalidInputError."""
+    if len(values) != 4 * dim:
+        raise InvalidInputError(
+            f"{what}: expected {4 * dim} bytes (float32, dimension {dim}), got {len(values)}"
+        )
+    return check_vectors(np.frombuffer(values, "<f4").reshape(1, dim), dim, what=what, unit=unit)
