@@ -1,0 +1,115 @@
+"""The arrows between the rooms (docs/architecture.md), read from the imports themselves."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ARROWS = {
+    "metrics": set[str](),
+    "release": set[str](),
+    "gallery": {"release"},
+    "training": {"release", "gallery", "metrics"},
+    "server": {"gallery", "release", "metrics", "nobackfill"},
+    "client": {"gallery", "release", "nobackfill"},
+    "report": {"release", "gallery", "metrics"},
+    "demo": {"nobackfill"},
+}
+OURS = set(ARROWS) | {"nobackfill", "bench", "tests"}
+MAX_LINES = 300
+MAX_FUNCTION_LINES = 60
+
+
+def sources(*rooms: str) -> list[Path]:
+    return [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names of the modules that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write the whole name"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def packages(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imports(path)}
+
+
+@pytest.mark.parametrize("room", ARROWS)
+def test_rooms_import_only_what_their_arrows_allow(room: str) -> None:
+    for path in sources(room):
+        strangers = (packages(path) & OURS) - ARROWS[room] - {room}
+        assert not strangers, f"{path.relative_to(ROOT)} imports {sorted(strangers)}"
+
+
+def test_arrows_name_every_room_that_is_packaged() -> None:
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert folders == set(ARROWS) | {"bench", "tests"}
+
+
+def test_only_training_imports_torch() -> None:
+    torch_family = {"torch", "torchvision", "lightning_fabric", "pytorch_metric_learning"}
+    for path in sources(*(set(ARROWS) - {"training"})):
+        assert not packages(path) & torch_family, path.relative_to(ROOT)
+
+
+def test_only_gallery_hnsw_imports_hnswlib() -> None:
+    users = [path for path in sources(*ARROWS) if "hnswlib" in packages(path)]
+    assert users == [ROOT / "gallery" / "hnsw.py"]
+
+
+def test_hnsw_is_imported_by_server_training_and_report_only() -> None:
+    for path in sources("gallery", "client", "release", "metrics", "demo"):
+        if path.name != "hnsw.py":
+            assert "gallery.hnsw" not in set(imports(path)), path.relative_to(ROOT)
+
+
+def test_the_edge_client_loads_no_torch_no_tritonclient_no_hnswlib() -> None:
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in sources("client")
+        if path.name != "__main__.py"
+    ]
+    script = (
+        f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
+        "print(sorted({'torch', 'tritonclient', 'hnswlib', 'sklearn'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_generated_protos_are_fresh() -> None:
+    done = subprocess.run(
+        [sys.executable, "protos/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_files_are_short() -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in sources(*ARROWS, "bench", "tests")
+    }
+    assert not {name: n for name, n in lengths.items() if n > MAX_LINES}
+
+
+def test_functions_fit_a_screen() -> None:
+    long = {}
+    for path in sources(*ARROWS, "bench"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    long[f"{path.relative_to(ROOT)}:{node.name}"] = lines
+    assert not long
