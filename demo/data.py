@@ -1,0 +1,106 @@
+"""The demo's images as folders of class folders, cut by seed into parts that never overlap."""
+
+import random
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from demo.errors import DemoError
+
+# What each part of the images is for, and its share of every class.
+PARTS = {
+    "train": 0.5,  # both releases are trained here
+    "eval": 0.1,  # the gate and the calibration of a release, before it is published
+    "server": 0.22,  # the server's gallery
+    "device": 0.08,  # the device's gallery
+    "queries": 0.1,  # asked of both; nothing is trained or tuned on them
+}
+SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
+MIN_CLASSES = 4
+MIN_IMAGES = 13  # of one class, so that every part gets one
+
+
+def write_digits(folder: Path) -> None:
+    """Write scikit-learn's 1,797 scanned digits (8 x 8, 16 greys) as FOLDER/DIGIT/NUMBER.png."""
+    digits = load_digits()
+    for number, (pixels, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
+        path = folder / str(digit) / f"{number:04d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((pixels * (255 / 16)).astype("uint8")).save(path)
+
+
+def classes_of(images: Path, limit: int | None) -> dict[str, list[Path]]:
+    """Image files of each class folder, in alphabetical order, at most `limit` a class.
+
+    Raises DemoError (65) where there is no such folder, too few classes, or too few images of one.
+    """
+    if not images.is_dir():
+        raise DemoError(f"--images: expected a folder of class folders, {images} is none", 65)
+    classes = {
+        folder.name: [p for p in sorted(folder.iterdir()) if p.suffix.lower() in SUFFIXES][:limit]
+        for folder in sorted(images.iterdir())
+        if folder.is_dir() and not folder.name.startswith(".")
+    }
+    if len(classes) < MIN_CLASSES:
+        raise DemoError(
+            f"{images}: expected at least {MIN_CLASSES} class folders, found {len(classes)}: "
+            "the old model learns the first half of them, the new model all",
+            65,
+        )
+    for name, files in classes.items():
+        if len(files) < MIN_IMAGES:
+            raise DemoError(
+                f"{images / name}: expected at least {MIN_IMAGES} PNG, JPEG or WebP images, "
+                f"found {len(files)}; add images, or move the folder away",
+                65,
+            )
+    return classes
+
+
+def cut(files: Sequence[Path], seed: int) -> Iterator[tuple[str, list[Path]]]:
+    """Deal the files of one class out to PARTS, shuffled by seed; every part gets at least one."""
+    shuffled = random.Random(seed).sample(list(files), len(files))  # noqa: S311 - no secret
+    ends = [0]
+    share = 0.0
+    for part_share in PARTS.values():
+        share += part_share
+        ends.append(max(ends[-1] + 1, round(share * len(shuffled))))
+    for part, start, end in zip(PARTS, ends, ends[1:], strict=False):
+        yield part, shuffled[start:end]
+
+
+def prepare(
+    into: Path, images: Path | None, *, seed: int, limit: int | None
+) -> Mapping[str, Sequence[str]]:
+    """Copy images (None: the digits) to INTO/PART/CLASS/NAME. Returns the names of the classes.
+
+    `old` are the classes the old model learns, the first half; `new` are all. A file that Pillow
+    cannot read is refused by name. The images given are only read.
+    """
+    shutil.rmtree(into, ignore_errors=True)
+    source = images
+    if source is None:
+        source = into / "all"
+        write_digits(source)
+    classes = classes_of(source, limit)
+    for name, files in classes.items():
+        for part, chosen in cut(files, seed):
+            target = into / part / name
+            target.mkdir(parents=True)
+            for file in chosen:
+                check_image(file)
+                shutil.copyfile(file, target / file.name)
+    names = list(classes)
+    return {"old": names[: len(names) // 2], "new": names}
+
+
+def check_image(path: Path) -> None:
+    """Raise DemoError (65) unless Pillow can read the whole file."""
+    try:
+        with Image.open(path, formats=("PNG", "JPEG", "WEBP")) as image:
+            image.load()
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DemoError(f"{path} is no image that can be read ({error}); remove it", 65) from error

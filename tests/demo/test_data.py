@@ -1,0 +1,81 @@
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from demo.data import MIN_IMAGES, PARTS, check_image, cut, prepare
+from demo.errors import DemoError
+
+
+def make_images(folder: Path, classes: int, each: int) -> Path:
+    for number in range(classes):
+        (folder / f"class{number}").mkdir(parents=True)
+        for image in range(each):
+            shade = (number * 40) % 256, image, 7
+            Image.new("RGB", (5, 4), shade).save(folder / f"class{number}" / f"{image}.png")
+    return folder
+
+
+def test_digits_are_cut_into_parts_that_never_overlap(tmp_path: Path) -> None:
+    names = prepare(tmp_path, None, seed=1, limit=None)
+    assert names == {"old": list("01234"), "new": list("0123456789")}
+    count: Counter[str] = Counter()
+    for part in PARTS:
+        files = list((tmp_path / part).glob("*/*.png"))
+        count.update(f"{path.parent.name}/{path.name}" for path in files)
+        assert {path.parent.name for path in files} == set("0123456789")
+        assert len(files) == pytest.approx(1797 * PARTS[part], abs=10)
+    assert len(count) == 1797
+    assert set(count.values()) == {1}
+
+
+def test_the_seed_alone_decides_the_cut(tmp_path: Path) -> None:
+    files = [Path(f"{n}.png") for n in range(100)]
+    assert dict(cut(files, 3)) == dict(cut(files, 3))
+    assert dict(cut(files, 3)) != dict(cut(files, 4))
+
+
+@pytest.mark.parametrize("count", [MIN_IMAGES, 14, 29, 1000])
+def test_every_part_gets_an_image_and_every_image_a_part(count: int) -> None:
+    files = [Path(f"{n}.png") for n in range(count)]
+    parts = dict(cut(files, 0))
+    assert list(parts) == list(PARTS)
+    assert all(parts.values())
+    assert sorted(p for part in parts.values() for p in part) == sorted(files)
+
+
+def test_own_images_are_copied_and_only_read(tmp_path: Path) -> None:
+    images = make_images(tmp_path / "mine", 5, 20)
+    before = {path: path.read_bytes() for path in images.glob("*/*")}
+    names = prepare(tmp_path / "data", images, seed=0, limit=15)
+    assert names["old"] == ["class0", "class1"]
+    assert len(list((tmp_path / "data").glob("*/*/*.png"))) == 5 * 15
+    assert {path: path.read_bytes() for path in images.glob("*/*")} == before
+
+
+@pytest.mark.parametrize(
+    ("classes", "each", "message"),
+    [(3, 20, "at least 4 class folders, found 3"), (4, 12, "found 12")],
+)
+def test_too_little_is_refused(tmp_path: Path, classes: int, each: int, message: str) -> None:
+    images = make_images(tmp_path / "mine", classes, each)
+    with pytest.raises(DemoError, match=message) as refusal:
+        prepare(tmp_path / "data", images, seed=0, limit=None)
+    assert refusal.value.exit_code == 65
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DemoError, match="folder of class folders"):
+        prepare(tmp_path / "data", tmp_path / "nowhere", seed=0, limit=None)
+
+
+def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "note.png"
+    path.write_text("not a picture")
+    with pytest.raises(DemoError, match=r"note\.png is no image"):
+        check_image(path)
+    whole = make_images(tmp_path / "mine", 1, 1) / "class0" / "0.png"
+    path.write_bytes(whole.read_bytes()[:50])
+    with pytest.raises(DemoError, match=r"note\.png is no image"):
+        check_image(path)
