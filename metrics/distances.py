@@ -26,7 +26,7 @@ def distances(queries: Floats, gallery: Floats, metric: Metric = "l2") -> Floats
 def distance_blocks(
     queries: Floats, gallery: Floats, metric: Metric = "l2"
 ) -> Iterator[tuple[int, Floats]]:
-    """Yield (first query, distances [b, g]) for consecutive queries, 2^25 values a block at most."""
+    """Yield (first query, distances [b, g]) for consecutive queries, 2^25 values a block."""
     queries, gallery = _checked(queries, gallery, metric)
     size = max(1, BLOCK_VALUES // max(1, len(gallery)))
     for first in range(0, len(queries), size):

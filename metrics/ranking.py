@@ -69,7 +69,7 @@ def same_label(
 
 
 def rank(queries: Floats, gallery: Floats, relevance: Relevance, metric: Metric = "l2") -> Ranking:
-    """Rank the whole gallery [g, dim] for each query [q, dim], a block of 2^25 distances at a time."""
+    """Rank the whole gallery [g, dim] for each query [q, dim], 2^25 distances at a time."""
     if len(relevance.relevant) != len(queries) or len(relevance.ignored) != len(queries):
         raise ValueError(
             f"expected relevance for {len(queries)} queries, got {len(relevance.relevant)}"
