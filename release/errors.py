@@ -35,7 +35,7 @@ class VerificationError(NobackfillError):
 
 
 class GateFailedError(NobackfillError):
-    """The release does not beat what it replaces: BCT Eq. (2) does not hold, or was not measured."""
+    """The release does not beat what it replaces (BCT Eq. 2), or nobody measured whether it does."""
 
     exit_code = 65
 

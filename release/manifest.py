@@ -5,6 +5,7 @@ compatibility matrix. The manifest is a TUF target like the files it lists, so w
 manifest holds verified digests.
 """
 
+import itertools
 import re
 from typing import Annotated, Literal, Self
 
@@ -53,7 +54,8 @@ class Embedder(_Strict):
 
 
 class SideEncoder(_Strict):
-    """psi_N. ONNX input `image` uint8 [n,H,W,3] at the embedder's size, output `side` float32 [n,dim].
+    """psi_N. ONNX input `image` uint8 [n,H,W,3] at the embedder's size, output `side` float32
+    [n,dim].
 
     `origin_release` is the release that first published these weights: a release may keep its
     predecessor's encoder (same file, same side space), then side-information is carried unchanged.
@@ -65,10 +67,12 @@ class SideEncoder(_Strict):
 
 
 class Upgrade(_Strict):
-    """An upgrade into this release. ONNX inputs `embedding` float32 [n,from_dim] and, where it reads
-    side-information, `side` float32 [n,from_side_dim]; outputs `upgraded` float32 [n,dim], then
-    `upgraded_side` float32 [n,side_dim] where `side` is "maps", and `uncertainty` float32 [n] (larger
-    is less certain) where `predicts_uncertainty`.
+    """An upgrade into this release.
+
+    ONNX inputs `embedding` float32 [n,from_dim] and, where it reads side-information, `side` float32
+    [n,from_side_dim]; outputs `upgraded` float32 [n,dim], then `upgraded_side` float32 [n,side_dim]
+    where `side` is "maps", and `uncertainty` float32 [n] (larger is less certain) where
+    `predicts_uncertainty`.
     """
 
     from_release: ReleaseNumber
@@ -81,7 +85,8 @@ class Upgrade(_Strict):
     file: PublishedFile
     # A quantised twin, published only when its measured loss is within the release's tolerance.
     int8_file: PublishedFile | None = None
-    # maps: writes this release's side-information; carries: the old one stays valid; drops: none is left.
+    # maps: writes this release's side-information; carries: the old one stays valid;
+    # drops: none is left.
     side: Literal["maps", "carries", "drops"]
     predicts_uncertainty: bool
 
@@ -89,7 +94,7 @@ class Upgrade(_Strict):
 class RouteEvidence(_Strict):
     """What a whole route into this release keeps, measured on the exported files."""
 
-    # Releases on the way, the first one's space to this release's: [1, 3] direct, [1, 2, 3] chained.
+    # Releases on the way, from the first one's space to this one's: [1, 3], or chained [1, 2, 3].
     releases: tuple[ReleaseNumber, ...] = Field(min_length=2)
     map: float = Field(ge=0, le=1)
     cmc1: float = Field(ge=0, le=1)
@@ -130,9 +135,9 @@ class Calibration(_Strict):
         d, p = self.distances, self.probabilities
         if len(d) != len(p):
             raise ValueError(f"expected one probability a distance, got {len(p)} for {len(d)}")
-        if any(b <= a for a, b in zip(d, d[1:], strict=False)):
+        if any(b <= a for a, b in itertools.pairwise(d)):
             raise ValueError("expected strictly increasing distances")
-        if any(b >= a for a, b in zip(p, p[1:], strict=False)):
+        if any(b >= a for a, b in itertools.pairwise(p)):
             raise ValueError("expected strictly decreasing probabilities")
         return self
 
@@ -152,8 +157,8 @@ class GateVerdict(_Strict):
 class Probes(_Strict):
     """Golden probes: `probes-N.npz` holds inputs and the outputs they must give on any machine.
 
-    Arrays: `image` uint8 [p,H,W,3], `embedding` [p,dim], `side` [p,side_dim]; for each upgrade from M
-    `upgrade_M/embedding`, `upgrade_M/side`, `upgrade_M/upgraded`, and `upgrade_M/upgraded_side`.
+    Arrays: `image` uint8 [p,H,W,3], `embedding` [p,dim], `side` [p,side_dim]; for each upgrade from
+    M `upgrade_M/embedding`, `upgrade_M/side`, `upgrade_M/upgraded`, and `upgrade_M/upgraded_side`.
     An output agrees when every |difference| <= tolerance * max(1, |expected|); int8 files use
     `int8_tolerance`.
     """

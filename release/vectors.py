@@ -14,10 +14,10 @@ LARGEST_NORM = 1e15
 def check_vectors(vectors: ArrayLike, dim: int, *, what: str, unit: bool = False) -> Vectors:
     """Return `vectors` as a C-contiguous float32 array of shape [n, dim], or refuse them all.
 
-    A single vector of shape [dim] is refused: callers say how many they mean. With `unit`, each norm
-    must be 1 within 1e-3. `what` names the data in the message. Raises InvalidInputError for a wrong
-    shape, another dtype than float32 or float64, NaN or infinity, a norm above 1e15, a zero vector
-    where `unit` asks for direction.
+    A single vector of shape [dim] is refused: callers say how many they mean. With `unit`, each
+    norm must be 1 within 1e-3. `what` names the data in the message. Raises InvalidInputError for a
+    wrong shape, another dtype than float32 or float64, NaN or infinity, a norm above 1e15, a zero
+    vector where `unit` asks for direction.
     """
     array = np.asarray(vectors)
     if array.dtype not in (np.float32, np.float64):
@@ -47,7 +47,7 @@ def check_vectors(vectors: ArrayLike, dim: int, *, what: str, unit: bool = False
 
 
 def from_bytes(values: bytes, dim: int, *, what: str, unit: bool = False) -> Vectors:
-    """Read one vector of `dim` little-endian float32 values; shape [1, dim]. Raises InvalidInputError."""
+    """Read one vector of `dim` little-endian float32 values, shape [1, dim]. Or InvalidInputError."""
     if len(values) != 4 * dim:
         raise InvalidInputError(
             f"{what}: expected {4 * dim} bytes (float32, dimension {dim}), got {len(values)}"

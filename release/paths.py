@@ -1,0 +1,62 @@
+"""Names in the publication folder: every file of release N, and Triton's names of its models.
+
+A model folder is called like its Triton model and holds version 1 only: a release is immutable, so
+a new model is a new name.
+"""
+
+
+def embedder_model(release: int) -> str:
+    """Triton's name of phi_N."""
+    return f"embedder_{release}"
+
+
+def side_encoder_model(release: int) -> str:
+    """Triton's name of psi_N."""
+    return f"side_encoder_{release}"
+
+
+def upgrade_model(from_release: int, to_release: int) -> str:
+    """Triton's name of the upgrade M->N."""
+    return f"upgrade_{from_release}_to_{to_release}"
+
+
+def embedder_path(release: int) -> str:
+    """phi_N's ONNX file."""
+    return f"{embedder_model(release)}/1/model.onnx"
+
+
+def side_encoder_path(release: int) -> str:
+    """psi_N's ONNX file."""
+    return f"{side_encoder_model(release)}/1/model.onnx"
+
+
+def upgrade_path(from_release: int, to_release: int) -> str:
+    """The fp32 ONNX file of the upgrade M->N."""
+    return f"{upgrade_model(from_release, to_release)}/1/model.onnx"
+
+
+def upgrade_int8_path(from_release: int, to_release: int) -> str:
+    """The quantised twin of the upgrade M->N."""
+    return f"{upgrade_model(from_release, to_release)}/1/model.int8.onnx"
+
+
+def config_path(model: str) -> str:
+    """Triton's configuration of a model."""
+    return f"{model}/config.pbtxt"
+
+
+def manifest_path(release: int) -> str:
+    """The manifest of release N."""
+    return f"release-{release}.json"
+
+
+def probes_path(release: int) -> str:
+    """The golden probes of release N."""
+    return f"probes-{release}.npz"
+
+
+def release_of_manifest(path: str) -> int | None:
+    """N of `release-N.json`, None for every other path."""
+    number = path.removeprefix("release-").removesuffix(".json")
+    plain = number.isascii() and number.isdigit()
+    return int(number) if plain and path == manifest_path(int(number)) else None
