@@ -1,0 +1,90 @@
+"""The commands that the demo runs, as child processes that never outlive it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from demo.errors import DemoError
+
+LEASH = Path(__file__).with_name("leash.py")
+ROOT = Path(__file__).parent.parent
+# What a child may need to end by itself after it was asked to, in seconds.
+GRACE = 20
+
+
+@dataclass(frozen=True)
+class Child:
+    """A running command; its standard output and error are files."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    output: Path
+    log: Path
+
+    def failure(self) -> DemoError:
+        """What to say when it ended badly: its last words, and where all of them are."""
+        words = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        last = "\n  ".join(words[-8:]) or "(it said nothing)"
+        return DemoError(
+            f"{self.name} ended with exit code {self.process.returncode}:\n  {last}\n"
+            f"Its whole log: {self.log}"
+        )
+
+
+class Children:
+    """Starts, runs and, when left, ends child processes. Call from the main thread only: Linux ties
+    a child to the thread that started it."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._running: list[Child] = []
+
+    def __enter__(self) -> Self:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for child in reversed(self._running):
+            self.stop(child)
+
+    def start(self, name: str, command: Sequence[str | Path], stdin: int | None = None) -> Child:
+        """Start a command in the project's folder; it writes NAME.out and NAME.log."""
+        leashed = [sys.executable, str(LEASH), str(os.getpid()), *map(str, command)]
+        output, log = self._logs / f"{name}.out", self._logs / f"{name}.log"
+        with output.open("wb") as out, log.open("wb") as err:
+            process = subprocess.Popen(
+                leashed, cwd=ROOT, stdin=stdin or subprocess.DEVNULL, stdout=out, stderr=err
+            )
+        child = Child(name, process, output, log)
+        self._running.append(child)
+        return child
+
+    def wait(self, child: Child) -> str:
+        """Wait for its end; its standard output. Raises DemoError where it failed."""
+        if child.process.wait() != 0:
+            raise child.failure()
+        return child.output.read_text(encoding="utf-8")
+
+    def run(self, name: str, command: Sequence[str | Path]) -> str:
+        """Run a command to its end; its standard output. Raises DemoError where it failed."""
+        return self.wait(self.start(name, command))
+
+    def stop(self, child: Child) -> None:
+        """Ask it to end, then make it."""
+        if child.process.poll() is None:
+            child.process.terminate()
+            try:
+                child.process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()

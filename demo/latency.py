@@ -1,0 +1,48 @@
+"""What the clients of demo/load.py met before, during and after the swap."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from demo.load import Answer
+
+
+def read(lines: str) -> list[Answer]:
+    """The answers that demo/load.py printed after its line "ready"."""
+    return [Answer(**json.loads(line)) for line in lines.splitlines()[1:]]
+
+
+def percentile(answers: Sequence[Answer], percent: int) -> float:
+    """Milliseconds within which `percent` of the answers came."""
+    milliseconds = [1000 * answer.seconds for answer in answers]
+    return round(statistics.quantiles(milliseconds, n=100, method="inclusive")[percent - 1], 1)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The activation, as time.monotonic()."""
+
+    start: float
+    end: float
+
+    def met(self, answer: Answer) -> bool:
+        """Whether the call was under way at any moment of the activation."""
+        return answer.start < self.end and answer.start + answer.seconds > self.start
+
+
+def summary(answers: Sequence[Answer], swap: Window) -> dict[str, float]:
+    """Counts, and latencies in milliseconds: `steady` is before the swap, `after` is after it."""
+    before = [a for a in answers if a.start + a.seconds <= swap.start]
+    during = [a for a in answers if swap.met(a)]
+    after = [a for a in answers if a.start >= swap.end]
+    return {
+        "requests": len(answers),
+        "failed": sum(answer.status != "OK" for answer in answers),
+        "p50_ms_steady": percentile(before, 50),
+        "p99_ms_steady": percentile(before, 99),
+        "p50_ms_swap": percentile(during, 50),
+        "p99_ms_swap": percentile(during, 99),
+        "p50_ms_after": percentile(after, 50),
+        "p99_ms_after": percentile(after, 99),
+    }

@@ -1,0 +1,37 @@
+import random
+
+import pytest
+from sklearn.metrics import average_precision_score
+
+from demo.ranking import agreement, average_precision, quality
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_average_precision_agrees_with_scikit_learn(seed: int) -> None:
+    chance = random.Random(seed)
+    matches = [chance.random() < 0.3 for _ in range(50)] + [True]
+    scores = [-rank for rank in range(len(matches))]
+    assert average_precision(matches, sum(matches)) == pytest.approx(
+        average_precision_score(matches, scores)
+    )
+
+
+def test_quality_of_a_ranking_worked_out_by_hand() -> None:
+    items = ["a/1", "a/2", "b/1", "b/2", "b/3", "b/4", "b/5", "b/6"]
+    answers = {
+        # found at ranks 1 and 3: (1 + 2/3) / 2
+        "q/a/x": ["a/1", "b/1", "a/2", *items[3:]],
+        # the other class first, five times: not among the first five, found at 6 and never again
+        "q/a/y": ["b/1", "b/2", "b/3", "b/4", "b/5", "a/1"],
+        # a class that the gallery does not hold
+        "q/c/z": items,
+    }
+    expected = (5 / 6 + 1 / 12) / 2
+    assert quality(answers, items) == {"cmc1": 50.0, "cmc5": 50.0, "map": round(100 * expected, 2)}
+
+
+def test_agreement_looks_at_the_first_hits_only() -> None:
+    one = {"p": ["a", "b", "c"], "q": ["a", "b", "c"]}
+    other = {"p": ["b", "a", "d"], "q": ["a", "c", "b"]}
+    assert agreement(one, other, 2) == 50.0
+    assert agreement(one, one, 3) == 100.0
