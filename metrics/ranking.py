@@ -76,18 +76,28 @@ def rank(queries: Floats, gallery: Floats, relevance: Relevance, metric: Metric 
         )
     ranks: list[Ints] = []
     for first, block in distance_blocks(queries, gallery, metric):
-        for row, query in zip(block, range(first, first + len(block)), strict=True):
-            # Infinity sorts behind everything finite, so ignored items shift no rank.
-            row[relevance.ignored[query]] = np.inf
-        ordered = np.sort(block, axis=1)
-        for i in range(len(block)):
-            found = block[i, relevance.relevant[first + i]]
-            found = np.sort(found[np.isfinite(found)])
-            # Everything up to and at the distance, less the relevant items there, stands before it.
-            others = np.searchsorted(ordered[i], found, "right")
-            others -= np.searchsorted(found, found, "right")
-            ranks.append((others + np.arange(1, len(found) + 1)).astype(np.int64))
+        ranks.extend(rank_block(block, first, relevance))
     return Ranking(ranks, np.array([len(r) for r in ranks], np.int64))
+
+
+def rank_block(block: Floats, first: int, relevance: Relevance) -> list[Ints]:
+    """Ranks of the relevant items of consecutive queries, `first` the number of the first of them.
+
+    `block` [b, g] holds their distances to the whole gallery; ignored items are overwritten in it.
+    """
+    for i, row in enumerate(block):
+        # Infinity sorts behind everything finite, so ignored items shift no rank.
+        row[relevance.ignored[first + i]] = np.inf
+    ordered = np.sort(block, axis=1)
+    ranks = []
+    for i, row in enumerate(block):
+        found = row[relevance.relevant[first + i]]
+        found = np.sort(found[np.isfinite(found)])
+        # Everything up to and at the distance, less the relevant items there, stands before it.
+        others = np.searchsorted(ordered[i], found, "right")
+        others -= np.searchsorted(found, found, "right")
+        ranks.append((others + np.arange(1, len(found) + 1)).astype(np.int64))
+    return ranks
 
 
 def rank_neighbours(neighbours: Ints, relevance: Relevance) -> Ranking:

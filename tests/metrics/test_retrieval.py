@@ -1,11 +1,13 @@
 """CMC and mAP against slow loops and scikit-learn; queries in the gallery and not."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score
 
 from metrics import ranking as ranking_module
-from metrics.distances import Metric, distances, unit
+from metrics.distances import BLOCK_VALUES, Metric, distances, unit
 from metrics.ranking import Ranking, Relevance, rank, rank_neighbours, same_label
 from metrics.retrieval import average_precision, average_precision_at, cmc, mean, score
 from tests.metrics import slow
@@ -162,3 +164,17 @@ def test_bad_input_is_refused() -> None:
         cmc(rank(good, good, same_label([0, 1, 2], [0, 1, 2])), 0)
     with pytest.raises(ValueError, match=r"expected neighbours \[1, k\]"):
         ranking_module.rank_neighbours(np.zeros((2, 3), int), same_label([0], [0]))
+
+
+def test_memory_is_a_few_blocks_whatever_the_number_of_queries() -> None:
+    rng = np.random.default_rng(0)
+    gallery = rng.random((50_000, 8), dtype=np.float32)
+    queries = rng.random((1_400, 8), dtype=np.float32)
+    relevance = same_label(np.arange(1_400) % 100, np.arange(50_000) % 100)
+    tracemalloc.start()
+    rank(queries, gallery, relevance)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert BLOCK_VALUES // 50_000 < 1_400
+    # Distances, their sorted copy and one more on the way, of 2^25 float32 each.
+    assert peak < 3.5 * 4 * BLOCK_VALUES

@@ -1,0 +1,108 @@
+"""The backfill curve against building each mixed gallery by hand; the four orders."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from metrics.backfill import (
+    backfill_curve,
+    class_order,
+    class_shares,
+    oracle_order,
+    random_order,
+    uncertainty_order,
+)
+from metrics.ranking import same_label
+from metrics.retrieval import mean, score
+
+
+def mixed() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Queries [30, 4], served [50, 4] (backfilled plus noise of its own scale an item), backfilled,
+    and both labels."""
+    rng = np.random.default_rng(0)
+    labels, query_labels = rng.integers(0, 5, 50), rng.integers(0, 5, 30)
+    centres = rng.normal(size=(5, 4))
+    backfilled = centres[labels] + 0.3 * rng.normal(size=(50, 4))
+    served = backfilled + rng.exponential(1, (50, 1)) * rng.normal(size=(50, 4))
+    queries = centres[query_labels] + 0.3 * rng.normal(size=(30, 4))
+    return queries, served, backfilled, query_labels, labels
+
+
+def test_each_point_is_the_mixed_gallery(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, served, backfilled, query_labels, labels = mixed()
+    relevance = same_label(query_labels, labels)
+    order = random_order(50, seed=3)
+    monkeypatch.setattr("metrics.distances.BLOCK_VALUES", 7 * 50)
+    curve = backfill_curve(
+        queries, served, backfilled, order, relevance, shares=[0, 0.5, 1], metric="cosine"
+    )
+    for point, done in enumerate([0, 25, 50]):
+        gallery = served.copy()
+        gallery[order[:done]] = backfilled[order[:done]]
+        expected = score(queries, gallery, relevance, "cosine")
+        assert curve.map[point] == pytest.approx(mean(expected["map"]))
+        assert curve.cmc1[point] == pytest.approx(mean(expected["cmc1"]))
+
+
+def test_the_oracle_beats_random_and_the_mean_is_the_area() -> None:
+    queries, served, backfilled, query_labels, labels = mixed()
+    relevance = same_label(query_labels, labels)
+    means = {}
+    for name, order in {
+        "random": random_order(50, 0),
+        "oracle": oracle_order(served, backfilled),
+        "reversed": oracle_order(served, backfilled)[::-1],
+    }.items():
+        curve = backfill_curve(queries, served, backfilled, order, relevance)
+        means[name] = curve.mean_over(curve.map)
+        by_hand = sum((curve.map[i] + curve.map[i + 1]) / 2 * 0.1 for i in range(10))
+        assert means[name] == pytest.approx(by_hand)
+    assert means["oracle"] > means["random"] > means["reversed"]
+
+
+def test_served_items_may_have_fewer_dimensions() -> None:
+    queries, served, backfilled, query_labels, labels = mixed()
+    relevance = same_label(query_labels, labels)
+    curve = backfill_curve(
+        queries,
+        served[:, :2],
+        backfilled,
+        random_order(50, 0),
+        relevance,
+        served_queries=queries[:, :2],
+    )
+    assert curve.map[0] == pytest.approx(
+        mean(score(queries[:, :2], served[:, :2], relevance)["map"])
+    )
+    assert curve.map[-1] == pytest.approx(mean(score(queries, backfilled, relevance)["map"]))
+
+
+def test_orders() -> None:
+    labels = np.array([2, 0, 2, 1, 0, 7])
+    order = class_order(labels, seed=1)
+    ordered = labels[order].tolist()
+    assert sorted(order.tolist()) == list(range(6))
+    assert sum(a != b for a, b in pairwise(ordered)) == 3
+    assert any(class_order(labels, s).tolist() != order.tolist() for s in range(9))
+    assert uncertainty_order(np.array([0.1, 3, 0.1, 2])).tolist() == [1, 3, 0, 2]
+    assert random_order(9, 1).tolist() == random_order(9, 1).tolist() != random_order(9, 2).tolist()
+
+
+def test_class_shares_stop_where_classes_end() -> None:
+    labels = np.repeat(np.arange(100), np.arange(1, 101))
+    order = class_order(labels, seed=0)
+    shares = class_shares(labels, order, step=0.02)
+    assert len(shares) == 51 and shares[0] == 0 and shares[-1] == 1
+    for share in shares[1:-1]:
+        done = round(share * len(order))
+        assert labels[order][done] != labels[order][done - 1]
+    assert len(np.unique(labels[order][: round(shares[1] * len(order))])) == 2
+
+
+def test_an_order_must_name_every_item() -> None:
+    queries, served, backfilled, query_labels, labels = mixed()
+    with pytest.raises(ValueError, match="an order of all 50 items"):
+        backfill_curve(
+            queries, served, backfilled, np.zeros(50, int), same_label(query_labels, labels)
+        )
