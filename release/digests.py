@@ -14,6 +14,11 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sha256_bytes(data: bytes) -> str:
+    """Hex SHA-256."""
+    return hashlib.sha256(data).hexdigest()
+
+
 def space_id(
     embedder_sha256: str, *, height: int, width: int, dim: int, metric: Metric, unit: bool
 ) -> str:
@@ -47,4 +52,4 @@ def _hex64(digest: str) -> str:
 
 def _digest(fields: dict[str, str | int | bool]) -> str:
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return sha256_bytes(text.encode())

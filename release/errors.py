@@ -35,7 +35,7 @@ class VerificationError(NobackfillError):
 
 
 class GateFailedError(NobackfillError):
-    """The release does not beat what it replaces (BCT Eq. 2), or nobody measured whether it does."""
+    """The release does not beat what it replaces (BCT Eq. 2), or nobody measured it."""
 
     exit_code = 65
 

@@ -65,7 +65,7 @@ def decode(data: bytes, height: int, width: int) -> Pixels:
 
 
 def decode_file(path: Path, height: int, width: int) -> Pixels:
-    """Like `decode`, from a file. Raises InvalidInputError, which names it, also if it is unreadable."""
+    """Like `decode`, from a file. Raises InvalidInputError that names it, also if unreadable."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):

@@ -69,10 +69,10 @@ class SideEncoder(_Strict):
 class Upgrade(_Strict):
     """An upgrade into this release.
 
-    ONNX inputs `embedding` float32 [n,from_dim] and, where it reads side-information, `side` float32
-    [n,from_side_dim]; outputs `upgraded` float32 [n,dim], then `upgraded_side` float32 [n,side_dim]
-    where `side` is "maps", and `uncertainty` float32 [n] (larger is less certain) where
-    `predicts_uncertainty`.
+    ONNX inputs `embedding` float32 [n,from_dim] and, where it reads side-information, `side`
+    float32 [n,from_side_dim]; outputs `upgraded` float32 [n,dim], then `upgraded_side` float32
+    [n,side_dim] where `side` is "maps", and `uncertainty` float32 [n] (larger is less certain)
+    where `predicts_uncertainty`.
     """
 
     from_release: ReleaseNumber

@@ -47,7 +47,7 @@ def check_vectors(vectors: ArrayLike, dim: int, *, what: str, unit: bool = False
 
 
 def from_bytes(values: bytes, dim: int, *, what: str, unit: bool = False) -> Vectors:
-    """Read one vector of `dim` little-endian float32 values, shape [1, dim]. Or InvalidInputError."""
+    """Read one vector of `dim` little-endian float32: [1, dim]. Raises InvalidInputError."""
     if len(values) != 4 * dim:
         raise InvalidInputError(
             f"{what}: expected {4 * dim} bytes (float32, dimension {dim}), got {len(values)}"

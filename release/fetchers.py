@@ -1,0 +1,90 @@
+"""Where a publication comes from: a folder or any static HTTP host. The gateway's is in client/.
+
+A fetcher has one method. What it gives is untrusted: lengths, digests and signatures are checked by
+release/trust.py.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import quote, unquote
+
+import urllib3
+from tuf.api.exceptions import DownloadError, DownloadHTTPError, SlowRetrievalError
+
+_CHUNK = 2**16
+_SILENCE_SECONDS = 10.0
+
+
+class Fetcher(Protocol):
+    """Reads a file of a publication."""
+
+    def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
+        """The bytes of `url` from `offset` on, in pieces.
+
+        Raises, at once or at any piece, tuf's DownloadHTTPError (404: not there, 416: shorter than
+        `offset`), SlowRetrievalError when nothing comes, DownloadError for other trouble.
+        """
+        ...
+
+
+class FolderFetcher:
+    """A publication folder of this machine."""
+
+    base_url = "folder:/"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
+        path = self._folder / unquote(url.removeprefix(self.base_url))
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                while piece := file.read(_CHUNK):
+                    yield piece
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise DownloadHTTPError(f"{path}: is not there", 404) from error
+        except OSError as error:
+            raise DownloadError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+class HttpFetcher:
+    """Any static HTTP(S) host, with ranges where it serves them."""
+
+    def __init__(self) -> None:
+        self._pool = urllib3.PoolManager(
+            timeout=urllib3.Timeout(_SILENCE_SECONDS), retries=urllib3.Retry(2, redirect=3)
+        )
+
+    def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
+        try:
+            headers = {"Range": f"bytes={offset}-"} if offset else {}
+            response = self._pool.request(
+                "GET", quote(url, safe=":/@%?=&"), headers=headers, preload_content=False
+            )
+        except urllib3.exceptions.HTTPError as error:
+            raise DownloadError(f"{url}: {error}") from error
+        try:
+            if response.status not in (200, 206):
+                raise DownloadHTTPError(f"{url}: HTTP {response.status}", response.status)
+            # A host that ignores Range sends everything: pass by what is here already.
+            skip = offset if response.status == 200 else 0
+            # read1 gives what has come, so that the caller notices a host that drips.
+            while piece := response.read1(_CHUNK):
+                if len(piece) > skip:
+                    yield piece[skip:]
+                skip = max(0, skip - len(piece))
+        except urllib3.exceptions.TimeoutError as error:
+            raise SlowRetrievalError(f"{url}: nothing came for {_SILENCE_SECONDS:g} s") from error
+        except urllib3.exceptions.HTTPError as error:
+            raise DownloadError(f"{url}: {error}") from error
+        finally:
+            response.release_conn()
+
+
+def fetcher_for(source: str) -> tuple[Fetcher, str]:
+    """The fetcher and base URL of a folder, `http://` or `https://` source."""
+    if source.startswith(("http://", "https://")):
+        return HttpFetcher(), source.rstrip("/") + "/"
+    return FolderFetcher(Path(source)), FolderFetcher.base_url

@@ -1,0 +1,98 @@
+"""Golden probes: inputs with the outputs they must give, to check a machine's own runtime."""
+
+import io
+import zipfile
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from release.errors import VerificationError
+from release.manifest import Manifest, Upgrade
+from release.models import (
+    Files,
+    open_embedder,
+    open_side_encoder,
+    open_upgrade,
+    read_verified,
+)
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def check_probes(
+    files: Files, manifest: Manifest, *, upgrades: Collection[int] | None = None, threads: int = 1
+) -> None:
+    """Run the release's models on its probes, here and now.
+
+    Covers the embedder, the side encoder and the upgrades from the releases in `upgrades` (None:
+    all), each with its int8 twin where `files` has it. An output agrees when every |difference| <=
+    tolerance * max(1, |expected|). Raises VerificationError naming the model that differs.
+    """
+    probes = _load(read_verified(files, manifest.probes.file), manifest.probes.file.path)
+    tolerance = manifest.probes.tolerance
+    images = _array(probes, "image")
+    embedder = open_embedder(files, manifest, threads)
+    _agree("embedding", _array(probes, "embedding"), embedder.run(images), tolerance)
+    if manifest.side_encoder is not None:
+        encoder = open_side_encoder(files, manifest, threads)
+        _agree("side", _array(probes, "side"), encoder.run(images), tolerance)
+    for upgrade in manifest.upgrades:
+        if upgrades is None or upgrade.from_release in upgrades:
+            _check_upgrade(files, manifest, upgrade, probes, threads)
+
+
+def _check_upgrade(
+    files: Files, manifest: Manifest, upgrade: Upgrade, probes: Arrays, threads: int
+) -> None:
+    name = f"upgrade_{upgrade.from_release}"
+    embedding = _array(probes, f"{name}/embedding")
+    side = None if upgrade.from_side_space is None else _array(probes, f"{name}/side")
+    for int8 in (False, True):
+        if int8 and not _has_int8(files, upgrade):
+            continue
+        tolerance = manifest.probes.int8_tolerance if int8 else manifest.probes.tolerance
+        label = f"{name}{' int8' if int8 else ''}"
+        model = open_upgrade(files, manifest, upgrade, int8=int8, threads=threads)
+        got = model.run(embedding, side)
+        _agree(f"{label}/upgraded", _array(probes, f"{name}/upgraded"), got.embedding, tolerance)
+        if upgrade.side == "maps" and got.side is not None:
+            expected = _array(probes, f"{name}/upgraded_side")
+            _agree(f"{label}/upgraded_side", expected, got.side, tolerance)
+
+
+def _has_int8(files: Files, upgrade: Upgrade) -> bool:
+    # A device downloads one of the twins only.
+    if upgrade.int8_file is None:
+        return False
+    return not isinstance(files, Path) or (files / upgrade.int8_file.path).is_file()
+
+
+def _load(data: bytes, path: str) -> Arrays:
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except (ValueError, OSError, zipfile.BadZipFile, EOFError, KeyError) as error:
+        raise VerificationError(f"{path}: is not a file of golden probes ({error})") from error
+
+
+def _array(probes: Arrays, name: str) -> NDArray[Any]:
+    if name not in probes or len(probes[name]) == 0:
+        raise VerificationError(f"golden probes: expected an array {name!r} with at least one row")
+    return probes[name]
+
+
+def _agree(name: str, expected: NDArray[Any], got: NDArray[Any], tolerance: float) -> None:
+    if expected.shape != got.shape:
+        raise VerificationError(
+            f"golden probe {name}: expected shape {list(expected.shape)}, got {list(got.shape)}"
+        )
+    difference = np.abs(got - expected) / np.maximum(1, np.abs(expected))
+    # Also refuses NaN among the expected values.
+    if not (difference <= tolerance).all():
+        raise VerificationError(
+            f"golden probe {name}: this machine's outputs differ from the published ones by "
+            f"{np.nanmax(difference):.2g}, allowed is {tolerance:g}; the release stays unused here"
+        )
