@@ -1,0 +1,264 @@
+"""What a training is told: one YAML file, checked by pydantic, unknown keys refused by name.
+
+Three kinds: `embedder` (phi), `side_encoder` (psi), `upgrade` (h, g). Paths are relative to the
+working directory. `load_config` raises ConfigurationError (exit 78) with one line a wrong key.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from release.errors import ConfigurationError, NotFoundError
+
+HeadName = Literal["softmax", "normalized_softmax", "cosface", "arcface"]
+SideInfo = Literal["simclr", "autoencoder", "alternate", "mixup", "binary_simclr"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Augmentation(_Strict):
+    """Batched augmentation of images; each number is the largest change drawn."""
+
+    rotate_degrees: float = Field(0.0, ge=0, le=180)
+    # Log-scale: 0.2 draws scales between 1/1.2 and 1.2.
+    scale: float = Field(0.0, ge=0, lt=4)
+    # As a share of the image's side.
+    translate: float = Field(0.0, ge=0, le=0.5)
+    shear: float = Field(0.0, ge=0, le=1)
+    horizontal_flip: bool = False
+    # Brightness and contrast factors within 1 +- this.
+    brightness: float = Field(0.0, ge=0, lt=1)
+    contrast: float = Field(0.0, ge=0, lt=1)
+    # Saturation factor within 1 +- this, and a share of pictures turned grey.
+    saturation: float = Field(0.0, ge=0, le=1)
+    grayscale: float = Field(0.0, ge=0, le=1)
+    # Random resized crop: the least share of the area kept; 1 crops nothing.
+    crop_area: float = Field(1.0, gt=0, le=1)
+    noise: float = Field(0.0, ge=0, le=1)
+    erase: float = Field(0.0, ge=0, le=1)
+
+
+class _Training(_Strict):
+    """Keys that every kind knows."""
+
+    run_dir: Path
+    # A folder of class folders of images.
+    images: Path
+    # The first N class folders by name; all where absent.
+    classes: int | None = Field(None, ge=1)
+    # Skip files that are no image, naming them, rather than refuse the folder.
+    skip_corrupt: bool = False
+    # Share of each class that no model trains on: for stopping, variance and calibration.
+    held_out: float = Field(0.1, ge=0, lt=0.9)
+    # Chooses the held-out images; equal for models that are to be compared.
+    split_seed: int = 0
+    seed: int = 0
+    epochs: int = Field(ge=1)
+    warmup_epochs: float = Field(0.0, ge=0)
+    batch_size: int = Field(128, ge=2)
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    lr: float = Field(gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    gradient_clip: float | None = Field(None, gt=0)
+    # A checkpoint each so many epochs (and at the end); a killed training resumes from the last.
+    checkpoint_every: int = Field(5, ge=1)
+    # One line of stats.jsonl each so many steps.
+    log_every: int = Field(10, ge=1)
+    # lightning-fabric's words.
+    accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    devices: int = Field(1, ge=1)
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
+    # CPU threads of a training; absent: torch's own choice.
+    threads: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> Self:
+        if self.warmup_epochs >= self.epochs:
+            raise ValueError(
+                f"expected warmup_epochs below epochs, got {self.warmup_epochs} of {self.epochs}"
+            )
+        return self
+
+
+class _Network(_Training):
+    """An image network: backbone and input size."""
+
+    image_size: int = Field(ge=8, le=1024)
+    backbone: str = "small"
+    # Channels of the first stage; only `small` and `small_resnet` have it.
+    width: int = Field(32, ge=4, le=512)
+    # A nonlinearity after the last linear layer (the papers' reported failure when true).
+    last_nonlin: bool = False
+    pooling: Literal["avg", "gem"] = "avg"
+    augmentation: Augmentation = Augmentation()
+
+
+class EmbedderConfig(_Network):
+    """phi: a backbone under a classification head."""
+
+    kind: Literal["embedder"]
+    embedding_dim: int = Field(ge=2, le=4096)
+    head: HeadName = "cosface"
+    # None: the head's own default (CosFace .4 / 32, ArcFace .3 rad / 30, normalised softmax scale
+    # 20).
+    margin: float | None = Field(None, ge=0)
+    scale: float | None = Field(None, gt=0)
+    # Start from the weights of another run's embedder, e.g. one shared warm-up.
+    init: Path | None = None
+    # `independent`, or a compatible training of training/methods/; `old` and `options` are its
+    # inputs.
+    method: str = "independent"
+    old: Path | None = None
+    options: dict[str, str | int | float | bool] = {}
+
+
+class SideEncoderConfig(_Network):
+    """psi: side-information for a future that nobody knows yet (FCT section 3.4)."""
+
+    kind: Literal["side_encoder"]
+    side_info: SideInfo = "simclr"
+    side_info_dim: int = Field(ge=2, le=4096)
+    # SimCLR.
+    temperature: float = Field(0.1, gt=0)
+    projection_dim: int = Field(128, ge=2)
+    # Small crops beside the two full views (multi-crop); 0 turns it off.
+    small_crops: int = Field(0, ge=0, le=12)
+    small_crop_area: float = Field(0.3, gt=0, le=1)
+    # Head of the alternate old model and its mixup variant.
+    head: HeadName = "cosface"
+    margin: float | None = Field(None, ge=0)
+    scale: float | None = Field(None, gt=0)
+    mixup_alpha: float = Field(0.2, gt=0)
+
+
+class PublishedSource(_Strict):
+    """A release of a publication folder."""
+
+    model_repo: Path
+    release: int = Field(ge=1)
+
+
+class StoredVectors(_Strict):
+    """Vectors computed elsewhere: a .npy of shape [n, dim] and the file of their image paths.
+
+    `paths` holds one image path a line, relative to `images`, in the order of the rows.
+    """
+
+    vectors: Path
+    paths: Path
+
+
+Source = Path | PublishedSource
+
+
+class UpgradeConfig(_Training):
+    """h and g: (old embedding, old side-information) -> new embedding, new side-information."""
+
+    kind: Literal["upgrade"]
+    # A run folder, or {model_repo, release}; old also {vectors, paths}.
+    old: Source | StoredVectors
+    new: Source
+    # Run folders of side encoders; a published source brings its own. Absent: none is read /
+    # written.
+    old_side: Path | None = None
+    new_side: Path | None = None
+    # carries: the new release keeps the old side encoder, so side-information passes unchanged.
+    side: Literal["maps", "carries", "drops"] = "drops"
+    # Ignore the stored side-information (FCT's control with the zero vector).
+    reads_side: bool = True
+    # Or nothing but it: psi alone (FCT section 5.1).
+    reads_embedding: bool = True
+    method: str = "fct"
+    options: dict[str, str | int | float | bool] = {}
+    projection_dim: int = Field(256, ge=1)
+    inner_dim: int = Field(2048, ge=1)
+    # Augmented views of each image whose features are cached; 1 = the image as it is.
+    views: int = Field(1, ge=1, le=256)
+    augmentation: Augmentation = Augmentation()
+    # BatchNorm statistics are frozen after this share of the epochs (FCT D.5: 40 of 80).
+    freeze_batchnorm_at: float = Field(0.5, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not (self.reads_side or self.reads_embedding):
+            raise ValueError("expected reads_side or reads_embedding, got neither")
+        if isinstance(self.old, StoredVectors) and self.views > 1:
+            raise ValueError("stored vectors have one view an image; expected views: 1")
+        if self.side == "maps" and isinstance(self.new, Path) and self.new_side is None:
+            raise ValueError("side: maps needs new_side, the run of the new side encoder")
+        return self
+
+
+Config = EmbedderConfig | SideEncoderConfig | UpgradeConfig
+_ADAPTER: TypeAdapter[Config] = TypeAdapter(Annotated[Config, Field(discriminator="kind")])
+_KINDS: dict[str, type[BaseModel]] = {
+    "embedder": EmbedderConfig,
+    "side_encoder": SideEncoderConfig,
+    "upgrade": UpgradeConfig,
+}
+
+
+def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
+    """Read a YAML file; each override is `key=value`, value in YAML, nested keys with dots.
+
+    Raises NotFoundError where there is no file, ConfigurationError for everything wrong inside.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise NotFoundError(f"no configuration {path}; configs/ holds ready ones") from error
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{path}: not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{path}: expected keys with values, got {type(values).__name__}")
+    for override in overrides:
+        _set(values, override)
+    return parse_config(values, str(path))
+
+
+def parse_config(values: dict[str, object], source: str) -> Config:
+    """Check `values`. Raises ConfigurationError, one line a problem, naming the known keys."""
+    kind = values.get("kind")
+    if kind not in _KINDS:
+        raise ConfigurationError(f"{source}: expected kind: {' | '.join(_KINDS)}, got {kind!r}")
+    try:
+        return _ADAPTER.validate_python(values)
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            where = ".".join(str(part) for part in problem["loc"][1:])
+            if problem["type"] == "extra_forbidden":
+                known = ", ".join(_known_keys(_KINDS[str(kind)], problem["loc"][1:-1]))
+                lines.append(f"unknown key {where!r}; known: {known}")
+            else:
+                lines.append(f"{where or 'the whole'}: {problem['msg']}")
+        raise ConfigurationError(f"{source}: " + "; ".join(lines)) from error
+
+
+def _known_keys(model: type[BaseModel], parents: tuple[int | str, ...]) -> list[str]:
+    for parent in parents:
+        field = model.model_fields.get(str(parent))
+        inner = None if field is None else field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            model = inner
+    return sorted(model.model_fields)
+
+
+def _set(values: dict[str, object], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigurationError(f"--set expects key=value, got {override!r}")
+    *parents, last = key.split(".")
+    for parent in parents:
+        inner = values.setdefault(parent, {})
+        if not isinstance(inner, dict):
+            raise ConfigurationError(f"--set {override}: {parent!r} holds no keys")
+        values = inner
+    values[last] = yaml.safe_load(text)

@@ -1,0 +1,44 @@
+"""The registries of training methods, by the name that a configuration's `method` takes.
+
+One file a method beside this one. `embedder_method` and `upgrade_method` look a name up and raise
+ConfigurationError, naming the known ones, for any other.
+"""
+
+from typing import TypeVar
+
+from release.errors import ConfigurationError
+from training.embedder import EmbedderObjective
+from training.method import EmbedderInputs, EmbedderMethod, UpgradeMethod
+from training.methods.fct import FCT
+
+T = TypeVar("T")
+
+
+def _independent(inputs: EmbedderInputs) -> EmbedderObjective:
+    return EmbedderObjective(inputs.config, len(inputs.class_names))
+
+
+EMBEDDER_METHODS: dict[str, EmbedderMethod] = {
+    "independent": EmbedderMethod(_independent),
+}
+UPGRADE_METHODS: dict[str, UpgradeMethod] = {
+    "fct": FCT,
+}
+
+
+def embedder_method(name: str) -> EmbedderMethod:
+    """The method of that name. Raises ConfigurationError for an unknown one."""
+    return _look_up(name, EMBEDDER_METHODS, "embedder")
+
+
+def upgrade_method(name: str) -> UpgradeMethod:
+    """The method of that name. Raises ConfigurationError for an unknown one."""
+    return _look_up(name, UPGRADE_METHODS, "upgrade")
+
+
+def _look_up(name: str, methods: dict[str, T], kind: str) -> T:
+    if name not in methods:
+        raise ConfigurationError(
+            f"unknown {kind} method {name!r}; known: {', '.join(sorted(methods))}"
+        )
+    return methods[name]

@@ -1,0 +1,92 @@
+"""FCT's transformation (fct.txt Figure 4, D.1): two projections, a mixer; h and g are two of them.
+
+The module `Upgrade` is exactly the graph that is published: (embedding, side) -> upgraded,
+upgraded_side, uncertainty, whatever of these the upgrade has.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Upgraded(NamedTuple):
+    """Outputs of an upgrade; side [n,new_side_dim] and log_variance [n] where it has them."""
+
+    embedding: Tensor
+    side: Tensor | None
+    log_variance: Tensor | None
+
+
+def _block(dim_in: int, dim_out: int) -> list[nn.Module]:
+    return [nn.Linear(dim_in, dim_out), nn.BatchNorm1d(dim_out), nn.ReLU(inplace=True)]
+
+
+def projection_unit(dim: int, width: int) -> nn.Sequential:
+    """Linear-BatchNorm-ReLU twice: [n,dim] -> [n,width] (D.1: width 256)."""
+    return nn.Sequential(*_block(dim, width), *_block(width, width))
+
+
+class FctTransform(nn.Module):
+    """(embedding [n,old_dim], side [n,side_dim]) -> [n,new_dim]; a dim of 0 leaves that branch out.
+
+    Leaving a branch out equals FCT's zero vector: its projection would be a constant, which the
+    mixer's first bias holds. With `unit` the output is normalised, in training as in use (D.7).
+    """
+
+    def __init__(
+        self,
+        old_dim: int,
+        side_dim: int,
+        new_dim: int,
+        *,
+        projection_dim: int,
+        inner_dim: int,
+        unit: bool,
+    ) -> None:
+        super().__init__()
+        self.unit = unit
+        self.embedding_projection = projection_unit(old_dim, projection_dim) if old_dim else None
+        self.side_projection = projection_unit(side_dim, projection_dim) if side_dim else None
+        width = projection_dim * ((old_dim > 0) + (side_dim > 0))
+        self.mixer = nn.Sequential(
+            *_block(width, inner_dim), *_block(inner_dim, inner_dim), nn.Linear(inner_dim, new_dim)
+        )
+
+    def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
+        parts = []
+        if self.embedding_projection is not None:
+            parts.append(self.embedding_projection(embedding))
+        if self.side_projection is not None:
+            assert side is not None
+            parts.append(self.side_projection(side))
+        output: Tensor = self.mixer(torch.cat(parts, 1))
+        return F.normalize(output) if self.unit else output
+
+
+class Upgrade(nn.Module):
+    """h, and optionally g for side-information and a log-variance, as one graph.
+
+    `h` is any module (embedding, side) -> [n,new_dim]; `g` likewise -> [n,new_side_dim];
+    `log_variance` likewise -> [n]. `reads_side` says whether the graph has the input `side`.
+    """
+
+    def __init__(
+        self,
+        h: nn.Module,
+        *,
+        reads_side: bool,
+        g: nn.Module | None = None,
+        log_variance: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.h, self.g, self.log_variance = h, g, log_variance
+        self.reads_side = reads_side
+
+    def forward(self, embedding: Tensor, side: Tensor | None = None) -> Upgraded:
+        return Upgraded(
+            self.h(embedding, side),
+            None if self.g is None else self.g(embedding, side),
+            None if self.log_variance is None else self.log_variance(embedding, side),
+        )
