@@ -1,0 +1,170 @@
+"""Who may call what: bearer tokens with roles from a file, one rule a call, default deny."""
+
+import hashlib
+import hmac
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+
+from release.errors import ConfigurationError, NotPermittedError
+from server.errors import UnauthenticatedError
+
+
+class Role(StrEnum):
+    READER = "reader"
+    WRITER = "writer"
+    DEVICE = "device"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Who calls. `name` owns vault blobs; it is the token's name, not the token."""
+
+    name: str
+    role: Role
+
+
+# Without a tokens file the gateway listens on loopback only, and whoever gets there is trusted.
+LOCAL = Principal("local", Role.ADMIN)
+
+_READ = frozenset({Role.READER, Role.WRITER, Role.ADMIN})
+_WRITE = frozenset({Role.WRITER, Role.ADMIN})
+_DEVICE = frozenset({Role.DEVICE, Role.ADMIN})
+_ANY = frozenset(Role)
+_ADMIN = frozenset({Role.ADMIN})
+
+_PACKAGE = "/nobackfill.v1."
+# A call without a rule is refused. None: no token needed.
+RULES: Mapping[str, frozenset[Role] | None] = {
+    _PACKAGE + "SearchService/Search": _READ,
+    _PACKAGE + "SearchService/SearchBatch": _READ,
+    _PACKAGE + "GalleryService/GetGallery": _READ,
+    _PACKAGE + "GalleryService/ListGalleries": _READ,
+    _PACKAGE + "GalleryService/GetItem": _READ,
+    _PACKAGE + "GalleryService/CreateGallery": _WRITE,
+    _PACKAGE + "GalleryService/DeleteGallery": _WRITE,
+    _PACKAGE + "GalleryService/PutItems": _WRITE,
+    _PACKAGE + "GalleryService/DeleteItems": _WRITE,
+    _PACKAGE + "ReleaseService/ListReleases": _ANY,
+    _PACKAGE + "ReleaseService/GetRelease": _ANY,
+    _PACKAGE + "ReleaseService/WatchReleases": _ANY,
+    _PACKAGE + "ReleaseService/FetchFile": _DEVICE,
+    _PACKAGE + "ReleaseService/ActivateRelease": _ADMIN,
+    _PACKAGE + "ReleaseService/RollbackRelease": _ADMIN,
+    _PACKAGE + "ReleaseService/RetireRelease": _ADMIN,
+    _PACKAGE + "UpgradeService/EstimateUpgrade": _ADMIN,
+    _PACKAGE + "UpgradeService/StartUpgrade": _ADMIN,
+    _PACKAGE + "UpgradeService/WatchUpgrade": _READ,
+    _PACKAGE + "UpgradeService/PauseUpgrade": _ADMIN,
+    _PACKAGE + "VaultService/PutBlob": _DEVICE,
+    _PACKAGE + "VaultService/GetBlob": _DEVICE,
+    _PACKAGE + "VaultService/DeleteBlob": _DEVICE,
+    _PACKAGE + "VaultService/ListBlobs": _DEVICE,
+    "/grpc.health.v1.Health/Check": None,
+    "/grpc.health.v1.Health/List": None,
+    "/grpc.health.v1.Health/Watch": None,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ANY,
+}
+
+
+@dataclass(frozen=True)
+class _Token:
+    principal: Principal
+    digest: bytes
+    expires: datetime | None
+
+
+class Tokens:
+    """The tokens file: `NAME ROLE SHA256-OF-THE-TOKEN [EXPIRES]` a line, '#' begins a comment.
+
+    The file holds digests only, so reading it gives nobody access. It is read again when it
+    changes; a change that cannot be read leaves the tokens as they were.
+    Raises ConfigurationError at the start when a line is wrong, naming it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._stamp, self._tokens = _read(path)
+        self._looked = time.monotonic()
+
+    def principal(self, authorization: str | None) -> Principal:
+        """Who the header `Bearer TOKEN` belongs to. Raises UnauthenticatedError."""
+        self._refresh()
+        scheme, _, token = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not token:
+            raise UnauthenticatedError("expected metadata `authorization: Bearer TOKEN`")
+        digest = hashlib.sha256(token.encode()).digest()
+        for known in self._tokens:
+            if hmac.compare_digest(known.digest, digest):
+                if known.expires is not None and datetime.now(UTC) >= known.expires:
+                    break
+                return known.principal
+        raise UnauthenticatedError("the token is unknown or has expired; ask for a new one")
+
+    def _refresh(self) -> None:
+        now = time.monotonic()
+        if now - self._looked < 1:
+            return
+        with self._lock:
+            self._looked = now
+            try:
+                if _stamp(self._path) != self._stamp:
+                    self._stamp, self._tokens = _read(self._path)
+            except (OSError, ConfigurationError):
+                return
+
+
+def authorize(method: str, tokens: Tokens | None, authorization: str | None) -> Principal:
+    """Let `method` pass for the caller, or raise UnauthenticatedError or NotPermittedError.
+
+    Decided before the request is read, so an answer never tells whether an object exists.
+    """
+    roles = RULES.get(method, frozenset())
+    if roles is None or tokens is None:
+        return LOCAL
+    principal = tokens.principal(authorization)
+    if principal.role not in roles:
+        allowed = ", ".join(sorted(roles)) or "nobody"
+        raise NotPermittedError(
+            f"role {principal.role} may not call {method}; it is for: {allowed}"
+        )
+    return principal
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _read(path: Path) -> tuple[tuple[int, int, int], tuple[_Token, ...]]:
+    try:
+        stamp, lines = _stamp(path), path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot read the tokens file {path}: {error}") from error
+    tokens = []
+    for number, line in enumerate(lines, 1):
+        fields = line.partition("#")[0].split()
+        if fields:
+            tokens.append(_token(fields, f"{path}, line {number}"))
+    return stamp, tuple(tokens)
+
+
+def _token(fields: list[str], where: str) -> _Token:
+    expected = "expected NAME ROLE SHA256 [EXPIRES as 2027-01-31T00:00:00+00:00]"
+    if len(fields) not in (3, 4):
+        raise ConfigurationError(f"{where}: {expected}")
+    name, role, digest = fields[:3]
+    try:
+        expires = datetime.fromisoformat(fields[3]) if len(fields) == 4 else None
+        token = _Token(Principal(name, Role(role)), bytes.fromhex(digest), expires)
+    except ValueError as error:
+        raise ConfigurationError(f"{where}: {expected}; {error}") from error
+    if len(token.digest) != 32 or (expires is not None and expires.tzinfo is None):
+        raise ConfigurationError(f"{where}: {expected}, 64 hex digits and a time zone")
+    return token

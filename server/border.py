@@ -1,0 +1,190 @@
+"""The border of the gateway: the one interceptor every call passes.
+
+It names the request, checks the token and the role, bounds streams and time, turns exceptions into
+statuses, and counts. Services behind it only raise.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import BoundedSemaphore
+from typing import Any, NamedTuple, NoReturn
+
+import grpc
+import structlog
+from grpc_status import rpc_status
+
+from server import calls
+from server.auth import Tokens, authorize
+from server.errors import DeadlineError, OverloadedError, code_of, status_of
+from server.logs import begin_request
+from server.metrics import Metrics
+
+log = structlog.get_logger("server.border")
+
+Handler = grpc.RpcMethodHandler[Any, Any]
+
+MAX_STREAMS = 48
+
+
+class Border(grpc.ServerInterceptor):
+    """Wraps each method once, when it is first called.
+
+    Streams run on threads of their own, so that slow readers never keep searches waiting; there are
+    a few threads more than streams allowed, which refuse the others at once.
+    """
+
+    def __init__(self, metrics: Metrics, tokens: Tokens | None, max_call_seconds: float) -> None:
+        self._metrics = metrics
+        self._tokens = tokens
+        self._max_call_seconds = max_call_seconds
+        self._streams = BoundedSemaphore(MAX_STREAMS)
+        self._stream_pool = ThreadPoolExecutor(MAX_STREAMS + 8, thread_name_prefix="stream")
+        self._wrapped: dict[str, Handler] = {}
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        method = str(handler_call_details.method)
+        wrapped = self._wrapped.get(method)
+        if wrapped is None:
+            handler = continuation(handler_call_details)
+            if handler is None:
+                return None
+            wrapped = self._wrapped[method] = self._wrap(method, handler)
+        return wrapped
+
+    def close(self) -> None:
+        """End the stream threads once their streams have ended."""
+        self._stream_pool.shutdown(wait=False, cancel_futures=True)
+
+    def _wrap(self, method: str, handler: Handler) -> Handler:
+        passage = _Passage(method, self._metrics, self._tokens, self._max_call_seconds)
+        codecs = (handler.request_deserializer, handler.response_serializer)
+        if handler.unary_unary is not None:
+            unary = passage.unary(handler.unary_unary)
+            return grpc.unary_unary_rpc_method_handler(unary, *codecs)
+        if handler.stream_unary is not None:
+            unary = passage.unary(handler.stream_unary, self._streams)
+            unary.experimental_thread_pool = self._stream_pool  # type: ignore[attr-defined]
+            return grpc.stream_unary_rpc_method_handler(unary, *codecs)
+        behavior = handler.unary_stream or handler.stream_stream
+        assert behavior is not None
+        stream = passage.stream(behavior, self._streams)
+        stream.experimental_thread_pool = self._stream_pool  # type: ignore[attr-defined]
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(stream, *codecs)
+        return grpc.stream_stream_rpc_method_handler(stream, *codecs)
+
+
+class _Status(
+    NamedTuple("_Fields", [("code", Any), ("details", Any), ("trailing_metadata", Any)]),
+    grpc.Status,
+):
+    """A status with its error details and the request's id."""
+
+
+class _Passage:
+    """One method's way through the border."""
+
+    def __init__(
+        self, method: str, metrics: Metrics, tokens: Tokens | None, max_call_seconds: float
+    ) -> None:
+        self._method = method
+        self._tokens = tokens
+        self._max_call_seconds = max_call_seconds
+        service, _, name = method.strip("/").rpartition("/")
+        self._seconds = metrics.handling.labels(service, name)
+        self._handled = {
+            code: metrics.handled.labels(service, name, code.name) for code in grpc.StatusCode
+        }
+
+    def unary(
+        self, behavior: Callable[..., Any], streams: BoundedSemaphore | None = None
+    ) -> Callable[..., Any]:
+        def call(request: Any, context: grpc.ServicerContext) -> Any:
+            began = time.perf_counter()
+            code = grpc.StatusCode.OK
+            admitted = streams is None or streams.acquire(blocking=False)
+            request_id = ""
+            try:
+                request_id = self._enter(context, streams is not None)
+                _admit(admitted)
+                return behavior(request, context)
+            except Exception as error:  # noqa: BLE001 - the one place that may
+                code = code_of(error) if context.is_active() else grpc.StatusCode.CANCELLED
+                self._refuse(context, error, code, request_id)
+            finally:
+                if streams is not None and admitted:
+                    streams.release()
+                self._count(code, began)
+
+        return call
+
+    def stream(
+        self, behavior: Callable[..., Iterator[Any]], streams: BoundedSemaphore
+    ) -> Callable[..., Iterator[Any]]:
+        def call(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            began = time.perf_counter()
+            code = grpc.StatusCode.OK
+            admitted = streams.acquire(blocking=False)
+            request_id = ""
+            try:
+                request_id = self._enter(context, True)
+                _admit(admitted)
+                yield from behavior(request, context)
+            except GeneratorExit:
+                code = grpc.StatusCode.CANCELLED
+                raise
+            except Exception as error:  # noqa: BLE001 - the one place that may
+                code = code_of(error) if context.is_active() else grpc.StatusCode.CANCELLED
+                self._refuse(context, error, code, request_id)
+            finally:
+                if admitted:
+                    streams.release()
+                self._count(code, began)
+
+        return call
+
+    def _enter(self, context: grpc.ServicerContext, streaming: bool) -> str:
+        metadata = dict(context.invocation_metadata())
+        request_id = begin_request(_text(metadata.get("x-request-id")))
+        principal = authorize(self._method, self._tokens, _text(metadata.get("authorization")))
+        left = context.time_remaining()
+        if not streaming:
+            left = self._max_call_seconds if left is None else min(left, self._max_call_seconds)
+        if not context.is_active() or (left is not None and left <= 0):
+            raise DeadlineError("the call ended before its turn came; allow more time")
+        calls.begin(calls.Call(principal, time.monotonic() + (left or 86_400)))
+        return request_id
+
+    def _refuse(
+        self,
+        context: grpc.ServicerContext,
+        error: Exception,
+        code: grpc.StatusCode,
+        request_id: str,
+    ) -> NoReturn:
+        unforeseen = code is grpc.StatusCode.INTERNAL
+        level = log.exception if unforeseen else log.warning
+        level("refused", method=self._method, code=code.name, error=type(error).__name__)
+        status = rpc_status.to_status(status_of(error, request_id))
+        metadata = (*status.trailing_metadata, ("x-request-id", request_id))
+        context.abort_with_status(_Status(status.code, status.details, metadata))
+
+    def _count(self, code: grpc.StatusCode, began: float) -> None:
+        self._seconds.observe(time.perf_counter() - began)
+        self._handled[code].inc()
+
+
+def _admit(admitted: bool) -> None:
+    if not admitted:
+        raise OverloadedError(
+            f"{MAX_STREAMS} streams are open already; try again with a growing delay"
+        )
+
+
+def _text(value: str | bytes | None) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,0 +1,36 @@
+"""The call that the present thread works for: who asks, and until when."""
+
+import contextvars
+import time
+from dataclasses import dataclass
+
+from server.auth import LOCAL, Principal
+from server.errors import DeadlineError
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call. `deadline` is on the monotonic clock, in seconds."""
+
+    principal: Principal
+    deadline: float
+
+    def remaining(self) -> float:
+        """Seconds left, more than 0. Raises DeadlineError when there are none."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineError("the call's deadline passed; allow more time, or ask for less")
+        return left
+
+
+_current: contextvars.ContextVar[Call] = contextvars.ContextVar("call")
+
+
+def begin(call: Call) -> None:
+    """Make `call` the one that this thread works for."""
+    _current.set(call)
+
+
+def current() -> Call:
+    """The call under way; outside of any (start, background jobs) one that may take an hour."""
+    return _current.get(None) or Call(LOCAL, time.monotonic() + 3600)

@@ -1,0 +1,53 @@
+"""JSON logs, one object a line on stderr, with the id of the request they belong to."""
+
+import contextvars
+import logging
+import sys
+import uuid
+from collections.abc import MutableMapping
+from typing import Any
+
+import structlog
+
+_request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
+
+
+def configure() -> None:
+    """Send structlog's lines, and the standard library's warnings, to stderr as JSON."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            _add_request_id,
+            structlog.processors.dict_tracebacks,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    logging.basicConfig(level=logging.WARNING, handlers=[_ToStructlog()], force=True)
+
+
+def begin_request(given: str | None) -> str:
+    """Name the request of this thread: the caller's x-request-id if plain, else a new one."""
+    plain = given is not None and 0 < len(given) <= 64 and given.isascii() and given.isprintable()
+    request_id = given if plain and given is not None else uuid.uuid4().hex[:16]
+    _request_id.set(request_id)
+    return request_id
+
+
+def _add_request_id(
+    _logger: Any, _name: str, event: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    if request_id := _request_id.get():
+        event["request_id"] = request_id
+    return event
+
+
+class _ToStructlog(logging.Handler):
+    """Hands records of libraries to structlog, message only: their arguments may hold anything."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log = structlog.get_logger(record.name)
+        log.log(record.levelno, "library", message=record.getMessage(), exc_info=record.exc_info)

@@ -1,0 +1,65 @@
+"""What Prometheus reads. No ids in labels."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.process_collector import ProcessCollector
+
+from release.errors import ConfigurationError
+from server.settings import split_address
+
+_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class Metrics:
+    """All series of one gateway, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+        call = ["grpc_service", "grpc_method"]
+        self.handled = Counter(
+            "grpc_server_handled_total", "Calls ended.", [*call, "grpc_code"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.handling = Histogram(
+            "grpc_server_handling_seconds", "Time from a call's arrival to its end.", call,
+            buckets=_BUCKETS, registry=self.registry,
+        )  # fmt: skip
+        self.active_release = Gauge(
+            "nobackfill_active_release", "Number of the release that answers; 0 when none does.",
+            registry=self.registry,
+        )  # fmt: skip
+        self.gallery_items = Gauge(
+            "nobackfill_gallery_items", "Vectors of all galleries, by release and state of space.",
+            ["release", "state"], registry=self.registry,
+        )  # fmt: skip
+        self.upgrade_ratio = Gauge(
+            "nobackfill_upgrade_ratio", "Share of the running upgrade that is done, 0 to 1.",
+            registry=self.registry,
+        )  # fmt: skip
+        self.swap_seconds = Histogram(
+            "nobackfill_swap_seconds", "Time from ActivateRelease to its last phase.",
+            ["outcome"], buckets=(0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200),
+            registry=self.registry,
+        )  # fmt: skip
+        self.batch_size = Histogram(
+            "nobackfill_batch_size", "Queries answered by one index or model call.", ["stage"],
+            buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256), registry=self.registry,
+        )  # fmt: skip
+        self.model_server_up = Gauge(
+            "nobackfill_model_server_up", "1 while images can be embedded.",
+            registry=self.registry,
+        )  # fmt: skip
+
+    def serve(self, address: str) -> tuple[str, int]:
+        """Answer HTTP GET /metrics on `address`; returns where. Raises ConfigurationError."""
+        host, port = split_address(address, "metrics_address")
+        try:
+            server, _ = start_http_server(port, host, self.registry)
+        except OSError as error:
+            raise ConfigurationError(
+                f"metrics address {address} cannot be used ({error.strerror}); "
+                "give another with --metrics-address, port 0 for any free one"
+            ) from error
+        return host, int(server.server_port)

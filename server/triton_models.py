@@ -1,0 +1,242 @@
+"""Models in Triton: loaded by name, watched, brought back when Triton dies or hangs."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import structlog
+
+from release.errors import (
+    CannotWriteError,
+    InvalidInputError,
+    UnavailableError,
+    VerificationError,
+)
+from release.manifest import Manifest
+from release.models import Images
+from release.paths import embedder_model, side_encoder_model
+from release.vectors import Vectors, check_vectors
+from server import calls
+from server.triton_client import TritonClient
+from server.triton_process import TritonProcess
+
+log = structlog.get_logger("server.triton")
+
+# Largest batch that releases declare to Triton.
+MAX_BATCH = 64
+
+_PROBE_EVERY_S = 0.2
+_LIVE_TIMEOUT_S = 0.6
+# A model may be busy with large batches; one that answered lately needs no probe.
+_INFER_TIMEOUT_S = 1.5
+_FRESH_S = 1.0
+# Points for probes missed in a row: at so many, calls are refused at once and those under way are
+# cut; at so many, a hanging child is killed. A model that hangs counts more than a slow answer.
+_UNREADY = 2
+_KILL = 4
+_START_S = 60.0
+_LOAD_S = 120.0
+_LONGEST_PAUSE_S = 5.0
+
+
+class TritonModels:
+    """See Models. With `process`, starts and restarts that Triton; else uses the one at `address`.
+
+    A thread of its own starts and watches Triton for as long as the gateway lives: the child dies
+    with the thread that started it.
+    """
+
+    def __init__(
+        self,
+        client: TritonClient,
+        process: TritonProcess | None,
+        on_change: Callable[[bool], None] = lambda _up: None,
+    ) -> None:
+        self._client = client
+        self._process = process
+        self._on_change = on_change
+        self._lock = threading.Lock()
+        self._wanted: dict[int, Manifest] = {}
+        # When each model last gave an answer.
+        self._answered: dict[str, float] = {}
+        self._missed = 0
+        self._starts = _Starts()
+        self._up = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="triton", daemon=True)
+
+    def start(self) -> None:
+        """Start Triton, or find it. Raises UnavailableError saying why, and where its log is."""
+        self._thread.start()
+        if not self._up.wait(_START_S):
+            if self._process is None:
+                self.close()
+                raise UnavailableError(f"no Triton answers at {self._client.address}")
+            tail = self._process.log_tail()
+            self.close()
+            raise UnavailableError(
+                f"Triton does not start; its log is {self._process.log_path}: {tail}"
+            )
+
+    def load(self, manifest: Manifest) -> None:
+        if not self._up.wait(min(_START_S, calls.current().remaining())):
+            raise UnavailableError("the model server is away; load the release when it is back")
+        self._load(manifest)
+        with self._lock:
+            self._wanted[manifest.release] = manifest
+        log.info("loaded in Triton", release=manifest.release)
+
+    def unload(self, release: int) -> None:
+        with self._lock:
+            manifest = self._wanted.pop(release, None)
+        for name in _names(manifest) if manifest else ():
+            try:
+                self._client.unload(name, _LIVE_TIMEOUT_S)
+            except UnavailableError:
+                # It will not be loaded again when Triton is back.
+                log.warning("not unloaded, Triton is away", model=name)
+
+    def embed(self, manifest: Manifest, images: Images) -> Vectors:
+        spec = manifest.embedder
+        vectors = self._run(embedder_model(manifest.release), images, "embedding")
+        return _checked(vectors, spec.dim, unit=spec.unit)
+
+    def side(self, manifest: Manifest, images: Images) -> Vectors | None:
+        if manifest.side_encoder is None:
+            return None
+        vectors = self._run(side_encoder_model(manifest.release), images, "side")
+        return _checked(vectors, manifest.side_encoder.dim, unit=False)
+
+    def ready(self) -> bool:
+        return self._up.is_set()
+
+    def close(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._client.close()
+
+    def _run(self, name: str, images: Images, output: str) -> Vectors:
+        if not self._up.is_set():
+            raise UnavailableError(
+                "the model server is away, it is being brought back; searching by embedding works"
+            )
+        vectors = self._client.infer(name, images, output, calls.current().remaining())
+        self._answered[name] = time.monotonic()
+        return vectors
+
+    def _load(self, manifest: Manifest) -> None:
+        for name in _names(manifest):
+            if not self._client.model_ready(name, _LIVE_TIMEOUT_S):
+                self._client.load(name, _LOAD_S)
+
+    def _watch(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                if self._process is not None and not self._process.alive():
+                    self._start_process(self._process)
+                elif not self._client.live(_LIVE_TIMEOUT_S):
+                    self._miss(1)
+                elif not self._embeds():
+                    self._miss(2)
+                else:
+                    self._missed = 0
+                    self._starts.answered = True
+                    self._set_up(True)
+                self._stopping.wait(_PROBE_EVERY_S if self._up.is_set() else _PROBE_EVERY_S / 5)
+        finally:
+            self._set_up(False)
+            if self._process is not None:
+                self._process.stop()
+
+    def _start_process(self, process: TritonProcess) -> None:
+        self._set_up(False)
+        if self._starts.began:
+            log.error("Triton is gone", log=process.log_tail())
+            self._stopping.wait(self._starts.pause())
+        try:
+            process.start()
+        except (UnavailableError, CannotWriteError) as error:
+            log.error("Triton cannot be started", error=str(error))
+        self._missed = 0
+        self._starts.began = time.monotonic()
+
+    def _embeds(self) -> bool:
+        """Bring back the wanted models if need be; whether the one asked longest ago embeds."""
+        with self._lock:
+            wanted = list(self._wanted.values())
+        if not self._up.is_set():
+            for manifest in wanted:
+                self._bring_back(manifest)
+        if not wanted:
+            return True
+        names = {embedder_model(manifest.release): manifest.embedder for manifest in wanted}
+        oldest = min(names, key=lambda name: self._answered.get(name, 0.0))
+        if time.monotonic() - self._answered.get(oldest, 0.0) < _FRESH_S:
+            return True
+        blank = np.zeros((1, names[oldest].height, names[oldest].width, 3), np.uint8)
+        try:
+            self._client.infer(oldest, blank, "embedding", _INFER_TIMEOUT_S)
+        except (UnavailableError, VerificationError):
+            return False
+        self._answered[oldest] = time.monotonic()
+        return True
+
+    def _bring_back(self, manifest: Manifest) -> None:
+        try:
+            self._load(manifest)
+        except (UnavailableError, VerificationError) as error:
+            log.error("not loaded again", release=manifest.release, error=str(error))
+
+    def _miss(self, points: int) -> None:
+        self._missed += points
+        was_up = self._up.is_set()
+        if self._missed >= _UNREADY and was_up:
+            self._set_up(False)
+            self._client.reconnect()
+        if self._process is None:
+            return
+        late = self._missed >= _KILL and self._starts.answered
+        if late or time.monotonic() - self._starts.began > _START_S:
+            log.error("Triton hangs, ending it", missed=self._missed, was_up=was_up)
+            self._process.kill()
+
+    def _set_up(self, up: bool) -> None:
+        if up != self._up.is_set():
+            log.info("model server", up=up)
+            (self._up.set if up else self._up.clear)()
+            self._on_change(up)
+
+
+class _Starts:
+    """When the child was started, whether it answered since, how long to wait before another."""
+
+    def __init__(self) -> None:
+        self.began = 0.0
+        self.answered = False
+        self._failures = 0
+
+    def pause(self) -> float:
+        """Seconds to wait: none after a child that worked, then growing, with jitter."""
+        self._failures = 0 if self.answered else self._failures + 1
+        self.answered = False
+        if not self._failures:
+            return 0.0
+        longest: float = min(_LONGEST_PAUSE_S, 0.1 * 2**self._failures)
+        return longest * random.uniform(0.5, 1.0)  # noqa: S311 - spreads restarts, hides nothing
+
+
+def _names(manifest: Manifest) -> list[str]:
+    names = [embedder_model(manifest.release)]
+    if manifest.side_encoder is not None:
+        names.append(side_encoder_model(manifest.release))
+    return names
+
+
+def _checked(vectors: Vectors, dim: int, *, unit: bool) -> Vectors:
+    try:
+        return check_vectors(vectors, dim, what="Triton's output", unit=unit)
+    except InvalidInputError as error:
+        raise VerificationError(str(error)) from error

@@ -1,0 +1,166 @@
+"""One tritonserver as a child process: loopback only, explicit model control, gone when we are."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from release import durable
+from release.errors import UnavailableError
+
+_SHM = Path("/dev/shm")  # noqa: S108 - where Triton itself puts it
+_SHM_PREFIX = "nobackfill-"
+_EXIT_SECONDS = 5
+
+
+class TritonProcess:
+    """Starts and stops the tritonserver of the wheel nvidia-pytriton, found in `venv`.
+
+    `folder` receives the backends, and Triton's log. The address stays the same over restarts, so
+    that channels reconnect. Must be started from a thread that lives as long as Triton shall.
+    Raises UnavailableError where the wheel is not to be found.
+    """
+
+    def __init__(self, venv: Path, model_repo: Path, folder: Path) -> None:
+        site = _site_packages(venv)
+        self._triton = site / "pytriton" / "tritonserver"
+        self._python = (venv / "bin" / "python").absolute()
+        if not (self._triton / "bin" / "tritonserver").is_file():
+            raise UnavailableError(
+                f"expected nvidia-pytriton in {venv}, found none; run `make setup`, or give "
+                "--triton-venv"
+            )
+        self._libraries = [site / "nvidia_pytriton.libs", Path(_ask(self._python, _LIBDIR))]
+        self._version = _ask(self._python, _VERSION)
+        self._model_repo = model_repo.absolute()
+        self._folder = folder.absolute()
+        self.log_path = folder / "triton.log"
+        self.port = _free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running child, for tests and logs."""
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Start the child; it answers later. Raises UnavailableError, CannotWriteError."""
+        _remove_orphaned_shared_memory()
+        self._lay_out_backends()
+        program = [
+            str(self._triton / "bin" / "tritonserver"),
+            f"--model-repository={self._model_repo}",
+            "--model-control-mode=explicit",
+            f"--backend-directory={self._folder / 'backends'}",
+            "--allow-http=false",
+            "--allow-metrics=false",
+            "--grpc-address=127.0.0.1",
+            f"--grpc-port={self.port}",
+            "--strict-readiness=false",
+            f"--exit-timeout-secs={_EXIT_SECONDS}",
+            f"--backend-config=python,shm-region-prefix-name={_SHM_PREFIX}{os.getpid()}-",
+        ]
+        launch = [sys.executable, "-I", "-S", str(Path(__file__).with_name("launch.py"))]
+        try:
+            with self.log_path.open("wb") as log:
+                self._process = subprocess.Popen(
+                    [*launch, str(os.getpid()), *program],
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    env=self._environment(), cwd=self._folder, start_new_session=True,
+                )  # fmt: skip
+        except OSError as error:
+            raise UnavailableError(f"tritonserver cannot be started: {error.strerror}") from error
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> None:
+        """Ask it to end, wait for its exit timeout, then kill it."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_EXIT_SECONDS + 2)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        _remove_shared_memory(os.getpid())
+
+    def kill(self) -> None:
+        """End it at once. Its model processes notice within a second or two and end as well."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def log_tail(self) -> str:
+        """The last error lines that Triton wrote, for messages."""
+        try:
+            lines = self.log_path.read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        lines = [line for line in lines if line.strip() and line[0] not in "+|"]
+        telling = [line for line in lines if line[0] in "EF" or "rror" in line] or lines
+        return " | ".join(telling[-3:])
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
+        return {
+            **kept,
+            "PATH": f"{self._python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+            "LD_LIBRARY_PATH": os.pathsep.join(str(path) for path in self._libraries),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def _lay_out_backends(self) -> None:
+        backends = self._folder / "backends"
+        if backends.exists():
+            shutil.rmtree(backends)
+        durable.make_dir(self._folder, 0o700)
+        shutil.copytree(self._triton / "backends", backends)
+        stub = self._triton / "python_backend_stubs" / self._version / "triton_python_backend_stub"
+        if not stub.is_file():
+            raise UnavailableError(f"the wheel has no python backend for Python {self._version}")
+        shutil.copy(stub, backends / "python")
+        shutil.copytree(
+            Path(__file__).with_name("backends") / "onnxruntime", backends / "onnxruntime",
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )  # fmt: skip
+
+
+_LIBDIR = "import sysconfig; print(sysconfig.get_config_var('LIBDIR'))"
+_VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
+
+
+def _ask(python: Path, program: str) -> str:
+    try:
+        answer = subprocess.run([python, "-I", "-c", program], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UnavailableError(f"{python} does not run; run `make setup`") from error
+    return answer.stdout.decode().strip()
+
+
+def _site_packages(venv: Path) -> Path:
+    return next(iter(sorted(venv.absolute().glob("lib/python3*/site-packages"))), venv)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _remove_shared_memory(pid: int) -> None:
+    for left in _SHM.glob(f"{_SHM_PREFIX}{pid}-*"):
+        left.unlink(missing_ok=True)
+
+
+def _remove_orphaned_shared_memory() -> None:
+    """Remove what gateways that were killed left in shared memory."""
+    for left in _SHM.glob(f"{_SHM_PREFIX}*"):
+        pid = left.name.removeprefix(_SHM_PREFIX).partition("-")[0]
+        if pid.isdecimal() and not Path("/proc", pid).exists():
+            left.unlink(missing_ok=True)
