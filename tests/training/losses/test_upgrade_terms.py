@@ -1,0 +1,102 @@
+"""Terms of upgrades: Gaussian likelihood, listwise ranking, LCE."""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import norm
+
+from training.losses.gaussian import gaussian_nll, variance_factor
+from training.losses.lce import boundary, centre_alignment
+from training.losses.listwise import listwise, mean_squared_distance, squared_distances
+
+
+def sides(n: int = 10, dim: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(5)
+    target = torch.randn(n, dim, dtype=torch.float64)
+    return target + 0.5 * torch.randn(n, dim, dtype=torch.float64), target
+
+
+def test_gaussian_nll_is_scipys() -> None:
+    predicted, target = sides()
+    log_variance = torch.linspace(-2, 1, 10, dtype=torch.float64)
+    density = norm.logpdf(target, predicted, (log_variance / 2).exp()[:, None])
+    expected = -torch.from_numpy(density).mean(1)
+    torch.testing.assert_close(gaussian_nll(predicted, target, log_variance), expected)
+
+
+def test_the_best_variance_is_the_mean_squared_residual() -> None:
+    predicted, target = sides()
+    log_variance = torch.zeros(10, dtype=torch.float64, requires_grad=True)
+    for _ in range(2000):
+        (gradient,) = torch.autograd.grad(
+            gaussian_nll(predicted, target, log_variance).sum(), log_variance
+        )
+        log_variance = (log_variance - 0.5 * gradient).detach().requires_grad_()
+    torch.testing.assert_close(
+        log_variance.exp().detach(), (predicted - target).square().mean(1), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_extreme_variances_stay_finite() -> None:
+    predicted, target = sides()
+    for value in (-1e4, 1e4):
+        assert torch.isfinite(gaussian_nll(predicted, target, torch.full((10,), value))).all()
+
+
+def test_variance_factor_calibrates() -> None:
+    predicted, target = sides(2000)
+    log_variance = torch.full((2000,), math.log(0.25), dtype=torch.float64)
+    assert variance_factor(predicted, target, log_variance) == pytest.approx(1, abs=0.05)
+    halved = variance_factor(predicted, target, log_variance - math.log(2))
+    assert halved == pytest.approx(2, abs=0.1)
+
+
+def test_squared_distances_are_cdists() -> None:
+    a, b = sides()
+    torch.testing.assert_close(squared_distances(a, b), torch.cdist(a, b).square())
+
+
+def test_listwise_is_the_cross_entropy_of_neighbour_distributions() -> None:
+    predicted, target = sides()
+    torch.manual_seed(6)
+    queue = torch.randn(15, 6, dtype=torch.float64)
+    ours = listwise(predicted, target, queue, 2.0)
+    for i in range(10):
+        wanted = [math.exp(-float((target[i] - q).square().sum()) / 2) for q in queue]
+        seen = [math.exp(-float((predicted[i] - q).square().sum()) / 2) for q in queue]
+        expected = -sum(
+            w / sum(wanted) * math.log(s / sum(seen)) for w, s in zip(wanted, seen, strict=True)
+        )
+        assert float(ours[i]) == pytest.approx(expected)
+    # Least where the prediction is the target.
+    assert (listwise(target, target, queue, 2.0) <= ours).all()
+
+
+def test_mean_squared_distance_by_pairs() -> None:
+    _, target = sides()
+    pairs = [float((a - b).square().sum()) for a in target for b in target if a is not b]
+    assert float(mean_squared_distance(target)) == pytest.approx(sum(pairs) / 90, rel=0.2)
+    exact = torch.cdist(target, target).square().sum() / 90
+    torch.testing.assert_close(mean_squared_distance(target), exact)
+
+
+def test_centre_alignment_compares_class_means() -> None:
+    predicted, target = sides()
+    labels = torch.tensor([7, 7, 3, 3, 3, 0, 0, 7, 0, 3])
+    ours = centre_alignment(predicted, target, labels)
+    for place, label in enumerate([0, 3, 7]):
+        a, b = predicted[labels == label].mean(0), target[labels == label].mean(0)
+        expected = 1 - torch.cosine_similarity(a, b, dim=0)
+        torch.testing.assert_close(ours[place], expected)
+    zero = centre_alignment(target, target, labels)
+    torch.testing.assert_close(zero, torch.zeros_like(zero), atol=1e-12, rtol=0)
+
+
+def test_boundary_counts_only_what_lies_farther_out() -> None:
+    centres = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    angle = torch.tensor([0.5, 0.2])
+    predicted = torch.stack((angle.cos(), angle.sin()), 1)
+    target = torch.tensor([[math.cos(0.3), math.sin(0.3)], [math.cos(0.3), math.sin(0.3)]])
+    ours = boundary(predicted, target, centres, torch.tensor([0, 0]))
+    assert ours.tolist() == pytest.approx([0.2, 0.0], abs=1e-5)

@@ -1,0 +1,6 @@
+"""One loss or family of terms a file: free functions with the paper's equation.
+
+Unless a docstring says otherwise: embeddings are float [n, dim], labels int64 [n] within the
+classifier they meet, weights float [classes, dim], and a function returns one value a row, so that
+methods can weight rows before they average.
+"""

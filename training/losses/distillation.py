@@ -1,0 +1,63 @@
+"""Distillation through the old classifier: BCT's supplement, LwF, focal distillation."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def distillation(new_logits: Tensor, old_logits: Tensor) -> Tensor:
+    """Cross-entropy from softmax(old_logits) to softmax(new_logits), both [n, c] -> [n].
+
+    bct-supplement.txt section 1: both are responses of the *old* classifier, to the new and to the
+    old embedding; its temperature 32 multiplies the cosines, which a cosine head's `logits` have
+    done. Also LwF's soft labels (bct.txt section 3.5). The old entropy is a constant: same gradient
+    as KL.
+    """
+    soft = old_logits.detach().softmax(1)
+    return -(soft * F.log_softmax(new_logits, 1)).sum(1)
+
+
+def focal_weights(
+    old_logits: Tensor, labels: Tensor, base: float = 1.0, focus: float = 5.0
+) -> Tensor:
+    """base + focus where the old classifier is right, base elsewhere: [n, c], [n] -> [n].
+
+    Positive-congruent training's weights (Yan et al. 2021), the rival of DMU Table 8.
+    """
+    return base + focus * (old_logits.argmax(1) == labels).to(old_logits.dtype)
+
+
+def focal_distillation(
+    new_logits: Tensor, old_logits: Tensor, labels: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """KL(softmax(old / T) || softmax(new / T)), weighted by `focal_weights`: [n, c], [n] -> [n]."""
+    target = (old_logits.detach() / temperature).log_softmax(1)
+    divergence = F.kl_div(
+        (new_logits / temperature).log_softmax(1), target, log_target=True, reduction="none"
+    )
+    return focal_weights(old_logits.detach(), labels) * divergence.sum(1)
+
+
+def reversed_kl(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """KL(softmax(predicted) || softmax(target)): [n, c] -> [n] (FCT Table 12, KL-Reversed)."""
+    predicted = predicted_logits.log_softmax(1)
+    return (predicted.exp() * (predicted - target_logits.log_softmax(1))).sum(1)
+
+
+def forward_kl(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """KL(softmax(target) || softmax(predicted)): [n, c] -> [n] (FCT Table 12, KL; section E.1).
+
+    Both are responses of the frozen new classifier: to h's output and to the new embedding.
+    """
+    return reversed_kl(target_logits.detach(), predicted_logits)
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Entropy in nats of softmax(logits): [n, c] -> [n]."""
+    log_p = logits.log_softmax(1)
+    return -(log_p.exp() * log_p).sum(1)
+
+
+def true_class_probability(logits: Tensor, labels: Tensor) -> Tensor:
+    """softmax(logits) of the true class: [n, c], [n] -> [n]."""
+    return torch.softmax(logits, 1).gather(1, labels[:, None])[:, 0]
