@@ -1,26 +1,139 @@
-"""The ONNX gate: what a model file may be, decided before any session is made."""
+"""The ONNX gate: what a model file may be, decided before any session is made.
 
+The rules (onnx_rules.py) run in a subprocess with limits on memory and time, as a crafted file may
+crash or fill whatever parses it. `python -m release.onnx_check` is that subprocess.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from release.manifest import Manifest
-from release.models import Files
+from pydantic import TypeAdapter
+
+from release.errors import VerificationError
+from release.manifest import Manifest, PublishedFile, Upgrade
+from release.models import Files, locate
+
+_MEMORY_BYTES = 3 * 2**30
+_CPU_SECONDS = 60
+_WALL_SECONDS = 120
+
+# name, dtype ("uint8" or "float32"), shape of one item; the number of items stands before it.
+Tensor = tuple[str, str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """A declared input or output; the first axis is the number of items and stays free."""
+class OnnxFile:
+    """A file to check, with the inputs and outputs that it must have."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    path: Path
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
 
 
-def check_onnx(path: Path, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
-    """Check one file in a subprocess with limits on memory and time. Raises VerificationError."""
-    raise NotImplementedError
+_REQUEST = TypeAdapter(dict[str, OnnxFile])
+
+
+def check_onnx(files: Mapping[str, OnnxFile]) -> None:
+    """Check files, by the names to be used in messages. Raises VerificationError."""
+    if not files:
+        return
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "release.onnx_check"],
+            input=_REQUEST.dump_json(dict(files)).decode(),
+            capture_output=True,
+            text=True,
+            timeout=_WALL_SECONDS,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise VerificationError(
+            f"{', '.join(files)}: checking took more than {_WALL_SECONDS} s, refused"
+        ) from error
+    if done.returncode != 0:
+        raise VerificationError(
+            f"{', '.join(files)}: the checker died (exit status {done.returncode}) of too much "
+            "memory, time or a damaged file, refused"
+        )
+    for name, refusal in json.loads(done.stdout).items():
+        raise VerificationError(f"{name}: {refusal}; refused")
 
 
 def check_release(files: Files, manifest: Manifest) -> None:
     """Check every ONNX file of a release that `files` holds. Raises VerificationError naming it."""
-    raise NotImplementedError
+    spec, encoder = manifest.embedder, manifest.side_encoder
+    image: Tensor = ("image", "uint8", (spec.height, spec.width, 3))
+    wanted: list[tuple[PublishedFile, tuple[Tensor, ...], tuple[Tensor, ...]]] = [
+        (spec.file, (image,), (_vector("embedding", spec.dim),))
+    ]
+    if encoder is not None:
+        wanted.append((encoder.file, (image,), (_vector("side", encoder.dim),)))
+    for upgrade in manifest.upgrades:
+        ends = _upgrade_ends(manifest, upgrade)
+        wanted.append((upgrade.file, *ends))
+        if upgrade.int8_file is not None:
+            wanted.append((upgrade.int8_file, *ends))
+    check_onnx(
+        {
+            file.path: OnnxFile(locate(files, file.path), inputs, outputs)
+            for file, inputs, outputs in wanted
+            if _is_there(files, file)
+        }
+    )
+
+
+def _is_there(files: Files, file: PublishedFile) -> bool:
+    return not isinstance(files, Path) or (files / file.path).exists()
+
+
+def _upgrade_ends(
+    manifest: Manifest, upgrade: Upgrade
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    inputs = [_vector("embedding", upgrade.from_dim)]
+    outputs = [_vector("upgraded", manifest.embedder.dim)]
+    if upgrade.from_side_space is not None:
+        inputs.append(_vector("side", upgrade.from_side_dim))
+    if upgrade.side == "maps" and manifest.side_encoder is not None:
+        outputs.append(_vector("upgraded_side", manifest.side_encoder.dim))
+    if upgrade.predicts_uncertainty:
+        outputs.append(("uncertainty", "float32", ()))
+    return tuple(inputs), tuple(outputs)
+
+
+def _vector(name: str, dim: int) -> Tensor:
+    return name, "float32", (dim,)
+
+
+def _limit() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main() -> None:
+    """Read files and their ends from stdin, write refusals by name to stdout, both JSON."""
+    request = _REQUEST.validate_json(sys.stdin.read())
+    _limit()
+    from release.onnx_rules import RefusedError, inspect
+
+    refusals = {}
+    for name, file in request.items():
+        try:
+            inspect(file.path, file.inputs, file.outputs)
+        except RefusedError as error:
+            refusals[name] = str(error)
+        except (OSError, MemoryError, RecursionError) as error:
+            refusals[name] = f"cannot be checked ({type(error).__name__}: {error})"
+    print(json.dumps(refusals))
+
+
+if __name__ == "__main__":
+    main()

@@ -5,41 +5,215 @@ and snapshot metadata, and timestamp.json last: its replacement is the commit po
 whatever no committed metadata names is the leftover of a killed publish and is removed first.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from release.keys import Keys
-from release.manifest import Manifest
+from securesystemslib.signer import Signer
+from tuf.api.metadata import TargetFile
 
+from release import durable
+from release.draft import Draft, check_draft
+from release.errors import AlreadyExistsError, CannotWriteError, NotFoundError, PreconditionError
+from release.keys import ROLES, Keys, Role
+from release.ledger import (
+    Ledger,
+    leftovers,
+    new_root,
+    next_metadata,
+    read_ledger,
+    read_root,
+    require_ledger,
+    withdrawn,
+)
+from release.manifest import PublishedFile
+from release.models import read_verified
+from release.paths import manifest_path, release_of_manifest
+from release.triton import configs
 
-@dataclass(frozen=True)
-class Draft:
-    """A release to publish: its manifest, and the local file of every path the manifest names.
-
-    A side encoder that was published before (`origin_release` is older) needs no local file.
-    """
-
-    manifest: Manifest
-    files: Mapping[str, Path]
+__all__ = ["Draft", "Published", "publish", "withdraw"]
 
 
 @dataclass(frozen=True)
 class Published:
-    """What was published, or with dry_run would have been: paths with their bytes."""
+    """What was published, or with dry_run would have been: paths with their bytes.
+
+    `new_keys` names the folder of development keys, where this publish made them.
+    """
 
     release: int
     files: Mapping[str, int]
-    new_keys: bool
+    new_keys: Path | None
     written: bool
 
 
 def publish(repo: Path, draft: Draft, keys: Keys | None = None, dry_run: bool = False) -> Published:
-    """Check, sign and publish a release into `repo` (made if missing); None: keys beside it.
+    """Check, sign and publish a release into `repo` (made if missing); keys None: those beside it.
 
-    Checks digests, spaces, predecessors, the gate's verdict, every ONNX file (onnx_check) and the
-    golden probes. Raises AlreadyExistsError (releases are immutable, numbers only grow),
-    GateFailedError, VerificationError, ConfigurationError (a key is missing), BusyError (another
-    publisher), CannotWriteError. After a kill, running it again converges.
+    Checks digests, spaces, predecessors, the gate's verdict, every ONNX file and the golden probes.
+    Raises AlreadyExistsError (releases are immutable, numbers only grow), GateFailedError,
+    VerificationError, ConfigurationError (a key is missing), BusyError (another publisher),
+    CannotWriteError. After a kill, running it again converges.
     """
-    raise NotImplementedError
+    keys = keys or Keys.beside(repo)
+    if dry_run:
+        ledger = read_ledger(repo)
+        files = _checked_files(repo, draft, ledger)
+        _require_keys(repo, keys, "targets")
+        return _published(repo, draft, files, keys, written=False)
+    with locked(repo):
+        ledger = clean(repo)
+        files = _checked_files(repo, draft, ledger)
+        report = _published(repo, draft, files, keys, written=True)
+        signers = _signers(repo, keys)
+        targets = dict(ledger.targets.targets) if ledger else {}
+        for path, data in files.items():
+            targets[path] = TargetFile.from_data(path, data, ["sha256"])
+        _put(repo, files)
+        put_metadata(repo, next_metadata(ledger, targets, signers))
+        durable.remove_tree(staging(repo))
+        return report
+
+
+def withdraw(
+    repo: Path, release: int, reason: str, keys: Keys | None = None, dry_run: bool = False
+) -> bool:
+    """Take a release back: new metadata that says so, for devices to follow. True if it was news.
+
+    Its files stay, as galleries may still be in its space. Raises NotFoundError, BusyError,
+    ConfigurationError (a key is missing), CannotWriteError.
+    """
+    keys = keys or Keys.beside(repo)
+    if not reason.strip():
+        raise PreconditionError("expected a reason that devices can show")
+    with locked(repo):
+        ledger = require_ledger(repo) if dry_run else clean(repo)
+        path = manifest_path(release)
+        if ledger is None or path not in ledger.targets.targets:
+            raise NotFoundError(f"{repo}: release {release} is not published here")
+        target = ledger.targets.targets[path]
+        if withdrawn(target) == reason:
+            return False
+        signers: dict[Role, list[Signer]] = {
+            role: [keys.signer(role, ledger.root)] for role in ROLES if role != "root"
+        }
+        marked = TargetFile.from_dict(
+            {**target.to_dict(), "custom": {"withdrawn": reason}}, target.path
+        )
+        if not dry_run:
+            targets = {**ledger.targets.targets, path: marked}
+            put_metadata(repo, next_metadata(ledger, targets, signers))
+            durable.remove_tree(staging(repo))
+        return True
+
+
+def staging(repo: Path) -> Path:
+    """Where a release is put together: beside the folder, as Triton trips over any other folder."""
+    return repo.absolute().parent / f"{repo.absolute().name}.staging"
+
+
+@contextmanager
+def locked(repo: Path) -> Iterator[None]:
+    """Hold the publisher's lock. Raises BusyError, CannotWriteError."""
+    folder = repo.absolute()
+    with durable.lock(folder.parent / f"{folder.name}.lock"):
+        durable.make_dir(folder)
+        if folder.stat().st_dev != folder.parent.stat().st_dev:
+            raise CannotWriteError(
+                f"{folder}: is a mount point, so nothing can be renamed into it; publish into a "
+                "folder below it"
+            )
+        yield
+
+
+def clean(repo: Path) -> Ledger | None:
+    """Remove what a killed publish left, under the lock; the committed metadata."""
+    ledger = read_ledger(repo)
+    durable.remove_tree(staging(repo))
+    durable.sweep(repo)
+    for path in leftovers(repo, ledger):
+        durable.remove_tree(path)
+    return ledger
+
+
+def put_metadata(repo: Path, files: list[tuple[str, bytes]]) -> None:
+    """Stage metadata files, then move them into `repo` in their order."""
+    durable.make_dir(staging(repo))
+    for name, data in files:
+        durable.write_file(staging(repo) / name, data)
+    for name, _ in files:
+        durable.replace(staging(repo) / name, repo / name)
+
+
+def _checked_files(repo: Path, draft: Draft, ledger: Ledger | None) -> dict[str, bytes]:
+    """Every file that the release adds, by published path, once the draft has passed all checks."""
+    manifest = draft.manifest
+    published = {} if ledger is None else dict(ledger.targets.targets)
+    newest = max((release_of_manifest(path) or 0 for path in published), default=0)
+    if manifest.release <= newest:
+        raise AlreadyExistsError(
+            f"release {manifest.release}: expected a number above {newest}, the newest published; "
+            "releases are immutable and numbers only grow"
+        )
+    carried = {file.path for file in manifest.files() if _is_published(file, published)}
+    files = {path: repo / path for path in carried} | dict(draft.files)
+    check_draft(Draft(manifest, files), repo, published)
+    new = {
+        file.path: read_verified(files, file)
+        for file in manifest.files()
+        if file.path not in carried
+    }
+    new |= {path: text.encode() for path, text in configs(manifest).items()}
+    new[manifest_path(manifest.release)] = (manifest.model_dump_json(indent=1) + "\n").encode()
+    return new
+
+
+def _is_published(file: PublishedFile, published: Mapping[str, TargetFile]) -> bool:
+    target = published.get(file.path)
+    if target is None:
+        return False
+    if target.hashes.get("sha256") != file.sha256 or target.length != file.length:
+        raise AlreadyExistsError(f"{file.path}: is published already with another content")
+    return True
+
+
+def _published(
+    repo: Path, draft: Draft, files: Mapping[str, bytes], keys: Keys, *, written: bool
+) -> Published:
+    new_keys = keys.folder if read_root(repo) is None and not keys.complete() else None
+    sizes = {path: len(data) for path, data in files.items()}
+    return Published(draft.manifest.release, sizes, new_keys, written)
+
+
+def _require_keys(repo: Path, keys: Keys, *roles: Role) -> None:
+    found = read_root(repo)
+    if found is not None:
+        for role in roles:
+            keys.signer(role, found[0])
+
+
+def _signers(repo: Path, keys: Keys) -> dict[Role, list[Signer]]:
+    """The keys that sign releases; a publication without root metadata gets it here."""
+    found = read_root(repo)
+    if found is None:
+        made = keys.create()
+        put_metadata(repo, [("1.root.json", new_root(dict(made)))])
+        found = read_root(repo)
+    if found is None:
+        raise NotFoundError(f"{repo}: 1.root.json is gone")
+    return {role: [keys.signer(role, found[0])] for role in ROLES if role != "root"}
+
+
+def _put(repo: Path, files: Mapping[str, bytes]) -> None:
+    """Stage the release's files, then rename model folders and files into the publication."""
+    top = staging(repo)
+    durable.make_dir(top)
+    for path, data in files.items():
+        durable.make_dir((top / path).parent)
+        durable.write_file(top / path, data)
+    for name in sorted({path.split("/")[0] for path in files}):
+        if (top / name).is_dir():
+            durable.publish_dir(top / name, repo / name)
+        else:
+            durable.replace(top / name, repo / name)

@@ -5,25 +5,54 @@ verified set replaces the trusted one, in one durable write (trusted.json), so t
 kill leaves the trusted state byte for byte as it was.
 """
 
-from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from release.fetchers import Fetcher
+from tuf.api.exceptions import DownloadError
+from tuf.api.metadata import Root, TargetFile
+
+from release import durable
+from release.digests import sha256_bytes, sha256_file
+from release.download import download
+from release.errors import NotFoundError, VerificationError
+from release.fetchers import Fetcher, FolderFetcher
 from release.floor import Floor
-from release.manifest import Manifest
+from release.ledger import verified, withdrawn
+from release.manifest import Manifest, parse_manifest
+from release.paths import manifest_path, release_of_manifest
+from release.state import State
+from release.triton import configs
+from release.tufclient import fetch_metadata, translated
+
+_ROOT_BYTES = 512_000
+_LOCK_SECONDS = 60.0
+# How old the remembered time may get before it is worth a write.
+_SEEN_AGE = timedelta(days=1)
 
 
 def first_root(fetcher: Fetcher, base_url: str) -> bytes:
     """The publication's first root metadata, to be shown to a person before it is trusted.
 
-    Raises NotFoundError if nothing is published there, UnavailableError.
+    Raises NotFoundError if nothing is published there, UnavailableError, VerificationError.
     """
-    raise NotImplementedError
+    data = bytearray()
+    try:
+        for piece in fetcher.fetch_from(f"{base_url}1.root.json", 0):
+            data += piece
+            if len(data) > _ROOT_BYTES:
+                raise VerificationError(
+                    f"{base_url}1.root.json: is longer than {_ROOT_BYTES} bytes"
+                )
+    except DownloadError as error:
+        raise translated(error, f"{base_url}1.root.json") from error
+    verified(Root, bytes(data), None, f"{base_url}1.root.json")
+    return bytes(data)
 
 
 def fingerprint(root: bytes) -> str:
     """Root metadata as a person compares it: the SHA-256 in groups of four hex digits."""
-    raise NotImplementedError
+    digest = sha256_bytes(root)
+    return " ".join(digest[i : i + 4] for i in range(0, len(digest), 4))
 
 
 class Trust:
@@ -43,50 +72,120 @@ class Trust:
     ) -> None:
         """`state_dir` holds the trusted state (made if missing).
 
-        `root` is the trusted first root metadata; None: what the state holds already. `floor` is
+        `root` is the root metadata trusted first; None: what the state holds already. `floor` is
         the newest that was ever seen, kept by the caller elsewhere: nothing older is accepted, even
         if the state folder was lost. Raises NotFoundError when there is neither root nor state,
-        VerificationError for a damaged state or root.
+        VerificationError for a damaged state, or one that began with another root.
         """
-        raise NotImplementedError
+        self._folder = state_dir
+        self._fetcher = fetcher
+        self._base_url = base_url
+        self._root = root
+        self._floor = floor
+        self._state = self._load()
+        if self._state is None and root is None:
+            raise NotFoundError(f"{state_dir}: nothing is trusted yet; expected root metadata")
 
     def refresh(self) -> bool:
         """Fetch and verify what is published now; True if it is news.
 
         Raises VerificationError (signature, expiry, rollback, mix-and-match …; nothing changes),
-        UnavailableError, NotFoundError if nothing is published there, CannotWriteError.
+        UnavailableError, NotFoundError if nothing is published there, CannotWriteError, BusyError.
         """
-        raise NotImplementedError
+        durable.make_dir(self._folder, mode=0o700)
+        with durable.lock(self._folder / "lock", _LOCK_SECONDS):
+            durable.sweep(self._folder)
+            before = self._load()
+            trusted = before.texts if before else {}
+            root = trusted.get("root", self._root or b"")
+            texts = fetch_metadata(self._fetcher, self._base_url, root, trusted)
+            now = datetime.now(UTC)
+            seen = max(now, before.seen) if before else now
+            anchor = before.anchor if before else sha256_bytes(root)
+            after = State(anchor, seen, texts)
+            after.check_expiry(seen)
+            if self._floor is not None:
+                after.check_floor(self._floor)
+            news = before is None or before.texts != texts
+            if news or (before is not None and seen - before.seen > _SEEN_AGE):
+                after.save(self._folder / "trusted.json")
+            self._state = after
+            return news
 
     def floor(self) -> Floor:
         """The versions seen, for the caller to keep with its installed release."""
-        raise NotImplementedError
+        return self._trusted().floor()
+
+    def root(self) -> bytes:
+        """The trusted root metadata of today, for the caller to keep in case the state is lost."""
+        return self._trusted().texts["root"]
 
     def releases(self) -> dict[int, str | None]:
         """Release numbers, ascending, each with the reason why it was withdrawn, or None."""
-        raise NotImplementedError
+        targets = self._trusted().targets.targets
+        numbers = {release_of_manifest(path): path for path in targets}
+        return {n: withdrawn(targets[path]) for n, path in sorted(_known(numbers).items())}
 
     def newest(self) -> int | None:
         """The newest release that is not withdrawn."""
-        raise NotImplementedError
+        return max((n for n, reason in self.releases().items() if reason is None), default=None)
 
     def manifest(self, release: int) -> Manifest:
-        """A release's manifest, fetched once. Raises NotFoundError, VerificationError,
-        UnavailableError."""
-        raise NotImplementedError
+        """A release's manifest, fetched once, then read offline.
 
-    def manifests(self) -> Mapping[int, Manifest]:
+        Raises NotFoundError, VerificationError, UnavailableError, CannotWriteError.
+        """
+        path = manifest_path(release)
+        manifest = parse_manifest(self.download(path, self._folder).read_bytes())
+        if manifest.release != release:
+            raise VerificationError(f"{path}: says it is release {manifest.release}")
+        for file in manifest.files():
+            target = self.target(file.path)
+            if (target.length, target.hashes.get("sha256")) != (file.length, file.sha256):
+                raise VerificationError(f"{path}: {file.path} is signed with another digest")
+        return manifest
+
+    def manifests(self) -> dict[int, Manifest]:
         """The manifests of every release that is not withdrawn, for planning routes."""
-        raise NotImplementedError
+        return {n: self.manifest(n) for n, reason in self.releases().items() if reason is None}
+
+    def target(self, path: str) -> TargetFile:
+        """The signed length and digest of a published file. Raises NotFoundError."""
+        target = self._trusted().targets.targets.get(path)
+        if target is None:
+            raise NotFoundError(f"{path}: is not published")
+        return target
 
     def download(self, path: str, folder: Path) -> Path:
         """Bring a published file to `folder`/`path`; a part that is there is not read again.
 
         Never more than the signed length is read; the file appears under its name only once its
         digest is right, and is then durable. Raises NotFoundError, VerificationError,
-        UnavailableError (host gone or slower than 1 KiB/s; the part is kept), CannotWriteError.
+        UnavailableError (host gone, too slow, incomplete; the part is kept), CannotWriteError.
         """
-        raise NotImplementedError
+        destination = folder / path
+        if not destination.resolve().is_relative_to(folder.resolve()):
+            raise VerificationError(f"{path}: leads out of {folder}")
+        download(self._fetcher, self._base_url, self.target(path), destination)
+        return destination
+
+    def _trusted(self) -> State:
+        if self._state is None:
+            raise NotFoundError(f"{self._folder}: nothing was fetched yet; refresh first")
+        return self._state
+
+    def _load(self) -> State | None:
+        state = State.load(self._folder / "trusted.json")
+        if state is not None and self._root is not None:
+            given = verified(Root, self._root, None, "given root metadata")
+            if given.version <= state.root.version and sha256_bytes(self._root) not in (
+                state.anchor, sha256_bytes(state.texts["root"]),
+            ):  # fmt: skip
+                raise VerificationError(
+                    f"{self._folder}: trusts another root than the one given; remove the folder if "
+                    "you mean to begin anew"
+                )
+        return state
 
 
 class TrustedFolder(Trust):
@@ -95,12 +194,46 @@ class TrustedFolder(Trust):
     def __init__(self, repo: Path, state_dir: Path, root: bytes | None = None) -> None:
         """`root` None: what the state holds, else the folder's own 1.root.json, trusted on first
         use. Raises like Trust."""
-        raise NotImplementedError
+        self.repo = repo
+        fetcher = FolderFetcher(repo)
+        if root is None and not (state_dir / "trusted.json").exists():
+            root = first_root(fetcher, fetcher.base_url)
+        super().__init__(state_dir, fetcher, fetcher.base_url, root)
 
     def verified(self, release: int) -> Path:
         """The publication folder, once every file of the release in it has the signed digest.
 
-        Also refuses links and files that nobody signed in the release's model folders. Raises
+        Also refuses links, and files that nobody signed in the release's model folders. Raises
         NotFoundError, VerificationError.
         """
-        raise NotImplementedError
+        manifest = self.manifest(release)
+        paths = {file.path for file in manifest.files()} | set(configs(manifest))
+        paths.add(manifest_path(release))
+        for path in sorted(paths):
+            self._check_in_place(path)
+        for model in sorted({path.split("/")[0] for path in paths if "/" in path}):
+            signed = self._trusted().targets.targets
+            for found in (self.repo / model).rglob("*"):
+                name = found.relative_to(self.repo).as_posix()
+                if found.is_symlink() or (not found.is_dir() and name not in signed):
+                    raise VerificationError(
+                        f"{name}: is in a release's folder, but nobody signed it"
+                    )
+        return self.repo
+
+    def _check_in_place(self, path: str) -> None:
+        target, file = self.target(path), self.repo / path
+        try:
+            inside = file.resolve(strict=True) == self.repo.resolve() / path
+            good = inside and file.is_file() and file.stat().st_size == target.length
+            good = good and sha256_file(file) == target.hashes.get("sha256")
+        except OSError as error:
+            raise VerificationError(f"{path}: cannot be read ({error.strerror})") from error
+        if not good:
+            raise VerificationError(
+                f"{path}: is not the file that was signed; publish the release anew or restore it"
+            )
+
+
+def _known(numbers: dict[int | None, str]) -> dict[int, str]:
+    return {number: path for number, path in numbers.items() if number is not None}

@@ -1,0 +1,163 @@
+"""A release that is not published yet, and all that must hold before it may be."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tuf.api.exceptions import LengthOrHashMismatchError
+from tuf.api.metadata import TargetFile
+
+from release.digests import side_space_id, space_id
+from release.errors import GateFailedError, VerificationError
+from release.manifest import Manifest, Upgrade, parse_manifest
+from release.onnx_check import check_release
+from release.paths import (
+    embedder_path,
+    manifest_path,
+    probes_path,
+    release_of_manifest,
+    side_encoder_path,
+    upgrade_int8_path,
+    upgrade_path,
+)
+from release.probes import check_probes
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A release to publish: its manifest, and the local file of every path the manifest names.
+
+    A side encoder that was published before (`origin_release` is older) needs no local file.
+    """
+
+    manifest: Manifest
+    files: Mapping[str, Path]
+
+
+def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -> None:
+    """Check a draft against what is published already.
+
+    In order: gate verdict, paths, spaces, predecessors, ONNX files, golden probes. Raises
+    GateFailedError, VerificationError.
+    """
+    manifest = draft.manifest
+    predecessors = {
+        number: read_manifest(repo, target)
+        for path, target in published.items()
+        if (number := release_of_manifest(path)) is not None
+    }
+    _check_gate(manifest, first=not predecessors)
+    _check_paths(manifest)
+    _check_spaces(manifest)
+    for upgrade in manifest.upgrades:
+        _check_source(upgrade, predecessors)
+    _check_carried(manifest, predecessors)
+    known = {predecessor.space for predecessor in predecessors.values()}
+    if strangers := set(manifest.searches_directly) - known:
+        raise VerificationError(
+            f"release {manifest.release}: searches_directly names spaces that no published release "
+            f"has: {sorted(strangers)}"
+        )
+    check_release(draft.files, manifest)
+    check_probes(draft.files, manifest)
+
+
+def read_manifest(repo: Path, target: TargetFile) -> Manifest:
+    """A published manifest. Raises VerificationError unless it is the one that was signed."""
+    try:
+        data = (repo / target.path).read_bytes()
+        target.verify_length_and_hashes(data)
+    except (OSError, LengthOrHashMismatchError) as error:
+        raise VerificationError(f"{target.path}: is not the manifest that was signed") from error
+    return parse_manifest(data)
+
+
+def _check_gate(manifest: Manifest, *, first: bool) -> None:
+    gate = manifest.gate
+    if gate.verdict == "first" and not first:
+        raise GateFailedError(
+            f"release {manifest.release}: says it is the first, but there are published ones; "
+            "measure it against them"
+        )
+    if gate.verdict in ("failed", "not_measured") and not gate.forced:
+        raise GateFailedError(
+            f"release {manifest.release}: the gate says {gate.verdict} "
+            f"({gate.detail or 'no detail'}); train a better one, or force it and "
+            f"the manifest will say so"
+        )
+
+
+def _check_paths(manifest: Manifest) -> None:
+    """Every file lies where its meaning is known, so that no two releases can share a name."""
+    release, encoder = manifest.release, manifest.side_encoder
+    expected = {
+        embedder_path(release): manifest.embedder.file,
+        probes_path(release): manifest.probes.file,
+    }
+    if encoder is not None:
+        expected[side_encoder_path(encoder.origin_release)] = encoder.file
+    for upgrade in manifest.upgrades:
+        expected[upgrade_path(upgrade.from_release, release)] = upgrade.file
+        if upgrade.int8_file is not None:
+            expected[upgrade_int8_path(upgrade.from_release, release)] = upgrade.int8_file
+    for path, file in expected.items():
+        if file.path != path:
+            raise VerificationError(f"{manifest_path(release)}: expected {path}, got {file.path}")
+
+
+def _check_spaces(manifest: Manifest) -> None:
+    spec, encoder = manifest.embedder, manifest.side_encoder
+    expected = space_id(
+        spec.file.sha256,
+        height=spec.height,
+        width=spec.width,
+        dim=spec.dim,
+        metric=spec.metric,
+        unit=spec.unit,
+    )
+    if manifest.space != expected:
+        raise VerificationError(
+            f"release {manifest.release}: expected space {expected}, got {manifest.space}"
+        )
+    if encoder is not None and manifest.side_space != side_space_id(encoder.file.sha256):
+        raise VerificationError(
+            f"release {manifest.release}: side_space is not the digest of its side encoder"
+        )
+
+
+def _check_source(upgrade: Upgrade, predecessors: Mapping[int, Manifest]) -> None:
+    name = f"upgrade from release {upgrade.from_release}"
+    source = predecessors.get(upgrade.from_release)
+    if source is None:
+        raise VerificationError(f"{name}: is not published, so nothing can be upgraded from it")
+    if (upgrade.from_space, upgrade.from_dim) != (source.space, source.embedder.dim):
+        raise VerificationError(f"{name}: was made for another space than the published one")
+    if upgrade.from_side_space is None:
+        return
+    side_dim = source.side_encoder.dim if source.side_encoder is not None else 0
+    if (upgrade.from_side_space, upgrade.from_side_dim) != (source.side_space, side_dim):
+        raise VerificationError(f"{name}: reads other side-information than the published one")
+
+
+def _check_carried(manifest: Manifest, predecessors: Mapping[int, Manifest]) -> None:
+    encoder = manifest.side_encoder
+    for upgrade in manifest.upgrades:
+        source = predecessors[upgrade.from_release]
+        if upgrade.side == "maps" and encoder is None:
+            raise VerificationError(
+                f"release {manifest.release}: an upgrade writes side-information, but there is no "
+                "side encoder whose space it would be in"
+            )
+        if upgrade.side == "carries" and source.side_space != manifest.side_space:
+            raise VerificationError(
+                f"release {manifest.release}: side-information of release {source.release} cannot "
+                "be carried, as the two have different side spaces"
+            )
+    if encoder is None or encoder.origin_release == manifest.release:
+        return
+    origin = predecessors.get(encoder.origin_release)
+    if origin is None or origin.side_encoder != encoder:
+        raise VerificationError(
+            f"release {manifest.release}: release {encoder.origin_release} has not published this "
+            "side encoder"
+        )

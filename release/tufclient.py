@@ -1,0 +1,93 @@
+"""One refresh by python-tuf's client, in a temporary folder, on top of what is trusted already."""
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tuf.api.exceptions import (
+    DownloadError,
+    DownloadHTTPError,
+    DownloadLengthMismatchError,
+    ExpiredMetadataError,
+    RepositoryError,
+    SlowRetrievalError,
+)
+from tuf.ngclient import Updater, UpdaterConfig
+from tuf.ngclient.fetcher import FetcherInterface
+
+from release.errors import (
+    CannotWriteError,
+    NobackfillError,
+    NotFoundError,
+    UnavailableError,
+    VerificationError,
+)
+from release.fetchers import Fetcher
+from release.state import ROLE_FILES, expired
+
+METADATA_SECONDS = 30.0
+
+_CONFIG = UpdaterConfig(prefix_targets_with_hash=False)
+
+
+def fetch_metadata(
+    fetcher: Fetcher, base_url: str, root: bytes, trusted: dict[str, bytes]
+) -> dict[str, bytes]:
+    """The newest verified root, timestamp, snapshot and targets metadata, by role.
+
+    `root` is the trusted root metadata, `trusted` the timestamp, snapshot and targets metadata seen
+    last, or nothing: what comes must not be older. Raises VerificationError, UnavailableError,
+    NotFoundError, CannotWriteError.
+    """
+    with tempfile.TemporaryDirectory(prefix="nobackfill-") as temporary:
+        folder = Path(temporary)
+        try:
+            for role in ROLE_FILES:
+                if role in trusted:
+                    (folder / f"{role}.json").write_bytes(trusted[role])
+            Updater(
+                temporary, base_url, fetcher=_Paced(fetcher), config=_CONFIG, bootstrap=root
+            ).refresh()
+            return {role: (folder / f"{role}.json").read_bytes() for role in ("root", *ROLE_FILES)}
+        except (DownloadError, RepositoryError) as error:
+            raise translated(error, base_url) from error
+        except OSError as error:
+            raise CannotWriteError(f"{temporary}: {error.strerror}") from error
+
+
+def translated(error: DownloadError | RepositoryError, source: str) -> NobackfillError:
+    """An error of python-tuf as one of ours."""
+    unchanged = "nothing was changed"
+    match error:
+        case DownloadLengthMismatchError():
+            return VerificationError(f"{source}: sends more than was signed ({error}); {unchanged}")
+        case DownloadHTTPError(status_code=404):
+            return NotFoundError(f"{source}: is not there or not complete ({error}); {unchanged}")
+        case SlowRetrievalError():
+            return UnavailableError(f"{source}: is too slow ({error}); {unchanged}, try again")
+        case DownloadError():
+            return UnavailableError(
+                f"{source}: cannot be reached ({error}); {unchanged}, try again"
+            )
+        case ExpiredMetadataError():
+            return VerificationError(expired(f"{source}: {error}"))
+        case _:
+            return VerificationError(
+                f"{source}: its metadata is not what was signed, or older than what was seen here "
+                f"({error}); {unchanged}"
+            )
+
+
+class _Paced(FetcherInterface):
+    """A fetcher for python-tuf that gives up on a host that drips."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+
+    def _fetch(self, url: str) -> Iterator[bytes]:
+        deadline = time.monotonic() + METADATA_SECONDS
+        for piece in self._fetcher.fetch_from(url, 0):
+            if time.monotonic() > deadline:
+                raise SlowRetrievalError(f"no whole file after {METADATA_SECONDS:g} s")
+            yield piece

@@ -1,0 +1,173 @@
+"""Releases to publish in tests: real files, real manifests, orthogonal blocks (graphs.py)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from release import paths
+from release.digests import sha256_file, side_space_id, space_id
+from release.draft import Draft
+from release.manifest import (
+    Calibration,
+    Embedder,
+    GateVerdict,
+    Manifest,
+    Probes,
+    PublishedFile,
+    RouteEvidence,
+    SideEncoder,
+    Upgrade,
+)
+from release.models import open_embedder, open_side_encoder, open_upgrade
+from tests.support import graphs
+
+CREATED = "2026-01-01T00:00:00+00:00"
+
+
+def images(count: int, seed: int = 0) -> NDArray[np.uint8]:
+    """Random pixels, uint8 [count,8,8,3]."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (count, graphs.SIZE, graphs.SIZE, 3), dtype=np.uint8)
+
+
+def draft(
+    folder: Path,
+    number: int,
+    sources: Sequence[Manifest] = (),
+    *,
+    side: Literal["maps", "carries", "none"] = "maps",
+    int8: bool = False,
+    gate: GateVerdict | None = None,
+) -> Draft:
+    """Release `number` with an upgrade from each of `sources`, its files below `folder`/NUMBER.
+
+    `side`: each release has its own side encoder and upgrades map into it; or it keeps the encoder
+    of the first source; or there is none.
+    """
+    folder = folder / str(number)
+    files = {paths.embedder_path(number): folder / paths.embedder_path(number)}
+    weights = graphs.into_block(graphs.projection(graphs.BLOCK, 1), number)
+    embedder = graphs.encoder("embedding", weights, unit=True)
+    graphs.save(embedder, files[paths.embedder_path(number)])
+    encoder = _side_encoder(folder, number, sources, side, files)
+    upgrades = tuple(_upgrade(folder, number, s, side, int8, files) for s in sources)
+    embedder_file = published(folder, paths.embedder_path(number))
+    shape = {"height": graphs.SIZE, "width": graphs.SIZE, "dim": graphs.DIM}
+    space = space_id(embedder_file.sha256, metric="squared_l2", unit=True, **shape)
+    manifest = Manifest(
+        release=number,
+        space=space,
+        embedder=Embedder(file=embedder_file, metric="squared_l2", unit=True, **shape),
+        side_space=None if encoder is None else side_space_id(encoder.file.sha256),
+        side_encoder=encoder,
+        upgrades=upgrades,
+        routes=tuple(
+            RouteEvidence(releases=(s.release, number), map=0.9, cmc1=0.9, kept=0.95)
+            for s in sources
+        ),
+        calibration=_calibration(space, sources),
+        gate=gate or GateVerdict(verdict="passed" if number > 1 else "first"),
+        probes=Probes(
+            file=PublishedFile(path=paths.probes_path(number), sha256="0" * 64, length=1),
+            tolerance=1e-4,
+            int8_tolerance=0.1,
+        ),
+        method="block",
+        created=CREATED,
+    )
+    return _with_probes(folder, manifest, files)
+
+
+def published(folder: Path, path: str) -> PublishedFile:
+    """The manifest's entry of a file."""
+    file = folder / path
+    return PublishedFile(path=path, sha256=sha256_file(file), length=file.stat().st_size)
+
+
+def _side_encoder(
+    folder: Path, number: int, sources: Sequence[Manifest], side: str, files: dict[str, Path]
+) -> SideEncoder | None:
+    if side == "none":
+        return None
+    if side == "carries" and sources:
+        return sources[0].side_encoder
+    path = paths.side_encoder_path(number)
+    weights = graphs.into_block(graphs.projection(graphs.SIDE_BLOCK, 2), number)
+    files[path] = graphs.save(graphs.encoder("side", weights, unit=False), folder / path)
+    return SideEncoder(file=published(folder, path), dim=graphs.SIDE_DIM, origin_release=number)
+
+
+def _upgrade(
+    folder: Path, number: int, source: Manifest, side: str, int8: bool, files: dict[str, Path]
+) -> Upgrade:
+    path = paths.upgrade_path(source.release, number)
+    reads = side != "none" and source.side_space is not None
+    proto = graphs.upgrade(
+        source.release, number, reads_side=reads, maps_side=reads and side == "maps"
+    )
+    files[path] = graphs.save(proto, folder / path)
+    twin = None
+    if int8:
+        twin_path = paths.upgrade_int8_path(source.release, number)
+        files[twin_path] = graphs.quantise(folder / path, folder / twin_path)
+        twin = published(folder, twin_path)
+    effect: Literal["maps", "carries", "drops"] = "drops"
+    if reads:
+        effect = "carries" if side == "carries" else "maps"
+    return Upgrade(
+        from_release=source.release,
+        from_space=source.space,
+        from_dim=graphs.DIM,
+        from_side_space=source.side_space if reads else None,
+        from_side_dim=graphs.SIDE_DIM if reads else 0,
+        method="block",
+        file=published(folder, path),
+        int8_file=twin,
+        side=effect,
+        predicts_uncertainty=reads,
+    )
+
+
+def _calibration(space: str, sources: Sequence[Manifest]) -> tuple[Calibration, ...]:
+    curve = {"distances": (0.0, 2.0, 4.0), "probabilities": (1.0, 0.2, 0.0), "items": 100}
+    native = Calibration(query_space=space, gallery_space=space, origin="native", **curve)
+    upgraded = Calibration(query_space=space, gallery_space=space, origin="upgraded", **curve)
+    old = [
+        Calibration(query_space=s.space, gallery_space=s.space, origin="old-model", **curve)
+        for s in sources
+    ]
+    return (native, upgraded, *old)
+
+
+def _with_probes(folder: Path, manifest: Manifest, files: dict[str, Path]) -> Draft:
+    """Record what the models give, as the golden probes."""
+    pixels = images(3, seed=99)
+    arrays: dict[str, NDArray[np.generic]] = {"image": pixels}
+    arrays["embedding"] = open_embedder(files, manifest).run(pixels)
+    encoder = manifest.side_encoder
+    if encoder is not None:
+        held = files if encoder.file.path in files else folder.parent / str(encoder.origin_release)
+        arrays["side"] = open_side_encoder(held, manifest).run(pixels)
+    for upgrade in manifest.upgrades:
+        name = f"upgrade_{upgrade.from_release}"
+        old = graphs.into_block(graphs.projection(graphs.BLOCK, 1), upgrade.from_release)
+        flat = pixels.reshape(len(pixels), -1).astype(np.float32) @ old
+        arrays[f"{name}/embedding"] = flat / np.linalg.norm(flat, axis=1, keepdims=True)
+        side = None
+        if upgrade.from_side_space is not None:
+            rng = np.random.default_rng(5)
+            side = rng.standard_normal((len(pixels), graphs.SIDE_DIM)).astype(np.float32)
+            arrays[f"{name}/side"] = side
+        got = open_upgrade(files, manifest, upgrade).run(arrays[f"{name}/embedding"], side)
+        arrays[f"{name}/upgraded"] = got.embedding
+        if upgrade.side == "maps" and got.side is not None:
+            arrays[f"{name}/upgraded_side"] = got.side
+    path = paths.probes_path(manifest.release)
+    with (folder / path).open("wb") as file:
+        np.savez(file, **arrays)
+    files[path] = folder / path
+    probes = manifest.probes.model_copy(update={"file": published(folder, path)})
+    return Draft(manifest.model_copy(update={"probes": probes}), files)
