@@ -1,0 +1,57 @@
+"""What the demo shows while it works: a line a step, bars under it where there is a terminal."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+# Shows how much of the whole is done.
+Bar = Callable[[float], None]
+
+
+class Screen:
+    """Lines and bars on stderr; standard output is left to the final table."""
+
+    def __init__(self, steps: int) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._steps = steps
+        self._number = 0
+        self._bars: Progress | None = None
+
+    def say(self, text: str) -> None:
+        self._console.print(text)
+
+    def skip(self, title: str) -> None:
+        """Tell of a step that an earlier, interrupted run finished."""
+        self._number += 1
+        self.say(f"[dim]{self._number:2}/{self._steps} {title}: done before[/dim]")
+
+    @contextmanager
+    def step(self, title: str) -> Iterator[None]:
+        """A step under way; bars may be added to it."""
+        self._number += 1
+        start = time.monotonic()
+        self.say(f"[bold]{self._number:2}/{self._steps} {title}[/bold]")
+        columns = (
+            TextColumn("      {task.description:<34}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+        )
+        visible = self._console.is_terminal
+        with Progress(*columns, console=self._console, disable=not visible) as self._bars:
+            yield
+        self._bars = None
+        self.say(f"      done in {time.monotonic() - start:.1f} s")
+
+    def bar(self, name: str, total: float) -> Bar:
+        """A bar of the present step; call it with what is done so far, of `total`."""
+        assert self._bars is not None, "bars belong to a step"
+        bars, task = self._bars, self._bars.add_task(name, total=total)
+
+        def update(done: float) -> None:
+            bars.update(task, completed=done)
+
+        return update

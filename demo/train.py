@@ -1,0 +1,72 @@
+"""Training and publishing a release, as a person does it: train.py, then export.py."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from demo.children import Child, Children
+from demo.recipes import Recipe
+from demo.screen import Bar, Screen
+
+
+def epochs_done(run: Path) -> int:
+    """Epochs that a training has begun, from the last whole line of its stats.jsonl."""
+    stats = run / "stats.jsonl"
+    if not stats.exists():
+        return 0
+    lines = stats.read_text(encoding="utf-8").splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]
+    return int(json.loads(whole[-1])["epoch"]) if whole else 0
+
+
+def train(children: Children, screen: Screen, recipes: Sequence[Recipe]) -> None:
+    """Train side by side, one core each. Raises DemoError when the first of them fails."""
+    running: list[tuple[Child, Recipe, Bar]] = []
+    for recipe in recipes:
+        run = Path(recipe["run_dir"])
+        config = run.with_suffix(".yaml")
+        config.parent.mkdir(parents=True, exist_ok=True)
+        config.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+        bar = screen.bar(f"train {run.name}", recipe["epochs"])
+        child = children.start(f"train-{run.name}", [sys.executable, "training/train.py", config])
+        running.append((child, recipe, bar))
+    while running:
+        time.sleep(0.2)
+        for child, recipe, bar in list(running):
+            bar(epochs_done(Path(recipe["run_dir"])))
+            if child.process.poll() is not None:
+                children.wait(child)
+                bar(recipe["epochs"])
+                running.remove((child, recipe, bar))
+
+
+def published(children: Children, model_repo: Path) -> set[int]:
+    """The numbers of the releases in a publication folder."""
+    if not (model_repo / "timestamp.json").exists():
+        return set()
+    listed = children.run(
+        "release-list",
+        [sys.executable, "-m", "release", "list", "--model-repo", model_repo, "--json"],
+    )
+    return {release["release"] for release in json.loads(listed)["releases"]}
+
+
+def publish(
+    children: Children, model_repo: Path, release: int, runs: Path, evaluation: Path
+) -> None:
+    """Export, check, measure and sign a release; one that is there already is left alone."""
+    if release in published(children, model_repo):
+        return
+    upgrade = ["--upgrade", runs / f"upgrade-{release - 1}-{release}"] if release > 1 else []
+    children.run(
+        f"export-{release}",
+        [
+            *(sys.executable, "training/export.py", "--model-repo", model_repo),
+            *("--release", str(release), "--embedder", runs / f"embedder-{release}"),
+            *("--side-encoder", runs / f"side-{release}", *upgrade, "--eval", evaluation),
+        ],
+    )
