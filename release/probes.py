@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from release.errors import VerificationError
-from release.manifest import Manifest, Upgrade
+from release.manifest import Manifest, PublishedFile, Upgrade
 from release.models import (
     Files,
     open_embedder,
@@ -27,16 +27,18 @@ def check_probes(
 ) -> None:
     """Run the release's models on its probes, here and now.
 
-    Covers the embedder, the side encoder and the upgrades from the releases in `upgrades` (None:
-    all), each with its int8 twin where `files` has it. An output agrees when every |difference| <=
-    tolerance * max(1, |expected|). Raises VerificationError naming the model that differs.
+    Covers the embedder, the side encoder, the upgrades from the releases in `upgrades` (None: all)
+    and their int8 twins, as far as `files` holds them: a device brings only what it needs. An
+    output agrees when every |difference| <= tolerance * max(1, |expected|). Raises
+    VerificationError naming the model that differs.
     """
     probes = _load(read_verified(files, manifest.probes.file), manifest.probes.file.path)
     tolerance = manifest.probes.tolerance
     images = _array(probes, "image")
-    embedder = open_embedder(files, manifest, threads)
-    _agree("embedding", _array(probes, "embedding"), embedder.run(images), tolerance)
-    if manifest.side_encoder is not None:
+    if _holds(files, manifest.embedder.file):
+        embedder = open_embedder(files, manifest, threads)
+        _agree("embedding", _array(probes, "embedding"), embedder.run(images), tolerance)
+    if manifest.side_encoder is not None and _holds(files, manifest.side_encoder.file):
         encoder = open_side_encoder(files, manifest, threads)
         _agree("side", _array(probes, "side"), encoder.run(images), tolerance)
     for upgrade in manifest.upgrades:
@@ -50,8 +52,8 @@ def _check_upgrade(
     name = f"upgrade_{upgrade.from_release}"
     embedding = _array(probes, f"{name}/embedding")
     side = None if upgrade.from_side_space is None else _array(probes, f"{name}/side")
-    for int8 in (False, True):
-        if int8 and not _has_int8(files, upgrade):
+    for int8, file in ((False, upgrade.file), (True, upgrade.int8_file)):
+        if file is None or not _holds(files, file):
             continue
         tolerance = manifest.probes.int8_tolerance if int8 else manifest.probes.tolerance
         label = f"{name}{' int8' if int8 else ''}"
@@ -63,11 +65,8 @@ def _check_upgrade(
             _agree(f"{label}/upgraded_side", expected, got.side, tolerance)
 
 
-def _has_int8(files: Files, upgrade: Upgrade) -> bool:
-    # A device downloads one of the twins only.
-    if upgrade.int8_file is None:
-        return False
-    return not isinstance(files, Path) or (files / upgrade.int8_file.path).is_file()
+def _holds(files: Files, file: PublishedFile) -> bool:
+    return not isinstance(files, Path) or (files / file.path).is_file()
 
 
 def _load(data: bytes, path: str) -> Arrays:
