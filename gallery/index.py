@@ -14,13 +14,16 @@ from gallery.spec import SpaceSpec
 from release.vectors import Vectors
 
 Labels = NDArray[np.int64]
+Rows = NDArray[np.intp]
 Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Nearest labels of each query, nearest first: `labels` int64 [q, k] padded with -1, `distances`
-    float32 [q, k] padded with infinity."""
+    """Nearest labels of each query, nearest first.
+
+    `labels` int64 [q, k] padded with -1, `distances` float32 [q, k] padded with infinity.
+    """
 
     labels: Labels
     distances: Vectors
@@ -41,18 +44,51 @@ class Index(Protocol):
 
     @property
     def vectors(self) -> Vectors:
-        """The rows themselves, float32 [n, dim]; with the cosine metric, scaled to norm 1."""
+        """The rows themselves, float32 [n, dim], as distances.prepare leaves them."""
         ...
 
     def search(self, queries: Vectors, k: int, allowed: Mask | None = None) -> Neighbours:
         """The `k` nearest rows to each of `queries` (checked float32 [q, dim]), k >= 1.
 
         `allowed` bool [n], one for each of `labels`: rows that may be found; None means all.
-        Raises InvalidInputError for queries of another dimension.
         """
         ...
 
 
+def rows_of(labels: Labels, wanted: Labels) -> Rows:
+    """Rows in `labels` (increasing) of those of `wanted` that are there, in their order."""
+    if not len(labels):
+        return np.empty(0, np.intp)
+    rows = np.minimum(np.searchsorted(labels, wanted), len(labels) - 1)
+    found: Rows = rows[labels[rows] == wanted]
+    return found
+
+
 def mask_of(labels: Labels, allowed: Labels) -> Mask:
-    """Rows of `labels` (increasing) that are in `allowed` (increasing): bool [n]."""
-    raise NotImplementedError
+    """Which of `labels` (increasing) are in `allowed`: bool [n], as Index.search takes it."""
+    mask = np.zeros(len(labels), np.bool_)
+    mask[rows_of(labels, allowed)] = True
+    return mask
+
+
+def best(labels: Labels, distances: Vectors, k: int) -> Neighbours:
+    """The `k` nearest of candidates [q, c] (label -1 at distance infinity: none), padded to k."""
+    short = k - labels.shape[1]
+    if short > 0:
+        labels = np.pad(labels, ((0, 0), (0, short)), constant_values=-1)
+        distances = np.pad(distances, ((0, 0), (0, short)), constant_values=np.inf)
+    order = np.lexsort((labels, distances), axis=1)[:, :k]
+    return Neighbours(
+        np.take_along_axis(labels, order, axis=1), np.take_along_axis(distances, order, axis=1)
+    )
+
+
+def merge(parts: list[Neighbours], k: int) -> Neighbours:
+    """One ranking of the answers of indexes that share no label."""
+    if len(parts) == 1:
+        return parts[0]
+    return best(
+        np.concatenate([part.labels for part in parts], axis=1),
+        np.concatenate([part.distances for part in parts], axis=1),
+        k,
+    )

@@ -5,8 +5,8 @@ from typing import Literal, Self
 
 from release.manifest import Manifest, Metric, Origin
 
-# active: queries are answered here. staging: an upgrade fills it. previous: kept for a rollback or as
-# the original that a later direct upgrade reads.
+# active: queries are answered here. staging: an upgrade fills it. previous: kept for a rollback, or
+# as the original that a later direct upgrade reads.
 State = Literal["active", "staging", "previous"]
 
 __all__ = ["Metric", "Origin", "SpaceInfo", "SpaceSpec", "State"]

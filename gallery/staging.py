@@ -3,14 +3,25 @@
 Whatever is done here is one transaction. A gallery always has exactly one active space.
 """
 
+import dataclasses
+import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from numpy.typing import ArrayLike
 
-from gallery.index import Labels
-from gallery.spec import Origin, SpaceSpec
-from gallery.store import Item, Store
+from gallery import reading
+from gallery.index import Labels, rows_of
+from gallery.put import Checked, NewVectors, check, insert_vectors
+from gallery.spec import Origin, SpaceInfo, SpaceSpec
+from gallery.store import Change, Item, Store
+from gallery.tables import add_space, find_space, live_labels, read_spaces, vector_table
+from release.errors import InvalidInputError, NotFoundError, PreconditionError
+from release.vectors import check_vectors
+
+_NONE = np.empty(0, np.int64)
+_SPACES_CHANGED = Change({}, _NONE, spaces=True)
 
 
 def begin(store: Store, spec: SpaceSpec) -> None:
@@ -18,7 +29,26 @@ def begin(store: Store, spec: SpaceSpec) -> None:
 
     Raises InvalidInputError if it is there with another dimension, metric or side space.
     """
-    raise NotImplementedError
+    with store.changing() as (connection, changes):
+        for info in read_spaces(connection):
+            if info.spec.space == spec.space:
+                _same(info.spec, spec)
+                return
+        add_space(connection, spec, "staging")
+        changes.append(_SPACES_CHANGED)
+
+
+def _same(old: SpaceSpec, new: SpaceSpec) -> None:
+    if old != new:
+        differing = [
+            field.name
+            for field in dataclasses.fields(SpaceSpec)
+            if getattr(old, field.name) != getattr(new, field.name)
+        ]
+        raise InvalidInputError(
+            f"space {new.space}: expected the {' and '.join(differing)} it has in the gallery; "
+            "publish a changed model as a new release"
+        )
 
 
 def write(
@@ -34,22 +64,48 @@ def write(
 ) -> Labels:
     """Write vectors of existing items into a space, in one durable transaction.
 
-    `embedding` [n, dim], `side` [n, side_dim], `uncertainty` [n]. Labels deleted meanwhile are
-    skipped, and so are those that have a vector there, unless `replace` (a backfill: re-embedded).
-    Returns the labels written. Raises InvalidInputError, IncompatibleSpaceError, BusyError,
-    CannotWriteError.
+    `labels` int64 [n] distinct, `embedding` [n, dim], `side` [n, side_dim], `uncertainty` [n].
+    Labels deleted meanwhile are skipped, and so are those with a vector there, unless `replace` (a
+    backfill: re-embedded). Returns the labels written, increasing. Raises InvalidInputError,
+    IncompatibleSpaceError, BusyError, CannotWriteError.
     """
-    raise NotImplementedError
+    checked = check(store.space(space), NewVectors(space, embedding, side, origin), len(labels))
+    order = np.argsort(labels)
+    doubt = None
+    if uncertainty is not None:
+        column = np.asarray(uncertainty)[:, None]
+        doubt = check_vectors(column, 1, what="uncertainties of an upgrade")[:, 0]
+    with store.changing() as (connection, changes):
+        info = find_space(connection, space)
+        good = live_labels(connection, "items", labels)
+        if not replace:
+            there = live_labels(connection, vector_table(info.number), labels)
+            good = np.setdiff1d(good, there, assume_unique=True)
+        rows = order[rows_of(labels[order], good)]
+        side_rows = None if checked.side is None else checked.side[rows]
+        kept = Checked(info, checked.embedding[rows], side_rows, origin)
+        insert_vectors(connection, kept, good, None if doubt is None else doubt[rows])
+        changes.append(Change({space: (good, kept.embedding)}, _NONE))
+    return good
 
 
 def left_behind(store: Store, space: str) -> int:
     """Number of items without a vector in `space`."""
-    raise NotImplementedError
+    with store.reading() as connection:
+        return _left_behind(connection, find_space(connection, space))
+
+
+def _left_behind(connection: sqlite3.Connection, info: SpaceInfo) -> int:
+    # Every vector belongs to an item.
+    return reading.count(connection, None) - reading.count(connection, info.spec.space)
 
 
 def left_behind_items(store: Store, space: str, after: int = 0, limit: int = 1000) -> list[Item]:
     """Those items by increasing label, after label `after`: a page."""
-    raise NotImplementedError
+    with store.reading() as connection:
+        table = vector_table(find_space(connection, space).number)
+        lacking = f"NOT EXISTS (SELECT 1 FROM {table} v WHERE v.label = i.label)"
+        return reading.page(connection, after, limit, lacking)
 
 
 def flip(
@@ -59,7 +115,12 @@ def flip(
 
     Raises PreconditionError when items lack a vector in `space`, unless `leave_behind`.
     """
-    raise NotImplementedError
+    with store.changing() as (connection, changes):
+        target = find_space(connection, space)
+        if target.state != "active":
+            _activate(connection, target, "previous", leave_behind)
+            changes.append(_SPACES_CHANGED)
+        reading.set_state(connection, state or {})
 
 
 def rollback(
@@ -70,7 +131,32 @@ def rollback(
     Returns the space now active. Raises NotFoundError if none is kept, PreconditionError when items
     lack a vector there, unless `leave_behind`.
     """
-    raise NotImplementedError
+    with store.changing() as (connection, changes):
+        before = [info for info in read_spaces(connection) if info.state == "previous"]
+        if not before:
+            raise NotFoundError("no earlier space is kept in this gallery; nothing to return to")
+        target = max(before, key=lambda info: info.activated)
+        _activate(connection, target, "staging", leave_behind)
+        reading.set_state(connection, state or {})
+        changes.append(_SPACES_CHANGED)
+    return target.spec.space
+
+
+def _activate(
+    connection: sqlite3.Connection, target: SpaceInfo, old_becomes: str, leave_behind: bool
+) -> None:
+    lacking = _left_behind(connection, target)
+    if lacking and not leave_behind:
+        raise PreconditionError(
+            f"{lacking} items have no vector in release {target.spec.release}'s space and could "
+            "not be found there; list them, upgrade or embed them, or accept to leave them behind"
+        )
+    connection.execute("UPDATE spaces SET state = ? WHERE state = 'active'", (old_becomes,))
+    connection.execute(
+        "UPDATE spaces SET state = 'active', activated = (SELECT max(activated) + 1 FROM spaces)"
+        " WHERE number = ?",
+        (target.number,),
+    )
 
 
 def drop(store: Store, space: str) -> None:
@@ -78,9 +164,19 @@ def drop(store: Store, space: str) -> None:
 
     Raises PreconditionError for the active one.
     """
-    raise NotImplementedError
+    with store.changing() as (connection, changes):
+        info = find_space(connection, space)
+        if info.state == "active":
+            raise PreconditionError(
+                f"release {info.spec.release}'s space is the active one; flip to another first"
+            )
+        connection.execute(f"DROP TABLE {vector_table(info.number)}")
+        connection.execute("DELETE FROM spaces WHERE number = ?", (info.number,))
+        changes.append(_SPACES_CHANGED)
+    store.scrub()
 
 
 def least_certain(store: Store, space: str, limit: int = 100) -> list[Item]:
     """Upgraded items by falling uncertainty, largest first."""
-    raise NotImplementedError
+    with store.reading() as connection:
+        return reading.least_certain(connection, space, limit)

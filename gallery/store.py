@@ -1,14 +1,19 @@
 """A gallery: one SQLite file with items, metadata, and one table of vectors a space.
 
 The same on a server and on a phone. Items have an integer `label`, never used twice: putting an id
-again with other content deletes the old label and makes a new one, so a label's content is fixed.
+again with other content deletes the old label and makes a new one.
 
-Threads: one writer connection under a lock, each reader with a connection of its own from a pool; all
-methods may be called from any thread. Processes: several may have the file open; writers wait for one
-another up to the busy timeout, then BusyError. Files are 0600.
+Threads: one writer connection under a lock, each reader with a connection of its own from a pool;
+all methods may be called from any thread. Processes: several may have the file open; writers wait
+for one another up to the busy timeout, then BusyError. Files are 0600, on a local disk.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import json
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,66 +21,66 @@ from sqlite3 import Connection
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
+from gallery import put, reading
+from gallery.connections import APPLICATION, Connections, connect, lock_path
 from gallery.index import Labels
-from gallery.spec import Origin, SpaceInfo, SpaceSpec
+from gallery.put import Metadata, NewVectors, PutResult
+from gallery.reading import Item
+from gallery.spec import SpaceInfo, SpaceSpec
+from gallery.tables import add_space, find_space, read_spaces
+from release import durable
+from release.errors import AlreadyExistsError, CannotWriteError
 from release.vectors import Vectors
 
-Metadata = Mapping[str, str | float | bool]
-
-
-@dataclass(frozen=True)
-class NewVectors:
-    """Vectors of one space for all items of a put: `embedding` [n, dim], `side` [n, side_dim] or None."""
-
-    space: str
-    embedding: ArrayLike
-    side: ArrayLike | None = None
-    origin: Origin = "native"
-
-
-@dataclass(frozen=True)
-class PutResult:
-    """`labels` int64 [n] of the items; `changed` bool [n]: False where the same content was there."""
-
-    labels: Labels
-    changed: NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class Item:
-    """`origin` and `uncertainty` are those of its vector in the space asked for; None without one."""
-
-    label: int
-    id: str
-    digest: str | None
-    metadata: Metadata
-    origin: Origin | None = None
-    uncertainty: float | None = None
+__all__ = ["Change", "Item", "Metadata", "NewVectors", "PutResult", "Store"]
 
 
 @dataclass(frozen=True)
 class Change:
-    """What one committed transaction did: vectors that came or were replaced, by space id, and labels
-    that are gone from every space."""
+    """What one committed transaction did.
+
+    `added`: vectors that came or were replaced, by space id. `deleted`: labels that are gone from
+    every space; they go before the others come. `spaces`: a space came, went or changed its state.
+    """
 
     added: Mapping[str, tuple[Labels, Vectors]]
     deleted: Labels
+    spaces: bool = False
 
 
 class Store:
     """Made by `create` or `open`; `close` it, or use it in a `with` statement."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        """See `open`."""
+        self.path = path
+        self._connections = Connections(path)
+        self._listeners: list[Callable[[Change], None]] = []
+        # Held from before a commit until its listeners know, so that they hear commits in order.
+        self._telling = threading.RLock()
+        self._unscrubbed = False
 
     @classmethod
     def create(cls, path: Path, spec: SpaceSpec) -> Self:
         """Make an empty gallery whose active space is `spec`.
 
-        Raises AlreadyExistsError, CannotWriteError.
+        Raises AlreadyExistsError, CannotWriteError, BusyError.
         """
-        raise NotImplementedError
+        durable.make_dir(path.parent, mode=0o700)
+        with durable.lock(lock_path(path)):
+            if path.exists():
+                raise AlreadyExistsError(f"{path}: exists already; choose another name or open it")
+            for stale in path.parent.glob(f"{durable.TEMPORARY}{path.name}-*"):
+                durable.remove_tree(stale)
+            temporary = path.parent / f"{durable.TEMPORARY}{path.name}-{uuid.uuid4().hex}"
+            try:
+                _make(temporary, spec)
+                durable.replace(temporary, path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+        return cls(path)
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -83,11 +88,11 @@ class Store:
 
         Raises NotFoundError, VerificationError for a damaged file or none of ours, BusyError.
         """
-        raise NotImplementedError
+        return cls(path)
 
     def close(self) -> None:
         """Close every connection. Twice is harmless."""
-        raise NotImplementedError
+        self._connections.close()
 
     def __enter__(self) -> Self:
         return self
@@ -97,33 +102,68 @@ class Store:
 
     def reading(self) -> AbstractContextManager[Connection]:
         """A connection that sees one snapshot of the file, for reading only."""
-        raise NotImplementedError
+        return self._connections.reading()
 
     def writing(self) -> AbstractContextManager[Connection]:
-        """A transaction of the one writer: committed at the end, rolled back on an error.
-
-        Raises BusyError, CannotWriteError.
+        """A transaction of the one writer, for tables of one's own: committed at the end, rolled
+        back on an error. Not to be nested. Raises BusyError, CannotWriteError.
         """
-        raise NotImplementedError
+        return self._connections.writing()
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[tuple[Connection, list[Change]]]:
+        """A transaction that changes vectors or spaces, for this room: the changes appended to the
+        list are told to the listeners once it is durable.
+        """
+        with self._telling:
+            changes: list[Change] = []
+            before = after = -1
+            try:
+                with self._connections.writing() as connection:
+                    before = _commits(connection)
+                    connection.execute("UPDATE commits SET count = count + 1")
+                    yield connection, changes
+            finally:
+                # An error can come after the commit, too: what is durable must be told.
+                with self._connections.writer() as connection:
+                    after = _commits(connection) if before >= 0 else before
+                if after > before:
+                    for change in changes:
+                        for listener in list(self._listeners):
+                            listener(change)
+            if self._unscrubbed:
+                self.scrub()
+
+    def scrub(self) -> bool:
+        """Empty the write-ahead log, so that no deleted byte stays in it.
+
+        False, and tried again after the next change, if a reader prevents it just now.
+        """
+        self._unscrubbed = not self._connections.scrub()
+        return not self._unscrubbed
 
     def subscribe(self, listener: Callable[[Change], None]) -> Callable[[], None]:
-        """Call `listener` after each commit, in the order of commits, in the writer's thread.
+        """Call `listener` after each commit of this process, in order, in the writer's thread.
 
         Returns a function that ends it.
         """
-        raise NotImplementedError
+        with self._telling:
+            self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
 
     def spaces(self) -> list[SpaceInfo]:
         """All spaces, oldest table first; exactly one is active."""
-        raise NotImplementedError
+        with self.reading() as connection:
+            return read_spaces(connection)
 
     def active(self) -> SpaceInfo:
         """The space that queries are answered in."""
-        raise NotImplementedError
+        return next(info for info in self.spaces() if info.state == "active")
 
     def space(self, space: str) -> SpaceInfo:
         """One space. Raises IncompatibleSpaceError if the gallery does not have it."""
-        raise NotImplementedError
+        with self.reading() as connection:
+            return find_space(connection, space)
 
     def put(
         self,
@@ -136,47 +176,102 @@ class Store:
         """Store items, all or none, durably. Each space's vectors are for all `ids`, in order.
 
         An item whose digest (of its content: of the image's bytes, say) is the one stored keeps its
-        label and vectors; only metadata and vectors of spaces it lacks are added. Any other item that
-        exists is replaced: its old label is gone from every space. Without a digest an item is always
-        replaced.
+        label and vectors; only metadata and vectors of spaces it lacks are added. Any other item
+        that exists is replaced: its old label is gone from every space. Without a digest an item is
+        always replaced.
 
-        Raises InvalidInputError (vectors, ids not 1 to 256 characters, an id twice, metadata that is
-        not text, a finite number or a flag), IncompatibleSpaceError, BusyError, CannotWriteError.
+        Raises InvalidInputError (vectors, ids not of 1 to 256 characters, an id twice, metadata
+        that is not text, a finite number or a flag), IncompatibleSpaceError, BusyError,
+        CannotWriteError.
         """
-        raise NotImplementedError
+        batch = put.check_batch(ids, digests, metadata)
+        checked = [put.check(self.space(new.space), new, len(ids)) for new in vectors]
+        with self.changing() as (connection, changes):
+            for new in vectors:
+                find_space(connection, new.space)
+            result, replaced, written = put.insert(connection, batch, checked)
+            added = {
+                one.info.spec.space: (result.labels[rows], one.embedding[rows])
+                for one, rows in zip(checked, written, strict=True)
+                if rows.any()
+            }
+            changes.append(Change(added, replaced))
+        return result
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Remove items from every space, and their bytes from the file and its log; how many existed."""
-        raise NotImplementedError
+        """Remove items from every space, and their bytes from file and log. Returns how many.
+
+        Raises BusyError, CannotWriteError.
+        """
+        none = np.empty(0, np.int64)
+        with self.changing() as (connection, changes):
+            labels = put.labels_of(connection, ids)
+            put.delete_labels(connection, labels)
+            changes.append(Change({}, labels if len(labels) else none))
+            self._unscrubbed |= len(labels) > 0
+        return len(labels)
 
     def get(self, item_id: str) -> Item | None:
         """One item by its id."""
-        raise NotImplementedError
+        with self.reading() as connection:
+            labels = put.labels_of(connection, [item_id])
+            return reading.items(connection, labels)[0] if len(labels) else None
 
     def items(self, labels: Sequence[int] | Labels, space: str | None = None) -> list[Item | None]:
         """Items in the order of `labels`; None where there is none (any more)."""
-        raise NotImplementedError
+        with self.reading() as connection:
+            return reading.items(connection, labels, space)
 
     def listing(self, after: int = 0, limit: int = 1000) -> list[Item]:
         """Items by increasing label, those after label `after`: a page."""
-        raise NotImplementedError
+        with self.reading() as connection:
+            return reading.page(connection, after, limit)
 
     def count(self, space: str | None = None) -> int:
         """Number of items, or of vectors in a space."""
-        raise NotImplementedError
+        with self.reading() as connection:
+            return reading.count(connection, space)
 
     def load(self, space: str) -> tuple[Labels, Vectors]:
-        """All vectors of a space: labels int64 [n] increasing, float32 [n, dim], of one snapshot."""
-        raise NotImplementedError
+        """All vectors of a space in one snapshot: labels int64 [n] increasing, float32 [n, dim]."""
+        with self.reading() as connection:
+            return reading.load(connection, find_space(connection, space))
 
     def vector(self, label: int, space: str) -> Vectors | None:
-        """One item's vector in a space, [1, dim]."""
-        raise NotImplementedError
+        """One item's vector in a space, [1, dim]; None if it has none there."""
+        with self.reading() as connection:
+            return reading.vector(connection, label, find_space(connection, space))
 
     def state_get(self, key: str) -> Any:
         """A small JSON value kept with the gallery; None if there is none."""
-        raise NotImplementedError
+        with self.reading() as connection:
+            row = connection.execute("SELECT value FROM state WHERE key = ?", (key,)).fetchone()
+        return json.loads(row[0]) if row else None
 
     def state_set(self, values: Mapping[str, Any]) -> None:
         """Keep small JSON values, all in one transaction; None removes."""
-        raise NotImplementedError
+        with self.writing() as connection:
+            reading.set_state(connection, values)
+
+
+def _commits(connection: Connection) -> int:
+    count: int = connection.execute("SELECT count FROM commits").fetchone()[0]
+    return count
+
+
+def _make(path: Path, spec: SpaceSpec) -> None:
+    # Imported here because it costs the edge a large part of a search's start.
+    from gallery.schema import migrate
+
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise CannotWriteError(f"{path.parent}: cannot write there ({error.strerror})") from error
+    with contextlib.closing(connect(path)) as connection:
+        mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if mode != "wal":
+            raise CannotWriteError(f"{path}: no write-ahead log possible here; use a local disk")
+        connection.execute(f"PRAGMA application_id = {APPLICATION}")
+        migrate(connection)
+        with durable.transaction(connection):
+            add_space(connection, spec, "active")

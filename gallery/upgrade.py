@@ -1,38 +1,60 @@
-"""Carry a gallery's vectors into another space, chunk by chunk, resumable, bit-equal to an unbroken run."""
+"""Carry a gallery's vectors into another space, chunk by chunk.
 
+A run that was broken off and resumed gives the same bits as an unbroken one.
+"""
+
+import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from gallery import staging
+from gallery.index import Labels
 from gallery.spec import SpaceSpec
 from gallery.store import Store
+from gallery.tables import from_blobs, vector_table
 from release.vectors import Vectors
 
+# label: as they were put. uncertainty: what the source's own upgrade was least certain of first.
 Order = Literal["label", "uncertainty"]
+
+CHUNK = 1024
 
 
 class Upgraded(Protocol):
     """What a runner gives back for n items; release.models.Upgraded is one."""
 
     @property
-    def embedding(self) -> Vectors: ...
+    def embedding(self) -> Vectors:
+        """[n, dim]"""
+        ...
+
     @property
-    def side(self) -> Vectors | None: ...
+    def side(self) -> Vectors | None:
+        """[n, side_dim]"""
+        ...
+
     @property
-    def uncertainty(self) -> Vectors | None: ...
+    def uncertainty(self) -> NDArray[np.float32] | None:
+        """[n], larger is less certain"""
+        ...
 
 
 class Runner(Protocol):
     """An upgrade or a route; release.models and release.routes open them."""
 
     def run(self, embedding: Vectors, side: Vectors | None) -> Upgraded:
-        """embedding [n, from_dim], side [n, from_side_dim] or None -> the target's vectors."""
+        """embedding [n, from_dim], side [n, from_side_dim] or None -> vectors of the target."""
         ...
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Items written so far by this run and before it, out of `total`; `seconds` of this run."""
+    """`done` of `total` items have a vector in the target, `written` of them by this run so far."""
 
     done: int
     total: int
@@ -42,21 +64,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`written` by this run. `left_behind`: items that have no vector in the target. `stopped`: asked to."""
+    """`written` by this run. `left_behind`: items with no vector in the target. `stopped` early."""
 
     written: int
     left_behind: int
     stopped: bool
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """From a short measured probe that changes nothing. `bytes` the new space adds on disk."""
-
-    items: int
-    seconds: float
-    bytes: int
-    left_behind: int
 
 
 def run_upgrade(
@@ -66,19 +78,97 @@ def run_upgrade(
     *,
     source: str | None = None,
     reads_side: bool = False,
-    chunk: int = 1024,
+    chunk: int = CHUNK,
     order: Order = "label",
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Outcome:
     """Fill `target` (staged if new) from space `source` (default: the active one).
 
-    Items without side-information stay behind where the runner `reads_side`. Items put meanwhile are
-    carried along; deleted ones are skipped. A run that was stopped or killed goes on where it ended.
+    Items without side-information stay behind where the runner `reads_side`. Items put meanwhile
+    are carried along; deleted ones are skipped. A run that was stopped or killed goes on where it
+    ended.
     `on_progress` is called after each durable chunk and may sleep, to leave room for searches.
     Raises InvalidInputError for a bad output of the runner (nothing of that chunk is written).
     """
-    raise NotImplementedError
+    staging.begin(store, target)
+    read = _Reader(store, source or store.active().spec.space, target.space, reads_side)
+    started = time.monotonic()
+    written = 0
+    stopped = False
+    total = store.count()
+    before = total - staging.left_behind(store, target.space)
+    # What is put while a pass runs is found by the next one.
+    while not stopped and len(todo := read.missing(order)):
+        for start in range(0, len(todo), chunk):
+            if should_stop is not None and should_stop():
+                stopped = True
+                break
+            labels, embedding, side = read.vectors(todo[start : start + chunk])
+            if not len(labels):
+                continue
+            upgraded = runner.run(embedding, side)
+            written += len(
+                staging.write(
+                    store,
+                    target.space,
+                    labels,
+                    upgraded.embedding,
+                    side=upgraded.side,
+                    uncertainty=upgraded.uncertainty,
+                )
+            )
+            if on_progress is not None:
+                seconds = time.monotonic() - started
+                done = before + written
+                on_progress(Progress(done, max(total, done), written, seconds))
+    return Outcome(written, staging.left_behind(store, target.space), stopped)
+
+
+class _Reader:
+    """Reads what the target still lacks from the source."""
+
+    def __init__(self, store: Store, source: str, target: str, reads_side: bool) -> None:
+        self.store = store
+        self.source = store.space(source)
+        self.target = store.space(target)
+        self.reads_side = reads_side
+        self.table = vector_table(self.source.number)
+
+    def missing(self, order: Order) -> Labels:
+        """Labels that can be carried over and are not yet, in the order of the work."""
+        by = {"label": "s.label", "uncertainty": "s.uncertainty DESC, s.label"}[order]
+        with self.store.reading() as connection:
+            rows = connection.execute(
+                f"SELECT s.label FROM {self.table} s WHERE NOT EXISTS"
+                f" (SELECT 1 FROM {vector_table(self.target.number)} t WHERE t.label = s.label)"
+                f" {'AND s.side IS NOT NULL' if self.reads_side else ''} ORDER BY {by}"
+            )
+            return np.fromiter((label for (label,) in rows), np.int64)
+
+    def vectors(self, labels: Labels) -> tuple[Labels, Vectors, Vectors | None]:
+        """Those of `labels` that are still there, by label, with what the runner reads."""
+        with self.store.reading() as connection:
+            rows = connection.execute(
+                f"SELECT label, embedding, side FROM {self.table}"
+                " WHERE label IN (SELECT value FROM json_each(?)) ORDER BY label",
+                (json.dumps(labels.tolist()),),
+            ).fetchall()
+        if not rows:
+            return np.empty(0, np.int64), np.empty((0, self.source.spec.dim), np.float32), None
+        found, embeddings, sides = zip(*rows, strict=True)
+        side = from_blobs(sides, self.source.spec.side_dim) if self.reads_side else None
+        return np.array(found, np.int64), from_blobs(embeddings, self.source.spec.dim), side
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """From a short measured probe that changes nothing. `bytes`: what the space adds on disk."""
+
+    items: int
+    seconds: float
+    bytes: int
+    left_behind: int
 
 
 def estimate(

@@ -3,51 +3,156 @@
 `LiveView` follows a store's commits; `snapshot` is one reference, held by a search to its end.
 """
 
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from gallery.index import Index, Labels, Neighbours
+import numpy as np
+
+from gallery import distances
+from gallery.exact import ExactIndex
+from gallery.index import Index, Labels, Mask, Neighbours, mask_of, merge, rows_of
 from gallery.spec import SpaceSpec
-from gallery.store import Store
-from release.vectors import Vectors
+from gallery.store import Change, Store
+from release.vectors import Vectors, check_vectors
 
 # Makes a base of live vectors; gallery.hnsw.build is one, ExactIndex another.
 Builder = Callable[[SpaceSpec, Labels, Vectors], Index]
 
 
-class Snapshot:
-    """One state of one space of a gallery."""
+@dataclass(frozen=True)
+class Part:
+    """An index and which of its rows are alive (bool [n]; None: all)."""
 
-    spec: SpaceSpec
+    index: Index
+    live: Mask | None = None
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        return len(self.index.labels) if self.live is None else int(self.live.sum())
+
+    def less(self, labels: Labels) -> "Part":
+        """The same with tombstones for `labels`."""
+        rows = rows_of(self.index.labels, labels)
+        if not len(rows):
+            return self
+        live = np.ones(len(self.index.labels), np.bool_) if self.live is None else self.live.copy()
+        live[rows] = False
+        return Part(self.index, live)
+
+    def search(self, queries: Vectors, k: int, allowed: Labels | None) -> Neighbours:
+        mask = self.live
+        if allowed is not None:
+            chosen = mask_of(self.index.labels, allowed)
+            mask = chosen if mask is None else chosen & mask
+        return self.index.search(queries, k, mask)
+
+    def content(self) -> tuple[Labels, Vectors]:
+        """Live labels and vectors."""
+        if self.live is None:
+            return self.index.labels, self.index.vectors
+        return self.index.labels[self.live], self.index.vectors[self.live]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One state of one space of a gallery. `base` and `delta` share no live label."""
+
+    spec: SpaceSpec
+    base: Part
+    delta: Part
+
+    def __len__(self) -> int:
+        return len(self.base) + len(self.delta)
 
     def search(self, queries: Vectors, k: int, allowed: Labels | None = None) -> Neighbours:
-        """The `k` nearest live vectors; `allowed`: increasing labels that may be found, None for all.
+        """The `k` nearest live vectors; `allowed`: increasing labels that may be found, or None.
 
         Raises InvalidInputError for queries that are not float32 [q, dim] and finite.
         """
-        raise NotImplementedError
+        checked = check_vectors(queries, self.spec.dim, what="queries", unit=self.spec.unit)
+        parts = [part for part in (self.base, self.delta) if len(part.index.labels)]
+        return merge([part.search(checked, k, allowed) for part in parts or [self.base]], k)
 
     def without(self, labels: Labels) -> "Snapshot":
         """The same state less `labels`: in a dual rollout, those that another space answers for."""
-        raise NotImplementedError
+        return replace(self, base=self.base.less(labels), delta=self.delta.less(labels))
+
+    def content(self) -> tuple[Labels, Vectors]:
+        """Every live label, increasing, and its vector, as engines hold them."""
+        (old, old_vectors), (new, new_vectors) = self.base.content(), self.delta.content()
+        labels = np.concatenate([old, new])
+        vectors = np.concatenate([old_vectors, new_vectors])
+        order = np.argsort(labels)
+        return labels[order], vectors[order]
+
+    def labels(self) -> Labels:
+        """Every live label, increasing."""
+        return np.sort(np.concatenate([self.base.content()[0], self.delta.content()[0]]))
+
+
+def snapshot_of(spec: SpaceSpec, base: Index) -> Snapshot:
+    """A base alone."""
+    nothing = ExactIndex(spec, np.empty(0, np.int64), np.empty((0, spec.dim), np.float32))
+    return Snapshot(spec, Part(base), Part(nothing))
+
+
+def changed(snapshot: Snapshot, change: Change) -> Snapshot:
+    """The state after one commit; vectors that were replaced are told as added."""
+    snapshot = snapshot.without(change.deleted)
+    labels, vectors = change.added.get(snapshot.spec.space, (None, None))
+    if labels is None or vectors is None or not len(labels):
+        return snapshot
+    snapshot = snapshot.without(labels)
+    old_labels, old_vectors = snapshot.delta.content()
+    all_labels = np.concatenate([old_labels, labels])
+    order = np.argsort(all_labels)
+    prepared = distances.prepare(snapshot.spec.metric, vectors)
+    both = np.concatenate([old_vectors, prepared])[order]
+    return replace(snapshot, delta=Part(ExactIndex(snapshot.spec, all_labels[order], both)))
 
 
 class LiveView:
-    """The current snapshot of one space: exact as soon as it is made, with an index once there is one."""
+    """The current snapshot of one space: exact as soon as it is made, indexed once compacted."""
 
     def __init__(self, store: Store, space: str) -> None:
-        raise NotImplementedError
-
-    def snapshot(self) -> Snapshot:
-        """What a search uses to its end."""
-        raise NotImplementedError
-
-    def compact(self, build: Builder) -> None:
-        """Build a base of all live vectors aside, then swap one reference. Searches and writes go on."""
-        raise NotImplementedError
+        """Raises IncompatibleSpaceError if the gallery does not have the space."""
+        self.spec = store.space(space).spec
+        self._changing = threading.Lock()
+        self._compacting = threading.Lock()
+        # Commits since a base was begun, to be told to it when it is ready.
+        self._log: list[Change] | None = []
+        self._snapshot: Snapshot | None = None
+        self._unsubscribe = store.subscribe(self._apply)
+        labels, vectors = store.load(space)
+        self._swap(snapshot_of(self.spec, ExactIndex(self.spec, labels, vectors)))
 
     def close(self) -> None:
         """Stop following the store."""
-        raise NotImplementedError
+        self._unsubscribe()
+
+    def snapshot(self) -> Snapshot:
+        """What a search uses to its end."""
+        assert self._snapshot is not None, "set in the constructor"
+        return self._snapshot
+
+    def compact(self, build: Builder) -> None:
+        """Build a base of all live vectors aside, then swap one reference; all else goes on."""
+        with self._compacting:
+            with self._changing:
+                self._log = []
+                snapshot = self.snapshot()
+            self._swap(snapshot_of(self.spec, build(self.spec, *snapshot.content())))
+
+    def _apply(self, change: Change) -> None:
+        with self._changing:
+            if self._log is not None:
+                self._log.append(change)
+            if self._snapshot is not None:
+                self._snapshot = changed(self._snapshot, change)
+
+    def _swap(self, snapshot: Snapshot) -> None:
+        with self._changing:
+            for change in self._log or []:
+                snapshot = changed(snapshot, change)
+            self._log = None
+            self._snapshot = snapshot

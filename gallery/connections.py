@@ -1,0 +1,166 @@
+"""The connections to one gallery file: one that writes, and a pool of those that read.
+
+A lock file beside the gallery is held shared while it is open. Who finds nobody else there and a
+write-ahead log left over knows that the last process died, and checks the pages before use.
+"""
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from gallery.tables import FORMAT
+from release import durable
+from release.errors import BusyError, NotFoundError, VerificationError
+
+# Marks the file as ours: "nobf".
+APPLICATION = 0x6E6F6266
+# How long a writer waits for another process before BusyError.
+BUSY_TIMEOUT_MS = 5000
+
+
+def lock_path(path: Path) -> Path:
+    """The lock file beside a gallery file."""
+    return path.with_name(path.name + ".lock")
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """A connection as every one of ours is set up: explicit transactions, full durability."""
+    connection = sqlite3.connect(
+        path, isolation_level=None, check_same_thread=False, cached_statements=256
+    )
+    connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA foreign_keys = ON")
+    connection.execute("PRAGMA secure_delete = ON")
+    # Sorted rows hold ids; they stay out of files that outlive them.
+    connection.execute("PRAGMA temp_store = MEMORY")
+    return connection
+
+
+class Connections:
+    """Every connection that this process has to one gallery file."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises NotFoundError, VerificationError (damaged, or no gallery), BusyError."""
+        if not path.is_file():
+            raise NotFoundError(f"{path}: no gallery there; create or initialise one first")
+        self.path = path
+        self._writing = threading.RLock()
+        self._idle: deque[sqlite3.Connection] = deque()
+        self._all: list[sqlite3.Connection] = []
+        self._lock = os.open(lock_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            alone = _share(self._lock, path)
+            wal = path.with_name(path.name + "-wal")
+            unclean = alone and wal.exists() and wal.stat().st_size > 0
+            self._writer = self._checked(unclean)
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+        except BaseException:
+            self.close()
+            raise
+
+    def _checked(self, unclean: bool) -> sqlite3.Connection:
+        damaged = f"{self.path}: not a whole gallery file"
+        advice = "restore a backup, or make the gallery anew"
+        try:
+            connection = self._connect()
+            if unclean:
+                found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+                if found != "ok":
+                    raise VerificationError(f"{damaged} ({found}); {advice}")
+            application = connection.execute("PRAGMA application_id").fetchone()[0]
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+        except sqlite3.OperationalError as error:
+            raise BusyError(f"{self.path}: cannot be opened now ({error}); try again") from error
+        except sqlite3.DatabaseError as error:
+            raise VerificationError(f"{damaged} ({error}); {advice}") from error
+        if application != APPLICATION or version > FORMAT:
+            raise VerificationError(
+                f"{self.path}: expected a gallery of format {FORMAT} or older, got application "
+                f"{application:#x} and format {version}; use a newer nobackfill, or another file"
+            )
+        if version < FORMAT:
+            from gallery.schema import migrate
+
+            migrate(connection)
+        return connection
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = connect(self.path)
+        self._all.append(connection)
+        return connection
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """The writer, in a transaction of its own. Raises BusyError, CannotWriteError."""
+        with self._writing, durable.transaction(self._writer) as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def writer(self) -> Iterator[sqlite3.Connection]:
+        """The writer, held but in no transaction."""
+        with self._writing:
+            yield self._writer
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """A reader that sees one snapshot. Raises BusyError, VerificationError."""
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self._connect()
+            connection.execute("PRAGMA query_only = ON")
+        try:
+            connection.execute("BEGIN")
+            yield connection
+        except sqlite3.OperationalError as error:
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            if code not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise
+            raise BusyError(f"{self.path}: cannot be read now ({error}); try again") from error
+        finally:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            self._idle.append(connection)
+
+    def scrub(self) -> bool:
+        """Empty the write-ahead log into the file, so that no deleted byte stays in it.
+
+        False if a reader prevents it just now.
+        """
+        with self._writing:
+            self._writer.execute("PRAGMA busy_timeout = 0")
+            try:
+                busy = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+            except sqlite3.OperationalError:
+                return False
+            finally:
+                self._writer.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+        return not busy
+
+    def close(self) -> None:
+        """Close them all; the last process to close leaves no write-ahead log."""
+        while self._all:
+            self._all.pop().close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _share(handle: int, path: Path) -> bool:
+    """Lock exclusively if nobody else has the gallery open, else shared; whether alone."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_MS / 1000
+    while True:
+        for kind, alone in ((fcntl.LOCK_EX, True), (fcntl.LOCK_SH, False)):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(handle, kind | fcntl.LOCK_NB)
+                return alone
+        if time.monotonic() >= deadline:
+            raise BusyError(f"{path}: another process is checking the gallery; try again")
+        time.sleep(0.02)

@@ -1,0 +1,33 @@
+"""The distances that answers carry, computed alike by every engine.
+
+Engines find candidates in their own float32 arithmetic; what is returned is computed here in
+float64 and rounded once. So edge and gateway give the same numbers, and equal vectors have equal
+distances.
+"""
+
+import numpy as np
+
+from gallery.spec import Metric
+from release.vectors import Vectors
+
+
+def prepare(metric: Metric, vectors: Vectors) -> Vectors:
+    """Vectors [n, dim] as engines hold them: with the cosine metric at norm 1 (zero stays zero)."""
+    if metric == "squared_l2":
+        return vectors
+    norms = np.sqrt(np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64))
+    scaled: Vectors = vectors / np.maximum(norms, 1e-30)[:, None].astype(np.float32)
+    return scaled
+
+
+def between(metric: Metric, queries: Vectors, candidates: Vectors) -> Vectors:
+    """Distances float32 [q, c] from queries [q, dim] to candidates [q, c, dim], both prepared."""
+    wide = candidates.astype(np.float64)
+    if metric == "squared_l2":
+        wide -= queries[:, None, :]
+        found = np.einsum("qcd,qcd->qc", wide, wide)
+    else:
+        # Norms of 1 are rounded, too: a vector is at distance 0 from itself, not below it.
+        found = np.maximum(1 - np.einsum("qcd,qd->qc", wide, queries.astype(np.float64)), 0)
+    rounded: Vectors = found.astype(np.float32)
+    return rounded

@@ -1,0 +1,210 @@
+"""Writing items: the transaction bodies of Store.put and Store.delete."""
+
+import json
+import math
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress, repeat
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from gallery.index import Labels
+from gallery.spec import Origin, SpaceInfo
+from gallery.tables import live_labels, to_blobs, vector_table
+from release.errors import InvalidInputError
+from release.vectors import Vectors, check_vectors
+
+MAX_ID_CHARACTERS = 256
+
+# bool is a kind of its own: True is not 1.
+MetadataValue = str | float | bool
+Metadata = Mapping[str, MetadataValue]
+
+
+@dataclass(frozen=True)
+class NewVectors:
+    """Vectors of one space for all items of a put: `embedding` [n, dim], `side` [n, side_dim]."""
+
+    space: str
+    embedding: ArrayLike
+    side: ArrayLike | None = None
+    origin: Origin = "native"
+
+
+@dataclass(frozen=True)
+class PutResult:
+    """`labels` int64 [n] of the items; `changed` bool [n]: False where the content was there."""
+
+    labels: Labels
+    changed: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A checked put: `metadata` as JSON texts, or None to leave that of kept items as it is."""
+
+    ids: Sequence[str]
+    digests: Sequence[str | None]
+    metadata: Sequence[str] | None
+
+
+def check_batch(
+    ids: Sequence[str],
+    digests: Sequence[str | None] | None,
+    metadata: Sequence[Metadata] | None,
+) -> Batch:
+    """Raises InvalidInputError for bad ids or metadata, an id twice, or lists of other lengths."""
+    for name, given in (("digests", digests), ("metadata", metadata)):
+        if given is not None and len(given) != len(ids):
+            raise InvalidInputError(f"expected {name} for {len(ids)} ids, got {len(given)}")
+    for item_id in ids:
+        if not 1 <= len(item_id) <= MAX_ID_CHARACTERS or not _storable(item_id):
+            raise InvalidInputError(
+                f"expected ids of 1 to {MAX_ID_CHARACTERS} characters of valid text, "
+                f"got one of {len(item_id)}"
+            )
+    if len(set(ids)) != len(ids):
+        raise InvalidInputError("expected each id once in a batch; put the second one afterwards")
+    return Batch(
+        ids,
+        digests or [None] * len(ids),
+        None if metadata is None else [_json(m) for m in metadata],
+    )
+
+
+def _storable(text: str) -> bool:
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _json(metadata: Metadata) -> str:
+    for key, value in metadata.items():
+        number = isinstance(value, int | float) and math.isfinite(value)
+        if not _storable(key) or not (number or (isinstance(value, str) and _storable(value))):
+            raise InvalidInputError(
+                f"metadata {key[:64]!r}: expected text, a finite number or a flag; leave it out"
+            )
+    return json.dumps(metadata, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Vectors of one space that passed every check."""
+
+    info: SpaceInfo
+    embedding: Vectors
+    side: Vectors | None
+    origin: Origin
+
+
+def check(info: SpaceInfo, new: NewVectors, rows: int) -> Checked:
+    """Raises InvalidInputError unless there are `rows` good vectors for the space."""
+    spec = info.spec
+    what = f"embeddings of release {spec.release}"
+    embedding = check_vectors(new.embedding, spec.dim, what=what, unit=spec.unit)
+    side = None
+    if new.side is not None:
+        what = f"side-information of release {spec.release}"
+        if spec.side_space is None:
+            raise InvalidInputError(f"{what}: the release has none; leave it out")
+        side = check_vectors(new.side, spec.side_dim, what=what)
+    for array in (embedding, side):
+        if array is not None and len(array) != rows:
+            raise InvalidInputError(f"{what}: expected {rows} rows, got {len(array)}")
+    return Checked(info, embedding, side, new.origin)
+
+
+def insert_vectors(
+    connection: sqlite3.Connection,
+    checked: Checked,
+    labels: Labels,
+    uncertainty: Vectors | None = None,
+) -> None:
+    """Add a row to the space's table for each label, replacing what is there."""
+    rows = len(labels)
+    connection.executemany(
+        f"INSERT OR REPLACE INTO {vector_table(checked.info.number)}"
+        " (label, origin, uncertainty, embedding, side) VALUES (?, ?, ?, ?, ?)",
+        zip(
+            labels.tolist(),
+            repeat(checked.origin),
+            repeat(None) if uncertainty is None else uncertainty.tolist(),
+            to_blobs(checked.embedding, rows),
+            to_blobs(checked.side, rows),
+            strict=False,
+        ),
+    )
+
+
+def insert(
+    connection: sqlite3.Connection, batch: Batch, vectors: Sequence[Checked]
+) -> tuple[PutResult, Labels, list[NDArray[np.bool_]]]:
+    """Store a batch.
+
+    Returns the result, the labels that are gone, and for each of `vectors` the rows written.
+    """
+    labels, kept, replaced = _existing(connection, batch)
+    delete_labels(connection, replaced)
+    fresh = ~kept
+    count = int(fresh.sum())
+    last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'items'").fetchone()
+    first = last[0] + 1 if last else 1
+    labels[fresh] = np.arange(first, first + count)
+    metadata = repeat("{}", len(labels)) if batch.metadata is None else batch.metadata
+    rows = zip(labels.tolist(), batch.ids, batch.digests, metadata, strict=True)
+    connection.executemany(
+        "INSERT INTO items (label, id, digest, metadata) VALUES (?, ?, ?, ?)",
+        compress(rows, fresh.tolist()),
+    )
+    if batch.metadata is not None and count < len(labels):
+        described = zip(batch.metadata, labels.tolist(), batch.metadata, strict=True)
+        connection.executemany(
+            "UPDATE items SET metadata = ? WHERE label = ? AND metadata <> ?",
+            compress(described, kept.tolist()),
+        )
+    written = []
+    for checked in vectors:
+        table = vector_table(checked.info.number)
+        there = live_labels(connection, table, labels[kept])
+        lacking = ~np.isin(labels, there)
+        side = None if checked.side is None else checked.side[lacking]
+        rest = Checked(checked.info, checked.embedding[lacking], side, checked.origin)
+        insert_vectors(connection, rest, labels[lacking])
+        written.append(lacking)
+    return PutResult(labels, fresh), replaced, written
+
+
+def _existing(
+    connection: sqlite3.Connection, batch: Batch
+) -> tuple[Labels, NDArray[np.bool_], Labels]:
+    """Labels [n] of kept items (-1 elsewhere), which are kept, and the labels to be replaced."""
+    rows = connection.execute(
+        "SELECT id, label, digest FROM items WHERE id IN (SELECT value FROM json_each(?))",
+        (json.dumps(list(batch.ids)),),
+    )
+    found = {item_id: (label, digest) for item_id, label, digest in rows}
+    labels = np.full(len(batch.ids), -1, np.int64)
+    replaced = []
+    if found:
+        for row, (item_id, digest) in enumerate(zip(batch.ids, batch.digests, strict=True)):
+            label, old = found.get(item_id, (-1, None))
+            if digest is not None and digest == old:
+                labels[row] = label
+            elif label >= 0:
+                replaced.append(label)
+    return labels, labels >= 0, np.array(sorted(replaced), np.int64)
+
+
+def delete_labels(connection: sqlite3.Connection, labels: Labels) -> None:
+    """Remove items; their vectors go with them, in every space."""
+    connection.executemany("DELETE FROM items WHERE label = ?", zip(labels.tolist()))
+
+
+def labels_of(connection: sqlite3.Connection, ids: Sequence[str]) -> Labels:
+    """Labels of those ids that exist, increasing."""
+    found = connection.execute(
+        "SELECT label FROM items WHERE id IN (SELECT value FROM json_each(?)) ORDER BY label",
+        (json.dumps(list(ids)),),
+    )
+    return np.fromiter((label for (label,) in found), np.int64)

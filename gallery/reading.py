@@ -1,0 +1,125 @@
+"""Reading items and vectors, in bulk and one by one; each function works on one snapshot."""
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gallery.index import Labels
+from gallery.put import Metadata
+from gallery.spec import Origin, SpaceInfo
+from gallery.tables import find_space, from_blobs, vector_table
+from release.vectors import Vectors
+
+# Rows fetched at once: their Python objects stay small beside the array they end in.
+FETCH_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Item:
+    """`origin` and `uncertainty` are those of its vector in the space asked for, if any."""
+
+    label: int
+    id: str
+    digest: str | None
+    metadata: Metadata
+    origin: Origin | None = None
+    uncertainty: float | None = None
+
+
+def items(
+    connection: sqlite3.Connection, labels: Sequence[int] | Labels, space: str | None = None
+) -> list[Item | None]:
+    """Items in the order of `labels`; None where there is none."""
+    wanted = [int(label) for label in labels]
+    of_vector, join = "NULL, NULL", ""
+    if space is not None:
+        table = vector_table(find_space(connection, space).number)
+        of_vector, join = "v.origin, v.uncertainty", f"LEFT JOIN {table} v ON v.label = i.label"
+    rows = connection.execute(
+        f"SELECT i.label, i.id, i.digest, i.metadata, {of_vector} FROM items i {join}"
+        " WHERE i.label IN (SELECT value FROM json_each(?))",
+        (json.dumps(wanted),),
+    )
+    found = {item.label: item for item in map(_item, rows)}
+    return [found.get(label) for label in wanted]
+
+
+def _item(row: tuple[Any, ...]) -> Item:
+    label, item_id, digest, metadata, origin, uncertainty = row
+    return Item(label, item_id, digest, json.loads(metadata), origin, uncertainty)
+
+
+def page(connection: sqlite3.Connection, after: int, limit: int, where: str = "TRUE") -> list[Item]:
+    """Items `i` with label > after for which `where` holds, by label."""
+    rows = connection.execute(
+        "SELECT i.label, i.id, i.digest, i.metadata, NULL, NULL FROM items i"
+        f" WHERE i.label > ? AND {where} ORDER BY i.label LIMIT ?",
+        (after, limit),
+    )
+    return [_item(row) for row in rows]
+
+
+def least_certain(connection: sqlite3.Connection, space: str, limit: int) -> list[Item]:
+    """Items whose vector in the space carries an uncertainty, largest first, then by label."""
+    table = vector_table(find_space(connection, space).number)
+    rows = connection.execute(
+        "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
+        f" FROM {table} v JOIN items i ON i.label = v.label WHERE v.uncertainty IS NOT NULL"
+        " ORDER BY v.uncertainty DESC, v.label LIMIT ?",
+        (limit,),
+    )
+    return [_item(row) for row in rows]
+
+
+def count(connection: sqlite3.Connection, space: str | None) -> int:
+    """Number of items, or of vectors in a space."""
+    table = "items" if space is None else vector_table(find_space(connection, space).number)
+    found: int = connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+    return found
+
+
+def load(connection: sqlite3.Connection, info: SpaceInfo) -> tuple[Labels, Vectors]:
+    """All vectors of a space, by label."""
+    # A count of the items is an upper bound, and reads far fewer pages than one of the vectors.
+    most = count(connection, None)
+    labels = np.empty(most, np.int64)
+    vectors = np.empty((most, info.spec.dim), np.float32)
+    end = 0
+    for some_labels, some in _chunks(connection, info):
+        labels[end : end + len(some)] = some_labels
+        vectors[end : end + len(some)] = some
+        end += len(some)
+    return labels[:end], vectors[:end]
+
+
+def _chunks(connection: sqlite3.Connection, info: SpaceInfo) -> Iterator[tuple[Labels, Vectors]]:
+    rows = connection.execute(
+        f"SELECT label, embedding FROM {vector_table(info.number)} ORDER BY label"
+    )
+    while chunk := rows.fetchmany(FETCH_ROWS):
+        labels, blobs = zip(*chunk, strict=True)
+        yield np.array(labels, np.int64), from_blobs(blobs, info.spec.dim)
+
+
+def vector(connection: sqlite3.Connection, label: int, info: SpaceInfo) -> Vectors | None:
+    """One vector [1, dim]; None if there is none."""
+    row = connection.execute(
+        f"SELECT embedding FROM {vector_table(info.number)} WHERE label = ?", (label,)
+    ).fetchone()
+    return from_blobs([row[0]], info.spec.dim) if row else None
+
+
+def set_state(connection: sqlite3.Connection, values: Mapping[str, Any]) -> None:
+    """Keep JSON values; None removes."""
+    for key, value in values.items():
+        if value is None:
+            connection.execute("DELETE FROM state WHERE key = ?", (key,))
+        else:
+            connection.execute(
+                "INSERT OR REPLACE INTO state (key, value) VALUES (?, ?)",
+                (key, json.dumps(value, ensure_ascii=False, allow_nan=False)),
+            )

@@ -1,0 +1,92 @@
+"""Rows and blobs: how spaces and their vectors lie in SQLite."""
+
+import json
+import sqlite3
+from collections.abc import Sequence
+
+import numpy as np
+
+from gallery.index import Labels
+from gallery.spec import SpaceInfo, SpaceSpec, State
+from release.errors import IncompatibleSpaceError, VerificationError
+from release.vectors import Vectors
+
+# Of the tables; PRAGMA user_version of every gallery file. schema.py leads there.
+FORMAT = 1
+
+_SPACE_COLUMNS = "space, release, dim, metric, unit, side_space, side_dim, state, number, activated"
+
+
+def vector_table(number: int) -> str:
+    """Name of a space's table."""
+    return f"vectors_{number:d}"
+
+
+def add_space(connection: sqlite3.Connection, spec: SpaceSpec, state: State) -> None:
+    """Record a space and make its table. A first active space counts as activated once."""
+    number = connection.execute(
+        "INSERT INTO spaces (space, release, dim, metric, unit, side_space, side_dim, state,"
+        " activated) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            spec.space, spec.release, spec.dim, spec.metric, spec.unit, spec.side_space,
+            spec.side_dim, state, int(state == "active"),
+        ),
+    ).lastrowid  # fmt: skip
+    assert number is not None
+    connection.execute(
+        f"CREATE TABLE {vector_table(number)} ("
+        " label INTEGER PRIMARY KEY REFERENCES items (label) ON DELETE CASCADE,"
+        " origin TEXT NOT NULL, uncertainty REAL, embedding BLOB NOT NULL, side BLOB)"
+    )
+
+
+def read_spaces(connection: sqlite3.Connection) -> list[SpaceInfo]:
+    """All spaces, oldest table first."""
+    rows = connection.execute(f"SELECT {_SPACE_COLUMNS} FROM spaces ORDER BY number").fetchall()
+    # In the order of _SPACE_COLUMNS.
+    return [
+        SpaceInfo(SpaceSpec(space, release, dim, metric, bool(unit), side_space, side_dim), *rest)
+        for space, release, dim, metric, unit, side_space, side_dim, *rest in rows
+    ]
+
+
+def find_space(connection: sqlite3.Connection, space: str) -> SpaceInfo:
+    """One space by its id. Raises IncompatibleSpaceError if the gallery does not have it."""
+    spaces = read_spaces(connection)
+    for info in spaces:
+        if info.spec.space == space:
+            return info
+    have = ", ".join(f"release {info.spec.release} ({info.state})" for info in spaces)
+    raise IncompatibleSpaceError(
+        f"space {space} is not one of this gallery's ({have}); use a model of one of these releases"
+    )
+
+
+def to_blobs(vectors: Vectors | None, rows: int) -> Sequence[bytes | None]:
+    """One blob of little-endian float32 values for each row; `rows` times None for no vectors."""
+    if vectors is None:
+        return [None] * rows
+    packed = np.ascontiguousarray(vectors, "<f4")
+    # Viewed as one opaque value a row, the whole array becomes bytes objects in one call.
+    blobs: list[bytes] = packed.view(f"V{4 * packed.shape[1]}").ravel().tolist()
+    return blobs
+
+
+def from_blobs(blobs: Sequence[bytes], dim: int) -> Vectors:
+    """The rows [n, dim] of n blobs; read-only. Raises VerificationError for another length."""
+    joined = b"".join(blobs)
+    if len(joined) != 4 * dim * len(blobs):
+        raise VerificationError(
+            f"expected {4 * dim} bytes in each stored vector, got {len(joined)} in {len(blobs)}; "
+            "the gallery file is damaged: restore a backup"
+        )
+    return np.frombuffer(joined, "<f4").reshape(len(blobs), dim)
+
+
+def live_labels(connection: sqlite3.Connection, table: str, labels: Labels) -> Labels:
+    """Those of `labels` that `table` has, increasing."""
+    found = connection.execute(
+        f"SELECT label FROM {table} WHERE label IN (SELECT value FROM json_each(?)) ORDER BY label",
+        (json.dumps(labels.tolist()),),
+    )
+    return np.fromiter((label for (label,) in found), np.int64)
