@@ -61,12 +61,11 @@ def publish(
     """Export, check, measure and sign a release; one that is there already is left alone."""
     if release in published(children, model_repo):
         return
-    upgrade = ["--upgrade", runs / f"upgrade-{release - 1}-{release}"] if release > 1 else []
-    children.run(
-        f"export-{release}",
-        [
-            *(sys.executable, "training/export.py", "--model-repo", model_repo),
-            *("--release", str(release), "--embedder", runs / f"embedder-{release}"),
-            *("--side-encoder", runs / f"side-{release}", *upgrade, "--eval", evaluation),
-        ],
-    )
+    command: list[str | Path] = [
+        *(sys.executable, "training/export.py", "--model-repo", model_repo),
+        *("--release", str(release), "--embedder", runs / f"embedder-{release}"),
+        *("--side-encoder", runs / f"side-{release}", "--eval", evaluation),
+    ]
+    if release > 1:
+        command += ["--upgrade", runs / f"upgrade-{release - 1}-{release}"]
+    children.run(f"export-{release}", command)

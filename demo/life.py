@@ -1,0 +1,128 @@
+"""`make demo`: the whole life of an embedding, on real data, with every real component.
+
+Kill it at any moment and start it again: finished steps are kept.
+"""
+
+import contextlib
+import fcntl
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import grpc
+import typer
+
+from demo import page, summary
+from demo.children import Children
+from demo.errors import DemoError
+from demo.journal import Journal
+from demo.screen import Screen
+from demo.steps import Life, Options
+
+Rollout = Literal["cutover", "dual", "direct"]
+
+
+def live(options: Options) -> None:
+    """Run every step that is not done yet, then write and show the reports."""
+    journal = Journal(options.out / "journal.json", options.as_kept())
+    with Children(options.out / "logs") as children:
+        screen = Screen(14)
+        life = Life(options, children, journal, screen)
+        for name, title, work in life.steps():
+            if name in journal:
+                screen.skip(title)
+                continue
+            start = time.monotonic()
+            with screen.step(title):
+                result = work()
+            journal.finish(name, result, time.monotonic() - start)
+    figures = summary.report(journal)
+    (options.out / "report.json").write_text(json.dumps(figures, indent=2), encoding="utf-8")
+    page.write(options.out, figures, options.seed)
+    summary.show(figures)
+    print(f"\nPictures: {options.out}/report.html, {options.out}/upgrade.html")
+    print(f"Figures:  {options.out}/report.json; begin anew with --fresh or another --out")
+
+
+@contextlib.contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Hold the folder for one run. Raises DemoError (75) where another run holds it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = (out / "lock").open("w")
+    except OSError as error:
+        raise DemoError(f"--out {out}: cannot be written ({error.strerror})", 73) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DemoError(f"another demo is running in {out}; wait for its end", 75) from error
+        yield
+
+
+def command(
+    out: Annotated[Path, typer.Option(help="Everything is kept here.")] = Path("build/demo"),
+    images: Annotated[
+        Path | None, typer.Option(help="Your own images: a folder of class folders, only read.")
+    ] = None,
+    rollout: Annotated[Rollout, typer.Option(help="How release 2 comes into use.")] = "cutover",
+    seed: Annotated[int, typer.Option(min=0, help="Cuts the images, seeds the training.")] = 0,
+    image_size: Annotated[
+        int, typer.Option(min=8, max=224, help="Side of the models' input in pixels.")
+    ] = 16,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of the embedders.")] = 20,
+    images_per_class: Annotated[
+        int | None, typer.Option(min=13, help="Take at most so many of each class.")
+    ] = None,
+    clients: Annotated[int, typer.Option(min=1, max=64, help="Clients during the swap.")] = 4,
+    steady_seconds: Annotated[
+        float, typer.Option(min=0.5, help="Load before and after the swap, in seconds.")
+    ] = 6,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget an earlier run.")] = False,
+) -> None:
+    """Train, publish, serve, hot-swap and upgrade, with a table at the end."""
+    options = Options(
+        out=out.resolve(),
+        images=images.resolve() if images else None,
+        rollout=rollout,
+        seed=seed,
+        image_size=image_size,
+        epochs=epochs,
+        images_per_class=images_per_class,
+        clients=clients,
+        steady_seconds=steady_seconds,
+    )
+    with alone(options.out):
+        if fresh and (options.out / "journal.json").exists():
+            for path in options.out.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name != "lock":
+                    path.unlink()
+        live(options)
+
+
+def main() -> None:
+    """Run the command line; a failure is one sentence on stderr and its exit code."""
+    # Leaving through SystemExit ends the children, as an interrupt does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(command)
+    try:
+        app()
+    except DemoError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except grpc.RpcError as error:
+        what = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else error
+        print(f"demo: the gateway answered {what}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

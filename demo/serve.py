@@ -1,0 +1,124 @@
+"""The gateway as the demo's child, and the load of clients that it is watched under."""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from demo import gateway
+from demo.children import Child, Children
+from demo.errors import DemoError
+from demo.latency import Window, read
+from demo.load import Answer
+from nobackfill.v1 import release_pb2
+
+COMMAND = Path(sys.executable).with_name("gateway")
+# Seconds until the gateway and its Triton have loaded a release, on a busy machine.
+START_SECONDS = 120
+ROLLOUTS = {
+    "cutover": release_pb2.ROLLOUT_CUTOVER,
+    "dual": release_pb2.ROLLOUT_DUAL,
+    "direct": release_pb2.ROLLOUT_DIRECT,
+}
+
+
+def free_addresses(count: int) -> list[str]:
+    """Addresses of this machine that nobody listens at now."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    for one in sockets:
+        one.close()
+    return addresses
+
+
+def start(children: Children, model_repo: Path, data: Path, addresses: Sequence[str]) -> Child:
+    """Start `gateway serve` and wait until a release answers. Raises DemoError where none does."""
+    address, metrics = addresses
+    child = children.start(
+        "gateway",
+        [
+            *(COMMAND, "serve", "--model-repo", model_repo, "--data", data),
+            *("--address", address, "--metrics-address", metrics),
+        ],
+    )
+    deadline = time.monotonic() + START_SECONDS
+    with gateway.connect(address) as channel:
+        while time.monotonic() < deadline:
+            if child.process.poll() is not None:
+                raise child.failure()
+            try:
+                if gateway.active_release(channel) is not None:
+                    return child
+            except grpc.RpcError:
+                pass  # not listening yet
+            time.sleep(0.2)
+    raise DemoError(
+        f"the gateway answers nothing after {START_SECONDS} s; its log: {child.log}", 69
+    )
+
+
+@dataclass
+class Load:
+    """Clients that search all the time; `answers` is filled when they have stopped."""
+
+    answers: list[Answer]
+
+
+@contextmanager
+def under_load(
+    children: Children, address: str, name: str, queries: Path, clients: int
+) -> Iterator[Load]:
+    """Clients at work inside the context, from their first answers on."""
+    load = Load([])
+    child = children.start(
+        "load",
+        [sys.executable, "demo/load.py", address, name, queries, str(clients)],
+        stdin=subprocess.PIPE,
+    )
+    while not child.output.read_text(encoding="utf-8"):
+        if child.process.poll() is not None:
+            raise child.failure()
+        time.sleep(0.05)
+    yield load
+    assert child.process.stdin is not None
+    child.process.stdin.close()
+    load.answers = read(children.wait(child))
+
+
+@dataclass(frozen=True)
+class Activation:
+    """How a release came into use."""
+
+    window: Window
+    # Items carried over, and the seconds between the first and the last report of it.
+    items: int
+    upgrade_seconds: float
+    phases: list[str]
+
+
+def activate(channel: grpc.Channel, release: int, rollout: str) -> Activation:
+    """Activate a release and time it. Raises DemoError where the release failed."""
+    phases: list[str] = []
+    upgrading: list[float] = []
+    items = 0
+    start = time.monotonic()
+    for report in gateway.activate(channel, release, ROLLOUTS[rollout]):
+        name = release_pb2.Phase.Name(report.phase).removeprefix("PHASE_").lower()
+        if name not in phases:
+            phases.append(name)
+        if report.phase == release_pb2.PHASE_UPGRADING:
+            upgrading.append(time.monotonic())
+            items = max(items, report.total)
+        elif upgrading and len(upgrading) == 1:
+            upgrading.append(time.monotonic())
+    end = time.monotonic()
+    seconds = upgrading[-1] - upgrading[0] if len(upgrading) > 1 else end - start
+    return Activation(Window(start, end), items, seconds, phases)

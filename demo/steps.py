@@ -1,0 +1,236 @@
+"""The steps of the life, each a public command or a gRPC call."""
+
+import dataclasses
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from demo import data, gateway, serve, train
+from demo.children import Child, Children
+from demo.device import Device
+from demo.journal import Journal, Result
+from demo.latency import summary
+from demo.ranking import Answers, agreement, quality
+from demo.recipes import Recipes
+from demo.screen import Screen
+
+# Galleries of the gateway: the server's own, and one with the device's images, to compare with it.
+SERVER, MIRROR = "photos", "device-mirror"
+# Hits compared between device and server.
+COMPARED = 5
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run of the demo was asked for."""
+
+    out: Path
+    images: Path | None
+    rollout: str
+    seed: int
+    image_size: int
+    epochs: int
+    images_per_class: int | None
+    clients: int
+    steady_seconds: float
+
+    def as_kept(self) -> dict[str, Any]:
+        """As the journal keeps them: a run goes on with the same options only."""
+        return {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in dataclasses.asdict(self).items()
+            if name != "out"
+        }
+
+
+class Life:
+    """One life of an embedding. Steps are called in order, each of them once; a step that a killed
+    run left half done is begun again."""
+
+    def __init__(
+        self, options: Options, children: Children, journal: Journal, screen: Screen
+    ) -> None:
+        out = options.out
+        self.options = options
+        self.children = children
+        self.journal = journal
+        self.screen = screen
+        self.data = out / "data"
+        self.model_repo = out / "model_repo"
+        # Nothing but the last measurements may look in here.
+        self.copies = out / "measuring-only"
+        self.answers = out / "answers"
+        self.runs = out / "runs"
+        self.addresses: list[str] = journal.keep("addresses", lambda: serve.free_addresses(2))
+        self.device = Device(children, out / "device")
+        self.recipes = Recipes(
+            self.data / "train", self.runs, options.image_size, options.epochs, options.seed
+        )
+        self._gateway: Child | None = None
+
+    def steps(self) -> list[tuple[str, str, Callable[[], Result]]]:
+        """Name, title and work of each step."""
+        return [
+            ("data", "Cut the images into parts", self.cut_images),
+            ("train_1", "Train release 1 on the first half of the classes", self.train_1),
+            ("publish_1", "Publish release 1", lambda: self.publish(1)),
+            ("server", "Start the gateway, put the server's images", self.fill_server),
+            ("device", "Put the device's images into one SQLite file", self.fill_device),
+            ("before", "Search both with the old model", lambda: self.measure("old-old")),
+            ("train_2", "Train release 2 on all classes, and the upgrade", self.train_2),
+            ("publish_2", "Publish release 2", lambda: self.publish(2)),
+            ("forget", "Delete the images of both galleries", self.forget),
+            ("swap", "Swap to release 2 under load", self.swap),
+            ("sync", "Sync the device while it is searched", self.sync),
+            ("after", "Search both with the new model", lambda: self.measure("new-upgraded")),
+            ("bounds", "Measure a naive swap, and embedding all again", self.bounds),
+            ("picture", "Draw the picture of the upgrade", self.picture),
+        ]
+
+    def address(self) -> str:
+        """The gateway's address; it is started when it is first needed."""
+        if self._gateway is None:
+            data_folder = self.options.out / "gateway"
+            self._gateway = serve.start(self.children, self.model_repo, data_folder, self.addresses)
+        return self.addresses[0]
+
+    def queries(self) -> dict[str, Path]:
+        return gateway.images_in(self.data / "queries")
+
+    def cut_images(self) -> Result:
+        options = self.options
+        names = data.prepare(
+            self.data, options.images, seed=options.seed, limit=options.images_per_class
+        )
+        return {"old": list(names["old"]), "new": list(names["new"])}
+
+    def train_1(self) -> Result:
+        known = len(self.journal["data"]["old"])
+        recipes = [self.recipes.embedder(1, known), self.recipes.side_encoder(1, known)]
+        train.train(self.children, self.screen, recipes)
+        return {}
+
+    def train_2(self) -> Result:
+        known = len(self.journal["data"]["new"])
+        recipes = [self.recipes.embedder(2, known), self.recipes.side_encoder(2, known)]
+        train.train(self.children, self.screen, recipes)
+        train.train(self.children, self.screen, [self.recipes.upgrade()])
+        return {}
+
+    def publish(self, release: int) -> Result:
+        train.publish(self.children, self.model_repo, release, self.runs, self.data / "eval")
+        return {}
+
+    def fill_server(self) -> Result:
+        with gateway.connect(self.address()) as channel:
+            items = {}
+            for name, part in ((SERVER, "server"), (MIRROR, "device")):
+                folder = self.data / part
+                bar = self.screen.bar(f"put {part} images", len(gateway.images_in(folder)))
+                gateway.create(channel, name)
+                items[name] = gateway.put(channel, name, folder, bar)
+        return {"items": items[SERVER]}
+
+    def fill_device(self) -> Result:
+        source = f"grpc://{self.address()}"
+        root = self.model_repo / "1.root.json"
+        items = self.device.make(source, root, self.data / "device")
+        return {"items": items, "ids": list(gateway.images_in(self.data / "device"))}
+
+    def measure(self, name: str) -> Result:
+        """What Search answers on the server and on the device, and whether the two agree."""
+        server_ids = self.journal["server"]["items"]
+        device_ids = self.journal["device"]["ids"]
+        queries = self.queries()
+        with gateway.connect(self.address()) as channel:
+            on_server = gateway.ask(channel, SERVER, queries, len(server_ids))
+            on_mirror = gateway.ask(channel, MIRROR, queries, len(device_ids))
+        on_device = self.device.ask(queries, len(device_ids))
+        self._keep_answers(name, on_server)
+        return {
+            "server": quality(on_server, server_ids),
+            "device": quality(on_device, device_ids),
+            "agreement": agreement(on_device, on_mirror, COMPARED),
+        }
+
+    def forget(self) -> Result:
+        """The galleries' images go; from now on nobody can embed them again."""
+        self.copies.mkdir(exist_ok=True)
+        for part in ("server", "device"):
+            if (self.data / part).exists():
+                (self.data / part).rename(self.copies / part)
+        return {}
+
+    def swap(self) -> Result:
+        options = self.options
+        with gateway.connect(self.address()) as channel:
+            if gateway.active_release(channel) == 2:
+                gateway.roll_back(channel)
+            with serve.under_load(
+                self.children, self.addresses[0], SERVER, self.data / "queries", options.clients
+            ) as load:
+                time.sleep(options.steady_seconds)
+                activation = serve.activate(channel, 2, options.rollout)
+                time.sleep(options.steady_seconds)
+        window = activation.window
+        return {
+            **summary(load.answers, window),
+            "failures": dict(Counter(a.status for a in load.answers if a.status != "OK")),
+            "swap_seconds": round(window.end - window.start, 2),
+            "upgrade_items_per_second": round(activation.items / activation.upgrade_seconds, 1),
+            "phases": activation.phases,
+        }
+
+    def sync(self) -> Result:
+        self.address()
+        seconds, answered, failed = self.device.sync(next(iter(self.queries().values())))
+        status = self.device.status()
+        return {
+            "sync_seconds": round(seconds, 2),
+            "searches": answered,
+            "failed": failed,
+            "release": status["release"],
+        }
+
+    def bounds(self) -> Result:
+        """The cells that need the images: new/old and new/new, from copies kept for this alone."""
+        report = self.options.out / "answers" / "bounds.json"
+        self.children.run(
+            "evaluate",
+            [
+                *(sys.executable, "training/evaluate.py", "--model-repo", self.model_repo),
+                *("--queries", self.data / "queries", "--gallery", self.copies / "server"),
+                *("--cells", "2/1,2/2", "--neighbours", "5", "--json", report),
+            ],
+        )
+        measured = json.loads(report.read_text(encoding="utf-8"))
+        self._keep_answers("new-old", measured["neighbours"]["2/1"])
+        self._keep_answers("new-new", measured["neighbours"]["2/2"])
+        return {
+            name: {key: round(100 * measured["cells"][cell][key], 2) for key in KEYS}
+            for name, cell in (("new/old", "2/1"), ("new/new", "2/2"))
+        }
+
+    def picture(self) -> Result:
+        self.children.run(
+            "report",
+            [
+                *(sys.executable, "-m", "report", "--model-repo", self.model_repo),
+                *("--release", "2", "--images", self.copies / "server"),
+                *("-o", self.options.out / "upgrade.html"),
+            ],
+        )
+        return {}
+
+    def _keep_answers(self, name: str, answers: Answers) -> None:
+        self.answers.mkdir(exist_ok=True)
+        text = json.dumps({query: list(hits) for query, hits in answers.items()})
+        (self.answers / f"{name}.json").write_text(text, encoding="utf-8")
+
+
+KEYS = ("cmc1", "cmc5", "map")
