@@ -19,7 +19,7 @@ from securesystemslib.signer import CryptoSigner
 from tuf.api.metadata import Root
 
 from release import durable
-from release.errors import AlreadyExistsError, ConfigurationError
+from release.errors import ConfigurationError
 
 Role = Literal["root", "targets", "snapshot", "timestamp"]
 ROLES: tuple[Role, ...] = ("root", "targets", "snapshot", "timestamp")
@@ -61,14 +61,6 @@ class Keys:
         """Whether all four key files are there."""
         return all(self.path(role).exists() for role in ROLES)
 
-    def refuse_existing(self) -> None:
-        """Raises AlreadyExistsError if any of the four keys is there."""
-        for role in ROLES:
-            if self.path(role).exists():
-                raise AlreadyExistsError(
-                    f"{self.path(role)}: exists already; keys stay as they are"
-                )
-
     def create_next(self, role: Role) -> CryptoSigner:
         """Make a role's new key, or go on with the one of an interrupted rotation."""
         return _load_or_make(self.next_path(role))
@@ -96,10 +88,10 @@ class Keys:
         return signer
 
     def settle(self, role: Role, root: Root) -> None:
-        """Let a rotated key take its predecessor's place, once `root` accepts it."""
+        """Let a rotated key take its predecessor's place, once `root` accepts no other."""
         following = self.next_path(role)
         trusted = root.get_delegated_role(role).keyids
-        if following.exists() and _load(following).public_key.keyid in trusted:
+        if following.exists() and trusted == [_load(following).public_key.keyid]:
             durable.replace(following, self.path(role))
 
 

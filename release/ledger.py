@@ -1,12 +1,13 @@
 """The signed metadata of a publication folder, as its publisher reads and continues it."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from securesystemslib.signer import Signer
+from securesystemslib.signer import Key, Signer
 from tuf.api.exceptions import RepositoryError
 from tuf.api.metadata import (
     Metadata,
@@ -94,20 +95,21 @@ def new_root(signers: dict[Role, Signer]) -> bytes:
     return _signed(root, [signers["root"]])
 
 
-def next_root(root: Root, replaced: dict[Role, Signer], signers: list[Signer]) -> bytes:
-    """The root metadata after `root`: renewed, with other keys for the roles in `replaced`."""
+def next_root(root: Root, keys: Mapping[Role, list[Key]], signers: list[Signer]) -> bytes:
+    """The root metadata after `root`: renewed, and the roles in `keys` have just those keys."""
     following = Root.from_dict(root.to_dict())
     following.version += 1
     following.expires = _expiry("root")
-    for role, signer in replaced.items():
+    for role, wanted in keys.items():
         for keyid in list(following.roles[role].keyids):
             following.revoke_key(keyid, role)
-        following.add_key(signer.public_key, role)
+        for key in wanted:
+            following.add_key(key, role)
     return _signed(following, signers)
 
 
 def next_metadata(
-    ledger: Ledger | None, targets: dict[str, TargetFile] | None, signers: dict[Role, list[Signer]]
+    ledger: Ledger | None, targets: dict[str, TargetFile] | None, signers: Mapping[Role, Signer]
 ) -> list[tuple[str, bytes]]:
     """New metadata files in the order in which they must appear; the last one commits.
 
@@ -118,7 +120,7 @@ def next_metadata(
         version = 1 if ledger is None else ledger.targets.version + 1
         data = _signed(
             Targets(version=version, expires=_expiry("targets"), targets=targets),
-            signers["targets"],
+            [signers["targets"]],
         )
         files.append((f"{version}.targets.json", data))
         targets_meta = MetaFile.from_data(version, data, ["sha256"])
@@ -130,14 +132,14 @@ def next_metadata(
     snapshot = Snapshot(
         version=version, expires=_expiry("snapshot"), meta={"targets.json": targets_meta}
     )
-    data = _signed(snapshot, signers["snapshot"])
+    data = _signed(snapshot, [signers["snapshot"]])
     files.append((f"{version}.snapshot.json", data))
     timestamp = Timestamp(
         version=1 if ledger is None else ledger.timestamp.version + 1,
         expires=_expiry("timestamp"),
         snapshot_meta=MetaFile.from_data(version, data, ["sha256"]),
     )
-    files.append(("timestamp.json", _signed(timestamp, signers["timestamp"])))
+    files.append(("timestamp.json", _signed(timestamp, [signers["timestamp"]])))
     return files
 
 

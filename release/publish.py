@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from securesystemslib.signer import Signer
-from tuf.api.metadata import TargetFile
+from tuf.api.metadata import Root, TargetFile
 
 from release import durable
 from release.draft import Draft, check_draft
@@ -25,6 +25,7 @@ from release.ledger import (
     read_ledger,
     read_root,
     require_ledger,
+    verified,
     withdrawn,
 )
 from release.manifest import PublishedFile
@@ -60,19 +61,19 @@ def publish(repo: Path, draft: Draft, keys: Keys | None = None, dry_run: bool = 
     if dry_run:
         ledger = read_ledger(repo)
         files = _checked_files(repo, draft, ledger)
-        _require_keys(repo, keys, "targets")
+        if (found := read_root(repo)) is not None:
+            signers_of(keys, found[0])
         return _published(repo, draft, files, keys, written=False)
     with locked(repo):
         ledger = clean(repo)
         files = _checked_files(repo, draft, ledger)
         report = _published(repo, draft, files, keys, written=True)
-        signers = _signers(repo, keys)
+        signers = signers_of(keys, begin(repo, keys))
         targets = dict(ledger.targets.targets) if ledger else {}
         for path, data in files.items():
             targets[path] = TargetFile.from_data(path, data, ["sha256"])
         _put(repo, files)
         put_metadata(repo, next_metadata(ledger, targets, signers))
-        durable.remove_tree(staging(repo))
         return report
 
 
@@ -95,16 +96,13 @@ def withdraw(
         target = ledger.targets.targets[path]
         if withdrawn(target) == reason:
             return False
-        signers: dict[Role, list[Signer]] = {
-            role: [keys.signer(role, ledger.root)] for role in ROLES if role != "root"
-        }
+        signers = signers_of(keys, ledger.root)
         marked = TargetFile.from_dict(
             {**target.to_dict(), "custom": {"withdrawn": reason}}, target.path
         )
         if not dry_run:
             targets = {**ledger.targets.targets, path: marked}
             put_metadata(repo, next_metadata(ledger, targets, signers))
-            durable.remove_tree(staging(repo))
         return True
 
 
@@ -138,12 +136,13 @@ def clean(repo: Path) -> Ledger | None:
 
 
 def put_metadata(repo: Path, files: list[tuple[str, bytes]]) -> None:
-    """Stage metadata files, then move them into `repo` in their order."""
+    """Stage metadata files, move them into `repo` in their order, and be done with staging."""
     durable.make_dir(staging(repo))
     for name, data in files:
         durable.write_file(staging(repo) / name, data)
     for name, _ in files:
         durable.replace(staging(repo) / name, repo / name)
+    durable.remove_tree(staging(repo))
 
 
 def _checked_files(repo: Path, draft: Draft, ledger: Ledger | None) -> dict[str, bytes]:
@@ -186,23 +185,25 @@ def _published(
     return Published(draft.manifest.release, sizes, new_keys, written)
 
 
-def _require_keys(repo: Path, keys: Keys, *roles: Role) -> None:
-    found = read_root(repo)
-    if found is not None:
-        for role in roles:
-            keys.signer(role, found[0])
+def signers_of(keys: Keys, root: Root) -> dict[Role, Signer]:
+    """The keys that sign releases. Raises ConfigurationError if one is not at hand."""
+    return {role: keys.signer(role, root) for role in ROLES if role != "root"}
 
 
-def _signers(repo: Path, keys: Keys) -> dict[Role, list[Signer]]:
-    """The keys that sign releases; a publication without root metadata gets it here."""
+def refuse_begun(repo: Path) -> None:
+    """Raises AlreadyExistsError if the publication has root metadata."""
+    if read_root(repo) is not None:
+        raise AlreadyExistsError(f"{repo}: has its keys already; exchange them with rotate")
+
+
+def begin(repo: Path, keys: Keys) -> Root:
+    """The publication's root metadata, under the lock; keys and version 1 are made if missing."""
     found = read_root(repo)
     if found is None:
-        made = keys.create()
-        put_metadata(repo, [("1.root.json", new_root(dict(made)))])
-        found = read_root(repo)
-    if found is None:
-        raise NotFoundError(f"{repo}: 1.root.json is gone")
-    return {role: [keys.signer(role, found[0])] for role in ROLES if role != "root"}
+        first = new_root(dict(keys.create()))
+        put_metadata(repo, [("1.root.json", first)])
+        return verified(Root, first, None, "1.root.json")
+    return found[0]
 
 
 def _put(repo: Path, files: Mapping[str, bytes]) -> None:

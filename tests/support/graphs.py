@@ -1,15 +1,16 @@
 """Tiny ONNX graphs, made without torch.
 
-Every release embeds with the same projection into its own orthogonal block of the vector, so that an
-upgrade is exactly a move from block to block, and a vector that meets a query of another release has
-cosine 0: any mixing of spaces shows.
+Every release embeds with the same projection into its own orthogonal block of the vector, so that
+an upgrade is exactly a move from block to block, and a vector that meets a query of another release
+has cosine 0: any mixing of spaces shows.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 SIZE = 8
@@ -36,7 +37,7 @@ def into_block(projection: Matrix, release: int, blocks: int = BLOCKS) -> Matrix
 def projection(width: int, seed: int) -> Matrix:
     """What turns the pixels of an image into `width` numbers; the same in every release."""
     rng = np.random.default_rng(seed)
-    return rng.standard_normal((SIZE * SIZE * 3, width)).astype(np.float32) / 16
+    return rng.standard_normal((SIZE * SIZE * 3, width), np.float32) / np.float32(16)
 
 
 def move(source: int, target: int, width: int) -> Matrix:
@@ -58,7 +59,7 @@ def encoder(output: str, weights: Matrix, *, unit: bool) -> onnx.ModelProto:
     ]
     if unit:
         nodes.append(helper.make_node("LpNormalization", ["product"], [output], axis=1, p=2))
-    constants = {
+    constants: dict[str, ArrayLike] = {
         "scale": np.float32(1 / 255),
         "middle": np.float32(0.4987),
         "weights": weights,
@@ -73,7 +74,7 @@ def upgrade(source: int, target: int, *, reads_side: bool, maps_side: bool) -> o
         helper.make_node("MatMul", ["embedding", "move"], ["moved"]),
         helper.make_node("LpNormalization", ["moved"], ["upgraded"], axis=1, p=2),
     ]
-    constants = {"move": move(source, target, BLOCK)}
+    constants: dict[str, ArrayLike] = {"move": move(source, target, BLOCK)}
     inputs, outputs = [vector("embedding", DIM)], [vector("upgraded", DIM)]
     if reads_side:
         inputs.append(vector("side", SIDE_DIM))
@@ -96,7 +97,7 @@ def model(
     nodes: list[onnx.NodeProto],
     inputs: list[onnx.ValueInfoProto],
     outputs: list[onnx.ValueInfoProto],
-    constants: dict[str, NDArray[np.generic]] | dict[str, Matrix],
+    constants: Mapping[str, ArrayLike],
 ) -> onnx.ModelProto:
     """A model of the default operator set."""
     tensors = [numpy_helper.from_array(np.asarray(v), name) for name, v in constants.items()]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,7 +145,7 @@ def _calibration(space: str, sources: Sequence[Manifest]) -> tuple[Calibration, 
 def _with_probes(folder: Path, manifest: Manifest, files: dict[str, Path]) -> Draft:
     """Record what the models give, as the golden probes."""
     pixels = images(3, seed=99)
-    arrays: dict[str, NDArray[np.generic]] = {"image": pixels}
+    arrays: dict[str, NDArray[Any]] = {"image": pixels}
     arrays["embedding"] = open_embedder(files, manifest).run(pixels)
     encoder = manifest.side_encoder
     if encoder is not None:
@@ -155,19 +155,20 @@ def _with_probes(folder: Path, manifest: Manifest, files: dict[str, Path]) -> Dr
         name = f"upgrade_{upgrade.from_release}"
         old = graphs.into_block(graphs.projection(graphs.BLOCK, 1), upgrade.from_release)
         flat = pixels.reshape(len(pixels), -1).astype(np.float32) @ old
-        arrays[f"{name}/embedding"] = flat / np.linalg.norm(flat, axis=1, keepdims=True)
+        embedding = flat / np.linalg.norm(flat, axis=1, keepdims=True)
+        arrays[f"{name}/embedding"] = embedding
         side = None
         if upgrade.from_side_space is not None:
             rng = np.random.default_rng(5)
             side = rng.standard_normal((len(pixels), graphs.SIDE_DIM)).astype(np.float32)
             arrays[f"{name}/side"] = side
-        got = open_upgrade(files, manifest, upgrade).run(arrays[f"{name}/embedding"], side)
+        got = open_upgrade(files, manifest, upgrade).run(embedding, side)
         arrays[f"{name}/upgraded"] = got.embedding
         if upgrade.side == "maps" and got.side is not None:
             arrays[f"{name}/upgraded_side"] = got.side
     path = paths.probes_path(manifest.release)
     with (folder / path).open("wb") as file:
-        np.savez(file, **arrays)
+        np.savez(file, allow_pickle=False, **arrays)
     files[path] = folder / path
     probes = manifest.probes.model_copy(update={"file": published(folder, path)})
     return Draft(manifest.model_copy(update={"probes": probes}), files)
