@@ -8,7 +8,6 @@ classification model, whose last linear layer is replaced by one with `embedding
 import difflib
 
 import torch
-import torchvision
 from torch import Tensor, nn
 
 from release.errors import ConfigurationError
@@ -82,6 +81,9 @@ _SMALL = {"small": small, "small_resnet": small_resnet}
 
 def backbone_names() -> list[str]:
     """Every name that `build_backbone` knows."""
+    # Imported where used: it takes seconds, and the small networks do without.
+    import torchvision
+
     known: list[str] = torchvision.models.list_models(module=torchvision.models)
     return sorted(_SMALL) + known
 
@@ -106,6 +108,8 @@ def build_backbone(
 
 
 def _torchvision(name: str, embedding_dim: int, pooling: str, image_size: int) -> nn.Module:
+    import torchvision
+
     network: nn.Module = torchvision.models.get_model(name, weights=None)
     path, last = next(
         (p, m) for p, m in reversed(list(network.named_modules())) if isinstance(m, nn.Linear)

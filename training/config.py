@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from release.errors import ConfigurationError, NotFoundError
+from release.errors import ConfigurationError
 
 HeadName = Literal["softmax", "normalized_softmax", "cosface", "arcface"]
 SideInfo = Literal["simclr", "autoencoder", "alternate", "mixup", "binary_simclr"]
@@ -206,12 +206,12 @@ _KINDS: dict[str, type[BaseModel]] = {
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
     """Read a YAML file; each override is `key=value`, value in YAML, nested keys with dots.
 
-    Raises NotFoundError where there is no file, ConfigurationError for everything wrong inside.
+    Raises ConfigurationError where there is no such file, and for everything wrong inside.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise NotFoundError(f"no configuration {path}; configs/ holds ready ones") from error
+        raise ConfigurationError(f"no configuration {path}; configs/ holds ready ones") from error
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:

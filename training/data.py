@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from release.errors import InvalidInputError, NotFoundError
+from release.errors import ConfigurationError, InvalidInputError
 from release.images import decode_file
 
 Labels = NDArray[np.int64]
@@ -46,11 +46,13 @@ class Listing:
 def list_images(root: Path, classes: int | None = None) -> Listing:
     """List the first `classes` class folders (all when None).
 
-    Raises NotFoundError for no such folder, InvalidInputError for no class folder, fewer class
+    Raises ConfigurationError for no such folder, InvalidInputError for no class folder, fewer class
     folders than asked for, or a class folder without an image (named).
     """
     if not root.is_dir():
-        raise NotFoundError(f"no image folder {root}; expected a folder of class folders of images")
+        raise ConfigurationError(
+            f"no image folder {root}; expected a folder of class folders of images"
+        )
     folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
     if not folders:
         raise InvalidInputError(

@@ -76,9 +76,13 @@ def load_classifier(run_dir: Path) -> Classifier:
     return Classifier(encoder, head.eval().requires_grad_(False), checkpoint.class_names)
 
 
-def of_run(run_dir: Path) -> FrozenEncoder:
-    """The frozen encoder of a run folder."""
-    encoder, _ = load_encoder(run_dir)
+def of_run(run_dir: Path, kind: str) -> FrozenEncoder:
+    """The frozen encoder of a run folder. Raises ConfigurationError for a run of another kind."""
+    encoder, checkpoint = load_encoder(run_dir)
+    if checkpoint.config.kind != kind:
+        raise ConfigurationError(
+            f"{run_dir}: expected a run of kind {kind}, got {checkpoint.config.kind}"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     encoder.to(device)
 

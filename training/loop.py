@@ -42,6 +42,7 @@ def fit(
     class_names: tuple[str, ...],
     *,
     progress: Progress,
+    facts: Mapping[str, str | int | float | bool] | None = None,
 ) -> Checkpoint:
     """Train `objective` on `rows` (tensors of equal length, indexed by batch) into config.run_dir.
 
@@ -83,12 +84,16 @@ def fit(
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 if step % config.log_every == 0 and fabric.is_global_zero:
+                    terms = terms | {k: torch.tensor(v) for k, v in objective.statistics.items()}
                     _log(config, epoch, step, learning_rate(config, step / steps), loss, terms)
                 step += 1
             last = epoch + 1 == config.epochs
+            if last:
+                objective.finish()
             if last or (epoch + 1) % config.checkpoint_every == 0:
-                checkpoint = _checkpoint(
-                    objective, None if last else optimizer, config, epoch + 1, step, class_names
+                tensors = _tensors(objective.trained(), None if last else optimizer, step)
+                checkpoint = Checkpoint(
+                    config, tensors, epoch + 1, step, class_names, dict(facts or {})
                 )
                 if fabric.is_global_zero:
                     write_checkpoint(config.run_dir, checkpoint)
@@ -113,6 +118,21 @@ def resumable(config: Config) -> Checkpoint | None:
             f"{', '.join(keys)}); choose another run_dir, or remove that folder"
         )
     return done
+
+
+def finish(
+    parts: Mapping[str, nn.Module],
+    config: Config,
+    class_names: tuple[str, ...],
+    facts: Mapping[str, str | int | float | bool],
+) -> Checkpoint:
+    """Write the run of what was solved in closed form: all epochs at once."""
+    tensors = _tensors(nn.ModuleDict(parts), None, 0)
+    checkpoint = Checkpoint(config, tensors, config.epochs, 0, class_names, dict(facts))
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    write_config(config.run_dir, config)
+    write_checkpoint(config.run_dir, checkpoint)
+    return checkpoint
 
 
 def learning_rate(config: Config, epoch: float) -> float:
@@ -200,18 +220,20 @@ def _trim_stats(path: Path, step: int) -> None:
     path.write_text("".join(line for line in whole if json.loads(line)["step"] < step), "utf-8")
 
 
-def _checkpoint(
-    objective: Objective,
-    optimizer: torch.optim.Optimizer | None,
-    config: Config,
-    epoch: int,
-    step: int,
-    class_names: tuple[str, ...],
-) -> Checkpoint:
-    tensors = {k: v.detach().clone() for k, v in objective.trained().state_dict().items()}
+def _tensors(
+    trained: nn.ModuleDict, optimizer: torch.optim.Optimizer | None, step: int
+) -> dict[str, Tensor]:
+    tensors = {k: v.detach().cpu().clone() for k, v in trained.state_dict().items()}
+    for name, tensor in tensors.items():
+        # The last step of an epoch can spoil weights whose loss nobody saw yet.
+        if not torch.isfinite(tensor).all():
+            raise DivergedError(
+                f"{name} is NaN or infinite after step {step}; the last checkpoint is kept. "
+                "Try a lower lr, a longer warm-up or gradient_clip"
+            )
     if optimizer is not None:
         tensors |= optimizer_tensors(optimizer)
-    return Checkpoint(config, tensors, epoch, step, class_names, {})
+    return tensors
 
 
 def _restore(

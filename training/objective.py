@@ -23,6 +23,11 @@ class Objective(nn.Module):
     from (seed, epoch), which is what makes a resumed run equal to an unbroken one.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        # Figures that are logged beside the terms and not minimised.
+        self.statistics: dict[str, float] = {}
+
     def forward(self, batch: Batch) -> Terms:
         """Named terms, scalars already weighted; the loop minimises their sum and logs each."""
         raise NotImplementedError
@@ -32,6 +37,9 @@ class Objective(nn.Module):
 
         Whatever it computes must be a function of the epoch and the weights alone.
         """
+
+    def finish(self) -> None:
+        """Called once, after the last epoch and before the last checkpoint is taken."""
 
     def trained(self) -> nn.ModuleDict:
         """The parts that go into the checkpoint, by name; `Checkpoint` reads them back by it."""

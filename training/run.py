@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from release.durable import write_file
-from release.errors import ConfigurationError, NotFoundError, VerificationError
+from release.errors import ConfigurationError, VerificationError
 from training.config import Config, parse_config
 
 CHECKPOINT, CONFIG, STATS = "checkpoint.safetensors", "config.yaml", "stats.jsonl"
@@ -33,8 +33,8 @@ class Checkpoint:
     epoch: int
     step: int
     class_names: tuple[str, ...]
-    # Scalars worth keeping, e.g. the variance's calibration factor.
-    facts: dict[str, float]
+    # What its reader must know beside the configuration: dimensions, digests of the models it met.
+    facts: dict[str, str | int | float | bool]
 
     @property
     def finished(self) -> bool:
@@ -68,12 +68,12 @@ def write_checkpoint(run_dir: Path, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(run_dir: Path) -> Checkpoint:
-    """Raises NotFoundError for a run without checkpoint, VerificationError for a damaged or foreign
-    one.
+    """Raises ConfigurationError for a run without checkpoint, VerificationError for a damaged or
+    foreign one.
     """
     path = run_dir / CHECKPOINT
     if not path.is_file():
-        raise NotFoundError(
+        raise ConfigurationError(
             f"no checkpoint {path}; train it first: python training/train.py CONFIG"
         )
     try:
