@@ -2,7 +2,7 @@
 
 import io
 import zipfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,17 @@ from release.errors import VerificationError
 from release.manifest import Manifest, PublishedFile, Upgrade
 from release.models import (
     Files,
+    Images,
     open_embedder,
     open_side_encoder,
     open_upgrade,
     read_verified,
 )
+from release.vectors import Vectors
 
 Arrays = dict[str, NDArray[Any]]
+# Images uint8 [n,H,W,3] of the release's size to vectors float32 [n,d].
+Encode = Callable[[Images], Vectors]
 
 
 def check_probes(
@@ -32,18 +36,30 @@ def check_probes(
     output agrees when every |difference| <= tolerance * max(1, |expected|). Raises
     VerificationError naming the model that differs.
     """
-    probes = _load(read_verified(files, manifest.probes.file), manifest.probes.file.path)
-    tolerance = manifest.probes.tolerance
-    images = _array(probes, "image")
+    embed = side = None
     if _holds(files, manifest.embedder.file):
-        embedder = open_embedder(files, manifest, threads)
-        _agree("embedding", _array(probes, "embedding"), embedder.run(images), tolerance)
+        embed = open_embedder(files, manifest, threads).run
     if manifest.side_encoder is not None and _holds(files, manifest.side_encoder.file):
-        encoder = open_side_encoder(files, manifest, threads)
-        _agree("side", _array(probes, "side"), encoder.run(images), tolerance)
+        side = open_side_encoder(files, manifest, threads).run
+    check_encoders(files, manifest, embed, side)
+    probes = _load(read_verified(files, manifest.probes.file), manifest.probes.file.path)
     for upgrade in manifest.upgrades:
         if upgrades is None or upgrade.from_release in upgrades:
             _check_upgrade(files, manifest, upgrade, probes, threads)
+
+
+def check_encoders(
+    files: Files, manifest: Manifest, embed: Encode | None, side: Encode | None
+) -> None:
+    """Compare what `embed` and `side` give for the probes, wherever they run, with what was published.
+
+    None leaves one out. Raises VerificationError naming the one that differs.
+    """
+    probes = _load(read_verified(files, manifest.probes.file), manifest.probes.file.path)
+    images = _array(probes, "image")
+    for name, encode in (("embedding", embed), ("side", side)):
+        if encode is not None:
+            _agree(name, _array(probes, name), encode(images), manifest.probes.tolerance)
 
 
 def _check_upgrade(
