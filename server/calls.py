@@ -2,6 +2,8 @@
 
 import contextvars
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from server.auth import LOCAL, Principal
@@ -29,6 +31,16 @@ _current: contextvars.ContextVar[Call] = contextvars.ContextVar("call")
 def begin(call: Call) -> None:
     """Make `call` the one that this thread works for."""
     _current.set(call)
+
+
+@contextmanager
+def until(deadline: float) -> Iterator[None]:
+    """Work for several calls at once: until the last of their deadlines."""
+    token = _current.set(Call(current().principal, deadline))
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 def current() -> Call:

@@ -1,0 +1,119 @@
+"""The published releases as the gateway sees them: verified, and watched for news."""
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import structlog
+
+from release.errors import NobackfillError, NotFoundError
+from release.manifest import Manifest
+from release.trust import TrustedFolder
+
+log = structlog.get_logger("server.catalog")
+
+_EVERY_S = 1.0
+
+
+class Catalog:
+    """One verified view of the publication folder, which may be empty or missing at first.
+
+    Immutable snapshots: `releases` maps a number to why it was withdrawn, or None; `manifests`
+    holds every release. `changed` is notified whenever anything here, or the gateway's state,
+    changes.
+    """
+
+    def __init__(self, repo: Path, state_dir: Path, root: bytes | None) -> None:
+        self._repo = repo
+        self._state_dir = state_dir
+        self._root = root
+        self._lock = threading.Lock()
+        self._trust: TrustedFolder | None = None
+        self._stamp: tuple[int, int] | None = None
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.releases: Mapping[int, str | None] = {}
+        self.manifests: Mapping[int, Manifest] = {}
+        self.changed = Changed()
+
+    def refresh(self) -> None:
+        """Read and verify what is published now.
+
+        Raises VerificationError, NotFoundError (nothing published), CannotWriteError; what was
+        verified before stays.
+        """
+        with self._lock:
+            if self._trust is None:
+                self._trust = TrustedFolder(self._repo, self._state_dir, self._root)
+            self._trust.refresh()
+            releases = self._trust.releases()
+            self.manifests = {number: self._trust.manifest(number) for number in releases}
+            self.releases = releases
+        self.changed.notify()
+
+    def newest(self) -> int | None:
+        """The newest release that is not withdrawn."""
+        return max((n for n, reason in self.releases.items() if reason is None), default=None)
+
+    def manifest(self, release: int) -> Manifest:
+        """Raises NotFoundError naming what is published."""
+        try:
+            return self.manifests[release]
+        except KeyError:
+            known = ", ".join(map(str, sorted(self.manifests))) or "none"
+            raise NotFoundError(f"release {release} is not published; published: {known}") from None
+
+    def verified(self, release: int) -> Path:
+        """The folder, once each file of the release has its signed digest. Raises
+        VerificationError, NotFoundError."""
+        with self._lock:
+            if self._trust is None:
+                raise NotFoundError("nothing is published yet; run training/export.py")
+            return self._trust.verified(release)
+
+    def watch(self) -> None:
+        """Follow the folder from a thread of its own, until `close`."""
+        self._thread = threading.Thread(target=self._follow, name="catalog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._stopping.wait(_EVERY_S):
+            stamp = self._look()
+            if stamp is None or stamp == self._stamp:
+                continue
+            self._stamp = stamp
+            try:
+                self.refresh()
+            except NobackfillError as error:
+                log.error("publication folder refused", error=str(error))
+
+    def _look(self) -> tuple[int, int] | None:
+        try:
+            status = (self._repo / "timestamp.json").stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_ino
+
+
+class Changed:
+    """Counts changes, so that watchers can wait for the next."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._count = 0
+
+    def notify(self) -> None:
+        with self._condition:
+            self._count += 1
+            self._condition.notify_all()
+
+    def wait(self, seen: int, timeout_s: float, gone: Callable[[], bool] = lambda: False) -> int:
+        """Wait until the count is no longer `seen`, or the time is over; the count."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._count != seen or gone(), timeout_s)
+            return self._count

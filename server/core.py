@@ -1,0 +1,108 @@
+"""The parts of a running gateway, and the one place that brings plans, views and models in line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from gallery.spec import SpaceSpec
+from release.errors import PreconditionError
+from release.manifest import Manifest
+from server.catalog import Catalog
+from server.embedding import Embedding
+from server.galleries import Galleries
+from server.hosted import NOTE, Hosted
+from server.metrics import Metrics
+from server.models import Models
+from server.plan import Plan
+from server.searching import Searching
+from server.state import StateFile
+from server.upgrading import Upgrading
+
+log = structlog.get_logger("server.core")
+
+# How long calls that began before a change may keep what they use.
+_DRAIN_S = 120.0
+
+
+@dataclass
+class Core:
+    """What services and activations work on."""
+
+    data: Path
+    catalog: Catalog
+    state: StateFile
+    galleries: Galleries
+    models: Models
+    embedding: Embedding
+    searching: Searching
+    upgrading: Upgrading
+    metrics: Metrics
+
+    def active(self) -> Manifest:
+        """The active release. Raises PreconditionError before the first."""
+        number = self.state.now.active
+        if number is None:
+            raise PreconditionError(
+                "no release is active yet; publish one with training/export.py and wait for it"
+            )
+        return self.catalog.manifest(number)
+
+    def replan(self) -> list[Plan]:
+        """Make every gallery's plan anew; returns those they replace, for `settle`."""
+        manifests = self.catalog.manifests
+        self.searching.spaces = {manifest.space: manifest for manifest in manifests.values()}
+        self.upgrading.manifests = manifests
+        old = [hosted.replan(self.state.now, manifests) for hosted in self.galleries.all()]
+        self.measure()
+        self.catalog.changed.notify()
+        return old
+
+    def settle(self, old: list[Plan]) -> None:
+        """Once nobody uses `old` plans: let go of views and models that no plan needs."""
+        for plan in old:
+            if not plan.users.wait_until_none(_DRAIN_S):
+                log.warning("a call still uses an old plan; keeping its models")
+                return
+        needed = {self.state.now.active}
+        for hosted in self.galleries.all():
+            hosted.forget_views(hosted.plan)
+            needed |= {manifest.release for manifest in models_of(hosted.plan)}
+        for release in self.catalog.manifests:
+            if release not in needed:
+                self.models.unload(release)
+
+    def create_gallery(self, name: str) -> Hosted:
+        """An empty gallery in the active space, and in those that a rollback may return to."""
+        now = self.state.now
+        specs = [SpaceSpec.of(self.catalog.manifest(release)) for release in now.previous]
+        specs.append(SpaceSpec.of(self.active()))
+        hosted = self.galleries.create(name, specs, now, self.catalog.manifests)
+        self.measure()
+        return hosted
+
+    def behind(self) -> dict[str, str]:
+        """Galleries whose active space is not the active release's, with the reason."""
+        active = self.state.now.active
+        return {
+            hosted.name: str(hosted.store.state_get(NOTE) or "its upgrade is under way")
+            for hosted in self.galleries.all()
+            if hosted.spec().release != active
+        }
+
+    def measure(self) -> None:
+        """Bring the gauges up to date."""
+        self.metrics.active_release.set(self.state.now.active or 0)
+        sizes: dict[tuple[str, str], int] = {}
+        for hosted in self.galleries.all():
+            for info in hosted.store.spaces():
+                key = (str(info.spec.release), info.state)
+                sizes[key] = sizes.get(key, 0) + hosted.store.count(info.spec.space)
+        self.metrics.gallery_items.clear()
+        for (release, state), count in sizes.items():
+            self.metrics.gallery_items.labels(release, state).set(count)
+
+
+def models_of(plan: Plan) -> list[Manifest]:
+    """Releases whose models a plan uses, the one that answers first."""
+    return [*(part.query for part in plan.parts), *plan.writes]

@@ -1,0 +1,124 @@
+"""A gallery being served: its store, a live view of each space it is searched in, its plan."""
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from gallery.spec import SpaceSpec
+from gallery.store import Change, Item, Store
+from gallery.view import LiveView, Snapshot
+from release.manifest import Manifest
+from server.gate import Gate
+from server.items import ItemCache
+from server.plan import Plan, make_plan
+from server.state import State
+
+# Keys of Store.state_get: how the gallery came to its staging space, and why it stays behind.
+ROLLOUT = "rollout"
+NOTE = "note"
+
+
+class Hosted:
+    """One open gallery.
+
+    `plan` is one reference: a call takes it once, through `using`, and keeps to it. `writes` is
+    passed together by puts and alone by whoever changes the gallery's spaces.
+    """
+
+    def __init__(self, name: str, folder: Path, store: Store) -> None:
+        self.name = name
+        self.folder = folder
+        self.store = store
+        self.writes = Gate()
+        self._lock = threading.Lock()
+        self._views: dict[str, LiveView] = {}
+        self._items: dict[str, ItemCache] = {}
+        self._end = store.subscribe(self._forward)
+        self._plan: Plan | None = None
+        self._rest: tuple[Snapshot, Snapshot, Snapshot] | None = None
+
+    @property
+    def plan(self) -> Plan:
+        assert self._plan is not None, "replan comes first"
+        return self._plan
+
+    def using(self) -> Plan:
+        """The plan, its `users` entered: leave them when done."""
+        while True:
+            plan = self.plan
+            plan.users.enter()
+            if plan is self._plan:
+                return plan
+            plan.users.leave()
+
+    def replan(self, state: State, manifests: Mapping[int, Manifest]) -> Plan:
+        """Make the plan anew from the gallery's spaces; returns the one before.
+
+        Views of spaces that are searched now are made before it is seen; `forget_views` lets go of
+        the others. Raises KeyError for a space of an unknown release: manifests hold them all.
+        """
+        spaces = self.store.spaces()
+        new = make_plan(spaces, state, manifests, self.store.state_get(ROLLOUT))
+        for space in new.searched():
+            self.view(space)
+        old, self._plan = self._plan, new
+        return old if old is not None else new
+
+    def view(self, space: str) -> LiveView:
+        """The live view of a space, made when it is first asked for."""
+        with self._lock:
+            if space not in self._views:
+                self._views[space] = LiveView(self.store, space)
+            return self._views[space]
+
+    def views(self) -> dict[str, LiveView]:
+        """Every live view there is, by space."""
+        with self._lock:
+            return dict(self._views)
+
+    def items(self, labels: list[int], space: str) -> list[Item | None]:
+        """Items as `space` shows them, in order; None for those deleted meanwhile."""
+        cache = self._items.get(space)
+        if cache is None:
+            with self._lock:
+                cache = self._items.setdefault(space, ItemCache(self.store, space))
+        return cache.get(labels)
+
+    def rest(self, snapshot: Snapshot, other: Snapshot) -> Snapshot:
+        """What `snapshot` has and `other` has not; kept for the next search of the same two."""
+        known = self._rest
+        if known is not None and known[0] is snapshot and known[1] is other:
+            return known[2]
+        result = snapshot.without(other.labels())
+        self._rest = (snapshot, other, result)
+        return result
+
+    def changed_metadata(self, labels: list[int]) -> None:
+        """Tell that a put may have changed what is known of these items."""
+        for cache in list(self._items.values()):
+            cache.forget(labels)
+
+    def forget_views(self, plan: Plan) -> None:
+        """Let go of the views that `plan` does not search; nobody may use an older one by now."""
+        with self._lock:
+            for space in set(self._views) - plan.searched():
+                self._views.pop(space).close()
+                self._items.pop(space, None)
+
+    def spec(self) -> SpaceSpec:
+        """The space that is active in the file."""
+        return self.store.active().spec
+
+    def index_path(self, space: str) -> Path:
+        """Where the index of a space is cached."""
+        return self.folder / f"{space}.hnsw"
+
+    def close(self) -> None:
+        self._end()
+        for view in self.views().values():
+            view.close()
+        self.store.close()
+
+    def _forward(self, change: Change) -> None:
+        for cache in list(self._items.values()):
+            cache.on_change(change)

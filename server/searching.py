@@ -1,0 +1,227 @@
+"""Searching one gallery: one plan and one snapshot a search, one ranking over all its spaces."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gallery.filters import Condition, allowed_labels
+from gallery.index import Labels, Neighbours
+from gallery.view import Snapshot
+from release.errors import IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError
+from release.manifest import Manifest
+from release.vectors import Vectors, from_bytes
+from server.batching import Batcher
+from server.embedding import Embedding
+from server.hosted import Hosted
+from server.metrics import Metrics
+from server.plan import Part, Plan, direct_part
+from server.ranking import Hit, rank
+from server.state import StateFile
+
+# Queries for more hits than this, or with a filter, run alone: they would slow the others down.
+_SMALL_K = 64
+_LARGEST_BATCH = 64
+
+# A query by embedding: space id to little-endian float32 values.
+ByEmbedding = Mapping[str, bytes]
+Query = bytes | ByEmbedding
+
+
+@dataclass(frozen=True)
+class Found:
+    """Hits of one query, nearest first, and what answered it."""
+
+    hits: list[Hit]
+    release: int
+    space: str
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A query's vectors float32 [1,dim], one for each of `parts`."""
+
+    hosted: Hosted
+    parts: tuple[Part, ...]
+    vectors: tuple[Vectors, ...]
+    k: int
+
+
+# Each part's neighbours of a batch, and the row of one query in them.
+_Answer = tuple[Sequence[Neighbours], int]
+
+
+class Searching:
+    """Answers queries by image and by embedding."""
+
+    def __init__(self, embedding: Embedding, state: StateFile, metrics: Metrics) -> None:
+        self._embedding = embedding
+        self._state = state
+        # Manifests of every known release, by space id; replaced when there is news.
+        self.spaces: Mapping[str, Manifest] = {}
+        self._batcher = Batcher(
+            _run, largest=_LARGEST_BATCH, observe=metrics.batch_size.labels("search").observe
+        )
+
+    def search(
+        self, hosted: Hosted, query: Query, k: int, conditions: Sequence[Condition]
+    ) -> Found:
+        """The `k` nearest items to one query.
+
+        Raises InvalidInputError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError,
+        UnavailableError (only for images), DeadlineError.
+        """
+        plan = hosted.using()
+        try:
+            question = self._question(hosted, plan, query, k)
+            if conditions or k > _SMALL_K:
+                allowed = allowed_labels(hosted.store, conditions) if conditions else None
+                return _found(question, _search(hosted, question.parts, [question], allowed), 0)
+            return _found(question, *self._batcher(question))
+        finally:
+            plan.users.leave()
+
+    def batch(
+        self, hosted: Hosted, queries: Sequence[Query], k: int, conditions: Sequence[Condition]
+    ) -> list[Found]:
+        """Several queries on one snapshot. Raises like `search`; one bad query fails them all."""
+        plan = hosted.using()
+        try:
+            images = [query for query in queries if isinstance(query, bytes)]
+            vectors = iter(self._image_vectors(plan, images))
+            questions = [
+                _Question(hosted, plan.parts, next(vectors), k)
+                if isinstance(query, bytes)
+                else self._question(hosted, plan, query, k)
+                for query in queries
+            ]
+            allowed = allowed_labels(hosted.store, conditions) if conditions else None
+            answers = _run(questions, allowed)
+            return [
+                _found(question, found, row)
+                for question, (found, row) in zip(questions, answers, strict=True)
+            ]
+        finally:
+            plan.users.leave()
+
+    def _image_vectors(self, plan: Plan, images: Sequence[bytes]) -> Sequence[tuple[Vectors, ...]]:
+        if not images:
+            return []
+        columns = []
+        for part in plan.parts:
+            pixels = [self._embedding.decode(part.query, image) for image in images]
+            columns.append(self._embedding.many(part.query, pixels))
+        return [tuple(column[row : row + 1] for column in columns) for row in range(len(images))]
+
+    def _question(self, hosted: Hosted, plan: Plan, query: Query, k: int) -> _Question:
+        if isinstance(query, bytes):
+            made = {
+                manifest.release: self._embedding.query(manifest, query)
+                for manifest in {part.query.release: part.query for part in plan.parts}.values()
+            }
+            vectors = tuple(made[part.query.release] for part in plan.parts)
+            return _Question(hosted, plan.parts, vectors, k)
+        parts = self._parts(plan, query)
+        vectors = tuple(_read(part.query, query[part.query.space]) for part in parts)
+        return _Question(hosted, parts, vectors, k)
+
+    def _parts(self, plan: Plan, query: ByEmbedding) -> tuple[Part, ...]:
+        """What a query by embedding may be compared with, in the spaces that it brings."""
+        if all(part.query.space in query for part in plan.parts):
+            return plan.parts
+        for space, part in plan.alone.items():
+            if space in query:
+                self._refuse_ended(space, part.query)
+                return (part,)
+        if plan.query.space in query:
+            missing = [p.query for p in plan.parts if p.query.space not in query]
+            raise NeedsImageError(
+                "the gallery is being upgraded and lives in two spaces; send the image, or an "
+                f"embedding of each of releases {plan.query.release} and "
+                f"{', '.join(str(m.release) for m in missing)}"
+            )
+        active = plan.parts[-1]
+        for space in query:
+            manifest = self.spaces.get(space)
+            if manifest is not None and active.space in manifest.searches_directly:
+                return (direct_part(manifest, self.spaces[active.space]),)
+        raise self._incompatible(plan, query)
+
+    def _refuse_ended(self, space: str, manifest: Manifest) -> None:
+        end = self._state.now.ends.get(space)
+        if end is not None and time.time() >= end:
+            raise _retired(manifest.release)
+
+    def _incompatible(self, plan: Plan, query: ByEmbedding) -> Exception:
+        known = [self.spaces[space].release for space in query if space in self.spaces]
+        if known and max(known) in self._state.now.retired:
+            return _retired(max(known))
+        sent = f"release {max(known)}" if known else "no release known here"
+        return IncompatibleSpaceError(
+            f"the gallery answers queries of release {plan.query.release}, the embedding is of "
+            f"{sent}; embed the query with release {plan.query.release}, or send the image"
+        )
+
+
+def _retired(release: int) -> ReleaseRetiredError:
+    return ReleaseRetiredError(
+        f"queries of release {release} are no longer answered; embed with the active release"
+    )
+
+
+def _read(manifest: Manifest, values: bytes) -> Vectors:
+    spec = manifest.embedder
+    what = f"query of release {manifest.release}"
+    return from_bytes(values, spec.dim, what=what, unit=spec.unit)
+
+
+def _found(question: _Question, found: Sequence[Neighbours], row: int) -> Found:
+    hits = rank(question.parts, found, row, question.k, question.hosted.items)
+    query = question.parts[0].query
+    return Found(hits, query.release, query.space)
+
+
+def _run(questions: Sequence[_Question], allowed: Labels | None = None) -> Sequence[_Answer]:
+    """Answer questions together, those with the same parts by one search a part."""
+    groups: dict[tuple[Part, ...], list[int]] = {}
+    for i, question in enumerate(questions):
+        groups.setdefault(question.parts, []).append(i)
+    answers: dict[int, _Answer] = {}
+    for parts, members in groups.items():
+        group = [questions[i] for i in members]
+        found = _search(group[0].hosted, parts, group, allowed)
+        answers.update({i: (found, row) for row, i in enumerate(members)})
+    return [answers[i] for i in range(len(questions))]
+
+
+def _search(
+    hosted: Hosted, parts: tuple[Part, ...], questions: Sequence[_Question], allowed: Labels | None
+) -> list[Neighbours]:
+    k = max(question.k for question in questions)
+    if len(questions) == 1:
+        columns = list(questions[0].vectors)
+    else:
+        columns = [
+            np.concatenate([question.vectors[i] for question in questions])
+            for i in range(len(parts))
+        ]
+    snapshots = _snapshots(hosted, parts)
+    return [
+        snapshot.search(column, k, allowed)
+        for snapshot, column in zip(snapshots, columns, strict=True)
+    ]
+
+
+def _snapshots(hosted: Hosted, parts: tuple[Part, ...]) -> list[Snapshot]:
+    """One snapshot a part, each item in the first part that has it.
+
+    The later part is taken first: what moves to the earlier part between the two is then left out
+    of the later one, and never missing from both.
+    """
+    if len(parts) == 1:
+        return [hosted.view(parts[0].space).snapshot()]
+    new, old = parts
+    before = hosted.view(old.space).snapshot()
+    upgraded = hosted.view(new.space).snapshot()
+    return [upgraded, hosted.rest(before, upgraded)]

@@ -1,0 +1,190 @@
+"""Carrying galleries into a release's space: one job a gallery at a time, throttled, stoppable."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+import structlog
+
+from gallery.spec import SpaceSpec
+from gallery.upgrade import Estimate, Outcome, Progress, estimate, run_upgrade
+from release.errors import PreconditionError
+from release.manifest import Manifest
+from release.routes import Route, open_route, plan_route
+from server.catalog import Changed
+from server.hosted import Hosted
+
+log = structlog.get_logger("server.upgrading")
+
+DEFAULT_SPARE_CORES = 0.5
+_NICE = 10
+
+
+class JobState(StrEnum):
+    RUNNING = "running"
+    PAUSED = "paused"
+    INDEXING = "indexing"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Job:
+    """How far the upgrade of one gallery is."""
+
+    gallery: str
+    from_release: int
+    to_release: int
+    state: JobState = JobState.RUNNING
+    done: int = 0
+    total: int = 0
+    items_per_second: float = 0.0
+    re_embedded: int = 0
+    neighbours_kept: float | None = None
+    message: str = ""
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds to go at the present rate; 0 where none is known."""
+        left = self.total - self.done
+        return left / self.items_per_second if self.items_per_second > 0 else 0.0
+
+
+class Throttle:
+    """Leaves a share of the cores to searches: fewer threads, then pauses between chunks."""
+
+    def __init__(self, spare_cores: float) -> None:
+        """`spare_cores`: 0 to just below 1."""
+        cores = len(os.sched_getaffinity(0))
+        share = max(0.05, 1 - spare_cores) * cores
+        self.threads = max(1, int(share))
+        self._pause_per_second = max(0.0, self.threads / share - 1)
+        self._last = time.monotonic()
+
+    def rest(self) -> None:
+        """Called after each chunk: pause in proportion to the work since the last call."""
+        worked = time.monotonic() - self._last
+        time.sleep(min(2.0, worked * self._pause_per_second))
+        self._last = time.monotonic()
+
+
+class Upgrading:
+    """The jobs of all galleries. `changed` is notified at every chunk."""
+
+    def __init__(self, files: Path, manifests: Mapping[int, Manifest]) -> None:
+        self._files = files
+        # Replaced by the gateway when there is news.
+        self.manifests = manifests
+        self._lock = threading.Lock()
+        self._jobs: dict[str, Job] = {}
+        self._paused: set[str] = set()
+        self.changed = Changed()
+
+    def route(self, hosted: Hosted, target: int) -> Route | None:
+        """The best way from the gallery's active space to release `target`, or None."""
+        source = hosted.spec()
+        return plan_route(
+            self.manifests, source.release, target, has_side=source.side_space is not None
+        )
+
+    def estimate(self, hosted: Hosted, target: Manifest) -> tuple[Estimate, Route]:
+        """Cost of an upgrade, measured on a few items. Raises PreconditionError without a route."""
+        route = self._need_route(hosted, target.release)
+        if not route.steps:
+            return Estimate(0, 0.0, 0, 0), route
+        runner = open_route(self._files, route, int8=True)
+        spec = SpaceSpec.of(target)
+        return estimate(hosted.store, runner, spec, reads_side=reads_side(route)), route
+
+    def run(
+        self,
+        hosted: Hosted,
+        target: Manifest,
+        spare_cores: float,
+        should_stop: Callable[[], bool],
+        on_progress: Callable[[int], None] = lambda _done: None,
+    ) -> Outcome:
+        """Fill the target's space in this thread, from where an earlier run ended, until it is
+        whole, paused or stopped. `on_progress` is told the number of items done.
+
+        Raises PreconditionError without a route, VerificationError for bad outputs,
+        CannotWriteError.
+        """
+        route = self._need_route(hosted, target.release)
+        source = hosted.spec()
+        throttle = Throttle(spare_cores)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        self._set(Job(hosted.name, source.release, target.release, total=hosted.store.count()))
+        runner = open_route(self._files, route, throttle.threads, int8=True)
+
+        def on_chunk(progress: Progress) -> None:
+            rate = progress.written / progress.seconds if progress.seconds > 0 else 0.0
+            self._update(
+                hosted.name, done=progress.done, total=progress.total, items_per_second=rate
+            )
+            on_progress(progress.done)
+            throttle.rest()
+
+        outcome = run_upgrade(
+            hosted.store, runner, SpaceSpec.of(target), reads_side=reads_side(route),
+            on_progress=on_chunk,
+            should_stop=lambda: should_stop() or hosted.name in self._paused,
+        )  # fmt: skip
+        log.info("carried", gallery=hosted.name, written=outcome.written)
+        return outcome
+
+    def pause(self, gallery: str) -> None:
+        """Stop the job of a gallery after its present chunk, and those to come until `resume`."""
+        self._paused.add(gallery)
+        self._update(gallery, state=JobState.PAUSED)
+
+    def resume(self, gallery: str) -> None:
+        """Let the jobs of a gallery go on."""
+        self._paused.discard(gallery)
+        self._update(gallery, state=JobState.RUNNING)
+
+    def wait_resumed(self, gallery: str, should_stop: Callable[[], bool]) -> None:
+        """Wait while a gallery is paused."""
+        seen = -1
+        while gallery in self._paused and not should_stop():
+            seen = self.changed.wait(seen, 0.2)
+
+    def job(self, gallery: str) -> Job | None:
+        """The last job of a gallery, running or ended."""
+        return self._jobs.get(gallery)
+
+    def jobs(self) -> list[Job]:
+        return list(self._jobs.values())
+
+    def finish(self, gallery: str, state: JobState, message: str = "") -> None:
+        """Tell how a job ended, or that it is being indexed."""
+        self._update(gallery, state=state, message=message)
+
+    def _need_route(self, hosted: Hosted, target: int) -> Route:
+        route = self.route(hosted, target)
+        if route is None:
+            raise PreconditionError(
+                f"gallery {hosted.name!r}: no upgrade leads from release {hosted.spec().release} "
+                f"to {target} with its side-information; publish one, or put its images again"
+            )
+        return route
+
+    def _set(self, job: Job) -> None:
+        with self._lock:
+            self._jobs[job.gallery] = job
+        self.changed.notify()
+
+    def _update(self, gallery: str, **values: object) -> None:
+        with self._lock:
+            if job := self._jobs.get(gallery):
+                self._jobs[gallery] = replace(job, **values)  # type: ignore[arg-type]
+        self.changed.notify()
+
+
+def reads_side(route: Route) -> bool:
+    """Whether the route's first step reads side-information: items without it stay behind."""
+    return bool(route.steps) and route.steps[0][1].from_side_space is not None
