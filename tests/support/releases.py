@@ -38,22 +38,27 @@ def draft(
     number: int,
     sources: Sequence[Manifest] = (),
     *,
+    directly: Sequence[Manifest] = (),
     side: Literal["maps", "carries", "none"] = "maps",
     int8: bool = False,
     gate: GateVerdict | None = None,
 ) -> Draft:
     """Release `number` with an upgrade from each of `sources`, its files below `folder`/NUMBER.
 
-    `side`: each release has its own side encoder and upgrades map into it; or it keeps the encoder
-    of the first source; or there is none.
+    `directly`: releases whose vectors it searches as they are, so it embeds into the first one's
+    block. `side`: each release has its own side encoder and upgrades map into it; or it keeps the
+    encoder of the first source; or there is none.
     """
     folder = folder / str(number)
     files = {paths.embedder_path(number): folder / paths.embedder_path(number)}
-    weights = graphs.into_block(graphs.projection(graphs.BLOCK, 1), number)
+    block = block_of(directly[0]) if directly else number
+    weights = graphs.into_block(graphs.projection(graphs.BLOCK, 1), block)
     embedder = graphs.encoder("embedding", weights, unit=True)
+    # Releases that share a block are still spaces of their own.
+    embedder.doc_string = f"release {number}"
     graphs.save(embedder, files[paths.embedder_path(number)])
-    encoder = _side_encoder(folder, number, sources, side, files)
-    upgrades = tuple(_upgrade(folder, number, s, side, int8, files) for s in sources)
+    encoder = _side_encoder(folder, (number, block), sources, side, files)
+    upgrades = tuple(_upgrade(folder, (number, block), s, side, int8, files) for s in sources)
     embedder_file = published(folder, paths.embedder_path(number))
     shape = {"height": graphs.SIZE, "width": graphs.SIZE, "dim": graphs.DIM}
     space = space_id(embedder_file.sha256, metric="squared_l2", unit=True, **shape)
@@ -64,11 +69,12 @@ def draft(
         side_space=None if encoder is None else side_space_id(encoder.file.sha256),
         side_encoder=encoder,
         upgrades=upgrades,
+        searches_directly=tuple(m.space for m in directly),
         routes=tuple(
             RouteEvidence(releases=(s.release, number), map=0.9, cmc1=0.9, kept=0.95)
             for s in sources
         ),
-        calibration=_calibration(space, sources),
+        calibration=_calibration(space, sources, directly),
         gate=gate or GateVerdict(verdict="passed" if number > 1 else "first"),
         probes=Probes(
             file=PublishedFile(path=paths.probes_path(number), sha256="0" * 64, length=1),
@@ -76,9 +82,17 @@ def draft(
             int8_tolerance=0.1,
         ),
         method="block",
+        recipe={"block": block},
         created=CREATED,
     )
-    return _with_probes(folder, manifest, files)
+    return _with_probes(folder, manifest, files, {s.release: block_of(s) for s in sources})
+
+
+def block_of(manifest: Manifest) -> int:
+    """The block that a release of ours embeds into, counted from 1 as releases are."""
+    block = manifest.recipe["block"]
+    assert isinstance(block, int)
+    return block
 
 
 def published(folder: Path, path: str) -> PublishedFile:
@@ -88,25 +102,38 @@ def published(folder: Path, path: str) -> PublishedFile:
 
 
 def _side_encoder(
-    folder: Path, number: int, sources: Sequence[Manifest], side: str, files: dict[str, Path]
+    folder: Path,
+    target: tuple[int, int],
+    sources: Sequence[Manifest],
+    side: str,
+    files: dict[str, Path],
 ) -> SideEncoder | None:
     if side == "none":
         return None
     if side == "carries" and sources:
         return sources[0].side_encoder
+    number, block = target
     path = paths.side_encoder_path(number)
-    weights = graphs.into_block(graphs.projection(graphs.SIDE_BLOCK, 2), number)
-    files[path] = graphs.save(graphs.encoder("side", weights, unit=False), folder / path)
+    weights = graphs.into_block(graphs.projection(graphs.SIDE_BLOCK, 2), block)
+    encoder = graphs.encoder("side", weights, unit=False)
+    encoder.doc_string = f"release {number}"
+    files[path] = graphs.save(encoder, folder / path)
     return SideEncoder(file=published(folder, path), dim=graphs.SIDE_DIM, origin_release=number)
 
 
 def _upgrade(
-    folder: Path, number: int, source: Manifest, side: str, int8: bool, files: dict[str, Path]
+    folder: Path,
+    target: tuple[int, int],
+    source: Manifest,
+    side: str,
+    int8: bool,
+    files: dict[str, Path],
 ) -> Upgrade:
+    number, block = target
     path = paths.upgrade_path(source.release, number)
     reads = side != "none" and source.side_space is not None
     proto = graphs.upgrade(
-        source.release, number, reads_side=reads, maps_side=reads and side == "maps"
+        block_of(source), block, reads_side=reads, maps_side=reads and side == "maps"
     )
     files[path] = graphs.save(proto, folder / path)
     twin = None
@@ -131,7 +158,9 @@ def _upgrade(
     )
 
 
-def _calibration(space: str, sources: Sequence[Manifest]) -> tuple[Calibration, ...]:
+def _calibration(
+    space: str, sources: Sequence[Manifest], directly: Sequence[Manifest]
+) -> tuple[Calibration, ...]:
     curve = {"distances": (0.0, 2.0, 4.0), "probabilities": (1.0, 0.2, 0.0), "items": 100}
     native = Calibration(query_space=space, gallery_space=space, origin="native", **curve)
     upgraded = Calibration(query_space=space, gallery_space=space, origin="upgraded", **curve)
@@ -139,11 +168,17 @@ def _calibration(space: str, sources: Sequence[Manifest]) -> tuple[Calibration, 
         Calibration(query_space=s.space, gallery_space=s.space, origin="old-model", **curve)
         for s in sources
     ]
-    return (native, upgraded, *old)
+    direct = [
+        Calibration(query_space=space, gallery_space=m.space, origin="direct", **curve)
+        for m in directly
+    ]
+    return (native, upgraded, *old, *direct)
 
 
-def _with_probes(folder: Path, manifest: Manifest, files: dict[str, Path]) -> Draft:
-    """Record what the models give, as the golden probes."""
+def _with_probes(
+    folder: Path, manifest: Manifest, files: dict[str, Path], blocks: dict[int, int]
+) -> Draft:
+    """Record what the models give as the golden probes; `blocks` are those of upgraded releases."""
     pixels = images(3, seed=99)
     arrays: dict[str, NDArray[Any]] = {"image": pixels}
     arrays["embedding"] = open_embedder(files, manifest).run(pixels)
@@ -153,7 +188,8 @@ def _with_probes(folder: Path, manifest: Manifest, files: dict[str, Path]) -> Dr
         arrays["side"] = open_side_encoder(held, manifest).run(pixels)
     for upgrade in manifest.upgrades:
         name = f"upgrade_{upgrade.from_release}"
-        old = graphs.into_block(graphs.projection(graphs.BLOCK, 1), upgrade.from_release)
+        block = blocks[upgrade.from_release]
+        old = graphs.into_block(graphs.projection(graphs.BLOCK, 1), block)
         flat = pixels.reshape(len(pixels), -1).astype(np.float32) @ old
         embedding = flat / np.linalg.norm(flat, axis=1, keepdims=True)
         arrays[f"{name}/embedding"] = embedding
