@@ -51,7 +51,7 @@ def check_probes(
 def check_encoders(
     files: Files, manifest: Manifest, embed: Encode | None, side: Encode | None
 ) -> None:
-    """Compare what `embed` and `side` give for the probes, wherever they run, with what was published.
+    """Compare what `embed` and `side` give, wherever they run, with the published outputs.
 
     None leaves one out. Raises VerificationError naming the one that differs.
     """
