@@ -1,0 +1,105 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.metrics import average_precision_score
+
+from release.errors import InvalidInputError, NotFoundError
+from release.trust import TrustedFolder
+from report import pictures
+from report.comparison import HITS, Comparison, compare, predecessor
+from report.figures import Flips, flips, kept, matrix_of_pictures
+from report.pictures import Picture, read_folder
+
+
+@pytest.fixture(scope="module")
+def comparison(
+    model_repo: Path, images: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Comparison:
+    trusted = TrustedFolder(model_repo, tmp_path_factory.mktemp("state"))
+    trusted.refresh()
+    manifests = dict(trusted.manifests())
+    assert predecessor(manifests, 2) == 1
+    assert predecessor(manifests, 1) is None
+    shown, total = read_folder(images, seed=0)
+    assert total == len(shown) == 24
+    return compare(model_repo, manifests, manifests[1], manifests[2], shown)
+
+
+def slow_map(queries: np.ndarray, gallery: np.ndarray, labels: list[str]) -> float:
+    """Each picture against all others, one by one, by scikit-learn."""
+    values = []
+    for i, query in enumerate(queries):
+        others = [j for j in range(len(gallery)) if j != i]
+        distances = [float(((query - gallery[j]) ** 2).sum()) for j in others]
+        right = [labels[j] == labels[i] for j in others]
+        values.append(average_precision_score(right, [-d for d in distances]))
+    return float(np.mean(values))
+
+
+def test_cells_agree_with_a_slow_loop(comparison: Comparison) -> None:
+    labels = [picture.label for picture in comparison.pictures]
+    old, new = comparison.old_vectors, comparison.new_vectors
+    for name, queries, gallery in (
+        ("old/old", old, old),
+        ("new/served", new, comparison.served_vectors),
+        ("new/new", new, new),
+    ):
+        figure = float(np.mean(comparison.cells[name].map))
+        assert figure == pytest.approx(slow_map(queries, gallery, labels), abs=1e-6)
+        # Neither trivial nor perfect, or this test could not tell right from wrong.
+        assert 0.3 < figure < 0.99
+
+
+def test_hits_are_the_nearest_others(comparison: Comparison) -> None:
+    new = comparison.new_vectors
+    distances = ((new[:, None] - new[None]) ** 2).sum(-1)
+    np.fill_diagonal(distances, np.inf)
+    expected = np.argsort(distances, axis=1, kind="stable")[:, :HITS]
+    assert (comparison.cells["new/new"].hits == expected).all()
+
+
+def test_a_naive_swap_finds_nothing_and_the_exact_upgrade_everything(
+    comparison: Comparison,
+) -> None:
+    matrix = matrix_of_pictures(comparison.cells)
+    # Orthogonal blocks: every distance is the same, so nothing is near.
+    assert matrix["new", "old"].map < 30
+    assert kept(matrix) == pytest.approx(100, abs=0.1)
+    assert matrix["new", "new"].shade == pytest.approx(1)
+    assert comparison.route == (1, 2)
+    assert comparison.uncertainty is not None
+
+
+def test_flips_are_those_of_the_first_hit(comparison: Comparison) -> None:
+    labels = [picture.label for picture in comparison.pictures]
+    worse = dict(comparison.cells)
+    # As if the upgrade had turned the first hits of the first three pictures.
+    cell = comparison.cells["new/served"]
+    cmc1, precision = cell.cmc1.copy(), cell.map.copy()
+    cmc1[:3], precision[:3] = 1 - cmc1[:3], precision[:3] - [0.1, 0.3, 0.2]
+    worse["new/served"] = type(cell)(cmc1, cell.cmc5, precision, cell.hits)
+    changed = flips(type(comparison)(**{**vars(comparison), "cells": worse}))
+    before = comparison.cells["old/old"]
+    right = [labels[hits[0]] == label for hits, label in zip(before.hits, labels, strict=True)]
+    assert right == (before.cmc1 == 1).tolist()
+    turned_bad = [i for i in (1, 2, 0) if right[i]]
+    turned_good = [i for i in (0, 2, 1) if not right[i]]
+    percent = 100 * len(turned_bad) / 24
+    assert changed == Flips(turned_good, turned_bad, percent)
+
+
+def test_a_large_folder_is_sampled_by_seed(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "MOST_IMAGES", 10)
+    shown, total = read_folder(images, seed=1)
+    assert (len(shown), total) == (10, 24)
+    assert shown == read_folder(images, seed=1)[0]
+    assert shown != read_folder(images, seed=2)[0]
+    assert all(isinstance(picture, Picture) for picture in shown)
+
+
+def test_folders_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="--images expects a folder of class folders"):
+        read_folder(tmp_path / "nowhere", 0)
+    with pytest.raises(InvalidInputError, match="at least two class folders"):
+        read_folder(tmp_path, 0)

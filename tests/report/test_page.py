@@ -1,0 +1,142 @@
+import html.parser
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "report", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def page(model_repo: Path, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("out") / "upgrade.html"
+    done = run("--model-repo", model_repo, "--release", "2", "--images", images, "-o", output)
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+class References(html.parser.HTMLParser):
+    """Everything that a page would load, and its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loads += [value or "" for name, value in attrs if name in {"src", "href", "srcset"}]
+        assert tag not in {"script", "link", "iframe", "object"}
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def read(page: Path) -> References:
+    references = References()
+    references.feed(page.read_text(encoding="utf-8"))
+    return references
+
+
+def test_the_page_needs_nothing_outside_itself(page: Path) -> None:
+    content = read(page)
+    assert len(content.loads) > 10
+    assert all(load.startswith("data:image/") for load in content.loads)
+    assert "url(" not in page.read_text(encoding="utf-8")
+
+
+def test_the_page_tells_what_a_product_owner_asks(page: Path) -> None:
+    text = read(page).text
+    for words in (
+        "From release 1 to release 2",
+        "100.0 %",
+        "of the quality that embedding every image again would give",
+        "passed",
+        "Who can search what",
+        "If some images can still be embedded again",
+        "The gallery before and after",
+        "What got better",
+        "What got worse",
+        "The least certain items",
+        "Route: 1 → 2",
+        "24 of 24 images",
+    ):
+        assert words in text
+
+
+def test_equal_inputs_give_an_equal_page_but_for_the_seconds(
+    page: Path, model_repo: Path, images: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "again.html"
+    run("--model-repo", model_repo, "--release", "2", "--images", images, "-o", other)
+    seconds = re.compile(r"[0-9.]+ m?s\b")
+    first, second = (seconds.sub("", p.read_text(encoding="utf-8")) for p in (page, other))
+    assert first == second
+
+
+def test_without_images_it_shows_what_was_published(model_repo: Path, tmp_path: Path) -> None:
+    output = tmp_path / "published.html"
+    assert run("--model-repo", model_repo, "--release", "2", "-o", output).returncode == 0
+    text = read(output).text
+    assert "give this report images" in text
+    assert "What got worse" not in text
+    assert run("--model-repo", model_repo, "--release", "1", "-o", output).returncode == 0
+    assert "The first release" in read(output).text
+
+
+def test_wrong_input_gets_a_sentence_and_its_exit_code(
+    model_repo: Path, images: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "none.html"
+    unknown = run("--model-repo", model_repo, "--release", "7", "-o", output)
+    assert (unknown.returncode, "holds no release 7" in unknown.stderr) == (1, True)
+    missing = run(
+        *("--model-repo", model_repo, "--release", "2"),
+        *("--images", tmp_path / "nowhere", "-o", output),
+    )
+    assert (missing.returncode, "no folder" in missing.stderr) == (1, True)
+    (tmp_path / "broken" / "a").mkdir(parents=True)
+    shutil.copytree(images, tmp_path / "broken", dirs_exist_ok=True)
+    (tmp_path / "broken" / "a" / "0.png").write_bytes(b"no image")
+    broken = run(
+        *("--model-repo", model_repo, "--release", "2"),
+        *("--images", tmp_path / "broken", "-o", output),
+    )
+    assert (broken.returncode, "0.png" in broken.stderr) == (65, True)
+    assert not output.exists()
+    for answer in (unknown, missing, broken):
+        assert answer.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (.ci/run installs it)")
+def test_it_renders_on_a_phone_without_scrolling_sideways(page: Path, tmp_path: Path) -> None:
+    probe = tmp_path / "probe.html"
+    # The page itself carries no script; this copy reports its own width into its title.
+    width = "document.title = document.documentElement.scrollWidth + ' wide'"
+    script = f"<script>onload = () => {{ {width} }}</script></body>"
+    probe.write_text(page.read_text(encoding="utf-8").replace("</body>", script), encoding="utf-8")
+    done = subprocess.run(
+        [
+            *(str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu"),
+            *("--window-size=500,900", f"--user-data-dir={tmp_path / 'profile'}"),
+            *("--virtual-time-budget=3000", "--dump-dom", probe.as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    found = re.search(r"<title>(\d+) wide</title>", done.stdout)
+    assert found is not None, done.stderr[-2000:]
+    assert int(found[1]) <= 500
