@@ -20,7 +20,7 @@ from release import errors
 T = TypeVar("T")
 
 # Answers that may come out otherwise when asked again.
-_TRANSIENT = {
+TRANSIENT = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -131,7 +131,7 @@ def retried(
             return attempt(min(each, max(0.001, end - time.monotonic())))
         except grpc.RpcError as error:
             wait = pause * random.uniform(0.5, 1.5)  # noqa: S311
-            if error.code() not in _TRANSIENT or time.monotonic() + wait >= end:
+            if error.code() not in TRANSIENT or time.monotonic() + wait >= end:
                 raise from_rpc_error(error, asked) from error
         time.sleep(wait)
         pause = min(2 * pause, 2.0)

@@ -1,0 +1,158 @@
+"""Adding images: each file is read, embedded, stored durably, and left where it is."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from client.device import Device
+from client.encode import Encoder
+from client.output import Advance
+from gallery.store import Metadata
+from release.errors import InvalidInputError
+from release.images import LARGEST_BYTES, Pixels
+
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
+_BATCH = 32
+
+
+@dataclass
+class Added:
+    """What `add` did: paths added, how many images were held before, why others were refused."""
+
+    added: list[str] = field(default_factory=list)
+    held: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Photo:
+    """One image to be stored, decoded for each encoder.
+
+    The same picture is the same item: its id is the head of its digest.
+    """
+
+    path: Path
+    sha256: str
+    pixels: tuple[Pixels, ...]
+
+    @property
+    def id(self) -> str:
+        return item_id(self.sha256)
+
+    @property
+    def metadata(self) -> Metadata:
+        return {"path": str(self.path), "folder": self.path.parent.name, "name": self.path.name}
+
+
+def item_id(sha256: str) -> str:
+    """The id of an image: the first 16 of the 64 hex digits of its digest."""
+    return sha256[:16]
+
+
+def find_images(named: Sequence[Path]) -> list[Path]:
+    """The files named, and those in the folders named that have an image's suffix; absolute paths.
+
+    Raises InvalidInputError for a path that is not there.
+    """
+    found: dict[Path, None] = {}
+    for path in named:
+        if path.is_dir():
+            inside = (p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
+            files = sorted(p for p in inside if p.is_file())
+        elif path.exists():
+            files = [path]
+        else:
+            raise InvalidInputError(f"{path}: no such file or folder")
+        # Not resolved: a person knows a linked folder by the link's name.
+        found.update((Path(os.path.abspath(file)), None) for file in files)  # noqa: PTH100
+    return list(found)
+
+
+def add(device: Device, files: Sequence[Path], notes: Metadata, advance: Advance) -> Added:
+    """Add images that the gallery does not hold yet; those that are none are named and skipped.
+
+    `notes` becomes metadata of each, beside its path, folder and name. A batch is durable before
+    the next begins, so a kill loses at most the one at hand, and adding the same files again goes
+    on. Raises VerificationError, BusyError, CannotWriteError.
+    """
+    report = Added()
+    adder = _Adder(device, notes, report)
+    for start in range(0, len(files), _BATCH):
+        adder.store(files[start : start + _BATCH])
+        advance(min(start + _BATCH, len(files)), len(files))
+    return report
+
+
+def read_image(path: Path) -> tuple[bytes, str]:
+    """An image file's bytes and their digest. Raises InvalidInputError."""
+    try:
+        str(path).encode("utf-8")
+        size = path.stat().st_size
+        if size > LARGEST_BYTES:
+            raise InvalidInputError(f"expected at most {LARGEST_BYTES} bytes, got {size}")
+        data = path.read_bytes()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError("its name is not valid text; rename it") from error
+    except OSError as error:
+        raise InvalidInputError(f"cannot be read ({error.strerror})") from error
+    return data, hashlib.sha256(data).hexdigest()
+
+
+class _Adder:
+    """Embeds for the space that answers and for the one that a rollback would return to."""
+
+    def __init__(self, device: Device, notes: Metadata, report: Added) -> None:
+        self._device = device
+        self._notes = notes
+        self._report = report
+        self._open: dict[str, Encoder] = {}
+
+    def store(self, files: Iterable[Path], *, held_too: bool = False) -> None:
+        """Store one batch, durably; with `held_too` also what the gallery holds already."""
+        encoders = self._current()
+        photos = list(self._photos(files, encoders, held_too))
+        if not photos:
+            return
+        pixels = zip(*(photo.pixels for photo in photos), strict=True)
+        self._device.store.put(
+            [photo.id for photo in photos],
+            [encoder.vectors(images) for encoder, images in zip(encoders, pixels, strict=True)],
+            digests=[photo.sha256 for photo in photos],
+            metadata=[{**self._notes, **photo.metadata} for photo in photos],
+        )
+        if self._device.store.active().spec.space not in {e.manifest.space for e in encoders}:
+            # A sync flipped in between: the same images once more, for the new space too.
+            self.store([photo.path for photo in photos], held_too=True)
+        elif not held_too:
+            self._report.added += [str(photo.path) for photo in photos]
+
+    def _current(self) -> list[Encoder]:
+        spaces = [self._device.store.active(), self._device.previous()]
+        specs = [space.spec for space in spaces if space is not None]
+        for spec in specs:
+            if spec.space not in self._open:
+                manifest = self._device.manifest(spec.release)
+                self._open[spec.space] = Encoder(self._device.models, manifest)
+        return [self._open[spec.space] for spec in specs]
+
+    def _photos(
+        self, files: Iterable[Path], encoders: Sequence[Encoder], held_too: bool
+    ) -> Iterator[Photo]:
+        seen = set[str]()
+        for path in files:
+            try:
+                data, sha256 = read_image(path)
+                if sha256 in seen or not (held_too or self._lacks(sha256)):
+                    self._report.held += 1
+                    continue
+                yield Photo(path, sha256, tuple(encoder.pixels(data) for encoder in encoders))
+                seen.add(sha256)
+            except InvalidInputError as error:
+                self._report.refused[str(path)] = str(error)
+
+    def _lacks(self, sha256: str) -> bool:
+        """Whether the image is new, or its file has moved: then its path is stored anew."""
+        item = self._device.store.get(item_id(sha256))
+        return item is None or not Path(str(item.metadata.get("path", ""))).exists()

@@ -1,0 +1,65 @@
+"""`edge-client`: its commands and exit codes.
+
+Modules that do the work are imported inside the commands, so that a search does not wait for
+libraries that only a sync needs.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from client import commands, commands_follow
+from release.errors import NobackfillError
+
+app = typer.Typer(
+    help="An image gallery in one file that follows new models without its images.",
+    epilog=(
+        "Exit codes: 0 done, 1 failure, 2 wrong usage, 65 refused data or failed verification, "
+        "69 server unavailable, 73 cannot write, 75 busy, try again, 77 not permitted, "
+        "78 configuration, 130 interrupted."
+    ),
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(version("nobackfill"))
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    context: typer.Context,
+    gallery: Annotated[
+        Path, typer.Option(envvar="NOBACKFILL_GALLERY", help="The gallery's SQLite file.")
+    ] = Path("gallery.sqlite"),
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Take the options of every command."""
+    context.obj = gallery
+
+
+for command in (
+    commands.init, commands.add, commands.search, commands_follow.sync, commands.status,
+    commands_follow.rollback, commands.remove, commands_follow.push, commands_follow.pull,
+    commands.gc, commands.verify,
+):  # fmt: skip
+    app.command()(command)
+app.command("list")(commands.list_items)
+
+
+def main() -> None:
+    """Run the command line; a refusal becomes one sentence on stderr and its exit code."""
+    try:
+        app()
+    except NobackfillError as error:
+        print(f"edge-client: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

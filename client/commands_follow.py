@@ -1,0 +1,142 @@
+"""The commands that follow releases, and those of the vault."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from client.options import Json
+from client.output import Output, size
+from release.errors import VerificationError
+
+
+def sync(
+    context: typer.Context,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Tell what would happen, bytes and seconds.")
+    ] = False,
+    backfill: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Re-embed the N least certain items' images.")
+    ] = 0,
+    keep_original: Annotated[
+        bool | None,
+        typer.Option(
+            "--keep-original/--drop-original",
+            help="From now on, keep vectors embedded from images for direct upgrades later.",
+        ),
+    ] = None,
+    int8: Annotated[
+        bool | None,
+        typer.Option("--int8/--fp32", help="Quantised upgrades or not; else the device chooses."),
+    ] = None,
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Also follow releases that were held back here.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Follow the newest release: verify, download, upgrade every vector without its image, flip."""
+    from client.device import Device
+    from client.sync import Wishes
+    from client.sync import sync as follow
+
+    output = Output(json)
+    wishes = Wishes(dry_run, backfill, keep_original, int8, retry)
+    with Device(context.obj) as device:
+        report = follow(device, wishes, output)
+    for note in report.notes:
+        output.note(note)
+    lines = {
+        "upgraded": f"{report.items} items now in release {report.release}'s space "
+        f"(from {report.from_release}, {report.upgrade_seconds:.1f} s)",
+        "planned": f"would go from release {report.from_release} to {report.release}: "
+        f"{size(report.download_bytes)} to download, about {report.upgrade_seconds:.1f} s for "
+        f"{report.items} items",
+        "up-to-date": f"release {report.release} is the newest that can be followed",
+        "rolled-back": f"returned to release {report.release}",
+        "behind": f"stays at release {report.from_release}",
+    }
+    kept = report.expected_kept
+    expected = "" if kept is None else f"; expected to keep {kept:.1%} of re-embedding's quality"
+    route = f"; by way of {' and '.join('>'.join(map(str, r)) for r in report.routes)}"
+    output.result(
+        report.as_json(), lines[report.state] + (route if report.routes else "") + expected
+    )
+
+
+def rollback(context: typer.Context, json: Json = False) -> None:
+    """Return to the release before the last sync, while it is kept."""
+    from client.device import Device
+    from client.retreat import roll_back
+
+    with Device(context.obj) as device:
+        left, release = roll_back(device)
+    Output(json).result(
+        {"from_release": left, "release": release},
+        f"release {release} answers again; sync does not follow {left} unless told to --retry",
+    )
+
+
+def push(
+    context: typer.Context,
+    recipient: Annotated[
+        list[str] | None,
+        typer.Option(help="A further public key (age1…) that can decrypt: a recovery key."),
+    ] = None,
+    vault: Annotated[
+        str | None,
+        typer.Option(help="grpc://HOST:PORT of the vault; else the gallery's own source."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Encrypt images on this device and upload them to the vault, as ciphertext."""
+    from client.device import Device
+    from client.push import push as upload
+
+    output = Output(json)
+    with Device(context.obj) as device:
+        done = upload(device, recipient or [], vault, output)
+        recoverable = bool(device.state("recipients"))
+    if not recoverable:
+        output.note(
+            f"only the key in {context.obj}.identity opens these images: keep a copy of it, or "
+            "push with --recipient age1… to name a recovery key"
+        )
+    for item in done.skipped:
+        output.note(f"{item}: its file is gone or was changed since it was added; not pushed")
+    output.result(
+        done.as_json(),
+        f"{done.pushed} pushed ({size(done.bytes_sent)}), {done.held} held already, "
+        f"{done.removed} removed, {len(done.skipped)} skipped",
+    )
+
+
+def pull(
+    context: typer.Context,
+    to: Annotated[Path, typer.Option(help="The folder to restore images into.")],
+    items: Annotated[
+        list[str] | None, typer.Argument(metavar="[IDS...]", help="Items; all if none.")
+    ] = None,
+    identity: Annotated[
+        Path | None, typer.Option(help="An age identity file to use: the recovery key.")
+    ] = None,
+    unknown: Annotated[
+        bool,
+        typer.Option("--unknown", help="Also blobs that this gallery never pushed (lost device)."),
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Restore images from the vault and compare them with what was added."""
+    from client.device import Device
+    from client.restore import pull as restore
+
+    output = Output(json)
+    with Device(context.obj) as device:
+        done = restore(device, items or [], to, identity, unknown, output)
+    for item, reason in done.failed.items():
+        output.note(f"{item}: {reason}")
+    output.result(
+        done.as_json(),
+        f"{len(done.restored)} restored, {done.held} there already, {len(done.failed)} failed",
+    )
+    if done.failed:
+        raise typer.Exit(VerificationError.exit_code)

@@ -1,0 +1,113 @@
+"""Searching: exact, offline, in the space that is active at the moment of asking."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from client.device import Device
+from gallery.exact import ExactIndex
+from gallery.filters import Condition, OneOf, allowed_labels
+from gallery.index import mask_of
+from gallery.put import MetadataValue
+from release.calibration import find, scores
+from release.errors import InvalidInputError, NotFoundError
+from release.manifest import Manifest
+from release.vectors import Vectors
+
+LARGEST_K = 1000
+
+
+@dataclass(frozen=True)
+class Hit:
+    """An item that was found. `score`: calibrated probability of a match, None if the release
+    carries no calibration; `release`: whose space its vector lives in."""
+
+    id: str
+    path: str
+    distance: float
+    score: float | None
+    release: int
+    origin: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The hits of one query, nearest first."""
+
+    query: str
+    release: int
+    space: str
+    hits: list[Hit]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Search:
+    """One gallery at one moment: the active space's vectors, read once, searched many times."""
+
+    def __init__(self, device: Device, where: Mapping[str, MetadataValue]) -> None:
+        self._device = device
+        self.spec = device.store.active().spec
+        self._manifest = device.manifest(self.spec.release)
+        labels, vectors = device.store.load(self.spec.space)
+        self._index = ExactIndex(self.spec, labels, vectors)
+        conditions: list[Condition] = [OneOf(key, (value,)) for key, value in where.items()]
+        self._allowed = (
+            mask_of(labels, allowed_labels(device.store, conditions)) if conditions else None
+        )
+
+    def by_images(self, images: Sequence[Path], k: int) -> list[Answer]:
+        """The items nearest to each image file. Raises InvalidInputError for one that is none."""
+        from client.encode import Encoder
+        from release.images import decode_file
+
+        encoder = Encoder(self._device.models, self._manifest, side=False)
+        size = self._manifest.embedder
+        pixels = [decode_file(path, size.height, size.width) for path in images]
+        queries = np.concatenate(
+            [encoder.embed(pixels[start : start + 64]) for start in range(0, len(pixels), 64)]
+        )
+        return self._answers([str(path) for path in images], queries, k)
+
+    def by_id(self, item_id: str, k: int) -> Answer:
+        """The other items nearest to one of the gallery. Raises NotFoundError."""
+        item = self._device.store.get(item_id)
+        vector = None if item is None else self._device.store.vector(item.label, self.spec.space)
+        if item is None or vector is None:
+            raise NotFoundError(f"{item_id}: no such item; `edge-client list` names them")
+        answer = self._answers([item_id], vector, k + 1)[0]
+        others = [hit for hit in answer.hits if hit.id != item.id]
+        return Answer(answer.query, answer.release, answer.space, others[:k])
+
+    def _answers(self, names: Sequence[str], queries: Vectors, k: int) -> list[Answer]:
+        if not 1 <= k <= LARGEST_K + 1:
+            raise InvalidInputError(f"expected k from 1 to {LARGEST_K}, got {k}")
+        found = self._index.search(queries, k, self._allowed)
+        return [
+            Answer(name, self.spec.release, self.spec.space, self._hits(labels, distances))
+            for name, labels, distances in zip(names, found.labels, found.distances, strict=True)
+        ]
+
+    def _hits(self, labels: Any, distances: Any) -> list[Hit]:
+        items = self._device.store.items(labels[labels >= 0], self.spec.space)
+        return [
+            Hit(
+                id=item.id,
+                path=str(item.metadata.get("path", "")),
+                distance=float(distance),
+                score=_score(self._manifest, item.origin or "native", float(distance)),
+                release=self.spec.release,
+                origin=item.origin or "native",
+            )
+            for item, distance in zip(items, distances, strict=False)
+            if item is not None
+        ]
+
+
+def _score(manifest: Manifest, origin: Any, distance: float) -> float | None:
+    curve = find(manifest, manifest.space, manifest.space, origin)
+    return None if curve is None else float(scores(curve, [distance])[0])

@@ -1,0 +1,100 @@
+"""Bringing a release to the device: downloads, the ONNX gate, golden probes on its runtime."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from client.device import Device
+from client.encode import threads
+from client.output import Output
+from client.plan import Plan, embedding_files
+from release import durable, paths
+from release.digests import sha256_file
+from release.errors import VerificationError
+from release.manifest import Manifest, PublishedFile
+from release.onnx_check import check_release
+from release.probes import check_probes
+from release.trust import Trust
+
+
+class UnfitError(VerificationError):
+    """A release that came as it was signed, and yet must not run here."""
+
+
+def missing(models: Path, files: Iterable[PublishedFile]) -> list[PublishedFile]:
+    """Those of `files` that are not on the device, or not as they were published."""
+    return [file for file in files if not _is_here(models, file)]
+
+
+def _is_here(models: Path, file: PublishedFile) -> bool:
+    path = models / file.path
+    return (
+        path.is_file() and path.stat().st_size == file.length and sha256_file(path) == file.sha256
+    )
+
+
+def download(models: Path, trust: Trust, files: Iterable[PublishedFile], output: Output) -> int:
+    """Bring what is missing; its bytes. Raises VerificationError, UnavailableError."""
+    wanted = missing(models, files)
+    total = sum(file.length for file in wanted)
+    done = 0
+    with output.progress("downloading") as advance:
+        for file in wanted:
+            trust.download(file.path, models)
+            done += file.length
+            advance(done, total)
+    return total
+
+
+def check(models: Path, plan: Plan) -> None:
+    """Pass every model of a plan through the ONNX gate, then run its golden probes.
+
+    Raises UnfitError with the reason.
+    """
+    used: dict[int, tuple[Manifest, set[int]]] = {plan.target.release: (plan.target, set())}
+    for leg in plan.legs:
+        for manifest, upgrade in leg.route.steps:
+            used.setdefault(manifest.release, (manifest, set()))[1].add(upgrade.from_release)
+    for manifest, sources in used.values():
+        check_models(models, manifest, sources)
+
+
+def check_models(models: Path, manifest: Manifest, upgrades_from: set[int]) -> None:
+    """The same for one release's encoders and some of its upgrades. Raises UnfitError."""
+    try:
+        check_release(models, manifest)
+        check_probes(models, manifest, upgrades=upgrades_from, threads=threads())
+    except VerificationError as error:
+        raise UnfitError(f"release {manifest.release}: {error}") from error
+
+
+def digest_of(trust: Trust, release: int) -> str:
+    """The signed digest of a release's manifest."""
+    return trust.target(paths.manifest_path(release)).hashes["sha256"]
+
+
+def tidy(device: Device) -> int:
+    """Remove published files that no space of the gallery needs; bytes freed.
+
+    Upgrades are needed while they run only; an unfinished staging space keeps everything.
+    """
+    spaces = device.store.spaces()
+    if any(space.state == "staging" for space in spaces):
+        return 0
+    needed = {
+        file.path
+        for space in spaces
+        for file in embedding_files(device.manifest(space.spec.release))
+    }
+    freed = 0
+    models = device.models
+    for path in sorted(models.rglob("*.onnx")) + sorted(models.glob("*.npz")):
+        if path.relative_to(models).as_posix() not in needed:
+            freed += path.stat().st_size
+            durable.remove_tree(path)
+    for part in sorted(models.rglob("*.part")):
+        freed += part.stat().st_size
+        durable.remove_tree(part)
+    for folder in sorted((p for p in models.rglob("*") if p.is_dir()), reverse=True):
+        if not any(folder.iterdir()):
+            durable.remove_tree(folder)
+    return freed

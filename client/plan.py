@@ -1,0 +1,126 @@
+"""What a sync would do: which release, along which routes, at what cost."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from client.device import Device
+from gallery.spec import SpaceInfo
+from release.manifest import Manifest, PublishedFile
+from release.routes import Route, plan_route
+from release.trust import Trust
+
+# Above this many seconds of fp32 arithmetic a published int8 twin is worth its small loss.
+INT8_WORTH_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Leg:
+    """Items of one source space and the route that carries them into the target."""
+
+    source: SpaceInfo
+    route: Route
+    items: int
+
+    @property
+    def reads_side(self) -> bool:
+        """Whether items without side-information stay behind."""
+        return self.route.steps[0][1].from_side_space is not None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sync from the active release to `target`. `legs` in the order in which they are run; an
+    item goes with the first leg whose source has it."""
+
+    target: Manifest
+    legs: tuple[Leg, ...]
+    int8: bool
+
+    def files(self) -> list[PublishedFile]:
+        """The published files it needs: what embeds in the target, and the upgrades on the way."""
+        files = {file.path: file for file in embedding_files(self.target)}
+        for leg in self.legs:
+            for manifest, upgrade in leg.route.steps:
+                chosen = upgrade.int8_file if self.int8 and upgrade.int8_file else upgrade.file
+                for file in (manifest.probes.file, chosen):
+                    files[file.path] = file
+        return list(files.values())
+
+    def kept(self) -> float | None:
+        """Expected share of new/new mAP over all items; None where a route was never measured."""
+        shares = [(leg.route.kept, leg.items) for leg in self.legs if leg.items]
+        total = sum(items for _, items in shares)
+        known = [(kept, items) for kept, items in shares if kept is not None]
+        if not total or len(known) < len(shares):
+            return None
+        return sum(kept * items for kept, items in known) / total
+
+
+def embedding_files(manifest: Manifest) -> list[PublishedFile]:
+    """What it takes to embed images in a release's space, and to probe that."""
+    side = manifest.side_encoder
+    return [manifest.embedder.file, manifest.probes.file, *([] if side is None else [side.file])]
+
+
+def newest_followed(releases: Mapping[int, str | None], held_back: Mapping[str, str]) -> int | None:
+    """The newest release that is neither withdrawn nor held back on this device."""
+    allowed = (n for n, withdrawn in releases.items() if not withdrawn and str(n) not in held_back)
+    return max(allowed, default=None)
+
+
+def make_plan(device: Device, trust: Trust, target: int, int8: bool | None) -> Plan | None:
+    """How to reach release `target` from the active space, or None if no route leads there.
+
+    Kept originals come first where their direct route is expected to keep more than the chain that
+    the active vectors have already begun. `int8` None: the device chooses.
+    """
+    manifests = dict(trust.manifests())
+    active = device.store.active()
+    manifests.setdefault(active.spec.release, device.active())
+    main = _leg(device, manifests, active, target)
+    if main is None:
+        return None
+    originals = [] if not device.state("keep_original") else _originals(device, manifests, target)
+    legs = [leg for leg in originals if _better(leg.route, main.route, manifests)]
+    carried = sum(leg.items for leg in legs)
+    legs.append(Leg(active, main.route, max(0, main.items - carried)))
+    chosen = seconds(legs) > INT8_WORTH_SECONDS if int8 is None else int8
+    return Plan(manifests[target], tuple(legs), chosen)
+
+
+def _leg(
+    device: Device, manifests: Mapping[int, Manifest], source: SpaceInfo, target: int
+) -> Leg | None:
+    has_side = source.spec.side_space is not None
+    route = plan_route(manifests, source.spec.release, target, has_side)
+    if route is None or not route.steps:
+        return None
+    return Leg(source, route, device.store.count(source.spec.space))
+
+
+def _originals(device: Device, manifests: Mapping[int, Manifest], target: int) -> list[Leg]:
+    kept = [space for space in device.store.spaces() if space.state == "previous"]
+    legs = (_leg(device, manifests, s, target) for s in kept if s.spec.release < target)
+    return sorted(
+        (leg for leg in legs if leg is not None),
+        key=lambda leg: (-(leg.route.kept or 0), leg.source.number),
+    )
+
+
+def _better(direct: Route, rest: Route, manifests: Mapping[int, Manifest]) -> bool:
+    """Whether a route from the original beats the chain through the active space."""
+    chain = (direct.releases[0], *rest.releases)
+    evidence = manifests[chain[-1]].routes
+    measured = next((r.kept for r in evidence if r.releases == chain), rest.kept)
+    return direct.kept is not None and (measured is None or direct.kept > measured)
+
+
+def seconds(legs: Sequence[Leg], rate: float = 20e9) -> float:
+    """fp32 arithmetic of the legs, at `rate` multiply-accumulates a second.
+
+    A dense layer does one for each of its 4-byte weights, so a file's length tells an item's.
+    """
+    weights = sum(
+        leg.items * sum(upgrade.file.length for _, upgrade in leg.route.steps) / 4 for leg in legs
+    )
+    return weights / rate

@@ -1,0 +1,163 @@
+"""Images into the vault: encrypted here, sent as ciphertext, resumed where it broke off."""
+
+import hashlib
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pyrage.x25519 import Recipient
+
+from client import crypto
+from client.backfill import local_image
+from client.channel import open_channel
+from client.device import Device, beside
+from client.output import Output
+from client.sources import gateway_address
+from client.vault import Vault
+from client.vault_queue import Entry, VaultQueue
+from gallery.store import Item
+from nobackfill.v1 import vault_pb2
+from release import durable
+from release.errors import ConfigurationError
+
+_PAGE = 500
+
+
+@dataclass
+class Pushed:
+    """What a push did. `skipped`: items whose file is gone or was changed since it was added."""
+
+    pushed: int = 0
+    bytes_sent: int = 0
+    removed: int = 0
+    held: int = 0
+    skipped: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for --json."""
+        return asdict(self)
+
+
+@contextmanager
+def connected(device: Device) -> Iterator[Vault]:
+    """The vault of this gallery. Raises ConfigurationError where there is none."""
+    where = str(device.state("vault") or device.state("source"))
+    gateway = gateway_address(where)
+    if gateway is None:
+        raise ConfigurationError(
+            f"{where} holds no vault: name a gateway once, `push --vault grpc://HOST:PORT`"
+        )
+    address, tls = gateway
+    with open_channel(address, tls=tls) as connection:
+        yield Vault(connection, address)
+
+
+def push(device: Device, recipients: Sequence[str], where: str | None, output: Output) -> Pushed:
+    """Upload every image that the vault does not hold, and delete there what was removed here.
+
+    `recipients` (public keys age1...) can decrypt what is pushed from now on, beside this device's
+    own key; they and the vault at `where` are remembered. A kill costs at most one chunk: what was
+    sealed is sent as it is. Raises ConfigurationError, UnavailableError, BusyError,
+    CannotWriteError.
+    """
+    known = [*device.state("recipients", []), *recipients]
+    keys = [crypto.recipient(text) for text in dict.fromkeys(known)]
+    with device.locked():
+        state = {"recipients": list(dict.fromkeys(known)), "vault": where or device.state("vault")}
+        device.store.state_set(state)
+        identity = crypto.new_identity(beside(device.path, "identity"))
+        outbox = beside(device.path, "outbox")
+        durable.make_dir(outbox, 0o700)
+        durable.sweep(outbox)
+        queue = VaultQueue(device.store)
+        report = Pushed()
+        with connected(device) as vault:
+            _sweep(queue, outbox)
+            _remove(vault, queue, outbox, report)
+            total = device.store.count()
+            with output.progress("pushing") as advance:
+                for done, item in enumerate(_items(device), start=1):
+                    _push_one(item, vault, queue, outbox, [identity.to_public(), *keys], report)
+                    advance(done, total)
+    return report
+
+
+def _items(device: Device) -> Iterator[Item]:
+    after = 0
+    while page := device.store.listing(after, _PAGE):
+        yield from page
+        after = page[-1].label
+
+
+def _sweep(queue: VaultQueue, outbox: Path) -> None:
+    """Remove ciphertext that was written, but not recorded before a kill."""
+    known = {entry.blob for entry in queue.entries("sealed")}
+    for path in sorted(outbox.iterdir()):
+        if path.name not in known:
+            durable.remove_tree(path)
+
+
+def _remove(vault: Vault, queue: VaultQueue, outbox: Path, report: Pushed) -> None:
+    for entry in queue.entries("removing"):
+        vault.delete(entry.blob)
+        durable.remove_tree(outbox / entry.blob)
+        queue.forget(entry.blob)
+        report.removed += 1
+
+
+def _push_one(
+    item: Item,
+    vault: Vault,
+    queue: VaultQueue,
+    outbox: Path,
+    keys: list[Recipient],
+    report: Pushed,
+) -> None:
+    entry = queue.of(item.id)
+    if entry is not None and entry.state == "stored":
+        report.held += 1
+        return
+    if entry is None or not (outbox / entry.blob).is_file():
+        entry = _seal(item, queue, outbox, keys, entry)
+    if entry is None:
+        report.skipped.append(item.id)
+        return
+    blob = vault_pb2.Blob(id=entry.blob, size=entry.size, sha256=entry.blob_sha256)
+    report.bytes_sent += vault.put(blob, outbox / entry.blob)
+    queue.mark(entry.blob, "stored")
+    durable.remove_tree(outbox / entry.blob)
+    report.pushed += 1
+
+
+def _seal(
+    item: Item,
+    queue: VaultQueue,
+    outbox: Path,
+    keys: list[Recipient],
+    lost: Entry | None,
+) -> Entry | None:
+    """Encrypt an item's file into the outbox; None if the file is not what was added.
+
+    age never gives the same ciphertext twice, so one that was `lost` from the outbox is given up.
+    """
+    image = local_image(item)
+    if image is None:
+        return None
+    if lost is not None:
+        queue.mark(lost.blob, "removing")
+    sealed = crypto.encrypt(image, keys)
+    entry = Entry(
+        blob=secrets.token_hex(32),
+        item=item.id,
+        image_sha256=str(item.digest),
+        blob_sha256=hashlib.sha256(sealed).hexdigest(),
+        size=len(sealed),
+        suffix=Path(str(item.metadata.get("name", ""))).suffix,
+        state="sealed",
+    )
+    durable.write_file(outbox / entry.blob, sealed, 0o600)
+    queue.seal(entry)
+    return entry

@@ -1,0 +1,210 @@
+"""Following a publication: verified news, staged vectors, one flip; searchable throughout.
+
+A kill at any moment leaves the gallery wholly in the old space or wholly in the new one, and the
+next sync goes on from there. The space that was left is kept, so that `rollback` can return to it,
+until a later sync finds nothing more to do (or `gc` is told to): that confirms the release.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from client import install
+from client.backfill import re_embed
+from client.carry import carry
+from client.device import Device
+from client.output import Output
+from client.plan import Plan, embedding_files, make_plan, seconds
+from client.retreat import confirm, return_to
+from client.sources import opened
+from release import durable
+from release.trust import Trust
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Options of one sync. `int8` None: the device chooses. `keep_original` None: as it was."""
+
+    dry_run: bool = False
+    backfill: int = 0
+    keep_original: bool | None = None
+    int8: bool | None = None
+    retry: bool = False
+
+
+@dataclass
+class Report:
+    """What a sync did, or with dry_run would do.
+
+    `state`: upgraded, up-to-date, planned, rolled-back, or behind (no newer release can be
+    followed; `notes` says why).
+    """
+
+    state: str
+    release: int
+    from_release: int
+    routes: list[list[int]] = field(default_factory=list)
+    items: int = 0
+    expected_kept: float | None = None
+    int8: bool = False
+    download_bytes: int = 0
+    upgrade_seconds: float = 0.0
+    re_embedded: int = 0
+    left_behind: int = 0
+    confirmed: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for --json."""
+        return asdict(self)
+
+
+def sync(device: Device, wishes: Wishes, output: Output) -> Report:
+    """Bring the gallery to the newest release that can be followed.
+
+    Raises BusyError (another sync), VerificationError (nothing changed), UnavailableError (what
+    came is kept for the next try), CannotWriteError.
+    """
+    with device.locked(), opened(device.state("source")) as (fetcher, base_url):
+        durable.sweep(device.models)
+        trust = device.trust(fetcher, base_url)
+        trust.refresh()
+        run = _Sync(device, trust, wishes, output)
+        return run.preview() if wishes.dry_run else run.follow()
+
+
+class _Sync:
+    def __init__(self, device: Device, trust: Trust, wishes: Wishes, output: Output) -> None:
+        self._device = device
+        self._trust = trust
+        self._wishes = wishes
+        self._output = output
+        active = device.store.active().spec.release
+        self._report = Report("up-to-date", active, active, items=device.store.count())
+
+    def preview(self) -> Report:
+        """What `follow` would do; changes nothing but the metadata that was fetched."""
+        for release in self._candidates():
+            if release < self._report.from_release:
+                self._report.release, self._report.state = release, "planned"
+                break
+            plan = self._plan(release)
+            if plan is not None:
+                missing = install.missing(self._device.models, plan.files())
+                self._describe(plan, "planned")
+                self._report.download_bytes = sum(file.length for file in missing)
+                self._report.upgrade_seconds = round(seconds(plan.legs), 3)
+                break
+        return self._report
+
+    def follow(self) -> Report:
+        """Try the candidates, best first, and settle where none leads on."""
+        self._remember()
+        for release in self._candidates():
+            if release < self._report.from_release:
+                return_to(self._device, {"held_back": self._device.state("held_back")})
+                self._report.release, self._report.state = release, "rolled-back"
+                return self._report
+            plan = self._plan(release)
+            if plan is None:
+                continue
+            try:
+                self._report.download_bytes += install.download(
+                    self._device.models, self._trust, plan.files(), self._output
+                )
+                install.check(self._device.models, plan)
+            except install.UnfitError as error:
+                self._hold_back(release, str(error))
+                continue
+            if self._upgrade(plan):
+                return self._report
+        return self._settle()
+
+    def _remember(self) -> None:
+        """Keep the versions seen, and the wishes that last."""
+        state: dict[str, Any] = {"floor": self._trust.floor().model_dump()}
+        if self._wishes.keep_original is not None:
+            state["keep_original"] = self._wishes.keep_original
+        if self._wishes.retry:
+            state["held_back"] = None
+        self._device.store.state_set(state)
+
+    def _candidates(self) -> Iterator[int]:
+        """Releases to try, best first; an older one only if the active one was withdrawn."""
+        active, releases = self._report.from_release, self._trust.releases()
+        held = {} if self._wishes.retry else self._device.state("held_back", {})
+        for release in sorted(releases, reverse=True):
+            if release <= active or releases[release] is not None:
+                continue
+            if str(release) in held:
+                self._fall_behind(held[str(release)])
+            else:
+                yield release
+        if releases.get(active) is not None:
+            self._report.notes.append(f"release {active} was withdrawn: {releases[active]}")
+            previous = self._device.previous()
+            if previous is not None and releases.get(previous.spec.release, "") is None:
+                yield previous.spec.release
+
+    def _plan(self, release: int) -> Plan | None:
+        plan = make_plan(self._device, self._trust, release, self._wishes.int8)
+        if plan is None:
+            at = self._report.from_release
+            self._fall_behind(f"release {release}: no route leads there from release {at}")
+        return plan
+
+    def _fall_behind(self, why: str) -> None:
+        self._report.notes.append(why)
+        self._report.state = "behind"
+
+    def _hold_back(self, release: int, reason: str) -> None:
+        held = self._device.state("held_back", {})
+        self._device.store.state_set({"held_back": {**held, str(release): reason}})
+        self._fall_behind(reason)
+
+    def _describe(self, plan: Plan, state: str) -> None:
+        report = self._report
+        report.state = state
+        report.release = plan.target.release
+        report.routes = [list(leg.route.releases) for leg in plan.legs]
+        report.expected_kept = plan.kept()
+        report.int8 = plan.int8
+
+    def _upgrade(self, plan: Plan) -> bool:
+        """Carry the gallery along a plan; False if items would be left behind."""
+        device, release = self._device, plan.target.release
+        installed = device.state("installed", {})
+        state = {
+            "floor": self._trust.floor().model_dump(),
+            "installed": {**installed, str(release): install.digest_of(self._trust, release)},
+            "return_to": device.store.active().spec.space,
+        }
+        started = time.monotonic()
+        carried = carry(device, plan, self._wishes.backfill, state, self._output)
+        self._report.re_embedded += carried.re_embedded
+        if carried.left_behind:
+            self._fall_behind(
+                f"release {release}: {carried.left_behind} items have no side-information for its "
+                f"upgrade; `sync --backfill {carried.left_behind}` embeds them from their images"
+            )
+            return False
+        self._describe(plan, "upgraded")
+        self._report.upgrade_seconds = round(time.monotonic() - started, 3)
+        self._report.items = device.store.count()
+        confirm(device, but=device.state("return_to"))
+        install.tidy(device)
+        return True
+
+    def _settle(self) -> Report:
+        """Nothing newer can be followed: what answers is made whole and, if newest, confirmed."""
+        device, report = self._device, self._report
+        manifest = device.active()
+        report.download_bytes += install.download(
+            device.models, self._trust, embedding_files(manifest), self._output
+        )
+        report.re_embedded += re_embed(device, manifest, self._wishes.backfill, self._output)
+        if report.state == "up-to-date":
+            report.confirmed = confirm(device)
+            install.tidy(device)
+        return report

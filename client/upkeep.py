@@ -1,0 +1,198 @@
+"""Keeping a gallery in order: remove, gc, verify, status."""
+
+import contextlib
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from client import crypto
+from client.device import Device, beside
+from client.install import missing, tidy
+from client.plan import embedding_files
+from client.retreat import confirm
+from client.vault_queue import VaultQueue
+from gallery import staging
+from gallery.connections import connect
+from gallery.spec import SpaceInfo
+from gallery.store import Item
+from release import durable
+from release.digests import sha256_file
+from release.errors import NobackfillError, NotFoundError
+from release.vectors import check_vectors
+
+_LEAST_CERTAIN = 10
+_ROWS = 10_000
+
+
+def remove(device: Device, named: Sequence[str]) -> dict[str, Any]:
+    """Remove items, named by id or path, from every space, the file's free pages and its log.
+
+    Their ciphertext waiting here goes at once, that in the vault at the next push. The image files
+    themselves stay. Raises NotFoundError for a name that is none; nothing is removed then.
+    """
+    ids = [_find(device, name).id for name in dict.fromkeys(named)]
+    queue = VaultQueue(device.store)
+    outbox = beside(device.path, "outbox")
+    in_vault = 0
+    for item_id in ids:
+        entry = queue.of(item_id)
+        if entry is not None:
+            # First the vault's row: killed here, the image is still named and can be removed again.
+            queue.mark(entry.blob, "removing")
+            durable.remove_tree(outbox / entry.blob)
+            in_vault += 1
+    return {"removed": device.store.delete(ids), "left_in_vault": in_vault}
+
+
+def _find(device: Device, name: str) -> Item:
+    item = device.store.get(name)
+    if item is None:
+        path = str(Path(name).absolute())
+        with device.store.reading() as connection:
+            row = connection.execute(
+                "SELECT i.id FROM items i JOIN attributes a USING (label)"
+                " WHERE a.key = 'path' AND a.kind = 'text' AND a.value = ?",
+                (path,),
+            ).fetchone()
+        item = None if row is None else device.store.get(row[0])
+    if item is None:
+        raise NotFoundError(f"{name}: neither an id nor a path of this gallery; see `list`")
+    return item
+
+
+def collect(device: Device) -> dict[str, Any]:
+    """`gc`: confirm the active release and drop what only a rollback or a killed run would need.
+
+    Raises BusyError while a sync runs.
+    """
+    with device.locked():
+        before = _disk(device)
+        durable.sweep(device.models)
+        for space in device.store.spaces():
+            if space.state == "staging":
+                staging.drop(device.store, space.spec.space)
+        dropped = confirm(device)
+        tidy(device)
+        for folder in (beside(device.path, "inbox"), beside(device.path, "outbox")):
+            known = {entry.blob for entry in VaultQueue(device.store).entries("sealed")}
+            for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+                if path.name not in known:
+                    durable.remove_tree(path)
+        _compact(device)
+        return {"dropped": dropped, "freed_bytes": before - _disk(device)}
+
+
+def _compact(device: Device) -> None:
+    """Give free pages back to the file system; not urgent, so not now if others hold the file."""
+    refused = contextlib.suppress(sqlite3.OperationalError)
+    with contextlib.closing(connect(device.path)) as connection, refused:
+        connection.execute("VACUUM")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def _disk(device: Device) -> int:
+    names = device.path.parent.glob(f"{device.path.name}*")
+    files = (p for name in names for p in ([name] if name.is_file() else name.rglob("*")))
+    return sum(path.stat().st_size for path in files if path.is_file())
+
+
+def verify(device: Device) -> dict[str, Any]:
+    """Check the file's pages, every vector, the models' digests, keys and ciphertext; offline.
+
+    Returns counts and `problems`, each a sentence that says what to do.
+    """
+    problems: list[str] = []
+    vectors = 0
+    with device.store.reading() as connection:
+        try:
+            pages = connection.execute("PRAGMA integrity_check").fetchone()[0]
+            strays = connection.execute("PRAGMA foreign_key_check").fetchall()
+        except sqlite3.DatabaseError as error:
+            pages, strays = str(error), []
+    if pages != "ok" or strays:
+        problems.append(f"{device.path}: damaged ({pages}); restore a copy, or make it anew")
+    for space in device.store.spaces():
+        try:
+            vectors += _check_space(device, space)
+            manifest = device.manifest(space.spec.release)
+        except NobackfillError as error:
+            problems.append(str(error))
+            continue
+        problems += [
+            f"{file.path}: missing or changed; `edge-client sync` brings it again"
+            for file in missing(device.models, embedding_files(manifest))
+        ]
+    problems += _check_vault(device)
+    return {"items": device.store.count(), "vectors": vectors, "problems": problems}
+
+
+def _check_space(device: Device, space: SpaceInfo) -> int:
+    spec = space.spec
+    if space.state == "staging" and not device.state("installed", {}).get(str(spec.release)):
+        return device.store.count(spec.space)
+    labels, vectors = device.store.load(spec.space)
+    for start in range(0, len(labels), _ROWS):
+        what = f"vectors of release {spec.release}"
+        check_vectors(vectors[start : start + _ROWS], spec.dim, what=what, unit=spec.unit)
+    if space.state == "active" and len(labels) < device.store.count():
+        lacking = device.store.count() - len(labels)
+        raise NotFoundError(
+            f"{lacking} items have no vector in the active space; add their images again"
+        )
+    return int(np.size(labels))
+
+
+def _check_vault(device: Device) -> list[str]:
+    problems = []
+    for entry in VaultQueue(device.store).entries("sealed"):
+        path = beside(device.path, "outbox") / entry.blob
+        if not path.is_file() or sha256_file(path) != entry.blob_sha256:
+            problems.append(f"{path}: ciphertext is lost or damaged; `push` makes it anew")
+    identity = beside(device.path, "identity")
+    if identity.exists():
+        try:
+            crypto.read_identity(identity)
+        except NobackfillError as error:
+            problems.append(str(error))
+    return problems
+
+
+def status(device: Device) -> dict[str, Any]:
+    """What the gallery is and holds; offline."""
+    active = device.store.active()
+    previous = device.previous()
+    vault: dict[str, int] = {"sealed": 0, "stored": 0, "removing": 0}
+    for entry in VaultQueue(device.store).entries():
+        vault[entry.state] += 1
+    least = staging.least_certain(device.store, active.spec.space, _LEAST_CERTAIN)
+    return {
+        "gallery": str(device.path),
+        "items": device.store.count(),
+        "release": active.spec.release,
+        "space": active.spec.space,
+        "source": device.state("source"),
+        "rollback_to": None if previous is None else previous.spec.release,
+        "keep_original": bool(device.state("keep_original")),
+        "spaces": [_space(device, space) for space in device.store.spaces()],
+        "held_back": device.state("held_back", {}),
+        "bytes_on_disk": _disk(device),
+        "vault": vault,
+        "least_certain": [
+            {"id": i.id, "path": i.metadata.get("path"), "uncertainty": i.uncertainty}
+            for i in least
+        ],
+    }
+
+
+def _space(device: Device, space: SpaceInfo) -> dict[str, Any]:
+    items = device.store.count(space.spec.space)
+    return {
+        "release": space.spec.release,
+        "space": space.spec.space,
+        "state": space.state,
+        "items": items,
+        "bytes": items * 4 * (space.spec.dim + space.spec.side_dim),
+    }
