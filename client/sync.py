@@ -113,7 +113,7 @@ class _Sync:
                 self._report.download_bytes += install.download(
                     self._device.models, self._trust, plan.files(), self._output
                 )
-                install.check(self._device.models, plan)
+                install.check(self._device, plan)
             except install.UnfitError as error:
                 self._hold_back(release, str(error))
                 continue
