@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from pytorch_metric_learning.losses import ArcFaceLoss
 from torch import Tensor, nn
 
 from release.errors import ConfigurationError
-from training.heads import HEAD_NAMES, Head, SoftmaxHead
+from training.heads import HEAD_NAMES, AngularHead, Head, SoftmaxHead
 from training.losses.margins import arcface, cosface, cosines, linear_softmax
 
 
@@ -67,12 +68,22 @@ def first_elements(embedding: Tensor, k: int) -> Tensor:
     return embedding[:, :k]
 
 
-def of_head(head: Head, form: str) -> FixedClassifier:
-    """The fixed copy of a trained head of the form `form` (its config's word)."""
+def of_head(head: Head) -> FixedClassifier:
+    """The fixed copy of a trained head."""
     bias = head.linear.bias if isinstance(head, SoftmaxHead) else None
     return FixedClassifier(
-        head.classifier(), form=form, margin=head.margin, scale=head.scale, bias=bias
+        head.classifier(), form=form_of(head), margin=head.margin, scale=head.scale, bias=bias
     )
+
+
+def form_of(head: Head) -> str:
+    """The name of a head, as configurations say it."""
+    if not isinstance(head, AngularHead):
+        return "softmax"
+    if isinstance(head.loss, ArcFaceLoss):
+        return "arcface"
+    # A normalised softmax is CosFace's loss with margin 0, which its margin says.
+    return "cosface"
 
 
 def labels_in(class_names: Sequence[str], new_class_names: Sequence[str]) -> Tensor:

@@ -12,7 +12,7 @@ from training.heads import HEAD_NAMES, build_head
 def test_it_is_the_head_it_came_from(form: str) -> None:
     torch.manual_seed(0)
     head = build_head(form, 5, 6)
-    fixed = of_head(head, form)
+    fixed = of_head(head)
     embedding, labels = torch.randn(20, 6), torch.arange(20) % 5
     torch.testing.assert_close(fixed.logits(embedding), head.logits(embedding))
     mean = float(head(embedding, labels).detach())
@@ -22,7 +22,7 @@ def test_it_is_the_head_it_came_from(form: str) -> None:
 @pytest.mark.parametrize("form", HEAD_NAMES)
 def test_gradients_reach_the_embedding_and_not_the_classifier(form: str) -> None:
     head = build_head(form, 5, 6)
-    fixed = of_head(head, form)
+    fixed = of_head(head)
     assert not list(fixed.parameters())
     embedding = torch.randn(4, 6, requires_grad=True)
     fixed.loss(embedding, torch.arange(4)).sum().backward()  # type: ignore[no-untyped-call]

@@ -10,7 +10,9 @@ from torch import Tensor
 def cosines(embedding: Tensor, weights: Tensor) -> Tensor:
     """Cosines [n, c] between embeddings [n, d] and class weights [c, d], in float32 or wider."""
     wide = torch.promote_types(embedding.dtype, torch.float32)
-    return F.normalize(embedding.to(wide)) @ F.normalize(weights.to(wide)).t()
+    # Autocast would multiply in bf16, below whose resolution a margin of a cosine vanishes.
+    with torch.autocast(embedding.device.type, enabled=False):
+        return F.normalize(embedding.to(wide)) @ F.normalize(weights.to(wide)).t()
 
 
 def cosface(cosine: Tensor, labels: Tensor, margin: float, scale: float) -> Tensor:
@@ -41,9 +43,14 @@ def linear_softmax(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="none")
 
 
-def mean_or_zero(losses: Tensor) -> Tensor:
-    """The mean of a term over the rows of a batch that it applies to; 0 where there are none."""
-    return losses.mean() if losses.numel() else losses.sum()
+def share_of_batch(losses: Tensor, batch_size: int) -> Tensor:
+    """A term over the rows [m] of a batch that it applies to, as BCT Eq. 8 adds it: sum / batch
+    size.
+
+    Eq. 4 sums over images, so a term on T_old weighs by how many of the batch are of T_old; 0 for
+    none.
+    """
+    return losses.sum() / batch_size
 
 
 def spread(weights: Tensor) -> Tensor:

@@ -9,7 +9,11 @@ from typing import TypeVar
 from release.errors import ConfigurationError
 from training.embedder import EmbedderObjective
 from training.method import EmbedderInputs, EmbedderMethod, UpgradeMethod
+from training.methods.baselines import CONTRASTIVE, FOCAL, L2, LWF, REGRESS
+from training.methods.bct import BCT, BCT_KD, BCT_SYS
+from training.methods.dmu import DMU
 from training.methods.fct import FCT
+from training.methods.unibct import UNIBCT
 
 T = TypeVar("T")
 
@@ -20,6 +24,16 @@ def _independent(inputs: EmbedderInputs) -> EmbedderObjective:
 
 EMBEDDER_METHODS: dict[str, EmbedderMethod] = {
     "independent": EmbedderMethod(_independent),
+    "l2": L2,
+    "lwf": LWF,
+    "bct": BCT,
+    "bct_kd": BCT_KD,
+    "bct_sys": BCT_SYS,
+    "regress": REGRESS,
+    "contrastive": CONTRASTIVE,
+    "unibct": UNIBCT,
+    "dmu": DMU,
+    "focal": FOCAL,
 }
 UPGRADE_METHODS: dict[str, UpgradeMethod] = {
     "fct": FCT,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from pytorch_metric_learning.losses import ArcFaceLoss, CosFaceLoss
 
-from training.losses.margins import arcface, cosface, cosines, mean_or_zero, spread
+from training.losses.margins import arcface, cosface, cosines, share_of_batch, spread
 
 
 def setting(n: int = 12) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -78,11 +78,14 @@ def test_half_precision_embeddings_are_widened() -> None:
     embedding, weights, _ = setting()
     low = cosines(embedding.bfloat16(), weights.bfloat16())
     assert low.dtype == torch.float32
+    plain = cosines(embedding.float(), weights.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(cosines(embedding.float(), weights.float()), plain)
 
 
-def test_mean_or_zero_and_spread() -> None:
+def test_share_of_batch_and_spread() -> None:
     empty = torch.zeros(3, requires_grad=True)[:0]
-    mean_or_zero(empty).backward()  # type: ignore[no-untyped-call]
-    assert float(mean_or_zero(empty.detach())) == 0
-    assert float(mean_or_zero(torch.tensor([1.0, 3.0]))) == 2
+    share_of_batch(empty, 3).backward()  # type: ignore[no-untyped-call]
+    assert float(share_of_batch(empty.detach(), 3)) == 0
+    assert float(share_of_batch(torch.tensor([1.0, 3.0]), 8)) == 0.5
     assert float(spread(torch.tensor([0.1, 0.4]))) == pytest.approx(4)

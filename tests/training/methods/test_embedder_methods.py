@@ -1,0 +1,275 @@
+"""Backward-compatible methods on a tiny data set: what each term sees, and that it trains."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from release.errors import ConfigurationError
+from tests.training.methods import tiny
+from training.embedder import to_pixels
+from training.fixed_classifier import FixedClassifier
+from training.loop import fit
+from training.losses.margins import cosface, cosines
+from training.method import Classifier
+from training.methods import EMBEDDER_METHODS, embedder_method
+from training.methods.bct import BctObjective, BctSynthesizedObjective
+from training.methods.compatible import CompatibleObjective, encode_all
+from training.methods.dmu import DmuObjective
+from training.methods.unibct import UniBctObjective, UniBctOptions, refresh_epochs
+from training.progress import Progress
+
+COMPATIBLE = [name for name in EMBEDDER_METHODS if name != "independent"]
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Classifier:
+    return tiny.old_model(tmp_path_factory.mktemp("old"))
+
+
+def batch() -> dict[str, torch.Tensor]:
+    rows = tiny.rows()
+    return {name: tensor[:16] for name, tensor in rows.items()}
+
+
+def objective(name: str, run_dir: Path, old: Classifier, **options: object) -> CompatibleObjective:
+    inputs = tiny.inputs(run_dir, old, method=name, options=options)
+    made = embedder_method(name).objective(inputs)
+    assert isinstance(made, CompatibleObjective)
+    return made
+
+
+@pytest.mark.parametrize("name", COMPATIBLE)
+def test_every_method_trains_resumes_and_leaves_the_old_model_alone(
+    name: str, tmp_path: Path, old: Classifier
+) -> None:
+    before = {k: v.clone() for k, v in old.encoder.state_dict().items()}
+    inputs = tiny.inputs(tmp_path / "run", old, method=name, checkpoint_every=1)
+    torch.manual_seed(1)
+    made = embedder_method(name).objective(inputs)
+    checkpoint = fit(made, inputs.rows, inputs.config, tiny.NAMES, progress=Progress(visible=False))
+    assert checkpoint.finished
+    for key, value in old.encoder.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    assert not old.encoder.training
+    assert not any("old" in key for key in checkpoint.tensors)
+    text = (tmp_path / "run" / "stats.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    first, last = (sum(line["classification"] for line in part) for part in (lines[:6], lines[-6:]))
+    assert last < first
+    vectors = encode_all(made.embedder, inputs.rows["images"])
+    assert torch.isfinite(vectors).all()
+
+
+@pytest.mark.parametrize("name", [n for n in COMPATIBLE if n not in ("lwf", "focal")])
+def test_the_terms_pull_the_new_space_towards_the_old_one(
+    name: str, tmp_path: Path, old: Classifier
+) -> None:
+    """Without classification, the old centres of the classes must come to tell new ones apart."""
+    torch.manual_seed(2)
+    made = objective(name, tmp_path, old)
+    made.begin_epoch(3, 4)
+    images, labels = tiny.rows()["images"], tiny.rows()["labels"]
+    then = encode_all(old.encoder, images)
+    centres = torch.stack([then[labels == c].mean(0) for c in (0, 1)])
+
+    def accuracy() -> float:
+        # With the batch's own statistics, which 60 steps do not settle.
+        new = made.embedder(images)[labels < 2]
+        return float((cosines(new, centres).argmax(1) == labels[labels < 2]).float().mean())
+
+    start = accuracy()
+    optimizer = torch.optim.Adam(made.embedder.parameters(), lr=0.01)
+    for _ in range(60):
+        terms = made(tiny.rows())
+        loss = torch.stack([v for k, v in terms.items() if k not in ("classification", "forward")])
+        optimizer.zero_grad()
+        loss.sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert start < 0.8 and accuracy() > 0.9
+
+
+@pytest.mark.parametrize("name", ["lwf", "focal"])
+def test_soft_labels_are_the_old_models_answers(name: str, tmp_path: Path, old: Classifier) -> None:
+    """These two tie answers, not embeddings: what Table 8 of DMU shows to be incompatible."""
+    torch.manual_seed(2)
+    made = objective(name, tmp_path, old)
+    images, labels = tiny.rows()["images"], tiny.rows()["labels"]
+    wanted = made.old_classifier.logits(made.old_embedding(to_pixels(images))).softmax(1)
+    optimizer = torch.optim.Adam(made.embedder.parameters(), lr=0.01)
+    for _ in range(60):
+        loss = made(tiny.rows())["soft_labels" if name == "lwf" else "focal_distillation"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    given = made.old_classifier.logits(made.embedder(images)).softmax(1)
+    assert (given - wanted)[labels >= 2].abs().mean() < 0.02
+    known = float((given - wanted)[labels < 2].detach().abs().mean())
+    assert known > 0.1 if name == "lwf" else known < 0.02
+
+
+def test_influence_is_equation_8_on_t_old_alone(tmp_path: Path, old: Classifier) -> None:
+    made = objective("bct", tmp_path, old, weight=0.5)
+    assert isinstance(made, BctObjective)
+    embedding = torch.nn.functional.normalize(torch.randn(8, 8))
+    labels = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
+    weights = old.head.classifier()
+    rows = [0, 1, 4, 5]
+    losses = cosface(cosines(embedding[rows], weights), labels[rows], 0.2, 16.0)
+    term = made.compatibility(embedding, torch.zeros(8, 3, 8, 8), labels)["influence"]
+    assert float(term) == pytest.approx(0.5 * float(losses.sum()) / 8, rel=1e-5)
+    none_known = made.compatibility(embedding[2:4], torch.zeros(2, 3, 8, 8), labels[2:4])
+    assert float(none_known["influence"]) == 0
+
+
+def test_classes_meet_by_name_and_not_by_number(tmp_path: Path, old: Classifier) -> None:
+    swapped = Classifier(old.encoder, old.head, ("zebra", "ant"))
+    made = objective("bct", tmp_path, swapped)
+    assert made.known_labels.tolist() == [1, -1, -1, -1]
+
+
+def test_synthesized_rows_are_average_old_features(tmp_path: Path, old: Classifier) -> None:
+    made = objective("bct_sys", tmp_path, old)
+    assert isinstance(made, BctSynthesizedObjective)
+    assert made.known_labels.tolist() == [0, 1, 2, 3]
+    rows = tiny.rows()
+    features = old.encoder.encode(to_pixels(rows["images"]))
+    weights = made.old_classifier.weights
+    torch.testing.assert_close(weights[:2], old.head.classifier())
+    for label in (2, 3):
+        torch.testing.assert_close(weights[label], features[rows["labels"] == label].mean(0))
+
+
+def test_a_softmax_head_gets_rows_of_its_own_length(tmp_path: Path) -> None:
+    soft = tiny.old_model(tmp_path / "soft", head="softmax", margin=None, scale=None)
+    inputs = tiny.inputs(tmp_path, soft, method="bct_sys", head="softmax", margin=None, scale=None)
+    made = embedder_method("bct_sys").objective(inputs)
+    assert isinstance(made, BctSynthesizedObjective)
+    norms = made.old_classifier.weights.norm(dim=1)
+    torch.testing.assert_close(norms[2:], norms[:2].mean().expand(2))
+    torch.testing.assert_close(made.old_classifier.bias[3], made.old_classifier.bias[:2].mean())
+    assert torch.isfinite(torch.stack(list(made(batch()).values()))).all()
+
+
+def test_a_longer_embedding_is_compatible_in_its_first_elements(
+    tmp_path: Path, old: Classifier
+) -> None:
+    for name in COMPATIBLE:
+        inputs = tiny.inputs(tmp_path, old, method=name, embedding_dim=12)
+        made = embedder_method(name).objective(inputs)
+        assert isinstance(made, CompatibleObjective)
+        made.begin_epoch(3, 4)
+        assert torch.isfinite(torch.stack(list(made(batch()).values()))).all()
+        embedding = torch.randn(5, 12, requires_grad=True)
+        first = made.as_old(embedding)
+        torch.testing.assert_close(first.norm(dim=1), torch.ones(5))
+        torch.testing.assert_close(
+            first, torch.nn.functional.normalize(embedding[:, :8]), atol=1e-6, rtol=0
+        )
+    with pytest.raises(ConfigurationError, match="embedding_dim is 4, below the old model's 8"):
+        embedder_method("bct").objective(tiny.inputs(tmp_path, old, method="bct", embedding_dim=4))
+
+
+def test_an_old_model_of_another_input_size_sees_resized_pixels(
+    tmp_path: Path, old: Classifier
+) -> None:
+    inputs = tiny.inputs(tmp_path, old, method="regress", image_size=16)
+    made = embedder_method("regress").objective(inputs)
+    assert isinstance(made, CompatibleObjective)
+    # Of one colour each, so that a resize changes nothing but the size.
+    colours = torch.rand(5, 3, 1, 1)
+    large, small = colours.expand(5, 3, 16, 16), colours.expand(5, 3, 8, 8)
+    torch.testing.assert_close(made.old_embedding(large), old.encoder.encode(small))
+
+
+def test_unibct_waits_refreshes_and_keeps_its_prototypes(tmp_path: Path, old: Classifier) -> None:
+    assert refresh_epochs(35, UniBctOptions()) == (10, {10, 20})
+    assert refresh_epochs(7, UniBctOptions(warmup_share=0)) == (0, {0})
+    made = objective("unibct", tmp_path, old, warmup_share=0.25)
+    assert isinstance(made, UniBctObjective)
+    made.begin_epoch(0, 4)
+    assert set(made(batch())) == {"classification"}
+    made.begin_epoch(1, 4)
+    assert set(made(batch())) == {"classification", "pseudo_prototypes"}
+    first = made.pseudo_classifier.weights.clone()
+    with torch.no_grad():
+        for parameter in made.embedder.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    made.begin_epoch(3, 4)
+    assert torch.equal(made.pseudo_classifier.weights, first)
+    made.begin_epoch(2, 4)
+    assert not torch.equal(made.pseudo_classifier.weights, first)
+    assert isinstance(made.trained()["prototypes"], FixedClassifier)
+
+
+def test_vanilla_prototypes_are_class_averages(tmp_path: Path, old: Classifier) -> None:
+    made = objective("unibct", tmp_path, old, prototypes="vanilla", warmup_share=0)
+    assert isinstance(made, UniBctObjective)
+    rows = tiny.rows()
+    features = old.encoder.encode(to_pixels(rows["images"]))
+    for label in range(4):
+        torch.testing.assert_close(
+            made.pseudo_classifier.weights[label], features[rows["labels"] == label].mean(0)
+        )
+
+
+def test_dmu_logs_how_uniform_its_weights_are(tmp_path: Path, old: Classifier) -> None:
+    made = objective("dmu", tmp_path, old)
+    made(batch())
+    assert 1 <= made.statistics["weight_spread"] < 1.05
+    sharp = objective("dmu", tmp_path, old, entropy_scale=30.0, weight_temperature=0.05)
+    sharp(batch())
+    assert sharp.statistics["weight_spread"] > made.statistics["weight_spread"]
+    uniform = objective("dmu", tmp_path, old, measure="uniform")
+    uniform(batch())
+    assert uniform.statistics["weight_spread"] == 1
+
+
+def test_dmus_forward_loss_reaches_psi_and_the_new_classifier_alone(
+    tmp_path: Path, old: Classifier
+) -> None:
+    made = objective("dmu", tmp_path, old)
+    assert isinstance(made, DmuObjective) and made.upgrade is not None
+    made(batch())["forward"].backward()
+    assert all(p.grad is not None for p in made.upgrade.parameters())
+    assert all(p.grad is not None for p in made.head.parameters())
+    assert all(p.grad is None for p in made.embedder.parameters())
+
+
+def test_dmus_selective_loss_is_the_old_classifiers_as_equation_10_has_it(
+    tmp_path: Path, old: Classifier
+) -> None:
+    """The pseudocode's new logits would leave a gradient in the new head."""
+    made = objective("dmu", tmp_path, old, forward=False)
+    made(batch())["selective"].backward()
+    assert all(p.grad is None for p in made.head.parameters())
+    assert any(p.grad is not None for p in made.embedder.parameters())
+
+
+def test_uniform_dmu_without_psi_is_bct_sys(tmp_path: Path, old: Classifier) -> None:
+    dmu = objective("dmu", tmp_path, old, measure="uniform", forward=False)
+    sys = objective("bct_sys", tmp_path, old)
+    assert isinstance(dmu, DmuObjective) and isinstance(sys, BctSynthesizedObjective)
+    embedding, labels = torch.randn(16, 8), torch.arange(16) % 4
+    expected = sys.compatibility(embedding, torch.zeros(16, 3, 8, 8), labels)["influence"]
+    losses = dmu.inherited(embedding, torch.zeros(16, 8), labels)
+    torch.testing.assert_close(losses.mean(), expected)
+
+
+@pytest.mark.parametrize("measure", ["entropy", "confidence", "uniform"])
+@pytest.mark.parametrize("regularizer", ["classification", "regression"])
+def test_dmus_variants_run(measure: str, regularizer: str, tmp_path: Path, old: Classifier) -> None:
+    made = objective("dmu", tmp_path, old, measure=measure, regularizer=regularizer)
+    terms = made(batch())
+    assert set(terms) == {"classification", "selective", "forward"}
+    assert torch.isfinite(torch.stack(list(terms.values()))).all()
+
+
+def test_wrong_options_and_missing_models_are_refused(tmp_path: Path, old: Classifier) -> None:
+    with pytest.raises(ConfigurationError, match=r"speed: .*options: weight, prototypes"):
+        objective("unibct", tmp_path, old, speed=3)
+    with pytest.raises(ConfigurationError, match="bct needs the old model's run folder"):
+        embedder_method("bct").objective(tiny.inputs(tmp_path, None, method="bct"))
+    with pytest.raises(ConfigurationError, match="unknown embedder method 'bcd'; known: bct"):
+        embedder_method("bcd")
