@@ -75,7 +75,9 @@ def command(
     image_size: Annotated[
         int, typer.Option(min=8, max=224, help="Side of the models' input in pixels.")
     ] = 16,
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs of the embedders.")] = 20,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Epochs of every training; else as in configs/digits.")
+    ] = None,
     images_per_class: Annotated[
         int | None, typer.Option(min=13, help="Take at most so many of each class.")
     ] = None,

@@ -1,91 +1,78 @@
-"""How the demo trains: the configurations that `training/train.py` reads.
+"""How the demo trains: the configurations of configs/digits, with this run's paths and sizes."""
 
-Chosen on the digits' training half alone; nothing here has seen a query.
-"""
-
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-# One YAML file.
-Recipe = dict[str, Any]
+import yaml
+
+CONFIGS = Path(__file__).parent.parent / "configs" / "digits"
+# Inputs up to this side are for the small network; larger ones get the small ResNet.
+SMALL_SIDE = 32
+
+# Keys of a configuration with their values.
+Settings = dict[str, str | int]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One training: a configuration file, and the keys set on the command line."""
+
+    config: Path
+    run: Path
+    epochs: int
+    settings: Settings
+
+    def arguments(self) -> Iterator[str | Path]:
+        """For `python training/train.py`."""
+        yield self.config
+        for key, value in self.settings.items():
+            yield from ("--set", f"{key}={value}")
 
 
 @dataclass(frozen=True)
 class Recipes:
-    """Recipes for one run of the demo; `epochs` is the embedders' number, others follow it."""
+    """Recipes for one run of the demo. `epochs` None: as many as the configurations say."""
 
     images: Path
     runs: Path
     image_size: int
-    epochs: int
+    epochs: int | None
     seed: int
 
-    def _common(self, run: str, kind: str) -> Recipe:
-        return {
-            "kind": kind,
-            "run_dir": str(self.runs / run),
-            "images": str(self.images),
-            "seed": self.seed,
-            "threads": 1,
-        }
+    def run(self, name: str) -> Path:
+        return self.runs / name
 
-    def _network(self, run: str, kind: str) -> Recipe:
-        small = self.image_size <= 32
-        return self._common(run, kind) | {
-            "image_size": self.image_size,
-            "backbone": "small" if small else "small_resnet",
-            "width": 32 if small else 24,
-            "batch_size": 64,
-            "optimizer": "adam",
-            "lr": 0.003,
-            "warmup_epochs": min(1, self.epochs / 2),
-        }
-
-    def embedder(self, release: int, classes: int) -> Recipe:
-        """phi: learns the first `classes` classes under a CosFace head."""
-        return self._network(f"embedder-{release}", "embedder") | {
-            "classes": classes,
-            "embedding_dim": 64,
-            "head": "cosface",
-            "epochs": self.epochs,
+    def networks(self, release: int, classes: int) -> list[Recipe]:
+        """phi and psi of a release that knows the first `classes` classes."""
+        backbone = "small" if self.image_size <= SMALL_SIDE else "small_resnet"
+        shape: Settings = {"classes": classes, "image_size": self.image_size, "backbone": backbone}
+        return [
             # Another seed a release: the new model knows nothing of the old one.
-            "seed": self.seed + 100 * release,
-            "augmentation": {"rotate_degrees": 10, "translate": 0.1, "scale": 0.1},
-        }
-
-    def side_encoder(self, release: int, classes: int) -> Recipe:
-        """psi: SimCLR on the same images, for a future nobody knows yet."""
-        return self._network(f"side-{release}", "side_encoder") | {
-            "classes": classes,
-            "side_info": "simclr",
-            "side_info_dim": 64,
-            "epochs": 2 * self.epochs,
-            "seed": self.seed + 100 * release + 1,
-            "augmentation": {
-                "rotate_degrees": 10,
-                "translate": 0.1,
-                "scale": 0.2,
-                "crop_area": 0.5,
-                "brightness": 0.4,
-                "contrast": 0.4,
-            },
-        }
+            self._recipe(f"{kind}-{release}", 10 * self.seed + release, shape)
+            for kind in ("embedder", "side_encoder")
+        ]
 
     def upgrade(self) -> Recipe:
-        """h and g: release 1's vectors and side-information into release 2's (FCT)."""
-        return self._common("upgrade-1-2", "upgrade") | {
-            "old": str(self.runs / "embedder-1"),
-            "new": str(self.runs / "embedder-2"),
-            "old_side": str(self.runs / "side-1"),
-            "new_side": str(self.runs / "side-2"),
-            "side": "maps",
-            "inner_dim": 512,
-            "batch_size": 128,
-            "optimizer": "adam",
-            "lr": 0.001,
-            "warmup_epochs": min(1, self.epochs / 2),
-            "epochs": 2 * self.epochs,
-            "views": 8,
-            "augmentation": {"rotate_degrees": 10, "translate": 0.1, "scale": 0.1},
+        """h and g: release 1's embedding and side-information into release 2's (FCT)."""
+        sources = {
+            "old": "embedder-1",
+            "new": "embedder-2",
+            "old_side": "side_encoder-1",
+            "new_side": "side_encoder-2",
         }
+        paths: Settings = {key: str(self.run(run)) for key, run in sources.items()}
+        return self._recipe("upgrade-1-2", self.seed, paths)
+
+    def _recipe(self, name: str, seed: int, settings: Settings) -> Recipe:
+        config = CONFIGS / f"{name}.yaml"
+        epochs = int(yaml.safe_load(config.read_text(encoding="utf-8"))["epochs"])
+        common: Settings = {
+            "run_dir": str(self.run(name)),
+            "images": str(self.images),
+            "seed": seed,
+        }
+        if self.epochs is not None:
+            epochs = self.epochs
+            common |= {"epochs": epochs, "warmup_epochs": 0}
+        return Recipe(config, self.run(name), epochs, common | settings)

@@ -34,7 +34,7 @@ class Options:
     rollout: str
     seed: int
     image_size: int
-    epochs: int
+    epochs: int | None
     images_per_class: int | None
     clients: int
     steady_seconds: float
@@ -111,14 +111,12 @@ class Life:
 
     def train_1(self) -> Result:
         known = len(self.journal["data"]["old"])
-        recipes = [self.recipes.embedder(1, known), self.recipes.side_encoder(1, known)]
-        train.train(self.children, self.screen, recipes)
+        train.train(self.children, self.screen, self.recipes.networks(1, known))
         return {}
 
     def train_2(self) -> Result:
         known = len(self.journal["data"]["new"])
-        recipes = [self.recipes.embedder(2, known), self.recipes.side_encoder(2, known)]
-        train.train(self.children, self.screen, recipes)
+        train.train(self.children, self.screen, self.recipes.networks(2, known))
         train.train(self.children, self.screen, [self.recipes.upgrade()])
         return {}
 

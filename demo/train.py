@@ -6,8 +6,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from demo.children import Child, Children
 from demo.recipes import Recipe
 from demo.screen import Bar, Screen
@@ -27,20 +25,16 @@ def train(children: Children, screen: Screen, recipes: Sequence[Recipe]) -> None
     """Train side by side, one core each. Raises DemoError when the first of them fails."""
     running: list[tuple[Child, Recipe, Bar]] = []
     for recipe in recipes:
-        run = Path(recipe["run_dir"])
-        config = run.with_suffix(".yaml")
-        config.parent.mkdir(parents=True, exist_ok=True)
-        config.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
-        bar = screen.bar(f"train {run.name}", recipe["epochs"])
-        child = children.start(f"train-{run.name}", [sys.executable, "training/train.py", config])
-        running.append((child, recipe, bar))
+        bar = screen.bar(f"train {recipe.run.name}", recipe.epochs)
+        command = [sys.executable, "training/train.py", *recipe.arguments()]
+        running.append((children.start(f"train-{recipe.run.name}", command), recipe, bar))
     while running:
         time.sleep(0.2)
         for child, recipe, bar in list(running):
-            bar(epochs_done(Path(recipe["run_dir"])))
+            bar(epochs_done(recipe.run))
             if child.process.poll() is not None:
                 children.wait(child)
-                bar(recipe["epochs"])
+                bar(recipe.epochs)
                 running.remove((child, recipe, bar))
 
 
@@ -64,7 +58,7 @@ def publish(
     command: list[str | Path] = [
         *(sys.executable, "training/export.py", "--model-repo", model_repo),
         *("--release", str(release), "--embedder", runs / f"embedder-{release}"),
-        *("--side-encoder", runs / f"side-{release}", "--eval", evaluation),
+        *("--side-encoder", runs / f"side_encoder-{release}", "--eval", evaluation),
     ]
     if release > 1:
         command += ["--upgrade", runs / f"upgrade-{release - 1}-{release}"]

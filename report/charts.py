@@ -66,13 +66,14 @@ def map_chart(comparison: Comparison) -> str:
 
 
 def _scatter(axes: Axes, points: NDArray[np.float64], labels: list[str], shown: list[str]) -> None:
+    size = float(np.clip(6000 / len(points), 4, 30))
     belongs = np.array([shown.index(label) if label in shown else -1 for label in labels])
     for number in range(-1, len(shown)):
         chosen = points[belongs == number]
         if len(chosen):
             colour = GREY if number < 0 else COLOURS[number]
             name = "other classes" if number < 0 else shown[number]
-            axes.scatter(chosen[:, 0], chosen[:, 1], s=6, color=colour, label=name, linewidths=0)
+            axes.scatter(chosen[:, 0], chosen[:, 1], s=size, color=colour, label=name, linewidths=0)
     axes.set_xticks([])
     axes.set_yticks([])
 
