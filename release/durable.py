@@ -110,12 +110,13 @@ def remove_tree(path: Path) -> None:
         _fsync_dir(path.parent)
 
 
-def sweep(folder: Path) -> list[Path]:
+def sweep(folder: Path, name: str = "") -> list[Path]:
     """Remove the temporary files that killed processes left in `folder`; call it under the lock.
 
-    Returns what was removed. Raises CannotWriteError.
+    With `name`, only those that were to become this file. Returns what was removed. Raises
+    CannotWriteError.
     """
-    stale = sorted(folder.glob(f"{TEMPORARY}*"))
+    stale = sorted(folder.glob(f"{TEMPORARY}{name}*"))
     for path in stale:
         remove_tree(path)
     return stale

@@ -96,6 +96,7 @@ class Keys:
 
 
 def _load_or_make(path: Path) -> CryptoSigner:
+    durable.sweep(path.parent, path.name)
     if not path.exists():
         if not path.parent.is_dir():
             durable.make_dir(path.parent, mode=0o700)

@@ -1,0 +1,121 @@
+"""Every durable step of publishing fails once: the release is wholly visible or not at all.
+
+After each failure the old release is as it was, one more run converges, and nothing stale is left.
+The quick set kills at each step; `make faults` adds I/O errors, full disks and torn writes.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from release.errors import AlreadyExistsError, CannotWriteError
+from release.ledger import read_ledger
+from release.publish import publish, withdraw
+from release.renew import resign, rotate
+from tests.support.crash import KILLED, count_steps, sweep
+from tests.support.publication import Workshop, files_of, seen, workshop
+
+FAULTS = [
+    "kill",
+    pytest.param("short", marks=pytest.mark.faults),
+    pytest.param("eio", marks=pytest.mark.faults),
+    pytest.param("enospc", marks=pytest.mark.faults),
+]
+
+
+@pytest.fixture
+def quick_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ONNX gate takes a second and writes nothing; it runs in the random kills instead."""
+    monkeypatch.setattr("release.draft.check_release", lambda files, manifest: None)
+
+
+def expected_status(kind: str) -> int:
+    return KILLED if kind in ("kill", "short") else CannotWriteError.exit_code
+
+
+@pytest.mark.usefixtures("quick_gate")
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_second_release_is_wholly_there_or_not_at_all(kind: str, fast_tmp: Path) -> None:
+    shop, _, second = workshop(fast_tmp)
+    state = fast_tmp / "state"
+    swept = 0
+    for step, outcome in sweep(kind, lambda: publish(shop.repo, second), shop.restore):
+        swept = step
+        assert outcome.status == expected_status(kind), f"step {step}: {outcome.error}"
+        old = files_of(shop.repo, 1)
+        before = old()
+        visible = seen(shop.repo, state)
+        assert visible in ({1: None}, {1: None, 2: None}), f"step {step}"
+        if 2 in visible:
+            with pytest.raises(AlreadyExistsError):
+                publish(shop.repo, second)
+        else:
+            publish(shop.repo, second)
+        assert seen(shop.repo, state) == {1: None, 2: None}, f"step {step}"
+        assert old() == before, f"step {step}: release 1 was touched"
+        assert shop.stale() == [], f"step {step}"
+    shop.restore()
+    assert swept == count_steps(lambda: publish(shop.repo, second))
+    print(f"{kind}: {swept} steps of publishing a second release")
+
+
+@pytest.mark.usefixtures("quick_gate")
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_first_release_is_wholly_there_or_not_at_all(kind: str, fast_tmp: Path) -> None:
+    shop, first, _ = workshop(fast_tmp)
+    for path in list(shop.top.iterdir()):
+        if path.is_dir():
+            shutil.rmtree(path)
+    shop.keep()
+    swept = 0
+    for step, outcome in sweep(kind, lambda: publish(shop.repo, first), shop.restore):
+        swept = step
+        assert outcome.status == expected_status(kind), f"step {step}: {outcome.error}"
+        if read_ledger(shop.repo) is None:
+            publish(shop.repo, first)
+        else:
+            with pytest.raises(AlreadyExistsError):
+                publish(shop.repo, first)
+        assert seen(shop.repo, fast_tmp / "state") == {1: None}, f"step {step}"
+        assert shop.stale() == [], f"step {step}"
+    assert swept > 50
+    print(f"{kind}: {swept} steps of publishing a first release")
+
+
+CHANGES: list[tuple[str, Callable[[Path], object]]] = [
+    ("withdraw", lambda repo: withdraw(repo, 1, "it was wrong")),
+    ("resign", resign),
+    ("rotate", lambda repo: rotate(repo, ["timestamp", "snapshot", "targets", "root"])),
+]
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize(("name", "change"), CHANGES, ids=[name for name, _ in CHANGES])
+def test_changes_of_metadata_leave_a_valid_publication_at_each_step(
+    name: str, change: Callable[[Path], object], kind: str, fast_tmp: Path
+) -> None:
+    shop, _, _ = workshop(fast_tmp)
+    swept = 0
+    for step, outcome in sweep(kind, lambda: change(shop.repo), shop.restore):
+        swept = step
+        assert outcome.status == expected_status(kind), f"step {step}: {outcome.error}"
+        before = seen(shop.repo, fast_tmp / "state")
+        assert before in ({1: None}, {1: "it was wrong"}), f"step {step}"
+        change(shop.repo)
+        after = seen(shop.repo, fast_tmp / "state")
+        assert after == {1: "it was wrong" if name == "withdraw" else None}, f"step {step}"
+        assert shop.stale() == [], f"step {step}"
+        assert_keys_settled(shop)
+    assert swept > 10
+    print(f"{kind}: {swept} steps of {name}")
+
+
+def assert_keys_settled(shop: Workshop) -> None:
+    assert {path.name for path in (shop.top / "repo.keys").iterdir()} == {
+        "root.pem",
+        "targets.pem",
+        "snapshot.pem",
+        "timestamp.pem",
+    }
