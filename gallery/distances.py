@@ -10,12 +10,19 @@ import numpy as np
 from gallery.spec import Metric
 from release.vectors import Vectors
 
+# Larger than what rounding leaves of a norm after one scaling.
+UNIT_TOLERANCE = 2.5e-7
+
 
 def prepare(metric: Metric, vectors: Vectors) -> Vectors:
     """Vectors [n, dim] as engines hold them: with the cosine metric at norm 1 (zero stays zero)."""
     if metric == "squared_l2":
         return vectors
     norms = np.sqrt(np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64))
+    if (np.abs(norms - 1) <= UNIT_TOLERANCE).all():
+        return vectors
+    # What was prepared once stays as it is, bit for bit.
+    norms[np.abs(norms - 1) <= UNIT_TOLERANCE] = 1
     scaled: Vectors = vectors / np.maximum(norms, 1e-30)[:, None].astype(np.float32)
     return scaled
 
