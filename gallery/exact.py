@@ -14,6 +14,8 @@ BLOCK_ELEMENTS = 1 << 24
 SPARE_CANDIDATES = 16
 # A filter that passes less than one row in this many is answered from a copy of those rows.
 COPIED_SHARE = 4
+# Rows of spare room at least, in an index that grows.
+LEAST_ROOM = 256
 # Rows compared at once where rounding did.
 DOUBTFUL_ROWS = 1 << 14
 
@@ -33,6 +35,7 @@ class ExactIndex:
         self.labels = labels
         self.vectors = prepared
         self._halves = halves
+        self._spare: _Spare | None = None
 
     @classmethod
     def of_prepared(
@@ -41,6 +44,27 @@ class ExactIndex:
         """The same from prepared vectors and their `half_squares`, without computing anything."""
         index = cls.__new__(cls)
         index._set(spec, labels, prepared, halves)
+        return index
+
+    def extended(self, labels: Labels, vectors: Vectors) -> "ExactIndex":
+        """The same with more rows, whose labels are all larger than those here.
+
+        Costs little: new rows go into spare room at the end of the same arrays, which no older
+        index reads; only the newest index of a chain is extended in place.
+        """
+        prepared = distances.prepare(self.spec.metric, vectors)
+        old, count = len(self.labels), len(self.labels) + len(labels)
+        spare = self._spare
+        if spare is None or spare.used != old or count > len(spare.labels):
+            spare = _Spare(self, room=count + max(count, LEAST_ROOM))
+        spare.labels[old:count] = labels
+        spare.vectors[old:count] = prepared
+        spare.halves[old:count] = half_squares(prepared)
+        spare.used = count
+        index = self.of_prepared(
+            self.spec, spare.labels[:count], spare.vectors[:count], spare.halves[:count]
+        )
+        index._spare = spare
         return index
 
     def search(self, queries: Vectors, k: int, allowed: Mask | None = None) -> Neighbours:
@@ -110,6 +134,19 @@ class ExactIndex:
             settled = best(self.labels[again][None], np.concatenate(nearby, axis=1), k)
             found.labels[query] = settled.labels[0]
             found.distances[query] = settled.distances[0]
+
+
+class _Spare:
+    """Arrays with room for more rows; the first `used` are some index's."""
+
+    def __init__(self, index: ExactIndex, room: int) -> None:
+        self.used = len(index.labels)
+        self.labels = np.empty(room, np.int64)
+        self.vectors = np.empty((room, index.spec.dim), np.float32)
+        self.halves = np.empty(room, np.float32)
+        self.labels[: self.used] = index.labels
+        self.vectors[: self.used] = index.vectors
+        self.halves[: self.used] = index._halves
 
 
 def half_squares(prepared: Vectors) -> NDArray[np.float32]:

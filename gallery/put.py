@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, repeat
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -59,12 +60,14 @@ def check_batch(
     for name, given in (("digests", digests), ("metadata", metadata)):
         if given is not None and len(given) != len(ids):
             raise InvalidInputError(f"expected {name} for {len(ids)} ids, got {len(given)}")
-    for item_id in ids:
-        if not 1 <= len(item_id) <= MAX_ID_CHARACTERS or not _storable(item_id):
-            raise InvalidInputError(
-                f"expected ids of 1 to {MAX_ID_CHARACTERS} characters of valid text, "
-                f"got one of {len(item_id)}"
-            )
+    lengths = [len(item_id) for item_id in ids]
+    if ids and not (
+        1 <= min(lengths) <= max(lengths) <= MAX_ID_CHARACTERS and _storable("".join(ids))
+    ):
+        raise InvalidInputError(
+            f"expected ids of 1 to {MAX_ID_CHARACTERS} characters of valid text, got "
+            f"lengths from {min(lengths)} to {max(lengths)}"
+        )
     if len(set(ids)) != len(ids):
         raise InvalidInputError("expected each id once in a batch; put the second one afterwards")
     return Batch(
@@ -75,7 +78,11 @@ def check_batch(
 
 
 def _storable(text: str) -> bool:
-    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+    # What SQLite's JSON functions and its command line read back as it was.
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def _json(metadata: Metadata) -> str:
@@ -96,6 +103,11 @@ class Checked:
     embedding: Vectors
     side: Vectors | None
     origin: Origin
+
+    def some(self, rows: NDArray[Any]) -> "Checked":
+        """Those rows of it."""
+        side = None if self.side is None else self.side[rows]
+        return Checked(self.info, self.embedding[rows], side, self.origin)
 
 
 def check(info: SpaceInfo, new: NewVectors, rows: int) -> Checked:
@@ -120,11 +132,14 @@ def insert_vectors(
     checked: Checked,
     labels: Labels,
     uncertainty: Vectors | None = None,
+    *,
+    replace: bool = False,
 ) -> None:
-    """Add a row to the space's table for each label, replacing what is there."""
+    """Add a row to the space's table for each label; with `replace` there may be one already."""
     rows = len(labels)
+    verb = "INSERT OR REPLACE" if replace else "INSERT"
     connection.executemany(
-        f"INSERT OR REPLACE INTO {vector_table(checked.info.number)}"
+        f"{verb} INTO {vector_table(checked.info.number)}"
         " (label, origin, uncertainty, embedding, side) VALUES (?, ?, ?, ?, ?)",
         zip(
             labels.tolist(),
@@ -166,10 +181,11 @@ def insert(
     written = []
     for checked in vectors:
         table = vector_table(checked.info.number)
-        there = live_labels(connection, table, labels[kept])
-        lacking = ~np.isin(labels, there)
-        side = None if checked.side is None else checked.side[lacking]
-        rest = Checked(checked.info, checked.embedding[lacking], side, checked.origin)
+        lacking = np.ones(len(labels), np.bool_)
+        rest = checked
+        if kept.any():
+            lacking = ~np.isin(labels, live_labels(connection, table, labels[kept]))
+            rest = checked.some(lacking)
         insert_vectors(connection, rest, labels[lacking])
         written.append(lacking)
     return PutResult(labels, fresh), replaced, written

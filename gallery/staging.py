@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from gallery import reading
 from gallery.index import Labels, rows_of
-from gallery.put import Checked, NewVectors, check, insert_vectors
+from gallery.put import NewVectors, check, insert_vectors
 from gallery.spec import Origin, SpaceInfo, SpaceSpec
 from gallery.store import Change, Item, Store
 from gallery.tables import add_space, find_space, live_labels, read_spaces, vector_table
@@ -82,9 +82,10 @@ def write(
             there = live_labels(connection, vector_table(info.number), labels)
             good = np.setdiff1d(good, there, assume_unique=True)
         rows = order[rows_of(labels[order], good)]
-        side_rows = None if checked.side is None else checked.side[rows]
-        kept = Checked(info, checked.embedding[rows], side_rows, origin)
-        insert_vectors(connection, kept, good, None if doubt is None else doubt[rows])
+        kept = checked.some(rows)
+        insert_vectors(
+            connection, kept, good, None if doubt is None else doubt[rows], replace=replace
+        )
         changes.append(Change({space: (good, kept.embedding)}, _NONE))
     return good
 

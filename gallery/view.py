@@ -46,11 +46,14 @@ class Part:
             mask = chosen if mask is None else chosen & mask
         return self.index.search(queries, k, mask)
 
+    def live_rows(self) -> Mask | slice:
+        """What selects the live rows."""
+        return slice(None) if self.live is None else self.live
+
     def content(self) -> tuple[Labels, Vectors]:
         """Live labels and vectors."""
-        if self.live is None:
-            return self.index.labels, self.index.vectors
-        return self.index.labels[self.live], self.index.vectors[self.live]
+        rows = self.live_rows()
+        return self.index.labels[rows], self.index.vectors[rows]
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class Snapshot:
 
     def content(self) -> tuple[Labels, Vectors]:
         """Every live label, increasing, and its vector, as engines hold them."""
+        if not len(self.delta):
+            return self.base.content()
         (old, old_vectors), (new, new_vectors) = self.base.content(), self.delta.content()
         labels = np.concatenate([old, new])
         vectors = np.concatenate([old_vectors, new_vectors])
@@ -87,7 +92,8 @@ class Snapshot:
 
     def labels(self) -> Labels:
         """Every live label, increasing."""
-        return np.sort(np.concatenate([self.base.content()[0], self.delta.content()[0]]))
+        parts = [part.index.labels[part.live_rows()] for part in (self.base, self.delta)]
+        return np.sort(np.concatenate(parts)) if len(parts[1]) else parts[0]
 
 
 def snapshot_of(spec: SpaceSpec, base: Index) -> Snapshot:
@@ -102,13 +108,25 @@ def changed(snapshot: Snapshot, change: Change) -> Snapshot:
     labels, vectors = change.added.get(snapshot.spec.space, (None, None))
     if labels is None or vectors is None or not len(labels):
         return snapshot
+    # What is replaced is found in the delta from now on.
     snapshot = snapshot.without(labels)
-    old_labels, old_vectors = snapshot.delta.content()
-    all_labels = np.concatenate([old_labels, labels])
-    order = np.argsort(all_labels)
-    prepared = distances.prepare(snapshot.spec.metric, vectors)
-    both = np.concatenate([old_vectors, prepared])[order]
-    return replace(snapshot, delta=Part(ExactIndex(snapshot.spec, all_labels[order], both)))
+    order = np.argsort(labels)
+    return replace(snapshot, delta=_with(snapshot.delta, labels[order], vectors[order]))
+
+
+def _with(delta: Part, labels: Labels, vectors: Vectors) -> Part:
+    """A delta with more rows, of increasing labels that are not alive in it."""
+    index, live = delta.index, delta.live
+    assert isinstance(index, ExactIndex), "a delta is searched exactly"
+    if not len(index.labels) or labels[0] > index.labels[-1]:
+        if live is not None:
+            live = np.concatenate([live, np.ones(len(labels), np.bool_)])
+        return Part(index.extended(labels, vectors), live)
+    old_labels, old_vectors = delta.content()
+    labels = np.concatenate([old_labels, labels])
+    vectors = np.concatenate([old_vectors, distances.prepare(index.spec.metric, vectors)])
+    order = np.argsort(labels)
+    return Part(ExactIndex(index.spec, labels[order], vectors[order]))
 
 
 class LiveView:
