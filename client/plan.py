@@ -108,11 +108,18 @@ def _originals(device: Device, manifests: Mapping[int, Manifest], target: int) -
 
 
 def _better(direct: Route, rest: Route, manifests: Mapping[int, Manifest]) -> bool:
-    """Whether a route from the original beats the chain through the active space."""
-    chain = (direct.releases[0], *rest.releases)
+    """Whether a route from the original beats the chain that has led to the active space."""
+    original, *way = (direct.releases[0], *rest.releases)
+    chained = _measured(manifests, (original, *way))
+    if chained is None:
+        begun = _measured(manifests, (original, way[0]))
+        chained = None if begun is None or rest.kept is None else begun * rest.kept
+    return direct.kept is not None and (chained is None or direct.kept > chained)
+
+
+def _measured(manifests: Mapping[int, Manifest], chain: tuple[int, ...]) -> float | None:
     evidence = manifests[chain[-1]].routes
-    measured = next((r.kept for r in evidence if r.releases == chain), rest.kept)
-    return direct.kept is not None and (measured is None or direct.kept > measured)
+    return next((route.kept for route in evidence if route.releases == chain), None)
 
 
 def seconds(legs: Sequence[Leg], rate: float = 20e9) -> float:

@@ -70,6 +70,9 @@ def sync(device: Device, wishes: Wishes, output: Output) -> Report:
         durable.sweep(device.models)
         trust = device.trust(fetcher, base_url)
         trust.refresh()
+        for space in device.store.spaces():
+            # Brings a manifest again that is no longer as it came.
+            trust.manifest(space.spec.release)
         run = _Sync(device, trust, wishes, output)
         return run.preview() if wishes.dry_run else run.follow()
 
@@ -138,7 +141,7 @@ class _Sync:
             if release <= active or releases[release] is not None:
                 continue
             if str(release) in held:
-                self._fall_behind(held[str(release)])
+                self._fall_behind(f"held back here: {held[str(release)]}")
             else:
                 yield release
         if releases.get(active) is not None:
