@@ -3,6 +3,7 @@
 Imported by server, training and report only. The graph's own labels are rows of `vectors`.
 """
 
+import contextlib
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from gallery import distances, graph_state, index_file
 from gallery.exact import ExactIndex
 from gallery.index import Index, Labels, Mask, Neighbours, best
 from gallery.spec import SpaceSpec
-from release.errors import VerificationError
+from release.errors import NotFoundError, VerificationError
 from release.vectors import Vectors
 
 ENGINE = f"hnswlib {version('hnswlib')}"
@@ -25,6 +26,8 @@ EF_CONSTRUCTION = 100
 # Candidates while searching: the first that finds LEAST_RECALL of the 10 nearest in a probe.
 TRIED_EF = (64, 128, 256, 512)
 LEAST_RECALL = 0.99
+# Rows that came or went, as a share of all, up to which a graph is carried rather than built.
+LARGEST_CHANGE = 0.3
 # Candidates ranked again by exact distance, beyond k.
 SPARE_CANDIDATES = 6
 # A filter that leaves fewer rows than this is answered exactly.
@@ -36,8 +39,14 @@ MOST_CANDIDATES = 2000
 class HnswIndex:
     """A graph over the rows of `vectors`; a larger `ef` finds more, and takes longer."""
 
-    def __init__(self, spec: SpaceSpec, labels: Labels, vectors: Vectors, graph: Any) -> None:
-        """`graph` holds row i of the prepared `vectors` under label i; nobody else changes it."""
+    def __init__(
+        self, spec: SpaceSpec, labels: Labels, vectors: Vectors, graph: Any, *, fresh: bool = True
+    ) -> None:
+        """`graph` holds row i of the prepared `vectors` under label i; nobody else changes it.
+
+        `fresh`: its links were made for these vectors, not for those of a space before an upgrade.
+        """
+        self.fresh = fresh
         self.ef = TRIED_EF[0]
         graph.set_ef(self.ef)
         self.spec = spec
@@ -83,6 +92,7 @@ class HnswIndex:
         state = self.graph.__getstate__()[0]
         arrays = {key: value for key, value in state.items() if isinstance(value, np.ndarray)}
         parameters = {key: value for key, value in state.items() if key not in arrays}
+        parameters["fresh"] = self.fresh
         index_file.write(path, self.spec, ENGINE, parameters, {"labels": self.labels} | arrays)
 
 
@@ -106,7 +116,8 @@ def load(path: Path, spec: SpaceSpec) -> HnswIndex:
     vectors = np.empty((len(labels), spec.dim), np.float32)
     alive = ~graph_state.deleted(state)
     vectors[graph_state.labels(state)[alive]] = graph_state.vectors(state, spec.dim)[alive]
-    index = HnswIndex(spec, labels, vectors, hnswlib.Index(state))
+    fresh = state.pop("fresh")
+    index = HnswIndex(spec, labels, vectors, hnswlib.Index(state), fresh=fresh)
     _tune(index)
     return index
 
@@ -138,13 +149,46 @@ def carry(old: HnswIndex, spec: SpaceSpec, labels: Labels, vectors: Vectors) -> 
     graph = hnswlib.Index(state)
     if len(added):
         graph.add_items(prepared[added], added, num_threads=1)
-    index = HnswIndex(spec, labels, prepared, graph)
+    fresh = old.fresh and old.spec.space == spec.space
+    index = HnswIndex(spec, labels, prepared, graph, fresh=fresh)
     if (found := _tune(index)) < LEAST_RECALL:
         raise VerificationError(
             f"the carried graph finds {found:.3f} of the true neighbours, expected {LEAST_RECALL}; "
             "build a fresh one"
         )
     return index
+
+
+def renew(
+    spec: SpaceSpec,
+    labels: Labels,
+    vectors: Vectors,
+    *,
+    old: HnswIndex | None = None,
+    file: Path | None = None,
+    threads: int = 1,
+) -> HnswIndex:
+    """The cheapest good index of this content: what `file` holds or `old`, as it is or carried to
+    what changed; else a fresh one.
+
+    `old` may be of the space before an upgrade. What is carried to another space is not `fresh`,
+    and gives way to a fresh build when there is time.
+    """
+    if old is None and file is not None:
+        with contextlib.suppress(NotFoundError, VerificationError):
+            old = load(file, spec)
+    prepared = distances.prepare(spec.metric, vectors)
+    if old is not None:
+        alike = old.spec.space == spec.space and np.array_equal(old.labels, labels)
+        if alike and np.array_equal(old.vectors, prepared):
+            return old
+        kept = len(np.intersect1d(old.labels, labels, assume_unique=True))
+        # Dead elements are in the way of every search; new ones cost what they cost in a build.
+        changes = len(labels) - kept + old.graph.get_current_count() - kept
+        if changes <= LARGEST_CHANGE * len(labels):
+            with contextlib.suppress(VerificationError):
+                return carry(old, spec, labels, prepared)
+    return build(spec, labels, prepared, threads=threads)
 
 
 def _tune(index: HnswIndex) -> float:

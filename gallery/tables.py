@@ -14,6 +14,11 @@ from release.vectors import Vectors
 # Of the tables; PRAGMA user_version of every gallery file. schema.py leads there.
 FORMAT = 1
 
+VECTOR_TABLE = (
+    "CREATE TABLE {name} (label INTEGER PRIMARY KEY REFERENCES items (label) ON DELETE CASCADE,"
+    " origin TEXT NOT NULL, uncertainty REAL, embedding BLOB NOT NULL, side BLOB)"
+)
+
 _SPACE_COLUMNS = "space, release, dim, metric, unit, side_space, side_dim, state, number, activated"
 
 
@@ -33,11 +38,7 @@ def add_space(connection: sqlite3.Connection, spec: SpaceSpec, state: State) -> 
         ),
     ).lastrowid  # fmt: skip
     assert number is not None
-    connection.execute(
-        f"CREATE TABLE {vector_table(number)} ("
-        " label INTEGER PRIMARY KEY REFERENCES items (label) ON DELETE CASCADE,"
-        " origin TEXT NOT NULL, uncertainty REAL, embedding BLOB NOT NULL, side BLOB)"
-    )
+    connection.execute(VECTOR_TABLE.format(name=vector_table(number)))
 
 
 def read_spaces(connection: sqlite3.Connection) -> list[SpaceInfo]:

@@ -3,7 +3,9 @@
 A run that was broken off and resumed gives the same bits as an unbroken one.
 """
 
+import contextlib
 import json
+import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,15 +16,19 @@ from numpy.typing import NDArray
 
 from gallery import staging
 from gallery.index import Labels
-from gallery.spec import SpaceSpec
+from gallery.put import Checked, NewVectors, check, insert_vectors
+from gallery.spec import SpaceInfo, SpaceSpec
 from gallery.store import Store
-from gallery.tables import from_blobs, vector_table
+from gallery.tables import VECTOR_TABLE, from_blobs, vector_table
 from release.vectors import Vectors
 
 # label: as they were put. uncertainty: what the source's own upgrade was least certain of first.
 Order = Literal["label", "uncertainty"]
 
 CHUNK = 1024
+# Items carried to measure an estimate, and what SQLite adds to a row of vectors.
+PROBE_ITEMS = 512
+ROW_OVERHEAD_BYTES = 64
 
 
 class Upgraded(Protocol):
@@ -131,18 +137,21 @@ class _Reader:
     def __init__(self, store: Store, source: str, target: str, reads_side: bool) -> None:
         self.store = store
         self.source = store.space(source)
-        self.target = store.space(target)
+        spaces = {info.spec.space: info for info in store.spaces()}
+        self.target = spaces.get(target)
         self.reads_side = reads_side
         self.table = vector_table(self.source.number)
 
     def missing(self, order: Order) -> Labels:
         """Labels that can be carried over and are not yet, in the order of the work."""
         by = {"label": "s.label", "uncertainty": "s.uncertainty DESC, s.label"}[order]
+        where = "s.side IS NOT NULL" if self.reads_side else "TRUE"
+        if self.target is not None:
+            there = vector_table(self.target.number)
+            where += f" AND NOT EXISTS (SELECT 1 FROM {there} t WHERE t.label = s.label)"
         with self.store.reading() as connection:
             rows = connection.execute(
-                f"SELECT s.label FROM {self.table} s WHERE NOT EXISTS"
-                f" (SELECT 1 FROM {vector_table(self.target.number)} t WHERE t.label = s.label)"
-                f" {'AND s.side IS NOT NULL' if self.reads_side else ''} ORDER BY {by}"
+                f"SELECT s.label FROM {self.table} s WHERE {where} ORDER BY {by}"
             )
             return np.fromiter((label for (label,) in rows), np.int64)
 
@@ -179,5 +188,32 @@ def estimate(
     source: str | None = None,
     reads_side: bool = False,
 ) -> Estimate:
-    """Cost of `run_upgrade`, before anything starts."""
-    raise NotImplementedError
+    """Cost of `run_upgrade`, before anything starts.
+
+    A few items are read, carried and written to a table in memory, so a slow disk adds to it.
+    Raises InvalidInputError for a bad output of the runner.
+    """
+    read = _Reader(store, source or store.active().spec.space, target.space, reads_side)
+    todo = read.missing("label")
+    total = store.count()
+    done = 0 if read.target is None else store.count(target.space)
+    seconds = 0.0
+    if len(todo):
+        # Spread over the gallery; the first few rows make the runner ready.
+        probe = todo[:: max(1, len(todo) // PROBE_ITEMS)][:PROBE_ITEMS]
+        runner.run(*read.vectors(probe[:8])[1:])
+        started = time.perf_counter()
+        labels, embedding, side = read.vectors(probe)
+        upgraded = runner.run(embedding, side)
+        new = NewVectors(target.space, upgraded.embedding, upgraded.side)
+        _write_aside(check(SpaceInfo(target, "staging", 1, 0), new, len(labels)), labels)
+        seconds = (time.perf_counter() - started) / len(labels) * len(todo)
+    row = 4 * (target.dim + target.side_dim) + ROW_OVERHEAD_BYTES
+    return Estimate(len(todo), seconds, len(todo) * row, total - done - len(todo))
+
+
+def _write_aside(checked: Checked, labels: Labels) -> None:
+    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        connection.execute(VECTOR_TABLE.format(name=vector_table(checked.info.number)))
+        connection.execute("BEGIN")
+        insert_vectors(connection, checked, labels)
