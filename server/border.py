@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import BoundedSemaphore
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import grpc
 import structlog
@@ -22,7 +22,9 @@ from server.metrics import Metrics
 
 log = structlog.get_logger("server.border")
 
-Handler = grpc.RpcMethodHandler[Any, Any]
+# Generic in its stubs only.
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 
 MAX_STREAMS = 48
 
@@ -44,9 +46,9 @@ class Border(grpc.ServerInterceptor):
 
     def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
+        continuation: Callable[[grpc.HandlerCallDetails], MaybeHandler],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
+    ) -> MaybeHandler:
         method = str(handler_call_details.method)
         wrapped = self._wrapped.get(method)
         if wrapped is None:

@@ -45,11 +45,19 @@ class Catalog:
         with self._lock:
             if self._trust is None:
                 self._trust = TrustedFolder(self._repo, self._state_dir, self._root)
-            self._trust.refresh()
-            releases = self._trust.releases()
-            self.manifests = {number: self._trust.manifest(number) for number in releases}
-            self.releases = releases
+            try:
+                self._trust.refresh()
+            finally:
+                self._read(self._trust)
         self.changed.notify()
+
+    def _read(self, trust: TrustedFolder) -> None:
+        try:
+            releases = trust.releases()
+        except NotFoundError:
+            return
+        self.manifests = {number: trust.manifest(number) for number in releases}
+        self.releases = releases
 
     def newest(self) -> int | None:
         """The newest release that is not withdrawn."""
@@ -70,6 +78,22 @@ class Catalog:
             if self._trust is None:
                 raise NotFoundError("nothing is published yet; run training/export.py")
             return self._trust.verified(release)
+
+    def signed(self, path: str) -> bool:
+        """Whether signed metadata names this file; looks again at what was published just now."""
+        if self._names(path):
+            return True
+        self.refresh()
+        return self._names(path)
+
+    def _names(self, path: str) -> bool:
+        if self._trust is None:
+            return False
+        try:
+            self._trust.target(path)
+        except NotFoundError:
+            return False
+        return True
 
     def watch(self) -> None:
         """Follow the folder from a thread of its own, until `close`."""

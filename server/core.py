@@ -1,5 +1,6 @@
 """The parts of a running gateway, and the one place that brings plans, views and models in line."""
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,8 @@ class Core:
     searching: Searching
     upgrading: Upgrading
     metrics: Metrics
+    # Set when the gateway drains: streams that only watch end then.
+    stopping: threading.Event
 
     def active(self) -> Manifest:
         """The active release. Raises PreconditionError before the first."""

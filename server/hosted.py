@@ -7,6 +7,7 @@ from pathlib import Path
 from gallery.spec import SpaceSpec
 from gallery.store import Change, Item, Store
 from gallery.view import LiveView, Snapshot
+from release.errors import ConfigurationError
 from release.manifest import Manifest
 from server.gate import Gate
 from server.items import ItemCache
@@ -55,9 +56,15 @@ class Hosted:
         """Make the plan anew from the gallery's spaces; returns the one before.
 
         Views of spaces that are searched now are made before it is seen; `forget_views` lets go of
-        the others. Raises KeyError for a space of an unknown release: manifests hold them all.
+        the others. Raises ConfigurationError for a space of a release that is not published here.
         """
         spaces = self.store.spaces()
+        missing = {info.spec.release for info in spaces} - set(manifests)
+        if missing:
+            raise ConfigurationError(
+                f"gallery {self.name!r} lives in release {max(missing)}, which is not published "
+                "here; give the publication folder it was made with"
+            )
         new = make_plan(spaces, state, manifests, self.store.state_get(ROLLOUT))
         for space in new.searched():
             self.view(space)
@@ -83,6 +90,11 @@ class Hosted:
             with self._lock:
                 cache = self._items.setdefault(space, ItemCache(self.store, space))
         return cache.get(labels)
+
+    def spaces_of(self, label: int) -> list[str]:
+        """Spaces in which an item has a vector."""
+        spaces = [info.spec.space for info in self.store.spaces()]
+        return [space for space in spaces if self.store.vector(label, space) is not None]
 
     def rest(self, snapshot: Snapshot, other: Snapshot) -> Snapshot:
         """What `snapshot` has and `other` has not; kept for the next search of the same two."""

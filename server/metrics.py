@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
 
-from release.errors import ConfigurationError
+from release.errors import BusyError
 from server.settings import split_address
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -52,14 +52,20 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
 
-    def serve(self, address: str) -> tuple[str, int]:
-        """Answer HTTP GET /metrics on `address`; returns where. Raises ConfigurationError."""
+    def serve(self, address: str) -> str:
+        """Answer HTTP GET /metrics on `address`; returns where. Raises BusyError."""
         host, port = split_address(address, "metrics_address")
         try:
-            server, _ = start_http_server(port, host, self.registry)
+            self._server, self._thread = start_http_server(port, host, self.registry)
         except OSError as error:
-            raise ConfigurationError(
+            raise BusyError(
                 f"metrics address {address} cannot be used ({error.strerror}); "
                 "give another with --metrics-address, port 0 for any free one"
             ) from error
-        return host, int(server.server_port)
+        return f"{host}:{self._server.server_port}"
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -89,7 +89,11 @@ def make_plan(
     two spaces. With cutover the old space answers until the gallery is flipped.
     """
     active = next(info.spec for info in spaces if info.state == "active")
-    previous = [info.spec for info in spaces if info.state == "previous"]
+    previous = [
+        info.spec
+        for info in spaces
+        if info.state == "previous" and info.spec.release not in state.retired
+    ]
     native = own_part(manifests[active.release])
     kept = [native, *(own_part(manifests[spec.release]) for spec in previous)]
     parts: tuple[Part, ...] = (native,)

@@ -15,6 +15,8 @@ from pydantic_settings import (
 
 from release.errors import ConfigurationError
 
+IN_PROCESS = "in-process"
+
 
 class Settings(BaseSettings):
     """What `gateway serve` can be told."""
@@ -27,7 +29,8 @@ class Settings(BaseSettings):
     data: Path = Path("gateway-data")
     address: str = "127.0.0.1:50051"
     metrics_address: str = "127.0.0.1:9464"
-    # A tritonserver somebody else runs, HOST:PORT; without it the gateway runs its own.
+    # A tritonserver somebody else runs, HOST:PORT; without it the gateway runs its own. The word
+    # in-process: embed with onnxruntime inside the gateway.
     triton: str | None = None
     # The virtual environment with nvidia-pytriton; without it, the folder beside our own.
     triton_venv: Path | None = None
@@ -64,6 +67,8 @@ class Settings(BaseSettings):
                 "metrics_address must be on loopback: metrics are served in the clear. "
                 "Scrape them through an agent on this machine"
             )
+        if self.triton is not None and self.triton != IN_PROCESS:
+            split_address(self.triton, "triton")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("expected tls_cert and tls_key together, or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:

@@ -91,7 +91,10 @@ class TritonModels:
     def unload(self, release: int) -> None:
         with self._lock:
             manifest = self._wanted.pop(release, None)
+            kept = {name for other in self._wanted.values() for name in _names(other)}
         for name in _names(manifest) if manifest else ():
+            if name in kept:
+                continue
             try:
                 self._client.unload(name, _LIVE_TIMEOUT_S)
             except UnavailableError:
@@ -106,7 +109,8 @@ class TritonModels:
     def side(self, manifest: Manifest, images: Images) -> Vectors | None:
         if manifest.side_encoder is None:
             return None
-        vectors = self._run(side_encoder_model(manifest.release), images, "side")
+        name = side_encoder_model(manifest.side_encoder.origin_release)
+        vectors = self._run(name, images, "side")
         return _checked(vectors, manifest.side_encoder.dim, unit=False)
 
     def ready(self) -> bool:
@@ -231,7 +235,8 @@ class _Starts:
 def _names(manifest: Manifest) -> list[str]:
     names = [embedder_model(manifest.release)]
     if manifest.side_encoder is not None:
-        names.append(side_encoder_model(manifest.release))
+        # A release may keep the encoder of an older one.
+        names.append(side_encoder_model(manifest.side_encoder.origin_release))
     return names
 
 

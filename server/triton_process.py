@@ -131,6 +131,11 @@ class TritonProcess:
         )  # fmt: skip
 
 
+def has_triton(venv: Path) -> bool:
+    """Whether the wheel is installed in `venv`."""
+    return (_site_packages(venv) / "pytriton" / "tritonserver").is_dir()
+
+
 _LIBDIR = "import sysconfig; print(sysconfig.get_config_var('LIBDIR'))"
 _VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 

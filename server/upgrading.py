@@ -14,7 +14,7 @@ from gallery.spec import SpaceSpec
 from gallery.upgrade import Estimate, Outcome, Progress, estimate, run_upgrade
 from release.errors import PreconditionError
 from release.manifest import Manifest
-from release.routes import Route, open_route, plan_route
+from release.routes import Route, RouteRunner, open_route, plan_route
 from server.catalog import Changed
 from server.hosted import Hosted
 
@@ -82,6 +82,7 @@ class Upgrading:
         self._lock = threading.Lock()
         self._jobs: dict[str, Job] = {}
         self._paused: set[str] = set()
+        self._runners: dict[tuple[int, int, bool], RouteRunner | None] = {}
         self.changed = Changed()
 
     def route(self, hosted: Hosted, target: int) -> Route | None:
@@ -136,6 +137,15 @@ class Upgrading:
         )  # fmt: skip
         log.info("carried", gallery=hosted.name, written=outcome.written)
         return outcome
+
+    def runner(self, source: Manifest, target: Manifest, has_side: bool) -> RouteRunner | None:
+        """The models of the best route, opened once; None if there is none."""
+        key = (source.release, target.release, has_side)
+        with self._lock:
+            if key not in self._runners:
+                route = plan_route(self.manifests, source.release, target.release, has_side)
+                self._runners[key] = open_route(self._files, route, int8=True) if route else None
+            return self._runners[key]
 
     def pause(self, gallery: str) -> None:
         """Stop the job of a gallery after its present chunk, and those to come until `resume`."""

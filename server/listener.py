@@ -1,0 +1,118 @@
+"""The gRPC server: services behind the border, health, reflection, a bounded drain."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from nobackfill.v1 import (
+    gallery_pb2,
+    gallery_pb2_grpc,
+    release_pb2,
+    release_pb2_grpc,
+    search_pb2,
+    search_pb2_grpc,
+)
+from release.errors import BusyError
+from server.activation import Activations
+from server.border import Border
+from server.core import Core
+from server.puts import Putting
+from server.services.gallery import GalleryService
+from server.services.release import ReleaseService
+from server.services.search import SearchService
+from server.settings import Settings, split_address
+from server.tls import server_credentials
+
+# The services that embed images; the others, and queries by embedding, do without a model server.
+EMBEDDING_SERVICES = ("nobackfill.v1.SearchService", "nobackfill.v1.GalleryService")
+SERVICES = tuple(
+    service.full_name
+    for file in (search_pb2, gallery_pb2, release_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+)
+
+# An image of 32 MiB and its envelope; more is refused before it is read.
+LARGEST_REQUEST = 33 * 2**20
+# Threads that answer unary calls: more of them only fight for the interpreter.
+_THREADS = 16
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", LARGEST_REQUEST),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_concurrent_streams", 128),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 3),
+    ("grpc.max_connection_idle_ms", 15 * 60_000),
+    ("grpc.max_metadata_size", 16 * 1024),
+]
+
+
+class Listener:
+    """Answers calls from `start` to `stop`."""
+
+    def __init__(
+        self, core: Core, putting: Putting, activations: Activations, border: Border,
+        settings: Settings,
+    ) -> None:  # fmt: skip
+        self._core = core
+        self._settings = settings
+        self._border = border
+        self._health = health.HealthServicer(experimental_non_blocking=False)
+        self._server = grpc.server(
+            ThreadPoolExecutor(_THREADS, thread_name_prefix="call"),
+            interceptors=[border],
+            options=_OPTIONS,
+            maximum_concurrent_rpcs=settings.max_calls,
+        )
+        server = self._server
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        search_pb2_grpc.add_SearchServiceServicer_to_server(SearchService(core), server)
+        gallery_pb2_grpc.add_GalleryServiceServicer_to_server(
+            GalleryService(core, putting, activations), server
+        )
+        release_pb2_grpc.add_ReleaseServiceServicer_to_server(
+            ReleaseService(core, settings.model_repo, activations), server
+        )
+        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+
+    def start(self) -> str:
+        """Listen; the address, with the port that was chosen for port 0.
+
+        Raises BusyError for an address in use, ConfigurationError for unreadable certificates.
+        """
+        address = self._settings.address
+        credentials = server_credentials(self._settings)
+        try:
+            if credentials is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise BusyError(
+                f"address {address} cannot be used, another program may have it; give another with "
+                "--address"
+            ) from error
+        self._server.start()
+        host, _ = split_address(address, "address")
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def set_health(self, *, serving: bool, embedding: bool) -> None:
+        """ "" says that the gateway answers; the services that embed follow the model server."""
+        status = health_pb2.HealthCheckResponse
+        for name in ("", *SERVICES):
+            good = serving and (embedding or name not in EMBEDDING_SERVICES)
+            self._health.set(name, status.SERVING if good else status.NOT_SERVING)
+
+    def stop(self, drain_s: float) -> None:
+        """Take no new calls, let those under way end within `drain_s` seconds, then cut them."""
+        self._health.enter_graceful_shutdown()
+        self._core.stopping.set()
+        self._core.catalog.changed.notify()
+        self._server.stop(drain_s).wait()
+        self._border.close()

@@ -1,0 +1,128 @@
+"""The operator's commands: thin over gRPC."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from nobackfill.v1 import gallery_pb2, release_pb2
+from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
+from nobackfill.v1.release_pb2_grpc import ReleaseServiceStub
+from server.cli import DEFAULT_SERVER, Json, Server, app, exit_codes, show
+from server.remote import RemoteError, connected
+
+# Calls that only look; activations and watches have no deadline.
+TIMEOUT_S = 30.0
+
+_STATE = release_pb2.ReleaseState.Name
+_PHASE = release_pb2.Phase.Name
+
+
+@app.command()
+def releases(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """What is published, and what this gateway does with it."""
+    with exit_codes(), connected(server) as channel:
+        request = release_pb2.ListReleasesRequest()
+        answer = ReleaseServiceStub(channel).ListReleases(request, timeout=TIMEOUT_S)
+    rows = [["release", "state", "dim", "metric", "upgrades from", "searches directly", "reason"]]
+    rows += [
+        [
+            str(r.number), _word(_STATE(r.state)), str(r.dim), r.metric,
+            _numbers(r.upgrades_from), _numbers(r.searches_directly), r.reason,
+        ]
+        for r in answer.releases
+    ]  # fmt: skip
+    result = plain(answer)
+    for entry in result.get("releases", []):
+        entry["manifest"] = json.loads(entry["manifest"])
+    show(as_json, result, rows)
+
+
+@app.command()
+def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """Galleries, their spaces, and why one stays behind."""
+    with exit_codes(), connected(server) as channel:
+        request = gallery_pb2.ListGalleriesRequest()
+        answer = GalleryServiceStub(channel).ListGalleries(request, timeout=TIMEOUT_S)
+    rows = [["gallery", "items", "answers with", "spaces", "note"]]
+    for g in answer.galleries:
+        spaces = ", ".join(
+            f"{s.release}: {s.items} {_word(gallery_pb2.SpaceState.Name(s.state))}"
+            for s in g.spaces
+        )
+        rows.append([g.name, str(g.items), f"release {g.release}", spaces, g.note])
+    show(as_json, plain(answer), rows)
+
+
+@app.command()
+def activate(
+    number: Annotated[int, typer.Argument(help="release to serve")],
+    rollout: Annotated[str, typer.Option(help="direct, dual or cutover")] = "unspecified",
+    spare_cores: Annotated[float, typer.Option(help="share of cores left to searches")] = 0.0,
+    old_space_seconds: Annotated[int, typer.Option(help="answer old queries so long")] = 0,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Make a release the one that answers; progress on stderr. Ctrl-C leaves it running."""
+    known = {_word(v.name): v.name for v in release_pb2.Rollout.DESCRIPTOR.values}
+    if rollout not in known:
+        raise typer.BadParameter(f"expected one of {', '.join(sorted(known))}, got {rollout!r}")
+    request = release_pb2.ActivateReleaseRequest(
+        number=number, rollout=known[rollout], spare_cores=spare_cores,
+        old_space_seconds=old_space_seconds,
+    )  # fmt: skip
+    with exit_codes(), connected(server) as channel:
+        event = release_pb2.ActivateReleaseResponse()
+        for event in ReleaseServiceStub(channel).ActivateRelease(request):
+            progress = f" {event.done}/{event.total}" if event.total else ""
+            typer.echo(f"{_word(_PHASE(event.phase))}{progress} {event.message}".rstrip(), err=True)
+        if event.phase == release_pb2.PHASE_FAILED:
+            raise RemoteError(f"release {number} is not activated: {event.message}", 65)
+        show(as_json, plain(event), [["release", "left behind"], [str(number), event.message]])
+
+
+@app.command()
+def rollback(
+    confirm: Annotated[bool, typer.Option("--yes", help="do it; else only say what it costs")] = (
+        False
+    ),
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Return to the release before. Without --yes: count and list what would not be found then."""
+    with exit_codes(), connected(server) as channel:
+        request = release_pb2.RollbackReleaseRequest(confirm=confirm)
+        answer = ReleaseServiceStub(channel).RollbackRelease(request, timeout=600)
+    rows = [["release", "done", "items not found there"]]
+    rows.append([str(answer.number), "yes" if answer.done else "no", str(answer.lost_items)])
+    rows += [["", "", f"{lost.gallery}: {lost.id}"] for lost in answer.lost[:20]]
+    show(as_json, plain(answer), rows)
+
+
+@app.command()
+def retire(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """Drop the spaces and models of every older release. No rollback after it."""
+    with exit_codes(), connected(server) as channel:
+        request = release_pb2.RetireReleaseRequest()
+        answer = ReleaseServiceStub(channel).RetireRelease(request, timeout=600)
+    show(as_json, plain(answer), [["retired"], [_numbers(answer.retired) or "none"]])
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message as JSON shows it, with the contract's field names and zeros written out."""
+    return MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+def _word(name: str) -> str:
+    """RELEASE_STATE_ACTIVE -> active"""
+    for prefix in ("RELEASE_STATE_", "SPACE_STATE_", "PHASE_", "ROLLOUT_", "UPGRADE_STATE_"):
+        name = name.removeprefix(prefix)
+    return name.lower()
+
+
+def _numbers(numbers: Any) -> str:
+    return ", ".join(map(str, numbers))

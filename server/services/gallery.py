@@ -1,0 +1,141 @@
+"""GalleryService."""
+
+from collections.abc import Iterator
+
+import grpc
+
+from nobackfill.v1 import gallery_pb2 as pb
+from nobackfill.v1.gallery_pb2_grpc import GalleryServiceServicer
+from release.errors import BusyError, InvalidInputError, NotFoundError
+from server.activation import Activations
+from server.core import Core
+from server.errors import TooLargeError
+from server.galleries import CREATED
+from server.hosted import NOTE, Hosted
+from server.puts import Bare, Put, Putting
+from server.services.convert import from_value, to_value
+
+LARGEST_DELETE = 10_000
+
+_STATES = {
+    "active": pb.SPACE_STATE_ACTIVE,
+    "staging": pb.SPACE_STATE_STAGING,
+    "previous": pb.SPACE_STATE_PREVIOUS,
+}
+
+
+class GalleryService(GalleryServiceServicer):
+    """See protos/nobackfill/v1/gallery.proto."""
+
+    def __init__(self, core: Core, putting: Putting, activations: Activations) -> None:
+        self._core = core
+        self._putting = putting
+        self._activations = activations
+
+    def CreateGallery(  # noqa: N802 - the contract's name
+        self, request: pb.CreateGalleryRequest, context: grpc.ServicerContext
+    ) -> pb.CreateGalleryResponse:
+        self._refuse_during_activation("make a gallery")
+        return pb.CreateGalleryResponse(gallery=_gallery(self._core.create_gallery(request.name)))
+
+    def GetGallery(  # noqa: N802
+        self, request: pb.GetGalleryRequest, context: grpc.ServicerContext
+    ) -> pb.GetGalleryResponse:
+        return pb.GetGalleryResponse(gallery=_gallery(self._core.galleries.get(request.name)))
+
+    def ListGalleries(  # noqa: N802
+        self, request: pb.ListGalleriesRequest, context: grpc.ServicerContext
+    ) -> pb.ListGalleriesResponse:
+        galleries = [_gallery(hosted) for hosted in self._core.galleries.all()]
+        return pb.ListGalleriesResponse(galleries=galleries)
+
+    def DeleteGallery(  # noqa: N802
+        self, request: pb.DeleteGalleryRequest, context: grpc.ServicerContext
+    ) -> pb.DeleteGalleryResponse:
+        self._refuse_during_activation("delete a gallery")
+        self._core.galleries.delete(request.name)
+        self._core.measure()
+        return pb.DeleteGalleryResponse()
+
+    def PutItems(  # noqa: N802
+        self, request_iterator: Iterator[pb.PutItemsRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.PutItemsResponse]:
+        name, stored = "", 0
+        for request in request_iterator:
+            name = name or request.gallery
+            if request.gallery not in ("", name):
+                raise InvalidInputError("expected one gallery a stream; open another stream")
+            hosted = self._core.galleries.get(name)
+            puts, errors = [], []
+            for item in request.items:
+                try:
+                    puts.append(_put(item))
+                except InvalidInputError as error:
+                    errors.append(pb.ItemError(id=item.id[:256], message=str(error)))
+            outcome = self._putting.put(hosted, puts)
+            stored += outcome.stored
+            errors += [pb.ItemError(id=name, message=why) for name, why in outcome.refused]
+            yield pb.PutItemsResponse(stored=stored, errors=errors)
+        self._core.measure()
+
+    def GetItem(  # noqa: N802
+        self, request: pb.GetItemRequest, context: grpc.ServicerContext
+    ) -> pb.GetItemResponse:
+        hosted = self._core.galleries.get(request.gallery)
+        item = hosted.store.get(request.id)
+        if item is None:
+            raise NotFoundError(f"gallery {request.gallery!r} has no item of that id")
+        response = pb.GetItemResponse(id=item.id, spaces=hosted.spaces_of(item.label))
+        for key, value in item.metadata.items():
+            to_value(value, response.metadata[key])
+        return response
+
+    def DeleteItems(  # noqa: N802
+        self, request: pb.DeleteItemsRequest, context: grpc.ServicerContext
+    ) -> pb.DeleteItemsResponse:
+        if len(request.ids) > LARGEST_DELETE:
+            raise TooLargeError(
+                f"expected at most {LARGEST_DELETE} ids, got {len(request.ids)}; send several calls"
+            )
+        deleted = self._core.galleries.get(request.gallery).store.delete(list(request.ids))
+        return pb.DeleteItemsResponse(deleted=deleted)
+
+    def _refuse_during_activation(self, what: str) -> None:
+        run = self._activations.running()
+        if run is not None:
+            raise BusyError(
+                f"cannot {what} while release {run.record.release} is being activated; try later"
+            )
+
+
+def _put(item: pb.PutItem) -> Put:
+    kind = item.WhichOneof("content")
+    metadata = {key: from_value(value, key) for key, value in item.metadata.items()}
+    if kind == "image":
+        return Put(item.id, item.image, metadata)
+    if kind is None:
+        raise InvalidInputError("expected an image or vectors, got neither")
+    embedding = item.vectors.embedding
+    if not item.vectors.HasField("side_info"):
+        return Put(item.id, Bare(embedding.space, embedding.values, None, None), metadata)
+    side = item.vectors.side_info
+    return Put(item.id, Bare(embedding.space, embedding.values, side.space, side.values), metadata)
+
+
+def _gallery(hosted: Hosted) -> pb.Gallery:
+    store = hosted.store
+    gallery = pb.Gallery(
+        name=hosted.name,
+        items=store.count(),
+        release=hosted.plan.query.release,
+        note=str(store.state_get(NOTE) or ""),
+    )
+    gallery.created.FromSeconds(int(store.state_get(CREATED) or 0))
+    for info in store.spaces():
+        gallery.spaces.add(
+            space=info.spec.space,
+            release=info.spec.release,
+            items=store.count(info.spec.space),
+            state=_STATES[info.state],
+        )
+    return gallery

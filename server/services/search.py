@@ -1,0 +1,81 @@
+"""SearchService."""
+
+import grpc
+
+from nobackfill.v1 import search_pb2 as pb
+from nobackfill.v1.search_pb2_grpc import SearchServiceServicer
+from release.errors import InvalidInputError
+from server.core import Core
+from server.errors import TooLargeError
+from server.searching import Found, Query
+from server.services.convert import ORIGINS, from_filter, to_value
+
+DEFAULT_K = 10
+LARGEST_K = 1000
+LARGEST_BATCH = 256
+
+
+class SearchService(SearchServiceServicer):
+    """See protos/nobackfill/v1/search.proto."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def Search(  # noqa: N802 - the contract's name
+        self, request: pb.SearchRequest, context: grpc.ServicerContext
+    ) -> pb.SearchResponse:
+        hosted = self._core.galleries.get(request.gallery)
+        found = self._core.searching.search(
+            hosted, _query(request.query), _k(request.k), from_filter(request.filter)
+        )
+        return _response(found)
+
+    def SearchBatch(  # noqa: N802
+        self, request: pb.SearchBatchRequest, context: grpc.ServicerContext
+    ) -> pb.SearchBatchResponse:
+        if not 1 <= len(request.queries) <= LARGEST_BATCH:
+            raise TooLargeError(
+                f"expected 1 to {LARGEST_BATCH} queries, got {len(request.queries)}; "
+                "send several batches"
+            )
+        hosted = self._core.galleries.get(request.gallery)
+        queries = [_query(query) for query in request.queries]
+        found = self._core.searching.batch(
+            hosted, queries, _k(request.k), from_filter(request.filter)
+        )
+        return pb.SearchBatchResponse(responses=[_response(one) for one in found])
+
+
+def _k(k: int) -> int:
+    if k > LARGEST_K:
+        raise InvalidInputError(f"k: expected 1 to {LARGEST_K}, got {k}")
+    return k or DEFAULT_K
+
+
+def _query(query: pb.Query) -> Query:
+    kind = query.WhichOneof("query")
+    if kind == "image":
+        return query.image
+    embeddings = query.embeddings.embeddings
+    if kind is None or not embeddings:
+        raise InvalidInputError("query: expected an image, or at least one embedding")
+    found = {embedding.space: embedding.values for embedding in embeddings}
+    if len(found) != len(embeddings):
+        raise InvalidInputError("query: expected at most one embedding a space")
+    return found
+
+
+def _response(found: Found) -> pb.SearchResponse:
+    response = pb.SearchResponse(release=found.release, space=found.space)
+    add = response.hits.add
+    for hit in found.hits:
+        message = add(
+            id=hit.item.id,
+            distance=hit.distance,
+            score=hit.score,
+            release=hit.release,
+            origin=ORIGINS[hit.origin],
+        )
+        for key, value in hit.item.metadata.items():
+            to_value(value, message.metadata[key])
+    return response
