@@ -57,4 +57,6 @@ def _config(name: str, inputs: list[_Tensor], outputs: list[_Tensor]) -> str:
             )
     # No queue delay: it would be half of a single client's latency (measured 500 us of 1 ms).
     lines.append("dynamic_batching { }")
+    # Triton's default on a CPU is two instances: twice the memory, and twice the time to come back.
+    lines.append("instance_group [ { count: 1 } ]")
     return "\n".join(lines) + "\n"
