@@ -144,13 +144,16 @@ class PublishedSource(_Strict):
 
 
 class StoredVectors(_Strict):
-    """Vectors computed elsewhere: a .npy of shape [n, dim] and the file of their image paths.
+    """Vectors of a release that were stored elsewhere, for an upgrade without its model.
 
-    `paths` holds one image path a line, relative to `images`, in the order of the rows.
+    `vectors` is a .npy of shape [n, dim]; `paths` holds one image path a line, relative to
+    `images`, in the order of the rows; `release` is the number under which their embedder is
+    published.
     """
 
     vectors: Path
     paths: Path
+    release: int = Field(ge=1)
 
 
 Source = Path | PublishedSource

@@ -2,13 +2,13 @@
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from release.errors import InvalidInputError
+from release.errors import ConfigurationError, InvalidInputError
 from release.manifest import Manifest
 from release.models import Files, open_embedder, open_side_encoder
 from release.trust import TrustedFolder
@@ -19,21 +19,35 @@ from training.frozen import FrozenEncoder
 _CHUNK = 256
 
 
-def read_release(model_repo: Path, release: int) -> Manifest:
-    """The verified manifest of a release, every file of it checked in place.
+def read_publication(model_repo: Path) -> dict[int, Manifest]:
+    """Verified manifests of every release that is not withdrawn; empty where nothing is published.
 
-    Raises NotFoundError, VerificationError.
+    Every file of them is checked in place. Raises VerificationError.
     """
+    if not (model_repo / "timestamp.json").is_file():
+        return {}
     with tempfile.TemporaryDirectory() as state:
         folder = TrustedFolder(model_repo, Path(state))
         folder.refresh()
-        folder.verified(release)
-        return folder.manifest(release)
+        manifests = folder.manifests()
+        for release in manifests:
+            folder.verified(release)
+        return manifests
+
+
+def require_release(number: int, published: Mapping[int, Manifest]) -> Manifest:
+    """A published release by number. Raises ConfigurationError naming those there are."""
+    if number not in published:
+        raise ConfigurationError(
+            f"release {number} is not published, or withdrawn; published: "
+            f"{', '.join(map(str, sorted(published))) or 'none'}"
+        )
+    return published[number]
 
 
 def of_release(source: PublishedSource) -> tuple[FrozenEncoder, FrozenEncoder | None]:
     """The embedder and, where it has one, the side encoder of a release."""
-    manifest = read_release(source.model_repo, source.release)
+    manifest = require_release(source.release, read_publication(source.model_repo))
     return of_manifest(source.model_repo, manifest)
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
+from release.digests import sha256_file
 from release.errors import InvalidInputError
 from training.command import run_command
 from training.config import Config, EmbedderConfig, SideEncoderConfig, UpgradeConfig, load_config
@@ -104,7 +105,8 @@ def _train_network(
     embedder = method.objective(EmbedderInputs(config, listing.class_names, rows, old))
     if config.init is not None:
         load_part(embedder.embedder, read_finished(config.init), "encoder")
-    return fit(embedder, rows, config, listing.class_names, progress=progress)
+    facts = {} if config.old is None else {"old_digest": sha256_file(config.old / CHECKPOINT)}
+    return fit(embedder, rows, config, listing.class_names, progress=progress, facts=facts)
 
 
 if __name__ == "__main__":

@@ -147,6 +147,8 @@ def fit_upgrade(
         "unit": shape.unit,
         **digests,
     }
+    if isinstance(config.old, StoredVectors | PublishedSource):
+        facts["old_release"] = config.old.release
     if method.solve is not None:
         method.solve(upgrade, inputs)
         return finish({"upgrade": upgrade}, config, inputs.class_names, facts)

@@ -1,0 +1,284 @@
+"""A release in the making: ONNX files in a folder of ours, and the manifest that will name them.
+
+The parts are made one by one (embedder, side encoder, upgrades, probes); gate.py then measures the
+files, and export.py publishes.
+"""
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from release.digests import sha256_file, side_space_id, space_id
+from release.errors import ConfigurationError
+from release.manifest import (
+    Embedder,
+    GateVerdict,
+    Manifest,
+    Probes,
+    PublishedFile,
+    SideEncoder,
+    Upgrade,
+)
+from release.models import open_embedder, open_side_encoder, open_upgrade
+from release.paths import (
+    embedder_path,
+    probes_path,
+    side_encoder_path,
+    upgrade_int8_path,
+    upgrade_path,
+)
+from training.data import Images
+from training.embedder import ImageEncoder
+from training.onnx_export import export_onnx, quantise
+from training.transform import Upgrade as UpgradeModule
+
+Recipe = dict[str, str | int | float | bool | None]
+# Relative to max(1, |expected|): float32 on another machine's instructions.
+TOLERANCE = 1e-3
+_PROBES = 8
+
+
+@dataclass
+class Release:
+    """The files and the manifest's parts of release `number`, growing until `manifest` is
+    called.
+    """
+
+    number: int
+    folder: Path
+    # Older releases that are published, and where their files are.
+    published: Mapping[int, Manifest]
+    repo: Path
+    method: str = "independent"
+    recipe: Recipe = field(default_factory=dict)
+    files: dict[str, Path] = field(default_factory=dict)
+    embedder: Embedder | None = None
+    side_encoder: SideEncoder | None = None
+    upgrades: list[Upgrade] = field(default_factory=list)
+    searches_directly: list[int] = field(default_factory=list)
+
+    def all_files(self) -> dict[str, Path]:
+        """Local files of this release and of the published ones, by published path."""
+        old = {
+            file.path: self.repo / file.path
+            for manifest in self.published.values()
+            for file in manifest.files()
+        }
+        return {**old, **self.files}
+
+    def add_embedder(self, encoder: ImageEncoder) -> None:
+        """Export phi."""
+        path = self._local(embedder_path(self.number))
+        probes = {"image": torch.from_numpy(probe_images(encoder.image_size))}
+        export_onnx(encoder, probes, ("embedding",), path)
+        self.embedder = Embedder(
+            file=self._file(embedder_path(self.number)),
+            height=encoder.image_size,
+            width=encoder.image_size,
+            dim=encoder.dim,
+            metric="cosine" if encoder.unit else "squared_l2",
+            unit=encoder.unit,
+        )
+
+    def add_side_encoder(self, encoder: ImageEncoder) -> None:
+        """Export psi. Raises ConfigurationError where it takes another image size than phi."""
+        assert self.embedder is not None
+        self._check_size(encoder.image_size, "the side encoder")
+        path = self._local(side_encoder_path(self.number))
+        probes = {"image": torch.from_numpy(probe_images(encoder.image_size))}
+        export_onnx(encoder, probes, ("side",), path)
+        self.side_encoder = SideEncoder(
+            file=self._file(side_encoder_path(self.number)),
+            dim=encoder.dim,
+            origin_release=self.number,
+        )
+
+    def keep_side_encoder(self) -> None:
+        """Take over the newest published release's psi, so that its side-information stays valid.
+
+        Raises ConfigurationError where it has none, or one for another image size.
+        """
+        newest = self.published[max(self.published)] if self.published else None
+        if newest is None or newest.side_encoder is None:
+            raise ConfigurationError(
+                "--keep-side-encoder: no published release has one; give --side-encoder RUN"
+            )
+        self._check_size(newest.embedder.height, f"release {newest.release}'s side encoder")
+        self.side_encoder = newest.side_encoder
+
+    def add_upgrade(
+        self,
+        module: UpgradeModule,
+        source: Manifest,
+        examples: tuple[Tensor, Tensor | None],
+        *,
+        method: str,
+        carries: bool,
+    ) -> None:
+        """Export an upgrade from `source` and its int8 twin.
+
+        `examples`: embeddings [n,dim] and side-information of `source`, to trace and compare with.
+        """
+        graph = UpgradeGraph(module)
+        inputs = {"embedding": examples[0]}
+        if module.reads_side:
+            if examples[1] is None:
+                raise ConfigurationError(
+                    f"the upgrade reads side-information, but release {source.release} has none"
+                )
+            inputs["side"] = examples[1]
+        path, int8 = (
+            upgrade_path(source.release, self.number),
+            upgrade_int8_path(source.release, self.number),
+        )
+        export_onnx(graph, inputs, graph.outputs, self._local(path))
+        quantise(self._local(path), self._local(int8))
+        self.upgrades.append(
+            Upgrade(
+                from_release=source.release,
+                from_space=source.space,
+                from_dim=source.embedder.dim,
+                from_side_space=source.side_space if module.reads_side else None,
+                from_side_dim=inputs["side"].shape[1] if module.reads_side else 0,
+                method=method,
+                file=self._file(path),
+                int8_file=self._file(int8),
+                side="maps" if module.g is not None else "carries" if carries else "drops",
+                predicts_uncertainty=module.log_variance is not None,
+            )
+        )
+
+    def manifest(self, probes: Probes) -> Manifest:
+        """The manifest so far, not measured yet."""
+        assert self.embedder is not None
+        spec = self.embedder
+        return Manifest(
+            release=self.number,
+            space=space_id(
+                spec.file.sha256,
+                height=spec.height,
+                width=spec.width,
+                dim=spec.dim,
+                metric=spec.metric,
+                unit=spec.unit,
+            ),
+            embedder=spec,
+            side_space=side_space_id(self.side_encoder.file.sha256) if self.side_encoder else None,
+            side_encoder=self.side_encoder,
+            upgrades=tuple(sorted(self.upgrades, key=lambda upgrade: upgrade.from_release)),
+            searches_directly=tuple(
+                self.published[number].space for number in sorted(set(self.searches_directly))
+            ),
+            gate=GateVerdict(verdict="not_measured"),
+            probes=probes,
+            method=self.method,
+            recipe=self.recipe,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        )
+
+    def _check_size(self, size: int, what: str) -> None:
+        assert self.embedder is not None
+        if size != self.embedder.height:
+            raise ConfigurationError(
+                f"{what} takes images of {size} pixels, the embedder of {self.embedder.height}; "
+                "both read the same image, so train them with one image_size"
+            )
+
+    def _local(self, path: str) -> Path:
+        local = self.folder / path
+        local.parent.mkdir(parents=True, exist_ok=True)
+        self.files[path] = local
+        return local
+
+    def _file(self, path: str) -> PublishedFile:
+        local = self.files[path]
+        return PublishedFile(path=path, sha256=sha256_file(local), length=local.stat().st_size)
+
+
+class UpgradeGraph(nn.Module):
+    """The published graph of an upgrade: a variance instead of its logarithm, no output
+    left None.
+    """
+
+    def __init__(self, upgrade: UpgradeModule) -> None:
+        super().__init__()
+        self.upgrade = upgrade
+        self.outputs: tuple[str, ...] = ("upgraded",)
+        self.outputs += ("upgraded_side",) if upgrade.g is not None else ()
+        self.outputs += ("uncertainty",) if upgrade.log_variance is not None else ()
+
+    def forward(self, embedding: Tensor, side: Tensor | None = None) -> tuple[Tensor, ...]:
+        result = self.upgrade(embedding, side)
+        variance = None if result.log_variance is None else result.log_variance.exp()
+        return tuple(
+            output for output in (result.embedding, result.side, variance) if output is not None
+        )
+
+
+def probe_images(size: int) -> Images:
+    """Synthetic pictures uint8 [8,size,size,3]: smooth blots. No real image leaves with a
+    release.
+    """
+    rng = np.random.default_rng(2026)
+    coarse = rng.random((_PROBES, 3, 4, 4), dtype=np.float32)
+    smooth = nn.functional.interpolate(
+        torch.from_numpy(coarse), (size, size), mode="bicubic", align_corners=False
+    )
+    images: Images = (smooth.clamp(0, 1) * 255).byte().permute(0, 2, 3, 1).numpy()
+    return np.ascontiguousarray(images)
+
+
+def make_probes(release: Release) -> Probes:
+    """Run every model of the release on the probe images and write `probes-N.npz`."""
+    placeholder = Probes(
+        file=PublishedFile(path=probes_path(release.number), sha256="0" * 64, length=1),
+        tolerance=TOLERANCE,
+        int8_tolerance=1.0,
+    )
+    manifest, files = release.manifest(placeholder), release.all_files()
+    images = probe_images(manifest.embedder.height)
+    arrays: dict[str, NDArray[np.uint8] | NDArray[np.float32]] = {"image": images}
+    arrays["embedding"] = open_embedder(files, manifest).run(images)
+    if manifest.side_encoder is not None:
+        arrays["side"] = open_side_encoder(files, manifest).run(images)
+    widest = 0.0
+    for upgrade in manifest.upgrades:
+        source = release.published[upgrade.from_release]
+        embedding, side = source_probes(source, files)
+        name = f"upgrade_{upgrade.from_release}"
+        result = open_upgrade(files, manifest, upgrade).run(embedding, side)
+        arrays[f"{name}/embedding"] = embedding
+        arrays[f"{name}/upgraded"] = result.embedding
+        if upgrade.from_side_space is not None and side is not None:
+            arrays[f"{name}/side"] = side
+        if upgrade.side == "maps" and result.side is not None:
+            arrays[f"{name}/upgraded_side"] = result.side
+        if upgrade.int8_file is not None:
+            small = open_upgrade(files, manifest, upgrade, int8=True).run(embedding, side)
+            for a, b in ((small.embedding, result.embedding), (small.side, result.side)):
+                if a is not None and b is not None:
+                    widest = max(widest, float((np.abs(a - b) / np.maximum(1, np.abs(b))).max()))
+    path = release._local(probes_path(release.number))
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+    # Quantised kernels round differently from machine to machine, by less than they err.
+    return Probes(
+        file=release._file(probes_path(release.number)),
+        tolerance=TOLERANCE,
+        int8_tolerance=min(10.0, max(0.05, 3 * widest)),
+    )
+
+
+def source_probes(
+    source: Manifest, files: Mapping[str, Path]
+) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+    """Embeddings and side-information of the probe images by a published release."""
+    images = probe_images(source.embedder.height)
+    side = open_side_encoder(files, source).run(images) if source.side_encoder else None
+    return open_embedder(files, source).run(images), side

@@ -1,0 +1,99 @@
+"""`python training/evaluate.py`: cells of the compatibility matrix of published releases."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from metrics.ranking import Relevance, same_label
+from release.durable import write_file
+from release.errors import ConfigurationError, InvalidInputError
+from training.command import run_command
+from training.data import Listing, list_images
+from training.matrix import criterion, evaluate_cells, every_cell, neighbour_paths
+from training.measure import Embedded, parse_cell
+from training.picture import write_picture
+from training.published import read_publication
+from training.table import matrix_table
+
+_EPILOG = """
+A cell is written QUERY/GALLERY: 2/2 is release 2 on both sides (re-embedding everything, the upper
+bound), 1/1 the lower bound, 2/1 queries of release 2 against vectors of release 1 as they are, 2/1>2
+against vectors of release 1 carried along the upgrade 1 -> 2, 3/1>2>3 along two upgrades.
+
+Search is exact, by each release's own metric. Where a query is in the gallery (the same file below both
+folders being one folder) it is left out of its own answers. JSON shares are 0..1:
+{"cells": {CELL: {"cmc1", "cmc5", "map", ...}}, "criterion": {CELL: {...}},
+"neighbours": {CELL: {QUERY PATH: [GALLERY PATHS, nearest first]}}}.
+
+Exit codes: 0 measured, 65 refused data or failed verification, 78 wrong configuration.
+"""
+
+
+def main(
+    model_repo: Annotated[Path, typer.Option(metavar="DIR", help="publication folder")],
+    queries: Annotated[Path, typer.Option(metavar="FOLDER", help="class folders of query images")],
+    gallery: Annotated[Path, typer.Option(metavar="FOLDER", help="class folders to search in")],
+    cells: Annotated[
+        str | None,
+        typer.Option(help="e.g. 1/1,2/1,2/1>2,2/2; all that there are when absent"),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="write every figure as JSON")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="draw the matrix, rows the query model")
+    ] = None,
+    neighbours: Annotated[int, typer.Option(min=0, help="nearest images a query in the JSON")] = 0,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="upgrade with the quantised twins, where there are")
+    ] = False,
+) -> None:
+    """Measure cells of the compatibility matrix and print them as a table."""
+    manifests = read_publication(model_repo)
+    if not manifests:
+        raise ConfigurationError(f"--model-repo {model_repo}: nothing is published there")
+    names = every_cell(manifests) if cells is None else [parse_cell(c) for c in cells.split(",")]
+    asked, searched = list_images(queries), list_images(gallery)
+    relevance = _relevance(asked, searched)
+    one_set = queries.resolve() == gallery.resolve()
+    embedded = Embedded(asked, model_repo, manifests)
+    other = embedded if one_set else Embedded(searched, model_repo, manifests)
+    measured = evaluate_cells(names, embedded, other, relevance, neighbours=neighbours, int8=int8)
+    criteria = criterion(measured)
+    print(matrix_table(measured, criteria))
+    if picture is not None:
+        write_picture(measured, picture)
+    if json_file is not None:
+        report = {
+            "cells": {str(cell.name): dict(cell.figures) for cell in measured},
+            "criterion": criteria,
+            "neighbours": {
+                str(cell.name): dict(neighbour_paths(cell, asked, searched))
+                for cell in measured
+                if neighbours
+            },
+        }
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(json_file, json.dumps(report, indent=1).encode())
+
+
+def _relevance(queries: Listing, gallery: Listing) -> Relevance:
+    """Same class name = relevant; within one folder a query's own image is left out.
+
+    Raises InvalidInputError where no class name is in both folders.
+    """
+    known = {name: label for label, name in enumerate(gallery.class_names)}
+    labels = [known.get(queries.class_names[label], -1) for label in queries.labels]
+    if all(label < 0 for label in labels):
+        raise InvalidInputError(
+            f"{queries.root} and {gallery.root} have no class folder name in common"
+        )
+    if queries.root.resolve() == gallery.root.resolve():
+        return same_label(labels, gallery.labels, queries.paths, gallery.paths)
+    return same_label(labels, gallery.labels)
+
+
+if __name__ == "__main__":
+    run_command("evaluate.py", main, _EPILOG)

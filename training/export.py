@@ -1,0 +1,174 @@
+"""`python training/export.py`: publish training runs as a release, if it passes the gate."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from release.errors import ConfigurationError, GateFailedError
+from release.keys import Keys
+from release.manifest import GateVerdict, Manifest
+from release.publish import Draft, Published, publish
+from training.assemble import add_embedder_run, add_side_run, add_upgrade_run
+from training.command import run_command
+from training.data import list_images
+from training.drafting import Release, make_probes
+from training.gate import Evidence, measure_release
+from training.published import read_publication
+from training.table import gate_table
+
+_EPILOG = """
+Exports each run to ONNX (compared with torch output for output, refused beyond 1e-4), writes golden
+probes, measures the exported files on --eval (one half fits the calibration, the other decides the
+gate), signs and publishes. With no keys prepared the first publish makes development keys beside
+DIR.
+
+The gate: every way in which older vectors would be served (direct search, each route) must beat the
+older release on its own, M(new, served old) > M(old, old), for mAP and CMC-1, with the paired
+bootstrap's 95 % lower bound above 0. Otherwise nothing is published and the table shows why;
+--force publishes all the same, and the manifest says so. Release 1 has no predecessor and needs no
+--eval.
+
+Exit codes: 0 published, 65 the gate or a check failed, 73 cannot write or the number is taken,
+75 somebody else is publishing, 78 wrong configuration.
+"""
+
+
+def main(
+    model_repo: Annotated[Path, typer.Option(metavar="DIR", help="publication folder")],
+    release: Annotated[int, typer.Option(min=1, help="number of the new release")],
+    embedder: Annotated[Path, typer.Option(metavar="RUN", help="run folder of the embedder")],
+    side_encoder: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="run folder of the side-information encoder")
+    ] = None,
+    keep_side_encoder: Annotated[
+        bool, typer.Option("--keep-side-encoder", help="go on with the newest release's")
+    ] = False,
+    upgrade: Annotated[
+        list[Path] | None, typer.Option(metavar="RUN", help="upgrade into it; may be repeated")
+    ] = None,
+    evaluate: Annotated[
+        Path | None,
+        typer.Option("--eval", metavar="FOLDER", help="class folders that nothing was trained on"),
+    ] = None,
+    split_seed: Annotated[int, typer.Option(help="splits --eval into calibration and gate")] = 0,
+    int8_loss: Annotated[
+        float, typer.Option(min=0, help="mAP points an int8 twin may lose to be published")
+    ] = 0.3,
+    force: Annotated[bool, typer.Option("--force", help="publish past a failed gate")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="do all but write to DIR")] = False,
+    targets_key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="the targets key, where it is kept offline")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Publish an embedder, its side encoder and upgrades into it as release N."""
+    if side_encoder is not None and keep_side_encoder:
+        raise ConfigurationError("expected --side-encoder or --keep-side-encoder, not both")
+    published = read_publication(model_repo)
+    with tempfile.TemporaryDirectory(prefix="nobackfill-export-") as folder:
+        draft = Release(release, Path(folder), published, model_repo)
+        add_embedder_run(draft, embedder)
+        if side_encoder is not None:
+            add_side_run(draft, side_encoder)
+        if keep_side_encoder:
+            draft.keep_side_encoder()
+        for run in upgrade or ():
+            add_upgrade_run(draft, run)
+        manifest, evidence = _measured(draft, evaluate, split_seed, int8_loss)
+        manifest = _judged(manifest, evidence, published, force)
+        keys = Keys.beside(model_repo, {"targets": targets_key} if targets_key else None)
+        files = {file.path for file in manifest.files()}
+        local = {path: file for path, file in draft.files.items() if path in files}
+        done = publish(model_repo, Draft(manifest, local), keys, dry_run)
+    _report(manifest, evidence, done, as_json)
+
+
+def _measured(
+    draft: Release, folder: Path | None, split_seed: int, int8_loss: float
+) -> tuple[Manifest, Evidence | None]:
+    """The manifest with probes, and with calibration and evidence where there are images."""
+    manifest = draft.manifest(make_probes(draft))
+    if folder is None:
+        # What nobody measured is not published quantised.
+        bare = tuple(u.model_copy(update={"int8_file": None}) for u in manifest.upgrades)
+        return manifest.model_copy(update={"upgrades": bare}), None
+    manifest, evidence = measure_release(
+        manifest,
+        draft.published,
+        draft.all_files(),
+        list_images(folder),
+        seed=split_seed,
+        int8_loss=int8_loss / 100,
+    )
+    update = {
+        "evidence": evidence.cells,
+        "routes": evidence.routes,
+        "calibration": evidence.calibration,
+    }
+    return manifest.model_copy(update=update), evidence
+
+
+def _judged(
+    manifest: Manifest, evidence: Evidence | None, published: Mapping[int, Manifest], force: bool
+) -> Manifest:
+    """The manifest with the gate's verdict. Raises GateFailedError with the table that
+    shows why.
+    """
+    if evidence is not None:
+        verdict = evidence.verdict
+    elif not published:
+        verdict = GateVerdict(verdict="first")
+    else:
+        verdict = GateVerdict(verdict="not_measured", detail="published without --eval")
+    if verdict.verdict in ("failed", "not_measured"):
+        if not force:
+            if evidence is None:
+                raise GateFailedError(
+                    f"release {manifest.release} has predecessors, so the gate must measure it: "
+                    "give --eval FOLDER with images that nothing was trained on"
+                )
+            raise GateFailedError(
+                f"release {manifest.release} does not pass the gate: {verdict.detail}. Nothing was "
+                f"published; train it longer or on more, or publish with --force\n"
+                + gate_table(evidence)
+            )
+        verdict = verdict.model_copy(update={"forced": True})
+    return Manifest.model_validate(manifest.model_copy(update={"gate": verdict}).model_dump())
+
+
+def _report(manifest: Manifest, evidence: Evidence | None, done: Published, as_json: bool) -> None:
+    if done.new_keys is not None:
+        print(
+            f"DEVELOPMENT KEYS made in {done.new_keys}: whoever holds them signs releases. Keep "
+            "root and targets keys offline before anything real depends on them",
+            file=sys.stderr,
+        )
+    if as_json:
+        summary = {
+            "release": manifest.release,
+            "space": manifest.space,
+            "written": done.written,
+            "gate": manifest.gate.model_dump(),
+            "cells": [cell.model_dump() for cell in manifest.evidence],
+            "routes": [route.model_dump() for route in manifest.routes],
+            "files": dict(done.files),
+        }
+        print(json.dumps(summary))
+        return
+    if evidence is not None:
+        print(gate_table(evidence))
+    verb = "published" if done.written else "would be published (dry run)"
+    forced = ", FORCED" if manifest.gate.forced else ""
+    print(
+        f"release {manifest.release} {verb}: gate {manifest.gate.verdict}{forced}, "
+        f"{len(done.files)} files, {sum(done.files.values()) / 2**20:.1f} MiB"
+    )
+
+
+if __name__ == "__main__":
+    run_command("export.py", main, _EPILOG)

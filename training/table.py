@@ -1,0 +1,61 @@
+"""Tables for people: rows are the query model, columns the gallery, figures in percent."""
+
+import io
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from training.gate import Evidence, Row
+from training.matrix import MatrixCell
+
+
+def gate_table(evidence: Evidence) -> str:
+    """Every measured cell, and for each way of serving old vectors what it gains over old/old."""
+    table = Table("cell", "CMC-1", "CMC-5", "mAP", "gain CMC-1", "gain mAP", "gate")
+    rows = {str(row.cell): row for row in evidence.rows}
+    for cell in evidence.cells:
+        row = rows.get(f"{cell.query}/{cell.gallery}")
+        figures = (f"{100 * value:.2f}" for value in (cell.cmc1, cell.cmc5, cell.map))
+        table.add_row(f"{cell.query}/{cell.gallery}", *figures, *_gains(row))
+    return render(table)
+
+
+def matrix_table(
+    cells: Sequence[MatrixCell], criteria: Mapping[str, Mapping[str, float | bool | None]]
+) -> str:
+    """Every cell, and what those of an older gallery keep of new/new and gain over old/old
+    (mAP).
+    """
+    table = Table(
+        "cell", "CMC-1", "CMC-5", "mAP", "kept", "gap closed", "flips", "new/old > old/old"
+    )
+    for cell in cells:
+        figures = (f"{100 * cell.figures[name]:.2f}" for name in ("cmc1", "cmc5", "map"))
+        told = criteria.get(str(cell.name))
+        if told is None:
+            table.add_row(str(cell.name), *figures)
+            continue
+        shares = (_percent(told[name]) for name in ("share_kept", "gap_closed", "negative_flips"))
+        holds = "holds" if told["compatible"] else "fails"
+        table.add_row(str(cell.name), *figures, *shares, holds)
+    return render(table)
+
+
+def _percent(share: float | bool | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
+def render(table: Table) -> str:
+    """The table as plain text."""
+    text = io.StringIO()
+    Console(file=text, width=110, color_system=None).print(table)
+    return text.getvalue().rstrip("\n")
+
+
+def _gains(row: Row | None) -> tuple[str, str, str]:
+    if row is None:
+        return "", "", ""
+    gains = (row.cmc1_gain, row.map_gain)
+    cmc1, map_ = (f"{100 * g.mean:+.2f} [{100 * g.low:+.2f}, {100 * g.high:+.2f}]" for g in gains)
+    return cmc1, map_, "passed" if row.passed else "FAILED"
