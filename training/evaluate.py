@@ -19,11 +19,11 @@ from training.table import matrix_table
 
 _EPILOG = """
 A cell is written QUERY/GALLERY: 2/2 is release 2 on both sides (re-embedding everything, the upper
-bound), 1/1 the lower bound, 2/1 queries of release 2 against vectors of release 1 as they are, 2/1>2
-against vectors of release 1 carried along the upgrade 1 -> 2, 3/1>2>3 along two upgrades.
+bound), 1/1 the lower bound, 2/1 queries of release 2 against vectors of release 1 as they are,
+2/1>2 against vectors of release 1 carried along the upgrade 1 -> 2, 3/1>2>3 along two upgrades.
 
-Search is exact, by each release's own metric. Where a query is in the gallery (the same file below both
-folders being one folder) it is left out of its own answers. JSON shares are 0..1:
+Search is exact, by each release's own metric. Where queries and gallery are one folder, a query's
+own image is left out of its answers. JSON shares are 0..1:
 {"cells": {CELL: {"cmc1", "cmc5", "map", ...}}, "criterion": {CELL: {...}},
 "neighbours": {CELL: {QUERY PATH: [GALLERY PATHS, nearest first]}}}.
 
@@ -67,7 +67,10 @@ def main(
         write_picture(measured, picture)
     if json_file is not None:
         report = {
-            "cells": {str(cell.name): dict(cell.figures) for cell in measured},
+            "cells": {
+                str(cell.name): {**cell.figures, "worst_class": cell.worst_class}
+                for cell in measured
+            },
             "criterion": criteria,
             "neighbours": {
                 str(cell.name): dict(neighbour_paths(cell, asked, searched))

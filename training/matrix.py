@@ -39,6 +39,7 @@ class MatrixCell:
     cmc1: PerQuery
     map: PerQuery
     neighbours: np.ndarray
+    worst_class: str
 
 
 def every_cell(manifests: Mapping[int, Manifest]) -> list[CellName]:
@@ -95,12 +96,13 @@ def _evaluate(
         "map": mean(precision),
         f"map_at_{MAP_AT}": mean(average_precision_at(ranking, MAP_AT)),
         "worst_class_map": worst_map,
-        "worst_class": float(worst),
         "hub_skewness": hubness(near[:, :HUB_NEIGHBOURS], len(gallery_vectors)).skewness,
         "queries": float(len(query_vectors)),
         "items": float(len(gallery_vectors)),
     }
-    return MatrixCell(name, figures, first, precision, near[:, :neighbours])
+    return MatrixCell(
+        name, figures, first, precision, near[:, :neighbours], queries.listing.class_names[worst]
+    )
 
 
 def _without_ignored(near: np.ndarray, relevance: Relevance) -> np.ndarray:

@@ -27,9 +27,7 @@ def matrix_table(
     """Every cell, and what those of an older gallery keep of new/new and gain over old/old
     (mAP).
     """
-    table = Table(
-        "cell", "CMC-1", "CMC-5", "mAP", "kept", "gap closed", "flips", "new/old > old/old"
-    )
+    table = Table("cell", "CMC-1", "CMC-5", "mAP", "kept", "gap closed", "flips", "BCT Eq. 2")
     for cell in cells:
         figures = (f"{100 * cell.figures[name]:.2f}" for name in ("cmc1", "cmc5", "map"))
         told = criteria.get(str(cell.name))
