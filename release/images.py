@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from release.errors import InvalidInputError
 
@@ -26,6 +26,20 @@ Pixels = NDArray[np.uint8]
 # Pillow only warns between one and two times its own limit; here that is a refusal. Set once, as
 # warnings.catch_warnings is not safe in the gateway's threads.
 warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
+
+# On damaged EXIF it warns, a line for each photo; here that is an error, too, and means no EXIF.
+warnings.filterwarnings("error", category=UserWarning, module=r"PIL\.TiffImagePlugin")
+
+# EXIF orientation to what makes the image upright.
+_TURNS: dict[object, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 # What Pillow's readers raise on damaged files.
 _DAMAGED = (
@@ -51,8 +65,9 @@ def decode(data: bytes, height: int, width: int) -> Pixels:
             _check_header(image)
             # JPEG can be decoded at a half, a quarter or an eighth of its size for nothing.
             image.draft("RGB", (2 * max(height, width), 2 * max(height, width)))
-            upright = ImageOps.exif_transpose(image)
-            resized = _to_rgb(upright).resize((width, height), Image.Resampling.BILINEAR)
+            upright = _TURNS.get(_orientation(image))
+            turned = image if upright is None else image.transpose(upright)
+            resized = _to_rgb(turned).resize((width, height), Image.Resampling.BILINEAR)
             return np.asarray(resized, dtype=np.uint8)
     except UnidentifiedImageError:
         raise InvalidInputError(
@@ -90,6 +105,14 @@ def _check_header(image: Image.Image) -> None:
         )
     if getattr(image, "n_frames", 1) != 1:
         raise InvalidInputError("image: expected a still image, got an animation")
+
+
+def _orientation(image: Image.Image) -> object:
+    """The EXIF orientation, 1 to 8; unreadable EXIF is common in good photos and says nothing."""
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation)
+    except (*_DAMAGED, UserWarning):
+        return None
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
