@@ -86,6 +86,19 @@ def form_of(head: Head) -> str:
     return "cosface"
 
 
+def gaussian_classifier(prototypes: Tensor, features: Tensor, labels: Tensor) -> FixedClassifier:
+    """The classifier of equal isotropic Gaussians around prototypes [c,d], of the variance that
+    `features` [n,d] have around them: a softmax that ranks by L2 as the search does."""
+    variance = (features - prototypes[labels]).square().mean()
+    return FixedClassifier(
+        prototypes / variance,
+        form="softmax",
+        margin=0.0,
+        scale=1.0,
+        bias=-prototypes.square().sum(1) / (2 * variance),
+    )
+
+
 def labels_in(class_names: Sequence[str], new_class_names: Sequence[str]) -> Tensor:
     """int64 [new classes]: each new class's label in `class_names`, -1 where it is not
     among them.

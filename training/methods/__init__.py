@@ -11,8 +11,15 @@ from training.embedder import EmbedderObjective
 from training.method import EmbedderInputs, EmbedderMethod, UpgradeMethod
 from training.methods.baselines import CONTRASTIVE, FOCAL, L2, LWF, REGRESS
 from training.methods.bct import BCT, BCT_KD, BCT_SYS
+from training.methods.cheap_maps import AFFINE, LOW_RANK, PROCRUSTES
+from training.methods.divergence import KL, REVERSED_KL
 from training.methods.dmu import DMU
+from training.methods.fastfill import FASTFILL
 from training.methods.fct import FCT
+from training.methods.lce import LCE
+from training.methods.rbt import RBT
+from training.methods.residual import RESIDUAL
+from training.methods.soft_prototypes import SOFT_PROTOTYPES
 from training.methods.unibct import UNIBCT
 
 T = TypeVar("T")
@@ -37,6 +44,16 @@ EMBEDDER_METHODS: dict[str, EmbedderMethod] = {
 }
 UPGRADE_METHODS: dict[str, UpgradeMethod] = {
     "fct": FCT,
+    "kl": KL,
+    "reversed_kl": REVERSED_KL,
+    "lce": LCE,
+    "rbt": RBT,
+    "fastfill": FASTFILL,
+    "residual": RESIDUAL,
+    "procrustes": PROCRUSTES,
+    "affine": AFFINE,
+    "low_rank": LOW_RANK,
+    "soft_prototypes": SOFT_PROTOTYPES,
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from training.fixed_classifier import FixedClassifier, form_of
+from training.fixed_classifier import FixedClassifier, form_of, gaussian_classifier
 from training.heads import Head
 from training.losses.prototypes import by_class, class_average, drop_average, refined_average
 from training.method import EmbedderInputs, EmbedderMethod
@@ -103,14 +103,7 @@ def pseudo_classifier(
     form = form_of(head)
     if form != "softmax":
         return FixedClassifier(prototypes, form=form, margin=head.margin, scale=head.scale)
-    variance = (old_features - prototypes[labels]).square().mean()
-    return FixedClassifier(
-        prototypes / variance,
-        form=form,
-        margin=0.0,
-        scale=1.0,
-        bias=-prototypes.square().sum(1) / (2 * variance),
-    )
+    return gaussian_classifier(prototypes, old_features, labels)
 
 
 UNIBCT = EmbedderMethod(UniBctObjective, searches_directly=True)

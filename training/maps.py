@@ -1,0 +1,88 @@
+"""Closed-form maps between two spaces: what every learned transformation must beat.
+
+All take paired rows x [n, a] and y [n, b] and solve in float64.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AffineMap:
+    """x -> weight x + bias; weight [b, a], bias [b]."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, a] -> [n, b]."""
+        return x @ self.weight.t() + self.bias
+
+
+def procrustes(x: Tensor, y: Tensor, *, scaled: bool) -> AffineMap:
+    """The orthogonal map (with `scaled`, times one factor) and shift of least squared error.
+
+    min |s (x - mean x) R - (y - mean y)| with R R' = 1: R = U V' of the singular value
+    decomposition of xc' yc. Between different dimensions R is semi-orthogonal: it keeps every
+    direction of the smaller space.
+    """
+    xc, yc, shift_x, shift_y = _centred(x, y)
+    u, singular, vt = torch.linalg.svd(xc.t() @ yc, full_matrices=False)
+    rotation = u @ vt
+    factor = singular.sum() / (xc @ rotation).square().sum() if scaled else 1.0
+    return _shifted(factor * rotation.t(), shift_x, shift_y)
+
+
+def affine(x: Tensor, y: Tensor, ridge: float = 1e-5) -> AffineMap:
+    """Least squares with `ridge` times the mean input variance on the weights, none on the bias."""
+    xc, yc, shift_x, shift_y = _centred(x, y)
+    gram = xc.t() @ xc
+    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    gram = gram + ridge * gram.diagonal().mean() * identity
+    return _shifted(torch.linalg.solve(gram, xc.t() @ yc).t(), shift_x, shift_y)
+
+
+def low_rank(x: Tensor, y: Tensor, rank: int, ridge: float = 1e-5) -> tuple[AffineMap, AffineMap]:
+    """The affine map of `rank` of least squared error, as two maps [a -> rank] and [rank -> b].
+
+    Reduced-rank regression: the affine solution projected onto the leading principal directions of
+    what it predicts. Raises ValueError for a rank that the dimensions do not have.
+    """
+    largest = min(x.shape[1], y.shape[1])
+    if not 1 <= rank <= largest:
+        raise ValueError(f"expected a rank of 1 to {largest}, got {rank}")
+    full = affine(x, y, ridge)
+    predicted = full(x.double())
+    centre = predicted.mean(0)
+    _, _, vt = torch.linalg.svd(predicted - centre, full_matrices=False)
+    kept = vt[:rank]
+    down = AffineMap(kept @ full.weight, kept @ (full.bias - centre))
+    return down, AffineMap(kept.t(), centre)
+
+
+def whitening(x: Tensor, ridge: float = 1e-3) -> AffineMap:
+    """x -> uncorrelated directions of unit variance; directions below `ridge` of the mean variance
+    are not blown up to it."""
+    shift = x.double().mean(0)
+    xc = x.double() - shift
+    variances, directions = torch.linalg.eigh(xc.t() @ xc / (len(x) - 1))
+    scale = (variances.clamp(min=0) + ridge * variances.mean()).rsqrt()
+    weight = scale[:, None] * directions.t()
+    return AffineMap(weight, -weight @ shift)
+
+
+def _centred(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if x.ndim != 2 or y.ndim != 2 or len(x) != len(y) or len(x) < 2:
+        raise ValueError(
+            f"expected paired rows [n, a] and [n, b] of at least 2, got {list(x.shape)} and "
+            f"{list(y.shape)}"
+        )
+    wide_x, wide_y = x.double(), y.double()
+    shift_x, shift_y = wide_x.mean(0), wide_y.mean(0)
+    return wide_x - shift_x, wide_y - shift_y, shift_x, shift_y
+
+
+def _shifted(weight: Tensor, shift_x: Tensor, shift_y: Tensor) -> AffineMap:
+    return AffineMap(weight, shift_y - weight @ shift_x)
