@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tuf.api.metadata import Root
+
 from client import install, sources
 from client.device import beside
 from client.output import Output
@@ -12,6 +14,7 @@ from gallery.spec import SpaceSpec
 from gallery.store import Store
 from release import durable
 from release.errors import AlreadyExistsError, NotFoundError
+from release.ledger import verified
 from release.trust import Trust, first_root
 
 Confirm = Callable[[bytes], None]
@@ -39,6 +42,7 @@ def init(
         if root is None:
             root = first_root(fetcher, base_url)
             confirm(root)
+        verified(Root, root, None, "the given root metadata")
         trust = Trust(models, fetcher, base_url, root)
         trust.refresh()
         newest = trust.newest()

@@ -1,0 +1,191 @@
+"""`edge-client` as a person runs it: real processes, one JSON object on stdout, exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from client.cli import main
+from tests.support import blocks, edge
+from tests.support.edge import Setting
+
+COMMAND = Path(sys.executable).with_name("edge-client")
+
+
+def run(
+    gallery: Path, *arguments: str | Path, code: int = 0, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """The command's end; its exit code must be `code`, and it never shows a traceback."""
+    done = subprocess.run(
+        [COMMAND, *arguments],
+        env={**os.environ, "NOBACKFILL_GALLERY": str(gallery)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        **options,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def ask(gallery: Path, *arguments: str | Path, code: int = 0) -> dict[str, Any]:
+    """The one JSON object that the command prints."""
+    answer = json.loads(run(gallery, *arguments, "--json", code=code).stdout)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def test_a_life(world: edge.World, tmp_path: Path) -> None:
+    repo, gallery = tmp_path / "pub" / "repo", tmp_path / "g.sqlite"
+    world.publish(repo, 1)
+    images = blocks.write_pngs(tmp_path / "images", 6)
+    (tmp_path / "images" / "torn.png").write_bytes(images[0].read_bytes()[:60])
+    (tmp_path / "images" / "notes.txt").write_text("no image, and not named")
+    made = ask(gallery, "init", "--from", repo, "--root", repo / "1.root.json")
+    assert made["release"] == 1
+    added = ask(gallery, "add", tmp_path / "images", "--set", "trip=alps", code=65)
+    assert added["added"] == [str(path) for path in images]
+    assert list(added["refused"]) == [str(tmp_path / "images" / "torn.png")]
+    assert ask(gallery, "add", tmp_path / "images" / images[0].name)["held"] == 1
+
+    found = ask(gallery, "search", images[2], "-k", "3", "--where", "trip=alps")
+    assert (found["query"], found["release"]) == (str(images[2]), 1)
+    nearest = found["hits"][0]
+    assert (nearest["path"], nearest["origin"], nearest["release"]) == (
+        str(images[2]), "native", 1,
+    )  # fmt: skip
+    assert nearest["distance"] < 1e-5
+    assert nearest["score"] == pytest.approx(1)
+    assert ask(gallery, "search", images[2], "--where", "trip=sea")["hits"] == []
+    both = ask(gallery, "search", *images[:2], "--sheet", tmp_path / "sheet.png")
+    assert [a["hits"][0]["path"] for a in both["answers"]] == [str(p) for p in images[:2]]
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.size[1] > 200
+
+    world.publish(repo, 2)
+    assert ask(gallery, "sync", "--dry-run")["state"] == "planned"
+    assert ask(gallery, "sync")["state"] == "upgraded"
+    upgraded = ask(gallery, "search", images[2])["hits"][0]
+    assert (upgraded["path"], upgraded["origin"], upgraded["release"]) == (
+        str(images[2]), "upgraded", 2,
+    )  # fmt: skip
+    assert upgraded["distance"] < 1e-5
+    assert ask(gallery, "status")["rollback_to"] == 1
+    assert ask(gallery, "rollback") == {"from_release": 2, "release": 1}
+    assert ask(gallery, "gc")["freed_bytes"] > 0
+    listed = ask(gallery, "list")["items"]
+    assert [item["metadata"]["name"] for item in listed] == [p.name for p in images]
+    assert ask(gallery, "remove", images[0], listed[1]["id"])["removed"] == 2
+    assert ask(gallery, "verify") == {"items": 4, "vectors": 4, "problems": []}
+
+
+def test_people_get_sentences(setting: Setting) -> None:
+    item = run(setting.gallery, "list").stdout.split()[0]
+    assert item in run(setting.gallery, "search", setting.images[0]).stdout
+    assert "release 1" in run(setting.gallery, "status").stdout
+    assert "newest" in run(setting.gallery, "sync").stdout
+    assert run(setting.gallery, "search", "--id", item, "-k", "2").stdout.count("\n") == 2
+
+
+REFUSALS = [
+    (["--gallery", "MISSING", "search", "--id", "x"], 1, "edge-client --gallery"),
+    (["search", "--id", "x"], 1, "no such item"),
+    (["search"], 2, "either images or --id"),
+    (["search", "--id", "x", "-k", "0"], 2, "equal to 1"),
+    (["add", "MISSING"], 65, "no such file"),
+    (["search", "TEXT"], 65, "text.png"),
+    (["search", "--id", "x", "--where", "trip"], 2, "KEY=VALUE"),
+    (["remove", "x"], 1, "neither an id nor a path"),
+    (["rollback"], 1, "nothing to return to"),
+    (["init", "--from", "REPO"], 73, "exists already"),
+    (["--gallery", "MISSING", "init", "--from", "MISSING"], 78, "publication folder"),
+    (["--gallery", "MISSING", "init", "--from", "REPO", "--root", "MISSING"], 78, "--root"),
+    (["--gallery", "MISSING", "init", "--from", "REPO", "--root", "TEXT"], 65, "given root"),
+    (["--gallery", "MISSING", "init", "--from", "EMPTY", "--root", "ROOT"], 1, "not there"),
+    (["--gallery", "MISSING", "init", "--from", "grpc://127.0.0.1:1", "--root", "ROOT"], 69, "try"),
+    (["push"], 78, "no vault"),
+    (["push", "--recipient", "AGE"], 78, "age1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "says"), REFUSALS, ids=lambda value: str(value))
+def test_refusals_are_one_sentence_and_their_exit_code(
+    setting: Setting,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    says: str,
+) -> None:
+    names = {
+        "MISSING": tmp_path / "missing",
+        "EMPTY": tmp_path / "empty",
+        "TEXT": tmp_path / "text.png",
+        "REPO": setting.repo,
+        "ROOT": setting.repo / "1.root.json",
+    }
+    names["EMPTY"].mkdir()
+    names["TEXT"].write_text("not an image")
+    monkeypatch.setenv("NOBACKFILL_GALLERY", str(setting.gallery))
+    monkeypatch.setattr(sys, "argv", ["edge-client", *(str(names.get(a, a)) for a in arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "missing").exists()
+
+
+def test_trust_on_first_use_asks(world: edge.World, tmp_path: Path) -> None:
+    repo, gallery = tmp_path / "pub" / "repo", tmp_path / "g.sqlite"
+    world.publish(repo, 1)
+    refused = run(gallery, "init", "--from", repo, code=78, input="n\n")
+    assert "fingerprint" in refused.stderr
+    run(gallery, "init", "--from", repo, code=78, stdin=subprocess.DEVNULL)
+    assert not gallery.exists()
+    run(gallery, "init", "--from", repo, input="y\n")
+    assert gallery.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_add_survives_an_interruption(
+    setting: Setting, tmp_path: Path, number: signal.Signals
+) -> None:
+    images = blocks.write_pngs(tmp_path / "many", 400, seed=8)
+    adding = subprocess.Popen(
+        [COMMAND, "--gallery", setting.gallery, "add", tmp_path / "many"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    before = count = len(edge.contents(setting.gallery))
+    while count == before and adding.poll() is None:
+        time.sleep(0.01)
+        count = len(edge.contents(setting.gallery))
+    adding.send_signal(number)
+    adding.communicate(timeout=60)
+    assert adding.returncode in (130 if number is signal.SIGINT else -number, 0)
+    kept = len(edge.contents(setting.gallery))
+    assert edge.fill(setting.gallery, tmp_path / "many") == len(images) - (kept - before)
+    assert len(edge.contents(setting.gallery)) == before + len(images)
+
+
+def test_a_search_loads_nothing_that_only_a_sync_needs(setting: Setting) -> None:
+    item = run(setting.gallery, "list").stdout.split()[0]
+    heavy = ["onnx", "onnxruntime", "tuf", "grpc", "PIL", "sqlite_utils", "urllib3", "torch"]
+    code = (
+        "import sys; from client.cli import app;"
+        f"sys.argv = ['edge-client', '--gallery', {str(setting.gallery)!r}, 'search', '--id', "
+        f"{item!r}]\ntry: app()\nexcept SystemExit: pass\n"
+        f"print(sorted(set({heavy!r}) & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,143 @@
+"""Every durable step of a sync fails once: the gallery is wholly old or wholly new, and answers.
+
+After each failure an offline search works at once, one more sync converges, and nothing stale is
+left. The quick set kills at each step; `make faults` adds torn writes, I/O errors, full disks, and
+kills at random moments.
+"""
+
+import random
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from client.device import Device
+from client.find import Search
+from client.sync import Wishes, sync
+from gallery.spec import SpaceSpec
+from gallery.store import NewVectors
+from release.errors import CannotWriteError
+from release.vectors import Vectors
+from tests.support import blocks, edge, graphs
+from tests.support.crash import KILLED, count_steps, run_with_fault, sweep
+
+# More than two chunks of an upgrade.
+ITEMS = 2_500
+FAULTS = [
+    "kill",
+    pytest.param("short", marks=pytest.mark.faults),
+    pytest.param("eio", marks=pytest.mark.faults),
+    pytest.param("enospc", marks=pytest.mark.faults),
+]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A device at release 1 whose publication has gone on to release 2; broken and restored."""
+
+    top: Path
+    pristine: Path
+    repo: Path
+    # Rows of both spaces by item number: what a vector must be in each.
+    old: Vectors
+    new: Vectors
+
+    @property
+    def gallery(self) -> Path:
+        return self.top / "gallery.sqlite"
+
+    def restore(self) -> None:
+        shutil.rmtree(self.top)
+        shutil.copytree(self.pristine, self.top)
+
+    def sync(self) -> None:
+        with Device(self.gallery) as device:
+            sync(device, Wishes(), edge.QUIET)
+
+    def check(self, step: object) -> int:
+        """The release that answers now, after proof that every item has its vector there."""
+        with Device(self.gallery) as device:
+            release = device.store.active().spec.release
+            answer = Search(device, {}).by_id("item-7", 1)
+            labels, vectors = device.store.load(device.store.active().spec.space)
+            items = device.store.items(labels)
+        assert answer.release == release, f"step {step}"
+        expected = {1: self.old, 2: self.new}[release]
+        rows = [int(item.id.removeprefix("item-")) for item in items if item is not None]
+        assert sorted(rows) == list(range(ITEMS)), f"step {step}: items lost or doubled"
+        np.testing.assert_allclose(vectors, expected[rows], atol=1e-6, err_msg=f"step {step}")
+        with sqlite3.connect(self.gallery) as connection:
+            assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        connection.close()
+        return release
+
+    def check_converged(self, step: object) -> None:
+        """One more sync leads to the new release, and leaves nothing of the failure."""
+        self.sync()
+        assert self.check(step) == 2
+        stale = [p.name for p in self.top.rglob("*") if p.name.startswith(".tmp-")]
+        stale += [p.name for p in self.top.rglob("*.part")]
+        assert stale == [], f"step {step}"
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    base = tmp_path_factory.mktemp("sync-sweep")
+    world = edge.World(base / "world")
+    repo = base / "pub" / "repo"
+    world.publish(repo, 1)
+    top = base / "top"
+    top.mkdir()
+    gallery = edge.make_device(repo, top / "gallery.sqlite")
+    plain = np.random.default_rng(3).standard_normal((ITEMS, graphs.BLOCK)).astype(np.float32)
+    plain /= np.linalg.norm(plain, axis=1, keepdims=True)
+    rows = [graphs.into_block(np.eye(graphs.BLOCK, dtype=np.float32), n) for n in (1, 2)]
+    old, new = plain @ rows[0], plain @ rows[1]
+    side = np.random.default_rng(4).standard_normal((ITEMS, graphs.SIDE_DIM)).astype(np.float32)
+    with Device(gallery) as device:
+        spec = SpaceSpec.of(blocks.manifest(repo, 1))
+        ids = [f"item-{row}" for row in range(ITEMS)]
+        device.store.put(ids, [NewVectors(spec.space, old, side)])
+    world.publish(repo, 2)
+    shutil.copytree(top, base / "before")
+    yield Bench(top, base / "before", repo, old, new)
+
+
+@pytest.fixture
+def quick_gate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ONNX gate writes nothing and takes a second; the full set runs it at every step."""
+    if request.node.get_closest_marker("faults") is None:
+        monkeypatch.setattr("client.install.check_release", lambda files, manifest: None)
+
+
+@pytest.mark.usefixtures("quick_gate")
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_sync_is_all_old_or_all_new(kind: str, bench: Bench) -> None:
+    swept, flipped = 0, 0
+    for step, outcome in sweep(kind, bench.sync, bench.restore):
+        swept = step
+        status = KILLED if kind in ("kill", "short") else CannotWriteError.exit_code
+        assert outcome.status == status, f"step {step}: {outcome.error}"
+        flipped += bench.check(step) == 2
+        bench.check_converged(step)
+    bench.restore()
+    assert swept == count_steps(bench.sync)
+    assert 0 < flipped < swept
+    print(f"{kind}: {swept} steps of a sync, {flipped} of them after the flip")
+
+
+@pytest.mark.usefixtures("quick_gate")
+def test_a_second_kill_while_recovering_changes_nothing(bench: Bench) -> None:
+    bench.restore()
+    steps = count_steps(bench.sync)
+    chosen = random.Random(5).sample(range(1, steps + 1), 8)
+    for first, second in zip(chosen[:4], chosen[4:], strict=True):
+        bench.restore()
+        assert run_with_fault(f"kill@{first}", bench.sync).status == KILLED
+        run_with_fault(f"kill@{second}", bench.sync)
+        bench.check((first, second))
+        bench.check_converged((first, second))
