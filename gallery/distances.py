@@ -1,8 +1,7 @@
-"""The distances that answers carry, computed alike by every engine.
+"""How engines hold vectors, and the distances that exact answers carry.
 
-Engines find candidates in their own float32 arithmetic; what is returned is computed here in
-float64 and rounded once. So edge and gateway give the same numbers, and equal vectors have equal
-distances.
+Distances are computed in float64 and rounded once: the same numbers on every machine, and equal
+distances for equal vectors.
 """
 
 import numpy as np
@@ -29,12 +28,12 @@ def prepare(metric: Metric, vectors: Vectors) -> Vectors:
 
 def between(metric: Metric, queries: Vectors, candidates: Vectors) -> Vectors:
     """Distances float32 [q, c] from queries [q, dim] to candidates [q, c, dim], both prepared."""
-    wide = candidates.astype(np.float64)
     if metric == "squared_l2":
-        wide -= queries[:, None, :]
-        found = np.einsum("qcd,qcd->qc", wide, wide)
+        apart = np.subtract(candidates, queries[:, None, :], dtype=np.float64)
+        found = np.vecdot(apart, apart)
     else:
+        wide = candidates.astype(np.float64)
         # Norms of 1 are rounded, too: a vector is at distance 0 from itself, not below it.
-        found = np.maximum(1 - np.einsum("qcd,qd->qc", wide, queries.astype(np.float64)), 0)
+        found = np.maximum(1 - np.vecdot(wide, queries.astype(np.float64)[:, None, :]), 0)
     rounded: Vectors = found.astype(np.float32)
     return rounded
