@@ -37,6 +37,12 @@ class Run:
         self._condition = threading.Condition()
         self._events: list[Event] = []
         self.thread: threading.Thread | None = None
+        self.ended = False
+
+    def end(self, phase: Phase, message: str) -> None:
+        """The last that is told: DONE or FAILED. Another activation may begin now."""
+        self.ended = True
+        self.tell(phase, 0, 0, message)
 
     def tell(self, phase: Phase, done: int, total: int, message: str) -> None:
         with self._condition:
@@ -82,6 +88,9 @@ class Activations:
     ) -> Run:
         """Begin one. Raises NotFoundError, BusyError while another runs, PreconditionError for a
         release older than the active one, CannotWriteError."""
+        if release not in self._core.catalog.manifests:
+            # It may have been published a moment ago.
+            self._core.catalog.refresh()
         manifest = self._core.catalog.manifest(release)
         active = self._core.state.now.active
         if active is not None and release < active:
@@ -113,8 +122,7 @@ class Activations:
     def running(self) -> Run | None:
         """The activation under way."""
         run = self._run
-        alive = run is not None and run.thread is not None and run.thread.is_alive()
-        return run if alive else None
+        return run if run is not None and not run.ended else None
 
     def call_off(self) -> None:
         """End the activation under way, if any, before its next step, and forget it."""
@@ -155,18 +163,18 @@ class Activations:
         try:
             Rollout(core, run.record, run.tell, run.cancelled).run()
         except CancelledError as error:
-            run.tell(Phase.FAILED, 0, 0, str(error))
+            run.end(Phase.FAILED, str(error))
         except NobackfillError as error:
             log.error("activation failed", release=release, error=str(error))
-            self._fail(release, str(error))
-            run.tell(Phase.FAILED, 0, 0, str(error))
             core.metrics.swap_seconds.labels("failed").observe(time.monotonic() - began)
+            self._fail(release, str(error))
+            run.end(Phase.FAILED, str(error))
         else:
             core.state.change(activation=None)
             core.settle(core.replan())
-            behind = "; ".join(f"{name}: {why}" for name, why in core.behind().items())
-            run.tell(Phase.DONE, 0, 0, behind)
             core.metrics.swap_seconds.labels("done").observe(time.monotonic() - began)
+            behind = "; ".join(f"{name}: {why}" for name, why in core.behind().items())
+            run.end(Phase.DONE, behind)
             log.info("activated", release=release, behind=behind)
 
     def _fail(self, release: int, reason: str) -> None:

@@ -19,8 +19,8 @@ class Catalog:
     """One verified view of the publication folder, which may be empty or missing at first.
 
     Immutable snapshots: `releases` maps a number to why it was withdrawn, or None; `manifests`
-    holds every release. `changed` is notified whenever anything here, or the gateway's state,
-    changes.
+    holds every release, `spaces` the same by space id. `changed` is notified whenever anything
+    here, or the gateway's state, changes.
     """
 
     def __init__(self, repo: Path, state_dir: Path, root: bytes | None) -> None:
@@ -34,6 +34,7 @@ class Catalog:
         self._thread: threading.Thread | None = None
         self.releases: Mapping[int, str | None] = {}
         self.manifests: Mapping[int, Manifest] = {}
+        self.spaces: Mapping[str, Manifest] = {}
         self.changed = Changed()
 
     def refresh(self) -> None:
@@ -57,11 +58,20 @@ class Catalog:
         except NotFoundError:
             return
         self.manifests = {number: trust.manifest(number) for number in releases}
+        self.spaces = {manifest.space: manifest for manifest in self.manifests.values()}
         self.releases = releases
 
     def newest(self) -> int | None:
         """The newest release that is not withdrawn."""
         return max((n for n, reason in self.releases.items() if reason is None), default=None)
+
+    def usable(self, source: int) -> Mapping[int, Manifest]:
+        """What routes from `source` may lead through: nothing that was withdrawn."""
+        return {
+            number: manifest
+            for number, manifest in self.manifests.items()
+            if number == source or self.releases.get(number) is None
+        }
 
     def manifest(self, release: int) -> Manifest:
         """Raises NotFoundError naming what is published."""

@@ -54,8 +54,6 @@ class Core:
     def replan(self) -> list[Plan]:
         """Make every gallery's plan anew; returns those they replace, for `settle`."""
         manifests = self.catalog.manifests
-        self.searching.spaces = {manifest.space: manifest for manifest in manifests.values()}
-        self.upgrading.manifests = manifests
         old = [hosted.replan(self.state.now, manifests) for hosted in self.galleries.all()]
         self.measure()
         self.catalog.changed.notify()

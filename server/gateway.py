@@ -143,8 +143,8 @@ class Gateway:
             galleries=Galleries(settings.data / "galleries"),
             models=models,
             embedding=embedding,
-            searching=Searching(embedding, state, metrics),
-            upgrading=Upgrading(settings.model_repo, catalog.manifests),
+            searching=Searching(embedding, catalog, state, metrics),
+            upgrading=Upgrading(settings.model_repo, catalog),
             metrics=metrics,
             stopping=threading.Event(),
         )

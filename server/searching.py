@@ -13,6 +13,7 @@ from release.errors import IncompatibleSpaceError, NeedsImageError, ReleaseRetir
 from release.manifest import Manifest
 from release.vectors import Vectors, from_bytes
 from server.batching import Batcher
+from server.catalog import Catalog
 from server.embedding import Embedding
 from server.hosted import Hosted
 from server.metrics import Metrics
@@ -55,11 +56,12 @@ _Answer = tuple[Sequence[Neighbours], int]
 class Searching:
     """Answers queries by image and by embedding."""
 
-    def __init__(self, embedding: Embedding, state: StateFile, metrics: Metrics) -> None:
+    def __init__(
+        self, embedding: Embedding, catalog: Catalog, state: StateFile, metrics: Metrics
+    ) -> None:
         self._embedding = embedding
+        self._catalog = catalog
         self._state = state
-        # Manifests of every known release, by space id; replaced when there is news.
-        self.spaces: Mapping[str, Manifest] = {}
         self._batcher = Batcher(
             _run, largest=_LARGEST_BATCH, observe=metrics.batch_size.labels("search").observe
         )
@@ -141,11 +143,11 @@ class Searching:
                 f"embedding of each of releases {plan.query.release} and "
                 f"{', '.join(str(m.release) for m in missing)}"
             )
-        active = plan.parts[-1]
+        active, spaces = plan.parts[-1], self._catalog.spaces
         for space in query:
-            manifest = self.spaces.get(space)
+            manifest = spaces.get(space)
             if manifest is not None and active.space in manifest.searches_directly:
-                return (direct_part(manifest, self.spaces[active.space]),)
+                return (direct_part(manifest, spaces[active.space]),)
         raise self._incompatible(plan, query)
 
     def _refuse_ended(self, space: str, manifest: Manifest) -> None:
@@ -154,7 +156,8 @@ class Searching:
             raise _retired(manifest.release)
 
     def _incompatible(self, plan: Plan, query: ByEmbedding) -> Exception:
-        known = [self.spaces[space].release for space in query if space in self.spaces]
+        spaces = self._catalog.spaces
+        known = [spaces[space].release for space in query if space in spaces]
         if known and max(known) in self._state.now.retired:
             return _retired(max(known))
         sent = f"release {max(known)}" if known else "no release known here"

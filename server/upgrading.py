@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +15,7 @@ from gallery.upgrade import Estimate, Outcome, Progress, estimate, run_upgrade
 from release.errors import PreconditionError
 from release.manifest import Manifest
 from release.routes import Route, RouteRunner, open_route, plan_route
-from server.catalog import Changed
+from server.catalog import Catalog, Changed
 from server.hosted import Hosted
 
 log = structlog.get_logger("server.upgrading")
@@ -75,10 +75,9 @@ class Throttle:
 class Upgrading:
     """The jobs of all galleries. `changed` is notified at every chunk."""
 
-    def __init__(self, files: Path, manifests: Mapping[int, Manifest]) -> None:
+    def __init__(self, files: Path, catalog: Catalog) -> None:
         self._files = files
-        # Replaced by the gateway when there is news.
-        self.manifests = manifests
+        self._catalog = catalog
         self._lock = threading.Lock()
         self._jobs: dict[str, Job] = {}
         self._paused: set[str] = set()
@@ -89,7 +88,10 @@ class Upgrading:
         """The best way from the gallery's active space to release `target`, or None."""
         source = hosted.spec()
         return plan_route(
-            self.manifests, source.release, target, has_side=source.side_space is not None
+            self._catalog.usable(source.release),
+            source.release,
+            target,
+            has_side=source.side_space is not None,
         )
 
     def estimate(self, hosted: Hosted, target: Manifest) -> tuple[Estimate, Route]:
@@ -143,7 +145,8 @@ class Upgrading:
         key = (source.release, target.release, has_side)
         with self._lock:
             if key not in self._runners:
-                route = plan_route(self.manifests, source.release, target.release, has_side)
+                usable = self._catalog.usable(source.release)
+                route = plan_route(usable, source.release, target.release, has_side)
                 self._runners[key] = open_route(self._files, route, int8=True) if route else None
             return self._runners[key]
 

@@ -1,0 +1,157 @@
+"""A gateway in this process, and a client of its gRPC calls."""
+
+import hashlib
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2
+from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
+from nobackfill.v1.release_pb2_grpc import ReleaseServiceStub
+from nobackfill.v1.search_pb2_grpc import SearchServiceStub
+from server.gateway import Gateway
+from server.settings import Settings
+from tests.support import releases
+from tests.support.blocks import png
+
+TIMEOUT_S = 60.0
+
+
+def settings(model_repo: Path, data: Path, **given: Any) -> Settings:
+    """Free ports, and onnxruntime in process unless told otherwise."""
+    defaults: dict[str, Any] = {
+        "address": "127.0.0.1:0",
+        "metrics_address": "127.0.0.1:0",
+        "triton": "in-process",
+        "drain_seconds": 5,
+    }
+    return Settings(model_repo=model_repo, data=data, **(defaults | given))
+
+
+@contextmanager
+def running(model_repo: Path, data: Path, **given: Any) -> Iterator[Gateway]:
+    """A gateway from start to stop."""
+    gateway = Gateway(settings(model_repo, data, **given))
+    gateway.start()
+    try:
+        yield gateway
+    finally:
+        gateway.stop()
+
+
+class Client:
+    """Short names for the calls that tests make most."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = grpc.insecure_channel(address, [("grpc.enable_retries", 0)])
+        self.searches = SearchServiceStub(self.channel)
+        self.galleries = GalleryServiceStub(self.channel)
+        self.releases = ReleaseServiceStub(self.channel)
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.channel.close()
+
+    def create(self, name: str = "g") -> gallery_pb2.Gallery:
+        request = gallery_pb2.CreateGalleryRequest(name=name)
+        return self.galleries.CreateGallery(request, timeout=TIMEOUT_S).gallery
+
+    def create_when_idle(self, name: str = "g") -> None:
+        """Like `create`, once no activation is under way."""
+        while True:
+            try:
+                self.create(name)
+            except grpc.RpcError as error:
+                if code_of(error) is not grpc.StatusCode.ABORTED:
+                    raise
+                time.sleep(0.05)
+            else:
+                return
+
+    def gallery(self, name: str = "g") -> gallery_pb2.Gallery:
+        request = gallery_pb2.GetGalleryRequest(name=name)
+        return self.galleries.GetGallery(request, timeout=TIMEOUT_S).gallery
+
+    def put(
+        self, items: Iterable[gallery_pb2.PutItem], name: str = "g"
+    ) -> gallery_pb2.PutItemsResponse:
+        """All items in one message; the response to it."""
+        request = gallery_pb2.PutItemsRequest(gallery=name, items=items)
+        (response,) = self.galleries.PutItems(iter([request]), timeout=TIMEOUT_S)
+        return response
+
+    def put_images(self, images: NDArray[np.uint8], name: str = "g", first: int = 0) -> None:
+        """Images as items `i0`, `i1`, ... from number `first` on."""
+        items = [
+            gallery_pb2.PutItem(id=f"i{first + i}", image=png(image))
+            for i, image in enumerate(images)
+        ]
+        response = self.put(items, name)
+        assert not response.errors
+        assert response.stored == len(items)
+
+    def search(
+        self, image: NDArray[np.uint8], name: str = "g", k: int = 3
+    ) -> search_pb2.SearchResponse:
+        return self.ask(search_pb2.Query(image=png(image)), name, k)
+
+    def search_by(
+        self, *embeddings: types_pb2.Embedding, name: str = "g", k: int = 3
+    ) -> search_pb2.SearchResponse:
+        query = search_pb2.Query(embeddings=search_pb2.Embeddings(embeddings=embeddings))
+        return self.ask(query, name, k)
+
+    def ask(
+        self, query: search_pb2.Query, name: str = "g", k: int = 3
+    ) -> search_pb2.SearchResponse:
+        request = search_pb2.SearchRequest(gallery=name, query=query, k=k)
+        return self.searches.Search(request, timeout=TIMEOUT_S)
+
+    def activate(
+        self, number: int, rollout: str = "UNSPECIFIED"
+    ) -> release_pb2.ActivateReleaseResponse:
+        """Activate to the end; the last event."""
+        request = release_pb2.ActivateReleaseRequest(number=number, rollout=f"ROLLOUT_{rollout}")
+        event = release_pb2.ActivateReleaseResponse()
+        for event in self.releases.ActivateRelease(request, timeout=TIMEOUT_S):  # noqa: B007
+            pass
+        return event
+
+    def states(self) -> dict[int, str]:
+        """Release numbers with their states."""
+        answer = self.releases.ListReleases(release_pb2.ListReleasesRequest(), timeout=TIMEOUT_S)
+        name = release_pb2.ReleaseState.Name
+        return {r.number: name(r.state).removeprefix("RELEASE_STATE_") for r in answer.releases}
+
+    def rollback(self, *, confirm: bool) -> release_pb2.RollbackReleaseResponse:
+        request = release_pb2.RollbackReleaseRequest(confirm=confirm)
+        return self.releases.RollbackRelease(request, timeout=TIMEOUT_S)
+
+    def retire(self) -> list[int]:
+        answer = self.releases.RetireRelease(release_pb2.RetireReleaseRequest(), timeout=TIMEOUT_S)
+        return list(answer.retired)
+
+
+def images(count: int, seed: int = 0) -> NDArray[np.uint8]:
+    """uint8 [count,8,8,3], no two alike."""
+    return releases.images(count, seed)
+
+
+def code_of(error: grpc.RpcError) -> grpc.StatusCode:
+    return error.code()
+
+
+def ids(response: search_pb2.SearchResponse) -> list[str]:
+    return [hit.id for hit in response.hits]
+
+
+def random_id(number: int) -> str:
+    return hashlib.sha256(str(number).encode()).hexdigest()
