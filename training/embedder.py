@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from training.augment import Augment
 from training.backbones import build_backbone
+from training.binarise import Binarise
 from training.config import EmbedderConfig, SideEncoderConfig
 from training.heads import Head, build_head
 from training.objective import Batch, Objective, Terms
@@ -57,9 +58,12 @@ def build_encoder(config: EmbedderConfig | SideEncoderConfig) -> ImageEncoder:
         last_nonlin=config.last_nonlin,
         image_size=config.image_size,
     )
-    if isinstance(config, SideEncoderConfig) and config.side_info == "simclr":
+    if isinstance(config, SideEncoderConfig) and config.side_info in ("simclr", "binary_simclr"):
         # fct.txt D.4.1: an extra BatchNorm at the end of the model.
-        backbone = nn.Sequential(backbone, nn.BatchNorm1d(dim, affine=False))
+        layers = [backbone, nn.BatchNorm1d(dim, affine=False)]
+        if config.side_info == "binary_simclr":
+            layers.append(Binarise())
+        backbone = nn.Sequential(*layers)
     return ImageEncoder(backbone, dim, config.image_size, unit)
 
 

@@ -1,10 +1,18 @@
 """The kinds of side-information psi (fct.txt section 5.1), by the name of `side_info`."""
 
+from training.alternate import AlternateObjective
+from training.autoencoder import AutoencoderObjective
 from training.config import SideEncoderConfig
 from training.objective import Objective
 from training.simclr import SimclrObjective
 
 
 def side_objective(config: SideEncoderConfig, classes: int) -> Objective:
-    """The training objective of a side encoder."""
+    """The training objective of a side encoder; `classes` of its images, which only a second old
+    model reads."""
+    if config.side_info in ("alternate", "mixup"):
+        return AlternateObjective(config, classes)
+    if config.side_info == "autoencoder":
+        return AutoencoderObjective(config)
+    # simclr and binary_simclr: build_encoder makes the difference.
     return SimclrObjective(config)
