@@ -15,10 +15,11 @@ from release.digests import sha256_file
 from release.errors import ConfigurationError
 from release.manifest import Manifest
 from training.config import EmbedderConfig, UpgradeConfig
-from training.drafting import Recipe, Release, source_probes
+from training.drafting import Recipe, Release
 from training.frozen import load_encoder
 from training.method import UpgradeShape
 from training.methods import embedder_method
+from training.probes import source_probes
 from training.published import require_release
 from training.run import CHECKPOINT, Checkpoint, load_part
 from training.upgrade import read_upgrade
@@ -40,23 +41,45 @@ def add_embedder_run(release: Release, run_dir: Path) -> None:
         "embedder_checkpoint": sha256_file(run_dir / CHECKPOINT),
         **_flat("embedder", config.model_dump(mode="json")),
     }
-    if not method.searches_directly and method.upgrade is None:
+    if method.searches_directly:
+        source = _trained_against(release, run_dir, checkpoint)
+        if source.embedder.dim == encoder.dim:
+            release.searches_directly.append(source.release)
+
+
+def add_forward_head(release: Release, run_dir: Path) -> None:
+    """Put in the upgrade that an embedder's own training made (DMU), where it made one.
+
+    Side-information passes by it: it stays valid where the release keeps its predecessor's encoder.
+    """
+    encoder, checkpoint = load_encoder(run_dir)
+    config = checkpoint.config
+    assert isinstance(config, EmbedderConfig)
+    build = embedder_method(config.method).upgrade
+    if build is None or not checkpoint.part("upgrade"):
         return
+    source = _trained_against(release, run_dir, checkpoint)
+    shape = UpgradeShape(source.embedder.dim, 0, encoder.dim, 0, encoder.unit)
+    module = build(config, shape)
+    load_part(module, checkpoint, "upgrade")
+    kept = release.side_encoder is not None and (
+        release.side_encoder.origin_release != release.number
+    )
+    release.add_upgrade(
+        module.eval(), source, _examples(source, release), method=config.method, carries=kept
+    )
+
+
+def _trained_against(release: Release, run_dir: Path, checkpoint: Checkpoint) -> Manifest:
+    config = checkpoint.config
+    assert isinstance(config, EmbedderConfig)
     source = _by_digest(release, "embedder_checkpoint", str(checkpoint.facts.get("old_digest")))
     if source is None:
         raise ConfigurationError(
             f"--embedder {run_dir}: method {config.method} was trained against {config.old}, "
             f"which is none of the published releases ({_numbers(release.published)})"
         )
-    if method.searches_directly and source.embedder.dim == encoder.dim:
-        release.searches_directly.append(source.release)
-    if method.upgrade is not None:
-        shape = UpgradeShape(source.embedder.dim, 0, encoder.dim, 0, encoder.unit)
-        module = method.upgrade(config, shape)
-        load_part(module, checkpoint, "upgrade")
-        release.add_upgrade(
-            module.eval(), source, _examples(source, release), method=config.method, carries=False
-        )
+    return source
 
 
 def add_side_run(release: Release, run_dir: Path) -> None:

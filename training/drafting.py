@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from release.digests import sha256_file, side_space_id, space_id
@@ -25,23 +23,18 @@ from release.manifest import (
     SideEncoder,
     Upgrade,
 )
-from release.models import open_embedder, open_side_encoder, open_upgrade
 from release.paths import (
     embedder_path,
-    probes_path,
     side_encoder_path,
     upgrade_int8_path,
     upgrade_path,
 )
-from training.data import Images
 from training.embedder import ImageEncoder
 from training.onnx_export import export_onnx, quantise
+from training.probe_images import probe_images
 from training.transform import Upgrade as UpgradeModule
 
 Recipe = dict[str, str | int | float | bool | None]
-# Relative to max(1, |expected|): float32 on another machine's instructions.
-TOLERANCE = 1e-3
-_PROBES = 8
 
 
 @dataclass
@@ -74,11 +67,11 @@ class Release:
 
     def add_embedder(self, encoder: ImageEncoder) -> None:
         """Export phi."""
-        path = self._local(embedder_path(self.number))
-        probes = {"image": torch.from_numpy(probe_images(encoder.image_size))}
+        path = self.local(embedder_path(self.number))
+        probes = {"image": torch.from_numpy(probe_images(encoder.image_size, encoder.image_size))}
         export_onnx(encoder, probes, ("embedding",), path)
         self.embedder = Embedder(
-            file=self._file(embedder_path(self.number)),
+            file=self.file(embedder_path(self.number)),
             height=encoder.image_size,
             width=encoder.image_size,
             dim=encoder.dim,
@@ -90,11 +83,11 @@ class Release:
         """Export psi. Raises ConfigurationError where it takes another image size than phi."""
         assert self.embedder is not None
         self._check_size(encoder.image_size, "the side encoder")
-        path = self._local(side_encoder_path(self.number))
-        probes = {"image": torch.from_numpy(probe_images(encoder.image_size))}
+        path = self.local(side_encoder_path(self.number))
+        probes = {"image": torch.from_numpy(probe_images(encoder.image_size, encoder.image_size))}
         export_onnx(encoder, probes, ("side",), path)
         self.side_encoder = SideEncoder(
-            file=self._file(side_encoder_path(self.number)),
+            file=self.file(side_encoder_path(self.number)),
             dim=encoder.dim,
             origin_release=self.number,
         )
@@ -137,8 +130,8 @@ class Release:
             upgrade_path(source.release, self.number),
             upgrade_int8_path(source.release, self.number),
         )
-        export_onnx(graph, inputs, graph.outputs, self._local(path))
-        quantise(self._local(path), self._local(int8))
+        export_onnx(graph, inputs, graph.outputs, self.local(path))
+        quantise(self.local(path), self.local(int8))
         self.upgrades.append(
             Upgrade(
                 from_release=source.release,
@@ -147,8 +140,8 @@ class Release:
                 from_side_space=source.side_space if module.reads_side else None,
                 from_side_dim=inputs["side"].shape[1] if module.reads_side else 0,
                 method=method,
-                file=self._file(path),
-                int8_file=self._file(int8),
+                file=self.file(path),
+                int8_file=self.file(int8),
                 side="maps" if module.g is not None else "carries" if carries else "drops",
                 predicts_uncertainty=module.log_variance is not None,
             )
@@ -190,13 +183,15 @@ class Release:
                 "both read the same image, so train them with one image_size"
             )
 
-    def _local(self, path: str) -> Path:
+    def local(self, path: str) -> Path:
+        """Where the file to be published as `path` is written."""
         local = self.folder / path
         local.parent.mkdir(parents=True, exist_ok=True)
         self.files[path] = local
         return local
 
-    def _file(self, path: str) -> PublishedFile:
+    def file(self, path: str) -> PublishedFile:
+        """What the manifest says of a written file."""
         local = self.files[path]
         return PublishedFile(path=path, sha256=sha256_file(local), length=local.stat().st_size)
 
@@ -219,66 +214,3 @@ class UpgradeGraph(nn.Module):
         return tuple(
             output for output in (result.embedding, result.side, variance) if output is not None
         )
-
-
-def probe_images(size: int) -> Images:
-    """Synthetic pictures uint8 [8,size,size,3]: smooth blots. No real image leaves with a
-    release.
-    """
-    rng = np.random.default_rng(2026)
-    coarse = rng.random((_PROBES, 3, 4, 4), dtype=np.float32)
-    smooth = nn.functional.interpolate(
-        torch.from_numpy(coarse), (size, size), mode="bicubic", align_corners=False
-    )
-    images: Images = (smooth.clamp(0, 1) * 255).byte().permute(0, 2, 3, 1).numpy()
-    return np.ascontiguousarray(images)
-
-
-def make_probes(release: Release) -> Probes:
-    """Run every model of the release on the probe images and write `probes-N.npz`."""
-    placeholder = Probes(
-        file=PublishedFile(path=probes_path(release.number), sha256="0" * 64, length=1),
-        tolerance=TOLERANCE,
-        int8_tolerance=1.0,
-    )
-    manifest, files = release.manifest(placeholder), release.all_files()
-    images = probe_images(manifest.embedder.height)
-    arrays: dict[str, NDArray[np.uint8] | NDArray[np.float32]] = {"image": images}
-    arrays["embedding"] = open_embedder(files, manifest).run(images)
-    if manifest.side_encoder is not None:
-        arrays["side"] = open_side_encoder(files, manifest).run(images)
-    widest = 0.0
-    for upgrade in manifest.upgrades:
-        source = release.published[upgrade.from_release]
-        embedding, side = source_probes(source, files)
-        name = f"upgrade_{upgrade.from_release}"
-        result = open_upgrade(files, manifest, upgrade).run(embedding, side)
-        arrays[f"{name}/embedding"] = embedding
-        arrays[f"{name}/upgraded"] = result.embedding
-        if upgrade.from_side_space is not None and side is not None:
-            arrays[f"{name}/side"] = side
-        if upgrade.side == "maps" and result.side is not None:
-            arrays[f"{name}/upgraded_side"] = result.side
-        if upgrade.int8_file is not None:
-            small = open_upgrade(files, manifest, upgrade, int8=True).run(embedding, side)
-            for a, b in ((small.embedding, result.embedding), (small.side, result.side)):
-                if a is not None and b is not None:
-                    widest = max(widest, float((np.abs(a - b) / np.maximum(1, np.abs(b))).max()))
-    path = release._local(probes_path(release.number))
-    with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, **arrays)
-    # Quantised kernels round differently from machine to machine, by less than they err.
-    return Probes(
-        file=release._file(probes_path(release.number)),
-        tolerance=TOLERANCE,
-        int8_tolerance=min(10.0, max(0.05, 3 * widest)),
-    )
-
-
-def source_probes(
-    source: Manifest, files: Mapping[str, Path]
-) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-    """Embeddings and side-information of the probe images by a published release."""
-    images = probe_images(source.embedder.height)
-    side = open_side_encoder(files, source).run(images) if source.side_encoder else None
-    return open_embedder(files, source).run(images), side

@@ -13,11 +13,18 @@ from release.errors import ConfigurationError, GateFailedError
 from release.keys import Keys
 from release.manifest import GateVerdict, Manifest
 from release.publish import Draft, Published, publish
-from training.assemble import add_embedder_run, add_side_run, add_upgrade_run
+from training.assemble import (
+    add_embedder_run,
+    add_forward_head,
+    add_side_run,
+    add_upgrade_run,
+)
+from training.bring import Pixels, add_onnx_embedder
 from training.command import run_command
 from training.data import list_images
-from training.drafting import Release, make_probes
+from training.drafting import Release
 from training.gate import Evidence, measure_release
+from training.probes import make_probes
 from training.published import read_publication
 from training.table import gate_table
 
@@ -41,7 +48,20 @@ Exit codes: 0 published, 65 the gate or a check failed, 73 cannot write or the n
 def main(
     model_repo: Annotated[Path, typer.Option(metavar="DIR", help="publication folder")],
     release: Annotated[int, typer.Option(min=1, help="number of the new release")],
-    embedder: Annotated[Path, typer.Option(metavar="RUN", help="run folder of the embedder")],
+    embedder: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="run folder of the embedder")
+    ] = None,
+    onnx: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="or an embedder of your own: uint8 [n,H,W,3] or float32 [n,3,H,W] -> [n,dim]",
+        ),
+    ] = None,
+    mean: Annotated[
+        tuple[float, float, float], typer.Option(help="a float32 --onnx takes (x/255 - mean) / std")
+    ] = (0.0, 0.0, 0.0),
+    std: Annotated[tuple[float, float, float], typer.Option(help="see --mean")] = (1.0, 1.0, 1.0),
     side_encoder: Annotated[
         Path | None, typer.Option(metavar="RUN", help="run folder of the side-information encoder")
     ] = None,
@@ -67,16 +87,23 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Publish an embedder, its side encoder and upgrades into it as release N."""
+    if (embedder is None) == (onnx is None):
+        raise ConfigurationError("expected either --embedder RUN or --onnx FILE")
     if side_encoder is not None and keep_side_encoder:
         raise ConfigurationError("expected --side-encoder or --keep-side-encoder, not both")
     published = read_publication(model_repo)
     with tempfile.TemporaryDirectory(prefix="nobackfill-export-") as folder:
         draft = Release(release, Path(folder), published, model_repo)
-        add_embedder_run(draft, embedder)
+        if embedder is not None:
+            add_embedder_run(draft, embedder)
+        elif onnx is not None:
+            add_onnx_embedder(draft, onnx, Pixels(mean, std))
         if side_encoder is not None:
             add_side_run(draft, side_encoder)
         if keep_side_encoder:
             draft.keep_side_encoder()
+        if embedder is not None:
+            add_forward_head(draft, embedder)
         for run in upgrade or ():
             add_upgrade_run(draft, run)
         manifest, evidence = _measured(draft, evaluate, split_seed, int8_loss)

@@ -103,15 +103,27 @@ def _compare(name: str, torch_output: NDArray[Any], onnx_output: NDArray[Any], p
 def run_onnx(
     path: Path, inputs: Mapping[str, NDArray[Any]], outputs: tuple[str, ...]
 ) -> list[NDArray[Any]]:
-    """Run an ONNX file of our own making once."""
+    """Run an ONNX file once, on the CPU. Raises VerificationError where onnxruntime cannot."""
     import onnxruntime
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(
-        path, sess_options=options, providers=["CPUExecutionProvider"]
+    refusals = (
+        state.Fail,
+        state.InvalidArgument,
+        state.InvalidGraph,
+        state.InvalidProtobuf,
+        state.NotImplemented,
+        state.RuntimeException,
     )
-    return list(session.run(list(outputs), dict(inputs)))
+    try:
+        session = onnxruntime.InferenceSession(
+            path, sess_options=options, providers=["CPUExecutionProvider"]
+        )
+        return list(session.run(list(outputs), dict(inputs)))
+    except refusals as error:
+        raise VerificationError(f"onnxruntime cannot run {path.name}: {error}") from error
 
 
 def quantise(source: Path, target: Path) -> None:
