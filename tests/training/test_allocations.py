@@ -1,0 +1,68 @@
+"""UniBCT's allocations: what is shared and what is apart, as its Table 1 says."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from release.errors import ConfigurationError
+from training.allocations import ALLOCATIONS, allocate
+
+LABELS = np.repeat(np.arange(10), np.arange(4, 14))
+
+
+def classes(rows: np.ndarray) -> set[int]:
+    return set(LABELS[rows].tolist())
+
+
+# Whether the two sets share classes, share images, and whether the new set holds all images.
+TABLE_1 = {
+    "extended-data": (True, True, True),
+    "open-data": (True, False, False),
+    "extended-class": (True, True, True),
+    "open-class": (False, False, False),
+    "identical-data": (True, True, False),
+}
+
+
+@pytest.mark.parametrize("name", ALLOCATIONS)
+def test_allocations_are_those_of_table_1(name: str) -> None:
+    shares_classes, shares_images, holds_all = TABLE_1[name]
+    found = allocate(name, LABELS)
+    assert bool(classes(found.old) & classes(found.new)) == shares_classes
+    assert bool(set(found.old) & set(found.new)) == shares_images
+    assert (len(found.new) == len(LABELS)) == holds_all
+    if name.endswith("data"):
+        assert classes(found.old) == classes(found.new) == set(range(10))
+        for label in range(10):
+            kept = np.sum(LABELS[found.old] == label)
+            assert abs(kept - 0.3 * np.sum(label == LABELS)) <= 0.5
+    else:
+        assert len(classes(found.old)) == 3
+    if name == "identical-data":
+        assert found.old.tolist() == found.new.tolist()
+    if name.startswith("open"):
+        assert sorted([*found.old, *found.new]) == list(range(len(LABELS)))
+
+
+@pytest.mark.parametrize("name", ALLOCATIONS)
+def test_the_seed_alone_decides(name: str) -> None:
+    again = [allocate(name, LABELS, seed=seed).old.tolist() for seed in (1, 1, 2, 3, 4)]
+    assert again[0] == again[1]
+    assert len({tuple(rows) for rows in again[1:]}) > 1
+
+
+@given(st.sampled_from(sorted(ALLOCATIONS)), st.floats(0.001, 0.999), st.integers(0, 99))
+def test_no_set_is_ever_empty(name: str, share: float, seed: int) -> None:
+    found = allocate(name, LABELS, share, seed)
+    assert len(found.old) and len(found.new)
+    assert (np.diff(found.old) > 0).all() and (np.diff(found.new) > 0).all()
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="known: extended-data, open-data"):
+        allocate("closed-data", LABELS)
+    with pytest.raises(ConfigurationError, match="at least 2 images of class 1"):
+        allocate("open-data", np.array([0, 0, 1]))
+    with pytest.raises(ConfigurationError, match="share between 0 and 1, got 1"):
+        allocate("open-data", LABELS, share=1)
