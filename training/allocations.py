@@ -1,7 +1,8 @@
 """UniBCT's five ways to divide images between the old and the new training set (unibct.txt 3.1).
 
 Each takes the labels of all images and gives the rows of both sets. Data is divided class by class,
-so that both sets hold every class; of each class the old set gets at least one image and leaves one.
+so that both sets hold every class; of each class the old set gets at least one image and leaves
+one.
 """
 
 from collections.abc import Callable
