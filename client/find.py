@@ -1,5 +1,6 @@
 """Searching: exact, offline, in the space that is active at the moment of asking."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,10 +11,11 @@ import numpy as np
 from client.device import Device
 from gallery.exact import ExactIndex
 from gallery.filters import Condition, OneOf, allowed_labels
-from gallery.index import mask_of
+from gallery.index import Labels, mask_of
 from gallery.put import MetadataValue
+from gallery.spec import SpaceSpec
 from release.calibration import find, scores
-from release.errors import InvalidInputError, NotFoundError
+from release.errors import IncompatibleSpaceError, InvalidInputError, NotFoundError
 from release.manifest import Manifest
 from release.vectors import Vectors
 
@@ -51,14 +53,20 @@ class Search:
 
     def __init__(self, device: Device, where: Mapping[str, MetadataValue]) -> None:
         self._device = device
-        self.spec = device.store.active().spec
+        self.spec, labels, vectors = self._load()
         self._manifest = device.manifest(self.spec.release)
-        labels, vectors = device.store.load(self.spec.space)
         self._index = ExactIndex(self.spec, labels, vectors)
         conditions: list[Condition] = [OneOf(key, (value,)) for key, value in where.items()]
         self._allowed = (
             mask_of(labels, allowed_labels(device.store, conditions)) if conditions else None
         )
+
+    def _load(self) -> tuple[SpaceSpec, Labels, Vectors]:
+        while True:
+            spec = self._device.store.active().spec
+            with contextlib.suppress(IncompatibleSpaceError):
+                return spec, *self._device.store.load(spec.space)
+            # A sync dropped it in between: it is not the active one any more.
 
     def by_images(self, images: Sequence[Path], k: int) -> list[Answer]:
         """The items nearest to each image file. Raises InvalidInputError for one that is none."""

@@ -1,0 +1,205 @@
+"""Bad networks, locked files, full disks, two at once: refused in a sentence, nothing half done."""
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from client.device import Device
+from client.find import Search
+from release import durable
+from release.errors import BusyError, UnavailableError, VerificationError
+from tests.client.test_cli import ask, run
+from tests.support import edge
+from tests.support.edge import Setting
+
+
+class _Cutting(BaseHTTPRequestHandler):
+    """Serves files with ranges, and hangs up after `cut` bytes of each answer."""
+
+    def __init__(self, *args: object, folder: Path, cut: int) -> None:
+        self._folder = folder
+        self._cut = cut
+        super().__init__(*args)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        path = self._folder / self.path.lstrip("/")
+        if not path.is_file():
+            self.send_error(404)
+            return
+        data = path.read_bytes()
+        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(data) - start))
+        self.end_headers()
+        # Metadata comes through whole: nobody could resume it.
+        end = None if path.suffix == ".json" else start + self._cut
+        self.wfile.write(data[start:end])
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def cutting_host(folder: Path, cut: int) -> Iterator[str]:
+    handler = functools.partial(_Cutting, folder=folder, cut=cut)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as host:
+        thread = threading.Thread(target=host.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{host.server_address[1]}"
+        host.shutdown()
+        thread.join()
+
+
+def point(gallery: Path, source: str) -> None:
+    with Device(gallery) as device:
+        device.store.state_set({"source": source})
+
+
+def test_a_network_that_keeps_breaking_is_overcome(setting: Setting, world: edge.World) -> None:
+    world.publish(setting.repo, 2)
+    with cutting_host(setting.repo, cut=9_000) as address:
+        point(setting.gallery, address)
+        broken = 0
+        for _ in range(20):
+            try:
+                assert edge.follow(setting.gallery).state == "upgraded"
+                break
+            except UnavailableError:
+                broken += 1
+                assert len(edge.contents(setting.gallery)) == 12
+    assert 2 <= broken < 20
+
+
+def test_a_host_that_sends_something_else_changes_nothing(
+    setting: Setting, world: edge.World
+) -> None:
+    world.publish(setting.repo, 2)
+    model = setting.repo / "upgrade_1_to_2" / "1" / "model.onnx"
+    good = model.read_bytes()
+    model.write_bytes(good[:-1] + b"\0")
+    with pytest.raises(VerificationError, match="another file than the one that was signed"):
+        edge.follow(setting.gallery)
+    assert {origin for origin, _ in edge.contents(setting.gallery).values()} == {"native"}
+    model.write_bytes(good)
+    assert edge.follow(setting.gallery).state == "upgraded"
+
+
+def test_a_host_that_is_gone_leaves_the_gallery_in_use(setting: Setting) -> None:
+    point(setting.gallery, "http://127.0.0.1:1")
+    assert "try" in run(setting.gallery, "sync", code=69).stderr
+    assert ask(setting.gallery, "search", setting.images[0])["hits"]
+
+
+HOLD = (
+    "import sqlite3, sys; c = sqlite3.connect(sys.argv[1], isolation_level=None);"
+    "c.execute(sys.argv[2]); c.execute('SELECT count(*) FROM items').fetchone();"
+    "print('held', flush=True); sys.stdin.read()"
+)
+
+
+@contextmanager
+def held(gallery: Path, begin: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process in a transaction on the gallery."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(gallery), begin],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        yield holder
+        holder.kill()
+
+
+@pytest.mark.parametrize("begin", ["BEGIN IMMEDIATE", "BEGIN EXCLUSIVE"])
+def test_a_locked_database_is_waited_for_then_named(
+    setting: Setting, world: edge.World, monkeypatch: pytest.MonkeyPatch, begin: str
+) -> None:
+    world.publish(setting.repo, 2)
+    monkeypatch.setattr("gallery.connections.BUSY_TIMEOUT_MS", 200)
+    with held(setting.gallery, begin):
+        with pytest.raises(BusyError, match="another process is writing"):
+            edge.follow(setting.gallery)
+        # Reading goes on beside a writer.
+        assert len(edge.contents(setting.gallery)) == 12
+    assert edge.follow(setting.gallery).state == "upgraded"
+
+
+def test_a_reader_elsewhere_does_not_stop_a_sync(setting: Setting, world: edge.World) -> None:
+    world.publish(setting.repo, 2)
+    with held(setting.gallery, "BEGIN"):
+        assert edge.follow(setting.gallery).state == "upgraded"
+
+
+def test_of_two_syncs_one_is_told_to_try_again(setting: Setting, world: edge.World) -> None:
+    world.publish(setting.repo, 2)
+    lock = setting.gallery.with_name("gallery.sqlite.models") / "sync.lock"
+    with durable.lock(lock):
+        assert "try again" in run(setting.gallery, "sync", code=75).stderr
+    code = (
+        "import sys, pathlib; from release import durable\n"
+        "with durable.lock(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(BusyError):
+            edge.follow(setting.gallery)
+        # The holder's death frees the lock.
+        holder.kill()
+    assert edge.follow(setting.gallery).state == "upgraded"
+
+
+def test_a_full_disk_is_named_and_overcome(
+    setting: Setting, world: edge.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.publish(setting.repo, 2)
+    monkeypatch.setenv("NOBACKFILL_FAULT", "enospc@12+")
+    assert "free some space" in run(setting.gallery, "sync", code=73).stderr
+    monkeypatch.delenv("NOBACKFILL_FAULT")
+    assert edge.follow(setting.gallery).state == "upgraded"
+
+
+def test_searches_answer_while_a_sync_runs(setting: Setting, world: edge.World) -> None:
+    world.publish(setting.repo, 2)
+    answers: list[int] = []
+    syncing = subprocess.Popen(
+        [Path(sys.executable).with_name("edge-client"), "--gallery", setting.gallery, "sync"],
+        env=os.environ,
+        stdout=subprocess.PIPE,
+    )
+    with syncing, Device(setting.gallery) as device:
+        item = device.store.listing()[0].id
+        while syncing.poll() is None:
+            answer = Search(device, {}).by_id(item, 3)
+            assert len(answer.hits) == 3
+            answers.append(answer.release)
+        answers.append(Search(device, {}).by_id(item, 3).release)
+    assert syncing.returncode == 0
+    # Old, then new: never back and forth.
+    assert answers == sorted(answers)
+    assert {1, 2} == set(answers)
+
+
+@pytest.mark.skipif(shutil.which("sqlite3") is None, reason="needs the sqlite3 command")
+def test_the_gallery_is_an_ordinary_sqlite_file(setting: Setting) -> None:
+    done = subprocess.run(
+        ["sqlite3", setting.gallery, "SELECT count(*) FROM items"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "12\n"
