@@ -11,22 +11,26 @@ from numpy.typing import ArrayLike, NDArray
 
 from metrics.distances import Floats, Metric, distance_blocks
 from metrics.ranking import Ints, Ranking, Relevance, rank_block
-from metrics.retrieval import average_precision, cmc, mean
+from metrics.retrieval import PerQuery, average_precision, cmc
 
 TENTHS = np.linspace(0, 1, 11)
 
 
 @dataclass(frozen=True)
 class BackfillCurve:
-    """Quality at each share of re-embedded items, from 0 to 1."""
+    """CMC-1 and average precision [points, queries] at each share of re-embedded items, 0 to 1.
+
+    NaN where a query has no relevant item.
+    """
 
     shares: NDArray[np.float64]
     cmc1: NDArray[np.float64]
     map: NDArray[np.float64]
 
-    def mean_over(self, values: NDArray[np.float64]) -> float:
-        """The area under one of the curves: its mean over shares 0 to 1 (trapezium rule)."""
-        return float(np.trapezoid(values, self.shares))
+    def area(self, values: NDArray[np.float64]) -> PerQuery:
+        """The area under each query's curve: its mean over shares 0 to 1 (trapezium rule)."""
+        areas: PerQuery = np.trapezoid(values, self.shares, axis=0)
+        return areas
 
 
 def random_order(items: int, seed: int) -> Ints:
@@ -101,6 +105,6 @@ def backfill_curve(
     rankings = [Ranking(r, np.array([len(one) for one in r], np.int64)) for r in ranks]
     return BackfillCurve(
         points,
-        np.array([mean(cmc(ranking, 1)) for ranking in rankings]),
-        np.array([mean(average_precision(ranking)) for ranking in rankings]),
+        np.stack([cmc(ranking, 1) for ranking in rankings]),
+        np.stack([average_precision(ranking) for ranking in rankings]),
     )
