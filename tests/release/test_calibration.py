@@ -1,0 +1,76 @@
+"""Calibration: distances to probabilities, against a slow loop."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from release.calibration import find, scores
+from release.manifest import Calibration
+from tests.support.releases import draft
+
+SPACE = "sp-" + "0" * 64
+
+
+def slow(distances: tuple[float, ...], probabilities: tuple[float, ...], x: float) -> float:
+    if x <= distances[0]:
+        return probabilities[0]
+    for i in range(1, len(distances)):
+        if x <= distances[i]:
+            share = (x - distances[i - 1]) / (distances[i] - distances[i - 1])
+            return probabilities[i - 1] + share * (probabilities[i] - probabilities[i - 1])
+    return probabilities[-1]
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(1, 100), st.integers(1, 100)), min_size=1, max_size=9),
+    at=st.lists(st.floats(-10, 1000), max_size=20),
+)
+def test_scores_follow_the_curve(steps: list[tuple[int, int]], at: list[float]) -> None:
+    distances = tuple(np.cumsum([0, *(d for d, _ in steps)]) / 7)
+    falls = np.cumsum([0, *(p for _, p in steps)])
+    probabilities = tuple(1 - falls / falls[-1])
+    curve = Calibration(
+        query_space=SPACE, gallery_space=SPACE, origin="native", items=3,
+        distances=distances, probabilities=probabilities,
+    )  # fmt: skip
+    got = scores(curve, at)
+    assert got.shape == (len(at),)
+    np.testing.assert_allclose(got, [slow(distances, probabilities, x) for x in at], atol=1e-9)
+    assert (np.diff(scores(curve, sorted(at))) <= 1e-12).all()
+
+
+def test_no_number_is_no_match() -> None:
+    curve = Calibration(
+        query_space=SPACE, gallery_space=SPACE, origin="native", items=3,
+        distances=(0, 1), probabilities=(1, 0),
+    )  # fmt: skip
+    assert np.isnan(scores(curve, [np.nan])).all()
+    assert scores(curve, [[np.inf]]) == [[0]]
+
+
+@pytest.mark.parametrize(
+    ("distances", "probabilities"),
+    [((0, 1), (0, 1)), ((0, 1), (1, 1)), ((1, 1), (1, 0)), ((0, 1, 2), (1, 0)), ((0,), (1,)),
+     ((0, 1), (1.5, 0))],
+)  # fmt: skip
+def test_curves_that_do_not_fall_are_refused(
+    distances: tuple[float, ...], probabilities: tuple[float, ...]
+) -> None:
+    with pytest.raises(ValueError, match=r"expected|validation"):
+        Calibration(
+            query_space=SPACE, gallery_space=SPACE, origin="native", items=3,
+            distances=distances, probabilities=probabilities,
+        )  # fmt: skip
+
+
+def test_a_curve_is_found_by_its_pair_and_origin(tmp_path: Path) -> None:
+    first = draft(tmp_path, 1).manifest
+    second = draft(tmp_path, 2, [first]).manifest
+    found = find(second, first.space, first.space, "old-model")
+    assert found is not None
+    assert (found.query_space, found.origin) == (first.space, "old-model")
+    assert find(second, second.space, first.space, "old-model") is None
+    assert find(second, second.space, second.space, "re-embedded") is None
