@@ -43,6 +43,6 @@ def quality(answers: Answers, items: Iterable[str]) -> dict[str, float]:
 
 
 def agreement(one: Answers, other: Answers, k: int) -> float:
-    """Percent of queries whose first k items are the same in both, in any order of equals."""
-    same = sum(set(one[query][:k]) == set(other[query][:k]) for query in one)
-    return round(100 * same / len(one), 2)
+    """Percent of the first k hits that two answers to the same query share, in any order."""
+    shared = sum(len(set(one[query][:k]) & set(other[query][:k])) for query in one)
+    return round(100 * shared / (k * len(one)), 2)

@@ -9,10 +9,10 @@ from demo.journal import Journal
 
 # Key of the matrix, what it is called, what it means.
 ROWS = (
-    ("old/old", "before", "old model, its own gallery"),
+    ("old/old", "before", "old model, its gallery"),
     ("new/old", "naive swap", "new model, gallery left as it was"),
-    ("new/upgraded", "upgraded", "new model, gallery carried over without images"),
-    ("new/new", "upper bound", "new model, every image embedded again"),
+    ("new/upgraded", "upgraded", "new model, gallery carried over"),
+    ("new/new", "upper bound", "new model, all images embedded again"),
 )
 
 
@@ -46,15 +46,15 @@ def report(journal: Journal) -> dict[str, Any]:
 def show(figures: dict[str, Any]) -> None:
     """Print the table and what it means to standard output."""
     cells, server, edge = figures["cells"], figures["server"], figures["edge"]
-    table = Table(title="Searching for images the models never saw, in percent")
-    table.add_column("gallery")
+    table = Table(title="Searches with images that no model was trained on, in percent")
+    table.add_column("gallery", no_wrap=True)
     table.add_column("what it means")
-    for name in ("first hit right", "right in first 5", "mAP"):
-        table.add_column(name, justify="right")
+    for name in ("1st right", "in 5", "mAP"):
+        table.add_column(name, justify="right", no_wrap=True)
     for key, name, meaning in ROWS:
         table.add_row(name, meaning, *_percent(cells[key]), end_section=key == "new/new")
     for key, name in (("old/old", "device before"), ("new/upgraded", "device upgraded")):
-        table.add_row(name, "the SQLite file on the device", *_percent(edge["cells"][key]))
+        table.add_row(name, "one SQLite file on the device", *_percent(edge["cells"][key]))
     console = Console(highlight=False)
     console.print(table)
     kept = 100 * cells["new/upgraded"]["map"] / cells["new/new"]["map"]
@@ -69,8 +69,8 @@ def show(figures: dict[str, Any]) -> None:
         f"{server['p99_ms_swap']} ms.\n"
         f"Device: synced {edge['items']} images in {edge['sync_seconds']} s; "
         f"{edge['searches_during_sync']} searches were answered meanwhile, "
-        f"{edge['failed_during_sync']} failed; its first hits are the server's in "
-        f"{edge['same_hits_as_server']:.1f} % of the searches."
+        f"{edge['failed_during_sync']} failed. Of its first five hits the server finds "
+        f"{edge['same_hits_as_server']:.1f} % as well."
     )
 
 

@@ -30,8 +30,8 @@ def test_quality_of_a_ranking_worked_out_by_hand() -> None:
     assert quality(answers, items) == {"cmc1": 50.0, "cmc5": 50.0, "map": round(100 * expected, 2)}
 
 
-def test_agreement_looks_at_the_first_hits_only() -> None:
+def test_agreement_is_the_share_of_common_first_hits() -> None:
     one = {"p": ["a", "b", "c"], "q": ["a", "b", "c"]}
     other = {"p": ["b", "a", "d"], "q": ["a", "c", "b"]}
-    assert agreement(one, other, 2) == 50.0
+    assert agreement(one, other, 2) == 75.0
     assert agreement(one, one, 3) == 100.0
