@@ -61,8 +61,8 @@ class HnswIndex:
         if allowed is not None:
             # Rows met on the way that may not be found make the search wider.
             asked = min(count, 8 + int(1.2 * wanted * count / max(1, passing)))
-        exact = passing * (_EXACT_ROW + _EXACT_ROW_QUERY * len(queries))
-        if exact <= len(queries) * (_GRAPH_QUERY + _GRAPH_CANDIDATE * asked):
+        exact_cost = passing * (_EXACT_ROW + _EXACT_ROW_QUERY * len(queries))
+        if exact_cost <= len(queries) * (_GRAPH_QUERY + _GRAPH_CANDIDATE * asked):
             return self._exact.search(queries, k, allowed)
         prepared = distances.prepare(self.spec.metric, queries)
         try:
@@ -107,7 +107,8 @@ def build(spec: SpaceSpec, labels: Labels, vectors: Vectors, *, threads: int = 1
     prepared = distances.prepare(spec.metric, vectors)
     graph = hnswlib.Index("l2" if spec.metric == "squared_l2" else "ip", spec.dim)
     graph.init_index(max(1, len(labels)), M=M, ef_construction=EF_CONSTRUCTION, random_seed=1)
-    graph.add_items(prepared, np.arange(len(labels)), num_threads=threads)
+    if len(labels):
+        graph.add_items(prepared, np.arange(len(labels)), num_threads=threads)
     index = HnswIndex(spec, labels, prepared, graph)
     _tune(index)
     return index
