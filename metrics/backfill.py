@@ -11,26 +11,25 @@ from numpy.typing import ArrayLike, NDArray
 
 from metrics.distances import Floats, Metric, distance_blocks
 from metrics.ranking import Ints, Ranking, Relevance, rank_block
-from metrics.retrieval import PerQuery, average_precision, cmc
+from metrics.retrieval import PerQuery, average_precision, cmc, mean
 
 TENTHS = np.linspace(0, 1, 11)
 
 
 @dataclass(frozen=True)
 class BackfillCurve:
-    """CMC-1 and average precision [points, queries] at each share of re-embedded items, 0 to 1.
-
-    NaN where a query has no relevant item.
-    """
+    """Quality at each share of re-embedded items, from 0 to 1."""
 
     shares: NDArray[np.float64]
     cmc1: NDArray[np.float64]
     map: NDArray[np.float64]
+    # The area under each query's curve of CMC-1 and of average precision; NaN as in retrieval.py.
+    cmc1_areas: PerQuery
+    map_areas: PerQuery
 
-    def area(self, values: NDArray[np.float64]) -> PerQuery:
-        """The area under each query's curve: its mean over shares 0 to 1 (trapezium rule)."""
-        areas: PerQuery = np.trapezoid(values, self.shares, axis=0)
-        return areas
+    def mean_over(self, values: NDArray[np.float64]) -> float:
+        """The area under one of the curves: its mean over shares 0 to 1 (trapezium rule)."""
+        return float(np.trapezoid(values, self.shares))
 
 
 def random_order(items: int, seed: int) -> Ints:
@@ -103,8 +102,12 @@ def backfill_curve(
             mixed = np.where(places < done, new, old)
             collected.extend(rank_block(mixed, first, relevance))
     rankings = [Ranking(r, np.array([len(one) for one in r], np.int64)) for r in ranks]
+    cmc1 = np.stack([cmc(ranking, 1) for ranking in rankings])
+    precision = np.stack([average_precision(ranking) for ranking in rankings])
     return BackfillCurve(
         points,
-        np.stack([cmc(ranking, 1) for ranking in rankings]),
-        np.stack([average_precision(ranking) for ranking in rankings]),
+        np.array([mean(values) for values in cmc1]),
+        np.array([mean(values) for values in precision]),
+        np.asarray(np.trapezoid(cmc1, points, axis=0)),
+        np.asarray(np.trapezoid(precision, points, axis=0)),
     )
