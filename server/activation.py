@@ -109,6 +109,24 @@ class Activations:
             self._core.state.change(activation=record)
             return self._launch(record)
 
+    def start_gallery(self, gallery: str, spare_cores: float) -> Run:
+        """Carry one gallery that stayed behind over to the active release.
+
+        Raises BusyError while another activation runs, CannotWriteError.
+        """
+        active = self._core.active()
+        record = Activation(
+            release=active.release,
+            rollout="cutover",
+            spare_cores=spare_cores or DEFAULT_SPARE_CORES,
+            old_space_seconds=0,
+            only=gallery,
+        )
+        with self._lock:
+            self._refuse_second()
+            self._core.state.change(activation=record)
+            return self._launch(record)
+
     def resume(self) -> Run | None:
         """Go on with what was under way when the gateway ended; None if nothing was."""
         record = self._core.state.now.activation

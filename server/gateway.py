@@ -34,6 +34,7 @@ from server.triton_client import TritonClient
 from server.triton_models import TritonModels
 from server.triton_process import TritonProcess, has_triton
 from server.upgrading import Upgrading
+from server.vault import Vault
 
 log = structlog.get_logger("server.gateway")
 
@@ -92,8 +93,9 @@ class Gateway:
         activations = Activations(core)
         closing.callback(activations.interrupt)
         putting = Putting(core.embedding, core.upgrading.runner)
+        vault = Vault(settings.data / "vault")
         border = Border(metrics, tokens, settings.max_call_seconds)
-        self._listener = Listener(core, putting, activations, border, settings)
+        self._listener = Listener(core, putting, activations, vault, border, settings)
         self._begin(core, activations)
         self.address = self._listener.start()
         closing.callback(self._listener.stop, settings.drain_seconds)

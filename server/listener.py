@@ -13,6 +13,10 @@ from nobackfill.v1 import (
     release_pb2_grpc,
     search_pb2,
     search_pb2_grpc,
+    upgrade_pb2,
+    upgrade_pb2_grpc,
+    vault_pb2,
+    vault_pb2_grpc,
 )
 from release.errors import BusyError
 from server.activation import Activations
@@ -22,14 +26,17 @@ from server.puts import Putting
 from server.services.gallery import GalleryService
 from server.services.release import ReleaseService
 from server.services.search import SearchService
+from server.services.upgrade import UpgradeService
+from server.services.vault import VaultService
 from server.settings import Settings, split_address
 from server.tls import server_credentials
+from server.vault import Vault
 
 # The services that embed images; the others, and queries by embedding, do without a model server.
 EMBEDDING_SERVICES = ("nobackfill.v1.SearchService", "nobackfill.v1.GalleryService")
 SERVICES = tuple(
     service.full_name
-    for file in (search_pb2, gallery_pb2, release_pb2)
+    for file in (search_pb2, gallery_pb2, release_pb2, upgrade_pb2, vault_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
 )
 
@@ -56,8 +63,8 @@ class Listener:
     """Answers calls from `start` to `stop`."""
 
     def __init__(
-        self, core: Core, putting: Putting, activations: Activations, border: Border,
-        settings: Settings,
+        self, core: Core, putting: Putting, activations: Activations, vault: Vault,
+        border: Border, settings: Settings,
     ) -> None:  # fmt: skip
         self._core = core
         self._settings = settings
@@ -78,6 +85,10 @@ class Listener:
         release_pb2_grpc.add_ReleaseServiceServicer_to_server(
             ReleaseService(core, settings.model_repo, activations), server
         )
+        upgrade_pb2_grpc.add_UpgradeServiceServicer_to_server(
+            UpgradeService(core, activations), server
+        )
+        vault_pb2_grpc.add_VaultServiceServicer_to_server(VaultService(vault), server)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
 

@@ -98,7 +98,7 @@ class Rollout:
         going = []
         for hosted in self._core.galleries.all():
             spec = hosted.spec()
-            if spec.space == manifest.space:
+            if spec.space == manifest.space or self._record.only not in (None, hosted.name):
                 continue
             direct = self._record.rollout == "direct" and spec.space in manifest.searches_directly
             if direct or self._core.upgrading.route(hosted, manifest.release) is not None:
@@ -192,9 +192,10 @@ class Rollout:
                 alone.enter_context(hosted.writes.alone())
                 if hosted.spec().space == manifest.space:
                     continue
-                outcome = core.upgrading.run(hosted, manifest, 0.0, self._cancelled.is_set)
-                self._stop_if_cancelled()
-                if outcome.left_behind:
+                if staging.left_behind(hosted.store, manifest.space):
+                    core.upgrading.run(hosted, manifest, 0.0, self._cancelled.is_set)
+                    self._stop_if_cancelled()
+                if staging.left_behind(hosted.store, manifest.space):
                     hosted.store.state_set({NOTE: "items without side-information came meanwhile"})
                     continue
                 flipped.append(hosted)

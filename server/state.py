@@ -23,6 +23,8 @@ class Activation(_Strict):
     rollout: RolloutName
     spare_cores: float
     old_space_seconds: int
+    # One gallery alone, which stayed behind before; None: all.
+    only: str | None = None
 
 
 class State(_Strict):

@@ -17,6 +17,7 @@ from release.manifest import Manifest
 from release.routes import Route, RouteRunner, open_route, plan_route
 from server.catalog import Catalog, Changed
 from server.hosted import Hosted
+from server.neighbours import neighbours_kept
 
 log = structlog.get_logger("server.upgrading")
 
@@ -118,7 +119,7 @@ class Upgrading:
         CannotWriteError.
         """
         route = self._need_route(hosted, target.release)
-        source = hosted.spec()
+        source, spec = hosted.spec(), SpaceSpec.of(target)
         throttle = Throttle(spare_cores)
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         self._set(Job(hosted.name, source.release, target.release, total=hosted.store.count()))
@@ -129,11 +130,15 @@ class Upgrading:
             self._update(
                 hosted.name, done=progress.done, total=progress.total, items_per_second=rate
             )
+            job = self.job(hosted.name)
+            if job is not None and job.neighbours_kept is None:
+                kept = neighbours_kept(hosted.store, source, spec)
+                self._update(hosted.name, neighbours_kept=kept)
             on_progress(progress.done)
             throttle.rest()
 
         outcome = run_upgrade(
-            hosted.store, runner, SpaceSpec.of(target), reads_side=reads_side(route),
+            hosted.store, runner, spec, reads_side=reads_side(route),
             on_progress=on_chunk,
             should_stop=lambda: should_stop() or hosted.name in self._paused,
         )  # fmt: skip
@@ -176,6 +181,11 @@ class Upgrading:
     def finish(self, gallery: str, state: JobState, message: str = "") -> None:
         """Tell how a job ended, or that it is being indexed."""
         self._update(gallery, state=state, message=message)
+
+    def count_re_embedded(self, gallery: str, release: int, count: int) -> None:
+        """Add to the items embedded again from images."""
+        job = self.job(gallery) or Job(gallery, release, release, JobState.DONE)
+        self._set(replace(job, re_embedded=job.re_embedded + count))
 
     def _need_route(self, hosted: Hosted, target: int) -> Route:
         route = self.route(hosted, target)

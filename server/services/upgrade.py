@@ -1,0 +1,114 @@
+"""UpgradeService."""
+
+from collections.abc import Iterator
+
+import grpc
+
+from nobackfill.v1 import upgrade_pb2 as pb
+from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceServicer
+from release.errors import InvalidInputError, NotFoundError, PreconditionError
+from server.activation import Activations
+from server.backfill import backfill
+from server.core import Core
+from server.hosted import Hosted
+from server.upgrading import Job, JobState
+
+_STATES = {
+    JobState.RUNNING: pb.UPGRADE_STATE_RUNNING,
+    JobState.PAUSED: pb.UPGRADE_STATE_PAUSED,
+    JobState.INDEXING: pb.UPGRADE_STATE_INDEXING,
+    JobState.DONE: pb.UPGRADE_STATE_DONE,
+    JobState.FAILED: pb.UPGRADE_STATE_FAILED,
+}
+_ENDED = (JobState.DONE, JobState.FAILED)
+
+
+class UpgradeService(UpgradeServiceServicer):
+    """See protos/nobackfill/v1/upgrade.proto."""
+
+    def __init__(self, core: Core, activations: Activations) -> None:
+        self._core = core
+        self._activations = activations
+
+    def EstimateUpgrade(  # noqa: N802 - the contract's name
+        self, request: pb.EstimateUpgradeRequest, context: grpc.ServicerContext
+    ) -> pb.EstimateUpgradeResponse:
+        hosted = self._core.galleries.get(request.gallery)
+        target = self._core.catalog.manifest(request.release)
+        self._core.catalog.verified(target.release)
+        estimate, route = self._core.upgrading.estimate(hosted, target)
+        response = pb.EstimateUpgradeResponse(
+            items=estimate.items,
+            bytes=estimate.bytes,
+            route=route.releases or [target.release],
+            expected_kept=route.kept or 0.0,
+            left_behind=estimate.left_behind,
+        )
+        response.duration.FromMilliseconds(int(estimate.seconds * 1000))
+        return response
+
+    def StartUpgrade(  # noqa: N802
+        self, request: pb.StartUpgradeRequest, context: grpc.ServicerContext
+    ) -> pb.StartUpgradeResponse:
+        core, hosted = self._core, self._core.galleries.get(request.gallery)
+        active = core.active()
+        if request.release not in (0, active.release):
+            raise PreconditionError(
+                f"expected the active release {active.release}, got {request.release}; "
+                "ActivateRelease carries galleries to another"
+            )
+        if not 0 <= request.spare_cores < 1:
+            raise InvalidInputError("spare_cores: expected 0 to below 1")
+        core.upgrading.resume(hosted.name)
+        if hosted.spec().space != active.space and self._activations.running() is None:
+            self._activations.start_gallery(hosted.name, request.spare_cores)
+        elif request.backfill:
+            images = {one.id: one.image for one in request.backfill}
+            count = backfill(hosted, core.embedding, images, request.backfill_budget)
+            core.upgrading.count_re_embedded(hosted.name, active.release, count)
+        return pb.StartUpgradeResponse(progress=self._progress(hosted))
+
+    def WatchUpgrade(  # noqa: N802
+        self, request: pb.WatchUpgradeRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.WatchUpgradeResponse]:
+        hosted = self._core.galleries.get(request.gallery)
+        changed, seen, last = self._core.upgrading.changed, -1, None
+        while context.is_active() and not self._core.stopping.is_set():
+            progress = self._progress(hosted)
+            if progress != last:
+                last = progress
+                yield pb.WatchUpgradeResponse(progress=progress)
+            job = self._core.upgrading.job(hosted.name)
+            if job is None or job.state in _ENDED:
+                return
+            seen = changed.wait(seen, 0.5)
+
+    def PauseUpgrade(  # noqa: N802
+        self, request: pb.PauseUpgradeRequest, context: grpc.ServicerContext
+    ) -> pb.PauseUpgradeResponse:
+        hosted = self._core.galleries.get(request.gallery)
+        self._core.upgrading.pause(hosted.name)
+        return pb.PauseUpgradeResponse(progress=self._progress(hosted))
+
+    def _progress(self, hosted: Hosted) -> pb.UpgradeProgress:
+        job = self._core.upgrading.job(hosted.name)
+        if job is None:
+            raise NotFoundError(f"gallery {hosted.name!r} has not been upgraded since the start")
+        return _message(job)
+
+
+def _message(job: Job) -> pb.UpgradeProgress:
+    progress = pb.UpgradeProgress(
+        gallery=job.gallery,
+        from_release=job.from_release,
+        to_release=job.to_release,
+        state=_STATES[job.state],
+        done=job.done,
+        total=job.total,
+        items_per_second=job.items_per_second,
+        re_embedded=job.re_embedded,
+        neighbours_kept=job.neighbours_kept,
+        message=job.message,
+    )
+    progress.remaining.FromMilliseconds(int(job.remaining_s * 1000))
+    return progress

@@ -1,0 +1,168 @@
+"""The vault: files of ciphertext, one owner's apart from another's, uploads that resume.
+
+The gateway has no key. It checks the age header, the size and the digest, and knows ids only.
+"""
+
+import hashlib
+import re
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from release import durable
+from release.digests import sha256_file
+from release.errors import AlreadyExistsError, BusyError, InvalidInputError, NotFoundError
+from server.errors import OutOfRangeError, TooLargeError
+
+LARGEST_BLOB = 64 * 2**20
+PAGE = 1000
+CHUNK = 256 * 1024
+# What every age file begins with: https://age-encryption.org/v1.
+_HEADER = b"age-encryption.org/v1\n"
+_HEX = re.compile(r"^[0-9a-f]{64}$")
+_PART = ".part"
+
+
+@dataclass(frozen=True)
+class Blob:
+    """`id` and `sha256` are 64 hex digits, `size` in bytes."""
+
+    id: str
+    size: int
+    sha256: str
+
+
+class Vault:
+    """A file for each blob, named by its id and digest, below a folder for each owner."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CannotWriteError."""
+        durable.make_dir(folder, 0o700)
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._uploading: set[tuple[str, str]] = set()
+
+    def put(self, owner: str, blob: Blob, offset: int, chunks: Iterable[bytes]) -> int:
+        """Store a blob, or the next piece of one; the bytes held, all of them durable.
+
+        Raises InvalidInputError (id, digest, not age), TooLargeError, OutOfRangeError for an offset
+        other than what is held, AlreadyExistsError for an id with another content, BusyError while
+        another upload of it runs, CannotWriteError.
+        """
+        _check(blob)
+        with self._alone(owner, blob.id):
+            existing = self._find(owner, blob.id)
+            if existing is not None:
+                if existing.name.partition(".")[2] != blob.sha256:
+                    raise AlreadyExistsError("a blob of that id is stored; choose another id")
+                return existing.stat().st_size
+            part = self._shard(owner, blob.id) / f"{blob.id}.{blob.sha256}{_PART}"
+            held = part.stat().st_size if part.exists() else 0
+            for chunk in chunks:
+                if not chunk:
+                    continue
+                if offset != held:
+                    raise OutOfRangeError(f"expected offset {held}, got {offset}; go on from there")
+                held = self._append(part, blob, held, chunk)
+                offset = held
+            if held == blob.size:
+                self._finish(part, blob)
+            return held
+
+    def get(self, owner: str, blob_id: str, offset: int) -> tuple[Blob, Iterator[bytes]]:
+        """A blob and its bytes from an offset on. Raises NotFoundError, OutOfRangeError."""
+        path = self._need(owner, blob_id)
+        blob = _blob(path)
+        if offset > blob.size:
+            raise OutOfRangeError(f"the blob has {blob.size} bytes, asked for offset {offset}")
+        handle = path.open("rb")
+
+        def chunks() -> Iterator[bytes]:
+            with handle:
+                handle.seek(offset)
+                while chunk := handle.read(CHUNK):
+                    yield chunk
+
+        return blob, chunks()
+
+    def delete(self, owner: str, blob_id: str) -> None:
+        """Delete a blob. Raises NotFoundError, CannotWriteError."""
+        with self._alone(owner, blob_id):
+            durable.remove_tree(self._need(owner, blob_id))
+
+    def page(self, owner: str, after: str) -> list[Blob]:
+        """Up to PAGE blobs by id, those after id `after`. Raises InvalidInputError for a token."""
+        if after and not _HEX.match(after):
+            raise InvalidInputError("page_token: expected one that ListBlobs gave")
+        found: list[Blob] = []
+        for shard in sorted(self._owner(owner).glob("[0-9a-f][0-9a-f]")):
+            if shard.name < after[:2]:
+                continue
+            paths = [p for p in shard.iterdir() if p.suffix != _PART and p.name[:64] > after]
+            found += [_blob(path) for path in sorted(paths)]
+            if len(found) >= PAGE:
+                break
+        return found[:PAGE]
+
+    def _append(self, part: Path, blob: Blob, held: int, chunk: bytes) -> int:
+        if held + len(chunk) > blob.size:
+            raise TooLargeError(f"expected {blob.size} bytes as announced, got more")
+        if held < len(_HEADER):
+            expected = _HEADER[held : held + len(chunk)]
+            if chunk[: len(expected)] != expected:
+                raise InvalidInputError("expected age ciphertext; encrypt on the device first")
+        durable.make_dir(part.parent, 0o700)
+        durable.append(part, chunk, 0o600)
+        return held + len(chunk)
+
+    def _finish(self, part: Path, blob: Blob) -> None:
+        if sha256_file(part) != blob.sha256:
+            durable.remove_tree(part)
+            raise InvalidInputError("the bytes have another SHA-256 than announced; upload again")
+        durable.replace(part, part.with_suffix(""))
+
+    @contextmanager
+    def _alone(self, owner: str, blob_id: str) -> Iterator[None]:
+        key = (owner, blob_id)
+        with self._lock:
+            if key in self._uploading:
+                raise BusyError("another call is writing this blob; try again when it has ended")
+            self._uploading.add(key)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._uploading.discard(key)
+
+    def _need(self, owner: str, blob_id: str) -> Path:
+        path = self._find(owner, blob_id) if _HEX.match(blob_id) else None
+        if path is None:
+            raise NotFoundError("no blob of that id is stored")
+        return path
+
+    def _find(self, owner: str, blob_id: str) -> Path | None:
+        found = self._shard(owner, blob_id).glob(f"{blob_id}.*")
+        return next((path for path in found if path.suffix != _PART), None)
+
+    def _shard(self, owner: str, blob_id: str) -> Path:
+        return self._owner(owner) / blob_id[:2]
+
+    def _owner(self, owner: str) -> Path:
+        # A name may hold anything; its digest is a plain folder name.
+        return self._folder / hashlib.sha256(owner.encode()).hexdigest()[:32]
+
+
+def _check(blob: Blob) -> None:
+    if not _HEX.match(blob.id) or not _HEX.match(blob.sha256):
+        raise InvalidInputError("expected an id and a sha256 of 64 hex digits each")
+    if blob.size > LARGEST_BLOB:
+        raise TooLargeError(f"expected at most {LARGEST_BLOB} bytes, got {blob.size}")
+    if blob.size < len(_HEADER):
+        raise InvalidInputError("expected age ciphertext, got fewer bytes than its header")
+
+
+def _blob(path: Path) -> Blob:
+    blob_id, _, sha256 = path.name.partition(".")
+    return Blob(blob_id, path.stat().st_size, sha256)
