@@ -1,0 +1,115 @@
+"""Vectors and images to measure with: seeded, the same anywhere.
+
+A population of things with hidden traits, in clusters; each space sees the traits through a random
+network of its own, with noise of its own. So vectors lie on a curved surface of low dimension, as
+real embeddings do, and an old and a new space agree about most neighbours but not all.
+"""
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from release.vectors import Vectors
+
+TRAITS = 32
+CLUSTERS = 100
+DIM = 128
+SIDE_DIM = 128
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Vectored:
+    """The same things in the old and in the new space, and their side-information: [n, 128]."""
+
+    old: Vectors
+    side: Vectors
+    new: Vectors
+
+
+def things(count: int, seed: int = 0) -> Vectored:
+    """`count` things of one population; other seeds draw other things of the same one."""
+    parts = [_some(min(_CHUNK, count - start), [seed, start]) for start in range(0, count, _CHUNK)]
+    columns = zip(*parts, strict=True)
+    return Vectored(*(np.concatenate(column) for column in columns))
+
+
+def _some(count: int, seed: list[int]) -> tuple[Vectors, Vectors, Vectors]:
+    rng = np.random.default_rng(seed)
+    population = np.random.default_rng(12345)
+    centres = population.standard_normal((CLUSTERS, TRAITS), np.float32)
+    spread = population.uniform(0.3, 0.8, (CLUSTERS, 1)).astype(np.float32)
+    of = rng.integers(0, CLUSTERS, count)
+    traits = centres[of] + spread[of] * rng.standard_normal((count, TRAITS), np.float32)
+    # An old model has not learnt every trait.
+    seen = (0.85, 1.0, 1.0)
+    return (
+        _look(population, rng, traits, seen[0], DIM, unit=True),
+        _look(population, rng, traits, seen[1], SIDE_DIM, unit=False),
+        _look(population, rng, traits, seen[2], DIM, unit=True),
+    )
+
+
+def _look(
+    population: np.random.Generator,
+    rng: np.random.Generator,
+    traits: Vectors,
+    seen: float,
+    dim: int,
+    *,
+    unit: bool,
+) -> Vectors:
+    used = round(seen * TRAITS)
+    first = population.standard_normal((used, 4 * dim), np.float32) / np.float32(np.sqrt(used))
+    second = population.standard_normal((4 * dim, dim), np.float32) / np.float32(np.sqrt(4 * dim))
+    vectors = np.tanh(traits[:, :used] @ first) @ second
+    vectors += np.float32(0.05) * rng.standard_normal(vectors.shape, np.float32)
+    if unit:
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    return np.ascontiguousarray(vectors, np.float32)
+
+
+def stored(path: Path, count: int) -> Vectored:
+    """Real vectors from an .npz with the arrays `old`, `side`, `new`; where `count` is larger than
+    they are, followed by copies moved by a tenth of the usual distance to the nearest neighbour."""
+    with np.load(path) as arrays:
+        columns = [np.asarray(arrays[name], np.float32) for name in ("old", "side", "new")]
+    rng = np.random.default_rng(0)
+    have = len(columns[0])
+    rows = np.concatenate([np.arange(have), rng.integers(0, have, max(0, count - have))])[:count]
+    moved = [column[rows].copy() for column in columns]
+    for column, of in zip(moved, (True, False, True), strict=True):
+        scale = 0.1 * _usual_distance(column[:have]) / np.sqrt(column.shape[1])
+        column[have:] += scale * rng.standard_normal(column[have:].shape, np.float32)
+        if of:
+            column /= np.linalg.norm(column, axis=1, keepdims=True)
+    return Vectored(*moved)
+
+
+def _usual_distance(vectors: Vectors) -> float:
+    some = vectors[:2000]
+    squares = (some**2).sum(1)
+    distances = squares[:, None] + squares - 2 * some @ some.T
+    np.fill_diagonal(distances, np.inf)
+    return float(np.sqrt(np.median(distances.min(1))))
+
+
+def images(count: int, size: int, seed: int = 0) -> NDArray[np.uint8]:
+    """Smooth random pictures, uint8 [count, size, size, 3]."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
+    return np.stack([np.asarray(Image.fromarray(c).resize((size, size))) for c in coarse])
+
+
+def jpegs(count: int, size: int, seed: int = 0) -> list[bytes]:
+    """The same as JPEG files."""
+    encoded = []
+    for pixels in images(count, size, seed):
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "JPEG", quality=90)
+        encoded.append(file.getvalue())
+    return encoded

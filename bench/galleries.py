@@ -1,0 +1,26 @@
+"""Galleries filled with the vectors of bench.data, as an app would fill them."""
+
+from pathlib import Path
+
+from bench.data import Vectored
+from gallery.spec import SpaceSpec
+from gallery.store import NewVectors, Store
+from release.manifest import Manifest
+
+PUT_ROWS = 2000
+
+
+def fill(path: Path, manifest: Manifest, items: Vectored) -> Store:
+    """A gallery in a release's space with every item's old vector and side-information."""
+    store = Store.create(path, SpaceSpec.of(manifest))
+    put(store, manifest.space, items)
+    return store
+
+
+def put(store: Store, space: str, items: Vectored) -> None:
+    """Add items, named by their number from the gallery's present count on."""
+    first = store.count()
+    for start in range(0, len(items.old), PUT_ROWS):
+        rows = slice(start, start + PUT_ROWS)
+        ids = [f"item-{first + start + i}" for i in range(len(items.old[rows]))]
+        store.put(ids, [NewVectors(space, items.old[rows], items.side[rows])])

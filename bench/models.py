@@ -1,0 +1,147 @@
+"""Models to measure with: FCT's transform at its real sizes, and embedders.
+
+The transform's last layer is solved in closed form over its random first ones (an "extreme learning
+machine"): seconds instead of a training, for a graph of exactly the published shape that really
+carries the old vectors of bench.data into the new space.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bench.data import DIM, SIDE_DIM, Vectored, things
+from release.vectors import Vectors
+from training.onnx_export import export_onnx, quantise
+from training.transform import FctTransform, Upgrade
+
+# FCT, D.1.
+PROJECTION = 256
+INNER = 2048
+NARROW = 512
+_RIDGE = 1e-3
+
+
+def transform(inner: int, pairs: Vectored | None = None) -> Upgrade:
+    """h: (old [n,128], side [n,128]) -> new [n,128]."""
+    pairs = things(4000, seed=1) if pairs is None else pairs
+    torch.manual_seed(inner)
+    h = FctTransform(
+        DIM, SIDE_DIM, DIM, projection_dim=PROJECTION, inner_dim=inner, unit=True
+    ).eval()
+    old, side, new = (torch.from_numpy(a) for a in (pairs.old, pairs.side, pairs.new))
+    with torch.no_grad():
+        _set_statistics(h, old, side)
+        hidden = _hidden(h, old, side).double()
+        ones = torch.ones(len(hidden), 1, dtype=torch.float64)
+        design = torch.cat([hidden, ones], 1)
+        gram = design.T @ design
+        gram += _RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
+        weights = torch.linalg.solve(gram, design.T @ new.double())
+        last = h.mixer[-1]
+        assert isinstance(last, nn.Linear)
+        last.weight.copy_(weights[:-1].T.float())
+        last.bias.copy_(weights[-1].float())
+    return Upgrade(h, reads_side=True).eval().requires_grad_(False)
+
+
+def _set_statistics(h: FctTransform, old: Tensor, side: Tensor) -> None:
+    """One pass in training mode that fills the batch normalisation's statistics."""
+    for module in h.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.momentum = None
+    h.train()
+    h(old, side)
+    h.eval()
+
+
+def _hidden(h: FctTransform, old: Tensor, side: Tensor) -> Tensor:
+    assert h.embedding_projection is not None and h.side_projection is not None
+    parts = torch.cat([h.embedding_projection(old), h.side_projection(side)], 1)
+    output: Tensor = h.mixer[:-1](parts)
+    return output
+
+
+def write_transform(upgrade: Upgrade, path: Path) -> Path:
+    """As ONNX, with its int8 twin beside it (`int8_path`)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    example = {"embedding": torch.zeros(2, DIM), "side": torch.zeros(2, SIDE_DIM)}
+    export_onnx(_First(upgrade), example, ("upgraded",), path)
+    quantise(path, int8_path(path))
+    return path
+
+
+def int8_path(path: Path) -> Path:
+    """Of the int8 twin."""
+    return path.with_name("model.int8.onnx")
+
+
+class _First(nn.Module):
+    """An upgrade's embedding alone."""
+
+    def __init__(self, upgrade: Upgrade) -> None:
+        super().__init__()
+        self.upgrade = upgrade
+
+    def forward(self, embedding: Tensor, side: Tensor) -> Tensor:
+        output: Tensor = self.upgrade(embedding, side).embedding
+        return output
+
+
+def multiplications(upgrade: nn.Module) -> int:
+    """Multiply-accumulates an item: a weight of a linear layer does one."""
+    return sum(m.weight.numel() for m in upgrade.modules() if isinstance(m, nn.Linear))
+
+
+class Projected(nn.Module):
+    """A stand-in for an embedder that costs next to nothing: pixels times a random matrix.
+
+    Where the model is not what is measured, it must not be most of the time either.
+    """
+
+    def __init__(self, size: int, dim: int, seed: int, *, unit: bool) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.project = nn.Linear(size * size * 3, dim)
+        self.unit = unit
+
+    def forward(self, image: Tensor) -> Tensor:
+        output: Tensor = self.project((image.float() / 255 - 0.5).flatten(1))
+        return nn.functional.normalize(output) if self.unit else output
+
+
+class Backboned(nn.Module):
+    """A torchvision network, random weights, then a linear layer to `dim`; pixels uint8."""
+
+    def __init__(self, name: str, dim: int) -> None:
+        super().__init__()
+        import torchvision
+
+        torch.manual_seed(0)
+        self.network = torchvision.models.get_model(name, weights=None, num_classes=dim)
+
+    def forward(self, image: Tensor) -> Tensor:
+        pixels = (image.permute(0, 3, 1, 2).float() / 255 - 0.45) / 0.225
+        return nn.functional.normalize(self.network(pixels))
+
+
+def write_encoder(encoder: nn.Module, size: int, output: str, path: Path) -> Path:
+    """As ONNX: `image` uint8 [n,size,size,3] -> `output` [n,dim]."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    example = torch.from_numpy(
+        np.random.default_rng(0).integers(0, 256, (2, size, size, 3), dtype=np.uint8)
+    )
+    export_onnx(encoder, {"image": example}, (output,), path)
+    return path
+
+
+def neighbours_kept(mapped: Vectors, true: Vectors, k: int = 10) -> float:
+    """Share of the `k` nearest among 2,000 that are the same in both spaces."""
+    lists = []
+    for vectors in (mapped[:2000], true[:2000]):
+        distances = -vectors @ vectors.T
+        np.fill_diagonal(distances, np.inf)
+        lists.append(np.argpartition(distances, k, axis=1)[:, :k])
+    same = (lists[0][:, :, None] == lists[1][:, None, :]).sum()
+    return float(same) / lists[0].size

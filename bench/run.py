@@ -1,0 +1,82 @@
+"""`make bench`: measure this project beside its limits and beside what one would pick instead.
+
+Each topic runs in a process of its own, prints its tables and writes bench/results/NAME.json.
+"""
+
+import importlib
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench import record
+from bench.harness import Bench, Scale
+
+# In the order in which they are shown; each is bench/topics/NAME.py with a function `run`.
+TOPICS = (
+    "transform", "quality", "reembed", "index", "upgrade", "search", "image", "database", "swap",
+    "edge", "training", "startup",
+)  # fmt: skip
+BUILD = record.ROOT / "build" / "bench"
+
+
+def main(
+    topics: Annotated[
+        list[str] | None, typer.Argument(help=f"Some of: {', '.join(TOPICS)}. None: all.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="The large sizes.")] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option(envvar="NOBACKFILL_BENCH_DATA", help="An .npz of real vectors: docs say."),
+    ] = None,
+    docs: Annotated[
+        bool, typer.Option("--docs", help="Only put the results into the docs.")
+    ] = False,
+) -> None:
+    """Run topics, one after the other."""
+    chosen = topics or list(TOPICS)
+    if unknown := [topic for topic in chosen if topic not in TOPICS]:
+        raise typer.BadParameter(f"no topic {', '.join(unknown)}; known: {', '.join(TOPICS)}")
+    if docs:
+        record.refresh_docs()
+    elif len(chosen) == 1:
+        measure(chosen[0], Scale.FULL if full else Scale.SMALL, data)
+    else:
+        failed = [topic for topic in chosen if not _apart(topic, full, data)]
+        record.refresh_docs()
+        if failed:
+            print(f"failed: {', '.join(failed)}", file=sys.stderr)
+            raise typer.Exit(1)
+
+
+def measure(topic: str, scale: Scale, data: Path | None) -> None:
+    """Run one topic here; print and keep what it found."""
+    folder = BUILD / topic
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    module = importlib.import_module(f"bench.topics.{topic}")
+    print(f"## {topic} ({scale})\n", flush=True)
+    started = time.monotonic()
+    tables = module.run(Bench(scale, folder, data))
+    for table in tables:
+        print(record.markdown(table), flush=True)
+    seconds = time.monotonic() - started
+    path = record.result_path(topic, scale)
+    record.save(path, topic, scale, seconds, tables)
+    print(f"{seconds:.0f} s; {path.relative_to(record.ROOT)}\n", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _apart(topic: str, full: bool, data: Path | None) -> bool:
+    command = [sys.executable, __file__, topic, *(["--full"] if full else [])]
+    if data is not None:
+        command += ["--data", str(data)]
+    return subprocess.run(command, check=False).returncode == 0
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,144 @@
+"""Search in process: our index against bare hnswlib and exact search, at equal recall@10."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import hnswlib
+import numpy as np
+
+from bench import data
+from bench.harness import Bench, Contender, Row, Table, interleave, rate
+from gallery import hnsw
+from gallery.exact import ExactIndex
+from gallery.index import Labels
+from gallery.spec import SpaceSpec
+from gallery.view import snapshot_of
+from release.vectors import Vectors
+
+K = 10
+RECALLS = (0.95, 0.99)
+EFS = (10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512)
+QUERIES = 512
+NOTE = (
+    "Queries a second on one thread, k = 10, seeded vectors of 128 dims that are not in the "
+    "gallery; recall@10 against exact search. Each contender at the smallest ef that reaches the "
+    "recall. `ours` is the whole search of a gallery's snapshot: checks, graph, exact ranking."
+)
+SPEC = SpaceSpec("sp-" + "0" * 64, 1, data.DIM, "squared_l2", True, None, 0)
+
+Search = Callable[[Vectors], Labels]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """`search` at a given ef; `ef` None: there is nothing to choose."""
+
+    name: str
+    search: Search
+    set_ef: Callable[[int], None] | None = None
+
+
+def run(bench: Bench) -> list[Table]:
+    """Each size, each recall; single queries, and batches as the gateway makes them."""
+    sizes = [bench.size(500, 10_000, 10_000), bench.size(1000, 100_000, 100_000)]
+    if bench.size(0, 0, 1):
+        sizes.append(1_000_000)
+    tables = []
+    for size in sizes:
+        items, queries = data.things(size), data.things(QUERIES, seed=1)
+        engines = _engines(items.new)
+        true = engines[-1].search(queries.new)
+        tables += [_table(bench, engines, queries.new, true, size, batch) for batch in (1, 32)]
+    return tables
+
+
+def _engines(vectors: Vectors) -> list[Engine]:
+    labels = np.arange(1, len(vectors) + 1)
+    bare = hnswlib.Index("l2", data.DIM)
+    bare.init_index(len(vectors), M=hnsw.M, ef_construction=hnsw.EF_CONSTRUCTION, random_seed=1)
+    bare.add_items(vectors, labels, num_threads=2)
+    base = hnsw.build(SPEC, labels, vectors, threads=2)
+    view = snapshot_of(SPEC, base)
+    exact = ExactIndex(SPEC, labels, vectors)
+
+    def graph(queries: Vectors) -> Labels:
+        found: Any = bare.knn_query(queries, K, num_threads=1)[0]
+        return np.asarray(found, np.int64)
+
+    return [
+        Engine("hnswlib bare", graph, bare.set_ef),
+        Engine("ours", lambda queries: view.search(queries, K).labels, base.graph.set_ef),
+        Engine("ours, exact", lambda queries: exact.search(queries, K).labels),
+    ]
+
+
+def _table(
+    bench: Bench, engines: list[Engine], queries: Vectors, true: Labels, size: int, batch: int
+) -> Table:
+    rows: list[Row] = []
+    rounds = {}
+    for wanted in RECALLS:
+        chosen = {engine.name: reach(engine, queries, true, wanted) for engine in engines}
+        contenders = [
+            Contender(engine.name, _work(bench, engine, chosen[engine.name][0], queries, batch))
+            for engine in engines
+        ]
+        measured = interleave(contenders, bench.size(1, 5, 7))
+        for name, figures in measured.items():
+            ef, reached = chosen[name]
+            rows.append(
+                {
+                    "recall wanted": f"{wanted}",
+                    "engine": name,
+                    "ef": ef,
+                    "recall@10": reached,
+                    "queries/s": figures.median,
+                    "spread": f"±{100 * figures.spread:.0f} %",
+                    "of bare": figures.ratio(measured["hnswlib bare"]),
+                }
+            )
+            rounds[f"{wanted} {name}"] = figures.rounds
+    title = f"{size:,} items, {'one query at a time' if batch == 1 else f'batches of {batch}'}"
+    return Table(title, rows, NOTE if batch == 1 else "", rounds)
+
+
+def reach(
+    engine: Engine, queries: Vectors, true: Labels, wanted: float
+) -> tuple[int | None, float]:
+    """The smallest ef at which `engine` finds that share of the true neighbours, and the share."""
+    if engine.set_ef is None:
+        return None, recall(engine.search(queries), true)
+    found = 0.0
+    for ef in EFS:
+        engine.set_ef(ef)
+        found = recall(engine.search(queries), true)
+        if found >= wanted:
+            return ef, found
+    return EFS[-1], found
+
+
+def recall(found: Labels, true: Labels) -> float:
+    """Share of `true` [q, k] that is in the same query's row of `found`."""
+    hits = (found[:, :, None] == true[:, None, :]).any(1).sum()
+    return float(hits) / true.size
+
+
+def _work(
+    bench: Bench, engine: Engine, ef: int | None, queries: Vectors, batch: int
+) -> Callable[[], float]:
+    some = [queries[start : start + batch] for start in range(0, len(queries), batch)]
+    if ef is None:
+        some = some[: 32 // batch]
+
+    def work() -> float:
+        if engine.set_ef is not None and ef is not None:
+            engine.set_ef(ef)
+
+        def all_of_them() -> None:
+            for one in some:
+                engine.search(one)
+
+        return rate(all_of_them, sum(map(len, some)), at_least=0.01 if bench.size(1, 0, 0) else 0.4)
+
+    return work

@@ -1,0 +1,89 @@
+"""The transform alone: ours against onnxruntime bare, torch, and the processor's own limit."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+from bench import data
+from bench.harness import Bench, Contender, Table, compared, interleave, rate
+from bench.models import INNER, NARROW, int8_path, multiplications, transform, write_transform
+from bench.published import publish_pair
+from release.models import UpgradeModel, open_upgrade
+
+Engine = Callable[[data.Vectored], object]
+
+BATCHES = (1, 32, 1024)
+NOTE = (
+    "Items a second on one thread, 128 + 128 -> 128 dims; `limit` is what the processor's matrix "
+    "multiplication (numpy's sgemm) would allow for the multiplications of FCT's size in fp32. "
+    "`release` is our checked code around onnxruntime."
+)
+
+
+def run(bench: Bench) -> list[Table]:
+    """Sizes of the transform, batches, engines."""
+    pair = publish_pair(bench.folder, inner=bench.size(64, INNER, INNER))
+    manifest = pair.manifests[2]
+    upgrade = manifest.upgrades[0]
+    modules = {
+        "FCT": transform(bench.size(64, INNER, INNER)),
+        "narrow": transform(bench.size(32, NARROW, NARROW)),
+    }
+    engines: dict[str, Engine] = {}
+    for name, module in modules.items():
+        path = write_transform(module, bench.folder / name / "model.onnx")
+        engines[f"onnxruntime fp32, {name}"] = _bare(path.read_bytes())
+        engines[f"onnxruntime int8, {name}"] = _bare(int8_path(path).read_bytes())
+    for kind in ("fp32", "int8"):
+        ours = open_upgrade(pair.repo, manifest, upgrade, int8=kind == "int8")
+        engines[f"release {kind}, FCT"] = _checked(ours)
+    engines["torch eager fp32, FCT"] = _torch(modules["FCT"])
+    work = multiplications(modules["FCT"])
+    return [_table(bench, engines, batch, work) for batch in BATCHES]
+
+
+def _table(bench: Bench, engines: dict[str, Engine], batch: int, work: int) -> Table:
+    items = data.things(batch, seed=5)
+    size = bench.size(64, 1024, 2048)
+    a = np.random.default_rng(0).standard_normal((size, size), np.float32)
+    least = 0.01 if size == 64 else 0.3
+
+    def limit() -> float:
+        with threadpool_limits(1):
+            return rate(lambda: a @ a, 1, at_least=least) * size**3 / work
+
+    contenders = [Contender("limit", limit)]
+    for name, engine in engines.items():
+
+        def one(engine: Engine = engine) -> float:
+            return rate(lambda: engine(items), batch, at_least=least)
+
+        contenders.append(Contender(name, one))
+    measured = interleave(contenders, bench.size(1, 5, 7))
+    title = f"Transform, batches of {batch}"
+    return compared(title, "items/s", measured, "limit", NOTE if batch == 1 else "")
+
+
+def _bare(model: bytes) -> Engine:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return lambda some: session.run(None, {"embedding": some.old, "side": some.side})
+
+
+def _checked(model: UpgradeModel) -> Engine:
+    return lambda some: model.run(some.old, some.side)
+
+
+def _torch(module: torch.nn.Module) -> Engine:
+    torch.set_num_threads(1)
+
+    def work(some: data.Vectored) -> object:
+        with torch.inference_mode():
+            return module(torch.from_numpy(some.old), torch.from_numpy(some.side))
+
+    return work
