@@ -23,11 +23,11 @@ from gallery.spec import SpaceInfo
 from gallery.store import Store
 from release import durable, paths
 from release.errors import NotFoundError, VerificationError
-from release.manifest import Manifest, parse_manifest
 
 if TYPE_CHECKING:
-    # python-tuf is loaded by those commands that use it only.
+    # pydantic and python-tuf take longer to load than a search may: only who uses them does.
     from release.fetchers import Fetcher
+    from release.manifest import Manifest
     from release.trust import Trust
 
 
@@ -84,8 +84,14 @@ class Device:
             durable.remove_tree(self.models / "trusted.json")
             return Trust(self.models, fetcher, base_url, root, floor)
 
-    def manifest(self, release: int) -> Manifest:
-        """The manifest of an installed release, as it was verified when it came.
+    def manifest(self, release: int) -> "Manifest":
+        """The manifest of an installed release. Raises like manifest_text."""
+        from release.manifest import parse_manifest
+
+        return parse_manifest(self.manifest_text(release))
+
+    def manifest_text(self, release: int) -> bytes:
+        """The manifest of an installed release, byte for byte as it was verified when it came.
 
         Raises NotFoundError if it is not installed, VerificationError if the file was changed.
         """
@@ -101,9 +107,9 @@ class Device:
             ) from error
         if hashlib.sha256(text).hexdigest() != digest:
             raise VerificationError(f"{path}: was changed after it came; run `edge-client sync`")
-        return parse_manifest(text)
+        return text
 
-    def active(self) -> Manifest:
+    def active(self) -> "Manifest":
         """The manifest of the release that answers."""
         return self.manifest(self.store.active().spec.release)
 

@@ -1,6 +1,7 @@
 """Searching: exact, offline, in the space that is active at the moment of asking."""
 
 import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,12 +15,19 @@ from gallery.filters import Condition, OneOf, allowed_labels
 from gallery.index import Labels, mask_of
 from gallery.put import MetadataValue
 from gallery.spec import SpaceSpec
-from release.calibration import find, scores
+from release.calibration import scores
 from release.errors import IncompatibleSpaceError, InvalidInputError, NotFoundError
-from release.manifest import Manifest
 from release.vectors import Vectors
 
 LARGEST_K = 1000
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Breakpoints of a calibration, see release.manifest.Calibration."""
+
+    distances: list[float]
+    probabilities: list[float]
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Search:
     def __init__(self, device: Device, where: Mapping[str, MetadataValue]) -> None:
         self._device = device
         self.spec, labels, vectors = self._load()
-        self._manifest = device.manifest(self.spec.release)
+        self._curves = _curves(device.manifest_text(self.spec.release), self.spec.space)
         self._index = ExactIndex(self.spec, labels, vectors)
         conditions: list[Condition] = [OneOf(key, (value,)) for key, value in where.items()]
         self._allowed = (
@@ -73,8 +81,9 @@ class Search:
         from client.encode import Encoder
         from release.images import decode_file
 
-        encoder = Encoder(self._device.models, self._manifest, side=False)
-        size = self._manifest.embedder
+        manifest = self._device.manifest(self.spec.release)
+        encoder = Encoder(self._device.models, manifest, side=False)
+        size = manifest.embedder
         pixels = [decode_file(path, size.height, size.width) for path in images]
         queries = np.concatenate(
             [encoder.embed(pixels[start : start + 64]) for start in range(0, len(pixels), 64)]
@@ -107,7 +116,7 @@ class Search:
                 id=item.id,
                 path=str(item.metadata.get("path", "")),
                 distance=float(distance),
-                score=_score(self._manifest, item.origin or "native", float(distance)),
+                score=self._score(item.origin or "native", float(distance)),
                 release=self.spec.release,
                 origin=item.origin or "native",
             )
@@ -115,7 +124,16 @@ class Search:
             if item is not None
         ]
 
+    def _score(self, origin: str, distance: float) -> float | None:
+        curve = self._curves.get(origin)
+        return None if curve is None else float(scores(curve, [distance])[0])
 
-def _score(manifest: Manifest, origin: Any, distance: float) -> float | None:
-    curve = find(manifest, manifest.space, manifest.space, origin)
-    return None if curve is None else float(scores(curve, [distance])[0])
+
+def _curves(manifest: bytes, space: str) -> dict[str, Curve]:
+    """Calibration of one space's distances by origin, read without pydantic: every release here was
+    checked with it, and a search has no time to load it."""
+    return {
+        curve["origin"]: Curve(curve["distances"], curve["probabilities"])
+        for curve in json.loads(manifest)["calibration"]
+        if curve["query_space"] == curve["gallery_space"] == space
+    }

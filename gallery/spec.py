@@ -1,9 +1,13 @@
 """What a vector space is to a gallery, and the state it is in there."""
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-from release.manifest import Manifest, Metric, Origin
+from release.words import Metric, Origin
+
+if TYPE_CHECKING:
+    # pydantic would take half of the time in which the edge answers a search.
+    from release.manifest import Manifest
 
 # active: queries are answered here. staging: an upgrade fills it. previous: kept for a rollback, or
 # as the original that a later direct upgrade reads.
@@ -28,7 +32,7 @@ class SpaceSpec:
     side_dim: int
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Self:
+    def of(cls, manifest: "Manifest") -> Self:
         """The space of a release."""
         return cls(
             space=manifest.space,

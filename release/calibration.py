@@ -4,13 +4,34 @@ Fitted by training, stored in the manifest, one curve for each (query space, gal
 Between breakpoints the curve is a straight line; outside of them it keeps the end values.
 """
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from release.manifest import Calibration, Manifest, Origin
+from release.words import Origin
+
+if TYPE_CHECKING:
+    # pydantic would take half of the time in which the edge answers a search.
+    from release.manifest import Calibration, Manifest
 
 
-def scores(calibration: Calibration, distances: ArrayLike) -> NDArray[np.float64]:
+class Curve(Protocol):
+    """Breakpoints, as a manifest's Calibration has them."""
+
+    @property
+    def distances(self) -> Sequence[float]:
+        """Strictly increasing."""
+        ...
+
+    @property
+    def probabilities(self) -> Sequence[float]:
+        """Strictly decreasing, one a distance."""
+        ...
+
+
+def scores(calibration: Curve, distances: ArrayLike) -> NDArray[np.float64]:
     """Probabilities in [0, 1] of the shape of `distances`; nearer is never less likely.
 
     NaN stays NaN, so that no caller takes it for a match.
@@ -22,8 +43,8 @@ def scores(calibration: Calibration, distances: ArrayLike) -> NDArray[np.float64
 
 
 def find(
-    manifest: Manifest, query_space: str, gallery_space: str, origin: Origin
-) -> Calibration | None:
+    manifest: "Manifest", query_space: str, gallery_space: str, origin: Origin
+) -> "Calibration | None":
     """The curve for such a pair, or None where the release was published without one."""
     wanted = (query_space, gallery_space, origin)
     return next(

@@ -12,9 +12,9 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from release.errors import VerificationError
+from release.words import Metric as Metric
+from release.words import Origin as Origin
 
-Metric = Literal["squared_l2", "cosine"]
-Origin = Literal["native", "direct", "upgraded", "re-embedded", "old-model"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 SpaceId = Annotated[str, Field(pattern=r"^sp-[0-9a-f]{64}$")]
 SideSpaceId = Annotated[str, Field(pattern=r"^ss-[0-9a-f]{64}$")]

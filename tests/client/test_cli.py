@@ -100,7 +100,7 @@ REFUSALS = [
     (["--gallery", "MISSING", "search", "--id", "x"], 1, "edge-client --gallery"),
     (["search", "--id", "x"], 1, "no such item"),
     (["search"], 2, "either images or --id"),
-    (["search", "--id", "x", "-k", "0"], 2, "equal to 1"),
+    (["search", "--id", "x", "-k", "0"], 2, "not in the range"),
     (["add", "MISSING"], 65, "no such file"),
     (["search", "TEXT"], 65, "text.png"),
     (["search", "--id", "x", "--where", "trip"], 2, "KEY=VALUE"),
