@@ -1,0 +1,224 @@
+"""Putting, reading and deleting items."""
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gallery import staging
+from gallery.spec import SpaceSpec
+from gallery.store import Change, NewVectors, Store
+from release.errors import (
+    AlreadyExistsError,
+    CannotWriteError,
+    IncompatibleSpaceError,
+    InvalidInputError,
+    NotFoundError,
+)
+from tests.gallery.making import DIM, SIDE_DIM, filled, ids, put, rows, spec, vectors
+from tests.support import releases
+
+SPACE = spec().space
+
+
+def test_what_was_put_is_there_bit_for_bit_after_opening_again(tmp_path: Path) -> None:
+    embedding, side = vectors(50, 3), vectors(50, 4, SIDE_DIM)
+    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+        result = store.put(
+            ids(50),
+            [NewVectors(SPACE, embedding, side)],
+            digests=[f"d{n}" for n in range(50)],
+            metadata=[
+                {"n": float(n), "even": n % 2 == 0, "name": f"bild ü {n}"} for n in range(50)
+            ],
+        )
+        assert result.labels.tolist() == list(range(1, 51)) and result.changed.all()
+    with Store.open(tmp_path / "g.sqlite") as store:
+        labels, loaded = store.load(SPACE)
+        np.testing.assert_array_equal(labels, result.labels)
+        np.testing.assert_array_equal(loaded, embedding)
+        item = store.get("item-7")
+        assert item is not None and item.label == 8 and item.digest == "d7"
+        assert item.metadata == {"n": 7.0, "even": False, "name": "bild ü 7"}
+        assert rows(store, SPACE)[8] == (embedding[7].tobytes(), side[7].tobytes(), "native")
+        vector = store.vector(8, SPACE)
+        assert vector is not None
+        np.testing.assert_array_equal(vector, embedding[7:8])
+        assert store.vector(99, SPACE) is None
+        assert store.get("nobody") is None
+        assert store.count() == store.count(SPACE) == 50
+
+
+def test_the_spec_of_a_release_is_kept(tmp_path: Path) -> None:
+    manifest = releases.draft(tmp_path / "drafts", 1).manifest
+    wanted = SpaceSpec.of(manifest)
+    assert (wanted.dim, wanted.side_dim, wanted.unit) == (32, 16, True)
+    with Store.create(tmp_path / "g.sqlite", wanted) as store:
+        info = store.active()
+    assert (info.spec, info.state) == (wanted, "active")
+
+
+def test_the_same_content_changes_nothing_and_other_content_gets_a_new_label(
+    tmp_path: Path,
+) -> None:
+    heard: list[Change] = []
+    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+        first = store.put(["a", "b"], [NewVectors(SPACE, vectors(2, 1))], digests=["x", "y"])
+        store.subscribe(heard.append)
+        again = store.put(["a", "b"], [NewVectors(SPACE, vectors(2, 2))], digests=["x", "y"])
+        assert again.labels.tolist() == first.labels.tolist() and not again.changed.any()
+        assert store.load(SPACE)[1].tolist() == vectors(2, 1).tolist()
+        third = store.put(["b", "a"], [NewVectors(SPACE, vectors(2, 2))], digests=["y", "z"])
+        assert third.changed.tolist() == [False, True] and third.labels.tolist() == [2, 3]
+        assert store.items([1, 3])[0] is None
+        # Without a digest nobody knows that it is the same.
+        assert store.put(["b"], [NewVectors(SPACE, vectors(1, 2))]).changed.all()
+    assert [change.deleted.tolist() for change in heard] == [[], [1], [2]]
+
+
+def test_labels_are_never_used_twice(tmp_path: Path) -> None:
+    with filled(tmp_path / "g.sqlite", 5) as store:
+        assert store.delete(ids(5)) == 5
+        assert put(store, ["new"], seed=1).tolist() == [6]
+
+
+def test_metadata_of_a_kept_item_can_change(tmp_path: Path) -> None:
+    new = NewVectors(SPACE, vectors(1, 1))
+    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+        store.put(["a"], [new], digests=["x"], metadata=[{"v": 1.0}])
+        store.put(["a"], [new], digests=["x"])
+        kept = store.get("a")
+        assert kept is not None and kept.metadata == {"v": 1.0}
+        store.put(["a"], [new], digests=["x"], metadata=[{"v": 2.0}])
+        described = store.get("a")
+        assert described is not None and described.metadata == {"v": 2.0} and described.label == 1
+
+
+def test_a_kept_item_takes_vectors_of_spaces_it_lacks(tmp_path: Path) -> None:
+    two = spec(2).space
+    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+        old = NewVectors(SPACE, vectors(1, 1))
+        store.put(["a"], [old], digests=["x"])
+        staging.begin(store, spec(2))
+        store.put(["a"], [old, NewVectors(two, vectors(1, 2))], digests=["x"])
+        assert list(rows(store, two)) == [1] == list(rows(store, SPACE))
+
+
+def test_deleting_takes_an_item_from_every_space(tmp_path: Path) -> None:
+    with filled(tmp_path / "g.sqlite", 4) as store:
+        staging.begin(store, spec(2))
+        staging.write(store, spec(2).space, np.arange(1, 5), vectors(4, 2))
+        assert store.delete(["item-1", "item-2", "nobody"]) == 2
+        assert list(rows(store, SPACE)) == list(rows(store, spec(2).space)) == [1, 4]
+        assert store.delete([]) == 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        np.array([[np.nan] * DIM]),
+        np.array([[np.inf] * DIM]),
+        np.array([[1e20] * DIM]),
+        vectors(1, 1, DIM + 1),
+        np.ones((1, DIM), np.int64),
+        np.ones((2, DIM), np.float32),
+        np.ones(DIM, np.float32),
+        np.array([["x"] * DIM]),
+    ],
+    ids=["nan", "infinite", "huge", "dimension", "dtype", "rows", "flat", "text"],
+)
+def test_bad_vectors_are_refused(tmp_path: Path, bad: NDArray[Any]) -> None:
+    with filled(tmp_path / "g.sqlite", 2) as store:
+        before = rows(store, SPACE)
+        with pytest.raises(InvalidInputError):
+            store.put(["bad"], [NewVectors(SPACE, bad)])
+        assert rows(store, SPACE) == before and store.count() == 2
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257, "a\0b", "\ud800", "good"])
+def test_one_bad_id_refuses_the_batch(tmp_path: Path, name: str) -> None:
+    with filled(tmp_path / "g.sqlite", 2) as store:
+        with pytest.raises(InvalidInputError, match="id"):
+            store.put(["good", name], [NewVectors(SPACE, vectors(2, 1))])
+        assert store.count() == 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, [1], "\udc00", "a\0"])
+def test_bad_metadata_is_refused(tmp_path: Path, value: Any) -> None:
+    with filled(tmp_path / "g.sqlite", 2) as store:
+        for metadata in ({"key": value}, {"key\0": 1.0}):
+            with pytest.raises(InvalidInputError, match="key"):
+                store.put(["a"], [NewVectors(SPACE, vectors(1, 1))], metadata=[metadata])
+        assert store.count() == 2
+
+
+def test_vectors_of_an_unknown_space_or_with_bad_side_information_are_refused(
+    tmp_path: Path,
+) -> None:
+    with filled(tmp_path / "g.sqlite", 2) as store:
+        with pytest.raises(IncompatibleSpaceError, match="release 1"):
+            store.put(["a"], [NewVectors(spec(9).space, vectors(1, 1))])
+        with pytest.raises(InvalidInputError, match="side"):
+            store.put(["a"], [NewVectors(SPACE, vectors(1, 1), vectors(1, 1, SIDE_DIM + 1))])
+        with pytest.raises(InvalidInputError, match="rows"):
+            store.put(["a"], [NewVectors(SPACE, vectors(1, 1), vectors(2, 1, SIDE_DIM))])
+        assert store.count() == 2
+
+
+def test_vectors_off_the_unit_sphere_are_refused_where_the_space_says_unit(tmp_path: Path) -> None:
+    with (
+        Store.create(tmp_path / "g.sqlite", spec(unit=True)) as store,
+        pytest.raises(InvalidInputError, match="norm 1"),
+    ):
+        store.put(["a"], [NewVectors(SPACE, 3 * vectors(1, 1))])
+
+
+def test_a_strided_array_is_stored_as_its_values(tmp_path: Path) -> None:
+    wide = vectors(6, 1, 2 * DIM)
+    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+        store.put(ids(3), [NewVectors(SPACE, wide[::2, ::2])])
+        np.testing.assert_array_equal(store.load(SPACE)[1], wide[::2, ::2])
+
+
+def test_items_are_listed_in_pages(tmp_path: Path) -> None:
+    with filled(tmp_path / "g.sqlite", 10) as store:
+        first = store.listing(limit=4)
+        assert [item.id for item in first] == ids(4)
+        assert [item.id for item in store.listing(after=first[-1].label)] == ids(6, 4)
+        found = store.items([3, 99, 1], SPACE)
+        assert [item and (item.id, item.origin) for item in found] == [
+            ("item-2", "native"), None, ("item-0", "native"),
+        ]  # fmt: skip
+
+
+def test_state_is_kept_and_removed(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+        store.state_set({"floor": {"root": 3}, "other": "ü"})
+        assert store.state_get("floor") == {"root": 3} and store.state_get("other") == "ü"
+        store.state_set({"floor": None})
+        assert store.state_get("floor") is None
+
+
+def test_files_are_private_and_create_refuses_what_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "g.sqlite"
+    old = os.umask(0)
+    try:
+        with filled(path, 3):
+            for file in path.parent.iterdir():
+                assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
+    finally:
+        os.umask(old)
+    with pytest.raises(AlreadyExistsError):
+        Store.create(path, spec())
+    with pytest.raises(NotFoundError, match="no gallery"):
+        Store.open(tmp_path / "nowhere.sqlite")
+    assert sorted(p.name for p in path.parent.iterdir()) == ["g.sqlite", "g.sqlite.lock"]
+
+
+def test_create_says_where_it_cannot_write() -> None:
+    with pytest.raises(CannotWriteError):
+        Store.create(Path("/proc/nowhere/g.sqlite"), spec())
