@@ -49,7 +49,9 @@ class Vault:
     def _held(self, blob: vault_pb2.Blob) -> int:
         request = vault_pb2.PutBlobRequest(blob=blob)
         answer = channel.retried(
-            lambda timeout: self._stub.PutBlob(iter([request]), timeout=timeout), self._where
+            lambda timeout: self._stub.PutBlob(iter([request]), timeout=timeout),
+            self._where,
+            seconds=_SECONDS,
         )
         return int(answer.received)
 
@@ -92,6 +94,11 @@ class Vault:
                     f"blob {blob.id}: expected {blob.size} bytes, the vault sends more"
                 )
             durable.append(part, message.chunk, 0o600)
+        if held < blob.size:
+            durable.remove_tree(part)
+            raise VerificationError(
+                f"blob {blob.id}: expected {blob.size} bytes, the vault holds {held} only"
+            )
 
     def delete(self, blob_id: str) -> None:
         """Delete a blob; one that is not there is fine."""
@@ -119,7 +126,9 @@ class Vault:
     def _page(self, token: str) -> vault_pb2.ListBlobsResponse:
         request = vault_pb2.ListBlobsRequest(page_token=token)
         return channel.retried(
-            lambda timeout: self._stub.ListBlobs(request, timeout=timeout), self._where
+            lambda timeout: self._stub.ListBlobs(request, timeout=timeout),
+            self._where,
+            seconds=_SECONDS,
         )
 
 

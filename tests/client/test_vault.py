@@ -1,0 +1,205 @@
+"""The vault through a real gateway: ciphertext only, resumed, compared, really removed."""
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from client import crypto
+from client.device import Device
+from client.push import Pushed, push
+from client.restore import Pulled, pull
+from client.sync import Wishes
+from client.upkeep import remove, status, verify
+from release.errors import ConfigurationError, NotFoundError, UnavailableError
+from tests.server.support import running
+from tests.support import edge
+from tests.support.crash import KILLED
+from tests.support.edge import Setting
+
+
+@dataclass(frozen=True)
+class Vaulted:
+    """A gallery, the gateway that keeps its images, and the folder where that keeps them."""
+
+    gallery: Path
+    images: list[Path]
+    gateway: str
+    folder: Path
+
+    def push(self, *recipients: str) -> Pushed:
+        with Device(self.gallery) as device:
+            return push(device, recipients, f"grpc://{self.gateway}", edge.QUIET)
+
+    def pull(self, folder: Path, *items: str, **options: object) -> Pulled:
+        chosen = {"identity": None, "unknown": False, **options}
+        with Device(self.gallery) as device:
+            return pull(device, items, folder, **chosen, output=edge.QUIET)  # type: ignore[arg-type]
+
+    def blobs(self) -> list[Path]:
+        return sorted(path for path in self.folder.rglob("*") if path.is_file())
+
+    def vault(self) -> dict[str, int]:
+        with Device(self.gallery) as device:
+            states: dict[str, int] = status(device)["vault"]
+        return states
+
+
+@pytest.fixture(scope="module")
+def gateway(world: edge.World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    top = tmp_path_factory.mktemp("gateway")
+    world.publish(top / "pub" / "repo", 1)
+    with running(top / "pub" / "repo", top / "data") as gateway:
+        yield f"{gateway.address} {top / 'data'}"
+
+
+@pytest.fixture
+def vaulted(setting: Setting, gateway: str) -> Iterator[Vaulted]:
+    address, data = gateway.split()
+    made = Vaulted(setting.gallery, setting.images, address, Path(data) / "vault")
+    yield made
+    # The gateway is shared: leave nothing for the next test.
+    with Device(made.gallery) as device:
+        remove(device, [item.id for item in device.store.listing()])
+    made.push()
+    assert made.blobs() == []
+
+
+def test_what_is_pulled_is_what_was_added(vaulted: Vaulted, tmp_path: Path) -> None:
+    pushed = vaulted.push()
+    assert (pushed.pushed, pushed.held, pushed.skipped) == (12, 0, [])
+    assert vaulted.push().held == 12
+    pulled = vaulted.pull(tmp_path / "restored")
+    assert len(pulled.restored) == 12
+    for image in vaulted.images:
+        assert (tmp_path / "restored" / image.name).read_bytes() == image.read_bytes()
+    assert vaulted.pull(tmp_path / "restored").held == 12
+    stale = [p for p in vaulted.gallery.parent.rglob("*") if p.parent.name.endswith("box")]
+    assert stale == []
+
+
+def test_the_gateway_holds_ciphertext_and_random_names(vaulted: Vaulted) -> None:
+    vaulted.push()
+    stored = vaulted.blobs()
+    assert len(stored) == 12
+    everything = b"".join(path.read_bytes() + str(path).encode() for path in stored)
+    for image in vaulted.images:
+        data = image.read_bytes()
+        digest = hashlib.sha256(data).hexdigest()
+        for canary in (data[40:72], image.name.encode(), digest[:16].encode()):
+            assert canary not in everything
+    assert all(path.read_bytes().startswith(crypto.MAGIC) for path in stored)
+
+
+def test_a_recovery_key_opens_everything_without_the_device(
+    vaulted: Vaulted, world: edge.World, tmp_path: Path
+) -> None:
+    recovery = tmp_path / "recovery"
+    key = crypto.new_identity(recovery)
+    vaulted.push(str(key.to_public()))
+    with pytest.raises(ConfigurationError, match="cannot read"):
+        vaulted.pull(tmp_path / "no", identity=tmp_path / "lost")
+    other = world.setting(tmp_path / "new-phone")
+    with Device(other.gallery) as device:
+        device.store.state_set({"vault": f"grpc://{vaulted.gateway}"})
+        pulled = pull(device, [], tmp_path / "saved", recovery, True, edge.QUIET)
+    assert len(pulled.restored) == 12
+    saved = {path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+    assert saved == {image.read_bytes() for image in vaulted.images}
+    assert {path.suffix for path in (tmp_path / "saved").iterdir()} == {".png"}
+
+
+def test_what_is_removed_leaves_the_vault_too(vaulted: Vaulted, tmp_path: Path) -> None:
+    vaulted.push()
+    with Device(vaulted.gallery) as device:
+        done = remove(device, [str(vaulted.images[0])])
+    assert done == {"removed": 1, "left_in_vault": 1}
+    assert len(vaulted.blobs()) == 12
+    assert vaulted.push().removed == 1
+    assert len(vaulted.blobs()) == 11
+    assert vaulted.vault() == {"sealed": 0, "stored": 11, "removing": 0}
+    with pytest.raises(NotFoundError):
+        vaulted.pull(tmp_path, hashlib.sha256(vaulted.images[0].read_bytes()).hexdigest()[:16])
+
+
+def test_damage_in_the_vault_is_named_and_leaves_no_plaintext(
+    vaulted: Vaulted, tmp_path: Path
+) -> None:
+    vaulted.push()
+    first, second, third, *_ = vaulted.blobs()
+    originals = {path: path.read_bytes() for path in (first, second, third)}
+    first.write_bytes(first.read_bytes()[:-20])
+    second.write_bytes(third.read_bytes()[: second.stat().st_size])
+    third.unlink()
+    pulled = vaulted.pull(tmp_path / "restored")
+    for path, data in originals.items():
+        path.write_bytes(data)
+    assert len(pulled.failed) == 3
+    assert len(pulled.restored) == 9
+    assert len(list((tmp_path / "restored").iterdir())) == 9
+    assert len(vaulted.pull(tmp_path / "restored").restored) == 3
+
+
+def test_a_push_killed_at_any_step_loses_and_doubles_nothing(vaulted: Vaulted) -> None:
+    code = (
+        "import sys; from pathlib import Path; from client.device import Device\n"
+        "from client.push import push; from client.output import Output\n"
+        "with Device(Path(sys.argv[1])) as d: push(d, [], sys.argv[2], Output())"
+    )
+
+    def attempt(fault: str) -> int:
+        command = [sys.executable, "-c", code, str(vaulted.gallery), f"grpc://{vaulted.gateway}"]
+        return subprocess.run(command, env={"NOBACKFILL_FAULT": fault}, check=False).returncode
+
+    assert [attempt(f"kill@{step}") for step in (3, 9, 14, 17, 21)] == [KILLED] * 5
+    vaulted.push()
+    assert len(vaulted.blobs()) == 12
+    assert vaulted.vault() == {"sealed": 0, "stored": 12, "removing": 0}
+    with Device(vaulted.gallery) as device:
+        assert verify(device)["problems"] == []
+
+
+def test_a_file_that_was_changed_is_not_pushed_as_the_old_picture(
+    vaulted: Vaulted, world: edge.World, tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    for image in vaulted.images[:2]:
+        (own / image.name).write_bytes(image.read_bytes())
+    with Device(vaulted.gallery) as device:
+        device.store.delete([item.id for item in device.store.listing()])
+    edge.fill(vaulted.gallery, own)
+    (own / vaulted.images[0].name).write_bytes(vaulted.images[5].read_bytes())
+    pushed = vaulted.push()
+    assert (pushed.pushed, len(pushed.skipped)) == (1, 1)
+
+
+def test_backfill_takes_images_from_the_vault(
+    vaulted: Vaulted, world: edge.World, tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    for image in vaulted.images[:3]:
+        (own / image.name).write_bytes(image.read_bytes())
+    with Device(vaulted.gallery) as device:
+        device.store.delete([item.id for item in device.store.listing()])
+    edge.fill(vaulted.gallery, own)
+    vaulted.push()
+    for image in own.iterdir():
+        image.unlink()
+    repo = vaulted.gallery.parent / "pub" / "repo"
+    world.publish(repo, 2)
+    report = edge.follow(vaulted.gallery, Wishes(backfill=2))
+    assert report.re_embedded == 2
+    origins = sorted(str(origin) for origin, _ in edge.contents(vaulted.gallery).values())
+    assert origins == ["re-embedded", "re-embedded", "upgraded"]
+
+
+def test_a_vault_that_is_away(vaulted: Vaulted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("client.vault._SECONDS", 0.3)
+    with Device(vaulted.gallery) as device, pytest.raises(UnavailableError):
+        push(device, [], "grpc://127.0.0.1:1", edge.QUIET)
