@@ -75,6 +75,8 @@ def write(
     if uncertainty is not None:
         column = np.asarray(uncertainty)[:, None]
         doubt = check_vectors(column, 1, what="uncertainties of an upgrade")[:, 0]
+        if len(doubt) != len(labels):
+            raise InvalidInputError(f"uncertainties: expected {len(labels)} rows, got {len(doubt)}")
     with store.changing() as (connection, changes):
         info = find_space(connection, space)
         good = live_labels(connection, "items", labels)

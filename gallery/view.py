@@ -159,7 +159,13 @@ class LiveView:
             with self._changing:
                 self._log = []
                 snapshot = self.snapshot()
-            self._swap(snapshot_of(self.spec, build(self.spec, *snapshot.content())))
+            try:
+                base = build(self.spec, *snapshot.content())
+            except BaseException:
+                with self._changing:
+                    self._log = None
+                raise
+            self._swap(snapshot_of(self.spec, base))
 
     def _apply(self, change: Change) -> None:
         with self._changing:
