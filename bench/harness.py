@@ -18,11 +18,21 @@ class Scale(StrEnum):
 
 @dataclass(frozen=True)
 class Bench:
-    """What a topic is given. `folder` is its own, empty; `data` holds optional real vectors."""
+    """What a topic is given.
+
+    `folder` is its own, empty; what takes long to make is kept in `shared` for the topics after it;
+    `data`: optional real vectors.
+    """
 
     scale: Scale
     folder: Path
+    shared: Path
     data: Path | None = None
+
+    @property
+    def clients(self) -> tuple[int, ...]:
+        """How many clients a server meets, one number after the other."""
+        return (4,) if self.scale is Scale.TINY else (1, 8, 32)
 
     def size(self, tiny: int, small: int, full: int) -> int:
         """The one of three numbers that fits the scale."""

@@ -1,5 +1,6 @@
 """A real, signed publication of two releases with an upgrade of FCT's size between them."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from release.manifest import (
     RouteEvidence,
     SideEncoder,
     Upgrade,
+    parse_manifest,
 )
 from release.models import open_embedder, open_side_encoder, open_upgrade
 from release.publish import Draft, publish
@@ -32,26 +34,55 @@ CREATED = "2026-01-01T00:00:00+00:00"
 
 @dataclass(frozen=True)
 class Publication:
-    """The publication folder, and the manifests by release."""
+    """`repo`: the publication folder of releases 1 and 2; `manifests` by release."""
 
-    repo: Path
+    folder: Path
     manifests: dict[int, Manifest]
 
+    @property
+    def repo(self) -> Path:
+        return self.folder / "both"
 
-def publish_pair(
-    folder: Path, *, inner: int = INNER, backbone: str | None = None, size: int = SIZE
+    def copy_first(self, repo: Path) -> Path:
+        """A publication of release 1 alone at `repo`; `publish_second` brings the other."""
+        _copy(self.folder / "first", repo)
+        return repo
+
+    def publish_second(self, repo: Path) -> None:
+        """Publish release 2 into a copy of the first."""
+        manifest = self.manifests[2]
+        drafts = self.folder / "draft"
+        files = {f.path: drafts / f.path for f in manifest.files() if (drafts / f.path).exists()}
+        encoder = manifest.side_encoder
+        if encoder is not None:
+            files.pop(encoder.file.path)
+        publish(repo, Draft(manifest, files))
+
+
+def publication(
+    shared: Path, *, inner: int = INNER, backbone: str | None = None, size: int = SIZE
 ) -> Publication:
     """Releases 1 and 2, 128 + 128 dims; 2 keeps the side encoder of 1 and has an int8 upgrade.
 
-    Embedders are cheap projections, or torchvision's `backbone`, at `size` pixels.
+    Embedders are cheap projections, or torchvision's `backbone`, at `size` pixels. Made once below
+    `shared`.
     """
-    repo = folder / "publication"
-    manifests: dict[int, Manifest] = {}
-    for number in (1, 2):
-        draft = _draft(folder / "draft", number, list(manifests.values()), inner, backbone, size)
-        publish(repo, draft)
-        manifests[number] = draft.manifest
-    return Publication(repo, manifests)
+    folder = shared / f"{backbone or 'projection'}-{size}-{inner}"
+    first, both, done = folder / "first", folder / "both", folder / "done"
+    if not done.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        one = _draft(folder / "draft", 1, [], inner, backbone, size)
+        publish(first, one)
+        _copy(first, both)
+        publish(both, _draft(folder / "draft", 2, [one.manifest], inner, backbone, size))
+        done.touch()
+    manifests = {n: parse_manifest((both / paths.manifest_path(n)).read_bytes()) for n in (1, 2)}
+    return Publication(folder, manifests)
+
+
+def _copy(source: Path, target: Path) -> None:
+    for suffix in ("", ".keys"):
+        shutil.copytree(f"{source}{suffix}", f"{target}{suffix}")
 
 
 def _draft(

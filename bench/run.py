@@ -33,9 +33,8 @@ def main(
         Path | None,
         typer.Option(envvar="NOBACKFILL_BENCH_DATA", help="An .npz of real vectors: docs say."),
     ] = None,
-    docs: Annotated[
-        bool, typer.Option("--docs", help="Only put the results into the docs.")
-    ] = False,
+    docs: Annotated[bool, typer.Option(help="Only put the results into the docs.")] = False,
+    part: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Run topics, one after the other."""
     chosen = topics or list(TOPICS)
@@ -43,14 +42,17 @@ def main(
         raise typer.BadParameter(f"no topic {', '.join(unknown)}; known: {', '.join(TOPICS)}")
     if docs:
         record.refresh_docs()
-    elif len(chosen) == 1:
+        return
+    if not part:
+        shutil.rmtree(BUILD, ignore_errors=True)
+    if len(chosen) == 1:
         measure(chosen[0], Scale.FULL if full else Scale.SMALL, data)
-    else:
-        failed = [topic for topic in chosen if not _apart(topic, full, data)]
-        record.refresh_docs()
-        if failed:
-            print(f"failed: {', '.join(failed)}", file=sys.stderr)
-            raise typer.Exit(1)
+        return
+    failed = [topic for topic in chosen if not _apart(topic, full, data)]
+    record.refresh_docs()
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 def measure(topic: str, scale: Scale, data: Path | None) -> None:
@@ -61,7 +63,7 @@ def measure(topic: str, scale: Scale, data: Path | None) -> None:
     module = importlib.import_module(f"bench.topics.{topic}")
     print(f"## {topic} ({scale})\n", flush=True)
     started = time.monotonic()
-    tables = module.run(Bench(scale, folder, data))
+    tables = module.run(Bench(scale, folder, BUILD / "shared", data))
     for table in tables:
         print(record.markdown(table), flush=True)
     seconds = time.monotonic() - started
@@ -72,7 +74,7 @@ def measure(topic: str, scale: Scale, data: Path | None) -> None:
 
 
 def _apart(topic: str, full: bool, data: Path | None) -> bool:
-    command = [sys.executable, __file__, topic, *(["--full"] if full else [])]
+    command = [sys.executable, __file__, topic, "--part", *(["--full"] if full else [])]
     if data is not None:
         command += ["--data", str(data)]
     return subprocess.run(command, check=False).returncode == 0

@@ -9,7 +9,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from bench import data
 from bench.harness import Bench, Contender, Table, compared, interleave, rate
 from bench.models import INNER, NARROW, int8_path, multiplications, transform, write_transform
-from bench.published import publish_pair
+from bench.published import publication
 from release.models import UpgradeModel, open_upgrade
 
 Engine = Callable[[data.Vectored], object]
@@ -24,7 +24,7 @@ NOTE = (
 
 def run(bench: Bench) -> list[Table]:
     """Sizes of the transform, batches, engines."""
-    pair = publish_pair(bench.folder, inner=bench.size(64, INNER, INNER))
+    pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
     manifest = pair.manifests[2]
     upgrade = manifest.upgrades[0]
     modules = {

@@ -13,7 +13,7 @@ from bench import data
 from bench.galleries import fill
 from bench.harness import Bench, Contender, Measured, Row, Table, interleave, seconds
 from bench.models import INNER
-from bench.published import Publication, publish_pair
+from bench.published import Publication, publication
 from bench.topics.index import recall
 from gallery import hnsw, staging
 from gallery.exact import ExactIndex
@@ -63,7 +63,7 @@ class Work:
 def run(bench: Bench) -> list[Table]:
     """Parts and whole, then what the inherited graph finds."""
     count = bench.size(3000, 100_000, 100_000)
-    pair = publish_pair(bench.folder, inner=bench.size(64, INNER, INNER))
+    pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
     real = bench.data is not None
     items = data.stored(bench.data, count) if bench.data else data.things(count)
     original = bench.folder / "gallery.sqlite"

@@ -1,0 +1,211 @@
+"""Servers and their load as child processes: the gateway, echoes, closed loops of clients."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from bench.harness import Bench, Contender, Measured, Scale, interleave
+from bench.load import Run
+from demo import gateway, serve
+from demo.children import Children
+from nobackfill.v1 import gallery_pb2, gallery_pb2_grpc, search_pb2, types_pb2
+from release.vectors import Vectors
+
+HERE = Path(__file__).parent
+SEARCH = "/nobackfill.v1.SearchService/Search"
+GALLERY = "bench"
+PUT_ITEMS = 500
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """A running `gateway serve`."""
+
+    address: str
+    process: int
+
+    def cpu_seconds(self) -> float:
+        """Processor time that it has used so far."""
+        fields = Path("/proc", str(self.process), "stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def resident_mib(self) -> float:
+        """Memory it holds now, without its Triton."""
+        pages = int(Path("/proc", str(self.process), "statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    def settle(self) -> None:
+        """Wait until it does next to nothing: until what it indexes in the background is indexed,
+        and searches cost what they will."""
+        quiet = 0
+        while quiet < 4:
+            before = self.cpu_seconds()
+            time.sleep(0.5)
+            quiet = quiet + 1 if self.cpu_seconds() - before < 0.05 else 0
+
+
+@contextmanager
+def serving(folder: Path, repo: Path) -> Iterator[Gateway]:
+    """`gateway serve` over a publication, with its Triton."""
+    addresses = serve.free_addresses(2)
+    with Children(folder / "logs") as children:
+        child = serve.start(children, repo, folder / "data", addresses)
+        yield Gateway(addresses[0], child.process.pid)
+
+
+@contextmanager
+def echoing(kind: str, answer: int) -> Iterator[str]:
+    """bench/echo.py, `aio` or `sync`, with answers of so many bytes; the address."""
+    command = [sys.executable, str(HERE / "echo.py"), kind, str(answer)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield f"127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
+
+
+def fill(address: str, space: str, side_space: str, vectors: Vectors, side: Vectors) -> None:
+    """Make gallery `bench` and put items by embedding and side-information."""
+
+    def requests() -> Iterator[gallery_pb2.PutItemsRequest]:
+        for start in range(0, len(vectors), PUT_ITEMS):
+            items = [
+                gallery_pb2.PutItem(
+                    id=f"item-{row}",
+                    vectors=gallery_pb2.Vectors(
+                        embedding=types_pb2.Embedding(space=space, values=vectors[row].tobytes()),
+                        side_info=types_pb2.SideInfo(space=side_space, values=side[row].tobytes()),
+                    ),
+                )
+                for row in range(start, min(start + PUT_ITEMS, len(vectors)))
+            ]
+            yield gallery_pb2.PutItemsRequest(gallery=GALLERY, items=items)
+
+    with gateway.connect(address) as channel:
+        gateway.create(channel, GALLERY)
+        stub = gallery_pb2_grpc.GalleryServiceStub(channel)
+        for answer in stub.PutItems(requests(), timeout=3600):
+            assert not answer.errors, answer.errors[0]
+
+
+def by_embedding(space: str, queries: Vectors, k: int = 10) -> list[bytes]:
+    """Search requests as bytes."""
+    return [
+        search_pb2.SearchRequest(
+            gallery=GALLERY,
+            query=search_pb2.Query(
+                embeddings=search_pb2.Embeddings(
+                    embeddings=[types_pb2.Embedding(space=space, values=query.tobytes())]
+                )
+            ),
+            k=k,
+        ).SerializeToString()
+        for query in queries
+    ]
+
+
+def by_image(images: Sequence[bytes], k: int = 10) -> list[bytes]:
+    """Search requests as bytes."""
+    return [
+        search_pb2.SearchRequest(
+            gallery=GALLERY, query=search_pb2.Query(image=image), k=k
+        ).SerializeToString()
+        for image in images
+    ]
+
+
+class Load:
+    """bench/load.py in a process of its own."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(HERE / "load.py")]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> "Load":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def run(self, address: str, method: str, requests: Path, clients: int, seconds: float) -> Run:
+        """One closed loop, to its end."""
+        self._tell(address, method, requests, clients, seconds=seconds)
+        return self._answer()
+
+    def begin(self, address: str, method: str, requests: Path, clients: int) -> None:
+        """A closed loop that goes on until `end`; returns once it has begun."""
+        self._tell(address, method, requests, clients, until_told=True)
+        assert self._process.stdout is not None
+        self._process.stdout.readline()
+
+    def end(self) -> Run:
+        """End it; what its clients met."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _tell(
+        self, address: str, method: str, requests: Path, clients: int, **more: float | bool
+    ) -> None:
+        task = {
+            "address": address, "method": method, "requests": str(requests), "clients": clients,
+        }  # fmt: skip
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(task | more) + "\n")
+        self._process.stdin.flush()
+
+    def _answer(self) -> Run:
+        assert self._process.stdout is not None
+        return Run(**json.loads(self._process.stdout.readline()))
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Milliseconds that so large a share of calls stayed within."""
+
+    p50: float
+    p99: float
+    p999: float
+
+
+def latency(seconds: Sequence[float]) -> Latency:
+    """Of at least two calls."""
+    cuts = statistics.quantiles([1000 * s for s in seconds], n=1000, method="inclusive")
+    return Latency(cuts[499], cuts[989], cuts[998])
+
+
+def under_load(
+    bench: Bench,
+    load: Load,
+    targets: Mapping[str, tuple[str, str] | tuple[str, str, Path]],
+    requests: Path,
+    clients: int,
+) -> tuple[dict[str, Measured], dict[str, list[float]]]:
+    """Queries a second of each target (address, method, and requests of its own), and all its
+    latencies in seconds."""
+    latencies: dict[str, list[float]] = {name: [] for name in targets}
+
+    def one(name: str) -> float:
+        address, method, *own = targets[name]
+        seconds = 0.3 if bench.scale is Scale.TINY else 2.0
+        run = load.run(address, method, own[0] if own else requests, clients, seconds)
+        if run.failures:
+            raise RuntimeError(f"{name}: {len(run.failures)} calls failed: {run.failures[0]}")
+        latencies[name] += run.latencies
+        return len(run.latencies) / run.seconds
+
+    contenders = [Contender(name, partial(one, name)) for name in targets]
+    return interleave(contenders, bench.size(1, 5, 7)), latencies
