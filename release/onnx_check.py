@@ -41,8 +41,13 @@ _REQUEST = TypeAdapter(dict[str, OnnxFile])
 
 def check_onnx(files: Mapping[str, OnnxFile]) -> None:
     """Check files, by the names to be used in messages. Raises VerificationError."""
-    if not files:
-        return
+    if files:
+        for name, refusal in refusals_in_subprocess(files).items():
+            raise VerificationError(f"{name}: {refusal}; refused")
+
+
+def refusals_in_subprocess(files: Mapping[str, OnnxFile]) -> dict[str, str]:
+    """What `refusals` gives, behind limits. Raises VerificationError if the subprocess dies."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "release.onnx_check"],
@@ -62,8 +67,23 @@ def check_onnx(files: Mapping[str, OnnxFile]) -> None:
             f"{', '.join(files)}: the checker died (exit status {done.returncode}) of too much "
             "memory, time or a damaged file, refused"
         )
-    for name, refusal in json.loads(done.stdout).items():
-        raise VerificationError(f"{name}: {refusal}; refused")
+    answer: dict[str, str] = json.loads(done.stdout)
+    return answer
+
+
+def refusals(files: Mapping[str, OnnxFile]) -> dict[str, str]:
+    """Why files are refused, by name; files that pass are absent."""
+    from release.onnx_rules import RefusedError, inspect
+
+    found = {}
+    for name, file in files.items():
+        try:
+            inspect(file.path, file.inputs, file.outputs)
+        except RefusedError as error:
+            found[name] = str(error)
+        except (OSError, MemoryError, RecursionError) as error:
+            found[name] = f"cannot be checked ({type(error).__name__}: {error})"
+    return found
 
 
 def check_release(files: Files, manifest: Manifest) -> None:
@@ -122,17 +142,7 @@ def main() -> None:
     """Read files and their ends from stdin, write refusals by name to stdout, both JSON."""
     request = _REQUEST.validate_json(sys.stdin.read())
     _limit()
-    from release.onnx_rules import RefusedError, inspect
-
-    refusals = {}
-    for name, file in request.items():
-        try:
-            inspect(file.path, file.inputs, file.outputs)
-        except RefusedError as error:
-            refusals[name] = str(error)
-        except (OSError, MemoryError, RecursionError) as error:
-            refusals[name] = f"cannot be checked ({type(error).__name__}: {error})"
-    print(json.dumps(refusals))
+    print(json.dumps(refusals(request)))
 
 
 if __name__ == "__main__":

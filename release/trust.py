@@ -200,6 +200,11 @@ class TrustedFolder(Trust):
             root = first_root(fetcher, fetcher.base_url)
         super().__init__(state_dir, fetcher, fetcher.base_url, root)
 
+    def manifest(self, release: int) -> Manifest:
+        """A release's manifest, which must be whole in its place. Raises like Trust.manifest."""
+        self._check_in_place(manifest_path(release))
+        return super().manifest(release)
+
     def verified(self, release: int) -> Path:
         """The publication folder, once every file of the release in it has the signed digest.
 

@@ -1,21 +1,22 @@
-"""Sweeps run thousands of durable steps: in memory where there is some, as kills keep the cache."""
+"""Fixtures of crash sweeps."""
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-MEMORY = Path("/dev/shm")
-ENOUGH_BYTES = 32 * 2**20
+from release import onnx_check
+from tests.support.memory import memory_folder
 
 
 @pytest.fixture
 def fast_tmp(tmp_path: Path) -> Iterator[Path]:
-    """An empty folder, in memory if there is enough; removed afterwards."""
-    if not MEMORY.is_dir() or shutil.disk_usage(MEMORY).free < ENOUGH_BYTES:
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(prefix="nobackfill-", dir=MEMORY) as folder:
-        yield Path(folder)
+    """An empty folder, in memory if there is enough: a kill keeps the page cache anyway."""
+    with memory_folder(tmp_path) as folder:
+        yield folder
+
+
+@pytest.fixture
+def near_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ONNX gate's rules in this process: it writes nothing, and a process costs a second."""
+    monkeypatch.setattr(onnx_check, "refusals_in_subprocess", onnx_check.refusals)

@@ -19,13 +19,13 @@ from tests.support.publication import seen, workshop
 KILLS = 200
 
 
+@pytest.mark.usefixtures("near_gate")
 @pytest.mark.parametrize(
     "stride", [pytest.param(1, marks=pytest.mark.faults), pytest.param(7)], ids=["all", "some"]
 )
 def test_after_power_loss_the_release_is_wholly_there_or_not_at_all(
-    stride: int, fast_tmp: Path, monkeypatch: pytest.MonkeyPatch
+    stride: int, fast_tmp: Path
 ) -> None:
-    monkeypatch.setattr("release.draft.check_release", lambda files, manifest: None)
     shop, _, second = workshop(fast_tmp)
     steps: list[Operation] = []
     record(steps)
@@ -67,17 +67,17 @@ def commits(step: Operation, repo: Path) -> bool:
 
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
-def test_random_kills(tmp_path: Path) -> None:
+def test_random_kills(fast_tmp: Path) -> None:
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    shop, _, second = workshop(tmp_path)
+    shop, _, second = workshop(fast_tmp)
     seconds = timed(lambda: publish(shop.repo, second))
     early = late = 0
     for _ in range(KILLS):
         shop.restore()
         killed_after(rng.uniform(0, 1.1 * seconds), lambda: publish(shop.repo, second))
-        visible = seen(shop.repo, tmp_path / "state")
+        visible = seen(shop.repo, fast_tmp / "state")
         assert visible in ({1: None}, {1: None, 2: None})
         if 2 in visible:
             late += 1
@@ -86,7 +86,7 @@ def test_random_kills(tmp_path: Path) -> None:
         else:
             early += 1
             publish(shop.repo, second)
-        assert seen(shop.repo, tmp_path / "state") == {1: None, 2: None}
+        assert seen(shop.repo, fast_tmp / "state") == {1: None, 2: None}
         assert shop.stale() == []
     print(f"{KILLS} random kills: {early} before the commit, {late} after it")
     assert early

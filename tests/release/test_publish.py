@@ -1,0 +1,207 @@
+"""Publishing: what comes out, what is refused, and that refusals write nothing."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from release import durable, paths
+from release.draft import Draft
+from release.errors import (
+    AlreadyExistsError,
+    BusyError,
+    ConfigurationError,
+    NotFoundError,
+    PreconditionError,
+    VerificationError,
+)
+from release.keys import Keys
+from release.manifest import GateVerdict
+from release.overview import list_releases, verify
+from release.publish import publish, withdraw
+from release.trust import TrustedFolder
+from tests.support.publication import files_of, seen
+from tests.support.releases import draft
+
+pytestmark = pytest.mark.usefixtures("near_gate")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def chain(folder: Path, count: int) -> list[Draft]:
+    """Drafts of releases 1 to `count`, each with an upgrade from the one before."""
+    drafts = [draft(folder / "drafts", 1)]
+    for number in range(2, count + 1):
+        drafts.append(draft(folder / "drafts", number, [drafts[-1].manifest], int8=True))
+    return drafts
+
+
+def test_releases_are_published_and_verified_by_a_reader(tmp_path: Path) -> None:
+    repo = tmp_path / "repo"
+    drafts = chain(tmp_path, 3)
+    for one in drafts:
+        done = publish(repo, one)
+        assert done.written
+        assert all((repo / path).stat().st_size == size for path, size in done.files.items())
+    assert seen(repo, tmp_path / "state") == {1: None, 2: None, 3: None}
+    trust = TrustedFolder(repo, tmp_path / "state")
+    for one in drafts:
+        assert trust.manifest(one.manifest.release) == one.manifest
+    assert [entry.release for entry in list_releases(repo)] == [1, 2, 3]
+    assert verify(repo).releases == (1, 2, 3)
+    assert not (tmp_path / "repo.staging").exists()
+
+
+def test_triton_finds_whole_models_and_nothing_else_in_folders(tmp_path: Path) -> None:
+    repo = tmp_path / "repo"
+    for one in chain(tmp_path, 2):
+        publish(repo, one)
+    folders = sorted(path.name for path in repo.iterdir() if path.is_dir())
+    assert folders == ["embedder_1", "embedder_2", "side_encoder_1", "side_encoder_2",
+                       "upgrade_1_to_2"]  # fmt: skip
+    for folder in folders:
+        text = (repo / folder / "config.pbtxt").read_text()
+        assert f'name: "{folder}"' in text
+        assert 'backend: "onnxruntime"' in text
+        assert (repo / folder / "1" / "model.onnx").is_file()
+    assert "dims: [ 8, 8, 3 ]" in (repo / "embedder_2" / "config.pbtxt").read_text()
+
+
+def test_the_first_publish_makes_private_keys_and_says_so(tmp_path: Path) -> None:
+    repo = tmp_path / "repo"
+    first, second = chain(tmp_path, 2)
+    assert publish(repo, first).new_keys == tmp_path / "repo.keys"
+    assert publish(repo, second).new_keys is None
+    assert stat.S_IMODE((tmp_path / "repo.keys").stat().st_mode) == 0o700
+    for key in (tmp_path / "repo.keys").iterdir():
+        assert stat.S_IMODE(key.stat().st_mode) == 0o600
+
+
+def test_a_dry_run_checks_everything_and_writes_nothing(tmp_path: Path) -> None:
+    repo = tmp_path / "repo"
+    first, second = chain(tmp_path, 2)
+    before = content(tmp_path)
+    assert not publish(repo, first, dry_run=True).written
+    assert content(tmp_path) == before
+    publish(repo, first)
+    before = content(tmp_path)
+    planned = publish(repo, second, dry_run=True)
+    assert content(tmp_path) == before
+    assert publish(repo, second).files == planned.files
+    with pytest.raises(AlreadyExistsError):
+        publish(repo, second, dry_run=True)
+
+
+def test_a_release_is_immutable_and_numbers_only_grow(tmp_path: Path) -> None:
+    repo = tmp_path / "repo"
+    first = draft(tmp_path / "drafts", 1)
+    third = draft(tmp_path / "drafts", 3, [first.manifest])
+    publish(repo, first)
+    publish(repo, third)
+    look = files_of(repo, 1)
+    before = look()
+    with pytest.raises(AlreadyExistsError, match="immutable"):
+        publish(repo, first)
+    with pytest.raises(AlreadyExistsError, match="above 3"):
+        publish(repo, draft(tmp_path / "drafts", 2, [first.manifest]))
+    assert look() == before
+
+
+def test_a_carried_side_encoder_is_not_published_twice(tmp_path: Path) -> None:
+    repo = tmp_path / "repo"
+    first = draft(tmp_path / "drafts", 1)
+    second = draft(tmp_path / "drafts", 2, [first.manifest], side="carries")
+    publish(repo, first)
+    done = publish(repo, second)
+    assert not any("side_encoder" in path for path in done.files)
+    assert seen(repo, tmp_path / "state") == {1: None, 2: None}
+    assert verify(repo).releases == (1, 2)
+
+
+def test_files_lie_where_their_names_say(tmp_path: Path) -> None:
+    first = draft(tmp_path / "drafts", 1)
+    file = first.manifest.embedder.file.model_copy(update={"path": "embedder_9/1/model.onnx"})
+    spec = first.manifest.embedder.model_copy(update={"file": file})
+    files = {**first.files, file.path: first.files[paths.embedder_path(1)]}
+    wrong = Draft(first.manifest.model_copy(update={"embedder": spec}), files)
+    with pytest.raises(VerificationError, match="expected embedder_1"):
+        publish(tmp_path / "repo", wrong)
+
+
+def test_a_forced_release_goes_out_and_says_so(tmp_path: Path) -> None:
+    repo = tmp_path / "repo"
+    forced = GateVerdict(verdict="failed", forced=True, detail="worse, but wanted")
+    publish(repo, draft(tmp_path / "drafts", 1, gate=forced))
+    assert list_releases(repo)[0].gate == "failed (forced)"
+
+
+def test_an_upgrade_from_an_unpublished_release_is_refused(tmp_path: Path) -> None:
+    _, second = chain(tmp_path, 2)
+    with pytest.raises(VerificationError, match="not published"):
+        publish(tmp_path / "repo", second)
+
+
+def test_two_publishers_exclude_each_other(tmp_path: Path) -> None:
+    repo = tmp_path / "repo"
+    with durable.lock(tmp_path / "repo.lock"), pytest.raises(BusyError):
+        publish(repo, draft(tmp_path / "drafts", 1))
+    assert not (repo / "timestamp.json").exists()
+
+
+def test_a_missing_targets_key_is_named_with_its_option(tmp_path: Path) -> None:
+    repo, away = tmp_path / "repo", tmp_path / "usb"
+    first, second = chain(tmp_path, 2)
+    away.mkdir()
+    offline = Keys.beside(repo, {"targets": away / "targets.pem"})
+    publish(repo, first, offline)
+    assert not (tmp_path / "repo.keys" / "targets.pem").exists()
+    with pytest.raises(ConfigurationError, match="--targets-key"):
+        publish(repo, second)
+    publish(repo, second, offline)
+
+
+def test_leftovers_go_and_what_is_not_ours_stays(tmp_path: Path) -> None:
+    repo = tmp_path / "repo"
+    first, second = chain(tmp_path, 2)
+    publish(repo, first)
+    for name in ("README.md", ".gitkeep", "notes/file"):
+        (repo / name).parent.mkdir(exist_ok=True)
+        (repo / name).write_text("mine")
+    for name in ("embedder_2/1/model.onnx", "upgrade_1_to_2/half", "release-2.json",
+                 "99.targets.json", "99.snapshot.json", ".tmp-timestamp.json-x"):  # fmt: skip
+        (repo / name).parent.mkdir(parents=True, exist_ok=True)
+        (repo / name).write_text("half")
+    (tmp_path / "repo.staging" / "deep").mkdir(parents=True)
+    assert verify(repo).leftovers == (
+        "99.snapshot.json", "99.targets.json", "embedder_2", "release-2.json", "upgrade_1_to_2",
+    )  # fmt: skip
+    publish(repo, second)
+    assert seen(repo, tmp_path / "state") == {1: None, 2: None}
+    assert verify(repo).leftovers == ()
+    assert {"README.md", ".gitkeep", "notes"} <= {path.name for path in repo.iterdir()}
+    assert not (repo / "99.targets.json").exists()
+
+
+def test_withdrawing_is_news_once(tmp_path: Path) -> None:
+    repo = tmp_path / "repo"
+    for one in chain(tmp_path, 2):
+        publish(repo, one)
+    trust = TrustedFolder(repo, tmp_path / "state")
+    trust.refresh()
+    assert trust.newest() == 2
+    before = content(repo)
+    assert withdraw(repo, 2, "it confuses cats", dry_run=True)
+    assert content(repo) == before
+    assert withdraw(repo, 2, "it confuses cats")
+    assert not withdraw(repo, 2, "it confuses cats")
+    assert trust.refresh()
+    assert trust.releases() == {1: None, 2: "it confuses cats"}
+    assert trust.newest() == 1
+    assert list(trust.manifests()) == [1]
+    assert trust.manifest(2).release == 2
+    with pytest.raises(NotFoundError):
+        withdraw(repo, 7, "why not")
+    with pytest.raises(PreconditionError):
+        withdraw(repo, 1, "  ")
