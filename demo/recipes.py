@@ -10,6 +10,11 @@ CONFIGS = Path(__file__).parent.parent / "configs" / "digits"
 # Inputs up to this side are for the small network; larger ones get the small ResNet.
 SMALL_SIDE = 32
 
+# FCT's h and g with a predicted uncertainty.
+UPGRADE = "fastfill"
+# Trains a new model that searches old vectors as they are.
+COMPATIBLE = "unibct"
+
 # Keys of a configuration with their values.
 Settings = dict[str, str | int]
 
@@ -39,6 +44,8 @@ class Recipes:
     image_size: int
     epochs: int | None
     seed: int
+    # Release 2 shall search release 1's vectors as they are: train it backward-compatibly.
+    compatible: bool
 
     def run(self, name: str) -> Path:
         return self.runs / name
@@ -47,14 +54,18 @@ class Recipes:
         """phi and psi of a release that knows the first `classes` classes."""
         backbone = "small" if self.image_size <= SMALL_SIDE else "small_resnet"
         shape: Settings = {"classes": classes, "image_size": self.image_size, "backbone": backbone}
+        # Another seed a release: the new model knows nothing of the old one, unless it is told to.
+        seed = 10 * self.seed + release
+        method: Settings = {}
+        if self.compatible and release > 1:
+            method = {"method": COMPATIBLE, "old": str(self.run(f"embedder-{release - 1}"))}
         return [
-            # Another seed a release: the new model knows nothing of the old one.
-            self._recipe(f"{kind}-{release}", 10 * self.seed + release, shape)
-            for kind in ("embedder", "side_encoder")
+            self._recipe(f"embedder-{release}", seed, shape | method),
+            self._recipe(f"side_encoder-{release}", seed, shape),
         ]
 
     def upgrade(self) -> Recipe:
-        """h and g: release 1's embedding and side-information into release 2's (FCT)."""
+        """h, g and an uncertainty: release 1's vectors into release 2's space (FCT, FastFill)."""
         sources = {
             "old": "embedder-1",
             "new": "embedder-2",
@@ -62,7 +73,7 @@ class Recipes:
             "new_side": "side_encoder-2",
         }
         paths: Settings = {key: str(self.run(run)) for key, run in sources.items()}
-        return self._recipe("upgrade-1-2", self.seed, paths)
+        return self._recipe("upgrade-1-2", self.seed, paths | {"method": UPGRADE})
 
     def _recipe(self, name: str, seed: int, settings: Settings) -> Recipe:
         config = CONFIGS / f"{name}.yaml"

@@ -69,7 +69,12 @@ class Life:
         self.addresses: list[str] = journal.keep("addresses", lambda: serve.free_addresses(2))
         self.device = Device(children, out / "device")
         self.recipes = Recipes(
-            self.data / "train", self.runs, options.image_size, options.epochs, options.seed
+            images=self.data / "train",
+            runs=self.runs,
+            image_size=options.image_size,
+            epochs=options.epochs,
+            seed=options.seed,
+            compatible=options.rollout == "direct",
         )
         self._gateway: Child | None = None
 

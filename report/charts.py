@@ -49,7 +49,7 @@ def map_chart(comparison: Comparison) -> str:
     they can be compared point by point.
     """
     labels = [picture.label for picture in comparison.pictures]
-    shown = [label for label, _ in Counter(labels).most_common(len(COLOURS))]
+    shown = sorted(label for label, _ in Counter(labels).most_common(len(COLOURS)))
     panels = [("stored by the old model", _plane(comparison.old_vectors)(comparison.old_vectors))]
     after = _plane(comparison.new_vectors)
     if comparison.served_vectors.shape[1] == comparison.new_vectors.shape[1]:
@@ -61,7 +61,9 @@ def map_chart(comparison: Comparison) -> str:
         _scatter(axes, points, labels, shown)
         axes.set_title(title, fontsize=10)
     handles, names = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+    figure.legend(
+        handles, names, loc="outside lower center", ncols=len(COLOURS), fontsize=8, frameon=False
+    )
     return _data_uri(figure)
 
 
