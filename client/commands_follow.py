@@ -26,9 +26,9 @@ def sync(
         ),
     ] = None,
     int8: Annotated[
-        bool | None,
-        typer.Option("--int8/--fp32", help="Quantised upgrades or not; else the device chooses."),
-    ] = None,
+        bool,
+        typer.Option("--int8/--fp32", help="Quantised upgrades, where published, or exact ones."),
+    ] = True,
     retry: Annotated[
         bool, typer.Option("--retry", help="Also follow releases that were held back here.")
     ] = False,

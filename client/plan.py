@@ -1,7 +1,10 @@
 """What a sync would do: which release, along which routes, at what cost."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from client.device import Device
 from gallery.spec import SpaceInfo
@@ -9,8 +12,10 @@ from release.manifest import Manifest, PublishedFile
 from release.routes import Route, plan_route
 from release.trust import Trust
 
-# Above this many seconds of fp32 arithmetic a published int8 twin is worth its small loss.
-INT8_WORTH_SECONDS = 1.0
+# Of quantised against fp32 arithmetic, and of reading and writing rows of 512 + 512 bytes: both as
+# measured with onnxruntime and SQLite on two cores.
+INT8_SPEEDUP = 3.5
+ROWS_A_SECOND = 150_000
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,11 @@ class Leg:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sync from the active release to `target`. `legs` in the order in which they are run; an
-    item goes with the first leg whose source has it."""
+    """A sync from the active release to `target`.
+
+    `legs` are in the order in which they are run: an item goes with the first leg whose source has
+    it. `int8`: some of the upgrades are quantised.
+    """
 
     target: Manifest
     legs: tuple[Leg, ...]
@@ -68,11 +76,11 @@ def newest_followed(releases: Mapping[int, str | None], held_back: Mapping[str, 
     return max(allowed, default=None)
 
 
-def make_plan(device: Device, trust: Trust, target: int, int8: bool | None) -> Plan | None:
+def make_plan(device: Device, trust: Trust, target: int, *, int8: bool) -> Plan | None:
     """How to reach release `target` from the active space, or None if no route leads there.
 
     Kept originals come first where their direct route is expected to keep more than the chain that
-    the active vectors have already begun. `int8` None: the device chooses.
+    the active vectors have already begun. `int8`: use quantised twins where they are published.
     """
     manifests = dict(trust.manifests())
     active = device.store.active()
@@ -84,8 +92,8 @@ def make_plan(device: Device, trust: Trust, target: int, int8: bool | None) -> P
     legs = [leg for leg in originals if _better(leg.route, main.route, manifests)]
     carried = sum(leg.items for leg in legs)
     legs.append(Leg(active, main.route, max(0, main.items - carried)))
-    chosen = seconds(legs) > INT8_WORTH_SECONDS if int8 is None else int8
-    return Plan(manifests[target], tuple(legs), chosen)
+    twins = [u.int8_file for leg in legs for _, u in leg.route.steps if u.int8_file is not None]
+    return Plan(manifests[target], tuple(legs), int8 and bool(twins))
 
 
 def _leg(
@@ -122,12 +130,26 @@ def _measured(manifests: Mapping[int, Manifest], chain: tuple[int, ...]) -> floa
     return next((route.kept for route in evidence if route.releases == chain), None)
 
 
-def seconds(legs: Sequence[Leg], rate: float = 20e9) -> float:
-    """fp32 arithmetic of the legs, at `rate` multiply-accumulates a second.
+def estimate_seconds(plan: Plan) -> float:
+    """What the upgrade of a plan may take, from the size of its models and this machine's speed.
 
-    A dense layer does one for each of its 4-byte weights, so a file's length tells an item's.
+    A dense layer does one multiply-accumulate for each of its 4-byte weights, so a file's length
+    tells an item's work.
     """
-    weights = sum(
-        leg.items * sum(upgrade.file.length for _, upgrade in leg.route.steps) / 4 for leg in legs
-    )
-    return weights / rate
+    rate = _multiply_accumulates_a_second()
+    total = 0.0
+    for leg in plan.legs:
+        for _, upgrade in leg.route.steps:
+            faster = INT8_SPEEDUP if plan.int8 and upgrade.int8_file is not None else 1.0
+            total += leg.items * upgrade.file.length / 4 / rate / faster
+        total += leg.items / ROWS_A_SECOND
+    return total
+
+
+def _multiply_accumulates_a_second() -> float:
+    side = 1024
+    matrix = np.ones((side, side), np.float32)
+    matrix @ matrix
+    started = time.perf_counter()
+    matrix @ matrix
+    return float(side**3 / (time.perf_counter() - started))

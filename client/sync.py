@@ -15,7 +15,7 @@ from client.backfill import re_embed
 from client.carry import carry
 from client.device import Device
 from client.output import Output
-from client.plan import Plan, embedding_files, make_plan, seconds
+from client.plan import Plan, embedding_files, estimate_seconds, make_plan
 from client.retreat import confirm, return_to
 from client.sources import opened
 from release import durable
@@ -24,12 +24,13 @@ from release.trust import Trust
 
 @dataclass(frozen=True)
 class Wishes:
-    """Options of one sync. `int8` None: the device chooses. `keep_original` None: as it was."""
+    """Options of one sync. `int8`: take quantised upgrades where they are published, as their
+    measured loss is within the release's tolerance. `keep_original` None: as it was."""
 
     dry_run: bool = False
     backfill: int = 0
     keep_original: bool | None = None
-    int8: bool | None = None
+    int8: bool = True
     retry: bool = False
 
 
@@ -97,7 +98,7 @@ class _Sync:
                 missing = install.missing(self._device.models, plan.files())
                 self._describe(plan, "planned")
                 self._report.download_bytes = sum(file.length for file in missing)
-                self._report.upgrade_seconds = round(seconds(plan.legs), 3)
+                self._report.upgrade_seconds = round(estimate_seconds(plan), 3)
                 break
         return self._report
 
@@ -151,7 +152,7 @@ class _Sync:
                 yield previous.spec.release
 
     def _plan(self, release: int) -> Plan | None:
-        plan = make_plan(self._device, self._trust, release, self._wishes.int8)
+        plan = make_plan(self._device, self._trust, release, int8=self._wishes.int8)
         if plan is None:
             at = self._report.from_release
             self._fall_behind(f"release {release}: no route leads there from release {at}")
