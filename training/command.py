@@ -9,8 +9,8 @@ import typer
 from release.errors import NobackfillError
 
 
-def run_command(name: str, main: Callable[..., None], epilog: str) -> None:
-    """Run `main` as a command line and exit with the code of design.md section 7."""
+def command_app(name: str, main: Callable[..., None], epilog: str) -> typer.Typer:
+    """`main` as a command line, which exits with the codes of design.md section 7."""
 
     @functools.wraps(main)
     def guarded(*args: object, **options: object) -> None:
@@ -22,6 +22,6 @@ def run_command(name: str, main: Callable[..., None], epilog: str) -> None:
         except KeyboardInterrupt as error:
             raise typer.Exit(130) from error
 
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(epilog=epilog)(guarded)
-    app(prog_name=name)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(name, epilog=epilog)(guarded)
+    return app

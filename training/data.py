@@ -132,7 +132,7 @@ def decode(listing: Listing, size: int) -> Images:
     return images
 
 
-def readable(listing: Listing, size: int) -> tuple[Listing, Sequence[str]]:
+def readable(listing: Listing) -> tuple[Listing, Sequence[str]]:
     """The images that can be decoded, and the paths of those that cannot.
 
     Raises InvalidInputError where a class is left without images.
@@ -140,7 +140,7 @@ def readable(listing: Listing, size: int) -> tuple[Listing, Sequence[str]]:
 
     def can(row: int) -> bool:
         try:
-            decode_file(listing.root / listing.paths[row], size, size)
+            decode_file(listing.root / listing.paths[row], 8, 8)
         except InvalidInputError:
             return False
         return True

@@ -9,7 +9,7 @@ import typer
 from metrics.ranking import Relevance, same_label
 from release.durable import write_file
 from release.errors import ConfigurationError, InvalidInputError
-from training.command import run_command
+from training.command import command_app
 from training.data import Listing, list_images
 from training.matrix import criterion, evaluate_cells, every_cell, neighbour_paths
 from training.measure import Embedded, parse_cell
@@ -98,5 +98,7 @@ def _relevance(queries: Listing, gallery: Listing) -> Relevance:
     return same_label(labels, gallery.labels)
 
 
+app = command_app("evaluate.py", main, _EPILOG)
+
 if __name__ == "__main__":
-    run_command("evaluate.py", main, _EPILOG)
+    app()

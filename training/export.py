@@ -20,7 +20,7 @@ from training.assemble import (
     add_upgrade_run,
 )
 from training.bring import Pixels, add_onnx_embedder
-from training.command import run_command
+from training.command import command_app
 from training.data import list_images
 from training.drafting import Release
 from training.gate import Evidence, measure_release
@@ -197,5 +197,7 @@ def _report(manifest: Manifest, evidence: Evidence | None, done: Published, as_j
     )
 
 
+app = command_app("export.py", main, _EPILOG)
+
 if __name__ == "__main__":
-    run_command("export.py", main, _EPILOG)
+    app()

@@ -8,7 +8,6 @@ old classifier (pytorch-metric-learning keeps the transpose).
 import math
 from abc import abstractmethod
 
-import torch
 import torch.nn.functional as F
 from pytorch_metric_learning.losses import ArcFaceLoss, CosFaceLoss, NormalizedSoftmaxLoss
 from torch import Tensor, nn
@@ -113,8 +112,3 @@ def build_head(
         return AngularHead(CosFaceLoss(classes, dim, margin=m, scale=s), s, m)
     # pytorch-metric-learning takes ArcFace's margin in degrees.
     return AngularHead(ArcFaceLoss(classes, dim, margin=math.degrees(m), scale=s), s, m)
-
-
-def class_probabilities(head: Head, embedding: Tensor) -> Tensor:
-    """Softmax over `head.logits`: [n,dim] -> [n,classes]."""
-    return torch.softmax(head.logits(embedding), dim=1)

@@ -5,7 +5,6 @@ An `Objective` is a module: its parameters that require gradients are trained, i
 """
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -61,9 +60,3 @@ class Frozen:
         with torch.no_grad():
             output: Tensor = self.model(inputs)
         return output
-
-
-class ImageMap(Protocol):
-    """pixels float32 [n,3,H,W] in 0..1 -> float32 [n,dim]."""
-
-    def __call__(self, pixels: Tensor) -> Tensor: ...

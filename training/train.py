@@ -9,7 +9,7 @@ import typer
 
 from release.digests import sha256_file
 from release.errors import InvalidInputError
-from training.command import run_command
+from training.command import command_app
 from training.config import Config, EmbedderConfig, SideEncoderConfig, UpgradeConfig, load_config
 from training.data import Listing, decode, hold_out, list_images, readable, require_classes
 from training.frozen import load_classifier
@@ -63,7 +63,7 @@ def train(config: Config, progress: Progress) -> Checkpoint:
     _check_names(config)
     listing = list_images(config.images, config.classes)
     if config.skip_corrupt:
-        listing, skipped = readable(listing, 32)
+        listing, skipped = readable(listing)
         for path in skipped:
             print(f"skipped, no image: {listing.root / path}", file=sys.stderr)
     require_classes(listing)
@@ -109,5 +109,7 @@ def _train_network(
     return fit(embedder, rows, config, listing.class_names, progress=progress, facts=facts)
 
 
+app = command_app("train.py", main, _EPILOG)
+
 if __name__ == "__main__":
-    run_command("train.py", main, _EPILOG)
+    app()

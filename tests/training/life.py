@@ -1,0 +1,124 @@
+"""A small life of two releases on some of scikit-learn's digits: images, runs, publication."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from click.testing import Result
+from PIL import Image
+from sklearn.datasets import load_digits
+from typer import Typer
+from typer.testing import CliRunner
+
+from training import evaluate, export
+from training.config import Config, parse_config
+from training.progress import Progress
+from training.run import Checkpoint
+from training.train import train
+
+# Images a class: enough for a small network to learn digits.
+PARTS = {"train": 40, "eval": 24, "queries": 8, "gallery": 16}
+SIZE = 8
+
+
+@dataclass(frozen=True)
+class Life:
+    """Where everything of the life is."""
+
+    data: Path
+    runs: Path
+    repo: Path
+
+
+def write_digits(folder: Path) -> None:
+    """FOLDER/PART/DIGIT/NUMBER.png, parts disjoint."""
+    digits = load_digits()
+    for digit in range(10):
+        rows = np.flatnonzero(digits.target == digit)
+        start = 0
+        for part, count in PARTS.items():
+            target = folder / part / str(digit)
+            target.mkdir(parents=True)
+            for row in rows[start : start + count]:
+                pixels = (digits.images[row] * (255 / 16)).astype(np.uint8)
+                Image.fromarray(pixels).save(target / f"{row:04d}.png")
+            start += count
+
+
+def config_of(kind: str, run_dir: Path, images: Path, **keys: object) -> Config:
+    """A small, quick configuration."""
+    values: dict[str, object] = {
+        "kind": kind,
+        "run_dir": str(run_dir),
+        "images": str(images),
+        "epochs": 12,
+        "warmup_epochs": 1,
+        "batch_size": 32,
+        "lr": 0.1,
+        "threads": 1,
+        "accelerator": "cpu",
+    }
+    if kind == "upgrade":
+        values |= {"optimizer": "adam", "lr": 0.002, "projection_dim": 32, "inner_dim": 64}
+    else:
+        values |= {"image_size": SIZE, "width": 8}
+    if kind == "embedder":
+        values |= {"embedding_dim": 16, "margin": 0.2, "scale": 16.0}
+    if kind == "side_encoder":
+        values |= {"side_info_dim": 12, "augmentation": {"translate": 0.1, "noise": 0.05}}
+    return parse_config(values | keys, "test")
+
+
+def train_quietly(config: Config) -> Checkpoint:
+    return train(config, Progress(visible=False))
+
+
+def train_runs(data: Path, runs: Path) -> None:
+    """embedder-1 (digits 0-4), embedder-2 (all), their side encoders, upgrade-1-2."""
+    images = data / "train"
+    for number, classes in ((1, 5), (2, 10)):
+        shared = {"classes": classes, "seed": number}
+        train_quietly(config_of("embedder", runs / f"embedder-{number}", images, **shared))
+        train_quietly(config_of("side_encoder", runs / f"side-{number}", images, **shared))
+    train_quietly(upgrade_config(runs, images, epochs=40))
+
+
+def upgrade_config(runs: Path, images: Path, run_dir: Path | None = None, **keys: object) -> Config:
+    """The upgrade 1 -> 2 with side-information on both sides."""
+    sources: dict[str, object] = {
+        "old": str(runs / "embedder-1"),
+        "old_side": str(runs / "side-1"),
+        "new": str(runs / "embedder-2"),
+        "new_side": str(runs / "side-2"),
+        "side": "maps",
+    }
+    folder = run_dir or runs / "upgrade-1-2"
+    return config_of("upgrade", folder, images, **(sources | keys))
+
+
+def invoke(app: Typer, *arguments: str | Path) -> Result:
+    """Run a command in this process."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def run_export(repo: Path, release: int, *arguments: str | Path) -> Result:
+    return invoke(export.app, "--model-repo", repo, "--release", str(release), *arguments)
+
+
+def run_evaluate(life: Life, *arguments: str | Path) -> Result:
+    folders = ("--queries", life.data / "queries", "--gallery", life.data / "gallery")
+    return invoke(evaluate.app, "--model-repo", life.repo, *folders, *arguments)
+
+
+def publish_life(life: Life) -> None:
+    """Releases 1 and 2 with the upgrade, through the gate."""
+    for number, extra in ((1, ()), (2, ("--upgrade", life.runs / "upgrade-1-2"))):
+        arguments: Sequence[str | Path] = (
+            *("--embedder", life.runs / f"embedder-{number}"),
+            *("--side-encoder", life.runs / f"side-{number}"),
+            *("--eval", life.data / "eval"),
+            *extra,
+        )
+        result = run_export(life.repo, number, *arguments)
+        assert result.exit_code == 0, result.output

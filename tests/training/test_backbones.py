@@ -1,0 +1,83 @@
+import pytest
+import torch
+from torch import nn
+
+from release.errors import ConfigurationError
+from training.backbones import GeM, build_backbone
+
+
+def build(name: str, size: int, *, pooling: str = "avg", last_nonlin: bool = False) -> nn.Module:
+    return build_backbone(
+        name, 24, width=8, pooling=pooling, last_nonlin=last_nonlin, image_size=size
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("small", 8),
+        ("small", 16),
+        ("small_resnet", 32),
+        ("resnet18", 32),
+        ("mobilenet_v2", 32),
+        ("mobilenet_v3_small", 32),
+        ("swin_t", 64),
+    ],
+)
+def test_shapes(name: str, size: int) -> None:
+    network = build(name, size).eval()
+    with torch.no_grad():
+        assert network(torch.rand(2, 3, size, size)).shape == (2, 24)
+
+
+@pytest.mark.parametrize("name", ["resnet50", "resnet101", "resnet152"])
+def test_the_last_layer_of_deep_resnets_gives_the_embedding(name: str) -> None:
+    with torch.device("meta"):
+        network = build(name, 224)
+        assert network(torch.rand(2, 3, 224, 224)).shape == (2, 24)
+    last = [m for m in network.modules() if isinstance(m, nn.Linear)][-1]
+    assert (last.in_features, last.out_features) == (2048, 24)
+
+
+def test_small_pictures_keep_their_pixels_in_a_resnets_stem() -> None:
+    with torch.device("meta"):
+        small, large = build("resnet18", 32), build("resnet18", 224)
+    assert small.get_submodule("conv1").get_parameter("weight").shape[2:] == (3, 3)
+    assert large.get_submodule("conv1").get_parameter("weight").shape[2:] == (7, 7)
+    assert isinstance(small.get_submodule("maxpool"), nn.Identity)
+
+
+def test_last_nonlin_leaves_nothing_negative() -> None:
+    torch.manual_seed(0)
+    inputs = torch.rand(8, 3, 16, 16)
+    assert build("small", 16, last_nonlin=True).eval()(inputs).min() >= 0
+    assert build("small", 16).eval()(inputs).min() < 0
+
+
+def test_gem_is_the_generalised_mean() -> None:
+    maps = torch.rand(2, 3, 4, 5) + 0.1
+    expected = torch.empty(2, 3)
+    for i in range(2):
+        for c in range(3):
+            values = [v**3.0 for v in maps[i, c].flatten().tolist()]
+            expected[i, c] = (sum(values) / len(values)) ** (1 / 3)
+    assert torch.allclose(GeM()(maps).flatten(1), expected, atol=1e-6)
+    assert GeM().p.requires_grad
+
+
+@pytest.mark.parametrize("name", ["small", "small_resnet", "resnet18", "mobilenet_v2"])
+def test_gem_replaces_the_average(name: str) -> None:
+    if name == "mobilenet_v2":
+        with pytest.raises(ConfigurationError, match="no average pooling"):
+            build(name, 32, pooling="gem")
+        return
+    network = build(name, 32, pooling="gem").eval()
+    assert any(isinstance(module, GeM) for module in network.modules())
+    with torch.no_grad():
+        assert network(torch.rand(2, 3, 32, 32)).shape == (2, 24)
+
+
+def test_an_unknown_name_is_refused_with_near_ones() -> None:
+    with pytest.raises(ConfigurationError, match=r"'resnet20'.*resnet") as caught:
+        build("resnet20", 32)
+    assert caught.value.exit_code == 78

@@ -1,0 +1,117 @@
+from pathlib import Path
+
+import pytest
+
+from release.errors import ConfigurationError
+from training.config import EmbedderConfig, UpgradeConfig, load_config, parse_config
+
+PRESETS = sorted(Path("configs").rglob("*.yaml"))
+
+
+def embedder(**keys: object) -> dict[str, object]:
+    values: dict[str, object] = {
+        "kind": "embedder",
+        "run_dir": "r",
+        "images": "i",
+        "image_size": 8,
+        "embedding_dim": 8,
+        "epochs": 3,
+        "lr": 0.1,
+    }
+    return values | keys
+
+
+def upgrade(**keys: object) -> dict[str, object]:
+    values: dict[str, object] = {
+        "kind": "upgrade",
+        "run_dir": "r",
+        "images": "i",
+        "old": "a",
+        "new": "b",
+        "epochs": 3,
+        "lr": 0.1,
+    }
+    return values | keys
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=str)
+def test_every_preset_is_valid(path: Path) -> None:
+    load_config(path)
+
+
+def test_an_unknown_key_is_refused_by_name_with_the_known_ones() -> None:
+    with pytest.raises(ConfigurationError, match=r"unknown key 'lrr'; known: .*\blr\b") as caught:
+        parse_config(embedder(lrr=1), "file.yaml")
+    assert caught.value.exit_code == 78
+
+
+def test_an_unknown_nested_key_names_the_keys_of_that_level() -> None:
+    with pytest.raises(ConfigurationError, match=r"'augmentation.zoom'; known: .*translate"):
+        parse_config(embedder(augmentation={"zoom": 2}), "file.yaml")
+
+
+def test_keys_of_another_kind_are_unknown() -> None:
+    with pytest.raises(ConfigurationError, match="unknown key 'inner_dim'"):
+        parse_config(embedder(inner_dim=8), "file.yaml")
+
+
+@pytest.mark.parametrize("kind", [None, "backbone"])
+def test_kinds_are_named(kind: str | None) -> None:
+    with pytest.raises(ConfigurationError, match=r"embedder \| side_encoder \| upgrade"):
+        parse_config(embedder(kind=kind), "file.yaml")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"epochs": 0}, "epochs"),
+        ({"lr": -1}, "lr"),
+        ({"warmup_epochs": 3}, "warmup_epochs below epochs"),
+        ({"head": "sphereface"}, "arcface"),
+        ({"embedding_dim": "wide"}, "embedding_dim"),
+        ({"held_out": 0.95}, "held_out"),
+    ],
+)
+def test_wrong_values_are_refused(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        parse_config(embedder(**keys), "file.yaml")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"reads_side": False, "reads_embedding": False}, "neither"),
+        ({"side": "maps"}, "new_side"),
+        ({"old": {"vectors": "v.npy", "paths": "p", "release": 1}, "views": 2}, "one view"),
+    ],
+)
+def test_contradictions_of_an_upgrade_are_refused(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        parse_config(upgrade(**keys), "file.yaml")
+
+
+def test_sources_may_be_runs_releases_or_stored_vectors() -> None:
+    config = parse_config(upgrade(old={"model_repo": "m", "release": 3}), "file.yaml")
+    assert isinstance(config, UpgradeConfig)
+    assert not isinstance(config.old, Path)
+    assert config.old.release == 3
+
+
+def test_overrides_reach_nested_keys(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("\n".join(f"{k}: {v}" for k, v in embedder().items()), encoding="utf-8")
+    config = load_config(file, ("epochs=7", "augmentation.rotate_degrees=15"))
+    assert isinstance(config, EmbedderConfig)
+    assert (config.epochs, config.augmentation.rotate_degrees) == (7, 15)
+    with pytest.raises(ConfigurationError, match="key=value"):
+        load_config(file, ("epochs",))
+    with pytest.raises(ConfigurationError, match="holds no keys"):
+        load_config(file, ("epochs.most=7",))
+
+
+@pytest.mark.parametrize("text", ["{", "- a\n- b", ""])
+def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigurationError):
+        load_config(file)

@@ -1,0 +1,116 @@
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from release.errors import ConfigurationError, InvalidInputError
+from training.data import decode, halves, hold_out, list_images, readable, require_classes
+
+
+def test_listing_is_ordered_by_class_then_name(digits: Path) -> None:
+    listing = list_images(digits / "queries")
+    assert listing.class_names == tuple("0123456789")
+    assert list(listing.paths) == sorted(listing.paths)
+    for path, label in zip(listing.paths, listing.labels, strict=True):
+        assert path.split("/")[0] == listing.class_names[label]
+
+
+def test_the_first_classes_only(digits: Path) -> None:
+    few, all_ = list_images(digits / "queries", 3), list_images(digits / "queries")
+    assert few.paths == all_.paths[: len(few)]
+    assert few.class_names == ("0", "1", "2")
+
+
+def test_models_of_few_and_of_many_classes_hold_out_the_same_images(digits: Path) -> None:
+    def held(classes: int) -> set[str]:
+        listing = list_images(digits / "train", classes)
+        return {listing.paths[row] for row in hold_out(listing, 0.1, 7)[1]}
+
+    few, many = held(4), held(10)
+    assert few == {path for path in many if path[0] in "0123"}
+    assert len(few) == 4 * 4
+
+
+def test_held_out_images_change_with_the_seed_only(digits: Path) -> None:
+    listing = list_images(digits / "train")
+    one, again, other = (set(hold_out(listing, 0.2, seed)[1].tolist()) for seed in (1, 1, 2))
+    assert one == again != other
+
+
+def test_a_split_covers_every_row_once_and_every_class_alike(digits: Path) -> None:
+    listing = list_images(digits / "train")
+    for left, right in (hold_out(listing, 0.1, 0), halves(listing, 3)):
+        assert sorted([*left, *right]) == list(range(len(listing)))
+        counts = np.bincount(listing.labels[right], minlength=10)
+        assert (counts == counts[0]).all()
+
+
+def test_a_class_of_one_image_is_trained_on(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (8, 8)).save(tmp_path / name / "1.png")
+    train, held = hold_out(list_images(tmp_path), 0.3, 0)
+    assert (len(train), len(held)) == (2, 0)
+
+
+def test_decoding_gives_the_pictures_in_order(digits: Path) -> None:
+    listing = list_images(digits / "queries", 2)
+    images = decode(listing, 8)
+    for row in (0, len(listing) - 1):
+        with Image.open(listing.root / listing.paths[row]) as picture:
+            assert np.array_equal(images[row], np.asarray(picture.convert("RGB")))
+
+
+def test_a_folder_that_is_not_there() -> None:
+    with pytest.raises(ConfigurationError, match="no image folder"):
+        list_images(Path("nowhere"))
+
+
+def test_a_folder_without_class_folders(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "loose.png")
+    with pytest.raises(InvalidInputError, match="expected class folders") as caught:
+        list_images(tmp_path)
+    assert caught.value.exit_code == 65
+
+
+def test_an_empty_class_is_named(digits: Path, tmp_path: Path) -> None:
+    shutil.copytree(digits / "queries", tmp_path / "q")
+    (tmp_path / "q" / "empty").mkdir()
+    with pytest.raises(InvalidInputError, match=r"empty holds no image"):
+        list_images(tmp_path / "q")
+
+
+def test_fewer_classes_than_asked_for(digits: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"at least 11 class folders .* got 10"):
+        list_images(digits / "queries", 11)
+
+
+def test_one_class_cannot_be_told_from_nothing(digits: Path) -> None:
+    with pytest.raises(InvalidInputError, match="at least 2 class folders, got 1"):
+        require_classes(list_images(digits / "queries", 1))
+
+
+def test_a_corrupt_image_is_named_and_skipped_only_if_asked(digits: Path, tmp_path: Path) -> None:
+    shutil.copytree(digits / "queries", tmp_path / "q")
+    broken = tmp_path / "q" / "3" / "0000.png"
+    broken.write_bytes(b"\x89PNG but no more")
+    listing = list_images(tmp_path / "q")
+    with pytest.raises(InvalidInputError, match=r"remove 3/0000\.png.*skip_corrupt"):
+        decode(listing, 8)
+    left, skipped = readable(listing)
+    assert skipped == ["3/0000.png"]
+    assert len(left) == len(listing) - 1
+    decode(left, 8)
+
+
+def test_a_class_left_without_readable_images_is_refused(tmp_path: Path) -> None:
+    for name, data in (("a", None), ("b", b"no image")):
+        (tmp_path / name).mkdir()
+        if data is None:
+            Image.new("RGB", (8, 8)).save(tmp_path / name / "1.png")
+        else:
+            (tmp_path / name / "1.png").write_bytes(data)
+    with pytest.raises(InvalidInputError, match="class b"):
+        readable(list_images(tmp_path))

@@ -1,0 +1,96 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from release.errors import ConfigurationError
+from training.heads import HEAD_NAMES, Head, build_head
+
+
+def cross_entropy(logits: list[float], label: int) -> float:
+    return math.log(sum(math.exp(z - max(logits)) for z in logits)) + max(logits) - logits[label]
+
+
+def slow_loss(head: Head, embedding: Tensor, labels: Tensor, name: str) -> float:
+    """The mean loss from the papers' formulas, one row and one class at a time."""
+    losses = []
+    weights = F.normalize(head.classifier().detach())
+    for row, label in zip(F.normalize(embedding), labels.tolist(), strict=True):
+        logits = []
+        for number, weight in enumerate(weights):
+            cosine = float(row @ weight)
+            if number == label and name == "cosface":
+                cosine -= head.margin
+            if number == label and name == "arcface":
+                cosine = math.cos(math.acos(cosine) + head.margin)
+            logits.append(head.scale * cosine)
+        losses.append(cross_entropy(logits, label))
+    return sum(losses) / len(losses)
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(9, 6, generator=generator) * 3, torch.arange(9) % 4
+
+
+@pytest.mark.parametrize("name", ["normalized_softmax", "cosface", "arcface"])
+def test_angular_losses_follow_their_formulas(name: str, batch: tuple[Tensor, Tensor]) -> None:
+    torch.manual_seed(0)
+    head = build_head(name, 4, 6)
+    assert float(head(*batch).detach()) == pytest.approx(slow_loss(head, *batch, name), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["normalized_softmax", "cosface", "arcface"])
+def test_logits_are_scaled_cosines_without_margin(name: str, batch: tuple[Tensor, Tensor]) -> None:
+    head = build_head(name, 4, 6)
+    cosine = F.normalize(batch[0]) @ F.normalize(head.classifier()).t()
+    assert torch.allclose(head.logits(batch[0]), head.scale * cosine, atol=1e-4)
+    assert head.unit
+
+
+def test_softmax_keeps_length_and_bias(batch: tuple[Tensor, Tensor]) -> None:
+    head = build_head("softmax", 4, 6)
+    assert not head.unit
+    assert not torch.allclose(head.logits(batch[0]), head.logits(F.normalize(batch[0])))
+    losses = [
+        cross_entropy(row.tolist(), int(label))
+        for row, label in zip(head.logits(batch[0]).detach(), batch[1], strict=True)
+    ]
+    assert float(head(*batch).detach()) == pytest.approx(sum(losses) / 9, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", HEAD_NAMES)
+def test_the_classifier_has_one_row_a_class_and_is_trained(
+    name: str, batch: tuple[Tensor, Tensor]
+) -> None:
+    head = build_head(name, 4, 6)
+    assert head.classifier().shape == (4, 6)
+    head(*batch).backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in head.parameters())
+
+
+def test_defaults_are_the_papers() -> None:
+    cosface, arcface = build_head("cosface", 3, 4), build_head("arcface", 3, 4)
+    assert (cosface.margin, cosface.scale) == (0.4, 32)
+    assert (arcface.margin, arcface.scale) == (0.3, 30)
+    strong = build_head("arcface", 3, 4, margin=0.5, scale=64)
+    assert (strong.margin, strong.scale) == (0.5, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "keys", "message"),
+    [
+        ("sphereface", 4, {}, "known: softmax, normalized_softmax, cosface, arcface"),
+        ("cosface", 1, {}, "at least 2 classes"),
+        ("softmax", 4, {"margin": 0.1}, "neither margin nor scale"),
+        ("normalized_softmax", 4, {"margin": 0.1}, "no margin"),
+    ],
+)
+def test_wrong_heads_are_refused(
+    name: str, classes: int, keys: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        build_head(name, classes, 6, **keys)

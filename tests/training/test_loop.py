@@ -1,0 +1,215 @@
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from release.errors import ConfigurationError, VerificationError
+from tests.training.life import config_of, train_quietly, upgrade_config
+from training.config import Config
+from training.loop import DivergedError, fit, learning_rate
+from training.objective import Batch, Objective, Terms
+from training.progress import Progress
+from training.run import CHECKPOINT, STATS, read_checkpoint, read_finished
+from training.train import train
+
+
+class Line(Objective):
+    """Fits y = a x; `poison` makes the loss NaN at that step."""
+
+    def __init__(self, poison: int | None = None) -> None:
+        super().__init__()
+        self.line = nn.Linear(1, 1)
+        self.poison, self.step = poison, 0
+
+    def forward(self, batch: Batch) -> Terms:
+        loss = (self.line(batch["x"]) - batch["y"]).square().mean()
+        # Draws belong to (seed, epoch), as dropout and augmentation do.
+        noise = torch.randn(()) * 0.01 * self.line.weight.sum()
+        self.step += 1
+        return {"fit": loss * torch.nan if self.step - 1 == self.poison else loss, "noise": noise}
+
+    def trained(self) -> nn.ModuleDict:
+        return nn.ModuleDict({"line": self.line})
+
+
+def rows() -> dict[str, Tensor]:
+    x = torch.linspace(-1, 1, 64)[:, None]
+    return {"x": x, "y": 3 * x}
+
+
+def line_config(tmp_path: Path, **keys: object) -> Config:
+    return config_of("embedder", tmp_path / "run", tmp_path, log_every=1, **keys)
+
+
+def run(objective: Objective, config: Config) -> None:
+    fit(objective, rows(), config, ("a", "b"), progress=Progress(visible=False))
+
+
+def test_a_killed_training_resumes_to_the_same_result(digits: Path, tmp_path: Path) -> None:
+    """Killed by SIGKILL at a durable step, in a process of its own, then run again."""
+    keys: dict[str, object] = {"epochs": 6, "checkpoint_every": 2, "log_every": 1, "classes": 3}
+    keys["augmentation"] = {"rotate_degrees": 10, "noise": 0.1}
+    unbroken = config_of("embedder", tmp_path / "unbroken", digits / "train", **keys)
+    train_quietly(unbroken)
+    broken = config_of("embedder", tmp_path / "broken", digits / "train", **keys)
+    file = tmp_path / "broken.yaml"
+    file.write_text(yaml.safe_dump(broken.model_dump(mode="json")), encoding="utf-8")
+    # Steps 1 to 5 write config.yaml, 6 to 10 the first checkpoint, 13 is inside the second.
+    killed = subprocess.run(
+        [sys.executable, "training/train.py", file],
+        env={**os.environ, "NOBACKFILL_FAULT": "kill@13"},
+        capture_output=True,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert read_checkpoint(broken.run_dir).epoch == 2
+    train_quietly(broken)
+    first, second = read_finished(unbroken.run_dir), read_finished(broken.run_dir)
+    assert first.tensors.keys() == second.tensors.keys()
+    for name, tensor in first.tensors.items():
+        assert torch.equal(tensor, second.tensors[name]), name
+    logs = [(c.run_dir / STATS).read_text("utf-8") for c in (unbroken, broken)]
+    assert logs[0] == logs[1]
+
+
+class StopAfter(Progress):
+    """Stands for Ctrl-C right after the epoch `last` was saved."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__(visible=False)
+        self.last = last
+
+    @contextmanager
+    def bar(self, title: str, total: int, done: int = 0) -> Iterator[Callable[[float], None]]:
+        epochs = itertools.count(done + 1)
+
+        def advance(loss: float) -> None:
+            if next(epochs) == self.last:
+                raise KeyboardInterrupt
+
+        yield advance
+
+
+def test_a_side_encoder_resumes_to_the_same_result(digits: Path, tmp_path: Path) -> None:
+    keys: dict[str, object] = {"epochs": 4, "checkpoint_every": 1, "batch_size": 8}
+    keys |= {"small_crops": 1, "classes": 3}
+    keys |= {"image_size": 16, "augmentation": {"erase": 0.3, "rotate_degrees": 10}}
+    whole = config_of("side_encoder", tmp_path / "whole", digits / "queries", **keys)
+    halved = config_of("side_encoder", tmp_path / "halved", digits / "queries", **keys)
+    train_quietly(whole)
+    with pytest.raises(KeyboardInterrupt):
+        train(halved, StopAfter(3))
+    train_quietly(halved)
+    first, second = read_finished(whole.run_dir), read_finished(halved.run_dir)
+    assert all(torch.equal(t, second.tensors[name]) for name, t in first.tensors.items())
+
+
+def test_an_upgrade_resumes_to_the_same_result(runs: Path, digits: Path, tmp_path: Path) -> None:
+    keys: dict[str, object] = {"epochs": 4, "checkpoint_every": 1}
+    whole = upgrade_config(runs, digits / "train", tmp_path / "whole", **keys)
+    halved = upgrade_config(runs, digits / "train", tmp_path / "halved", **keys)
+    train_quietly(whole)
+    with pytest.raises(KeyboardInterrupt):
+        train(halved, StopAfter(2))
+    assert read_checkpoint(halved.run_dir).epoch == 2
+    train_quietly(halved)
+    first, second = read_finished(whole.run_dir), read_finished(halved.run_dir)
+    assert all(torch.equal(t, second.tensors[name]) for name, t in first.tensors.items())
+
+
+def test_the_loss_falls_and_is_logged_a_line_a_step(tmp_path: Path) -> None:
+    config = line_config(tmp_path, epochs=20, warmup_epochs=0)
+    run(Line(), config)
+    lines = [json.loads(line) for line in (config.run_dir / STATS).read_text("utf-8").splitlines()]
+    assert [line["step"] for line in lines] == list(range(40))
+    assert lines[-1]["fit"] < lines[0]["fit"] / 10
+    for line in lines:
+        assert line["loss"] == pytest.approx(line["fit"] + line["noise"])
+
+
+@pytest.mark.parametrize("epochs", [4])
+def test_nan_stops_with_the_step_and_keeps_the_last_good_checkpoint(
+    epochs: int, tmp_path: Path
+) -> None:
+    config = line_config(tmp_path, epochs=epochs, checkpoint_every=1)
+    with pytest.raises(DivergedError, match=r"nan at step 5 \(term: fit\)") as caught:
+        run(Line(poison=5), config)
+    assert caught.value.exit_code == 1
+    kept = read_checkpoint(config.run_dir)
+    assert kept.epoch == 2
+    assert all(torch.isfinite(t).all() for t in kept.tensors.values())
+
+
+def test_weights_that_became_nan_are_not_saved(tmp_path: Path) -> None:
+    class Spoiled(Line):
+        def finish(self) -> None:
+            nn.init.constant_(self.line.weight, torch.nan)
+
+    config = line_config(tmp_path, epochs=3, checkpoint_every=1)
+    with pytest.raises(DivergedError, match=r"line\.weight"):
+        run(Spoiled(), config)
+    assert read_checkpoint(config.run_dir).epoch == 2
+
+
+def test_another_configuration_is_refused_in_the_same_folder(tmp_path: Path) -> None:
+    run(Line(), line_config(tmp_path, epochs=2))
+    with pytest.raises(ConfigurationError, match=r"different: epochs, lr"):
+        run(Line(), line_config(tmp_path, epochs=3, lr=0.5))
+
+
+def test_a_finished_run_is_kept_as_it_is(tmp_path: Path) -> None:
+    config = line_config(tmp_path, epochs=2)
+    run(Line(), config)
+    before = (config.run_dir / CHECKPOINT).stat()
+    run(Line(), config)
+    assert (config.run_dir / CHECKPOINT).stat() == before
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    config = line_config(tmp_path, epochs=2)
+    run(Line(), config)
+    path = config.run_dir / CHECKPOINT
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(VerificationError, match="damaged"):
+        run(Line(), config)
+
+
+def test_an_unfinished_run_is_no_model(tmp_path: Path) -> None:
+    config = line_config(tmp_path, epochs=4, checkpoint_every=1)
+    with pytest.raises(DivergedError):
+        run(Line(poison=5), config)
+    with pytest.raises(ConfigurationError, match="after epoch 2 of 4"):
+        read_finished(config.run_dir)
+
+
+def test_the_learning_rate_warms_up_and_falls_in_one_cosine(tmp_path: Path) -> None:
+    config = line_config(tmp_path, epochs=10, warmup_epochs=2, lr=0.4)
+    rates = [learning_rate(config, epoch / 10) for epoch in range(101)]
+    assert rates[0] < 0.001
+    assert rates[10] == pytest.approx(0.2, abs=0.001)
+    assert rates[20] == pytest.approx(0.4)
+    assert rates[60] == pytest.approx(0.2)
+    assert rates[100] == pytest.approx(0, abs=1e-9)
+    assert all(a < b for a, b in itertools.pairwise(rates[:21]))
+    assert all(a > b for a, b in itertools.pairwise(rates[20:]))
+
+
+def test_seeds_matter(digits: Path, tmp_path: Path) -> None:
+    weights = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        config = config_of(
+            "embedder", tmp_path / name, digits / "queries", epochs=1, warmup_epochs=0, seed=seed
+        )
+        weights.append(train_quietly(config).tensors["head.loss.W"])
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
