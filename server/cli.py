@@ -32,7 +32,7 @@ _stderr = Console(stderr=True)
 def main() -> None:
     """The command `gateway`; exit codes as in docs/operations.md."""
     # The commands put themselves into `app`.
-    from server import operate  # noqa: F401
+    from server import operate, safekeep  # noqa: F401
 
     app()
 

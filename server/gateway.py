@@ -146,7 +146,7 @@ class Gateway:
             models=models,
             embedding=embedding,
             searching=Searching(embedding, catalog, state, metrics),
-            upgrading=Upgrading(settings.model_repo, catalog),
+            upgrading=Upgrading(settings.model_repo, catalog, state),
             metrics=metrics,
             stopping=threading.Event(),
         )

@@ -7,9 +7,10 @@ import typer
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from nobackfill.v1 import gallery_pb2, release_pb2
+from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
 from nobackfill.v1.release_pb2_grpc import ReleaseServiceStub
+from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceStub
 from server.cli import DEFAULT_SERVER, Json, Server, app, exit_codes, show
 from server.remote import RemoteError, connected
 
@@ -108,6 +109,52 @@ def retire(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
         request = release_pb2.RetireReleaseRequest()
         answer = ReleaseServiceStub(channel).RetireRelease(request, timeout=600)
     show(as_json, plain(answer), [["retired"], [_numbers(answer.retired) or "none"]])
+
+
+@app.command()
+def estimate(
+    gallery: Annotated[str, typer.Argument(help="gallery")],
+    number: Annotated[int, typer.Argument(help="release to carry it to")],
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Items, seconds and bytes of an upgrade, measured on a few items; nothing is changed."""
+    with exit_codes(), connected(server) as channel:
+        request = upgrade_pb2.EstimateUpgradeRequest(gallery=gallery, release=number)
+        answer = UpgradeServiceStub(channel).EstimateUpgrade(request, timeout=TIMEOUT_S)
+    seconds = answer.duration.seconds + answer.duration.nanos / 1e9
+    rows = [
+        ["items", "seconds", "bytes", "route", "kept of new/new", "left behind"],
+        [
+            str(answer.items), f"{seconds:.1f}", str(answer.bytes),
+            " > ".join(map(str, answer.route)), f"{answer.expected_kept:.1%}",
+            str(answer.left_behind),
+        ],
+    ]  # fmt: skip
+    show(as_json, plain(answer), rows)
+
+
+@app.command()
+def watch(
+    gallery: Annotated[str | None, typer.Argument(help="its upgrade; without: releases")] = None,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Follow one gallery's upgrade to its end, or the releases until Ctrl-C, a line each."""
+    with exit_codes(), connected(server) as channel:
+        if gallery is None:
+            request = release_pb2.WatchReleasesRequest()
+            for seen in ReleaseServiceStub(channel).WatchReleases(request):
+                states = [f"{r.number}: {_word(_STATE(r.state))}" for r in seen.releases]
+                line = {str(r.number): _word(_STATE(r.state)) for r in seen.releases}
+                typer.echo(json.dumps(line) if as_json else ", ".join(states))
+            return
+        wanted = upgrade_pb2.WatchUpgradeRequest(gallery=gallery)
+        for update in UpgradeServiceStub(channel).WatchUpgrade(wanted):
+            job = update.progress
+            text = f"{_word(upgrade_pb2.UpgradeState.Name(job.state))} {job.done}/{job.total}"
+            rest = f"{job.items_per_second:.0f} items/s, {job.remaining.seconds} s left"
+            typer.echo(json.dumps(plain(job)) if as_json else f"{text} {rest} {job.message}")
 
 
 def plain(message: Message) -> dict[str, Any]:

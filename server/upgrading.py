@@ -18,6 +18,7 @@ from release.routes import Route, RouteRunner, open_route, plan_route
 from server.catalog import Catalog, Changed
 from server.hosted import Hosted
 from server.neighbours import neighbours_kept
+from server.state import StateFile
 
 log = structlog.get_logger("server.upgrading")
 
@@ -76,12 +77,12 @@ class Throttle:
 class Upgrading:
     """The jobs of all galleries. `changed` is notified at every chunk."""
 
-    def __init__(self, files: Path, catalog: Catalog) -> None:
+    def __init__(self, files: Path, catalog: Catalog, state: StateFile) -> None:
         self._files = files
         self._catalog = catalog
+        self._state = state
         self._lock = threading.Lock()
         self._jobs: dict[str, Job] = {}
-        self._paused: set[str] = set()
         self._runners: dict[tuple[int, int, bool], RouteRunner | None] = {}
         self.changed = Changed()
 
@@ -122,7 +123,10 @@ class Upgrading:
         source, spec = hosted.spec(), SpaceSpec.of(target)
         throttle = Throttle(spare_cores)
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        self._set(Job(hosted.name, source.release, target.release, total=hosted.store.count()))
+        total = hosted.store.count()
+        self._set(Job(hosted.name, source.release, target.release, total=total))
+        if hosted.name in self._state.now.paused:
+            self._update(hosted.name, state=JobState.PAUSED)
         runner = open_route(self._files, route, throttle.threads, int8=True)
 
         def on_chunk(progress: Progress) -> None:
@@ -140,7 +144,7 @@ class Upgrading:
         outcome = run_upgrade(
             hosted.store, runner, spec, reads_side=reads_side(route),
             on_progress=on_chunk,
-            should_stop=lambda: should_stop() or hosted.name in self._paused,
+            should_stop=lambda: should_stop() or hosted.name in self._state.now.paused,
         )  # fmt: skip
         log.info("carried", gallery=hosted.name, written=outcome.written)
         return outcome
@@ -156,19 +160,22 @@ class Upgrading:
             return self._runners[key]
 
     def pause(self, gallery: str) -> None:
-        """Stop the job of a gallery after its present chunk, and those to come until `resume`."""
-        self._paused.add(gallery)
+        """Stop the job of a gallery after its present chunk, and those to come, until `resume`;
+        remembered over a restart. Raises CannotWriteError."""
+        self._state.change(paused=tuple({*self._state.now.paused, gallery}))
         self._update(gallery, state=JobState.PAUSED)
 
     def resume(self, gallery: str) -> None:
-        """Let the jobs of a gallery go on."""
-        self._paused.discard(gallery)
-        self._update(gallery, state=JobState.RUNNING)
+        """Let the jobs of a gallery go on. Raises CannotWriteError."""
+        if gallery in self._state.now.paused:
+            paused = tuple(name for name in self._state.now.paused if name != gallery)
+            self._state.change(paused=paused)
+            self._update(gallery, state=JobState.RUNNING)
 
     def wait_resumed(self, gallery: str, should_stop: Callable[[], bool]) -> None:
         """Wait while a gallery is paused."""
         seen = -1
-        while gallery in self._paused and not should_stop():
+        while gallery in self._state.now.paused and not should_stop():
             seen = self.changed.wait(seen, 0.2)
 
     def job(self, gallery: str) -> Job | None:

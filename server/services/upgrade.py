@@ -6,7 +6,7 @@ import grpc
 
 from nobackfill.v1 import upgrade_pb2 as pb
 from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceServicer
-from release.errors import InvalidInputError, NotFoundError, PreconditionError
+from release.errors import InvalidInputError, PreconditionError
 from server.activation import Activations
 from server.backfill import backfill
 from server.core import Core
@@ -90,10 +90,16 @@ class UpgradeService(UpgradeServiceServicer):
         self._core.upgrading.pause(hosted.name)
         return pb.PauseUpgradeResponse(progress=self._progress(hosted))
 
+    def _idle_state(self, hosted: Hosted) -> JobState:
+        paused = hosted.name in self._core.state.now.paused
+        return JobState.PAUSED if paused else JobState.DONE
+
     def _progress(self, hosted: Hosted) -> pb.UpgradeProgress:
         job = self._core.upgrading.job(hosted.name)
         if job is None:
-            raise NotFoundError(f"gallery {hosted.name!r} has not been upgraded since the start")
+            # None since the start: it is where it is.
+            release = hosted.spec().release
+            job = Job(hosted.name, release, release, self._idle_state(hosted))
         return _message(job)
 
 
