@@ -4,6 +4,7 @@ A fetcher has one method. What it gives is untrusted: lengths, digests and signa
 release/trust.py.
 """
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -56,6 +57,7 @@ class HttpFetcher:
         self._pool = urllib3.PoolManager(
             timeout=urllib3.Timeout(_SILENCE_SECONDS), retries=urllib3.Retry(2, redirect=3)
         )
+        weakref.finalize(self, self._pool.clear)
 
     def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
         try:
@@ -65,6 +67,7 @@ class HttpFetcher:
             )
         except urllib3.exceptions.HTTPError as error:
             raise DownloadError(f"{url}: {error}") from error
+        whole = False
         try:
             if response.status not in (200, 206):
                 raise DownloadHTTPError(f"{url}: HTTP {response.status}", response.status)
@@ -75,11 +78,15 @@ class HttpFetcher:
                 if len(piece) > skip:
                     yield piece[skip:]
                 skip = max(0, skip - len(piece))
+            whole = True
         except urllib3.exceptions.TimeoutError as error:
             raise SlowRetrievalError(f"{url}: nothing came for {_SILENCE_SECONDS:g} s") from error
         except urllib3.exceptions.HTTPError as error:
             raise DownloadError(f"{url}: {error}") from error
         finally:
+            # After a whole file its connection is used again; after less, the rest is in the way.
+            if not whole:
+                response.close()
             response.release_conn()
 
 

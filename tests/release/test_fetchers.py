@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 def host(folder: Path) -> Iterator[str]:
     handler = functools.partial(Quiet, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
@@ -83,7 +83,7 @@ def test_ranges_are_used_where_the_host_serves_them() -> None:
             self.wfile.write(DATA[1000:])
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Ranges) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         url = f"http://127.0.0.1:{server.server_address[1]}/file"
         assert b"".join(HttpFetcher().fetch_from(url, 1000)) == DATA[1000:]
