@@ -1,0 +1,108 @@
+"""docs/edge.md: every command and option is in it, and its blocks run as they stand."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from client import crypto
+from client.cli import app, main
+from client.device import Device
+from tests.server.support import running
+from tests.support import blocks, edge
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "edge.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_every_command_and_option_is_documented() -> None:
+    group = typer.main.get_command(app)
+    commands = group.commands  # type: ignore[attr-defined]
+    assert len(commands) == 12
+    for name, command in commands.items():
+        assert re.search(rf"^edge-client {name}\b", PAGE, re.MULTILINE), name
+        assert re.search(rf"^### .*\b{name}\b|^edge-client {name}", PAGE, re.MULTILINE), name
+        for parameter in command.params:
+            for option in (*parameter.opts, *parameter.secondary_opts):
+                if option.startswith("-") and option != "--help":
+                    assert option in PAGE, f"{name} {option}"
+    for option in (o for p in group.params for o in p.opts if o != "--help"):  # type: ignore[attr-defined]
+        assert option in PAGE, option
+
+
+def test_every_option_in_the_page_exists() -> None:
+    group = typer.main.get_command(app)
+    known = {"--help"}
+    for command in (group, *group.commands.values()):  # type: ignore[attr-defined]
+        known |= {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
+    used = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", PAGE))
+    assert used <= known
+
+
+def test_exit_codes_are_those_of_the_errors() -> None:
+    from release import errors
+
+    used = {c.exit_code for c in vars(errors).values() if hasattr(c, "exit_code")}
+    documented = set(map(int, re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)))
+    assert documented == used - {1}
+
+
+@pytest.fixture
+def scene(
+    world: edge.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, str]]:
+    """The folder that the page speaks of; yields what its variables stand for."""
+    world.publish(tmp_path / "pub" / "repo", 1)
+    (tmp_path / "publication").symlink_to(tmp_path / "pub" / "repo")
+    blocks.write_pngs(tmp_path / "photos", 12)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NOBACKFILL_GALLERY", raising=False)
+    recovery = crypto.new_identity(tmp_path / "recovery.txt")
+    gateway_repo = tmp_path / "gateway" / "repo"
+    world.publish(gateway_repo, 1)
+    with running(gateway_repo, tmp_path / "gateway" / "data") as gateway:
+        yield {
+            "127.0.0.1:50051": gateway.address,
+            "$RECOVERY_KEY": str(recovery.to_public()),
+        }
+
+
+def test_the_blocks_run(
+    scene: dict[str, str],
+    world: edge.World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert len(BLOCKS) == 4
+    for line in "".join(BLOCKS).splitlines():
+        if published := re.fullmatch(r"# the publisher publishes release (\d)", line):
+            world.publish(tmp_path / "pub" / "repo", int(published[1]))
+            continue
+        if "$ITEM" in line:
+            with Device(tmp_path / "gallery.sqlite") as device:
+                scene["$ITEM"] = device.store.listing()[0].id
+        for name, value in scene.items():
+            line = line.replace(name, value)
+        monkeypatch.setattr("sys.argv", shlex.split(line))
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        assert ended.value.code in (0, None), f"{line}\n{said.err}"
+        if "--json" in line:
+            assert json.loads(said.out)
+    with Device(tmp_path / "gallery.sqlite") as device:
+        assert device.store.active().spec.release == 3
+    assert len(list((tmp_path / "restored").iterdir())) == 11
+    assert (tmp_path / "found.png").stat().st_size > 1000
+
+
+def test_the_threat_model_names_each_party() -> None:
+    page = (DOCS / "threat-model.md").read_text(encoding="utf-8")
+    for party in ("publisher", "host", "gateway", "vault", "device", "network", "app"):
+        assert party in page.lower(), party
