@@ -30,9 +30,17 @@ class Bench:
     data: Path | None = None
 
     @property
+    def tiny(self) -> bool:
+        return self.scale is Scale.TINY
+
+    @property
+    def full(self) -> bool:
+        return self.scale is Scale.FULL
+
+    @property
     def clients(self) -> tuple[int, ...]:
         """How many clients a server meets, one number after the other."""
-        return (4,) if self.scale is Scale.TINY else (1, 8, 32)
+        return (4,) if self.tiny else (1, 8, 32)
 
     def size(self, tiny: int, small: int, full: int) -> int:
         """The one of three numbers that fits the scale."""

@@ -7,12 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench.harness import Bench, Contender, Measured, Scale, interleave
+from bench.harness import Bench, Contender, Measured, interleave
 from bench.load import Run
 from demo import gateway, serve
 from demo.children import Children
@@ -53,10 +53,13 @@ class Gateway:
 
 
 @contextmanager
-def serving(folder: Path, repo: Path) -> Iterator[Gateway]:
-    """`gateway serve` over a publication, with its Triton."""
+def serving(folder: Path, repo: Path, triton: str | None = None) -> Iterator[Gateway]:
+    """`gateway serve` over a publication, with its own Triton or that at an address."""
     addresses = serve.free_addresses(2)
-    with Children(folder / "logs") as children:
+    with Children(folder / "logs") as children, ExitStack() as stack:
+        if triton is not None:
+            os.environ["NOBACKFILL_TRITON"] = triton
+            stack.callback(os.environ.pop, "NOBACKFILL_TRITON")
         child = serve.start(children, repo, folder / "data", addresses)
         yield Gateway(addresses[0], child.process.pid)
 
@@ -200,7 +203,7 @@ def under_load(
 
     def one(name: str) -> float:
         address, method, *own = targets[name]
-        seconds = 0.3 if bench.scale is Scale.TINY else 2.0
+        seconds = 0.3 if bench.tiny else 2.0
         run = load.run(address, method, own[0] if own else requests, clients, seconds)
         if run.failures:
             raise RuntimeError(f"{name}: {len(run.failures)} calls failed: {run.failures[0]}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import data
+from bench import bare, data
 from bench.galleries import fill
 from bench.harness import Bench, Contender, Measured, Row, Table, interleave, seconds
 from bench.models import INNER
@@ -23,7 +23,6 @@ from gallery.spec import SpaceSpec
 from gallery.store import Store
 from gallery.upgrade import CHUNK, run_upgrade
 from release.errors import VerificationError
-from release.models import open_upgrade
 from release.routes import RouteRunner, open_route, plan_route
 from release.vectors import Vectors
 
@@ -85,45 +84,19 @@ def run(bench: Bench) -> list[Table]:
 
 
 def _row(name: str, figures: Measured, measured: dict[str, Measured], count: int) -> Row:
-    bare = measured[f"bare sum, {name.split(', ')[1]}"]
+    limit = measured[f"bare sum, {name.split(', ')[1]}"]
     return {
         "what": name,
         "seconds": figures.median,
         "spread": f"±{100 * figures.spread:.0f} %",
         "items/s": count / figures.median,
-        "of bare sum": figures.ratio(bare),
+        "of bare sum": figures.ratio(limit),
     }
 
 
 def _bare(work: Work, kind: str) -> float:
-    """What nobody can do without: the reading, the arithmetic, the writing."""
-    old, new = (work.pair.manifests[n] for n in (1, 2))
-    model = open_upgrade(work.pair.repo, new, new.upgrades[0], int8=kind == "int8", threads=THREADS)
     with work.gallery() as store:
-        staging.begin(store, SpaceSpec.of(new))
-        started = time.perf_counter()
-        with store.reading() as connection:
-            rows = connection.execute("SELECT label, embedding, side FROM vectors_1").fetchall()
-        labels = np.array([row[0] for row in rows])
-        embedding = np.frombuffer(b"".join(row[1] for row in rows), "<f4").reshape(
-            -1, old.embedder.dim
-        )
-        side = np.frombuffer(b"".join(row[2] for row in rows), "<f4").reshape(len(rows), -1)
-        upgraded = np.concatenate(
-            [
-                model.run(embedding[i : i + CHUNK], side[i : i + CHUNK]).embedding
-                for i in range(0, len(rows), CHUNK)
-            ]
-        )
-        sides = [row[2] for row in rows]
-        blobs = [vector.tobytes() for vector in upgraded]
-        with store.writing() as connection:
-            connection.executemany(
-                "INSERT INTO vectors_2 (label, origin, embedding, side)"
-                " VALUES (?, 'upgraded', ?, ?)",
-                zip(labels.tolist(), blobs, sides, strict=True),
-            )
-        return time.perf_counter() - started
+        return bare.upgrade_seconds(store, work.pair, kind, THREADS)
 
 
 def _ours(work: Work, kind: str) -> float:

@@ -1,0 +1,155 @@
+"""The device: add, search and sync as whole commands, against the bare parts of an upgrade."""
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+from PIL import Image
+
+from bench import bare, data
+from bench.commands import Done, edge, size_mib
+from bench.galleries import put
+from bench.harness import Bench, Contender, Row, Table, interleave
+from bench.models import INNER
+from bench.published import SIZE, Publication, publication
+from gallery.store import Store
+
+THREADS = 2
+ADDED = "`add` of PNG files of 32 x 32 pixels; the embedder costs next to nothing."
+SEARCHED = "`search IMAGE`, a whole command from process start; exact."
+SYNCED = (
+    "`sync` from release 1 to 2, FCT's transform, 2 threads: `command` is the whole process with "
+    "its downloads, checks and probes; `upgrade` what it says of its staged upgrade and flip; "
+    "`bare sum` reads all rows, runs onnxruntime on the same batches, writes all rows, and nothing "
+    "else."
+)
+
+
+def run(bench: Bench) -> list[Table]:
+    """Add, search, sync by size."""
+    pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
+    sizes = [bench.size(200, 1000, 1000)]
+    if not bench.tiny:
+        sizes += [10_000, 100_000]
+    if bench.full:
+        sizes.append(1_000_000)
+    added = [_add(bench, pair, size) for size in sizes if size <= 10_000]
+    filled = {size: _filled(bench, pair, size) for size in sizes}
+    searched = [_search(bench, filled[size], size) for size in sizes]
+    synced = [row for size in sizes for row in _sync(bench, pair, filled[size], size)]
+    return [
+        Table("add", added, ADDED),
+        Table("search", searched, SEARCHED),
+        Table("sync", synced, SYNCED),
+    ]
+
+
+def _device(folder: Path, pair: Publication) -> tuple[Path, Path]:
+    """An empty gallery in release 1's space, and the publication that it follows."""
+    folder.mkdir(parents=True)
+    repo = pair.copy_first(folder / "publication")
+    gallery = folder / "gallery.sqlite"
+    edge(gallery, "init", "--from", repo, "--root", repo / "1.root.json")
+    return gallery, repo
+
+
+def _images(folder: Path, count: int) -> Path:
+    folder.mkdir(parents=True)
+    for number, pixels in enumerate(data.images(count, SIZE)):
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    return folder
+
+
+def _add(bench: Bench, pair: Publication, size: int) -> Row:
+    folder = bench.folder / f"add-{size}"
+    gallery, _ = _device(folder, pair)
+    done = edge(gallery, "add", _images(folder / "images", size))
+    assert len(done.answer["added"]) == size
+    return {
+        "items": size,
+        "seconds": done.seconds,
+        "items/s": size / done.seconds,
+        "peak MiB": round(done.mib),
+        "disk MiB": size_mib(gallery),
+    }
+
+
+def _filled(bench: Bench, pair: Publication, size: int) -> Path:
+    """The folder of a device with so many items, its publication two releases long."""
+    folder = bench.folder / f"filled-{size}"
+    gallery, repo = _device(folder, pair)
+    with Store.open(gallery) as store:
+        put(store, pair.manifests[1].space, data.things(size))
+    pair.publish_second(repo)
+    return folder
+
+
+def _search(bench: Bench, filled: Path, size: int) -> Row:
+    query = filled / "query.png"
+    Image.fromarray(data.images(1, SIZE, seed=7)[0]).save(query)
+    done: list[Done] = []
+
+    def once() -> float:
+        done.append(edge(filled / "gallery.sqlite", "search", query))
+        return done[-1].seconds
+
+    measured = interleave([Contender("search", once)], bench.size(1, 5, 5))["search"]
+    return {
+        "items": size,
+        "seconds": measured.median,
+        "spread": f"±{100 * measured.spread:.0f} %",
+        "peak MiB": round(max(one.mib for one in done)),
+    }
+
+
+def _sync(bench: Bench, pair: Publication, filled: Path, size: int) -> list[Row]:
+    rows: list[Row] = []
+    for kind in ("fp32", "int8"):
+        done: list[Done] = []
+        contenders = [
+            Contender("command", partial(_synced, filled, kind, done)),
+            Contender("bare", partial(_bare, filled, pair, kind)),
+        ]
+        rounds = bench.size(1, 3, 3) if size < 1_000_000 else 1
+        measured = interleave(contenders, rounds, warm=False)
+        upgrade = [one.answer["upgrade_seconds"] for one in done]
+        rows.append(
+            {
+                "items": size,
+                "kind": kind,
+                "command s": measured["command"].median,
+                "upgrade s": sorted(upgrade)[len(upgrade) // 2],
+                "bare sum s": measured["bare"].median,
+                "upgrade of bare": sorted(
+                    mine / its for mine, its in zip(upgrade, measured["bare"].rounds, strict=True)
+                )[len(upgrade) // 2],
+                "command of bare": measured["command"].ratio(measured["bare"]),
+                "items/s": size / measured["command"].median,
+                "peak MiB": round(max(one.mib for one in done)),
+                "disk MiB": size_mib(filled / "copy" / "gallery.sqlite"),
+            }
+        )
+    return rows
+
+
+def _copied(filled: Path) -> Path:
+    """A fresh copy of the device; its publication is shared, by the path that it remembers."""
+    copy = filled / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    copy.mkdir()
+    for path in filled.glob("gallery.sqlite*"):
+        (shutil.copytree if path.is_dir() else shutil.copyfile)(path, copy / path.name)
+    return copy / "gallery.sqlite"
+
+
+def _synced(filled: Path, kind: str, done: list[Done]) -> float:
+    gallery = _copied(filled)
+    one = edge(gallery, "sync", f"--{kind}")
+    assert one.answer["state"] == "upgraded", one.answer
+    done.append(one)
+    return one.seconds
+
+
+def _bare(filled: Path, pair: Publication, kind: str) -> float:
+    with Store.open(_copied(filled)) as store:
+        return bare.upgrade_seconds(store, pair, kind, THREADS)

@@ -1,0 +1,92 @@
+"""The gateway's Search by image against Triton called directly, at 1, 8 and 32 clients."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tritonclient.grpc import service_pb2
+
+from bench import data
+from bench.harness import Bench, Row, Table
+from bench.load import write_requests
+from bench.models import INNER
+from bench.published import SIZE, publication
+from bench.serving import SEARCH, Load, by_image, fill, latency, serving, under_load
+from release import paths
+from release.images import decode
+from server.triton_client import TritonClient
+from server.triton_process import TritonProcess
+
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+QUERIES = 64
+LOAD_SECONDS = 120
+NOTE = (
+    "Queries a second, k = 10, JPEGs of 32 x 32 pixels, an embedder that costs next to nothing (so "
+    "that what stands around it shows). Both ask the same Triton; `triton` gets decoded pixels and "
+    "gives embeddings: no decoding, no search."
+)
+
+
+def run(bench: Bench) -> list[Table]:
+    """Each number of clients."""
+    pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
+    manifest = pair.manifests[2]
+    assert manifest.side_space is not None
+    size = bench.size(3000, 10_000, 100_000)
+    images = data.jpegs(QUERIES, SIZE, seed=1)
+    asked, direct = bench.folder / "asked", bench.folder / "direct"
+    write_requests(asked, by_image(images))
+    write_requests(direct, [_infer(image) for image in images])
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        triton = stack.enter_context(_triton(bench.folder / "triton", pair.repo))
+        gateway = stack.enter_context(serving(bench.folder, pair.repo, triton))
+        items = data.things(size)
+        fill(gateway.address, manifest.space, manifest.side_space, items.new, items.side)
+        gateway.settle()
+        load = stack.enter_context(Load())
+        targets = {"gateway": (gateway.address, SEARCH), "triton": (triton, INFER, direct)}
+        for clients in bench.clients:
+            measured, latencies = under_load(bench, load, targets, asked, clients)
+            for name, figures in measured.items():
+                within = latency(latencies[name])
+                rows.append(
+                    {
+                        "clients": clients,
+                        "server": name,
+                        "queries/s": figures.median,
+                        "spread": f"±{100 * figures.spread:.0f} %",
+                        "of triton": figures.ratio(measured["triton"]),
+                        "p50 ms": within.p50,
+                        "p99 ms": within.p99,
+                    }
+                )
+    return [Table(f"Search by image, {size:,} items", rows, NOTE)]
+
+
+@contextmanager
+def _triton(folder: Path, repo: Path) -> Iterator[str]:
+    """A tritonserver over a publication, with release 2's embedder; its address."""
+    venv = Path(os.environ.get("NOBACKFILL_TRITON_VENV", ".venv-triton"))
+    process = TritonProcess(venv, repo, folder)
+    process.start()
+    client = TritonClient(process.address)
+    try:
+        while not client.live(1.0):
+            assert process.alive(), process.log_tail()
+        client.load(paths.embedder_model(2), LOAD_SECONDS)
+        yield process.address
+    finally:
+        client.close()
+        process.stop()
+
+
+def _infer(image: bytes) -> bytes:
+    pixels = decode(image, SIZE, SIZE)[None]
+    request = service_pb2.ModelInferRequest(model_name=paths.embedder_model(2), model_version="1")
+    request.inputs.add(name="image", datatype="UINT8", shape=pixels.shape)
+    request.outputs.add(name="embedding")
+    request.raw_input_contents.append(pixels.tobytes())
+    serialised: bytes = request.SerializeToString()
+    return serialised

@@ -1,0 +1,125 @@
+"""Ten swaps under load: what clients meet before, during and after, and what it costs."""
+
+import time
+from collections.abc import Sequence
+
+import grpc
+
+from bench import data
+from bench.harness import Bench, Row, Table
+from bench.load import Run, write_requests
+from bench.models import INNER
+from bench.published import SIZE, publication
+from bench.serving import GALLERY, SEARCH, Gateway, Load, by_image, fill, latency, serving
+from demo import gateway as calls
+from demo import serve
+from demo.latency import Window
+from nobackfill.v1 import gallery_pb2, gallery_pb2_grpc
+
+CLIENTS = 8
+QUERIES = 64
+NOTE = (
+    "{clients} clients search by image without a pause, cutover rollout, half of the cores left to "
+    "searches (the default); swaps are activations of release 2 and rollbacks in turn, only the "
+    "first upgrades {size:,} items and indexes them. A call counts as `during` if it was under way "
+    "at any moment of a swap. `of before`: of the p99 before."
+)
+
+
+def run(bench: Bench) -> list[Table]:
+    """Steady, the first swap with its upgrade, the others, steady again."""
+    pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
+    old = pair.manifests[1]
+    assert old.side_space is not None
+    size, swaps = bench.size(2500, 20_000, 100_000), bench.size(2, 10, 10)
+    steady = 1.0 if bench.tiny else 10.0
+    repo = pair.copy_first(bench.folder / "publication")
+    requests = bench.folder / "requests"
+    write_requests(requests, by_image(data.jpegs(QUERIES, SIZE, seed=1)))
+    with serving(bench.folder, repo) as gateway, Load() as load:
+        items = data.things(size)
+        fill(gateway.address, old.space, old.side_space, items.old, items.side)
+        gateway.settle()
+        load.run(gateway.address, SEARCH, requests, CLIENTS, steady)
+        memory = [gateway.resident_mib()]
+        pair.publish_second(repo)
+        load.begin(gateway.address, SEARCH, requests, CLIENTS)
+        time.sleep(steady)
+        windows = [_swap(gateway, number) for number in range(swaps)]
+        gateway_after = gateway.resident_mib()
+        time.sleep(steady)
+        met = load.end()
+        memory.append(gateway_after)
+    rows = _rows(met, windows)
+    grown = memory[1] / memory[0] - 1
+    cost: list[Row] = [
+        {"what": "seconds of the first swap", "value": windows[0].end - windows[0].start},
+        {"what": "seconds of the others, mean", "value": _mean(windows[1:])},
+        {"what": "requests", "value": len(met.latencies)},
+        {"what": "failures", "value": len(met.failures)},
+        {"what": "gateway MiB before", "value": memory[0]},
+        {"what": "gateway MiB after, with both spaces", "value": memory[1]},
+        {"what": "grown by", "value": f"{100 * grown:.0f} %"},
+    ]
+    note = NOTE.format(clients=CLIENTS, size=size)
+    return [Table(f"{swaps} swaps, {size:,} items", rows, note), Table("What it cost", cost)]
+
+
+def _swap(gateway: Gateway, number: int) -> Window:
+    """Forward, or back."""
+    with calls.connect(gateway.address) as channel:
+        begun = time.monotonic()
+        if number % 2 == 0:
+            serve.activate(channel, 2, "cutover")
+        else:
+            calls.roll_back(channel)
+        window = Window(begun, time.monotonic())
+        _answers(channel, 2 - number % 2)
+    time.sleep(0.5)
+    return window
+
+
+def _answers(channel: grpc.Channel, release: int) -> None:
+    request = gallery_pb2.GetGalleryRequest(name=GALLERY)
+    found = gallery_pb2_grpc.GalleryServiceStub(channel).GetGallery(request, timeout=60)
+    assert found.gallery.release == release, found.gallery
+
+
+def _rows(met: Run, windows: Sequence[Window]) -> list[Row]:
+    spans = list(zip(met.starts, met.latencies, strict=True))
+
+    def during(some: Sequence[Window]) -> list[float]:
+        return [s for start, s in spans if any(start < w.end and start + s > w.start for w in some)]
+
+    first, last = windows[0].start, windows[-1].end
+    before = [s for start, s in spans if start + s < first]
+    after = [s for start, s in spans if start > last]
+    phases = {
+        "before": (before, first - met.starts[0]),
+        "first swap, with the upgrade": (during(windows[:1]), windows[0].end - windows[0].start),
+        "other swaps": (during(windows[1:]), sum(w.end - w.start for w in windows[1:])),
+        "after": (after, met.starts[0] + met.seconds - last),
+    }
+    steady = latency(before).p99
+    rows: list[Row] = []
+    for name, (calls_met, seconds) in phases.items():
+        if len(calls_met) < 2:
+            continue
+        within = latency(calls_met)
+        rows.append(
+            {
+                "phase": name,
+                "calls": len(calls_met),
+                "calls/s": len(calls_met) / seconds,
+                "p50 ms": within.p50,
+                "p99 ms": within.p99,
+                "p99.9 ms": within.p999,
+                "worst ms": 1000 * max(calls_met),
+                "of before": within.p99 / steady,
+            }
+        )
+    return rows
+
+
+def _mean(windows: Sequence[Window]) -> float:
+    return sum(w.end - w.start for w in windows) / max(1, len(windows))
