@@ -42,8 +42,11 @@ def write(
     path: Path, spec: SpaceSpec, engine: str, parameters: Mapping[str, Any], arrays: Arrays
 ) -> None:
     """Put an index at `path`, wholly or not at all. `arrays` holds `labels` among others; `engine`
-    names the library and version that understands the rest. Raises CannotWriteError.
+    names the library and version that understands the rest. One writer a path at a time: what a
+    killed one left is removed. Raises CannotWriteError.
     """
+    for stale in path.parent.glob(f"{durable.TEMPORARY}{path.name}-*"):
+        durable.remove_tree(stale)
     labels = arrays["labels"]
     header = json.dumps(
         _identity(spec, engine)

@@ -1,0 +1,249 @@
+"""Several processes at one file, and what a death leaves behind."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from gallery import connections, staging
+from gallery.store import NewVectors, Store
+from gallery.upgrade import run_upgrade
+from release.errors import AlreadyExistsError, BusyError, VerificationError
+from tests.gallery.making import Linear, filled, ids, put, rows, spec, vectors
+
+ONE, TWO = spec(1).space, spec(2).space
+
+HOLDER = """
+import sqlite3, sys
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+for statement in sys.argv[2].split(";"):
+    connection.execute(statement).fetchall()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def held(path: Path, statements: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds a lock until it is told to end."""
+    command = [sys.executable, "-c", HOLDER, str(path), statements]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+# Each is possible after those before it.
+WRITES: dict[str, Callable[[Store], object]] = {
+    "put": lambda store: put(store, ["new"], seed=5),
+    "delete": lambda store: store.delete(["item-1"]),
+    "state": lambda store: store.state_set({"a": 1}),
+    "begin": lambda store: staging.begin(store, spec(3)),
+    "upgrade": lambda store: run_upgrade(store, Linear(), spec(2), reads_side=True),
+    "flip": lambda store: staging.flip(store, TWO, leave_behind=True),
+    "rollback": lambda store: staging.rollback(store, leave_behind=True),
+    "drop": lambda store: staging.drop(store, TWO),
+}
+
+
+@pytest.mark.parametrize("statements", ["BEGIN IMMEDIATE", "BEGIN EXCLUSIVE"])
+def test_a_writer_waits_for_another_process_and_then_says_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statements: str
+) -> None:
+    monkeypatch.setattr(connections, "BUSY_TIMEOUT_MS", 150)
+    path = tmp_path / "g.sqlite"
+    with filled(path, 10) as store:
+        staging.begin(store, spec(2))
+        before = rows(store, ONE), [info.state for info in store.spaces()]
+        with held(path, statements):
+            for write in WRITES.values():
+                started = time.monotonic()
+                with pytest.raises(BusyError, match="try again"):
+                    write(store)
+                assert time.monotonic() - started >= 0.1
+            # Readers are not kept waiting.
+            assert store.count() == 10 and len(store.load(ONE)[0]) == 10
+        assert (rows(store, ONE), [info.state for info in store.spaces()]) == before
+        for write in WRITES.values():
+            write(store)
+
+
+def test_a_writer_gets_its_turn_when_the_other_ends_in_time(tmp_path: Path) -> None:
+    path = tmp_path / "g.sqlite"
+    with filled(path, 3) as store, held(path, "BEGIN IMMEDIATE") as other:
+        threading.Timer(0.3, other.kill).start()
+        put(store, ["new"], seed=5)
+        assert store.count() == 4
+
+
+def test_a_shared_lock_of_another_process_holds_up_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "g.sqlite"
+    with filled(path, 3) as store, held(path, "BEGIN;SELECT count(*) FROM items"):
+        for write in WRITES.values():
+            write(store)
+        # Its snapshot keeps the log from being emptied, and that is known.
+        assert store.delete(["item-0"]) == 1 and not store.scrub()
+        assert Path(f"{path}-wal").stat().st_size > 0
+
+
+def test_a_reader_cannot_become_a_writer(tmp_path: Path) -> None:
+    """A deferred transaction that turns to writing fails at once, however long the timeout."""
+    with filled(tmp_path / "g.sqlite", 3) as store:
+        seen: list[str] = []
+        with (
+            store.reading() as connection,
+            pytest.raises(sqlite3.OperationalError, match="readonly"),
+        ):
+            connection.execute("DELETE FROM items")
+        with store.writing() as connection:
+            connection.set_trace_callback(seen.append)
+        for write in WRITES.values():
+            write(store)
+        begins = [statement for statement in seen if statement.startswith("BEGIN")]
+        assert len(begins) > 7 and set(begins) == {"BEGIN IMMEDIATE"}
+        inside = False
+        for statement in seen:
+            inside = (inside or statement.startswith("BEGIN")) and statement != "COMMIT"
+            if statement.startswith(("INSERT", "UPDATE", "DELETE", "CREATE", "DROP")):
+                assert inside, statement
+
+
+def test_two_upgrades_at_once_do_the_work_once(tmp_path: Path) -> None:
+    path = tmp_path / "g.sqlite"
+    with filled(path, 200) as store, Store.open(path) as other:
+        outcomes = []
+
+        def run(own: Store) -> None:
+            outcomes.append(run_upgrade(own, Linear(), spec(2), reads_side=True, chunk=8))
+
+        threads = [threading.Thread(target=run, args=(own,)) for own in (store, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sum(outcome.written for outcome in outcomes) == 200
+        assert [outcome.left_behind for outcome in outcomes] == [0, 0]
+        both = rows(store, TWO)
+    with filled(tmp_path / "alone.sqlite", 200) as store:
+        run_upgrade(store, Linear(), spec(2), reads_side=True, chunk=8)
+        assert sorted(rows(store, TWO)) == sorted(both)
+
+
+def test_of_two_creators_one_wins(tmp_path: Path) -> None:
+    path = tmp_path / "g.sqlite"
+    results: list[type] = []
+
+    def create() -> None:
+        try:
+            with Store.create(path, spec()):
+                results.append(Store)
+        except (AlreadyExistsError, BusyError) as error:
+            results.append(type(error))
+
+    threads = [threading.Thread(target=create) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results.count(Store) == 1 and len(results) == 6
+
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from tests.gallery.making import put, ids
+from gallery.store import Store
+store = Store.open(Path(sys.argv[1]))
+put(store, ids(int(sys.argv[2]), start=100), seed=3)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_an_acknowledged_put_outlives_the_process_and_the_pages_are_checked(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "g.sqlite"
+    filled(path, 5).close()
+    done = subprocess.run([sys.executable, "-c", DIES, str(path), "20"])
+    assert done.returncode == -signal.SIGKILL
+    assert Path(f"{path}-wal").stat().st_size > 0
+    with Store.open(path) as store:
+        assert store.count() == 25
+        assert list(rows(store, ONE)) == list(range(1, 26))
+
+
+def test_damage_is_found_after_an_unclean_end(tmp_path: Path) -> None:
+    path = tmp_path / "g.sqlite"
+    filled(path, 2000).close()
+    subprocess.run([sys.executable, "-c", DIES, str(path), "1"])
+    content = bytearray(path.read_bytes())
+    # The header of a page in the middle.
+    content[16384 * 7 : 16384 * 7 + 12] = os.urandom(12)
+    path.write_bytes(content)
+    with pytest.raises(VerificationError, match="restore a backup"):
+        Store.open(path)
+
+
+def test_nobody_checks_while_another_has_it_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "g.sqlite"
+    checks: list[str] = []
+    connect = connections.connect
+
+    def traced(where: Path) -> sqlite3.Connection:
+        connection = connect(where)
+        connection.set_trace_callback(checks.append)
+        return connection
+
+    with filled(path, 5) as store:
+        put(store, ["more"], seed=1)
+        monkeypatch.setattr(connections, "connect", traced)
+        with Store.open(path) as second:
+            assert second.count() == 6
+        assert not [statement for statement in checks if "quick_check" in statement]
+    filled(tmp_path / "h.sqlite", 1).close()
+    subprocess.run([sys.executable, "-c", DIES, str(path), "1"])
+    Store.open(path).close()
+    assert [statement for statement in checks if "quick_check" in statement]
+
+
+def test_readers_of_many_threads_have_connections_of_their_own(tmp_path: Path) -> None:
+    with filled(tmp_path / "g.sqlite", 50) as store:
+        failures: list[BaseException] = []
+
+        def work(seed: int) -> None:
+            try:
+                for turn in range(5):
+                    put(store, ids(3, start=1000 * seed + 10 * turn), seed=seed)
+                    assert len(store.load(ONE)[0]) >= 50
+                    store.delete([f"item-{1000 * seed + 10 * turn}"])
+            except BaseException as error:  # noqa: BLE001 - told in the main thread
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 7)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures and store.count() == 50 + 6 * 5 * 2
+
+
+def test_a_listener_may_read_the_store(tmp_path: Path) -> None:
+    with filled(tmp_path / "g.sqlite", 2) as store:
+        seen: list[int] = []
+        store.subscribe(lambda change: seen.append(store.count()))
+        store.put(["a"], [NewVectors(ONE, vectors(1, 1))])
+        store.delete(["a"])
+        assert seen == [3, 2]

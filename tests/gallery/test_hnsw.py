@@ -1,0 +1,212 @@
+"""Graphs: built, saved, loaded, carried to other vectors, renewed the cheapest way."""
+
+import stat
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gallery import graph_state, hnsw, index_file
+from gallery.exact import ExactIndex
+from gallery.index import Labels
+from gallery.spec import SpaceSpec
+from release.errors import CannotWriteError, NotFoundError, VerificationError
+from release.faults import FAULTS
+from release.vectors import Vectors
+from tests.gallery.making import DIM, spec, vectors
+
+COUNT = 3000
+LABELS = np.arange(COUNT, dtype=np.int64) * 2 + 5
+
+
+@pytest.fixture(autouse=True)
+def always_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hnsw, "_GRAPH_QUERY", 0)
+    monkeypatch.setattr(hnsw, "_GRAPH_CANDIDATE", 0)
+
+
+def rotated(content: Vectors, to_dim: int = DIM) -> Vectors:
+    """As an upgrade: most neighbours stay."""
+    rng = np.random.default_rng(3)
+    turn = np.linalg.qr(rng.standard_normal((max(to_dim, DIM), max(to_dim, DIM))))[0]
+    noise = 0.05 * rng.standard_normal((len(content), to_dim))
+    return np.asarray(content @ turn[:DIM, :to_dim] + noise, np.float32)
+
+
+def found_share(index: hnsw.HnswIndex, content: Vectors, labels: Labels) -> float:
+    """Recall at 10 against exact search, by label."""
+    queries = content[::30] + np.float32(0.01)
+    true = ExactIndex(index.spec, labels, content).search(queries, 10).labels
+    found = index.search(queries, 10).labels
+    return float((found[:, :, None] == true[:, None, :]).any(axis=1).mean())
+
+
+@pytest.fixture(scope="module")
+def old() -> hnsw.HnswIndex:
+    return hnsw.build(spec(), LABELS, vectors(COUNT, 1))
+
+
+@pytest.mark.parametrize("to_dim", [DIM, DIM + 7, DIM - 4])
+def test_a_graph_serves_the_vectors_after_an_upgrade(old: hnsw.HnswIndex, to_dim: int) -> None:
+    target = spec(2, dim=to_dim)
+    content = rotated(old.vectors, to_dim)
+    before = old.search(old.vectors[:20], 5)
+    new = hnsw.carry(old, target, LABELS, content)
+    assert not new.fresh and new.spec == target
+    np.testing.assert_array_equal(new.vectors, content)
+    assert found_share(new, content, LABELS) >= 0.98
+    # The old one serves on, unchanged.
+    np.testing.assert_array_equal(old.search(old.vectors[:20], 5).labels, before.labels)
+
+
+def test_carrying_leaves_out_what_has_no_vector_and_adds_what_is_new(old: hnsw.HnswIndex) -> None:
+    rng = np.random.default_rng(1)
+    kept = np.sort(rng.permutation(COUNT)[: COUNT - 200])
+    added = LABELS[rng.permutation(COUNT)[:100]] + 1
+    labels = np.sort(np.concatenate([LABELS[kept], added]))
+    content = np.empty((len(labels), DIM), np.float32)
+    content[np.isin(labels, LABELS)] = rotated(old.vectors)[kept]
+    content[~np.isin(labels, LABELS)] = vectors(100, 9)
+    new = hnsw.carry(old, spec(2), labels, content)
+    everything = new.search(content[:50], 60).labels
+    assert set(everything.ravel()) <= set(labels)
+    assert found_share(new, content, labels) >= 0.98
+    again = hnsw.carry(new, spec(3), labels[::2], rotated(content)[::2])
+    assert set(again.search(content[:50], 60).labels.ravel()) <= set(labels[::2])
+
+
+def test_within_a_space_a_replaced_vector_moves(old: hnsw.HnswIndex) -> None:
+    content = old.vectors.copy()
+    content[100:110] = 30 + vectors(10, 5)
+    new = hnsw.carry(old, spec(), LABELS, content)
+    assert new.fresh
+    assert (new.search(content[100:110], 1).labels[:, 0] == LABELS[100:110]).all()
+    assert found_share(new, content, LABELS) >= 0.98
+
+
+def test_what_is_gone_is_forgotten_by_the_state(old: hnsw.HnswIndex) -> None:
+    new = hnsw.carry(old, spec(), LABELS[1:], old.vectors[1:])
+    state = new.graph.__getstate__()[0]
+    assert graph_state.deleted(state).sum() == 1
+    assert old.vectors[0].tobytes() not in state["data_level0"].tobytes()
+    assert old.vectors[1].tobytes() in state["data_level0"].tobytes()
+
+
+def test_an_unrelated_space_is_built_afresh(old: hnsw.HnswIndex) -> None:
+    rng = np.random.default_rng(8)
+    content = rng.standard_normal((COUNT, 64)).astype(np.float32)
+    with pytest.raises(VerificationError, match="build a fresh one"):
+        hnsw.carry(old, spec(2, dim=64), LABELS, content)
+    assert hnsw.renew(spec(2, dim=64), LABELS, content, old=old).fresh
+    with pytest.raises(VerificationError, match="metric"):
+        hnsw.carry(old, spec(2, metric="cosine"), LABELS, old.vectors)
+
+
+def test_renewing_takes_the_cheapest_good_way(old: hnsw.HnswIndex, tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    assert hnsw.renew(spec(), LABELS, old.vectors, old=old) is old
+    fresh = hnsw.renew(spec(), LABELS[:500], old.vectors[:500], old=old, file=path)
+    assert fresh.graph.get_current_count() == 500
+    old.save(path)
+    loaded = hnsw.renew(spec(), LABELS, old.vectors, file=path)
+    assert loaded.graph.get_current_count() == COUNT and loaded.fresh
+    carried = hnsw.renew(spec(), LABELS[50:], old.vectors[50:], file=path)
+    assert carried.graph.get_current_count() == COUNT and len(carried.labels) == COUNT - 50
+    upgraded = hnsw.renew(spec(2), LABELS, rotated(old.vectors), old=old)
+    assert not upgraded.fresh
+    path.write_bytes(b"rubbish")
+    assert len(hnsw.renew(spec(), LABELS[:60], old.vectors[:60], file=path).labels) == 60
+
+
+def test_a_file_gives_the_same_answers(old: hnsw.HnswIndex, tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    for index in (old, hnsw.carry(old, spec(2), LABELS[9:], rotated(old.vectors)[9:])):
+        index.save(path)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        loaded = hnsw.load(path, index.spec)
+        np.testing.assert_array_equal(loaded.labels, index.labels)
+        np.testing.assert_array_equal(loaded.vectors, index.vectors)
+        assert (loaded.fresh, loaded.ef) == (index.fresh, index.ef)
+        queries = vectors(50, 4)
+        mask = np.arange(len(index.labels)) % 3 == 0
+        for allowed in (None, mask):
+            np.testing.assert_array_equal(
+                loaded.search(queries, 10, allowed).labels,
+                index.search(queries, 10, allowed).labels,
+            )
+    assert [p.name for p in tmp_path.iterdir()] == ["index"]
+    with pytest.raises(NotFoundError):
+        hnsw.load(tmp_path / "nothing", spec())
+    with pytest.raises(VerificationError):
+        hnsw.load(tmp_path, spec())
+
+
+def test_a_file_that_cannot_be_written_is_said_and_the_old_one_stays(
+    old: hnsw.HnswIndex, tmp_path: Path
+) -> None:
+    path = tmp_path / "index"
+    old.save(path)
+    before = path.read_bytes()
+    new = hnsw.carry(old, spec(), LABELS[1:], old.vectors[1:])
+    for step in range(1, 100):
+        FAULTS.arm(f"enospc@{step}")
+        try:
+            new.save(path)
+        except CannotWriteError:
+            pass
+        else:
+            assert not FAULTS.fired
+            break
+        finally:
+            FAULTS.arm(None)
+        # Only the last step, after the rename, finds the new one there: whole.
+        assert path.read_bytes() == before or len(hnsw.load(path, spec()).labels) == COUNT - 1
+    assert step > 10
+    with pytest.raises(CannotWriteError):
+        old.save(tmp_path / "no" / "folder")
+
+
+def test_a_header_says_what_the_file_holds(old: hnsw.HnswIndex, tmp_path: Path) -> None:
+    old.save(tmp_path / "index")
+    head = (tmp_path / "index").read_bytes()[:2000]
+    assert head.startswith(index_file.MAGIC)
+    for word in (f'"space": "{spec().space}"', '"dim": 12', '"count": 3000', '"M": 16', '"last_'):
+        assert word.encode() in head
+
+
+def test_searches_go_on_while_a_graph_is_built() -> None:
+    """A build holds the interpreter lock for a small part of its time only."""
+    content = np.random.default_rng(1).standard_normal((6000, 64)).astype(np.float32)
+    target = SpaceSpec("sp-x", 1, 64, "squared_l2", False, None, 0)
+    small = ExactIndex(target, np.arange(100), content[:100])
+    gaps: list[float] = []
+    done = threading.Event()
+
+    def search() -> None:
+        last = time.perf_counter()
+        while not done.is_set():
+            small.search(content[:1], 1)
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+
+    reader = threading.Thread(target=search)
+    reader.start()
+    started = time.perf_counter()
+    hnsw.build(target, np.arange(6000), content)
+    whole = time.perf_counter() - started
+    done.set()
+    reader.join()
+    assert max(gaps) < 0.5 * whole and len(gaps) > 50
+
+
+def test_a_filter_that_the_graph_cannot_reach_is_answered_exactly(old: hnsw.HnswIndex) -> None:
+    """Allowed rows far from the query: none of the candidates passes."""
+    far = np.argsort(((old.vectors - old.vectors[0]) ** 2).sum(axis=1))[-200:]
+    mask = np.zeros(COUNT, np.bool_)
+    mask[far] = True
+    found = old.search(old.vectors[:1], 10, mask)
+    true = ExactIndex(spec(), LABELS, old.vectors).search(old.vectors[:1], 10, mask)
+    np.testing.assert_array_equal(found.labels, true.labels)

@@ -1,0 +1,98 @@
+"""The file is readable without us: plain tables, checked by SQLite's own command line."""
+
+import json
+import shutil
+import sqlite3
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gallery import staging
+from gallery.schema import migrations
+from gallery.store import NewVectors, Store
+from gallery.tables import FORMAT
+from gallery.upgrade import run_upgrade
+from release.errors import VerificationError
+from tests.gallery.making import Linear, ids, spec, vectors
+
+
+def sql(path: Path, statement: str) -> list[list[str]]:
+    """What a program that knows nothing of ours reads: the CLI, or Python's module without it."""
+    if shutil.which("sqlite3") is None:
+        with sqlite3.connect(path) as connection:
+            return [[str(v) for v in row] for row in connection.execute(statement)]
+    command = ["sqlite3", "-readonly", "-json", str(path), statement]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [[str(v) for v in row.values()] for row in json.loads(done.stdout or "[]")]
+
+
+def make(path: Path) -> None:
+    with Store.create(path, spec()) as store:
+        store.put(
+            ids(3),
+            [NewVectors(spec().space, vectors(3, 1), vectors(3, 2, 5))],
+            digests=["a", "b", "c"],
+            metadata=[{"year": 2024.0, "place": "Zürich"}, {"seen": True}, {}],
+        )
+        run_upgrade(store, Linear(), spec(2), reads_side=True)
+        staging.flip(store, spec(2).space, state={"floor": {"root": 1}})
+
+
+def test_another_program_reads_the_gallery(tmp_path: Path) -> None:
+    path = tmp_path / "g.sqlite"
+    make(path)
+    assert sql(path, "PRAGMA integrity_check") == [["ok"]]
+    assert sql(path, "PRAGMA foreign_key_check") == []
+    assert sql(path, "SELECT label, id, digest FROM items ORDER BY label") == [
+        ["1", "item-0", "a"], ["2", "item-1", "b"], ["3", "item-2", "c"],
+    ]  # fmt: skip
+    assert sql(path, "SELECT id FROM items WHERE metadata ->> 'place' = 'Zürich'") == [["item-0"]]
+    assert sql(path, "SELECT release, dim, metric, state, number FROM spaces ORDER BY number") == [
+        ["1", "12", "squared_l2", "previous", "1"], ["2", "12", "squared_l2", "active", "2"],
+    ]  # fmt: skip
+    assert sql(path, "SELECT DISTINCT origin FROM vectors_2") == [["upgraded"]]
+    hexadecimal = sql(path, "SELECT hex(embedding) FROM vectors_1 WHERE label = 2")[0][0]
+    assert struct.unpack("<12f", bytes.fromhex(hexadecimal)) == tuple(vectors(3, 1)[1])
+    assert sql(path, "SELECT key, kind, value, label FROM attributes ORDER BY label, key") == [
+        ["place", "text", "Zürich", "1"], ["year", "number", "2024.0", "1"],
+        ["seen", "flag", "1", "2"],
+    ]  # fmt: skip
+    assert sql(path, "SELECT value FROM state") == [['{"root": 1}']]
+
+
+def test_a_second_active_space_is_impossible(tmp_path: Path) -> None:
+    make(tmp_path / "g.sqlite")
+    with (
+        sqlite3.connect(tmp_path / "g.sqlite") as connection,
+        pytest.raises(sqlite3.IntegrityError),
+    ):
+        connection.execute("UPDATE spaces SET state = 'active'")
+
+
+def test_a_file_is_brought_up_to_date_where_it_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "g.sqlite"
+    make(path)
+    applied = "SELECT name FROM _sqlite_migrations WHERE migration_set = 'gallery'"
+    assert sql(path, applied) == [[m.name] for m in migrations._migrations]
+    assert len(migrations._migrations) == FORMAT
+    assert sql(path, "PRAGMA user_version") == [[str(FORMAT)]]
+
+
+@pytest.mark.parametrize("pragma", ["user_version = 99", "application_id = 5"])
+def test_a_file_of_another_program_or_a_newer_one_is_refused(tmp_path: Path, pragma: str) -> None:
+    path = tmp_path / "g.sqlite"
+    make(path)
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"PRAGMA {pragma}")
+    connection.close()
+    with pytest.raises(VerificationError, match="newer nobackfill, or another file"):
+        Store.open(path)
+
+
+def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "g.sqlite"
+    path.write_bytes(b"hello " * 5000)
+    with pytest.raises(VerificationError, match="not a whole gallery"):
+        Store.open(path)

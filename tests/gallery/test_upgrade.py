@@ -1,0 +1,199 @@
+"""Upgrades: whole, resumed, raced, refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gallery import staging
+from gallery.store import Store
+from gallery.upgrade import Order, Progress, estimate, run_upgrade
+from release.errors import InvalidInputError
+from release.vectors import Vectors
+from tests.gallery.making import DIM, SIDE_DIM, Carried, Linear, filled, ids, put, rows, spec
+
+ONE, TWO = spec(1).space, spec(2).space
+Step = Callable[[int, Store], None]
+
+
+class Watched(Linear):
+    """Calls `then` with the number of the chunk before it gives its outputs."""
+
+    def __init__(self, store: Store, then: Step) -> None:
+        super().__init__()
+        self.store, self.then = store, then
+
+    def run(self, embedding: Vectors, side: Vectors | None) -> Carried:
+        result = super().run(embedding, side)
+        self.then(self.calls, self.store)
+        return result
+
+
+def test_every_item_is_carried_with_its_side_information(tmp_path: Path) -> None:
+    linear = Linear()
+    seen: list[Progress] = []
+    with filled(tmp_path / "g.sqlite", 25) as store:
+        outcome = run_upgrade(
+            store, linear, spec(2), reads_side=True, chunk=10, on_progress=seen.append
+        )
+        assert (outcome.written, outcome.left_behind, outcome.stopped) == (25, 0, False)
+        before, after = rows(store, ONE), rows(store, TWO)
+        assert sorted(after) == sorted(before)
+        for label, (old, old_side, _) in before.items():
+            new, new_side, origin = after[label]
+            assert old_side is not None and new_side is not None and origin == "upgraded"
+            x, s = np.frombuffer(old, np.float32), np.frombuffer(old_side, np.float32)
+            got, got_side = np.frombuffer(new, np.float32), np.frombuffer(new_side, np.float32)
+            np.testing.assert_allclose(got, x @ linear.embedding, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(got_side, s @ linear.side, rtol=1e-4, atol=1e-5)
+        assert [(p.done, p.total, p.written) for p in seen] == [
+            (10, 25, 10), (20, 25, 20), (25, 25, 25),
+        ]  # fmt: skip
+        again = run_upgrade(store, linear, spec(2), reads_side=True)
+        assert again.written == 0 and linear.calls == 3
+
+
+def test_another_dimension_is_no_obstacle(tmp_path: Path) -> None:
+    wide = spec(2, dim=20)
+    with filled(tmp_path / "g.sqlite", 5) as store:
+        run_upgrade(store, Linear(to_dim=20), wide, reads_side=True)
+        assert store.load(wide.space)[1].shape == (5, 20)
+
+
+def after(chunks: int) -> Callable[[], bool]:
+    """Asks to stop once so many chunks are done."""
+    asked = iter(range(1000))
+    return lambda: next(asked) >= chunks
+
+
+@pytest.mark.parametrize("order", ["label", "uncertainty"])
+def test_a_stopped_run_goes_on_and_gives_the_same_bits(tmp_path: Path, order: Order) -> None:
+    results = []
+    for name, stops in (("whole", 0), ("stopped", 4)):
+        with filled(tmp_path / f"{name}.sqlite", 50) as store:
+            # The source is itself an upgrade, with uncertainties to order by.
+            run_upgrade(store, Linear(), spec(2), reads_side=True)
+            second = Linear(seed=3)
+            for attempt in range(stops + 1):
+                outcome = run_upgrade(
+                    store, second, spec(3), source=TWO, reads_side=True, chunk=8, order=order,
+                    should_stop=after(1 if attempt < stops else 99),
+                )  # fmt: skip
+                assert outcome.stopped == (attempt < stops)
+            assert second.calls == 7 and outcome.left_behind == 0
+            results.append(rows(store, spec(3).space))
+    assert results[0] == results[1] and len(results[0]) == 50
+
+
+def test_the_least_certain_go_first(tmp_path: Path) -> None:
+    with filled(tmp_path / "g.sqlite", 40) as store:
+        run_upgrade(store, Linear(), spec(2), reads_side=True)
+        worst = [item.label for item in staging.least_certain(store, TWO, 10)]
+        run_upgrade(
+            store, Linear(seed=3), spec(3), source=TWO, reads_side=True, chunk=10,
+            order="uncertainty", should_stop=after(1),
+        )  # fmt: skip
+        assert sorted(rows(store, spec(3).space)) == sorted(worst)
+
+
+def test_puts_and_deletes_meanwhile_are_resolved(tmp_path: Path) -> None:
+    def race(call: int, store: Store) -> None:
+        if call == 1:
+            # Of the chunk that is being carried, of a later one, and new ones.
+            store.delete(["item-3", "item-27"])
+            put(store, ["item-5", "item-28"], seed=50)
+            put(store, ids(5, start=100), seed=51)
+
+    with filled(tmp_path / "g.sqlite", 30) as store:
+        outcome = run_upgrade(store, Watched(store, race), spec(2), reads_side=True, chunk=10)
+        assert outcome.left_behind == 0
+        source, target = rows(store, ONE), rows(store, TWO)
+        # Nothing that was deleted came back, and what was put again is carried from its new self.
+        assert sorted(target) == sorted(source) == sorted(i.label for i in store.listing())
+        assert store.get("item-3") is None
+        linear = Linear()
+        for label, (old, _, _) in source.items():
+            expected = np.frombuffer(old, np.float32) @ linear.embedding
+            got = np.frombuffer(target[label][0], np.float32)
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+        staging.flip(store, TWO)
+
+
+def test_what_has_a_native_vector_already_is_not_overwritten(tmp_path: Path) -> None:
+    with filled(tmp_path / "g.sqlite", 10) as store:
+        staging.begin(store, spec(2))
+        put(store, ["native"], release=2, seed=3)
+        before = rows(store, TWO)
+        run_upgrade(store, Linear(), spec(2), reads_side=True)
+        after = rows(store, TWO)
+        assert len(after) == 11 and after[11] == before[11]
+
+
+def test_items_without_side_information_stay_behind_and_are_named(tmp_path: Path) -> None:
+    with filled(tmp_path / "g.sqlite", 5) as store:
+        put(store, ["bare-1", "bare-2"], seed=4, side=False)
+        guess = estimate(store, Linear(), spec(2), reads_side=True)
+        assert (guess.items, guess.left_behind) == (5, 2)
+        outcome = run_upgrade(store, Linear(), spec(2), reads_side=True)
+        assert (outcome.written, outcome.left_behind) == (5, 2)
+        names = [item.id for item in staging.left_behind_items(store, TWO)]
+        assert names == ["bare-1", "bare-2"]
+        assert run_upgrade(store, Linear(), spec(3)).left_behind == 0
+
+
+class Broken(Linear):
+    """Gives something that is no vector of the space, from the second chunk on."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def run(self, embedding: Vectors, side: Vectors | None) -> Carried:
+        good = super().run(embedding, side)
+        if self.calls < 2:
+            return good
+        broken, doubt = good.embedding.copy(), np.ones(len(embedding), np.float32)
+        if self.kind == "nan":
+            broken[3, 2] = np.nan
+        elif self.kind == "dimension":
+            broken = broken[:, :-1]
+        elif self.kind == "rows":
+            broken = broken[:-1]
+        elif self.kind == "uncertainty":
+            doubt[0] = np.inf
+        sides = np.ones((len(broken), SIDE_DIM + (self.kind == "side")), np.float32)
+        return Carried(broken, sides, doubt)
+
+
+@pytest.mark.parametrize("kind", ["nan", "dimension", "rows", "uncertainty", "side"])
+def test_bad_outputs_are_refused_chunk_by_chunk(tmp_path: Path, kind: str) -> None:
+    with filled(tmp_path / "g.sqlite", 20) as store:
+        source = rows(store, ONE)
+        with pytest.raises(InvalidInputError):
+            run_upgrade(store, Broken(kind), spec(2), reads_side=True, chunk=8)
+        assert sorted(rows(store, TWO)) == list(range(1, 9))
+        assert store.active().spec.space == ONE and rows(store, ONE) == source
+
+
+def test_an_estimate_changes_nothing_and_grows_with_what_is_to_do(tmp_path: Path) -> None:
+    with filled(tmp_path / "g.sqlite", 300) as store:
+        before = (tmp_path / "g.sqlite").read_bytes()
+        guess = estimate(store, Linear(), spec(2), reads_side=True)
+        assert (tmp_path / "g.sqlite").read_bytes() == before and len(store.spaces()) == 1
+        assert guess.items == 300 and guess.seconds > 0
+        assert guess.bytes >= 300 * 4 * (DIM + SIDE_DIM)
+        run_upgrade(store, Linear(), spec(2), reads_side=True)
+        done = estimate(store, Linear(), spec(2), reads_side=True)
+        assert (done.items, done.seconds, done.bytes, done.left_behind) == (0, 0, 0, 0)
+
+
+def test_the_original_can_be_the_source_of_a_later_upgrade(tmp_path: Path) -> None:
+    with filled(tmp_path / "g.sqlite", 10) as store:
+        run_upgrade(store, Linear(), spec(2), reads_side=True)
+        staging.flip(store, TWO)
+        direct = Linear(seed=5)
+        run_upgrade(store, direct, spec(3), source=ONE, reads_side=True)
+        original = np.frombuffer(rows(store, ONE)[1][0], np.float32)
+        got = np.frombuffer(rows(store, spec(3).space)[1][0], np.float32)
+        np.testing.assert_allclose(got, original @ direct.embedding, rtol=1e-4, atol=1e-5)
