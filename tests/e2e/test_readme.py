@@ -1,0 +1,84 @@
+"""The README's quick start, run as it stands: every fenced bash and python block, in order."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from demo.data import prepare
+from demo.serve import free_addresses
+
+ROOT = Path(__file__).parent.parent.parent
+EPOCHS = 6
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+def quick_start() -> list[tuple[str, str]]:
+    """Language and text of each block of the section Quick start."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.split("\n## Quick start\n")[1].split("\n## ")[0]
+    return re.findall(r"^```(bash|python)\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+
+
+def as_script(blocks: list[tuple[str, str]]) -> str:
+    """One bash script; the gateway that it starts in the background ends with it."""
+    lines = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT"]
+    for language, text in blocks:
+        lines.append(text if language == "bash" else f"python - <<'PYTHON'\n{text}PYTHON")
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder as the reader has it, with the digits as photos and short trainings."""
+    prepare(tmp_path / "photos", None, seed=1, limit=60)
+    (tmp_path / "training").symlink_to(ROOT / "training")
+    configs = tmp_path / "configs" / "digits"
+    configs.mkdir(parents=True)
+    for path in (ROOT / "configs" / "digits").glob("*.yaml"):
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config |= {"epochs": EPOCHS, "warmup_epochs": 0}
+        (configs / path.name).write_text(yaml.safe_dump(config), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+def test_the_quick_start_runs_as_it_stands(home: Path) -> None:
+    blocks = quick_start()
+    assert len(blocks) >= 6
+    address, metrics = free_addresses(2)
+    script = as_script(blocks).replace(DEFAULT_ADDRESS, address)
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "NOBACKFILL_ADDRESS": address,
+        "NOBACKFILL_METRICS_ADDRESS": metrics,
+        "NOBACKFILL_SERVER": address,
+    }
+    process = subprocess.Popen(
+        ["bash", "-c", script],
+        cwd=home,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=280)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, errors[-3000:]
+    # The last block prints five hits, all of them of release 2, with their calibrated scores.
+    hits = output.strip().splitlines()[-5:]
+    assert all(re.match(r"photos/server/\d/\d+\.png 2 \d+%$", hit) for hit in hits), hits
+    assert not (home / "photos" / "server").exists()
+    assert (home / "upgrade.html").stat().st_size > 10_000

@@ -1,0 +1,76 @@
+"""What the documents say is there is there: files, commands, make targets, exit codes."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from release import errors
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], key=lambda path: path.relative_to(ROOT)
+)
+NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_to_files_that_are_there(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_files_that_are_named_are_there(page: Path) -> None:
+    rooms = (
+        "bench|client|configs|demo|docs|gallery|metrics|protos|release|report|server|tests|training"
+    )
+    for name in re.findall(rf"`((?:{rooms})/[\w./-]*)`", page.read_text(encoding="utf-8")):
+        assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_make_targets_that_are_named_exist(page: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE))
+    assert named <= targets, f"{page.name}: make {sorted(named - targets)}"
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("edge-client", "client.cli"), ("gateway", "server.cli")]
+)
+def test_subcommands_that_are_named_exist(name: str, module: str) -> None:
+    script = f"from {module} import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
+    )
+    commands = set(re.findall(r"^[│ ]+([a-z]+) ", done.stdout, re.MULTILINE))
+    assert commands
+    for page in PAGES:
+        fenced = re.findall(rf"^ *{name} ([a-z]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+        quoted = re.findall(rf"`{name} ([a-z]+)", page.read_text(encoding="utf-8"))
+        assert set(fenced + quoted) <= commands, page.name
+
+
+def test_every_exit_code_is_documented() -> None:
+    classes = [
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, errors.NobackfillError)
+    ]
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    documented = {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)}
+    assert {error.exit_code for error in classes} <= documented
+    reasons = {e.reason for e in classes if issubclass(e, errors.PreconditionError)}
+    for reason in reasons - {"PRECONDITION"}:
+        assert reason in text
