@@ -1,0 +1,1 @@
+"""What compare.py trains and measures: presets, rows of the table, cells, claims."""

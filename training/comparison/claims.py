@@ -1,0 +1,143 @@
+"""What the papers claim, judged on the rows of a comparison by the paired bootstrap.
+
+A claim is that one figure is larger than another on the same queries of the same seeds. Verdicts:
+holds (the whole interval above 0), fails (below), undecided; in JSON true, false, null.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from metrics.bootstrap import Difference, paired_bootstrap
+from training.comparison.cells import Cells
+
+FIGURE = "map"
+BACKWARD = (
+    "l2",
+    "lwf",
+    "regress",
+    "contrastive",
+    "bct",
+    "bct_kd",
+    "bct_sys",
+    "unibct_vanilla",
+    "unibct_drop",
+    "unibct",
+    "focal",
+    "dmu",
+    "dmu_selective",
+    "dmu_forward",
+    "dmu_confidence",
+    "dmu_regression",
+    "dmu_sharp",
+    "bct_wide",
+    "bct_relu",
+    "bct_softmax_to_cosine",
+    "bct_chain",
+    "dmu_chain",
+)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`better` > `worse`, each a (row, cell) whose average precision is compared query by query."""
+
+    text: str
+    better: tuple[str, str]
+    worse: tuple[str, str]
+
+
+def _criterion(row: str) -> Claim:
+    return Claim(f"{row} meets the criterion (BCT Eq. 2)", (row, "new/old"), (row, "old/old"))
+
+
+SERVED = "new/served"
+CLAIMS = (
+    Claim(
+        "independent models are incompatible",
+        ("independent", "old/old"),
+        ("independent", "new/old"),
+    ),
+    *(_criterion(row) for row in BACKWARD),
+    Claim("BCT loses new/new", ("independent", "new/new"), ("bct", "new/new")),
+    Claim("DMU > BCT on new/new", ("dmu", "new/new"), ("bct", "new/new")),
+    Claim("DMU > BCT on new/old, vectors as they are", ("dmu", "new/old"), ("bct", "new/old")),
+    Claim("DMU's psi(old) > its raw old", ("dmu", SERVED), ("dmu", "new/old")),
+    Claim("FCT with SimCLR > BCT", ("fct_simclr", SERVED), ("bct", "new/old")),
+    Claim("FCT without side-information > BCT", ("fct_none", SERVED), ("bct", "new/old")),
+    Claim("side-information > none", ("fct_simclr", SERVED), ("fct_none", SERVED)),
+    Claim("SimCLR > alternate", ("fct_simclr", SERVED), ("fct_alternate", SERVED)),
+    Claim("alternate > autoencoder", ("fct_alternate", SERVED), ("fct_autoencoder", SERVED)),
+    Claim(
+        "SimCLR on unlabelled new data > on old data",
+        ("fct_simclr_unlabelled", SERVED),
+        ("fct_simclr", SERVED),
+    ),
+    Claim(
+        "side-information > a doubled old embedding",
+        ("fct_simclr", SERVED),
+        ("fct_doubled", SERVED),
+    ),
+    Claim("direct > two-hop", ("direct", SERVED), ("two_hop", SERVED)),
+    Claim("two-hop with side-information > without", ("two_hop", SERVED), ("two_hop_none", SERVED)),
+    Claim("squared L2 > KL", ("fct_simclr", SERVED), ("kl", SERVED)),
+    Claim("KL > reversed KL", ("kl", SERVED), ("reversed_kl", SERVED)),
+    Claim("FCT > LCE", ("fct_simclr", SERVED), ("lce", SERVED)),
+    Claim("FCT > RBT, both without side-information", ("fct_none", SERVED), ("rbt", SERVED)),
+    Claim("FCT > affine, both without side-information", ("fct_none", SERVED), ("affine", SERVED)),
+    Claim("FCT > affine, both with SimCLR", ("fct_simclr", SERVED), ("affine_simclr", SERVED)),
+    Claim("FCT > class centres alone", ("fct_simclr", SERVED), ("soft_prototypes_simclr", SERVED)),
+    Claim("FastFill > FCT", ("fastfill_simclr", SERVED), ("fct_simclr", SERVED)),
+    Claim(
+        "FastFill > FCT over the backfill curve (by uncertainty, at random)",
+        ("fastfill_simclr", "backfill uncertainty"),
+        ("fct_simclr", "backfill random"),
+    ),
+    Claim(
+        "uncertainty > random order of backfill",
+        ("fastfill_simclr", "backfill uncertainty"),
+        ("fastfill_simclr", "backfill random"),
+    ),
+    Claim("ours > FastFill", ("residual_simclr", SERVED), ("fastfill_simclr", SERVED)),
+    Claim("ours > FCT", ("residual_simclr", SERVED), ("fct_simclr", SERVED)),
+    Claim("ours in int8 < in float32", ("residual_simclr", SERVED), ("residual_int8", SERVED)),
+    Claim("refined > vanilla prototypes", ("unibct", "new/old"), ("unibct_vanilla", "new/old")),
+    Claim(
+        "refined > vanilla prototypes at 20 % wrong labels",
+        ("noisy_unibct", "new/old"),
+        ("noisy_unibct_vanilla", "new/old"),
+    ),
+    *(
+        Claim(
+            f"refined > vanilla prototypes, {allocation}",
+            (f"{allocation}:refined", "new/old"),
+            (f"{allocation}:vanilla", "new/old"),
+        )
+        for allocation in ("extended-data", "open-data", "extended-class", "open-class")
+    ),
+    *(
+        Claim(
+            f"UniBCT meets the criterion, {allocation}",
+            (f"{allocation}:refined", "new/old"),
+            (f"{allocation}:refined", "old/old"),
+        )
+        for allocation in ("extended-data", "open-data", "extended-class", "open-class")
+    ),
+)
+
+
+def judge(
+    claims: Sequence[Claim], rows: Mapping[str, Sequence[Cells]]
+) -> dict[str, tuple[Claim, Difference]]:
+    """The difference of each claim whose rows are there: {text: (claim, difference)}.
+
+    `rows` holds a row's cells of each seed, the same seeds in the same order for all rows.
+    """
+    judged = {}
+    for claim in claims:
+        sides = []
+        for row, cell in (claim.better, claim.worse):
+            runs = [cells.by_query.get(cell) for cells in rows.get(row, ())]
+            sides.append([run[FIGURE] for run in runs if run is not None])
+        if sides[0] and len(sides[0]) == len(sides[1]):
+            judged[claim.text] = claim, paired_bootstrap(sides[0], sides[1])
+    return judged

@@ -1,0 +1,76 @@
+"""One row of a comparison's table, and the models that every row of a place shares."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from training.comparison.recipe import Place, Run
+
+
+@dataclass(frozen=True)
+class Row:
+    """`new` queries a gallery of `old`, as it is or carried along `route`.
+
+    `side` made the side-information that is stored with the old embeddings. With `forward_head` the
+    gallery is served through the upgrade that the new model's own training made (DMU). `int8`:
+    through the exported, quantised file.
+    """
+
+    name: str
+    old: Run
+    new: Run
+    route: tuple[Run, ...] = ()
+    side: Run | None = None
+    forward_head: bool = False
+    int8: bool = False
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """Everything that has to be trained for this row."""
+        own = (self.old, self.new, *self.route)
+        return own if self.side is None else (*own, self.side)
+
+
+class Shared:
+    """The models that rows have in common, described, not yet trained."""
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.split = place, place.split
+
+    @cached_property
+    def old(self) -> Run:
+        """phi_old."""
+        return self.place.embedder("old", classes=self.split.old, role="old")
+
+    @cached_property
+    def new(self) -> Run:
+        """phi_new*, trained without a thought for phi_old."""
+        return self.place.embedder("new", classes=self.split.new, role="new")
+
+    def side(self, kind: str) -> Run:
+        """psi of the old model's time, of a kind of FCT section 5.1."""
+        return self.place.side_encoder(f"side-{kind}", classes=self.split.old, kind=kind)
+
+    def compatible(self, name: str, method: str, **options: Any) -> Run:
+        """A new model trained by a compatible method on all new classes."""
+        return self.place.embedder(
+            name,
+            classes=self.split.new,
+            role="new",
+            old=self.old,
+            method=method,
+            options=options,
+        )
+
+    def upgrade_row(self, name: str, method: str, side: Run | None = None, **values: Any) -> Row:
+        """An upgrade from phi_old, and psi where there is one, to phi_new*."""
+        run = self.place.upgrade(
+            f"upgrade-{name}",
+            self.old,
+            self.new,
+            classes=self.split.new,
+            side=side,
+            method=method,
+            **values,
+        )
+        return Row(name, self.old, self.new, (run,), side)
