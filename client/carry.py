@@ -10,9 +10,11 @@ from client.output import Output
 from client.plan import Plan
 from gallery import staging
 from gallery.spec import SpaceSpec
-from gallery.upgrade import run_upgrade
+from gallery.upgrade import Runner, run_upgrade
 from release.errors import PreconditionError
+from release.models import Upgraded
 from release.routes import open_route
+from release.vectors import Vectors
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,31 @@ def _fill(device: Device, plan: Plan, target: SpaceSpec, output: Output) -> int:
     """Run the legs; the number of items that none of them could carry."""
     stuck = 0
     for leg in plan.legs:
-        runner = open_route(device.models, leg.route, threads(), int8=plan.int8)
-        with output.progress(f"upgrading to release {target.release}") as advance:
-            outcome = run_upgrade(
-                device.store,
-                runner,
-                target,
-                source=leg.source.spec.space,
-                reads_side=leg.reads_side,
-                on_progress=lambda progress: advance(progress.done, progress.total),
-            )
-        stuck = outcome.left_behind
+        runner: Runner = _AsTheyAre(leg.source.spec.side_space == target.side_space)
+        if leg.route.steps:
+            runner = open_route(device.models, leg.route, threads(), int8=plan.int8)
+        # Side-information that is only carried must not keep items behind that have none.
+        passes = [True] if leg.needs_side else [True, False] if leg.carries_side else [False]
+        for with_side in passes:
+            with output.progress(f"upgrading to release {target.release}") as advance:
+                outcome = run_upgrade(
+                    device.store,
+                    runner,
+                    target,
+                    source=leg.source.spec.space,
+                    reads_side=with_side,
+                    origin="upgraded" if leg.route.steps else "direct",
+                    on_progress=lambda progress: advance(progress.done, progress.total),
+                )
+            stuck = outcome.left_behind
     return stuck
+
+
+@dataclass(frozen=True)
+class _AsTheyAre:
+    """What carries vectors into a space that searches theirs directly."""
+
+    keeps_side: bool
+
+    def run(self, embedding: Vectors, side: Vectors | None) -> Upgraded:
+        return Upgraded(embedding, side if self.keeps_side else None, None)

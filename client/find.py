@@ -135,5 +135,7 @@ def _curves(manifest: bytes, space: str) -> dict[str, Curve]:
     return {
         curve["origin"]: Curve(curve["distances"], curve["probabilities"])
         for curve in json.loads(manifest)["calibration"]
-        if curve["query_space"] == curve["gallery_space"] == space
+        if curve["query_space"] == space
+        # A vector that is searched as it is was measured in the space it was made in.
+        and (curve["gallery_space"] == space or curve["origin"] == "direct")
     }

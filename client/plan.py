@@ -20,16 +20,25 @@ ROWS_A_SECOND = 150_000
 
 @dataclass(frozen=True)
 class Leg:
-    """Items of one source space and the route that carries them into the target."""
+    """Items of one source space and the route that carries them into the target.
+
+    A route without steps takes the vectors as they are: the target searches that space directly.
+    """
 
     source: SpaceInfo
     route: Route
     items: int
 
     @property
-    def reads_side(self) -> bool:
+    def needs_side(self) -> bool:
         """Whether items without side-information stay behind."""
-        return self.route.steps[0][1].from_side_space is not None
+        return any(upgrade.from_side_space is not None for _, upgrade in self.route.steps)
+
+    @property
+    def carries_side(self) -> bool:
+        """Whether side-information goes along, where an item has it."""
+        first = self.route.steps[0][1].side if self.route.steps else "carries"
+        return self.source.spec.side_space is not None and first != "drops"
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,9 @@ def _leg(
 ) -> Leg | None:
     has_side = source.spec.side_space is not None
     route = plan_route(manifests, source.spec.release, target, has_side)
-    if route is None or not route.steps:
+    if route is None and source.spec.space in manifests[target].searches_directly:
+        route = Route((), _kept_directly(manifests[target], source.spec.release), True)
+    if route is None:
         return None
     return Leg(source, route, device.store.count(source.spec.space))
 
@@ -115,8 +126,18 @@ def _originals(device: Device, manifests: Mapping[int, Manifest], target: int) -
     )
 
 
+def _kept_directly(manifest: Manifest, source: int) -> float | None:
+    """Share of new/new mAP that the release's queries keep on `source`'s vectors as they are."""
+    cells = {(cell.query, cell.gallery): cell.map for cell in manifest.evidence}
+    new = str(manifest.release)
+    old, best = cells.get((new, str(source))), cells.get((new, new))
+    return None if old is None or not best else old / best
+
+
 def _better(direct: Route, rest: Route, manifests: Mapping[int, Manifest]) -> bool:
     """Whether a route from the original beats the chain that has led to the active space."""
+    if not direct.steps or not rest.steps:
+        return False
     original, *way = (direct.releases[0], *rest.releases)
     chained = _measured(manifests, (original, *way))
     if chained is None:

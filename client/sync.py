@@ -171,7 +171,8 @@ class _Sync:
         report = self._report
         report.state = state
         report.release = plan.target.release
-        report.routes = [list(leg.route.releases) for leg in plan.legs]
+        directly = [report.from_release, plan.target.release]
+        report.routes = [list(leg.route.releases) or directly for leg in plan.legs]
         report.expected_kept = plan.kept()
         report.int8 = plan.int8
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gallery import staging
 from gallery.index import Labels
 from gallery.put import Checked, NewVectors, check, insert_vectors
-from gallery.spec import SpaceInfo, SpaceSpec
+from gallery.spec import Origin, SpaceInfo, SpaceSpec
 from gallery.store import Store
 from gallery.tables import VECTOR_TABLE, from_blobs, vector_table
 from release.vectors import Vectors
@@ -84,6 +84,7 @@ def run_upgrade(
     *,
     source: str | None = None,
     reads_side: bool = False,
+    origin: Origin = "upgraded",
     chunk: int = CHUNK,
     order: Order = "label",
     on_progress: Callable[[Progress], None] | None = None,
@@ -93,7 +94,7 @@ def run_upgrade(
 
     Items without side-information stay behind where the runner `reads_side`. Items put meanwhile
     are carried along; deleted ones are skipped. A run that was stopped or killed goes on where it
-    ended.
+    ended. `origin` is that of the new vectors: "direct" for a runner that leaves them as they are.
     `on_progress` is called after each durable chunk and may sleep, to leave room for searches.
     Raises InvalidInputError for a bad output of the runner (nothing of that chunk is written).
     """
@@ -122,6 +123,7 @@ def run_upgrade(
                     upgraded.embedding,
                     side=upgraded.side,
                     uncertainty=upgraded.uncertainty,
+                    origin=origin,
                 )
             )
             if on_progress is not None:

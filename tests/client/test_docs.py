@@ -31,7 +31,7 @@ def test_every_command_and_option_is_documented() -> None:
             for option in (*parameter.opts, *parameter.secondary_opts):
                 if option.startswith("-") and option != "--help":
                     assert option in PAGE, f"{name} {option}"
-    for option in (o for p in group.params for o in p.opts if o != "--help"):  # type: ignore[attr-defined]
+    for option in (o for p in group.params for o in p.opts if o != "--help"):
         assert option in PAGE, option
 
 

@@ -1,6 +1,8 @@
 """Following releases: routes, the flip, the way back, and what a device remembers."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -8,14 +10,17 @@ import pytest
 
 from client.add import add, find_images
 from client.device import Device
+from client.find import Search
 from client.retreat import roll_back
 from client.sync import Wishes, sync
 from client.upkeep import collect, status, verify
 from gallery import staging
+from gallery.tables import vector_table
 from release.draft import Draft
 from release.errors import NotFoundError, VerificationError
 from release.manifest import GateVerdict
 from release.publish import publish, withdraw
+from tests.server.support import running
 from tests.support import blocks, edge, releases
 from tests.support.edge import Setting
 
@@ -42,15 +47,26 @@ def test_every_vector_is_where_the_new_embedder_would_put_it(
     assert edge.follow(setting.gallery).state == "up-to-date"
 
 
-@pytest.mark.parametrize("served", ["folder", "http"])
+@contextmanager
+def _served(repo: Path, how: str, folder: Path) -> Iterator[str]:
+    if how == "http":
+        with edge.http_host(repo) as address:
+            yield address
+    elif how == "gateway":
+        with running(repo, folder / "data") as gateway:
+            yield f"grpc://{gateway.address}"
+    else:
+        yield str(repo)
+
+
+@pytest.mark.parametrize("served", ["folder", "http", "gateway"])
 def test_a_device_of_release_1_skips_to_release_4(
     world: edge.World, tmp_path: Path, served: str
 ) -> None:
     repo = tmp_path / "pub" / "repo"
     world.publish(repo, 1)
     images = blocks.write_pngs(tmp_path / "images", 5)
-    with edge.http_host(repo) as address:
-        source = address if served == "http" else str(repo)
+    with _served(repo, served, tmp_path) as source:
         gallery = edge.make_device(repo, tmp_path / "gallery.sqlite", source)
         edge.fill(gallery, tmp_path / "images")
         world.publish(repo, 4)
@@ -269,3 +285,34 @@ def test_no_route_leaves_the_gallery_where_it_is(setting: Setting) -> None:
     assert (report.state, report.release) == ("behind", 1)
     assert report.notes == ["release 2: no route leads there from release 1"]
     assert len(edge.contents(setting.gallery)) == 12
+
+
+def test_a_release_that_searches_old_vectors_directly_takes_them_as_they_are(
+    setting: Setting, tmp_path: Path
+) -> None:
+    blocks.publish_block_release(setting.repo, 2, directly=(1,))
+    before = edge.contents(setting.gallery)
+    report = edge.follow(setting.gallery)
+    assert (report.state, report.routes) == ("upgraded", [[1, 2]])
+    after = edge.contents(setting.gallery)
+    assert {origin for origin, _ in after.values()} == {"direct"}
+    assert all((after[path][1] == vector).all() for path, (_, vector) in before.items())
+    with Device(setting.gallery) as device:
+        (answer,) = Search(device, {}).by_images([setting.images[4]], 1)
+    assert answer.hits[0].path == str(setting.images[4])
+    assert answer.hits[0].distance < 1e-5
+    assert answer.hits[0].score is not None
+
+
+def test_side_information_that_is_carried_stays(setting: Setting, tmp_path: Path) -> None:
+    repo = tmp_path / "carries" / "repo"
+    blocks.publish_block_release(repo, 1)
+    gallery = edge.make_device(repo, tmp_path / "carries" / "gallery.sqlite")
+    edge.fill(gallery, setting.images[0].parent)
+    blocks.publish_block_release(repo, 2, (1,), side="carries")
+    blocks.publish_block_release(repo, 3, (2,), side="carries")
+    assert edge.follow(gallery).routes == [[1, 2, 3]]
+    with Device(gallery) as device, device.store.reading() as connection:
+        table = vector_table(device.store.active().number)
+        lacking = f"SELECT count(*) FROM {table} WHERE side IS NULL"
+        assert connection.execute(lacking).fetchone() == (0,)
