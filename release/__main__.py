@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Mapping
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -38,6 +39,21 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and tell, write n
 DEFAULT_REPO = Path("model_repo")
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(version("nobackfill"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options before a command."""
+
+
 @app.command()
 def keys(
     model_repo: Repo = DEFAULT_REPO,
@@ -59,9 +75,7 @@ def keys(
             as_json, {"keys": files, "written": False}, [f"would make {p}" for p in files.values()]
         )
         return
-    with publish.locked(model_repo):
-        publish.refuse_begun(model_repo)
-        publish.begin(model_repo, found)
+    publish.begin_publication(model_repo, found)
     mark = _fingerprint(model_repo)
     _answer(
         as_json,

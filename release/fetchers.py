@@ -63,7 +63,7 @@ class HttpFetcher:
         try:
             headers = {"Range": f"bytes={offset}-"} if offset else {}
             response = self._pool.request(
-                "GET", quote(url, safe=":/@%?=&"), headers=headers, preload_content=False
+                "GET", quote(url, safe=":/@%?=&[]"), headers=headers, preload_content=False
             )
         except urllib3.exceptions.HTTPError as error:
             raise DownloadError(f"{url}: {error}") from error

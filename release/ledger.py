@@ -66,6 +66,9 @@ def read_ledger(repo: Path) -> Ledger | None:
     """The committed metadata; None where nothing ever was. Raises VerificationError."""
     found = read_root(repo)
     timestamp_data = _read(repo / "timestamp.json")
+    if timestamp_data is None and (repo / "2.snapshot.json").exists():
+        # No killed first publish leaves a second snapshot: somebody lost the file.
+        raise VerificationError(f"{repo / 'timestamp.json'}: is missing; restore it from a mirror")
     if found is None or timestamp_data is None:
         return None
     root, root_bytes = found

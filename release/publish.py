@@ -64,6 +64,7 @@ def publish(repo: Path, draft: Draft, keys: Keys | None = None, dry_run: bool = 
         if (found := read_root(repo)) is not None:
             signers_of(keys, found[0])
         return _published(repo, draft, files, keys, written=False)
+    durable.make_dir(repo.absolute())
     with locked(repo):
         ledger = clean(repo)
         files = _checked_files(repo, draft, ledger)
@@ -88,22 +89,27 @@ def withdraw(
     keys = keys or Keys.beside(repo)
     if not reason.strip():
         raise PreconditionError("expected a reason that devices can show")
+    path = manifest_path(release)
+    if not _is_news(require_ledger(repo), path, reason):
+        return False
+    if dry_run:
+        signers_of(keys, require_ledger(repo).root)
+        return True
     with locked(repo):
-        ledger = require_ledger(repo) if dry_run else clean(repo)
-        path = manifest_path(release)
-        if ledger is None or path not in ledger.targets.targets:
-            raise NotFoundError(f"{repo}: release {release} is not published here")
-        target = ledger.targets.targets[path]
-        if withdrawn(target) == reason:
+        ledger = clean(repo)
+        if ledger is None or not _is_news(ledger, path, reason):
             return False
         signers = signers_of(keys, ledger.root)
-        marked = TargetFile.from_dict(
-            {**target.to_dict(), "custom": {"withdrawn": reason}}, target.path
-        )
-        if not dry_run:
-            targets = {**ledger.targets.targets, path: marked}
-            put_metadata(repo, next_metadata(ledger, targets, signers))
+        marked = {**ledger.targets.targets[path].to_dict(), "custom": {"withdrawn": reason}}
+        targets = {**ledger.targets.targets, path: TargetFile.from_dict(marked, path)}
+        put_metadata(repo, next_metadata(ledger, targets, signers))
         return True
+
+
+def _is_news(ledger: Ledger, path: str, reason: str) -> bool:
+    if path not in ledger.targets.targets:
+        raise NotFoundError(f"{path}: is not published, so there is nothing to take back")
+    return withdrawn(ledger.targets.targets[path]) != reason
 
 
 def staging(repo: Path) -> Path:
@@ -113,10 +119,9 @@ def staging(repo: Path) -> Path:
 
 @contextmanager
 def locked(repo: Path) -> Iterator[None]:
-    """Hold the publisher's lock. Raises BusyError, CannotWriteError."""
+    """Hold the lock of a publication folder that exists. Raises BusyError, CannotWriteError."""
     folder = repo.absolute()
     with durable.lock(folder.parent / f"{folder.name}.lock"):
-        durable.make_dir(folder)
         if folder.stat().st_dev != folder.parent.stat().st_dev:
             raise CannotWriteError(
                 f"{folder}: is a mount point, so nothing can be renamed into it; publish into a "
@@ -194,6 +199,18 @@ def refuse_begun(repo: Path) -> None:
     """Raises AlreadyExistsError if the publication has root metadata."""
     if read_root(repo) is not None:
         raise AlreadyExistsError(f"{repo}: has its keys already; exchange them with rotate")
+
+
+def begin_publication(repo: Path, keys: Keys) -> None:
+    """Make the keys and the root metadata of a publication before its first release.
+
+    Raises AlreadyExistsError if it has them, BusyError, ConfigurationError, CannotWriteError.
+    """
+    refuse_begun(repo)
+    durable.make_dir(repo.absolute())
+    with locked(repo):
+        refuse_begun(repo)
+        begin(repo, keys)
 
 
 def begin(repo: Path, keys: Keys) -> Root:

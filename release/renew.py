@@ -39,22 +39,21 @@ def resign(repo: Path, keys: Keys | None = None, dry_run: bool = False) -> Renew
     CannotWriteError.
     """
     keys = keys or Keys.beside(repo)
+    ledger = require_ledger(repo)
+    if dry_run:
+        roles = _due(ledger, keys)
+        for role in roles:
+            keys.signer(role, ledger.root)
+        return Renewed(roles, expiries(ledger))
     with locked(repo):
-        ledger = require_ledger(repo) if dry_run else _clean(repo)
-        roles: list[Role] = [
-            role
-            for role in ("root", "targets")
-            if _half_over(ledger, role) and keys.find(role, ledger.root) is not None
-        ]
-        roles += ["snapshot", "timestamp"]
+        ledger = _clean(repo)
+        roles = _due(ledger, keys)
         signers: dict[Role, Signer] = {role: keys.signer(role, ledger.root) for role in roles}
-        if dry_run:
-            return Renewed(tuple(roles), expiries(ledger))
         if "root" in roles:
             _put_root(repo, ledger, next_root(ledger.root, {}, [signers["root"]]))
         targets = dict(ledger.targets.targets) if "targets" in roles else None
         put_metadata(repo, next_metadata(ledger, targets, signers))
-        return Renewed(tuple(roles), expiries(_clean(repo)))
+        return Renewed(roles, expiries(_clean(repo)))
 
 
 def rotate(
@@ -71,15 +70,16 @@ def rotate(
     if not roles or not set(roles) <= set(ROLES):
         raise ConfigurationError(f"expected roles among {', '.join(ROLES)}, got {sorted(roles)}")
     ordered = tuple(role for role in ROLES if role in roles)
-    with locked(repo):
-        ledger = require_ledger(repo) if dry_run else _clean(repo)
+    ledger = require_ledger(repo)
+    if dry_run:
         keys.signer("root", ledger.root)
-        if not dry_run:
-            for role in ROLES:
-                keys.settle(role, ledger.root)
-            _exchange(repo, ledger, ordered, keys)
-            ledger = _clean(repo)
         return Renewed(ordered, expiries(ledger))
+    with locked(repo):
+        ledger = _clean(repo)
+        for role in ROLES:
+            keys.settle(role, ledger.root)
+        _exchange(repo, ledger, ordered, keys)
+        return Renewed(ordered, expiries(_clean(repo)))
 
 
 def _exchange(repo: Path, ledger: Ledger, roles: tuple[Role, ...], keys: Keys) -> None:
@@ -118,6 +118,12 @@ def _put_root(repo: Path, ledger: Ledger, data: bytes) -> None:
 def _clean(repo: Path) -> Ledger:
     clean(repo)
     return require_ledger(repo)
+
+
+def _due(ledger: Ledger, keys: Keys) -> tuple[Role, ...]:
+    offline: tuple[Role, ...] = ("root", "targets")
+    due = [role for role in offline if _half_over(ledger, role) and keys.find(role, ledger.root)]
+    return (*due, "snapshot", "timestamp")
 
 
 def _half_over(ledger: Ledger, role: Role) -> bool:

@@ -60,7 +60,9 @@ class State:
         except FileNotFoundError:
             return None
         except (OSError, ValidationError, UnicodeDecodeError) as error:
-            raise VerificationError(f"{path}: is damaged ({error})") from error
+            raise VerificationError(
+                f"{path}: is damaged ({error}); remove it to begin anew from the root metadata"
+            ) from error
         roles = ("root", *ROLE_FILES)
         texts = {role: str(getattr(stored, role)).encode() for role in roles}
         return cls(stored.anchor, stored.seen, texts)
@@ -118,6 +120,6 @@ class State:
 def expired(what: str) -> str:
     """What to do about expired metadata."""
     return (
-        f"{what}; this machine's clock says {datetime.now(UTC):%Y-%m-%d}. If that is right, the "
-        "publisher has to run `python -m release resign`; nothing was changed"
+        f"{what}; this machine's clock says {datetime.now(UTC):%Y-%m-%d}. If the clock is and was "
+        "right, the publisher has to run `python -m release resign`; nothing was changed"
     )

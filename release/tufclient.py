@@ -26,7 +26,7 @@ from release.errors import (
 from release.fetchers import Fetcher
 from release.state import ROLE_FILES, expired
 
-METADATA_SECONDS = 30.0
+METADATA_SECONDS = 20.0
 
 _CONFIG = UpdaterConfig(prefix_targets_with_hash=False)
 
@@ -40,20 +40,27 @@ def fetch_metadata(
     last, or nothing: what comes must not be older. Raises VerificationError, UnavailableError,
     NotFoundError, CannotWriteError.
     """
-    with tempfile.TemporaryDirectory(prefix="nobackfill-") as temporary:
-        folder = Path(temporary)
-        try:
-            for role in ROLE_FILES:
-                if role in trusted:
-                    (folder / f"{role}.json").write_bytes(trusted[role])
-            Updater(
-                temporary, base_url, fetcher=_Paced(fetcher), config=_CONFIG, bootstrap=root
-            ).refresh()
-            return {role: (folder / f"{role}.json").read_bytes() for role in ("root", *ROLE_FILES)}
-        except (DownloadError, RepositoryError) as error:
-            raise translated(error, base_url) from error
-        except OSError as error:
-            raise CannotWriteError(f"{temporary}: {error.strerror}") from error
+    try:
+        with tempfile.TemporaryDirectory(prefix="nobackfill-") as temporary:
+            return _refreshed(Path(temporary), fetcher, base_url, root, trusted)
+    except (DownloadError, RepositoryError) as error:
+        raise translated(error, base_url) from error
+    except OSError as error:
+        raise CannotWriteError(
+            f"{error.filename}: cannot be written ({error.strerror}); the temporary folder needs "
+            "a little space"
+        ) from error
+
+
+def _refreshed(
+    folder: Path, fetcher: Fetcher, base_url: str, root: bytes, trusted: dict[str, bytes]
+) -> dict[str, bytes]:
+    for role in ROLE_FILES:
+        if role in trusted:
+            (folder / f"{role}.json").write_bytes(trusted[role])
+    paced = _Paced(fetcher)
+    Updater(str(folder), base_url, fetcher=paced, config=_CONFIG, bootstrap=root).refresh()
+    return {role: (folder / f"{role}.json").read_bytes() for role in ("root", *ROLE_FILES)}
 
 
 def translated(error: DownloadError | RepositoryError, source: str) -> NobackfillError:

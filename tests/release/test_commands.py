@@ -118,6 +118,20 @@ def test_resign_and_rotate(commands: Commands, repo: Path, tmp_path: Path) -> No
     assert "--root-key" in refusal
 
 
+@pytest.mark.parametrize(
+    "args",
+    [("list",), ("verify",), ("resign",), ("resign", "--dry-run"), ("rotate", "--role", "root"),
+     ("withdraw", "1", "--reason", "x"), ("withdraw", "1", "--reason", "x", "--dry-run")],
+    ids=" ".join,
+)  # fmt: skip
+def test_nothing_published_is_said_and_nothing_is_made(
+    args: tuple[str, ...], commands: Commands, tmp_path: Path
+) -> None:
+    refusal = commands.run(*args, "--model-repo", tmp_path / "repo", code=1)
+    assert str(tmp_path / "repo") in refusal
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("args", [("nonsense",), ("withdraw", "1"), ("withdraw", "x"), ("rotate",)])
 def test_wrong_usage_exits_2(commands: Commands, args: tuple[str, ...]) -> None:
     commands.run(*args, code=2)

@@ -18,6 +18,7 @@ from release.probes import check_probes
 from release.publish import publish
 from release.trust import Trust, first_root
 from tests.support.releases import draft
+from tests.support.simulator import Simulator
 
 DATA = bytes(range(256)) * 3000
 
@@ -143,6 +144,43 @@ def test_a_host_that_falls_silent_is_given_up(mute_host: tuple[str, socket.socke
         next(pieces)
     done.set()
     thread.join()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", ["timestamp.json", "embedder_1/1/model.onnx"])
+def test_a_dripping_host_is_given_up_within_half_a_minute(name: str, tmp_path: Path) -> None:
+    """One byte a second, for real: it never falls silent, and never ends."""
+    simulator = Simulator()
+    simulator.add_file("embedder_1/1/model.onnx", DATA)
+    simulator.advance()
+    ended = threading.Event()
+
+    class Drip(Quiet):
+        def do_GET(self) -> None:
+            path = self.path.lstrip("/")
+            data = simulator.files.get(path)
+            self.send_response(200 if data else 404)
+            self.send_header("Content-Length", str(len(data or b"")))
+            self.end_headers()
+            for byte in data or b"":
+                self.wfile.write(bytes([byte]))
+                if path == name and ended.wait(1):
+                    return
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Drip) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.02,)).start()
+        fetcher, base = fetcher_for(f"http://127.0.0.1:{server.server_address[1]}")
+        trust = Trust(tmp_path / "state", fetcher, base, simulator.files["1.root.json"])
+        started = time.monotonic()
+        with pytest.raises(UnavailableError):
+            trust.refresh()
+            trust.download(name, tmp_path)
+        seconds = time.monotonic() - started
+        ended.set()
+        server.shutdown()
+    print(f"{name}: given up after {seconds:.1f} s")
+    assert seconds < 30
 
 
 @pytest.mark.usefixtures("near_gate")

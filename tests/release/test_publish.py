@@ -184,6 +184,18 @@ def test_leftovers_go_and_what_is_not_ours_stays(tmp_path: Path) -> None:
     assert not (repo / "99.targets.json").exists()
 
 
+def test_a_lost_timestamp_does_not_cost_the_published_releases(tmp_path: Path) -> None:
+    repo = tmp_path / "repo"
+    drafts = chain(tmp_path, 3)
+    for one in drafts[:2]:
+        publish(repo, one)
+    (repo / "timestamp.json").unlink()
+    before = content(repo)
+    with pytest.raises(VerificationError, match=r"timestamp\.json: is missing"):
+        publish(repo, drafts[2])
+    assert content(repo) == before
+
+
 def test_withdrawing_is_news_once(tmp_path: Path) -> None:
     repo = tmp_path / "repo"
     for one in chain(tmp_path, 2):
@@ -191,9 +203,9 @@ def test_withdrawing_is_news_once(tmp_path: Path) -> None:
     trust = TrustedFolder(repo, tmp_path / "state")
     trust.refresh()
     assert trust.newest() == 2
-    before = content(repo)
+    before = content(tmp_path)
     assert withdraw(repo, 2, "it confuses cats", dry_run=True)
-    assert content(repo) == before
+    assert content(tmp_path) == before
     assert withdraw(repo, 2, "it confuses cats")
     assert not withdraw(repo, 2, "it confuses cats")
     assert trust.refresh()

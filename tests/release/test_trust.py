@@ -1,13 +1,14 @@
 """The verified view: news, its floor, and how far a wrong clock or a lost state can hurt."""
 
 import shutil
+import tempfile
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import time_machine
 
-from release.errors import NotFoundError, VerificationError
+from release.errors import CannotWriteError, NotFoundError, VerificationError
 from release.floor import Floor
 from release.trust import Trust, fingerprint, first_root
 from tests.support.simulator import BASE, Simulator
@@ -218,3 +219,13 @@ def test_a_first_root_that_is_none_is_refused() -> None:
     repo.files["1.root.json"] = b"x" * 600_000
     with pytest.raises(VerificationError, match="longer"):
         first_root(repo, BASE)
+
+
+def test_a_temporary_folder_that_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo = Simulator()
+    trust = trust_of(repo, tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(CannotWriteError, match="missing"):
+        trust.refresh()
