@@ -9,6 +9,7 @@ TRITON_VENV := .venv-triton
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TRITON_READY := $(TRITON_VENV)/.ready
+CHROMA_READY := build/chroma/.ready
 PROTOS := $(wildcard protos/nobackfill/v1/*.proto)
 CODE := metrics release gallery training server client report demo bench tests protos/generate.py
 
@@ -57,8 +58,14 @@ fmt: $(READY) ## format the code
 proto: $(READY) ## generate code from protos/
 	$(BIN)/python protos/generate.py
 
-bench: setup ## side-by-side benchmarks; FULL=1 for the large sizes
-	$(BIN)/python bench/run.py $(if $(FULL),--full)
+# What the database topic is compared with; its pins need not agree with ours.
+$(CHROMA_READY): bench/constraints-chroma.txt $(VENV)/bin/uv
+	$(PYTHON) -m venv build/chroma
+	$(BIN)/uv pip install --quiet --python build/chroma/bin/python --requirement bench/constraints-chroma.txt
+	touch $@
+
+bench: setup $(CHROMA_READY) ## side-by-side benchmarks; FULL=1 for the large sizes, TOPICS='edge swap' for some
+	$(BIN)/python bench/run.py $(TOPICS) $(if $(FULL),--full)
 
 clean: ## remove what was built and installed
 	rm -rf build $(VENV) $(TRITON_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -11,6 +11,8 @@ import json
 import struct
 import sys
 import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from typing import Any
 import grpc
 
 _LENGTH = struct.Struct("<I")
+# Before an address: requests are bodies to POST, `method` the path.
+HTTP = "http://"
 _OPTIONS = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
 TIMEOUT = 30
 
@@ -49,12 +53,15 @@ def read_requests(path: Path) -> list[bytes]:
     return requests
 
 
-async def _client(call: Any, requests: list[bytes], first: int, until: Any, run: Run) -> None:
+Call = Callable[[bytes], Awaitable[object]]
+
+
+async def _client(call: Call, requests: list[bytes], first: int, until: Any, run: Run) -> None:
     number = first
     while not until():
         started = time.monotonic()
         try:
-            await call(requests[number % len(requests)], timeout=TIMEOUT)
+            await call(requests[number % len(requests)])
         except grpc.RpcError as error:
             run.failures.append(error.code().name)
         run.starts.append(started)
@@ -62,32 +69,56 @@ async def _client(call: Any, requests: list[bytes], first: int, until: Any, run:
         number += 1
 
 
+async def _grpc_call(stack: AsyncExitStack, address: str, method: str) -> Call:
+    channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=_OPTIONS))
+    call: Any = channel.unary_unary(method)
+    return lambda request: call(request, timeout=TIMEOUT)
+
+
+async def _http_call(stack: AsyncExitStack, address: str, path: str) -> Call:
+    """One kept-alive connection, and no more of HTTP than it takes."""
+    host, port = address.removeprefix(HTTP).split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    stack.callback(writer.close)
+    head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+
+    async def call(request: bytes) -> bytes:
+        writer.write(f"{head}content-length: {len(request)}\r\n\r\n".encode() + request)
+        answer = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(answer.partition("content-length:")[2].partition("\r\n")[0])
+        body = await reader.readexactly(length)
+        if not answer.startswith("http/1.1 200"):
+            raise RuntimeError(f"{answer}{body!r}")
+        return body
+
+    return call
+
+
 async def _run(task: dict[str, Any]) -> Run:
     requests = read_requests(Path(task["requests"]))
+    connect = _http_call if task["address"].startswith(HTTP) else _grpc_call
     run = Run(0.0, [], [], [])
-    channels = [
-        grpc.aio.insecure_channel(task["address"], options=_OPTIONS) for _ in range(task["clients"])
-    ]
-    calls: list[Any] = [channel.unary_unary(task["method"]) for channel in channels]
-    for call in calls:
-        await call(requests[0], timeout=TIMEOUT)
-    started = time.monotonic()
+    async with AsyncExitStack() as stack:
+        calls = [
+            await connect(stack, task["address"], task["method"]) for _ in range(task["clients"])
+        ]
+        for call in calls:
+            await call(requests[0])
+        started = time.monotonic()
+        until = _until(task, started)
+        work = (_client(c, requests, 7 * number, until, run) for number, c in enumerate(calls))
+        await asyncio.gather(*work)
+        run.seconds = time.monotonic() - started
+    return run
+
+
+def _until(task: dict[str, Any], started: float) -> Callable[[], bool]:
+    """Whether the run is over."""
     if task.get("until_told"):
         print("begun", flush=True)
-        told = asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
-        until: Any = told.done
-    else:
-        end = started + task["seconds"]
-
-        def until() -> bool:
-            return bool(time.monotonic() >= end)
-
-    work = (_client(call, requests, 7 * number, until, run) for number, call in enumerate(calls))
-    await asyncio.gather(*work)
-    run.seconds = time.monotonic() - started
-    for channel in channels:
-        await channel.close()
-    return run
+        return asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline).done
+    end = started + float(task["seconds"])
+    return lambda: time.monotonic() >= end
 
 
 def main() -> None:

@@ -191,20 +191,14 @@ def latency(seconds: Sequence[float]) -> Latency:
 
 
 def under_load(
-    bench: Bench,
-    load: Load,
-    targets: Mapping[str, tuple[str, str] | tuple[str, str, Path]],
-    requests: Path,
-    clients: int,
+    bench: Bench, load: Load, targets: Mapping[str, tuple[str, str, Path]], clients: int
 ) -> tuple[dict[str, Measured], dict[str, list[float]]]:
-    """Queries a second of each target (address, method, and requests of its own), and all its
-    latencies in seconds."""
+    """Queries a second of each target (address, method, requests), and all its latencies in
+    seconds. Raises RuntimeError when a call fails."""
     latencies: dict[str, list[float]] = {name: [] for name in targets}
 
     def one(name: str) -> float:
-        address, method, *own = targets[name]
-        seconds = 0.3 if bench.tiny else 2.0
-        run = load.run(address, method, own[0] if own else requests, clients, seconds)
+        run = load.run(*targets[name], clients, 0.3 if bench.tiny else 2.0)
         if run.failures:
             raise RuntimeError(f"{name}: {len(run.failures)} calls failed: {run.failures[0]}")
         latencies[name] += run.latencies

@@ -46,9 +46,9 @@ def run(bench: Bench) -> list[Table]:
         fill(gateway.address, manifest.space, manifest.side_space, items.new, items.side)
         gateway.settle()
         load = stack.enter_context(Load())
-        targets = {"gateway": (gateway.address, SEARCH), "triton": (triton, INFER, direct)}
+        targets = {"gateway": (gateway.address, SEARCH, asked), "triton": (triton, INFER, direct)}
         for clients in bench.clients:
-            measured, latencies = under_load(bench, load, targets, asked, clients)
+            measured, latencies = under_load(bench, load, targets, clients)
             for name, figures in measured.items():
                 within = latency(latencies[name])
                 rows.append(

@@ -55,21 +55,25 @@ def _table(bench: Bench, address: str, requests: Path, size: int) -> Table:
     rows: list[Row] = []
     with ExitStack() as stack:
         targets = {
-            "gateway": (address, SEARCH),
-            "echo aio": (stack.enter_context(echoing("aio", ANSWER_BYTES)), echo.METHOD),
-            "echo sync": (stack.enter_context(echoing("sync", ANSWER_BYTES)), echo.METHOD),
+            "gateway": (address, SEARCH, requests),
+            "echo aio": (stack.enter_context(echoing("aio", ANSWER_BYTES)), echo.METHOD, requests),
+            "echo sync": (
+                stack.enter_context(echoing("sync", ANSWER_BYTES)),
+                echo.METHOD,
+                requests,
+            ),
         }
         load = stack.enter_context(Load())
         for clients in bench.clients:
-            rows += _rows(bench, load, targets, requests, clients)
+            rows += _rows(bench, load, targets, clients)
     return Table(f"Search by embedding, {size:,} items of 128 dims", rows, NOTE)
 
 
 def _rows(
-    bench: Bench, load: Load, targets: Mapping[str, tuple[str, str]], requests: Path, clients: int
+    bench: Bench, load: Load, targets: Mapping[str, tuple[str, str, Path]], clients: int
 ) -> list[Row]:
     """Each server with so many clients."""
-    measured, runs = under_load(bench, load, targets, requests, clients)
+    measured, runs = under_load(bench, load, targets, clients)
     best = max((name for name in targets if "echo" in name), key=lambda n: measured[n].median)
     rows: list[Row] = []
     for name, figures in measured.items():

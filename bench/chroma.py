@@ -1,0 +1,102 @@
+"""Chroma's server, from a virtual environment of its own (`make bench` makes it), over HTTP."""
+
+import json
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.record import ROOT
+from demo.serve import free_addresses
+from gallery import hnsw
+from gallery.index import Labels
+from release.vectors import Vectors
+
+PROGRAM = ROOT / "build" / "chroma" / "bin" / "chroma"
+COLLECTIONS = "/api/v2/tenants/default_tenant/databases/default_database/collections"
+ADD_ROWS = 1000
+START_SECONDS = 60
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[str]:
+    """The server with its data below `folder`; its address."""
+    address = free_addresses(1)[0]
+    host, port = address.split(":")
+    command = [PROGRAM, "run", "--path", folder / "chroma", "--host", host, "--port", port]
+    with (folder / "chroma.log").open("wb") as log:
+        process = subprocess.Popen(
+            list(map(str, command)), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+    try:
+        _until_up(address, process)
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _until_up(address: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            _call(address, "GET", "/api/v2/heartbeat")
+            return
+        except urllib.error.URLError:
+            time.sleep(0.1)
+    raise RuntimeError(f"Chroma does not answer at {address}")
+
+
+def collection(address: str, vectors: Vectors, ef: int) -> str:
+    """A collection whose item n is vector n, its graph made like ours; the path of its queries.
+
+    `ef` is fixed here: a change by its API afterwards changed no answer when this was written.
+    """
+    settings = {
+        "space": "l2",
+        "ef_construction": hnsw.EF_CONSTRUCTION,
+        "max_neighbors": hnsw.M,
+        "ef_search": ef,
+    }
+    body = {"name": f"bench-{ef}", "configuration": {"hnsw": settings}}
+    path = f"{COLLECTIONS}/{_call(address, 'POST', COLLECTIONS, body)['id']}"
+    for start in range(0, len(vectors), ADD_ROWS):
+        some = vectors[start : start + ADD_ROWS]
+        ids = [str(start + row) for row in range(len(some))]
+        _call(address, "POST", f"{path}/add", {"ids": ids, "embeddings": some.tolist()})
+    return f"{path}/query"
+
+
+def bodies(queries: Vectors, k: int) -> list[bytes]:
+    """One query each, asking for ids and distances, as our Search answers."""
+    return [
+        json.dumps(
+            {"query_embeddings": [query.tolist()], "n_results": k, "include": ["distances"]}
+        ).encode()
+        for query in queries
+    ]
+
+
+def answers(address: str, path: str, requests: list[bytes]) -> Labels:
+    """The numbers of the items found for each query, [q, k]."""
+    found = [_send(address, "POST", path, body)["ids"][0] for body in requests]
+    return np.array([[int(item) for item in row] for row in found])
+
+
+def _call(address: str, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    return _send(address, method, path, None if body is None else json.dumps(body).encode())
+
+
+def _send(address: str, method: str, path: str, body: bytes | None) -> Any:
+    request = urllib.request.Request(  # noqa: S310 - an address of this machine
+        f"http://{address}{path}", body, {"content-type": "application/json"}, method=method
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        text = answer.read()
+    return json.loads(text) if text else None

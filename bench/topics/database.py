@@ -1,0 +1,122 @@
+"""The gateway's Search by embedding against a served vector database, at equal recall@10."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from bench import chroma, data
+from bench.harness import Bench, Row, Table
+from bench.load import HTTP, read_requests, write_requests
+from bench.models import INNER
+from bench.published import publication
+from bench.serving import SEARCH, Load, by_embedding, fill, latency, serving, under_load
+from bench.topics.index import recall
+from demo import gateway as calls
+from gallery.exact import ExactIndex
+from gallery.index import Labels
+from gallery.spec import SpaceSpec
+from nobackfill.v1 import search_pb2, search_pb2_grpc
+from release.vectors import Vectors
+
+K = 10
+QUERIES = 200
+RECALLS = (0.95, 0.99)
+EFS = (10, 15, 20, 30, 40, 60, 80, 120, 160, 240)
+NOTE = (
+    "Queries a second, k = 10, the same vectors and queries, graphs made with the same M and "
+    "efConstruction; Chroma {version} over HTTP with bodies prepared beforehand, at the smallest "
+    "ef_search of {efs} that reaches the recall. The gateway chooses its ef itself, for 0.99, and "
+    "is compared at that in both."
+)
+
+
+def run(bench: Bench) -> list[Table]:
+    """Each recall, each number of clients. Raises RuntimeError without Chroma."""
+    if not chroma.PROGRAM.exists():
+        raise RuntimeError(f"expected Chroma at {chroma.PROGRAM}; `make bench` installs it")
+    pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
+    size = bench.size(2500, 10_000, 100_000)
+    items, queries = data.things(size), data.things(QUERIES, seed=1).new
+    spec = SpaceSpec.of(pair.manifests[2])
+    true = ExactIndex(spec, np.arange(size), items.new).search(queries, K).labels
+    ours = write_requests(bench.folder / "ours", by_embedding(spec.space, queries, K))
+    bodies = chroma.bodies(queries, K)
+    theirs = write_requests(bench.folder / "theirs", bodies)
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        server = stack.enter_context(chroma.running(bench.folder))
+        chosen = _collections(server, items.new, bodies, true)
+        gateway = stack.enter_context(serving(bench.folder, pair.repo))
+        assert spec.side_space is not None
+        fill(gateway.address, spec.space, spec.side_space, items.new, items.side)
+        gateway.settle()
+        found = recall(_found(gateway.address, ours), true)
+        load = stack.enter_context(Load())
+        for wanted, (path, ef, reached) in chosen.items():
+            targets = {
+                "gateway": (gateway.address, SEARCH, ours),
+                "Chroma": (f"{HTTP}{server}", path, theirs),
+            }
+            facts = {"gateway": (None, found), "Chroma": (ef, reached)}
+            for clients in bench.clients:
+                rows += _rows(bench, load, targets, facts, wanted, clients)
+    note = NOTE.format(version="1.5.9", efs=", ".join(map(str, EFS)))
+    return [Table(f"Search by embedding, {size:,} items of 128 dims", rows, note)]
+
+
+def _collections(
+    server: str, vectors: Vectors, bodies: list[bytes], true: Labels
+) -> dict[float, tuple[str, int, float]]:
+    """For each recall wanted: where to ask, the ef, and the recall reached."""
+    chosen: dict[float, tuple[str, int, float]] = {}
+    for ef in EFS:
+        path = chroma.collection(server, vectors, ef)
+        reached = recall(chroma.answers(server, path, bodies), true)
+        for wanted in RECALLS:
+            if reached >= wanted:
+                chosen.setdefault(wanted, (path, ef, reached))
+        if len(chosen) == len(RECALLS):
+            break
+    return chosen
+
+
+def _found(address: str, requests: Path) -> Labels:
+    """What the gateway finds, as numbers of items [q, k]."""
+    with calls.connect(address) as channel:
+        search = search_pb2_grpc.SearchServiceStub(channel).Search
+        answers = [
+            search(search_pb2.SearchRequest.FromString(request), timeout=60)
+            for request in read_requests(requests)
+        ]
+    return np.array([[int(hit.id.removeprefix("item-")) for hit in a.hits] for a in answers])
+
+
+def _rows(
+    bench: Bench,
+    load: Load,
+    targets: Mapping[str, tuple[str, str, Path]],
+    facts: Mapping[str, tuple[int | None, float]],
+    wanted: float,
+    clients: int,
+) -> list[Row]:
+    measured, latencies = under_load(bench, load, targets, clients)
+    rows: list[Row] = []
+    for name, figures in measured.items():
+        within = latency(latencies[name])
+        rows.append(
+            {
+                "recall wanted": f"{wanted}",
+                "clients": clients,
+                "server": name,
+                "ef": facts[name][0],
+                "recall@10": facts[name][1],
+                "queries/s": figures.median,
+                "spread": f"±{100 * figures.spread:.0f} %",
+                "of Chroma": figures.ratio(measured["Chroma"]),
+                "p50 ms": within.p50,
+                "p99 ms": within.p99,
+            }
+        )
+    return rows
