@@ -119,6 +119,15 @@ def test_a_reader_cannot_become_a_writer(tmp_path: Path) -> None:
                 assert inside, statement
 
 
+def test_every_connection_writes_through_to_the_disk_and_forgets_what_is_deleted(
+    tmp_path: Path,
+) -> None:
+    wanted = {"synchronous": 2, "secure_delete": 1, "foreign_keys": 1, "journal_mode": "wal"}
+    with filled(tmp_path / "g.sqlite", 1) as store, store.writing() as connection:
+        for pragma, value in wanted.items():
+            assert connection.execute(f"PRAGMA {pragma}").fetchone() == (value,), pragma
+
+
 def test_two_upgrades_at_once_do_the_work_once(tmp_path: Path) -> None:
     path = tmp_path / "g.sqlite"
     with filled(path, 200) as store, Store.open(path) as other:
