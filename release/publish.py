@@ -90,14 +90,15 @@ def withdraw(
     if not reason.strip():
         raise PreconditionError("expected a reason that devices can show")
     path = manifest_path(release)
-    if not _is_news(require_ledger(repo), path, reason):
-        return False
+    ledger = require_ledger(repo)
+    news = _is_news(ledger, path, reason)
     if dry_run:
-        signers_of(keys, require_ledger(repo).root)
-        return True
+        signers_of(keys, ledger.root)
+        return news
     with locked(repo):
-        ledger = clean(repo)
-        if ledger is None or not _is_news(ledger, path, reason):
+        clean(repo)
+        ledger = require_ledger(repo)
+        if not _is_news(ledger, path, reason):
             return False
         signers = signers_of(keys, ledger.root)
         marked = {**ledger.targets.targets[path].to_dict(), "custom": {"withdrawn": reason}}
