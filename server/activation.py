@@ -88,10 +88,7 @@ class Activations:
     ) -> Run:
         """Begin one. Raises NotFoundError, BusyError while another runs, PreconditionError for a
         release older than the active one, CannotWriteError."""
-        if release not in self._core.catalog.manifests:
-            # It may have been published a moment ago.
-            self._core.catalog.refresh()
-        manifest = self._core.catalog.manifest(release)
+        manifest = self._core.catalog.find(release)
         active = self._core.state.now.active
         if active is not None and release < active:
             raise PreconditionError(

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import structlog
 
-from release.errors import NobackfillError, NotFoundError
+from release.errors import (
+    NobackfillError,
+    NotFoundError,
+    UnavailableError,
+    VerificationError,
+)
 from release.manifest import Manifest
 from release.trust import TrustedFolder
 
@@ -57,7 +62,14 @@ class Catalog:
             releases = trust.releases()
         except NotFoundError:
             return
-        self.manifests = {number: trust.manifest(number) for number in releases}
+        manifests = {}
+        for number in releases:
+            try:
+                manifests[number] = trust.manifest(number)
+            except (VerificationError, UnavailableError) as error:
+                # The others are served all the same.
+                log.error("manifest refused", release=number, error=str(error))
+        self.manifests = manifests
         self.spaces = {manifest.space: manifest for manifest in self.manifests.values()}
         self.releases = releases
 
@@ -79,7 +91,18 @@ class Catalog:
             return self.manifests[release]
         except KeyError:
             known = ", ".join(map(str, sorted(self.manifests))) or "none"
+            if release in self.releases:
+                raise VerificationError(
+                    f"release {release} is published, but its manifest is not what was signed; "
+                    "publish it again"
+                ) from None
             raise NotFoundError(f"release {release} is not published; published: {known}") from None
+
+    def find(self, release: int) -> Manifest:
+        """Like `manifest`, but looks again for what was published a moment ago."""
+        if release not in self.manifests:
+            self.refresh()
+        return self.manifest(release)
 
     def verified(self, release: int) -> Path:
         """The folder, once each file of the release has its signed digest. Raises

@@ -46,6 +46,8 @@ class Gateway:
         self._settings = settings
         self._closing = ExitStack()
         self._listener: Listener | None = None
+        # What it works on; set by `start`.
+        self.core: Core
         self.address = ""
         self.metrics_address = ""
 
@@ -83,7 +85,7 @@ class Gateway:
         tokens = Tokens(settings.tokens_file) if settings.tokens_file else None
         models = self._models(metrics)
         closing.callback(models.close)
-        core = self._core(models, metrics)
+        core = self.core = self._make_core(models, metrics)
         closing.callback(core.galleries.close)
         closing.callback(core.catalog.close)
         self._load(core)
@@ -123,7 +125,7 @@ class Gateway:
         models.start()
         return models
 
-    def _core(self, models: Models, metrics: Metrics) -> Core:
+    def _make_core(self, models: Models, metrics: Metrics) -> Core:
         settings = self._settings
         root = settings.root.read_bytes() if settings.root is not None else None
         catalog = Catalog(settings.model_repo, settings.data / "trust", root)

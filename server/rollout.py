@@ -201,12 +201,13 @@ class Rollout:
                 flipped.append(hosted)
             for hosted in flipped:
                 staging.flip(hosted.store, manifest.space, state={ROLLOUT: None, NOTE: None})
-                core.upgrading.finish(hosted.name, JobState.DONE)
             if active:
                 self._set_active(manifest)
                 old = core.replan()
             else:
                 old = [self._replan(hosted) for hosted in flipped]
+            for hosted in flipped:
+                core.upgrading.finish(hosted.name, JobState.DONE)
         core.settle(old)
 
     def _set_active(self, manifest: Manifest) -> None:

@@ -61,16 +61,16 @@ class Throttle:
 
     def __init__(self, spare_cores: float) -> None:
         """`spare_cores`: 0 to just below 1."""
-        cores = len(os.sched_getaffinity(0))
-        share = max(0.05, 1 - spare_cores) * cores
+        self.cores = len(os.sched_getaffinity(0))
+        share = max(0.05, 1 - spare_cores) * self.cores
         self.threads = max(1, int(share))
-        self._pause_per_second = max(0.0, self.threads / share - 1)
+        self.pause_per_second = max(0.0, self.threads / share - 1)
         self._last = time.monotonic()
 
     def rest(self) -> None:
         """Called after each chunk: pause in proportion to the work since the last call."""
         worked = time.monotonic() - self._last
-        time.sleep(min(2.0, worked * self._pause_per_second))
+        time.sleep(min(2.0, worked * self.pause_per_second))
         self._last = time.monotonic()
 
 

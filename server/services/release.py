@@ -49,7 +49,7 @@ class ReleaseService(ReleaseServiceServicer):
     def GetRelease(  # noqa: N802
         self, request: pb.GetReleaseRequest, context: grpc.ServicerContext
     ) -> pb.GetReleaseResponse:
-        manifest = self._core.catalog.manifest(request.number)
+        manifest = self._core.catalog.find(request.number)
         return pb.GetReleaseResponse(release=self._release(manifest))
 
     def WatchReleases(  # noqa: N802

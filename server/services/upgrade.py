@@ -34,7 +34,7 @@ class UpgradeService(UpgradeServiceServicer):
         self, request: pb.EstimateUpgradeRequest, context: grpc.ServicerContext
     ) -> pb.EstimateUpgradeResponse:
         hosted = self._core.galleries.get(request.gallery)
-        target = self._core.catalog.manifest(request.release)
+        target = self._core.catalog.find(request.release)
         self._core.catalog.verified(target.release)
         estimate, route = self._core.upgrading.estimate(hosted, target)
         response = pb.EstimateUpgradeResponse(
@@ -78,8 +78,7 @@ class UpgradeService(UpgradeServiceServicer):
             if progress != last:
                 last = progress
                 yield pb.WatchUpgradeResponse(progress=progress)
-            job = self._core.upgrading.job(hosted.name)
-            if job is None or job.state in _ENDED:
+            if self._ended(hosted):
                 return
             seen = changed.wait(seen, 0.5)
 
@@ -89,6 +88,13 @@ class UpgradeService(UpgradeServiceServicer):
         hosted = self._core.galleries.get(request.gallery)
         self._core.upgrading.pause(hosted.name)
         return pb.PauseUpgradeResponse(progress=self._progress(hosted))
+
+    def _ended(self, hosted: Hosted) -> bool:
+        job = self._core.upgrading.job(hosted.name)
+        if job is not None:
+            return job.state in _ENDED
+        paused = hosted.name in self._core.state.now.paused
+        return not paused and self._activations.running() is None
 
     def _idle_state(self, hosted: Hosted) -> JobState:
         paused = hosted.name in self._core.state.now.paused

@@ -1,14 +1,17 @@
 """Publications made once a session and copied; gateways stopped by the test that starts them."""
 
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from release.manifest import Manifest
+from release.publish import withdraw
 from server.gateway import Gateway
 from tests.server.support import Client, running
-from tests.support.blocks import publish_block_release
+from tests.support.blocks import manifest, publish_block_release
 
 Stages = Mapping[int, Path]
 
@@ -24,6 +27,39 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
         kept[number] = top / f"stage{number}"
         shutil.copytree(repo, kept[number])
     return kept
+
+
+@pytest.fixture(scope="session")
+def direct_stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
+    """Release 1, then a release 2 that searches its vectors directly and carries an upgrade."""
+    top = tmp_path_factory.mktemp("direct")
+    repo = top / "repo"
+    publish_block_release(repo, 1)
+    shutil.copytree(repo, top / "stage1")
+    publish_block_release(repo, 2, [1], directly=[1])
+    return {1: top / "stage1", 2: repo}
+
+
+@pytest.fixture(scope="session")
+def withdrawn_stage(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Releases 1 to 3, the second of which was withdrawn."""
+    top = tmp_path_factory.mktemp("withdrawn")
+    original = stages[1].parent
+    shutil.copytree(original / "repo", top / "repo")
+    shutil.copytree(original / "repo.keys", top / "repo.keys")
+    withdraw(top / "repo", 2, "mistakes cats for dogs")
+    return top / "repo"
+
+
+@pytest.fixture(scope="session")
+def sideless_stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
+    """Release 1 without side-information, then a release 2 without any upgrade."""
+    top = tmp_path_factory.mktemp("sideless")
+    repo = top / "repo"
+    publish_block_release(repo, 1, side="none")
+    shutil.copytree(repo, top / "stage1")
+    publish_block_release(repo, 2, side="none")
+    return {1: top / "stage1", 2: repo}
 
 
 def publish_stage(repo: Path, stage: Path) -> None:
@@ -47,6 +83,35 @@ def gateway(repo: Path, tmp_path: Path) -> Iterator[Gateway]:
     """A gateway that serves release 1."""
     with running(repo, tmp_path / "data") as gateway:
         yield gateway
+
+
+@pytest.fixture(scope="session")
+def one(stages: Stages) -> Manifest:
+    """Release 1."""
+    return manifest(stages[1], 1)
+
+
+@pytest.fixture(scope="session")
+def two(stages: Stages) -> Manifest:
+    """Release 2."""
+    return manifest(stages[2], 2)
+
+
+@pytest.fixture(scope="session")
+def shared(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """A client of one gateway for all tests that keep to a gallery of their own: see `gallery`."""
+    folder = tmp_path_factory.mktemp("shared")
+    shutil.copytree(stages[1], folder / "repo")
+    with running(folder / "repo", folder / "data") as gateway, Client(gateway.address) as client:
+        yield client
+
+
+@pytest.fixture
+def gallery(shared: Client) -> str:
+    """The name of a new gallery on the shared gateway."""
+    name = f"g-{uuid.uuid4().hex[:12]}"
+    shared.create(name)
+    return name
 
 
 @pytest.fixture

@@ -2,22 +2,28 @@
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
+import pytest
+from google.rpc.error_details_pb2 import ErrorInfo
+from grpc_status import rpc_status
 from numpy.typing import NDArray
 
-from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2
+from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2, upgrade_pb2
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
 from nobackfill.v1.release_pb2_grpc import ReleaseServiceStub
 from nobackfill.v1.search_pb2_grpc import SearchServiceStub
+from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceStub
+from nobackfill.v1.vault_pb2_grpc import VaultServiceStub
+from release.manifest import Manifest
 from server.gateway import Gateway
 from server.settings import Settings
-from tests.support import releases
+from tests.support import graphs, releases
 from tests.support.blocks import png
 
 TIMEOUT_S = 60.0
@@ -53,6 +59,8 @@ class Client:
         self.searches = SearchServiceStub(self.channel)
         self.galleries = GalleryServiceStub(self.channel)
         self.releases = ReleaseServiceStub(self.channel)
+        self.upgrades = UpgradeServiceStub(self.channel)
+        self.vault = VaultServiceStub(self.channel)
 
     def __enter__(self) -> "Client":
         return self
@@ -116,7 +124,7 @@ class Client:
         return self.searches.Search(request, timeout=TIMEOUT_S)
 
     def activate(
-        self, number: int, rollout: str = "UNSPECIFIED"
+        self, number: int, rollout: str = "UNSPECIFIED", old_space_seconds: int = 0
     ) -> release_pb2.ActivateReleaseResponse:
         """Activate to the end; the last event."""
         request = release_pb2.ActivateReleaseRequest(number=number, rollout=f"ROLLOUT_{rollout}")
@@ -124,6 +132,23 @@ class Client:
         for event in self.releases.ActivateRelease(request, timeout=TIMEOUT_S):  # noqa: B007
             pass
         return event
+
+    def begin(self, number: int, rollout: str = "UNSPECIFIED", until: str = "UPGRADING") -> Any:
+        """Activate up to a phase; the call, which goes on."""
+        request = release_pb2.ActivateReleaseRequest(number=number, rollout=f"ROLLOUT_{rollout}")
+        events = self.releases.ActivateRelease(request, timeout=TIMEOUT_S)
+        for event in events:
+            if event.phase == release_pb2.Phase.Value(f"PHASE_{until}"):
+                break
+        return events
+
+    def pause(self, name: str = "g") -> upgrade_pb2.UpgradeProgress:
+        request = upgrade_pb2.PauseUpgradeRequest(gallery=name)
+        return self.upgrades.PauseUpgrade(request, timeout=TIMEOUT_S).progress
+
+    def start_upgrade(self, name: str = "g", **given: Any) -> upgrade_pb2.UpgradeProgress:
+        request = upgrade_pb2.StartUpgradeRequest(gallery=name, **given)
+        return self.upgrades.StartUpgrade(request, timeout=TIMEOUT_S).progress
 
     def states(self) -> dict[int, str]:
         """Release numbers with their states."""
@@ -143,6 +168,51 @@ class Client:
 def images(count: int, seed: int = 0) -> NDArray[np.uint8]:
     """uint8 [count,8,8,3], no two alike."""
     return releases.images(count, seed)
+
+
+def embedding(manifest: Manifest, image: NDArray[np.uint8]) -> types_pb2.Embedding:
+    """What a client with release `manifest` on board sends: the image's vector and its space."""
+    return types_pb2.Embedding(space=manifest.space, values=vector(manifest, image).tobytes())
+
+
+def vector(manifest: Manifest, image: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """The block embedder by hand: float32 [dim]."""
+    pixels = image.astype(np.float32).reshape(1, -1) / np.float32(255) - np.float32(0.4987)
+    weights = graphs.into_block(graphs.projection(graphs.BLOCK, 1), manifest.release)
+    made = pixels @ weights
+    unit: NDArray[np.float32] = (made / np.linalg.norm(made)).astype("<f4")[0]
+    return unit
+
+
+def side_info(manifest: Manifest, image: NDArray[np.uint8]) -> types_pb2.SideInfo:
+    """The block side encoder by hand."""
+    pixels = image.astype(np.float32).reshape(1, -1) / np.float32(255) - np.float32(0.4987)
+    weights = graphs.into_block(graphs.projection(graphs.SIDE_BLOCK, 2), manifest.release)
+    values = (pixels @ weights).astype("<f4")[0]
+    return types_pb2.SideInfo(space=manifest.side_space or "", values=values.tobytes())
+
+
+def metadata(**values: str | float | bool) -> dict[str, types_pb2.Value]:
+    """Metadata as messages."""
+    kinds: dict[type, str] = {bool: "flag", str: "text", float: "number", int: "number"}
+    return {
+        key: types_pb2.Value(**{kinds[type(value)]: value})  # type: ignore[arg-type]
+        for key, value in values.items()
+    }
+
+
+def refusal(call: Callable[[], object]) -> tuple[grpc.StatusCode, str, str]:
+    """The status with which `call` is refused: code, sentence, ErrorInfo's reason."""
+    with pytest.raises(grpc.RpcError) as refused:
+        call()
+    error = refused.value
+    reason = ""
+    status = rpc_status.from_call(error)
+    for detail in status.details if status is not None else ():
+        info = ErrorInfo()
+        if detail.Unpack(info):
+            reason = info.reason
+    return error.code(), error.details() or "", reason
 
 
 def code_of(error: grpc.RpcError) -> grpc.StatusCode:

@@ -1,0 +1,199 @@
+"""Activations that cannot be: the old release serves on, the new one is FAILED and says why."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from nobackfill.v1 import gallery_pb2, release_pb2
+from release.manifest import Manifest
+from release.models import Images
+from release.paths import embedder_path, manifest_path, probes_path, upgrade_path
+from release.vectors import Vectors
+from server.gateway import Gateway
+from tests.server.conftest import Stages, publish_stage
+from tests.server.support import Client, embedding, ids, images, refusal, running
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGE: list[tuple[str, Callable[[Path], None]]] = [
+    (embedder_path(2), flip_a_bit),
+    (upgrade_path(1, 2), flip_a_bit),
+    (probes_path(2), cut),
+    ("side_encoder_2/config.pbtxt", flip_a_bit),
+    (embedder_path(2), Path.unlink),
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGE)
+def test_a_damaged_release_fails_and_the_old_one_serves_on(
+    client: Client, repo: Path, stages: Stages, name: str, damage: Callable[[Path], None]
+) -> None:
+    client.create()
+    client.put_images(images(3))
+    publish_stage(repo, stages[2])
+    damage(repo / name)
+    event = client.activate(2)
+    assert event.phase == release_pb2.PHASE_FAILED
+    assert name.split("/")[0] in event.message
+    assert client.states() == {1: "ACTIVE", 2: "FAILED"}
+    request = release_pb2.GetReleaseRequest(number=2)
+    assert client.releases.GetRelease(request, timeout=30).release.reason == event.message
+    assert ids(client.search(images(3)[1]))[0] == "i1"
+    client.put_images(images(4)[3:], first=3)
+    publish_stage(repo, stages[2])
+    assert client.activate(2).phase == release_pb2.PHASE_DONE
+    assert client.states()[2] == "ACTIVE"
+    assert client.search(images(4)[3]).hits[0].release == 2
+
+
+def test_a_damaged_manifest_hides_no_other_release(
+    client: Client, repo: Path, stages: Stages
+) -> None:
+    publish_stage(repo, stages[3])
+    cut(repo / manifest_path(2))
+    code, sentence, reason = refusal(lambda: client.activate(2))
+    assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "VERIFICATION_FAILED")
+    assert "manifest" in sentence
+    assert client.activate(3).phase == release_pb2.PHASE_DONE
+
+
+def test_models_that_answer_otherwise_than_published_are_refused(
+    gateway: Gateway, client: Client, repo: Path, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_stage(repo, stages[2])
+    embed = gateway.core.models.embed
+
+    def turned(manifest: Manifest, images: Images) -> Vectors:
+        vectors = embed(manifest, images)
+        return np.roll(vectors, 1, axis=1) if manifest.release == 2 else vectors
+
+    monkeypatch.setattr(gateway.core.models, "embed", turned)
+    event = client.activate(2)
+    assert event.phase == release_pb2.PHASE_FAILED
+    assert "golden probe" in event.message
+    assert client.states() == {1: "ACTIVE", 2: "FAILED"}
+
+
+def test_a_withdrawn_release_is_not_activated(
+    client: Client, repo: Path, withdrawn_stage: Path
+) -> None:
+    publish_stage(repo, withdrawn_stage)
+    event = client.activate(2)
+    assert event.phase == release_pb2.PHASE_FAILED
+    assert "mistakes cats for dogs" in event.message
+    assert client.states() == {1: "ACTIVE", 2: "WITHDRAWN", 3: "PUBLISHED"}
+
+
+def test_the_first_start_takes_the_newest_that_is_not_withdrawn(
+    withdrawn_stage: Path, tmp_path: Path
+) -> None:
+    with (
+        running(withdrawn_stage, tmp_path / "data") as gateway,
+        Client(gateway.address) as client,
+    ):
+        assert client.states() == {1: "PUBLISHED", 2: "WITHDRAWN", 3: "ACTIVE"}
+
+
+def test_an_unknown_release_is_not_found(client: Client) -> None:
+    code, sentence, _ = refusal(lambda: client.activate(9))
+    assert code is grpc.StatusCode.NOT_FOUND
+    assert "published: 1" in sentence
+
+
+def test_an_older_release_needs_a_rollback(client: Client, repo: Path, stages: Stages) -> None:
+    publish_stage(repo, stages[2])
+    client.activate(2)
+    code, sentence, _ = refusal(lambda: client.activate(1))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "RollbackRelease" in sentence
+
+
+def test_there_is_nothing_to_roll_back_to_at_first(client: Client) -> None:
+    for confirm in (False, True):
+        code, _, _ = refusal(lambda yes=confirm: client.rollback(confirm=yes))  # type: ignore[misc]
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize("rollout", ["DIRECT"])
+def test_a_rollout_that_the_release_does_not_declare(
+    client: Client, repo: Path, stages: Stages, rollout: str
+) -> None:
+    client.create()
+    publish_stage(repo, stages[2])
+    event = client.activate(2, rollout)
+    assert event.phase == release_pb2.PHASE_FAILED
+    assert "does not declare" in event.message
+    assert client.states()[1] == "ACTIVE"
+
+
+def bare(one: Manifest, seed: int) -> gallery_pb2.PutItem:
+    vectors = gallery_pb2.Vectors(embedding=embedding(one, images(1, seed)[0]))
+    return gallery_pb2.PutItem(id=f"bare{seed}", vectors=vectors)
+
+
+def test_a_gallery_whose_items_cannot_go_stays_and_is_named(
+    client: Client, repo: Path, stages: Stages, one: Manifest
+) -> None:
+    client.create("goes")
+    client.create("stays")
+    client.put_images(images(3), "goes")
+    client.put_images(images(3), "stays")
+    assert client.put([bare(one, 8)], "stays").stored == 1
+    publish_stage(repo, stages[2])
+    event = client.activate(2)
+    assert event.phase == release_pb2.PHASE_DONE
+    assert "stays: 1 items have no side-information" in event.message
+    assert client.gallery("goes").release == 2
+    staying = client.gallery("stays")
+    assert staying.release == 1
+    assert "no side-information" in staying.note
+    for name, release in (("goes", 2), ("stays", 1)):
+        hit = client.search(images(3)[2], name).hits[0]
+        assert (hit.id, hit.release) == ("i2", release)
+        assert hit.distance == pytest.approx(0, abs=1e-5)
+    assert client.search(images(1, 8)[0], "stays").hits[0].id == "bare8"
+    # Its image makes the gallery whole; then it can follow.
+    client.put([gallery_pb2.PutItem(id="bare8", image=_png(8))], "stays")
+    client.start_upgrade("stays")
+    client.create_when_idle("idle")
+    assert client.gallery("stays").release == 2
+    assert client.gallery("stays").note == ""
+    assert client.search(images(1, 8)[0], "stays").hits[0].release == 2
+
+
+def _png(seed: int) -> bytes:
+    from tests.support.blocks import png
+
+    return png(images(1, seed)[0])
+
+
+def test_no_route_at_all(sideless_stages: Stages, tmp_path: Path) -> None:
+    repo = tmp_path / "repo"
+    publish_stage(repo, sideless_stages[1])
+    with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
+        client.create()
+        client.put_images(images(3))
+        publish_stage(repo, sideless_stages[2])
+        event = client.activate(2)
+        assert event.phase == release_pb2.PHASE_DONE
+        assert "g: no upgrade leads from release 1 to 2" in event.message
+        hit = client.search(images(3)[1]).hits[0]
+        assert (hit.id, hit.release) == ("i1", 1)
+        client.create("new")
+        client.put_images(images(3), "new")
+        assert client.search(images(3)[1], "new").hits[0].release == 2
+        # What a gallery lives in is not retired under it.
+        assert client.retire() == []
+        assert client.search(images(3)[2]).hits[0].id == "i2"

@@ -1,0 +1,191 @@
+"""Galleries in the middle of an upgrade: one ranking over two spaces, each item exactly once.
+
+The upgrade is paused before it carries anything, so items put before the activation live in the old
+space, and those put after it in both.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
+from release.manifest import Manifest
+from server.gateway import Gateway
+from tests.server.conftest import Stages, publish_stage
+from tests.server.support import Client, embedding, ids, images, refusal, running, side_info, vector
+
+OLD, ALL = 6, 12
+
+
+def fill_and_begin(client: Client, repo: Path, stages: Stages, rollout: str) -> None:
+    """OLD items, then the paused activation of release 2, then items up to ALL."""
+    client.create()
+    client.put_images(images(ALL)[:OLD])
+    client.pause()
+    publish_stage(repo, stages[2])
+    client.begin(2, rollout)
+    client.put_images(images(ALL)[OLD:], first=OLD)
+
+
+def finish(client: Client) -> None:
+    """Let the upgrade go on, and wait for the end of the activation."""
+    client.start_upgrade()
+    while "ACTIVATING" in client.states().values() or client.gallery().release == 1:
+        pass
+    client.create_when_idle("idle")
+
+
+@pytest.fixture
+def dual(client: Client, repo: Path, stages: Stages) -> Client:
+    fill_and_begin(client, repo, stages, "DUAL")
+    return client
+
+
+def check_complete(
+    client: Client, query: int, origins: dict[bool, types_pb2.Origin]
+) -> search_pb2.SearchResponse:
+    """Every item once, the query's own first at distance 0, scores falling."""
+    answer = client.search(images(ALL)[query], k=100)
+    assert sorted(ids(answer)) == sorted(f"i{i}" for i in range(ALL))
+    assert ids(answer)[0] == f"i{query}"
+    assert answer.hits[0].distance == pytest.approx(0, abs=1e-5)
+    scores = [hit.score for hit in answer.hits]
+    assert scores == sorted(scores, reverse=True)
+    for hit in answer.hits:
+        assert hit.origin == origins[int(hit.id[1:]) >= OLD]
+    return answer
+
+
+DUAL_ORIGINS = {False: types_pb2.ORIGIN_OLD_MODEL, True: types_pb2.ORIGIN_NATIVE}
+
+
+def test_dual_is_one_ranking_like_an_unmixed_one(dual: Client, one: Manifest) -> None:
+    vectors = np.stack([vector(one, image) for image in images(ALL)])
+    for query in (0, OLD, ALL - 1):
+        answer = check_complete(dual, query, DUAL_ORIGINS)
+        assert answer.release == 2
+        assert {hit.release for hit in answer.hits} == {1, 2}
+        # Blocks hold the same projection, so distances within a space are the same in both.
+        distances = ((vectors - vectors[query]) ** 2).sum(axis=1)
+        assert ids(answer) == [f"i{i}" for i in np.argsort(distances, kind="stable")]
+    finish(dual)
+    answer = dual.search(images(ALL)[0], k=100)
+    assert {hit.release for hit in answer.hits} == {2}
+    assert len(answer.hits) == ALL
+
+
+def test_dual_needs_an_embedding_of_each_space(dual: Client, one: Manifest, two: Manifest) -> None:
+    image = images(ALL)[2]
+    old, new = embedding(one, image), embedding(two, image)
+    code, sentence, reason = refusal(lambda: dual.search_by(new))
+    assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "NEEDS_IMAGE")
+    assert "release 2" not in sentence or "1" in sentence
+    both = dual.search_by(old, new, k=100)
+    assert sorted(ids(both)) == sorted(f"i{i}" for i in range(ALL))
+    assert ids(both)[0] == "i2"
+    alone = dual.search_by(old, k=100)
+    assert {hit.release for hit in alone.hits} == {1}
+    assert len(alone.hits) == ALL
+
+
+def test_rollback_half_way_of_dual(dual: Client, two: Manifest) -> None:
+    bare = gallery_pb2.PutItem(
+        id="bare", vectors=gallery_pb2.Vectors(embedding=embedding(two, images(1, 5)[0]))
+    )
+    assert dual.put([bare]).stored == 1
+    asked = dual.rollback(confirm=False)
+    assert (asked.number, asked.lost_items) == (1, 1)
+    assert [(lost.gallery, lost.id) for lost in asked.lost] == [("g", "bare")]
+    assert len(dual.search(images(1)[0], k=100).hits) == ALL + 1
+    assert dual.rollback(confirm=True).done
+    assert dual.states() == {1: "ACTIVE", 2: "PUBLISHED"}
+    answer = dual.search(images(1)[0], k=100)
+    assert len(answer.hits) == ALL
+    assert {hit.release for hit in answer.hits} == {1}
+
+
+def test_rollback_half_way_of_cutover(client: Client, repo: Path, stages: Stages) -> None:
+    fill_and_begin(client, repo, stages, "CUTOVER")
+    assert client.search(images(1)[0]).release == 1
+    assert client.rollback(confirm=True).lost_items == 0
+    assert client.states() == {1: "ACTIVE", 2: "PUBLISHED"}
+    answer = client.search(images(1)[0], k=100)
+    assert (len(answer.hits), answer.release) == (ALL, 1)
+
+
+def test_a_second_activation_is_aborted(dual: Client) -> None:
+    assert refusal(lambda: dual.activate(2))[0] is grpc.StatusCode.ABORTED
+
+
+def test_a_restart_half_way_goes_on(repo: Path, stages: Stages, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with running(repo, data) as gateway, Client(gateway.address) as client:
+        fill_and_begin(client, repo, stages, "DUAL")
+    with running(repo, data) as gateway, Client(gateway.address) as client:
+        check_complete(client, 3, DUAL_ORIGINS)
+        finish(client)
+        assert {hit.release for hit in client.search(images(1)[0], k=100).hits} == {2}
+        assert client.gallery().items == ALL
+
+
+@pytest.fixture
+def direct(direct_stages: Stages, tmp_path: Path) -> Iterator[Client]:
+    repo = tmp_path / "repo"
+    publish_stage(repo, direct_stages[1])
+    with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
+        fill_and_begin(client, repo, direct_stages, "UNSPECIFIED")
+        yield client
+
+
+def test_direct_searches_old_vectors_as_they_are(direct: Client, direct_stages: Stages) -> None:
+    origins = {False: types_pb2.ORIGIN_DIRECT, True: types_pb2.ORIGIN_NATIVE}
+    for query in (1, ALL - 1):
+        answer = direct.search(images(ALL)[query], k=100)
+        assert sorted(ids(answer)) == sorted(f"i{i}" for i in range(ALL))
+        assert answer.hits[0].id == f"i{query}"
+        assert all(hit.origin == origins[int(hit.id[1:]) >= OLD] for hit in answer.hits)
+    finish(direct)
+    assert {hit.release for hit in direct.search(images(1)[0], k=100).hits} == {2}
+
+
+def test_old_queries_are_answered_until_the_end(
+    gateway: Gateway, client: Client, repo: Path, stages: Stages, one: Manifest
+) -> None:
+    client.create()
+    client.put_images(images(4))
+    publish_stage(repo, stages[2])
+    client.activate(2, old_space_seconds=3600)
+    old = embedding(one, images(4)[1])
+    answer = client.search_by(old)
+    assert (answer.release, answer.space, answer.hits[0].id) == (1, one.space, "i1")
+    client.put_images(images(5)[4:], first=4)
+    assert client.search_by(embedding(one, images(5)[4])).hits[0].id == "i4"
+    gateway.core.state.change(ends={one.space: 1.0})
+    code, _, reason = refusal(lambda: client.search_by(old))
+    assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "RELEASE_RETIRED")
+    client.retire()
+    assert refusal(lambda: client.search_by(old))[2] == "RELEASE_RETIRED"
+
+
+def test_old_clients_put_vectors_that_are_carried_over(
+    client: Client, repo: Path, stages: Stages, one: Manifest
+) -> None:
+    client.create()
+    client.put_images(images(2))
+    publish_stage(repo, stages[2])
+    client.activate(2)
+    image = images(1, 9)[0]
+    vectors = gallery_pb2.Vectors(embedding=embedding(one, image))
+    without = client.put([gallery_pb2.PutItem(id="old", vectors=vectors)])
+    assert (without.stored, len(without.errors)) == (0, 1)
+    vectors.side_info.CopyFrom(side_info(one, image))
+    answer = client.put([gallery_pb2.PutItem(id="old", vectors=vectors)])
+    assert (answer.stored, list(answer.errors)) == (1, [])
+    hit = client.search(image).hits[0]
+    assert (hit.id, hit.release, hit.origin) == ("old", 2, types_pb2.ORIGIN_UPGRADED)
+    assert hit.distance == pytest.approx(0, abs=1e-4)
+    assert client.rollback(confirm=True).lost_items == 0
+    assert client.search(image).hits[0].id == "old"

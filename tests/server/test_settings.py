@@ -1,0 +1,71 @@
+"""Settings: precedence, refusals, and no door to the network without TLS and tokens."""
+
+from pathlib import Path
+
+import pytest
+
+from release.errors import ConfigurationError
+from server.settings import is_loopback, load_settings
+
+
+def test_flag_before_environment_before_file_before_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "gateway.toml"
+    file.write_text('data = "from-file"\nmodel_repo = "from-file"\naddress = "127.0.0.1:1"\n')
+    monkeypatch.setenv("NOBACKFILL_DATA", "from-environment")
+    monkeypatch.setenv("NOBACKFILL_MODEL_REPO", "from-environment")
+    settings = load_settings({"data": Path("from-flag"), "address": None}, file)
+    assert settings.data == Path("from-flag")
+    assert settings.model_repo == Path("from-environment")
+    assert settings.address == "127.0.0.1:1"
+    assert settings.metrics_address == "127.0.0.1:9464"
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:50051", "[::]:50051", "192.0.2.1:1", "example.org:1"])
+def test_beyond_loopback_demands_tls_and_tokens(address: str) -> None:
+    tls = {"tls_cert": Path("c"), "tls_key": Path("k")}
+    tokens = {"tokens_file": Path("t")}
+    for given in ({}, tls, tokens):
+        with pytest.raises(ConfigurationError, match="tls_cert, tls_key and tokens_file"):
+            load_settings({"address": address} | given, None)
+    assert load_settings({"address": address} | tls | tokens, None).address == address
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"address": "nonsense"}, "HOST:PORT"),
+        ({"address": "127.0.0.1:99999"}, "HOST:PORT"),
+        ({"triton": "nonsense"}, "HOST:PORT"),
+        ({"metrics_address": "0.0.0.0:9464"}, "loopback"),
+        ({"tls_cert": Path("c")}, "together"),
+        ({"tls_client_ca": Path("c")}, "tls_cert"),
+        ({"max_calls": 0}, "max_calls"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_what_cannot_work_is_named(flags: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        load_settings(flags, None)
+
+
+def test_an_unknown_key_of_the_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.toml"
+    file.write_text("colour = 'red'\n")
+    with pytest.raises(ConfigurationError, match="colour"):
+        load_settings({}, file)
+    file.write_text("not TOML")
+    with pytest.raises(ConfigurationError, match="TOML"):
+        load_settings({}, file)
+    with pytest.raises(ConfigurationError, match="found none"):
+        load_settings({}, tmp_path / "missing.toml")
+
+
+@pytest.mark.parametrize(
+    ("address", "loopback"),
+    [("127.0.0.1:1", True), ("[::1]:1", True), ("localhost:1", True), ("127.8.8.8:1", True),
+     ("0.0.0.0:1", False), ("[::]:1", False), ("localhost.example.org:1", False)],
+)  # fmt: skip
+def test_loopback(address: str, loopback: bool) -> None:
+    assert is_loopback(address) is loopback

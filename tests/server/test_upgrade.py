@@ -1,0 +1,121 @@
+"""UpgradeService: what it will cost, how far it is, pause and resume, backfill by uncertainty."""
+
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from gallery import staging
+from nobackfill.v1 import gallery_pb2, types_pb2, upgrade_pb2
+from release.manifest import Manifest
+from server.gateway import Gateway
+from server.upgrading import Throttle
+from tests.server.conftest import Stages, publish_stage
+from tests.server.support import Client, ids, images, refusal
+from tests.support.blocks import png
+
+COUNT = 40
+
+
+@pytest.fixture
+def ready(client: Client, repo: Path, stages: Stages) -> Client:
+    """COUNT items in release 1, release 2 published."""
+    client.create()
+    client.put_images(images(COUNT))
+    publish_stage(repo, stages[2])
+    return client
+
+
+def test_an_estimate_changes_nothing(ready: Client) -> None:
+    request = upgrade_pb2.EstimateUpgradeRequest(gallery="g", release=2)
+    answer = ready.upgrades.EstimateUpgrade(request, timeout=30)
+    assert answer.items == COUNT
+    assert list(answer.route) == [1, 2]
+    assert answer.expected_kept == pytest.approx(0.95)
+    assert answer.bytes > COUNT * 4 * 32
+    assert answer.duration.ToNanoseconds() >= 0
+    assert answer.left_behind == 0
+    assert [space.release for space in ready.gallery().spaces] == [1]
+
+
+def test_progress_is_streamed_through_pause_and_resume(ready: Client) -> None:
+    assert ready.pause().state == upgrade_pb2.UPGRADE_STATE_PAUSED
+    ready.begin(2, "CUTOVER")
+    request = upgrade_pb2.WatchUpgradeRequest(gallery="g")
+    seen = []
+    for update in ready.upgrades.WatchUpgrade(request, timeout=60):
+        seen.append(update.progress)
+        if update.progress.state == upgrade_pb2.UPGRADE_STATE_PAUSED:
+            assert update.progress.done == 0
+            assert ready.search(images(1)[0]).release == 1
+            ready.start_upgrade()
+    assert seen[-1].state == upgrade_pb2.UPGRADE_STATE_DONE
+    assert (seen[-1].done, seen[-1].total) == (COUNT, COUNT)
+    assert (seen[-1].from_release, seen[-1].to_release) == (1, 2)
+    assert seen[-1].items_per_second > 0
+    # Every release has the same geometry in its block, so all neighbours are kept.
+    assert seen[-1].neighbours_kept == pytest.approx(1)
+    assert ready.search(images(1)[0]).release == 2
+
+
+def test_backfill_takes_the_least_certain_first(
+    gateway: Gateway, ready: Client, two: Manifest
+) -> None:
+    ready.activate(2)
+    store = gateway.core.galleries.get("g").store
+    doubtful = [item.id for item in staging.least_certain(store, two.space, COUNT)]
+    assert len(doubtful) == COUNT
+    supplied = doubtful[::2]
+    backfill = [
+        upgrade_pb2.BackfillImage(id=name, image=png(images(COUNT)[int(name[1:])]))
+        for name in sorted(supplied)
+    ]
+    progress = ready.start_upgrade(backfill=backfill, backfill_budget=5)
+    assert progress.re_embedded == 5
+    hits = ready.search(images(1)[0], k=COUNT).hits
+    fresh = {hit.id for hit in hits if hit.origin == types_pb2.ORIGIN_RE_EMBEDDED}
+    assert fresh == set(supplied[:5])
+    assert len(hits) == COUNT
+    # Those are done; the next five follow.
+    assert ready.start_upgrade(backfill=backfill, backfill_budget=5).re_embedded == 10
+
+
+def test_backfill_refuses_what_is_no_image(ready: Client) -> None:
+    ready.activate(2)
+    bad = [upgrade_pb2.BackfillImage(id="i0", image=b"no")]
+    assert refusal(lambda: ready.start_upgrade(backfill=bad))[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_only_the_active_release_is_upgraded_to(ready: Client) -> None:
+    code, sentence, _ = refusal(lambda: ready.start_upgrade(release=2))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "ActivateRelease" in sentence
+
+
+def test_items_put_and_deleted_meanwhile_are_right_after(ready: Client) -> None:
+    ready.pause()
+    ready.begin(2, "CUTOVER")
+    ready.galleries.DeleteItems(gallery_pb2.DeleteItemsRequest(gallery="g", ids=["i0"]), timeout=30)
+    other = images(1, 5)[0]
+    ready.put([gallery_pb2.PutItem(id="i1", image=png(other))])
+    ready.put([gallery_pb2.PutItem(id="new", image=png(images(1, 6)[0]))])
+    ready.start_upgrade()
+    for _ in ready.upgrades.WatchUpgrade(upgrade_pb2.WatchUpgradeRequest(gallery="g"), timeout=60):
+        pass
+    ready.create_when_idle("idle")
+    answer = ready.search(other, k=100)
+    assert answer.release == 2
+    assert sorted(ids(answer)) == sorted([*(f"i{i}" for i in range(1, COUNT)), "new"])
+    assert answer.hits[0].id == "i1"
+    assert answer.hits[0].origin == types_pb2.ORIGIN_NATIVE
+
+
+@pytest.mark.parametrize(("spare", "least"), [(0.0, 0.95), (0.5, 0.4), (0.9, 0.05)])
+def test_the_throttle_leaves_the_cores_it_was_told(spare: float, least: float) -> None:
+    throttle = Throttle(spare)
+    share = throttle.threads / (1 + throttle.pause_per_second)
+    cores = throttle.cores
+    assert share / cores == pytest.approx(max(0.05, 1 - spare), rel=0.01)
+    assert share / cores >= least
+    assert np.isfinite(share)

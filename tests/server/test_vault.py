@@ -1,0 +1,176 @@
+"""The vault: ciphertext only, whole or resumable, each owner's apart."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pyrage
+import pytest
+from pyrage import x25519
+
+from nobackfill.v1 import vault_pb2
+from release.errors import AlreadyExistsError, BusyError, InvalidInputError, NotFoundError
+from server.errors import OutOfRangeError, TooLargeError
+from server.vault import LARGEST_BLOB, Blob, Vault
+from tests.server.support import Client, random_id, refusal
+
+KEY = x25519.Identity.generate()
+
+
+def sealed(size: int = 1000, seed: int = 0) -> bytes:
+    """Age ciphertext, as a device makes it."""
+    return bytes(pyrage.encrypt(bytes([seed]) * size, [KEY.to_public()]))
+
+
+def blob_of(data: bytes, number: int = 1) -> Blob:
+    return Blob(random_id(number), len(data), hashlib.sha256(data).hexdigest())
+
+
+@pytest.fixture
+def vault(tmp_path: Path) -> Vault:
+    return Vault(tmp_path / "vault")
+
+
+def read(vault: Vault, blob_id: str, offset: int = 0, owner: str = "a") -> bytes:
+    return b"".join(vault.get(owner, blob_id, offset)[1])
+
+
+def test_a_blob_comes_back(vault: Vault) -> None:
+    data = sealed(700_000)
+    blob = blob_of(data)
+    assert vault.put("a", blob, 0, [data[:10], data[10:500_000], b"", data[500_000:]]) == len(data)
+    assert read(vault, blob.id) == data
+    assert read(vault, blob.id, 600_000) == data[600_000:]
+    assert vault.put("a", blob, 0, [data]) == len(data)
+    assert vault.page("a", "") == [blob]
+
+
+def test_an_upload_resumes_where_it_broke_off(vault: Vault) -> None:
+    data = sealed()
+    blob = blob_of(data)
+
+    def broken() -> Iterator[bytes]:
+        yield data[:300]
+        yield data[300:400]
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        vault.put("a", blob, 0, broken())
+    with pytest.raises(NotFoundError):
+        vault.get("a", blob.id, 0)
+    assert vault.put("a", blob, 0, []) == 400
+    with pytest.raises(OutOfRangeError, match="400"):
+        vault.put("a", blob, 300, [data[300:]])
+    assert vault.put("a", blob, 400, [data[400:]]) == len(data)
+    assert read(vault, blob.id) == data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff\xd8\xff" + b"x" * 1000, b"\x89PNG\r\n" + b"x" * 1000, b"age-encryption.org/v2\n" * 9],
+)
+def test_plaintext_is_refused_before_it_is_written(
+    vault: Vault, tmp_path: Path, data: bytes
+) -> None:
+    for number, cut in enumerate((0, 1, 5, 21)):
+        with pytest.raises(InvalidInputError, match="age"):
+            vault.put("a", blob_of(data, number), 0, [data[:cut], data[cut:]])
+    stored = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert all(len(piece) < len(b"age-encryption.org/v1") for piece in stored)
+
+
+def test_other_bytes_than_announced_are_dropped(vault: Vault) -> None:
+    data = sealed()
+    blob = blob_of(data)
+    tampered = data[:-1] + bytes([data[-1] ^ 1])
+    with pytest.raises(InvalidInputError, match="SHA-256"):
+        vault.put("a", blob, 0, [tampered])
+    assert vault.put("a", blob, 0, [data]) == len(data)
+    with pytest.raises(TooLargeError):
+        vault.put("a", blob_of(data, 2), 0, [data, b"more"])
+
+
+def test_an_id_is_taken_once(vault: Vault) -> None:
+    data, other = sealed(seed=1), sealed(seed=2)
+    vault.put("a", blob_of(data), 0, [data])
+    with pytest.raises(AlreadyExistsError):
+        vault.put("a", blob_of(other), 0, [other])
+    vault.put("b", blob_of(other), 0, [other])
+    assert read(vault, random_id(1), owner="b") == other
+
+
+def test_owners_do_not_see_each_other(vault: Vault) -> None:
+    data = sealed()
+    vault.put("a", blob_of(data), 0, [data])
+    assert vault.page("b", "") == []
+    with pytest.raises(NotFoundError):
+        vault.get("b", random_id(1), 0)
+    with pytest.raises(NotFoundError):
+        vault.delete("b", random_id(1))
+    vault.delete("a", random_id(1))
+    assert vault.page("a", "") == []
+
+
+def test_two_uploads_of_one_blob(vault: Vault) -> None:
+    data = sealed()
+    blob = blob_of(data)
+
+    def meanwhile() -> Iterator[bytes]:
+        yield data[:100]
+        with pytest.raises(BusyError):
+            vault.put("a", blob, 100, [data[100:]])
+        yield data[100:]
+
+    assert vault.put("a", blob, 0, meanwhile()) == len(data)
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [
+        Blob("../" + "0" * 61, 100, "0" * 64),
+        Blob("0" * 63, 100, "0" * 64),
+        Blob("0" * 64, 100, "x" * 64),
+        Blob("0" * 64, 5, "0" * 64),
+        Blob("0" * 64, LARGEST_BLOB + 1, "0" * 64),
+    ],
+)
+def test_bad_names_and_sizes(vault: Vault, blob: Blob) -> None:
+    with pytest.raises(InvalidInputError):
+        vault.put("a", blob, 0, [b"age-encryption.org/v1\n"])
+
+
+def test_pages(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.vault.PAGE", 7)
+    blobs = [blob_of(sealed(10, i % 250), i) for i in range(30)]
+    for i, blob in enumerate(blobs):
+        data = sealed(10, i % 250)
+        blob = Blob(blob.id, len(data), hashlib.sha256(data).hexdigest())
+        vault.put("a", blob, 0, [data])
+    seen: list[str] = []
+    while page := vault.page("a", seen[-1] if seen else ""):
+        assert len(page) <= 7
+        seen += [blob.id for blob in page]
+    assert seen == sorted(blob.id for blob in blobs)
+
+
+def test_over_the_wire(shared: Client) -> None:
+    data = sealed(600_000)
+    blob = blob_of(data, 99)
+    message = vault_pb2.Blob(id=blob.id, size=blob.size, sha256=blob.sha256)
+    requests = [vault_pb2.PutBlobRequest(blob=message, chunk=data[:1000])]
+    assert shared.vault.PutBlob(iter(requests), timeout=30).received == 1000
+    requests = [vault_pb2.PutBlobRequest(blob=message, offset=1000, chunk=data[1000:300_000])]
+    requests.append(vault_pb2.PutBlobRequest(chunk=data[300_000:]))
+    assert shared.vault.PutBlob(iter(requests), timeout=30).received == len(data)
+    got = list(shared.vault.GetBlob(vault_pb2.GetBlobRequest(id=blob.id), timeout=30))
+    assert got[0].blob == message
+    assert b"".join(piece.chunk for piece in got) == data
+    listed = shared.vault.ListBlobs(vault_pb2.ListBlobsRequest(), timeout=30)
+    assert message in listed.blobs
+    shared.vault.DeleteBlob(vault_pb2.DeleteBlobRequest(id=blob.id), timeout=30)
+    request = vault_pb2.GetBlobRequest(id=blob.id)
+    code, _, _ = refusal(lambda: list(shared.vault.GetBlob(request, timeout=30)))
+    assert code is grpc.StatusCode.NOT_FOUND
+    code, _, _ = refusal(lambda: shared.vault.PutBlob(iter([]), timeout=30))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
