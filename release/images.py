@@ -52,7 +52,8 @@ _DAMAGED = (
 def decode(data: bytes, height: int, width: int) -> Pixels:
     """Decode JPEG, PNG or WebP into uint8 RGB [height, width, 3], resized with antialiasing.
 
-    The whole image is kept, its sides scaled separately. EXIF orientation is applied, transparency
+    The whole image is kept, its sides scaled separately. Of a JPEG with several pictures the first
+    is taken. EXIF orientation is applied, transparency
     shows white. Raises InvalidInputError for other formats, animations, damaged or truncated files,
     more than 32 MiB or 25 million pixels.
     """
@@ -103,7 +104,8 @@ def _check_header(image: Image.Image) -> None:
             f"image: expected at most {LARGEST_PIXELS} pixels, got {width} x {height}; "
             "send a smaller copy"
         )
-    if getattr(image, "n_frames", 1) != 1:
+    # Phones append further pictures to a JPEG (MPO, gain maps); the first is the photo.
+    if image.format in ("PNG", "WEBP") and getattr(image, "n_frames", 1) != 1:
         raise InvalidInputError("image: expected a still image, got an animation")
 
 

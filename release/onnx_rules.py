@@ -56,7 +56,8 @@ def inspect(path: Path, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...])
     if not path.is_file() or size > LARGEST_FILE:
         raise RefusedError(f"expected a file of at most {LARGEST_FILE} bytes, got {size}")
     try:
-        model = onnx.load(str(path), load_external_data=False)
+        # Not onnx.load: it would choose another format by the name of the file.
+        model = ModelProto.FromString(path.read_bytes())
     except (DecodeError, ValueError) as error:
         raise RefusedError(f"is no ONNX file ({error})") from error
     _check_frame(model)
@@ -149,7 +150,7 @@ def _check_ends(what: str, values: Iterable[ValueInfoProto], expected: tuple[Ten
 
 
 def _check_values(model: ModelProto) -> None:
-    """No intermediate value of one item may be so large that it fills a device's memory."""
+    """No value of one item, as far as shapes are known, may be so large that it fills a device."""
     single = ModelProto()
     single.CopyFrom(model)
     for value in single.graph.input:

@@ -125,8 +125,8 @@ def locked(repo: Path) -> Iterator[None]:
     with durable.lock(folder.parent / f"{folder.name}.lock"):
         if folder.stat().st_dev != folder.parent.stat().st_dev:
             raise CannotWriteError(
-                f"{folder}: is a mount point, so nothing can be renamed into it; publish into a "
-                "folder below it"
+                f"{folder}: is on another file system than the folder around it, so nothing can be "
+                "renamed into it; publish into a folder below it"
             )
         yield
 

@@ -64,7 +64,8 @@ class State:
                 f"{path}: is damaged ({error}); remove it to begin anew from the root metadata"
             ) from error
         roles = ("root", *ROLE_FILES)
-        texts = {role: str(getattr(stored, role)).encode() for role in roles}
+        # What is no text was not written by us; it fails its signature.
+        texts = {role: str(getattr(stored, role)).encode(errors="replace") for role in roles}
         return cls(stored.anchor, stored.seen, texts)
 
     def save(self, path: Path) -> None:

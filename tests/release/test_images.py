@@ -152,6 +152,13 @@ def test_animations_are_refused(kind: str) -> None:
         decode(data, 8, 8)
 
 
+def test_of_a_phones_jpeg_with_several_pictures_the_first_is_taken() -> None:
+    first, second = Image.new("RGB", (16, 16), "red"), Image.new("RGB", (8, 8), "blue")
+    data = encoded(first, "MPO", save_all=True, append_images=[second])
+    assert Image.open(io.BytesIO(data)).format == "MPO"
+    assert decode(data, 8, 8)[..., 0].min() > 250
+
+
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
 def test_truncated_files_are_refused(kind: str, share: float) -> None:

@@ -50,7 +50,7 @@ def test_a_root_of_somebody_else_is_refused(tmp_path: Path) -> None:
         Trust(tmp_path, repo, BASE, stranger.files["1.root.json"])
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}", b"\xff", b'{"format": 1}'])
+@pytest.mark.parametrize("damage", [b"", b"{}", b"\xff", b'{"format": 1}', b"[" * 9999])
 def test_a_damaged_state_is_refused_not_believed(damage: bytes, tmp_path: Path) -> None:
     repo = Simulator()
     trust_of(repo, tmp_path).refresh()
