@@ -1,12 +1,11 @@
 """Chroma's server, from a virtual environment of its own (`make bench` makes it), over HTTP."""
 
+import http.client
 import json
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def _until_up(address: str, process: subprocess.Popen[bytes]) -> None:
         try:
             _call(address, "GET", "/api/v2/heartbeat")
             return
-        except urllib.error.URLError:
+        except ConnectionError:
             time.sleep(0.1)
     raise RuntimeError(f"Chroma does not answer at {address}")
 
@@ -94,9 +93,11 @@ def _call(address: str, method: str, path: str, body: dict[str, Any] | None = No
 
 
 def _send(address: str, method: str, path: str, body: bytes | None) -> Any:
-    request = urllib.request.Request(  # noqa: S310 - an address of this machine
-        f"http://{address}{path}", body, {"content-type": "application/json"}, method=method
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    host, port = address.split(":")
+    with closing(http.client.HTTPConnection(host, int(port), timeout=60)) as connection:
+        connection.request(method, path, body, {"content-type": "application/json"})
+        answer = connection.getresponse()
         text = answer.read()
+    if answer.status >= 300:
+        raise RuntimeError(f"Chroma: {method} {path}: {answer.status} {text[:300]!r}")
     return json.loads(text) if text else None

@@ -97,17 +97,21 @@ def multiplications(upgrade: nn.Module) -> int:
 class Projected(nn.Module):
     """A stand-in for an embedder that costs next to nothing: pixels times a random matrix.
 
-    Where the model is not what is measured, it must not be most of the time either.
+    Where the model is not what is measured, it must not be most of the time either. Large images
+    are averaged down to 32 pixels first.
     """
 
     def __init__(self, size: int, dim: int, seed: int, *, unit: bool) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.project = nn.Linear(size * size * 3, dim)
+        self.shrink = nn.AvgPool2d(max(1, size // 32))
+        side = size // max(1, size // 32)
+        self.project = nn.Linear(side * side * 3, dim)
         self.unit = unit
 
     def forward(self, image: Tensor) -> Tensor:
-        output: Tensor = self.project((image.float() / 255 - 0.5).flatten(1))
+        pixels = (image.float() / 255 - 0.5).permute(0, 3, 1, 2)
+        output: Tensor = self.project(self.shrink(pixels).flatten(1))
         return nn.functional.normalize(output) if self.unit else output
 
 

@@ -44,7 +44,7 @@ def run(bench: Bench) -> list[Table]:
     ]
 
 
-def _device(folder: Path, pair: Publication) -> tuple[Path, Path]:
+def device(folder: Path, pair: Publication) -> tuple[Path, Path]:
     """An empty gallery in release 1's space, and the publication that it follows."""
     folder.mkdir(parents=True)
     repo = pair.copy_first(folder / "publication")
@@ -62,7 +62,7 @@ def _images(folder: Path, count: int) -> Path:
 
 def _add(bench: Bench, pair: Publication, size: int) -> Row:
     folder = bench.folder / f"add-{size}"
-    gallery, _ = _device(folder, pair)
+    gallery, _ = device(folder, pair)
     done = edge(gallery, "add", _images(folder / "images", size))
     assert len(done.answer["added"]) == size
     return {
@@ -77,7 +77,7 @@ def _add(bench: Bench, pair: Publication, size: int) -> Row:
 def _filled(bench: Bench, pair: Publication, size: int) -> Path:
     """The folder of a device with so many items, its publication two releases long."""
     folder = bench.folder / f"filled-{size}"
-    gallery, repo = _device(folder, pair)
+    gallery, repo = device(folder, pair)
     with Store.open(gallery) as store:
         put(store, pair.manifests[1].space, data.things(size))
     pair.publish_second(repo)
@@ -132,7 +132,7 @@ def _sync(bench: Bench, pair: Publication, filled: Path, size: int) -> list[Row]
     return rows
 
 
-def _copied(filled: Path) -> Path:
+def copied(filled: Path) -> Path:
     """A fresh copy of the device; its publication is shared, by the path that it remembers."""
     copy = filled / "copy"
     shutil.rmtree(copy, ignore_errors=True)
@@ -143,7 +143,7 @@ def _copied(filled: Path) -> Path:
 
 
 def _synced(filled: Path, kind: str, done: list[Done]) -> float:
-    gallery = _copied(filled)
+    gallery = copied(filled)
     one = edge(gallery, "sync", f"--{kind}")
     assert one.answer["state"] == "upgraded", one.answer
     done.append(one)
@@ -151,5 +151,5 @@ def _synced(filled: Path, kind: str, done: list[Done]) -> float:
 
 
 def _bare(filled: Path, pair: Publication, kind: str) -> float:
-    with Store.open(_copied(filled)) as store:
+    with Store.open(copied(filled)) as store:
         return bare.upgrade_seconds(store, pair, kind, THREADS)
