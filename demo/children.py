@@ -15,6 +15,8 @@ LEASH = Path(__file__).with_name("leash.py")
 ROOT = Path(__file__).parent.parent
 # What a child may need to end by itself after it was asked to, in seconds.
 GRACE = 20
+# Lines of a failed command's log that are shown; the gate's verdict takes a dozen.
+LAST_WORDS = 14
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Child:
     def failure(self) -> DemoError:
         """What to say when it ended badly: its last words, and where all of them are."""
         words = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        last = "\n  ".join(words[-8:]) or "(it said nothing)"
+        last = "\n  ".join(words[-LAST_WORDS:]) or "(it said nothing)"
         return DemoError(
             f"{self.name} ended with exit code {self.process.returncode}:\n  {last}\n"
             f"Its whole log: {self.log}"

@@ -1,5 +1,6 @@
 """The gateway's calls as an app makes them: gRPC stubs and nothing else of ours."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -82,13 +83,30 @@ def ask(
     return answers
 
 
-def active_release(channel: grpc.Channel) -> int | None:
-    """The release that answers now, None before there is one."""
+def releases(channel: grpc.Channel) -> dict[int, release_pb2.ReleaseState]:
+    """The published releases and what the gateway does with each."""
     listed = release_pb2_grpc.ReleaseServiceStub(channel).ListReleases(
         release_pb2.ListReleasesRequest(), timeout=DEADLINE
     )
-    active = [r.number for r in listed.releases if r.state == release_pb2.RELEASE_STATE_ACTIVE]
-    return active[0] if active else None
+    return {release.number: release.state for release in listed.releases}
+
+
+def active_release(channel: grpc.Channel) -> int | None:
+    """The release that answers now, None before there is one."""
+    states = releases(channel)
+    return next((n for n, s in states.items() if s == release_pb2.RELEASE_STATE_ACTIVE), None)
+
+
+def settled_release(channel: grpc.Channel) -> int | None:
+    """The release that answers, once an activation that a killed run began has come to its end."""
+    deadline = time.monotonic() + DEADLINE
+    while release_pb2.RELEASE_STATE_ACTIVATING in releases(channel).values():
+        if time.monotonic() > deadline:
+            raise DemoError(
+                f"an activation has not ended after {DEADLINE} s; see the gateway's log"
+            )
+        time.sleep(0.2)
+    return active_release(channel)
 
 
 def roll_back(channel: grpc.Channel) -> None:

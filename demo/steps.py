@@ -172,7 +172,7 @@ class Life:
     def swap(self) -> Result:
         options = self.options
         with gateway.connect(self.address()) as channel:
-            if gateway.active_release(channel) == 2:
+            if gateway.settled_release(channel) == 2:
                 gateway.roll_back(channel)
             with serve.under_load(
                 self.children, self.addresses[0], SERVER, self.data / "queries", options.clients
