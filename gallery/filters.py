@@ -4,11 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from gallery.index import Labels
 from gallery.put import MetadataValue
 from gallery.store import Store
+from gallery.tables import label_column
 from release.errors import InvalidInputError
 
 
@@ -43,7 +42,7 @@ def allowed_labels(store: Store, conditions: Sequence[Condition]) -> Labels:
     sql = " INTERSECT ".join(f"SELECT label FROM attributes WHERE {test}" for test in tests)
     with store.reading() as connection:
         rows = connection.execute(f"{sql} ORDER BY label", [p for some in parameters for p in some])
-        return np.fromiter((label for (label,) in rows), np.int64)
+        return label_column(rows)
 
 
 def _test(condition: Condition) -> tuple[str, list[MetadataValue]]:

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from gallery.index import Labels
 from gallery.spec import Origin, SpaceInfo
-from gallery.tables import live_labels, to_blobs, vector_table
+from gallery.tables import label_column, live_labels, to_blobs, vector_table
 from release.errors import InvalidInputError
 from release.vectors import Vectors, check_vectors
 
@@ -223,4 +223,4 @@ def labels_of(connection: sqlite3.Connection, ids: Sequence[str]) -> Labels:
         "SELECT label FROM items WHERE id IN (SELECT value FROM json_each(?)) ORDER BY label",
         (json.dumps(list(ids)),),
     )
-    return np.fromiter((label for (label,) in found), np.int64)
+    return label_column(found)

@@ -20,6 +20,9 @@ from gallery.tables import add_space, find_space, live_labels, read_spaces, vect
 from release.errors import InvalidInputError, NotFoundError, PreconditionError
 from release.vectors import check_vectors
 
+# Rows deleted at once: what one statement changes stays in memory until it ends.
+DROP_ROWS = 4096
+
 _NONE = np.empty(0, np.int64)
 _SPACES_CHANGED = Change({}, _NONE, spaces=True)
 
@@ -173,7 +176,11 @@ def drop(store: Store, space: str) -> None:
             raise PreconditionError(
                 f"release {info.spec.release}'s space is the active one; flip to another first"
             )
-        connection.execute(f"DROP TABLE {vector_table(info.number)}")
+        table = vector_table(info.number)
+        piece = f"DELETE FROM {table} WHERE label IN (SELECT label FROM {table} LIMIT {DROP_ROWS})"
+        while connection.execute(piece).rowcount:
+            pass
+        connection.execute(f"DROP TABLE {table}")
         connection.execute("DELETE FROM spaces WHERE number = ?", (info.number,))
         changes.append(_SPACES_CHANGED)
     store.scrub()

@@ -4,11 +4,11 @@ A run that was broken off and resumed gives the same bits as an unbroken one.
 """
 
 import contextlib
-import json
 import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress
 from typing import Literal, Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ from gallery.index import Labels
 from gallery.put import Checked, NewVectors, check, insert_vectors
 from gallery.spec import Origin, SpaceInfo, SpaceSpec
 from gallery.store import Store
-from gallery.tables import VECTOR_TABLE, from_blobs, vector_table
+from gallery.tables import VECTOR_TABLE, among, from_blobs, label_column, vector_table
 from release.vectors import Vectors
 
 # label: as they were put. uncertainty: what the source's own upgrade was least certain of first.
@@ -105,8 +105,10 @@ def run_upgrade(
     stopped = False
     total = store.count()
     before = total - staging.left_behind(store, target.space)
-    # What is put while a pass runs is found by the next one.
-    while not stopped and len(todo := read.missing(order)):
+    # What is put while a pass runs has larger labels and is found by the next one.
+    last = 0
+    while not stopped and len(todo := read.missing(order, last)):
+        last = int(todo.max())
         for start in range(0, len(todo), chunk):
             if should_stop is not None and should_stop():
                 stopped = True
@@ -144,32 +146,41 @@ class _Reader:
         self.reads_side = reads_side
         self.table = vector_table(self.source.number)
 
-    def missing(self, order: Order) -> Labels:
-        """Labels that can be carried over and are not yet, in the order of the work."""
+    def missing(self, order: Order, after: int = 0) -> Labels:
+        """Labels above `after` that can be carried over and are not yet, in the order of work."""
         by = {"label": "s.label", "uncertainty": "s.uncertainty DESC, s.label"}[order]
-        where = "s.side IS NOT NULL" if self.reads_side else "TRUE"
+        where = "s.label > ?"
+        if self.reads_side:
+            where += " AND s.side IS NOT NULL"
         if self.target is not None:
             there = vector_table(self.target.number)
             where += f" AND NOT EXISTS (SELECT 1 FROM {there} t WHERE t.label = s.label)"
         with self.store.reading() as connection:
             rows = connection.execute(
-                f"SELECT s.label FROM {self.table} s WHERE {where} ORDER BY {by}"
+                f"SELECT s.label FROM {self.table} s WHERE {where} ORDER BY {by}", (after,)
             )
-            return np.fromiter((label for (label,) in rows), np.int64)
+            return label_column(rows)
 
     def vectors(self, labels: Labels) -> tuple[Labels, Vectors, Vectors | None]:
         """Those of `labels` that are still there, by label, with what the runner reads."""
+        condition, parameters = among(labels)
+        side = "side" if self.reads_side else "NULL"
         with self.store.reading() as connection:
             rows = connection.execute(
-                f"SELECT label, embedding, side FROM {self.table}"
-                " WHERE label IN (SELECT value FROM json_each(?)) ORDER BY label",
-                (json.dumps(labels.tolist()),),
+                f"SELECT label, embedding, {side} FROM {self.table}"
+                f" WHERE {condition} ORDER BY label",
+                parameters,
             ).fetchall()
+        spec = self.source.spec
         if not rows:
-            return np.empty(0, np.int64), np.empty((0, self.source.spec.dim), np.float32), None
-        found, embeddings, sides = zip(*rows, strict=True)
-        side = from_blobs(sides, self.source.spec.side_dim) if self.reads_side else None
-        return np.array(found, np.int64), from_blobs(embeddings, self.source.spec.dim), side
+            return np.empty(0, np.int64), np.empty((0, spec.dim), np.float32), None
+        columns = zip(*rows, strict=True)
+        found = np.array(next(columns), np.int64)
+        # A range can hold others than those that were asked for.
+        asked = np.isin(found, labels)
+        embedding, sides = ([*compress(column, asked)] for column in columns)
+        side_info = from_blobs(sides, spec.side_dim) if self.reads_side else None
+        return found[asked], from_blobs(embedding, spec.dim), side_info
 
 
 @dataclass(frozen=True)
