@@ -5,6 +5,7 @@ from typing import Any
 from client.device import Device
 from gallery import staging
 from gallery.spec import SpaceInfo
+from gallery.tables import vector_table
 from release.errors import NotFoundError
 
 
@@ -52,5 +53,6 @@ def confirm(device: Device, but: str | None = None) -> list[int]:
 
 def _has_originals(device: Device, space: SpaceInfo) -> bool:
     with device.store.reading() as connection:
-        query = f"SELECT 1 FROM vectors_{space.number:d} WHERE origin = 'native' LIMIT 1"  # noqa: S608
+        table = vector_table(space.number)
+        query = f"SELECT 1 FROM {table} WHERE origin = 'native' LIMIT 1"  # noqa: S608
         return connection.execute(query).fetchone() is not None

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from client import crypto
 from client.device import Device, beside
 from client.install import missing, tidy
@@ -18,13 +16,14 @@ from gallery import staging
 from gallery.connections import connect
 from gallery.spec import SpaceInfo
 from gallery.store import Item
+from gallery.tables import from_blobs, vector_table
 from release import durable
 from release.digests import sha256_file
 from release.errors import NobackfillError, NotFoundError
 from release.vectors import check_vectors
 
 _LEAST_CERTAIN = 10
-_ROWS = 10_000
+_ROWS = 4096
 
 
 def remove(device: Device, named: Sequence[str]) -> dict[str, Any]:
@@ -133,16 +132,20 @@ def _check_space(device: Device, space: SpaceInfo) -> int:
     spec = space.spec
     if space.state == "staging" and not device.state("installed", {}).get(str(spec.release)):
         return device.store.count(spec.space)
-    labels, vectors = device.store.load(spec.space)
-    for start in range(0, len(labels), _ROWS):
-        what = f"vectors of release {spec.release}"
-        check_vectors(vectors[start : start + _ROWS], spec.dim, what=what, unit=spec.unit)
-    if space.state == "active" and len(labels) < device.store.count():
-        lacking = device.store.count() - len(labels)
+    count = 0
+    with device.store.reading() as connection:
+        rows = connection.execute(f"SELECT embedding FROM {vector_table(space.number)}")  # noqa: S608
+        while some := rows.fetchmany(_ROWS):
+            vectors = from_blobs([blob for (blob,) in some], spec.dim)
+            what = f"vectors of release {spec.release}"
+            check_vectors(vectors, spec.dim, what=what, unit=spec.unit)
+            count += len(vectors)
+    if space.state == "active" and count < device.store.count():
+        lacking = device.store.count() - count
         raise NotFoundError(
             f"{lacking} items have no vector in the active space; add their images again"
         )
-    return int(np.size(labels))
+    return count
 
 
 def _check_vault(device: Device) -> list[str]:

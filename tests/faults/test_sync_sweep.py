@@ -5,9 +5,13 @@ left. The quick set kills at each step; `make faults` adds torn writes, I/O erro
 kills at random moments.
 """
 
+import os
 import random
 import shutil
+import signal
 import sqlite3
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +26,7 @@ from gallery.spec import SpaceSpec
 from gallery.store import NewVectors
 from release.errors import CannotWriteError
 from release.vectors import Vectors
-from tests.support import blocks, edge, graphs
+from tests.support import blocks, edge, graphs, syscalls
 from tests.support.crash import KILLED, count_steps, run_with_fault, sweep
 
 # More than two chunks of an upgrade.
@@ -139,3 +143,46 @@ def test_a_second_kill_while_recovering_changes_nothing(bench: Bench) -> None:
         run_with_fault(f"kill@{second}", bench.sync)
         bench.check((first, second))
         bench.check_converged((first, second))
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+def test_kills_at_random_moments(bench: Bench) -> None:
+    bench.restore()
+    started = time.monotonic()
+    assert run_with_fault(None, bench.sync).status == 0
+    longest = time.monotonic() - started
+    chance = random.Random(20)
+    killed, flipped = 0, 0
+    for turn in range(200):
+        bench.restore()
+        child = os.fork()
+        if child == 0:
+            bench.sync()
+            os._exit(0)
+        time.sleep(chance.uniform(0, longest))
+        os.kill(child, signal.SIGKILL)
+        killed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+        flipped += bench.check(f"turn {turn}") == 2
+        bench.check_converged(f"turn {turn}")
+    assert killed > 100
+    print(f"{killed} of 200 random kills hit a running sync, {flipped} after its flip")
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not syscalls.available(), reason="needs strace and the right to trace")
+def test_power_loss_after_every_system_call(bench: Bench, tmp_path: Path) -> None:
+    bench.restore()
+    command = [Path(sys.executable).with_name("edge-client"), "--gallery", bench.gallery, "sync"]
+    calls = syscalls.trace(command, bench.top, tmp_path / "strace.log")
+    releases = []
+    for count, way, disk in syscalls.states(bench.top, bench.pristine, calls):
+        disk.restore(bench.top, way)
+        releases.append(bench.check(f"call {count} of {len(calls)}, {way}"))
+        if count % 40 == 0:
+            bench.check_converged(f"call {count}, {way}")
+    # What the command said was done is on the disk, whatever the way.
+    assert releases[-3:] == [2, 2, 2]
+    assert releases[0] == 1
+    print(f"{len(releases)} states of the disk after {len(calls)} system calls")
