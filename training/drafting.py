@@ -100,7 +100,7 @@ class Release:
         newest = self.published[max(self.published)] if self.published else None
         if newest is None or newest.side_encoder is None:
             raise ConfigurationError(
-                "--keep-side-encoder: no published release has one; give --side-encoder RUN"
+                "--keep-side-encoder: the newest release has none; give --side-encoder RUN"
             )
         self._check_size(newest.embedder.height, f"release {newest.release}'s side encoder")
         self.side_encoder = newest.side_encoder

@@ -51,7 +51,7 @@ def main(
     ] = False,
 ) -> None:
     """Measure cells of the compatibility matrix and print them as a table."""
-    manifests = read_publication(model_repo)
+    manifests = read_publication(model_repo).manifests
     if not manifests:
         raise ConfigurationError(f"--model-repo {model_repo}: nothing is published there")
     names = every_cell(manifests) if cells is None else [parse_cell(c) for c in cells.split(",")]

@@ -3,13 +3,12 @@
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from release.errors import ConfigurationError, GateFailedError
+from release.errors import AlreadyExistsError, ConfigurationError, GateFailedError
 from release.keys import Keys
 from release.manifest import GateVerdict, Manifest
 from release.publish import Draft, Published, publish
@@ -21,11 +20,11 @@ from training.assemble import (
 )
 from training.bring import Pixels, add_onnx_embedder
 from training.command import command_app
-from training.data import list_images
+from training.data import Listing, list_images
 from training.drafting import Release
 from training.gate import Evidence, measure_release
 from training.probes import make_probes
-from training.published import read_publication
+from training.published import Publication, read_publication
 from training.table import gate_table
 
 _EPILOG = """
@@ -92,8 +91,10 @@ def main(
     if side_encoder is not None and keep_side_encoder:
         raise ConfigurationError("expected --side-encoder or --keep-side-encoder, not both")
     published = read_publication(model_repo)
+    listing = None if evaluate is None else list_images(evaluate)
+    _check_number(release, published, measured=listing is not None, force=force)
     with tempfile.TemporaryDirectory(prefix="nobackfill-export-") as folder:
-        draft = Release(release, Path(folder), published, model_repo)
+        draft = Release(release, Path(folder), published.manifests, model_repo)
         if embedder is not None:
             add_embedder_run(draft, embedder)
         elif onnx is not None:
@@ -106,8 +107,8 @@ def main(
             add_forward_head(draft, embedder)
         for run in upgrade or ():
             add_upgrade_run(draft, run)
-        manifest, evidence = _measured(draft, evaluate, split_seed, int8_loss)
-        manifest = _judged(manifest, evidence, published, force)
+        manifest, evidence = _measured(draft, published, listing, split_seed, int8_loss)
+        manifest = _judged(manifest, evidence, force=force, first=not published.manifests)
         keys = Keys.beside(model_repo, {"targets": targets_key} if targets_key else None)
         files = {file.path for file in manifest.files()}
         local = {path: file for path, file in draft.files.items() if path in files}
@@ -115,20 +116,39 @@ def main(
     _report(manifest, evidence, done, as_json)
 
 
+def _check_number(release: int, published: Publication, *, measured: bool, force: bool) -> None:
+    """What can be refused before anything is exported."""
+    newest = max(published.manifests, default=0)
+    if release <= newest:
+        raise AlreadyExistsError(
+            f"--release {release}: expected a number above {newest}, the newest published; "
+            "releases are immutable and numbers only grow"
+        )
+    if newest and not measured and not force:
+        raise GateFailedError(
+            f"release {release} has predecessors, so the gate must measure it: give --eval FOLDER "
+            "with images that nothing was trained on (or publish unmeasured with --force)"
+        )
+
+
 def _measured(
-    draft: Release, folder: Path | None, split_seed: int, int8_loss: float
+    draft: Release,
+    published: Publication,
+    listing: Listing | None,
+    split_seed: int,
+    int8_loss: float,
 ) -> tuple[Manifest, Evidence | None]:
     """The manifest with probes, and with calibration and evidence where there are images."""
     manifest = draft.manifest(make_probes(draft))
-    if folder is None:
+    if listing is None:
         # What nobody measured is not published quantised.
         bare = tuple(u.model_copy(update={"int8_file": None}) for u in manifest.upgrades)
         return manifest.model_copy(update={"upgrades": bare}), None
     manifest, evidence = measure_release(
         manifest,
-        draft.published,
+        published,
         draft.all_files(),
-        list_images(folder),
+        listing,
         seed=split_seed,
         int8_loss=int8_loss / 100,
     )
@@ -140,25 +160,18 @@ def _measured(
     return manifest.model_copy(update=update), evidence
 
 
-def _judged(
-    manifest: Manifest, evidence: Evidence | None, published: Mapping[int, Manifest], force: bool
-) -> Manifest:
+def _judged(manifest: Manifest, evidence: Evidence | None, *, force: bool, first: bool) -> Manifest:
     """The manifest with the gate's verdict. Raises GateFailedError with the table that
     shows why.
     """
     if evidence is not None:
         verdict = evidence.verdict
-    elif not published:
+    elif first:
         verdict = GateVerdict(verdict="first")
     else:
         verdict = GateVerdict(verdict="not_measured", detail="published without --eval")
     if verdict.verdict in ("failed", "not_measured"):
-        if not force:
-            if evidence is None:
-                raise GateFailedError(
-                    f"release {manifest.release} has predecessors, so the gate must measure it: "
-                    "give --eval FOLDER with images that nothing was trained on"
-                )
+        if evidence is not None and not force:
             raise GateFailedError(
                 f"release {manifest.release} does not pass the gate: {verdict.detail}. Nothing was "
                 f"published; train it longer or on more, or publish with --force\n"

@@ -19,6 +19,7 @@ from release.models import Files
 from training.calibrate import fit_calibration
 from training.data import Listing, halves
 from training.measure import CellName, Embedded, Measured, search_cell, served_cells
+from training.published import Publication
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Measuring:
 
 def measure_release(
     release: Manifest,
-    published: Mapping[int, Manifest],
+    published: Publication,
     files: Files,
     listing: Listing,
     *,
@@ -104,12 +105,12 @@ def measure_release(
     calibration_rows, gate_rows = halves(listing, seed)
     for half in (calibration_rows, gate_rows):
         _check_enough(listing.select(half))
-    manifests = {**published, release.release: release}
+    manifests = {**published.manifests, release.release: release}
     gate = Measuring(listing.select(gate_rows), files, manifests)
     new = _without_lossy_twins(gate, release, int8_loss)
     gate.replace(new)
     manifests[release.release] = new
-    rows = tuple(_rows(gate, new, manifests))
+    rows = tuple(_rows(gate, new, manifests, published.withdrawn))
     cells = [CellName(new.release, (new.release,))]
     cells += [name for row in rows for name in (row.old, row.cell)]
     cells += [
@@ -122,7 +123,7 @@ def measure_release(
         tuple(gate.evidence(name) for name in dict.fromkeys(cells)),
         tuple(_route(gate, row.cell) for row in rows if len(row.cell.gallery) > 1),
         tuple(_calibrations(calibrating, new, manifests, rows)),
-        _verdict(new.release, rows, manifests),
+        _verdict(published, rows),
         rows,
     )
 
@@ -139,8 +140,10 @@ def _without_lossy_twins(gate: Measuring, release: Manifest, int8_loss: float) -
     return release.model_copy(update={"upgrades": tuple(upgrades)})
 
 
-def _rows(gate: Measuring, new: Manifest, manifests: Mapping[int, Manifest]) -> Iterator[Row]:
-    for name in served_cells(new, manifests):
+def _rows(
+    gate: Measuring, new: Manifest, manifests: Mapping[int, Manifest], withdrawn: frozenset[int]
+) -> Iterator[Row]:
+    for name in served_cells(new, manifests, withdrawn):
         old = CellName(name.gallery[0], (name.gallery[0],))
         served, before = gate.cell(name), gate.cell(old)
         yield Row(
@@ -203,15 +206,14 @@ def _calibrations(
         yield fit(CellName(number, (number,)), space, space, "old-model")
 
 
-def _verdict(release: int, rows: tuple[Row, ...], manifests: Mapping[int, Manifest]) -> GateVerdict:
-    older = [number for number in manifests if number < release]
-    if not older:
+def _verdict(published: Publication, rows: tuple[Row, ...]) -> GateVerdict:
+    if not published.manifests:
         return GateVerdict(verdict="first")
-    served = {row.old.query for row in rows}
     problems = [f"{row.cell} does not beat {row.old}" for row in rows if not row.passed]
-    if max(older) not in served:
+    current = set(published.manifests) - published.withdrawn
+    if current and max(current) not in {row.old.query for row in rows}:
         problems.append(
-            f"vectors of release {max(older)} are served by no upgrade and no direct search"
+            f"vectors of release {max(current)} are served by no upgrade and no direct search"
         )
     return GateVerdict(
         verdict="failed" if problems else "passed",

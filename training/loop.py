@@ -196,8 +196,9 @@ def _check_finite(loss: Tensor, terms: Mapping[str, Tensor], step: int, config: 
         return
     bad = [name for name, term in terms.items() if not torch.isfinite(term)]
     raise DivergedError(
-        f"{config.run_dir}: the loss was {float(loss.detach())} at step {step} (term: {', '.join(bad)}); "
-        "the last checkpoint is kept. Try a lower lr, a longer warm-up or gradient_clip"
+        f"{config.run_dir}: the loss was {float(loss.detach())} at step {step} "
+        f"(term: {', '.join(bad)}); the last checkpoint is kept. Try a lower lr, a longer warm-up "
+        "or gradient_clip"
     )
 
 

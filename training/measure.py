@@ -113,14 +113,20 @@ def cell_vectors(
     return query_vectors, gallery_vectors
 
 
-def served_cells(new: Manifest, manifests: Mapping[int, Manifest]) -> Iterator[CellName]:
-    """Every way in which `new` would answer from older vectors: direct search, and all routes."""
+def served_cells(
+    new: Manifest, manifests: Mapping[int, Manifest], withdrawn: frozenset[int] = frozenset()
+) -> Iterator[CellName]:
+    """Every way in which `new` would answer from older vectors: direct search, and all routes.
+
+    No route is planned through a withdrawn release, but a gallery may still live in its space.
+    """
+    usable = {n: manifest for n, manifest in manifests.items() if n not in withdrawn}
     for number, old in sorted(manifests.items()):
         if number >= new.release:
             continue
         if old.space in new.searches_directly:
             yield CellName(new.release, (number,))
-        for chain in _chains(manifests, number, new.release):
+        for chain in _chains(usable, number, new.release):
             yield CellName(new.release, chain)
 
 

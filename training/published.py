@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,27 +20,36 @@ from training.frozen import FrozenEncoder
 _CHUNK = 256
 
 
-def read_publication(model_repo: Path) -> dict[int, Manifest]:
-    """Verified manifests of every release that is not withdrawn; empty where nothing is published.
+@dataclass(frozen=True)
+class Publication:
+    """Verified manifests of every release, and which of them were withdrawn."""
 
-    Every file of them is checked in place. Raises VerificationError.
+    manifests: Mapping[int, Manifest]
+    withdrawn: frozenset[int]
+
+
+def read_publication(model_repo: Path) -> Publication:
+    """What is published, every file checked in place; empty where nothing is.
+
+    Raises VerificationError.
     """
     if not (model_repo / "timestamp.json").is_file():
-        return {}
+        return Publication({}, frozenset())
     with tempfile.TemporaryDirectory() as state:
         folder = TrustedFolder(model_repo, Path(state))
         folder.refresh()
-        manifests = folder.manifests()
-        for release in manifests:
+        reasons = folder.releases()
+        for release in reasons:
             folder.verified(release)
-        return manifests
+        manifests = {release: folder.manifest(release) for release in reasons}
+    return Publication(manifests, frozenset(n for n, why in reasons.items() if why is not None))
 
 
 def require_release(number: int, published: Mapping[int, Manifest]) -> Manifest:
     """A published release by number. Raises ConfigurationError naming those there are."""
     if number not in published:
         raise ConfigurationError(
-            f"release {number} is not published, or withdrawn; published: "
+            f"release {number} is not published; published: "
             f"{', '.join(map(str, sorted(published))) or 'none'}"
         )
     return published[number]
@@ -47,7 +57,7 @@ def require_release(number: int, published: Mapping[int, Manifest]) -> Manifest:
 
 def of_release(source: PublishedSource) -> tuple[FrozenEncoder, FrozenEncoder | None]:
     """The embedder and, where it has one, the side encoder of a release."""
-    manifest = require_release(source.release, read_publication(source.model_repo))
+    manifest = require_release(source.release, read_publication(source.model_repo).manifests)
     return of_manifest(source.model_repo, manifest)
 
 

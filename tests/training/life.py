@@ -1,15 +1,15 @@
 """A small life of two releases on some of scikit-learn's digits: images, runs, publication."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from click.testing import Result
 from PIL import Image
 from sklearn.datasets import load_digits
 from typer import Typer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from training import evaluate, export
 from training.config import Config, parse_config
@@ -29,6 +29,11 @@ class Life:
     data: Path
     runs: Path
     repo: Path
+
+    @property
+    def first(self) -> Path:
+        """The publication as it was with release 1 alone."""
+        return self.repo.with_name("first")
 
 
 def write_digits(folder: Path) -> None:
@@ -122,3 +127,11 @@ def publish_life(life: Life) -> None:
         )
         result = run_export(life.repo, number, *arguments)
         assert result.exit_code == 0, result.output
+        if number == 1:
+            copy_publication(life.repo, life.first)
+
+
+def copy_publication(repo: Path, target: Path) -> None:
+    """Copy a publication with its keys."""
+    shutil.copytree(repo, target)
+    shutil.copytree(repo.with_name(f"{repo.name}.keys"), target.with_name(f"{target.name}.keys"))

@@ -1,0 +1,60 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from metrics.ranking import Relevance
+from release.calibration import scores
+from training.calibrate import PAIRS_A_QUERY, fit_calibration, fit_curve, retrieved_pairs
+
+SPACE = "sp-" + "0" * 64
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    hnp.arrays(np.float64, st.integers(1, 300), elements=st.floats(0, 4, width=32)),
+    st.integers(0, 2**32 - 1),
+)
+def test_every_curve_is_strictly_monotone(distances: np.ndarray, seed: int) -> None:
+    matches = np.random.default_rng(seed).integers(0, 2, len(distances)).astype(float)
+    x, y = fit_curve(distances, matches)
+    assert len(x) == len(y) >= 2
+    assert (np.diff(x) > 0).all()
+    assert (np.diff(y) < 0).all()
+    assert 0 <= min(y) < max(y) <= 1
+
+
+def test_probabilities_are_the_shares_of_matches() -> None:
+    """Matches drawn with a known probability of distance: the fit finds it."""
+    rng = np.random.default_rng(0)
+    distances = rng.uniform(0, 2, 40_000)
+    truth = 1 / (1 + np.exp(6 * (distances - 1)))
+    x, y = fit_curve(distances, (rng.random(len(distances)) < truth).astype(float))
+    grid = np.linspace(0.1, 1.9, 30)
+    expected = 1 / (1 + np.exp(6 * (grid - 1)))
+    assert np.abs(np.interp(grid, x, y) - expected).max() < 0.04
+
+
+def test_only_retrieved_pairs_count_and_never_the_query_itself() -> None:
+    n = PAIRS_A_QUERY + 15
+    neighbours = np.arange(n)[None, :].repeat(2, 0)
+    distances = (np.arange(n) / 10).astype(np.float32)[None, :].repeat(2, 0)
+    neighbours[1, -1], distances[1, -1] = -1, np.inf
+    relevance = Relevance([np.array([1, 5]), np.array([0])], [np.array([0]), np.array([], int)])
+    found, matches = retrieved_pairs(neighbours, distances, relevance)
+    assert len(found) == 2 * PAIRS_A_QUERY
+    assert found[0] == pytest.approx(0.1)
+    assert found.max() == pytest.approx(PAIRS_A_QUERY / 10)
+    assert np.flatnonzero(matches).tolist() == [0, 4, PAIRS_A_QUERY]
+
+
+def test_a_calibration_is_applied_as_it_was_fitted() -> None:
+    rng = np.random.default_rng(1)
+    distances = np.sort(rng.uniform(0, 2, (50, 30)).astype(np.float32), axis=1)
+    neighbours = np.tile(np.arange(30), (50, 1))
+    relevance = Relevance([np.arange(8)] * 50, [np.array([], int)] * 50)
+    curve = fit_calibration(SPACE, SPACE, "native", neighbours, distances, relevance, 30)
+    assert curve.items == 30
+    near, far = scores(curve, [0.0, 2.0])
+    assert near > 0.8 > 0.2 > far

@@ -1,0 +1,147 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from release.models import open_embedder, open_side_encoder, open_upgrade
+from tests.training.life import SIZE, Life, run_evaluate
+from training.data import decode, list_images
+from training.published import read_publication
+
+Vectors = np.ndarray
+
+
+def slow_cell(
+    queries: Vectors, gallery: Vectors, asked: list[str], held: list[str]
+) -> dict[str, float]:
+    """CMC-1, CMC-5 and mAP of definitions, one query and one rank at a time."""
+    first, fifth, precisions = [], [], []
+    for query, name in zip(queries, asked, strict=True):
+        order = sorted(range(len(held)), key=lambda i: float(((query - gallery[i]) ** 2).sum()))
+        hits = [held[i] == name for i in order]
+        first.append(hits[0])
+        fifth.append(any(hits[:5]))
+        found, total = 0, 0.0
+        for rank, hit in enumerate(hits, 1):
+            if hit:
+                found += 1
+                total += found / rank
+        precisions.append(total / found)
+    return {
+        "cmc1": float(np.mean(first)),
+        "cmc5": float(np.mean(fifth)),
+        "map": float(np.mean(precisions)),
+    }
+
+
+@pytest.fixture(scope="module")
+def report(life: Life, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
+    file = tmp_path_factory.mktemp("report") / "deep" / "cells.json"
+    picture = file.with_suffix(".png")
+    result = run_evaluate(life, "--json", file, "--neighbours", "5", "--picture", picture)
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    loaded: dict[str, dict[str, object]] = json.loads(file.read_text("utf-8"))
+    return loaded
+
+
+def vectors(life: Life) -> dict[str, tuple[Vectors, Vectors]]:
+    """Query and gallery vectors of each cell, through the published files one by one."""
+    published = read_publication(life.repo).manifests
+    old, new = published[1], published[2]
+    asked = decode(list_images(life.data / "queries"), SIZE)
+    held = decode(list_images(life.data / "gallery"), SIZE)
+    old_embedder, new_embedder = open_embedder(life.repo, old), open_embedder(life.repo, new)
+    side = open_side_encoder(life.repo, old).run(held)
+    stored = old_embedder.run(held)
+    upgraded = open_upgrade(life.repo, new, new.upgrades[0]).run(stored, side).embedding
+    return {
+        "1/1": (old_embedder.run(asked), stored),
+        "2/1": (new_embedder.run(asked), stored),
+        "2/1>2": (new_embedder.run(asked), upgraded),
+        "2/2": (new_embedder.run(asked), new_embedder.run(held)),
+    }
+
+
+@pytest.mark.parametrize("cell", ["1/1", "2/1", "2/1>2", "2/2"])
+def test_cells_agree_with_a_slow_oracle(
+    cell: str, life: Life, report: dict[str, dict[str, dict[str, float]]]
+) -> None:
+    asked = [p.split("/")[0] for p in list_images(life.data / "queries").paths]
+    held = [p.split("/")[0] for p in list_images(life.data / "gallery").paths]
+    expected = slow_cell(*vectors(life)[cell], asked, held)
+    for name, value in expected.items():
+        assert report["cells"][cell][name] == pytest.approx(value, abs=1e-5), name
+
+
+def test_neighbours_are_gallery_paths_nearest_first(
+    life: Life, report: dict[str, dict[str, dict[str, list[str]]]]
+) -> None:
+    queries, gallery = vectors(life)["2/1>2"]
+    asked, held = (list_images(life.data / part).paths for part in ("queries", "gallery"))
+    found = report["neighbours"]["2/1>2"]
+    assert set(found) == set(asked)
+    for row in (0, 41):
+        distances = ((queries[row] - gallery) ** 2).sum(1)
+        assert found[asked[row]] == [held[i] for i in np.argsort(distances)[:5]]
+
+
+def test_the_criterion_follows_from_the_cells(
+    report: dict[str, dict[str, dict[str, float]]],
+) -> None:
+    cells, told = report["cells"], report["criterion"]["2/1>2"]
+    old, served, new = (cells[name]["map"] for name in ("1/1", "2/1>2", "2/2"))
+    assert told["compatible"] is True
+    assert told["share_kept"] == pytest.approx(served / new)
+    assert told["gap_closed"] == pytest.approx((served - old) / (new - old))
+    assert report["criterion"]["2/1"]["compatible"] is False
+    assert "2/2" not in report["criterion"]
+
+
+def test_one_folder_on_both_sides_leaves_the_image_itself_out(life: Life, tmp_path: Path) -> None:
+    file = tmp_path / "cells.json"
+    folder = life.data / "queries"
+    result = run_evaluate(
+        life, "--gallery", folder, "--cells", "2/2", "--json", file, "--neighbours", "3"
+    )
+    assert result.exit_code == 0, result.output
+    neighbours = json.loads(file.read_text("utf-8"))["neighbours"]["2/2"]
+    assert all(query not in found for query, found in neighbours.items())
+    assert json.loads(file.read_text("utf-8"))["cells"]["2/2"]["cmc1"] < 1
+
+
+def test_the_quantised_twin_can_be_measured(life: Life, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("fp32.json", "int8.json")]
+    for file, extra in zip(files, ((), ("--int8",)), strict=True):
+        result = run_evaluate(life, "--cells", "2/1>2", "--json", file, *extra)
+        assert result.exit_code == 0, result.output
+    whole, small = (json.loads(f.read_text("utf-8"))["cells"]["2/1>2"]["map"] for f in files)
+    assert small == pytest.approx(whole, abs=0.05)
+    assert small != whole
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--cells", "2-1"), 78, "expected a cell like"),
+        (("--cells", "3/3"), 1, "release 3 is not published"),
+        (("--cells", "2/2>1"), 1, "no upgrade leads from release 2 to release 1"),
+        (("--model-repo", "nowhere"), 78, "nothing is published there"),
+        (("--queries", "nowhere"), 78, "no image folder"),
+    ],
+)
+def test_wrong_requests_are_refused(
+    life: Life, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    result = run_evaluate(life, *arguments)
+    assert result.exit_code == code, result.output
+    assert message in result.output
+
+
+def test_folders_without_a_class_in_common_are_refused(life: Life, tmp_path: Path) -> None:
+    (tmp_path / "g").mkdir()
+    (tmp_path / "g" / "zero").symlink_to(life.data / "gallery" / "0")
+    result = run_evaluate(life, "--gallery", tmp_path / "g", "--cells", "2/2")
+    assert result.exit_code == 65
+    assert "no class folder name in common" in result.output

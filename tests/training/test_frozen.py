@@ -1,0 +1,139 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from release.errors import ConfigurationError, InvalidInputError
+from tests.training.life import SIZE, Life
+from training.config import Augmentation, StoredVectors
+from training.data import Images, decode, list_images
+from training.frozen import FrozenEncoder, augmented_views, features, load_encoder, of_run
+from training.published import of_manifest, read_publication
+from training.stored import read_stored
+
+
+@pytest.fixture(scope="module")
+def images(digits: Path) -> Images:
+    return decode(list_images(digits / "queries"), SIZE)
+
+
+def test_features_are_computed_once(images: Images, tmp_path: Path) -> None:
+    calls = []
+
+    def run(batch: Images) -> np.ndarray:
+        calls.append(len(batch))
+        return batch.reshape(len(batch), -1)[:, :3].astype(np.float32)
+
+    encoder = FrozenEncoder("test", run, 3, SIZE, False, "digest")
+    first = features(encoder, images, tmp_path)
+    again = features(encoder, images, tmp_path)
+    assert np.array_equal(first, again)
+    assert calls == [len(images)]
+    # Another picture, or another model, is another file.
+    features(encoder, images[1:], tmp_path)
+    features(FrozenEncoder("test", run, 3, SIZE, False, "other"), images, tmp_path)
+    assert len(calls) == 3
+    assert len(list(tmp_path.glob("*.npy"))) == 3
+
+
+def test_frozen_models_neither_learn_nor_drift(runs: Path, images: Images) -> None:
+    encoder, _ = load_encoder(runs / "embedder-1")
+    assert not encoder.training
+    assert not any(p.requires_grad for p in encoder.parameters())
+    before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    frozen = of_run(runs / "embedder-1", "embedder")
+    # In pieces as in whole: BatchNorm does not look at the batch.
+    whole = frozen.run(images)
+    assert np.allclose(whole[:3], frozen.run(images[:3]), atol=1e-6)
+    assert all(torch.equal(t, before[name]) for name, t in encoder.state_dict().items())
+
+
+def test_a_run_and_its_release_are_the_same_model(life: Life, images: Images) -> None:
+    manifest = read_publication(life.repo).manifests[1]
+    embedder, side = of_manifest(life.repo, manifest)
+    assert side is not None
+    for published, run, kind in (
+        (embedder, "embedder-1", "embedder"),
+        (side, "side-1", "side_encoder"),
+    ):
+        expected = of_run(life.runs / run, kind).run(images)
+        np.testing.assert_allclose(published.run(images), expected, atol=1e-4)
+
+
+def test_views_begin_with_the_images_and_repeat_by_seed(digits: Path) -> None:
+    listing = list_images(digits / "queries", 2)
+    moving = Augmentation(rotate_degrees=20, translate=0.1)
+
+    def views(seed: int) -> list[dict[int, Images]]:
+        return list(augmented_views(listing, (8, 16), 3, moving, seed))
+
+    first, again, other = views(1), views(1), views(2)
+    assert np.array_equal(first[0][8], decode(listing, 8))
+    assert np.array_equal(first[0][16], decode(listing, 16))
+    assert np.array_equal(first[2][16], again[2][16])
+    assert not np.array_equal(first[2][16], other[2][16])
+    assert not np.array_equal(first[1][16], first[2][16])
+
+
+def test_models_of_different_sizes_see_the_same_view(digits: Path) -> None:
+    listing = list_images(digits / "queries", 2)
+    moving = Augmentation(rotate_degrees=40, translate=0.2)
+    view = list(augmented_views(listing, (8, 16), 2, moving, 0))[1]
+    # Averaged over 2 x 2 pixels the large view is nearly the small one, and far from the others.
+    halved = view[16].reshape(len(listing), 8, 2, 8, 2, 3).mean((2, 4))
+    gap = np.abs(halved - view[8]).mean((1, 2, 3))
+    stranger = np.abs(np.roll(halved, 1, 0) - view[8]).mean((1, 2, 3))
+    assert gap.max() < stranger.mean() / 2
+
+
+@pytest.fixture
+def stored(digits: Path, tmp_path: Path) -> StoredVectors:
+    """A vector a query image, in reverse order."""
+    listing = list_images(digits / "queries")
+    source = StoredVectors(vectors=tmp_path / "v.npy", paths=tmp_path / "p.txt", release=1)
+    rows = np.arange(len(listing), dtype=np.float32)[::-1]
+    np.save(source.vectors, np.stack([rows, rows + 0.5], 1))
+    source.paths.write_text("\n".join(reversed(listing.paths)) + "\n", encoding="utf-8")
+    return source
+
+
+def test_stored_vectors_are_matched_by_path(digits: Path, stored: StoredVectors) -> None:
+    listing = list_images(digits / "queries")
+    vectors = read_stored(stored, listing)
+    assert np.array_equal(vectors[:, 0], np.arange(len(listing)))
+    assert vectors.dtype == np.float32
+
+
+def test_an_image_without_a_vector_is_named(digits: Path, stored: StoredVectors) -> None:
+    with pytest.raises(InvalidInputError, match=r"no vector for 240 of 240 images"):
+        read_stored(stored, list_images(digits / "eval"))
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros(80, np.float32), r"shape \[n, dim\]"),
+        (np.zeros((80, 2), np.int32), "float32"),
+        (np.full((80, 2), np.nan, np.float32), "finite"),
+        (np.zeros((81, 2), np.float32), "81 lines"),
+    ],
+)
+def test_unusable_vectors_are_refused(
+    array: np.ndarray, message: str, digits: Path, stored: StoredVectors
+) -> None:
+    np.save(stored.vectors, array)
+    with pytest.raises(InvalidInputError, match=message):
+        read_stored(stored, list_images(digits / "queries"))
+
+
+def test_pickles_are_refused(digits: Path, stored: StoredVectors) -> None:
+    np.save(stored.vectors, np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    with pytest.raises(InvalidInputError, match=r"\.npy file"):
+        read_stored(stored, list_images(digits / "queries"))
+
+
+def test_missing_files_are_named(digits: Path, stored: StoredVectors) -> None:
+    stored.paths.unlink()
+    with pytest.raises(ConfigurationError, match=r"no stored vectors .*p\.txt"):
+        read_stored(stored, list_images(digits / "queries"))
