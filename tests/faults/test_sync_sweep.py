@@ -174,7 +174,12 @@ def test_kills_at_random_moments(bench: Bench) -> None:
 @pytest.mark.skipif(not syscalls.available(), reason="needs strace and the right to trace")
 def test_power_loss_after_every_system_call(bench: Bench, tmp_path: Path) -> None:
     bench.restore()
-    command = [Path(sys.executable).with_name("edge-client"), "--gallery", bench.gallery, "sync"]
+    command: list[str | Path] = [
+        Path(sys.executable).with_name("edge-client"),
+        "--gallery",
+        bench.gallery,
+        "sync",
+    ]
     calls = syscalls.trace(command, bench.top, tmp_path / "strace.log")
     releases = []
     for count, way, disk in syscalls.states(bench.top, bench.pristine, calls):

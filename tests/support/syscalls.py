@@ -43,7 +43,17 @@ def available() -> bool:
 
 def trace(command: Sequence[str | Path], top: Path, log: Path) -> list[Call]:
     """Run a command, which must succeed; its calls on files below `top`, in order."""
-    options = ["-f", "-y", "-xx", "-s", "100000000", "-e", f"trace={CALLS}", "-o", log]
+    options: list[str | Path] = [
+        "-f",
+        "-y",
+        "-xx",
+        "-s",
+        "100000000",
+        "-e",
+        f"trace={CALLS}",
+        "-o",
+        log,
+    ]
     subprocess.run(["strace", *options, *command], check=True, capture_output=True)
     calls = []
     with log.open(encoding="ascii") as lines:
