@@ -12,19 +12,24 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
+from release.errors import InvalidInputError
 from server import calls
 from server.auth import Tokens, authorize
 from server.errors import DeadlineError, OverloadedError, code_of, status_of
 from server.logs import begin_request
 from server.metrics import Metrics
+from server.stalls import Stalls
 
 log = structlog.get_logger("server.border")
 
 # Generic in its stubs only.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
+
+Behavior = Callable[[Any, grpc.ServicerContext], Any]
 
 MAX_STREAMS = 48
 
@@ -42,6 +47,9 @@ class Border(grpc.ServerInterceptor):
         self._max_call_seconds = max_call_seconds
         self._streams = BoundedSemaphore(MAX_STREAMS)
         self._stream_pool = ThreadPoolExecutor(MAX_STREAMS + 8, thread_name_prefix="stream")
+        self._stalls = Stalls()
+        # Set when the gateway ends: calls that come now are refused.
+        self.draining = False
         self._wrapped: dict[str, Handler] = {}
 
     def intercept_service(
@@ -50,6 +58,8 @@ class Border(grpc.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> MaybeHandler:
         method = str(handler_call_details.method)
+        if self.draining:
+            return _going
         wrapped = self._wrapped.get(method)
         if wrapped is None:
             handler = continuation(handler_call_details)
@@ -60,25 +70,71 @@ class Border(grpc.ServerInterceptor):
 
     def close(self) -> None:
         """End the stream threads once their streams have ended."""
+        self._stalls.close()
         self._stream_pool.shutdown(wait=False, cancel_futures=True)
 
     def _wrap(self, method: str, handler: Handler) -> Handler:
         passage = _Passage(method, self._metrics, self._tokens, self._max_call_seconds)
-        codecs = (handler.request_deserializer, handler.response_serializer)
+        codecs = (_forgiving(handler.request_deserializer), handler.response_serializer)
         if handler.unary_unary is not None:
-            unary = passage.unary(handler.unary_unary)
-            return grpc.unary_unary_rpc_method_handler(unary, *codecs)
+            return grpc.unary_unary_rpc_method_handler(passage.unary(handler.unary_unary), *codecs)
         if handler.stream_unary is not None:
-            unary = passage.unary(handler.stream_unary, self._streams)
+            unary = passage.unary(self._reading(handler.stream_unary), self._streams)
             unary.experimental_thread_pool = self._stream_pool  # type: ignore[attr-defined]
             return grpc.stream_unary_rpc_method_handler(unary, *codecs)
-        behavior = handler.unary_stream or handler.stream_stream
-        assert behavior is not None
-        stream = passage.stream(behavior, self._streams)
-        stream.experimental_thread_pool = self._stream_pool  # type: ignore[attr-defined]
         if handler.unary_stream is not None:
+            stream = passage.stream(self._sending(handler.unary_stream), self._streams)
+            stream.experimental_thread_pool = self._stream_pool  # type: ignore[attr-defined]
             return grpc.unary_stream_rpc_method_handler(stream, *codecs)
+        assert handler.stream_stream is not None, "there are four kinds of calls"
+        both = self._sending(self._reading(handler.stream_stream))
+        stream = passage.stream(both, self._streams)
+        stream.experimental_thread_pool = self._stream_pool  # type: ignore[attr-defined]
         return grpc.stream_stream_rpc_method_handler(stream, *codecs)
+
+    def _reading(self, behavior: Behavior) -> Behavior:
+        def call(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
+            return behavior(map(_whole, self._stalls.requests(requests, context)), context)
+
+        return call
+
+    def _sending(self, behavior: Behavior) -> Behavior:
+        def call(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            return self._stalls.responses(behavior(request, context), context)
+
+        return call
+
+
+def _refuse_going(_request: Any, context: grpc.ServicerContext) -> NoReturn:
+    context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway is stopping; try again elsewhere")
+
+
+# A call that sends many messages is refused as well, without reading them.
+_going: Handler = grpc.stream_stream_rpc_method_handler(_refuse_going)
+
+
+class _Malformed:
+    """Stands for a request whose bytes are no message, until the border refuses it."""
+
+
+def _forgiving(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """gRPC itself would answer INTERNAL."""
+    if deserialize is None:
+        return None
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return _Malformed()
+
+    return read
+
+
+def _whole(request: Any) -> Any:
+    if isinstance(request, _Malformed):
+        raise InvalidInputError("the request is not the protocol's message; use the .proto files")
+    return request
 
 
 class _Status(
@@ -103,9 +159,7 @@ class _Passage:
             code: metrics.handled.labels(service, name, code.name) for code in grpc.StatusCode
         }
 
-    def unary(
-        self, behavior: Callable[..., Any], streams: BoundedSemaphore | None = None
-    ) -> Callable[..., Any]:
+    def unary(self, behavior: Behavior, streams: BoundedSemaphore | None = None) -> Behavior:
         def call(request: Any, context: grpc.ServicerContext) -> Any:
             began = time.perf_counter()
             code = grpc.StatusCode.OK
@@ -114,7 +168,7 @@ class _Passage:
             try:
                 request_id = self._enter(context, streams is not None)
                 _admit(admitted)
-                return behavior(request, context)
+                return behavior(_whole(request), context)
             except Exception as error:  # noqa: BLE001 - the one place that may
                 code = code_of(error) if context.is_active() else grpc.StatusCode.CANCELLED
                 self._refuse(context, error, code, request_id)
@@ -125,9 +179,7 @@ class _Passage:
 
         return call
 
-    def stream(
-        self, behavior: Callable[..., Iterator[Any]], streams: BoundedSemaphore
-    ) -> Callable[..., Iterator[Any]]:
+    def stream(self, behavior: Behavior, streams: BoundedSemaphore) -> Behavior:
         def call(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             began = time.perf_counter()
             code = grpc.StatusCode.OK
@@ -136,7 +188,7 @@ class _Passage:
             try:
                 request_id = self._enter(context, True)
                 _admit(admitted)
-                yield from behavior(request, context)
+                yield from behavior(_whole(request), context)
             except GeneratorExit:
                 code = grpc.StatusCode.CANCELLED
                 raise

@@ -1,5 +1,6 @@
 """The gRPC server: services behind the border, health, reflection, a bounded drain."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -44,6 +45,8 @@ SERVICES = tuple(
 LARGEST_REQUEST = 33 * 2**20
 # Threads that answer unary calls: more of them only fight for the interpreter.
 _THREADS = 16
+# After the signal, for so long everything that comes is still answered.
+_LAME_DUCK_S = 0.5
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", LARGEST_REQUEST),
@@ -121,9 +124,12 @@ class Listener:
             self._health.set(name, status.SERVING if good else status.NOT_SERVING)
 
     def stop(self, drain_s: float) -> None:
-        """Take no new calls, let those under way end within `drain_s` seconds, then cut them."""
+        """Let calls under way end within `drain_s` seconds, then cut them; refuse new ones."""
         self._health.enter_graceful_shutdown()
         self._core.stopping.set()
         self._core.catalog.changed.notify()
+        # gRPC would cut calls that have arrived but not been looked at yet.
+        time.sleep(min(_LAME_DUCK_S, drain_s))
+        self._border.draining = True
         self._server.stop(drain_s).wait()
         self._border.close()

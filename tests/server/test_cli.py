@@ -1,0 +1,153 @@
+"""The command `gateway`: a life through its commands, refusals with sentences and exit codes."""
+
+import json
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
+from tests.server.conftest import Stages, publish_stage
+from tests.server.process import Served, command, serving
+from tests.server.support import Client, images
+
+
+@pytest.fixture
+def served(repo: Path, tmp_path: Path) -> Iterator[Served]:
+    with serving(repo, tmp_path / "data", "--triton=in-process") as served:
+        yield served
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    """Run a command; its stdout."""
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    if code:
+        assert done.stderr.startswith("gateway: "), done.stderr
+        assert "Traceback" not in done.stderr
+        assert not done.stdout
+        return done.stderr
+    return done.stdout
+
+
+def run_json(*arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(*arguments, "--json"))
+    return found
+
+
+def test_a_life_through_commands(
+    served: Served, repo: Path, stages: Stages, tmp_path: Path
+) -> None:
+    at = f"--server={served.address}"
+    with Client(served.address) as client:
+        client.create()
+        client.put_images(images(5))
+    publish_stage(repo, stages[2])
+    estimate = run_json("estimate", "g", "2", at)
+    assert estimate["items"] == "5"
+    assert estimate["route"] == [1, 2]
+    assert run_json("activate", "2", at)["phase"] == "PHASE_DONE"
+    listed = run_json("releases", at)["releases"]
+    assert [(r["number"], r["state"]) for r in listed] == [
+        (1, "RELEASE_STATE_PREVIOUS"),
+        (2, "RELEASE_STATE_ACTIVE"),
+    ]
+    assert listed[1]["manifest"]["release"] == 2
+    (gallery,) = run_json("status", at)["galleries"]
+    assert (gallery["name"], gallery["items"], gallery["release"]) == ("g", "5", 2)
+    assert "active" in run("releases", at)
+    assert "release 2" in run("status", at)
+    assert "done 5/5" in run("watch", "g", at)
+    run("backup", str(tmp_path / "backup"), f"--data={tmp_path / 'data'}")
+    assert run_json("verify", str(tmp_path / "backup"))["galleries"] == {"g": 5}
+    assert run_json("rollback", at) == {"number": 1, "lost_items": "0", "lost": [], "done": False}
+    assert run_json("rollback", "--yes", at)["done"] is True
+    run("activate", "2", "--rollout=dual", at)
+    assert run_json("retire", at) == {"retired": [1]}
+    with urlopen(f"http://{served.metrics}/metrics", timeout=10) as page:
+        assert "nobackfill_active_release 2.0" in page.read().decode()
+    assert served.stop() == 0
+    run("restore", str(tmp_path / "backup"), f"--data={tmp_path / 'restored'}")
+    with (
+        serving(repo, tmp_path / "restored", "--triton=in-process") as again,
+        Client(again.address) as client,
+    ):
+        assert client.states() == {1: "PREVIOUS", 2: "ACTIVE"}
+        assert client.search(images(5)[4]).hits[0].id == "i4"
+
+
+def test_the_log_is_json_with_request_ids(served: Served) -> None:
+    with Client(served.address) as client:
+        request = client.releases.GetRelease.with_call
+        from nobackfill.v1 import release_pb2
+
+        with pytest.raises(Exception, match="not published"):
+            request(release_pb2.GetReleaseRequest(number=9), metadata=(("x-request-id", "mine-7"),))
+    refused = [event for event in served.events() if event["event"] == "refused"]
+    assert [event["request_id"] for event in refused] == ["mine-7"]
+    assert {"timestamp", "level", "code", "method"} <= set(refused[0])
+
+
+def test_an_address_in_use(repo: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for flag in ("--address", "--metrics-address"):
+            done = subprocess.run(
+                command(
+                    "serve", f"--model-repo={repo}", f"--data={tmp_path / 'd'}",
+                    "--triton=in-process", "--address=127.0.0.1:0",
+                    "--metrics-address=127.0.0.1:0", f"{flag}={address}",
+                ),
+                capture_output=True, text=True, timeout=120,
+            )  # fmt: skip
+            assert done.returncode == 75
+            assert address in done.stderr.splitlines()[-1]
+
+
+def test_a_data_folder_serves_one_gateway(served: Served, repo: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(
+            "serve", f"--model-repo={repo}", f"--data={tmp_path / 'data'}", "--triton=in-process",
+            "--address=127.0.0.1:0", "--metrics-address=127.0.0.1:0",
+        ),
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 75
+    assert "lock" in done.stderr
+    assert served.process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("serve", "--model-repo=missing"), 78, "publication folder"),
+        (("serve", "--address=0.0.0.0:1"), 78, "tls_cert"),
+        (("serve", "--config=missing.toml"), 78, "missing.toml"),
+        (("releases", "--server=127.0.0.1:1"), 69, "gateway serve"),
+        (("activate", "2", "--server=127.0.0.1:1", "--json"), 69, "127.0.0.1:1"),
+        (("backup", "target", "--data=missing"), 1, "state.json"),
+        (("restore", "missing", "--data=new"), 1, "backup.json"),
+        (("verify", "missing"), 1, "state.json"),
+    ],
+)
+def test_refusals(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert words in run(*arguments, code=code)
+
+
+def test_triton_that_cannot_start(repo: Path, tmp_path: Path) -> None:
+    """A venv without the wheel, named on purpose, is an error and not a silent fallback."""
+    sentence = run(
+        "serve", f"--model-repo={repo}", f"--data={tmp_path / 'd'}",
+        f"--triton-venv={tmp_path}", "--metrics-address=127.0.0.1:0", code=69,
+    )  # fmt: skip
+    assert "nvidia-pytriton" in sentence

@@ -1,0 +1,184 @@
+"""What must not bring the gateway down: floods, giants, garbage, clients that stand still."""
+
+import struct
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
+from server.border import MAX_STREAMS
+from server.stalls import Stalls
+from tests.server.support import Client, ids, images, random_id, refusal, running
+from tests.server.test_rules import METHODS
+from tests.support.blocks import png
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A small PNG whose header announces width x height pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b""))
+        + chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize("size", [(13_266, 13_266), (60_000, 60_000), (1, 30_000_000)])
+def test_image_bombs_are_refused_from_the_header(
+    shared: Client, gallery: str, size: tuple[int, int]
+) -> None:
+    code, sentence, _ = refusal(lambda: shared.ask(search_pb2.Query(image=bomb(*size)), gallery))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "pixels" in sentence or "too large" in sentence
+
+
+@pytest.mark.parametrize("mebibytes", [34, 64])
+def test_oversized_requests_are_refused(shared: Client, gallery: str, mebibytes: int) -> None:
+    query = search_pb2.Query(image=bytes(mebibytes * 2**20))
+    assert refusal(lambda: shared.ask(query, gallery))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert shared.gallery(gallery).items == 0
+
+
+def test_a_request_above_grpcs_own_default_passes(shared: Client, gallery: str) -> None:
+    big = png(images(1)[0]) + bytes(5 * 2**20)
+    assert shared.put([gallery_pb2.PutItem(id="big", image=big)], gallery).stored == 1
+
+
+OURS = [method for method in METHODS if method.startswith("/nobackfill")]
+
+
+@pytest.mark.parametrize("method", OURS)
+@pytest.mark.parametrize("garbage", [b"\xff" * 50, b"\x0a\xff\xff\xff\xff\x0f", b"\x0a\x05ab"])
+def test_garbage_is_an_invalid_argument(shared: Client, method: str, garbage: bytes) -> None:
+    call = shared.channel.stream_stream(
+        method, request_serializer=bytes, response_deserializer=bytes
+    )
+    code, _, _ = refusal(lambda: list(call(iter([garbage]), timeout=30)))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_deep_messages_are_refused(shared: Client) -> None:
+    deep = b""
+    for _ in range(200):
+        deep = b"\x12" + bytes([len(deep) & 0x7F]) + deep if len(deep) < 100 else deep
+    call = shared.channel.unary_unary(
+        "/nobackfill.v1.SearchService/Search",
+        request_serializer=bytes,
+        response_deserializer=bytes,
+    )
+    code, _, _ = refusal(lambda: call(deep, timeout=30))
+    assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+
+
+def test_overload_is_shed_and_passes(repo: Path, tmp_path: Path) -> None:
+    with (
+        running(repo, tmp_path / "data", max_calls=8) as gateway,
+        Client(gateway.address) as client,
+    ):
+        client.create()
+        client.put_images(images(20))
+        queries = [search_pb2.Query(image=png(image)) for image in images(20)] * 10
+        request = search_pb2.SearchBatchRequest(gallery="g", queries=queries)
+        calls = [client.searches.SearchBatch.future(request, timeout=60) for _ in range(80)]
+        codes = Counter(call.code() for call in calls)
+        assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert codes[grpc.StatusCode.OK] >= 8
+        assert ids(client.search(images(20)[3]))[0] == "i3"
+
+
+def test_idle_streams_are_bounded_and_searches_go_on(shared: Client, gallery: str) -> None:
+    shared.put_images(images(3), gallery)
+    watches = [
+        shared.releases.WatchReleases(release_pb2.WatchReleasesRequest(), timeout=60)
+        for _ in range(MAX_STREAMS + 10)
+    ]
+
+    def first(watch: Iterator[release_pb2.WatchReleasesResponse]) -> grpc.StatusCode:
+        try:
+            next(watch)
+        except grpc.RpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    with ThreadPoolExecutor(len(watches)) as pool:
+        codes = Counter(pool.map(first, watches))
+    assert codes == {grpc.StatusCode.OK: MAX_STREAMS, grpc.StatusCode.RESOURCE_EXHAUSTED: 10}
+    for _ in range(20):
+        assert ids(shared.search(images(3)[1], gallery))[0] == "i1"
+    for watch in watches:
+        watch.cancel()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        again = shared.releases.WatchReleases(release_pb2.WatchReleasesRequest(), timeout=30)
+        code = first(again)
+        again.cancel()
+        if code is grpc.StatusCode.OK:
+            return
+        time.sleep(0.05)
+    pytest.fail("streams were not freed")
+
+
+class _Context:
+    """What Stalls uses of a call's context."""
+
+    def __init__(self) -> None:
+        self.cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+def test_a_client_that_stands_still_is_cut_and_a_slow_gateway_is_not() -> None:
+    stalls = Stalls(patience_s=0.5)
+    try:
+        stuck, busy = _Context(), _Context()
+
+        def nothing_comes() -> Iterator[int]:
+            yield 1
+            stuck.cancelled.wait(30)
+
+        assert list(stalls.requests(nothing_comes(), stuck)) == [1]  # type: ignore[arg-type]
+        assert stuck.cancelled.is_set()
+
+        for _ in stalls.requests(iter([1, 2]), busy):  # type: ignore[arg-type]
+            time.sleep(1.2)
+        assert not busy.cancelled.is_set()
+    finally:
+        stalls.close()
+
+
+def test_fetching_files_resumes_and_stays_inside(shared: Client, gallery: str, repo: Path) -> None:
+    def fetch(path: str, offset: int = 0) -> tuple[bytes, int]:
+        request = release_pb2.FetchFileRequest(path=path, offset=offset)
+        pieces = list(shared.releases.FetchFile(request, timeout=30))
+        return b"".join(piece.chunk for piece in pieces), pieces[0].size
+
+    for path in ("timestamp.json", "1.root.json", "release-1.json", "embedder_1/1/model.onnx"):
+        whole = (repo / path).read_bytes()
+        assert fetch(path) == (whole, len(whole))
+        assert fetch(path, 10) == (whole[10:], len(whole))
+        assert fetch(path, len(whole)) == (b"", len(whole))
+        past = len(whole) + 1
+        code, _, _ = refusal(lambda p=path, n=past: fetch(p, n))  # type: ignore[misc]
+        assert code is grpc.StatusCode.OUT_OF_RANGE
+    (repo / "secret").write_text("nobody signed this")
+    for path in ("secret", "embedder_9/1/model.onnx", "embedder_1", random_id(1)):
+        code, _, _ = refusal(lambda p=path: fetch(p))  # type: ignore[misc]
+        assert code is grpc.StatusCode.NOT_FOUND, path
+    for path in ("../data/state.json", "/etc/passwd", "", "a//b", "embedder_1/../timestamp.json"):
+        code, _, _ = refusal(lambda p=path: fetch(p))  # type: ignore[misc]
+        assert code is grpc.StatusCode.INVALID_ARGUMENT, path

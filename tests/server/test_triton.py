@@ -1,0 +1,134 @@
+"""The real tritonserver: as good as in process, brought back when it dies, never left over."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from release.manifest import Manifest
+from tests.server.conftest import Stages, publish_stage
+from tests.server.process import (
+    Served,
+    alive,
+    children,
+    serving,
+    start,
+    triton_venv,
+    wait_until_gone,
+)
+from tests.server.support import Client, embedding, ids, images, refusal
+
+pytestmark = pytest.mark.skipif(triton_venv() is None, reason="no Triton here: run make setup")
+
+HEALED_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def served(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("triton")
+    shutil.copytree(stages[1], folder / "repo")
+    with (
+        serving(folder / "repo", folder / "data", f"--triton-venv={triton_venv()}") as served,
+        Client(served.address) as client,
+    ):
+        client.create()
+        client.put_images(images(20))
+        yield served
+
+
+def triton_pid(served: Served) -> int:
+    """The tritonserver below a gateway."""
+    for pid in children(served.process.pid):
+        try:
+            if "tritonserver" in Path(f"/proc/{pid}/exe").readlink().name:
+                return pid
+        except OSError:
+            continue
+    raise AssertionError("no tritonserver")
+
+
+def wait_healed(client: Client) -> float:
+    """Seconds until an image is searched again."""
+    began = time.monotonic()
+    while time.monotonic() - began < HEALED_S:
+        try:
+            client.search(images(1)[0])
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            time.sleep(0.02)
+        else:
+            return time.monotonic() - began
+    raise AssertionError("Triton did not come back")
+
+
+def test_images_are_embedded_by_triton(served: Served, one: Manifest) -> None:
+    assert not any("in this process" in event["event"] for event in served.events())
+    with Client(served.address) as client:
+        for i, image in enumerate(images(20)):
+            by_image, by_hand = client.search(image), client.search_by(embedding(one, image))
+            assert ids(by_image) == ids(by_hand)
+            assert by_image.hits[0].id == f"i{i}"
+            assert by_image.hits[0].distance == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_it_is_brought_back(served: Served, one: Manifest, how: signal.Signals) -> None:
+    with Client(served.address) as client, grpc.insecure_channel(served.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service="nobackfill.v1.SearchService")
+        wait_healed(client)
+        old = triton_pid(served)
+        os.kill(old, how)
+        began = time.monotonic()
+        while health.Check(request, timeout=5).status == health_pb2.HealthCheckResponse.SERVING:
+            assert time.monotonic() - began < HEALED_S
+            time.sleep(0.01)
+        detected = time.monotonic() - began
+        # Searching by embedding goes on, and nothing hangs.
+        assert client.search_by(embedding(one, images(20)[3])).hits[0].id == "i3"
+        code, sentence, _ = refusal(lambda: client.search(images(1)[0]))
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert "embedding works" in sentence
+        whole = health_pb2.HealthCheckRequest()
+        assert health.Check(whole, timeout=5).status == health_pb2.HealthCheckResponse.SERVING
+        wait_healed(client)
+        healed = time.monotonic() - began
+        print(f"{how.name}: detected after {detected:.2f} s, healed after {healed:.2f} s")
+        assert triton_pid(served) != old
+        assert not alive(old)
+
+
+def test_an_activation_under_triton(served: Served, stages: Stages) -> None:
+    repo = served.log.parent / "repo"
+    publish_stage(repo, stages[2])
+    with Client(served.address) as client:
+        client.activate(2)
+        for i, image in enumerate(images(5)):
+            hit = client.search(image).hits[0]
+            assert (hit.id, hit.release) == (f"i{i}", 2)
+            assert hit.distance == pytest.approx(0, abs=1e-4)
+        client.put_images(images(22)[20:], first=20)
+        assert client.search(images(22)[21]).hits[0].id == "i21"
+
+
+def test_nothing_is_left_when_the_gateway_is_killed(stages: Stages, tmp_path: Path) -> None:
+    shutil.copytree(stages[1], tmp_path / "repo")
+    served = start(tmp_path / "repo", tmp_path / "data", f"--triton-venv={triton_venv()}")
+    below = children(served.process.pid)
+    assert len(below) >= 2
+    served.process.kill()
+    served.process.wait()
+    assert not wait_until_gone(below)
+    # The next start finds nothing in its way, and sweeps shared memory.
+    again = start(tmp_path / "repo", tmp_path / "data", f"--triton-venv={triton_venv()}")
+    prefix = f"nobackfill-{served.process.pid}-"
+    assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith(prefix)]
+    below = children(again.process.pid)
+    assert again.stop() == 0
+    assert not wait_until_gone(below)
