@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from gallery.index import Labels
 from gallery.put import MetadataValue
@@ -38,25 +39,37 @@ def allowed_labels(store: Store, conditions: Sequence[Condition]) -> Labels:
     """
     if not conditions:
         raise InvalidInputError("expected at least one condition; leave the filter out instead")
-    tests, parameters = zip(*map(_test, conditions), strict=True)
-    sql = " INTERSECT ".join(f"SELECT label FROM attributes WHERE {test}" for test in tests)
+    statements, parameters = zip(*map(_select, conditions), strict=True)
     with store.reading() as connection:
-        rows = connection.execute(f"{sql} ORDER BY label", [p for some in parameters for p in some])
+        rows = connection.execute(
+            f"{' INTERSECT '.join(statements)} ORDER BY label", [*chain.from_iterable(parameters)]
+        )
         return label_column(rows)
 
 
-def _test(condition: Condition) -> tuple[str, list[MetadataValue]]:
+def _select(condition: Condition) -> tuple[str, list[MetadataValue]]:
+    """A statement that reads one stretch of the index a value, or one for a range."""
     if isinstance(condition, OneOf):
-        pairs = [(_kind(value), value) for value in condition.values]
-        values = ", ".join(["(?, ?)"] * len(pairs))
-        wanted = [part for pair in pairs for part in pair]
-        # No values: nothing matches.
-        return (
-            f"key = ? AND (kind, value) IN (VALUES {values})" if pairs else "key = ? AND FALSE",
-            [condition.key, *wanted],
-        )
-    test = "key = ? AND kind = 'number'"
-    parameters: list[MetadataValue] = [condition.key]
+        kinds: dict[str, list[MetadataValue]] = {} if condition.values else {"text": []}
+        for value in condition.values:
+            kinds.setdefault(_kind(value), []).append(value)
+        # Not (kind, value) IN (…): that would read all of the key.
+        tests = [
+            (f"kind = '{kind}' AND value IN ({', '.join('?' * len(values))})", values)
+            for kind, values in kinds.items()
+        ]
+    else:
+        tests = [_range_test(condition)]
+    select = "SELECT label FROM attributes WHERE key = ? AND"
+    parameters = [parameter for _, values in tests for parameter in (condition.key, *values)]
+    # A subquery, because UNION and INTERSECT bind alike.
+    union = " UNION ".join(f"{select} {test}" for test, _ in tests)
+    return f"SELECT label FROM ({union})", parameters
+
+
+def _range_test(condition: Range) -> tuple[str, list[MetadataValue]]:
+    test = "kind = 'number'"
+    parameters: list[MetadataValue] = []
     for comparison, bound in ((">=", condition.at_least), ("<", condition.less_than)):
         if bound is not None:
             if math.isnan(bound):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from gallery import attributes
 from gallery.index import Labels
 from gallery.spec import Origin, SpaceInfo
 from gallery.tables import label_column, live_labels, to_blobs, vector_table
@@ -172,12 +173,10 @@ def insert(
         "INSERT INTO items (label, id, digest, metadata) VALUES (?, ?, ?, ?)",
         compress(rows, fresh.tolist()),
     )
-    if batch.metadata is not None and count < len(labels):
-        described = zip(batch.metadata, labels.tolist(), batch.metadata, strict=True)
-        connection.executemany(
-            "UPDATE items SET metadata = ? WHERE label = ? AND metadata <> ?",
-            compress(described, kept.tolist()),
-        )
+    if batch.metadata is not None:
+        attributes.add(connection, first, first + count - 1)
+        described = zip(labels.tolist(), batch.metadata, strict=True)
+        attributes.describe(connection, [*compress(described, kept.tolist())])
     written = []
     for checked in vectors:
         table = vector_table(checked.info.number)
@@ -214,6 +213,7 @@ def _existing(
 
 def delete_labels(connection: sqlite3.Connection, labels: Labels) -> None:
     """Remove items; their vectors go with them, in every space."""
+    attributes.remove(connection, labels)
     connection.executemany("DELETE FROM items WHERE label = ?", zip(labels.tolist()))
 
 

@@ -2,7 +2,7 @@
 because sqlite_utils alone takes a large part of the time in which the edge answers a search.
 
     items(label, id, digest, metadata)         metadata is a JSON object
-    attributes(key, kind, value, label)        the same metadata, as an index; kept by triggers
+    attributes(key, kind, value, label)        the same metadata, as an index (attributes.py)
     spaces(number, space, release, …, state)   one row a vector space
     vectors_<number>(label, origin, uncertainty, embedding, side)
     state(key, value)                          small JSON values
@@ -17,19 +17,12 @@ from gallery.tables import FORMAT
 
 migrations = Migrations("gallery")
 
-_ATTRIBUTES_OF = """
-    SELECT key,
-           CASE type WHEN 'text' THEN 'text' WHEN 'true' THEN 'flag' WHEN 'false' THEN 'flag'
-                     ELSE 'number' END,
-           atom, {row}.label
-    FROM json_each({row}.metadata)"""
-
-_FIRST = f"""
+_FIRST = """
 CREATE TABLE items (
     label INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
     digest TEXT,
-    metadata TEXT NOT NULL DEFAULT '{{}}'
+    metadata TEXT NOT NULL DEFAULT '{}'
 );
 CREATE TABLE attributes (
     key TEXT NOT NULL,
@@ -38,18 +31,6 @@ CREATE TABLE attributes (
     label INTEGER NOT NULL,
     PRIMARY KEY (key, kind, value, label)
 ) WITHOUT ROWID;
-CREATE TRIGGER item_added AFTER INSERT ON items WHEN new.metadata <> '{{}}' BEGIN
-    INSERT INTO attributes {_ATTRIBUTES_OF.format(row="new")};
-END;
-CREATE TRIGGER item_removed AFTER DELETE ON items WHEN old.metadata <> '{{}}' BEGIN
-    DELETE FROM attributes
-    WHERE (key, kind, value, label) IN ({_ATTRIBUTES_OF.format(row="old")});
-END;
-CREATE TRIGGER item_described AFTER UPDATE OF metadata ON items BEGIN
-    DELETE FROM attributes
-    WHERE (key, kind, value, label) IN ({_ATTRIBUTES_OF.format(row="old")});
-    INSERT INTO attributes {_ATTRIBUTES_OF.format(row="new")};
-END;
 CREATE TABLE spaces (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     space TEXT NOT NULL UNIQUE,

@@ -12,7 +12,7 @@ from gallery.filters import Condition, OneOf, Range, allowed_labels
 from gallery.put import MetadataValue
 from gallery.store import NewVectors, Store
 from release.errors import InvalidInputError
-from tests.gallery.making import ids, spec, vectors
+from tests.gallery.making import filled, ids, spec, vectors
 
 KEYS = st.sampled_from(["colour", "year", "ü"])
 NUMBERS = st.one_of(st.integers(-3, 3).map(float), st.sampled_from([0.5, -0.5, 1e300]))
@@ -71,13 +71,28 @@ def test_filters_let_through_what_the_predicate_does(
             assert connection.execute(left).fetchone() == (0,)
 
 
-def test_a_filter_is_answered_from_an_index(tmp_path: Path) -> None:
-    with Store.create(tmp_path / "g.sqlite", spec()) as store, store.reading() as connection:
-        for test in ("(kind, value) IN (VALUES ('text', 'a'))", "kind = 'number' AND value >= 3"):
-            plan = connection.execute(
-                f"EXPLAIN QUERY PLAN SELECT label FROM attributes WHERE key = 'k' AND {test}"
-            ).fetchall()
-            assert any("SEARCH attributes USING" in row[-1] for row in plan), plan
+@pytest.mark.parametrize(
+    ("condition", "columns"),
+    [
+        (OneOf("k", ("a",)), "key=? AND kind=? AND value=?"),
+        (OneOf("k", ("a", "b", True, 2.0)), "key=? AND kind=? AND value=?"),
+        (Range("k", 3.0), "key=? AND kind=? AND value>?"),
+        (Range("k", None, 3.0), "key=? AND kind=? AND value<?"),
+    ],
+)
+def test_a_filter_reads_its_stretch_of_the_index(
+    tmp_path: Path, condition: Condition, columns: str
+) -> None:
+    seen: list[str] = []
+    with filled(tmp_path / "g.sqlite", 3) as store:
+        with store.reading() as connection:
+            connection.set_trace_callback(seen.append)
+        allowed_labels(store, [condition])
+        (select,) = [statement for statement in seen if "attributes" in statement]
+        with store.reading() as connection:
+            plan = connection.execute(f"EXPLAIN QUERY PLAN {select}").fetchall()
+    searches = [row[-1] for row in plan if "attributes" in row[-1]]
+    assert searches and all(columns in search for search in searches), plan
 
 
 def test_a_filter_without_a_meaning_is_refused(tmp_path: Path) -> None:
