@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated
@@ -20,10 +20,10 @@ from release.durable import write_file
 from release.errors import ConfigurationError
 from training.command import command_app
 from training.comparison.catalogue import rows_of
-from training.comparison.cells import Cells, measure, read_cells, tested, write_cells
+from training.comparison.cells import Cells, evaluation, measure, read_cells, write_cells
 from training.comparison.claims import CLAIMS, judge
 from training.comparison.data import check_classes, train_and_test, write_digits
-from training.comparison.presets import DIGITS, Preset, Split, folder_preset, preset_named
+from training.comparison.presets import DIGITS, Preset, Split, Values, folder_preset, preset_named
 from training.comparison.recipe import Place, ensure
 from training.comparison.results import MAIN, Comparison, as_json, as_markdown
 from training.comparison.rows import Row
@@ -36,7 +36,7 @@ Trains and measures the rows of the table one after the other, each seed and spl
 its own (--jobs). What is done is kept below OUT and not done again, so an interrupted comparison
 goes on where it stopped; remove a folder to train it anew.
 
-Writes OUT/NAME.json and OUT/NAME.md. Groups of --methods: core, compatible, dmu, variants, maps,
+Writes OUT/NAME.json and OUT/NAME.md. Groups of --methods: core, bct_family, dmu_family, variants,
 transforms, chains, noise, allocations.
 
 Exit codes: 0 done, 1 a training diverged, 65 refused data, 73 cannot write, 78 wrong configuration.
@@ -79,7 +79,7 @@ def compare(
     seeds: Sequence[int],
     wanted: Sequence[str],
     jobs: int,
-    changes: dict[str, dict[str, object]] | None = None,
+    changes: Mapping[str, Values] | None = None,
 ) -> Comparison:
     """Train and measure; `changes` replace keys of the preset's configurations, by kind."""
     root = out / preset.name
@@ -93,10 +93,14 @@ def compare(
     for place in places:
         rows_of(place, wanted)
     started = time.monotonic()
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        tasks = [pool.submit(run_place, place, tuple(wanted)) for place in places]
-        for task in tasks:
-            task.result()
+    if jobs == 1:
+        for place in places:
+            run_place(place, tuple(wanted))
+    else:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            tasks = [pool.submit(run_place, place, tuple(wanted)) for place in places]
+            for task in tasks:
+                task.result()
     print(f"compare.py: {time.monotonic() - started:.0f} s", file=sys.stderr)
     return _collect(preset, tuple(seeds), places, wanted)
 
@@ -109,7 +113,9 @@ def run_place(place: Place, wanted: tuple[str, ...]) -> None:
     listing = list_images(place.images / "test")
     split = place.split
     picked = (listing.labels >= split.tested_first) & (listing.labels < split.tested_end)
-    test = tested(listing.select(picked.nonzero()[0]), place.preset.metric, place.runs / "features")
+    test = evaluation(
+        listing.select(picked.nonzero()[0]), place.preset.metric, place.runs / "features"
+    )
     done: set[Path] = set()
     for row in rows:
         started = time.monotonic()
@@ -151,7 +157,7 @@ def _place(
     seed: int,
     root: Path,
     source: Path,
-    changes: dict[str, dict[str, object]],
+    changes: Mapping[str, Values],
 ) -> Place:
     partition = seed if preset.partition_by_seed else 0
     images = root / f"data-{partition}"

@@ -160,8 +160,8 @@ def _doubled(shared: Shared) -> Row:
 
 GROUPS: dict[str, Callable[[Shared], list[Row]]] = {
     "core": core,
-    "compatible": compatible,
-    "dmu": dmu,
+    "bct_family": compatible,
+    "dmu_family": dmu,
     "variants": variants,
     "maps": maps,
     "transforms": transforms,

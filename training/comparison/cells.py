@@ -27,7 +27,7 @@ HUB_NEIGHBOURS = 10
 
 
 @dataclass(frozen=True)
-class Tested:
+class Evaluation:
     """Test images with their classes; every image is a query against all others."""
 
     listing: Listing
@@ -41,11 +41,11 @@ class Tested:
         return features(encoder, decode(self.listing, encoder.image_size), self.cache)
 
 
-def tested(listing: Listing, metric: Metric, cache: Path) -> Tested:
+def evaluation(listing: Listing, metric: Metric, cache: Path) -> Evaluation:
     """Query set = gallery, without the query's own image (fct.txt section 4.2)."""
     images = np.arange(len(listing))
     relevance = same_label(listing.labels, listing.labels, images, images)
-    return Tested(listing, relevance, metric, cache)
+    return Evaluation(listing, relevance, metric, cache)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Cells:
     extras: Mapping[str, float]
 
 
-def measure(row: Row, test: Tested) -> Cells:
+def measure(row: Row, test: Evaluation) -> Cells:
     """Every cell of a row. A cell whose two sides differ in dimension is left out."""
     old = test.features(row.old.folder, "embedder")
     new = test.features(row.new.folder, "embedder")
@@ -100,7 +100,7 @@ def _curves(
     answers: Floats,
     gallery: Floats,
     served: Served | None,
-    test: Tested,
+    test: Evaluation,
     cells: dict[str, dict[str, PerQuery]],
 ) -> dict[str, float]:
     """Backfill curves in random order and, where there is something to order by, by it."""

@@ -35,6 +35,8 @@ class Preset:
     embedder: Values
     side_encoder: Values
     upgrade: Values
+    # Width of DMU's psi; 1,024 in the paper.
+    dmu_hidden_dim: int
     # Groups of rows that are compared where --methods says nothing.
     groups: tuple[str, ...]
     # Images apart for the test, where the data has no test folder of its own.
@@ -114,9 +116,10 @@ DIGITS = Preset(
         "threads": 1,
         "augmentation": _DIGITS_VIEWS,
     },
+    dmu_hidden_dim=256,
     groups=(
-        "compatible",
-        "dmu",
+        "bct_family",
+        "dmu_family",
         "variants",
         "maps",
         "transforms",
@@ -177,6 +180,7 @@ CIFAR100_CPU = Preset(
         "views": 4,
         "augmentation": _PHOTO_VIEWS,
     },
+    dmu_hidden_dim=1024,
     groups=("core",),
     test_share=None,
     partition_by_seed=False,

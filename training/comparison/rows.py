@@ -53,6 +53,8 @@ class Shared:
 
     def compatible(self, name: str, method: str, **options: Any) -> Run:
         """A new model trained by a compatible method on all new classes."""
+        if method == "dmu":
+            options = {"hidden_dim": self.place.preset.dmu_hidden_dim, **options}
         return self.place.embedder(
             name,
             classes=self.split.new,

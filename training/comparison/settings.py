@@ -43,10 +43,15 @@ def chains(shared: Shared) -> list[Row]:
 def _trained_in_a_row(shared: Shared, method: str, v1: Run) -> Row:
     """phi_3, compatible with phi_2, which is compatible with phi_1 (BCT Table 4, DMU Table 6)."""
     place, split = shared.place, shared.split
-    second = place.embedder(
-        f"{method}-v2", classes=split.second_of_chain, role="second", old=v1, method=method
-    )
-    third = place.embedder(f"{method}-v3", classes=split.new, role="new", old=second, method=method)
+    options = {"hidden_dim": place.preset.dmu_hidden_dim} if method == "dmu" else {}
+
+    def step(name: str, classes: int | None, role: str, old: Run) -> Run:
+        return place.embedder(
+            name, classes=classes, role=role, old=old, method=method, options=options
+        )
+
+    second = step(f"{method}-v2", split.second_of_chain, "second", v1)
+    third = step(f"{method}-v3", split.new, "new", second)
     return Row(f"{method}_chain", v1, third)
 
 

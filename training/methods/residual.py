@@ -26,6 +26,10 @@ from training.methods.fastfill import FastFillObjective, FastFillOptions, Varian
 from training.objective import Batch, Terms
 from training.transform import Upgrade, Upgraded
 
+# Strong on purpose: int8 has 256 steps for the largest of the inputs, and directions of little
+# variance that were blown up to the size of the others would be those steps' rounding.
+_WHITENING, _RIDGE = 0.1, 1e-2
+
 
 class ResidualOptions(FastFillOptions):
     """FastFill's weights, the listwise term's, and its queue."""
@@ -93,9 +97,10 @@ class ResidualObjective(FastFillObjective):
         x = training_inputs(inputs.rows, input_shape(inputs.config, inputs.shape))
         for network, target in ((upgrade.h, "new"), (upgrade.g, "new_side")):
             if isinstance(network, ResidualMap):
-                white = whitening(x)
+                white = whitening(x, _WHITENING)
+                solved = affine(white(x.double()), flat(inputs.rows, target), _RIDGE)
                 set_linear(network.whiten, white)
-                set_linear(network.straight, affine(white(x.double()), flat(inputs.rows, target)))
+                set_linear(network.straight, solved)
         self.register_buffer("queue", flat(inputs.rows, "new"))
         self.unit_of_distance = float(mean_squared_distance(flat(inputs.rows, "new")))
 

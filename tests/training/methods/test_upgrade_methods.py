@@ -198,9 +198,8 @@ def test_residual_starts_at_the_affine_solution(tmp_path: Path) -> None:
     rows = features.rows(50, 4, 1)
     view = rows["old"][:, 0], rows["side"][:, 0]
     made.upgrade.eval()
-    torch.testing.assert_close(
-        made.upgrade(*view).embedding, affine(*view).embedding, atol=0.05, rtol=0
-    )
+    apart = (made.upgrade(*view).embedding - affine(*view).embedding).square().sum()
+    assert apart < 0.02 * affine(*view).embedding.square().sum()
     assert not made.upgrade.h.whiten.weight.requires_grad
 
 
