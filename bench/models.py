@@ -67,7 +67,7 @@ def write_transform(upgrade: Upgrade, path: Path) -> Path:
     """As ONNX, with its int8 twin beside it (`int8_path`)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     example = {"embedding": torch.zeros(2, DIM), "side": torch.zeros(2, SIDE_DIM)}
-    export_onnx(_First(upgrade), example, ("upgraded",), path)
+    export_onnx(First(upgrade), example, ("upgraded",), path)
     quantise(path, int8_path(path))
     return path
 
@@ -77,14 +77,14 @@ def int8_path(path: Path) -> Path:
     return path.with_name("model.int8.onnx")
 
 
-class _First(nn.Module):
+class First(nn.Module):
     """An upgrade's embedding alone."""
 
     def __init__(self, upgrade: Upgrade) -> None:
         super().__init__()
         self.upgrade = upgrade
 
-    def forward(self, embedding: Tensor, side: Tensor) -> Tensor:
+    def forward(self, embedding: Tensor, side: Tensor | None = None) -> Tensor:
         output: Tensor = self.upgrade(embedding, side).embedding
         return output
 

@@ -1,0 +1,170 @@
+"""What a transform keeps against what it costs: trained weights, several sizes, fp32 and int8."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+import yaml
+
+from bench.harness import Bench, Contender, Row, Table, Value, interleave, rate
+from bench.models import First, int8_path, multiplications
+from bench.record import ROOT
+from demo.data import prepare
+from metrics import retrieval
+from metrics.compatibility import share_kept
+from metrics.ranking import same_label
+from release.vectors import Vectors
+from training.data import Listing, decode, list_images
+from training.frozen import of_run
+from training.onnx_export import export_onnx, quantise
+from training.transform import Upgrade
+from training.upgrade import read_upgrade
+
+CONFIGS = ROOT / "configs" / "digits"
+SETS = {"embedder-1": "embedder", "embedder-2": "embedder", "side_encoder-1": "side_encoder"}
+# Inner width of the mixer; the closed-form maps are what a learned transform must beat.
+WIDTHS = (2048, 512, 128)
+NOTE = (
+    "Scikit-learn's digits ({queries} queries, {items} gallery items, none trained on): the old "
+    "model learnt 5 classes, the new one all 10. Queries are the new model's; mAP and CMC-1 in "
+    "percent; `kept` is the share of new/new mAP. Items a second on one thread, batches of 1,024; "
+    "width 2,048 is FCT's."
+)
+
+
+# A configuration of training/train.py.
+Config = dict[str, Any]
+
+
+def run(bench: Bench) -> list[Table]:
+    """Train once, then measure each transform."""
+    images, runs = bench.folder / "images", bench.folder / "runs"
+    prepare(images, None, seed=0, limit=60 if bench.tiny else None)
+    common: Config = {"images": str(images / "train")}
+    if bench.tiny:
+        common |= {"epochs": 1, "warmup_epochs": 0}
+    _train([_config(runs, name, name, common) for name in SETS])
+    sources = {"old": "embedder-1", "new": "embedder-2", "old_side": "side_encoder-1"}
+    common |= {key: str(runs / name) for key, name in sources.items()} | {"side": "drops"}
+    widths = WIDTHS[2:] if bench.tiny else WIDTHS
+    upgrades = {
+        f"FCT, width {width}": _config(
+            runs, "upgrade-1-2", f"fct-{width}", common | {"method": "fct", "inner_dim": width}
+        )
+        for width in widths
+    }
+    linear = common | {"method": "affine", "reads_side": False}
+    upgrades["linear map"] = _config(runs, "upgrade-1-2", "affine", linear)
+    _train(list(upgrades.values()))
+    seen = {part: list_images(images / part) for part in ("queries", "server")}
+    found = {
+        (part, name): encoder.run(decode(listing, encoder.image_size))
+        for name, kind in SETS.items()
+        for encoder in [of_run(runs / name, kind)]
+        for part, listing in seen.items()
+    }
+    rows = _rows(bench, seen, found, upgrades)
+    note = NOTE.format(queries=len(seen["queries"]), items=f"{len(seen['server']):,}")
+    return [Table("Quality against cost", rows, note)]
+
+
+def _config(runs: Path, base: str, name: str, changed: Config) -> Config:
+    """One of configs/digits with some keys changed, as a run called `name`."""
+    config: Config = yaml.safe_load((CONFIGS / f"{base}.yaml").read_text(encoding="utf-8"))
+    if changed.get("side") == "drops":
+        config.pop("new_side", None)
+    return config | {"run_dir": str(runs / name)} | changed
+
+
+def _train(configs: list[Config]) -> None:
+    """Two trainings at a time, as commands."""
+    waiting = list(configs)
+    working: list[subprocess.Popen[bytes]] = []
+    while waiting or working:
+        while waiting and len(working) < len(os.sched_getaffinity(0)):
+            config = waiting.pop(0)
+            path = Path(config["run_dir"]).with_suffix(".yaml")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(yaml.safe_dump(config), encoding="utf-8")
+            command = [sys.executable, "training/train.py", str(path)]
+            working.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=ROOT))
+        if working.pop(0).wait() != 0:
+            raise RuntimeError("a training failed; its last words are above")
+
+
+def _rows(
+    bench: Bench,
+    seen: dict[str, Listing],
+    found: dict[tuple[str, str], Vectors],
+    upgrades: dict[str, Config],
+) -> list[Row]:
+    relevance = same_label(seen["queries"].labels, seen["server"].labels)
+    queries, old = found["queries", "embedder-2"], found["server", "embedder-1"]
+
+    def quality(asked: Vectors, gallery: Vectors) -> dict[str, float]:
+        scores = retrieval.score(asked, gallery, relevance)
+        return {name: retrieval.mean(values) for name, values in scores.items()}
+
+    best = quality(queries, found["server", "embedder-2"])
+    rows = [
+        _row("old/old", quality(found["queries", "embedder-1"], old), best),
+        _row("new/new (re-embedded)", best, best),
+    ]
+    contenders, costs = [], {}
+    for name, config in upgrades.items():
+        upgrade, _ = read_upgrade(Path(config["run_dir"]))
+        path = Path(config["run_dir"]) / "model.onnx"
+        inputs = {"embedding": old}
+        if upgrade.reads_side:
+            inputs["side"] = found["server", "side_encoder-1"]
+        _export(upgrade, inputs, path)
+        for kind, file in (("fp32", path), ("int8", int8_path(path))):
+            session = _session(file)
+            upgraded = session.run(None, inputs)[0]
+            title = f"{name}, {kind}"
+            rows.append(_row(title, quality(queries, upgraded), best))
+            costs[title] = multiplications(upgrade)
+            contenders.append(Contender(title, _work(bench, session, inputs)))
+    measured = interleave(contenders, bench.size(1, 5, 7))
+    for row in rows:
+        name = str(row["gallery"])
+        if name in measured:
+            row["MACs an item"] = costs[name]
+            row["items/s"] = measured[name].median
+            row["spread"] = f"±{100 * measured[name].spread:.0f} %"
+    return list(rows)
+
+
+def _row(name: str, scores: dict[str, float], best: dict[str, float]) -> dict[str, Value]:
+    return {
+        "gallery": name,
+        "mAP %": 100 * scores["map"],
+        "CMC-1 %": 100 * scores["cmc1"],
+        "kept": share_kept(scores["map"], best["map"]),
+        "MACs an item": None,
+        "items/s": None,
+        "spread": None,
+    }
+
+
+def _export(upgrade: Upgrade, inputs: dict[str, Vectors], path: Path) -> None:
+    example = {name: torch.from_numpy(values[:2]) for name, values in inputs.items()}
+    export_onnx(First(upgrade), example, ("upgraded",), path)
+    quantise(path, int8_path(path))
+
+
+def _session(path: Path) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def _work(bench: Bench, session: Any, inputs: dict[str, Vectors]) -> Any:
+    some = {name: np.resize(values, (1024, values.shape[1])) for name, values in inputs.items()}
+    least = 0.01 if bench.tiny else 0.3
+    return lambda: rate(lambda: session.run(None, some), 1024, at_least=least)
