@@ -4,6 +4,7 @@ Imported by server, training and report only. The graph's own labels are rows of
 """
 
 import contextlib
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from release.errors import NotFoundError, VerificationError
 from release.vectors import Vectors
 
 ENGINE = f"hnswlib {version('hnswlib')}"
+# Rows that a build adds at a time.
+PIECE = 2000
 # Links a row (Malkov and Yashunin's M), and candidates while building.
 M = 16
 EF_CONSTRUCTION = 100
@@ -102,13 +105,25 @@ def _answer(labels: Labels, apart: Vectors, k: int) -> Neighbours:
     return Neighbours(labels, apart)
 
 
-def build(spec: SpaceSpec, labels: Labels, vectors: Vectors, *, threads: int = 1) -> HnswIndex:
-    """A fresh graph of `vectors` float32 [n, dim]; other threads search on meanwhile."""
+def build(
+    spec: SpaceSpec,
+    labels: Labels,
+    vectors: Vectors,
+    *,
+    threads: int = 1,
+    between: Callable[[], None] = lambda: None,
+) -> HnswIndex:
+    """A fresh graph of `vectors` float32 [n, dim]; other threads search on meanwhile.
+
+    `between` is called after each PIECE of rows, and may raise to give up.
+    """
     prepared = distances.prepare(spec.metric, vectors)
     graph = hnswlib.Index("l2" if spec.metric == "squared_l2" else "ip", spec.dim)
     graph.init_index(max(1, len(labels)), M=M, ef_construction=EF_CONSTRUCTION, random_seed=1)
-    if len(labels):
-        graph.add_items(prepared, np.arange(len(labels)), num_threads=threads)
+    for start in range(0, len(labels), PIECE):
+        rows = np.arange(start, min(start + PIECE, len(labels)))
+        graph.add_items(prepared[rows], rows, num_threads=threads)
+        between()
     index = HnswIndex(spec, labels, prepared, graph)
     _tune(index)
     return index
@@ -174,12 +189,13 @@ def renew(
     old: HnswIndex | None = None,
     file: Path | None = None,
     threads: int = 1,
+    between: Callable[[], None] = lambda: None,
 ) -> HnswIndex:
     """The cheapest good index of this content: what `file` holds or `old`, as it is or carried to
     what changed; else a fresh one.
 
     `old` may be of the space before an upgrade. What is carried to another space is not `fresh`,
-    and gives way to a fresh build when there is time.
+    and gives way to a fresh build when there is time. `between` as in `build`.
     """
     if old is None and file is not None:
         with contextlib.suppress(NotFoundError, VerificationError):
@@ -195,7 +211,7 @@ def renew(
         if changes <= LARGEST_CHANGE * len(labels):
             with contextlib.suppress(VerificationError):
                 return carry(old, spec, labels, prepared)
-    return build(spec, labels, prepared, threads=threads)
+    return build(spec, labels, prepared, threads=threads, between=between)
 
 
 def _tune(index: HnswIndex) -> float:

@@ -21,7 +21,7 @@ from server.catalog import Catalog
 from server.core import Core, models_of
 from server.embedding import Embedding
 from server.galleries import Galleries
-from server.indexing import Indexing
+from server.indexing import Indexing, load_index
 from server.listener import Listener
 from server.metrics import Metrics
 from server.models import InProcessModels, Models
@@ -165,6 +165,9 @@ class Gateway:
             core.catalog.verified(manifest.release)
             core.models.load(manifest)
         drop_unused(core, now.retired)
+        for hosted in core.galleries.all():
+            for space, view in hosted.views().items():
+                load_index(hosted, space, view)
 
     def _begin(self, core: Core, activations: Activations) -> None:
         """Resume an activation, or begin the first: now, or when something is published."""

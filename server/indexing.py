@@ -1,18 +1,19 @@
 """Indexes of live views, made in the background: loaded if good, else built; compacted if due."""
 
+import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 
-import numpy as np
 import structlog
 
 from gallery import hnsw
-from gallery.exact import ExactIndex
+from gallery.hnsw import HnswIndex
 from gallery.index import Index, Labels
 from gallery.spec import SpaceSpec
 from gallery.view import LiveView
-from release.errors import CannotWriteError, NotFoundError, VerificationError
+from release.errors import CannotWriteError, VerificationError
 from release.vectors import Vectors
 from server.hosted import Hosted
 
@@ -40,7 +41,7 @@ class Indexing:
         self._thread.start()
 
     def close(self) -> None:
-        """End once the present build is done."""
+        """End; a build under way is given up."""
         self._stopping.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -52,45 +53,91 @@ class Indexing:
             for hosted in self._galleries():
                 for space, view in hosted.views().items():
                     if not self._stopping.is_set() and due(view):
-                        make_index(hosted, space, view)
+                        self._make(hosted, space, view)
             self._wake.wait(_EVERY_S)
+
+    def _make(self, hosted: Hosted, space: str, view: LiveView) -> None:
+        with contextlib.suppress(_StoppedError):
+            make_index(hosted, space, view, self._give_up)
+
+    def _give_up(self) -> None:
+        if self._stopping.is_set():
+            raise _StoppedError
+
+
+class _StoppedError(Exception):
+    """The gateway ends; the index is made at the next start."""
 
 
 def due(view: LiveView) -> bool:
-    """Whether a view has changed enough since its base was made."""
+    """Whether a view has changed enough since its base was made, or its base was only carried."""
     snapshot = view.snapshot()
-    total = len(snapshot)
+    total, base = len(snapshot), snapshot.base.index
     if total < SMALL:
         return False
-    if isinstance(snapshot.base.index, ExactIndex):
+    if not isinstance(base, HnswIndex) or not base.fresh:
         return True
-    rows = len(snapshot.base.index.labels)
-    dead = rows - len(snapshot.base)
-    return len(snapshot.delta) > max(_LARGEST_DELTA, _LARGEST_SHARE * rows) or (
-        dead > _LARGEST_SHARE * rows
+    dead = len(base.labels) - len(snapshot.base)
+    return len(snapshot.delta) > max(_LARGEST_DELTA, _LARGEST_SHARE * len(base.labels)) or (
+        dead > _LARGEST_SHARE * len(base.labels)
     )
 
 
-def make_index(hosted: Hosted, space: str, view: LiveView) -> None:
-    """Give the view a base of all its vectors: the cached one if it is good, else a new graph."""
+def load_index(hosted: Hosted, space: str, view: LiveView) -> None:
+    """Take the cached index if it is good. Before calls are answered: loading stalls searches."""
     path = hosted.index_path(space)
+    if not path.exists() or not due(view):
+        return
+    try:
+        old = hnsw.load(path, view.spec)
+    except VerificationError as error:
+        log.warning("index file refused, building anew", error=str(error))
+        return
+    _compact(hosted, view, old)
+
+
+def make_index(
+    hosted: Hosted, space: str, view: LiveView, between: Callable[[], None] = lambda: None
+) -> None:
+    """Give the view a base of all its vectors: its own, renewed, or a fresh graph.
+
+    `between` is called now and then, and may raise to give up.
+    """
+    base = view.snapshot().base.index
+    old = base if isinstance(base, HnswIndex) and base.fresh else None
+    _compact(hosted, view, old, between)
+    _save(hosted, space, view)
+
+
+def inherit_index(hosted: Hosted, space: str, view: LiveView, source: LiveView) -> None:
+    """After an upgrade: the graph of the space before, over the new vectors. It serves at once; a
+    fresh one follows in the background."""
+    base = source.snapshot().base.index
+    _compact(hosted, view, base if isinstance(base, HnswIndex) else None)
+    _save(hosted, space, view)
+
+
+def _compact(
+    hosted: Hosted,
+    view: LiveView,
+    old: HnswIndex | None,
+    between: Callable[[], None] = lambda: None,
+) -> None:
+    began = time.monotonic()
 
     def build(spec: SpaceSpec, labels: Labels, vectors: Vectors) -> Index:
-        try:
-            index = hnsw.load(path, spec)
-            if np.array_equal(index.labels, labels) and np.array_equal(index.vectors, vectors):
-                return index
-        except NotFoundError:
-            pass
-        except VerificationError as error:
-            log.warning("index file refused, building anew", error=str(error))
-        index = hnsw.build(spec, labels, vectors)
-        try:
-            index.save(path)
-        except CannotWriteError as error:
-            # It is a cache: the next start builds again.
-            log.warning("index not saved", error=str(error))
-        return index
+        return hnsw.renew(spec, labels, vectors, old=old, between=between)
 
     view.compact(build)
-    log.info("indexed", gallery=hosted.name, items=len(view.snapshot()))
+    seconds = round(time.monotonic() - began, 3)
+    log.info("indexed", gallery=hosted.name, items=len(view.snapshot()), seconds=seconds)
+
+
+def _save(hosted: Hosted, space: str, view: LiveView) -> None:
+    index = view.snapshot().base.index
+    try:
+        if isinstance(index, HnswIndex):
+            index.save(hosted.index_path(space))
+    except CannotWriteError as error:
+        # It is a cache: the next start builds again.
+        log.warning("index not saved", error=str(error))

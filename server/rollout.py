@@ -16,7 +16,7 @@ from release.onnx_check import check_release
 from release.probes import check_probes
 from server.core import Core
 from server.hosted import NOTE, ROLLOUT, Hosted
-from server.indexing import due, make_index
+from server.indexing import due, inherit_index
 from server.plan import Plan, old_model_part, own_part
 from server.probing import check_models
 from server.state import Activation
@@ -152,7 +152,7 @@ class Rollout:
         core.upgrading.finish(hosted.name, JobState.INDEXING)
         view = hosted.view(manifest.space)
         if due(view):
-            make_index(hosted, manifest.space, view)
+            inherit_index(hosted, manifest.space, view, hosted.view(hosted.spec().space))
         if self._record.rollout != "cutover":
             self._flip([hosted], manifest, active=False)
         return True
