@@ -47,22 +47,23 @@ class Users:
     """Counts those who use something that may only be let go when nobody does."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._none = threading.Condition(self._lock)
         self._count = 0
 
     def enter(self) -> None:
         """One more uses it."""
-        with self._condition:
+        with self._lock:
             self._count += 1
 
     def leave(self) -> None:
         """One fewer does."""
-        with self._condition:
+        with self._lock:
             self._count -= 1
             if not self._count:
-                self._condition.notify_all()
+                self._none.notify_all()
 
     def wait_until_none(self, timeout_s: float) -> bool:
         """Wait until nobody uses it; False if somebody still does after `timeout_s` seconds."""
-        with self._condition:
-            return self._condition.wait_for(lambda: not self._count, timeout_s)
+        with self._lock:
+            return self._none.wait_for(lambda: not self._count, timeout_s)

@@ -1,14 +1,18 @@
 """JSON logs, one object a line on stderr, with the id of the request they belong to."""
 
 import contextvars
+import itertools
 import logging
+import os
 import sys
-import uuid
 from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
 
+# Ids of this process: random, then counted.
+_prefix = os.urandom(6).hex() + "-"
+_numbers = itertools.count(1)
 _request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 
 
@@ -32,7 +36,7 @@ def configure() -> None:
 def begin_request(given: str | None) -> str:
     """Name the request of this thread: the caller's x-request-id if plain, else a new one."""
     plain = given is not None and 0 < len(given) <= 64 and given.isascii() and given.isprintable()
-    request_id = given if plain and given is not None else uuid.uuid4().hex[:16]
+    request_id = given if plain and given is not None else f"{_prefix}{next(_numbers):x}"
     _request_id.set(request_id)
     return request_id
 

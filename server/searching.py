@@ -9,9 +9,14 @@ import numpy as np
 from gallery.filters import Condition, allowed_labels
 from gallery.index import Labels, Neighbours
 from gallery.view import Snapshot
-from release.errors import IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError
+from release.errors import (
+    IncompatibleSpaceError,
+    InvalidInputError,
+    NeedsImageError,
+    ReleaseRetiredError,
+)
 from release.manifest import Manifest
-from release.vectors import Vectors, from_bytes
+from release.vectors import Vectors
 from server.batching import Batcher
 from server.catalog import Catalog
 from server.embedding import Embedding
@@ -49,8 +54,8 @@ class _Question:
     k: int
 
 
-# Each part's neighbours of a batch, and the row of one query in them.
-_Answer = tuple[Sequence[Neighbours], int]
+# Each part's neighbours of a batch, and the row of one query in them; or why it was refused.
+_Answer = tuple[Sequence[Neighbours], int] | InvalidInputError
 
 
 class Searching:
@@ -79,8 +84,9 @@ class Searching:
             question = self._question(hosted, plan, query, k)
             if conditions or k > _SMALL_K:
                 allowed = allowed_labels(hosted.store, conditions) if conditions else None
-                return _found(question, _search(hosted, question.parts, [question], allowed), 0)
-            return _found(question, *self._batcher(question))
+                found = _search(hosted, question.parts, [question], allowed)
+                return _found(question, (found, 0))
+            return _found(question, self._batcher(question))
         finally:
             plan.users.leave()
 
@@ -101,8 +107,8 @@ class Searching:
             allowed = allowed_labels(hosted.store, conditions) if conditions else None
             answers = _run(questions, allowed)
             return [
-                _found(question, found, row)
-                for question, (found, row) in zip(questions, answers, strict=True)
+                _found(question, answer)
+                for question, answer in zip(questions, answers, strict=True)
             ]
         finally:
             plan.users.leave()
@@ -174,12 +180,20 @@ def _retired(release: int) -> ReleaseRetiredError:
 
 
 def _read(manifest: Manifest, values: bytes) -> Vectors:
-    spec = manifest.embedder
-    what = f"query of release {manifest.release}"
-    return from_bytes(values, spec.dim, what=what, unit=spec.unit)
+    """One vector [1,dim]. Its values are checked where it is searched, together with others."""
+    dim = manifest.embedder.dim
+    if len(values) != 4 * dim:
+        raise InvalidInputError(
+            f"query of release {manifest.release}: expected {4 * dim} bytes (float32, dimension "
+            f"{dim}), got {len(values)}"
+        )
+    return np.frombuffer(values, "<f4").reshape(1, dim)
 
 
-def _found(question: _Question, found: Sequence[Neighbours], row: int) -> Found:
+def _found(question: _Question, answer: _Answer) -> Found:
+    if isinstance(answer, InvalidInputError):
+        raise answer
+    found, row = answer
     hits = rank(question.parts, found, row, question.k, question.hosted.items)
     query = question.parts[0].query
     return Found(hits, query.release, query.space)
@@ -187,15 +201,30 @@ def _found(question: _Question, found: Sequence[Neighbours], row: int) -> Found:
 
 def _run(questions: Sequence[_Question], allowed: Labels | None = None) -> Sequence[_Answer]:
     """Answer questions together, those with the same parts by one search a part."""
+    if len(questions) == 1:
+        question = questions[0]
+        return [(_search(question.hosted, question.parts, questions, allowed), 0)]
     groups: dict[tuple[Part, ...], list[int]] = {}
     for i, question in enumerate(questions):
         groups.setdefault(question.parts, []).append(i)
     answers: dict[int, _Answer] = {}
     for parts, members in groups.items():
         group = [questions[i] for i in members]
-        found = _search(group[0].hosted, parts, group, allowed)
-        answers.update({i: (found, row) for row, i in enumerate(members)})
+        try:
+            found = _search(group[0].hosted, parts, group, allowed)
+        except InvalidInputError:
+            # One of them is no vector of its space: find out which.
+            answers.update({i: _alone(questions[i], allowed) for i in members})
+        else:
+            answers.update({i: (found, row) for row, i in enumerate(members)})
     return [answers[i] for i in range(len(questions))]
+
+
+def _alone(question: _Question, allowed: Labels | None) -> _Answer:
+    try:
+        return _search(question.hosted, question.parts, [question], allowed), 0
+    except InvalidInputError as error:
+        return error
 
 
 def _search(
