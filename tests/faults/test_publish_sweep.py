@@ -4,6 +4,7 @@ After each failure the old release is as it was, one more run converges, and not
 The quick set kills at each step; `make faults` adds I/O errors, full disks and torn writes.
 """
 
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from release.errors import AlreadyExistsError, CannotWriteError
 from release.ledger import read_ledger
 from release.publish import publish, withdraw
 from release.renew import resign, rotate
-from tests.support.crash import KILLED, count_steps, sweep
+from tests.support.crash import KILLED, count_steps, run_with_fault, sweep
 from tests.support.publication import Workshop, files_of, seen, workshop
 
 FAULTS = [
@@ -113,3 +114,21 @@ def assert_keys_settled(shop: Workshop) -> None:
         "snapshot.pem",
         "timestamp.pem",
     }
+
+
+@pytest.mark.usefixtures("near_gate")
+def test_a_disk_that_is_really_full_leaves_the_old_release(fast_tmp: Path) -> None:
+    """The kernel refuses to let files grow, as it does on a full disk: no hook is involved."""
+    shop, _, second = workshop(fast_tmp)
+
+    def publish_without_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        publish(shop.repo, second)
+
+    outcome = run_with_fault(None, publish_without_room)
+    assert outcome.status == CannotWriteError.exit_code
+    assert "cannot be written" in outcome.error
+    assert seen(shop.repo, fast_tmp / "state") == {1: None}
+    publish(shop.repo, second)
+    assert seen(shop.repo, fast_tmp / "state") == {1: None, 2: None}
+    assert shop.stale() == []
