@@ -1,0 +1,124 @@
+"""IJB-C on a small fixture in the real file formats, against loops."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from release.errors import InvalidInputError, NotFoundError
+from training.protocols.ijbc import (
+    Faces,
+    pool,
+    read_enrolled,
+    read_faces,
+    read_pairs,
+    search,
+    verify,
+)
+
+PEOPLE = 12
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """12 people: templates 10p and 10p + 1; the first of 3 images of 2 media, the second of 1."""
+    faces, pairs = [], []
+    for person in range(PEOPLE):
+        faces += [f"{person}_{i}.jpg {10 * person} {100 * person + (i == 2)}" for i in range(3)]
+        faces.append(f"{person}_3.jpg {10 * person + 1} {100 * person + 7}")
+        pairs += [f"{10 * person} {10 * o + 1} {int(person == o)}" for o in range(PEOPLE)]
+    (tmp_path / "ijbc_face_tid_mid.txt").write_text("\n".join(faces) + "\n")
+    (tmp_path / "ijbc_template_pair_label.txt").write_text("\n".join(pairs) + "\n")
+    header = "TEMPLATE_ID,SUBJECT_ID,FILENAME,SIGHTING_ID"
+    for name, people in (("G1", range(6)), ("G2", range(6, PEOPLE))):
+        rows = [f"{10 * p},{p},img/{p}_{i}.jpg,{p}" for p in people for i in range(3)]
+        (tmp_path / f"ijbc_1N_gallery_{name}.csv").write_text("\n".join([header, *rows]))
+    rows = [f"{10 * p + 1},{p},img/{p}_3.jpg,{p}" for p in range(PEOPLE)]
+    (tmp_path / "ijbc_1N_probe_mixed.csv").write_text("\n".join([header, *rows]))
+    return tmp_path
+
+
+def vectors(faces: Faces, noise: float, seed: int = 0) -> np.ndarray:
+    """A vector a face around its person's."""
+    rng = np.random.default_rng(seed)
+    people = np.random.default_rng(99).normal(size=(PEOPLE, 8))
+    return people[faces.templates // 10] + noise * rng.normal(size=(len(faces.names), 8))
+
+
+def test_templates_are_means_of_media_means(folder: Path) -> None:
+    faces = read_faces(folder)
+    assert len(faces.names) == 4 * PEOPLE and faces.names[0] == "0_0.jpg"
+    given = vectors(faces, 0.5)
+    templates = pool(faces, given)
+    assert templates.ids.tolist() == sorted({*faces.templates.tolist()})
+    expected = ((given[0] + given[1]) / 2 + given[2]) / 2
+    np.testing.assert_allclose(templates.of(np.array([0]))[0], expected / np.linalg.norm(expected))
+    # Not the mean of the three images.
+    assert not np.allclose(expected, given[:3].mean(0))
+
+
+def test_verification_is_a_loop_over_pairs_and_thresholds(folder: Path) -> None:
+    faces, pairs = read_faces(folder), read_pairs(folder)
+    assert len(pairs.same) == PEOPLE**2 and pairs.same.sum() == PEOPLE
+    new, old = pool(faces, vectors(faces, 1.2, 1)), pool(faces, vectors(faces, 1.5, 2))
+    found = verify(pairs, new, old, (0.01, 0.1))
+    scored = [
+        (float(new.of(np.array([a]))[0] @ old.of(np.array([b]))[0]), bool(same))
+        for a, b, same in zip(pairs.first, pairs.second, pairs.same, strict=True)
+    ]
+    for rate, value in found.items():
+        best = 0.0
+        for threshold in [s for s, _ in scored]:
+            wrong = np.mean([s >= threshold for s, same in scored if not same])
+            if wrong <= rate:
+                right = float(np.mean([s >= threshold for s, same in scored if same]))
+                best = max(best, right)
+        assert value == pytest.approx(best)
+    assert 0 < found[0.01] < 1
+    # The first template of a pair by the first model: the other way round is another figure.
+    assert verify(pairs, old, new, (0.1,)) != verify(pairs, new, old, (0.1,))
+
+
+def test_search_is_the_mean_over_both_galleries(folder: Path) -> None:
+    faces = read_faces(folder)
+    probes = read_enrolled(folder / "ijbc_1N_probe_mixed.csv")
+    galleries = [read_enrolled(folder / f"ijbc_1N_gallery_G{n}.csv") for n in (1, 2)]
+    assert galleries[0].templates.tolist() == [0, 10, 20, 30, 40, 50]
+    good = pool(faces, vectors(faces, 0.05))
+    perfect = search(probes, galleries, good, good, (0.1,))
+    assert perfect == {"tpir@fpir=0.1": 1.0, "rank-1": 1.0, "rank-5": 1.0}
+    poor = pool(faces, vectors(faces, 2.0))
+    both = search(probes, galleries, poor, poor, (0.2,))
+    single = [search(probes, [gallery], poor, poor, (0.2,)) for gallery in galleries]
+    for name, value in both.items():
+        assert value == pytest.approx((single[0][name] + single[1][name]) / 2)
+    assert both["rank-1"] < both["rank-5"]
+    # Rank-1 of the first gallery by a loop.
+    hits = []
+    for person in range(6):
+        query = poor.of(np.array([10 * person + 1]))[0]
+        similar = [float(query @ poor.of(np.array([10 * other]))[0]) for other in range(6)]
+        hits.append(int(np.argmax(similar)) == person)
+    assert single[0]["rank-1"] == pytest.approx(np.mean(hits))
+
+
+def test_damaged_files_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="no protocol file"):
+        read_faces(tmp_path / "elsewhere")
+    (folder / "ijbc_template_pair_label.txt").write_text("1 2 1\n3 4\n")
+    with pytest.raises(InvalidInputError, match=r"line 2: expected 3 words, got 2"):
+        read_pairs(folder)
+    (folder / "ijbc_template_pair_label.txt").write_text("1 2 7\n")
+    with pytest.raises(InvalidInputError, match="labelled 0 or 1"):
+        read_pairs(folder)
+    (folder / "g.csv").write_text("TEMPLATE_ID,SUBJECT_ID\n1,5\n1,6\n")
+    with pytest.raises(InvalidInputError, match="template 1 has two subjects"):
+        read_enrolled(folder / "g.csv")
+    (folder / "g.csv").write_text("TEMPLATE,SUBJECT_ID\n1,5\n")
+    with pytest.raises(InvalidInputError, match="expected the columns TEMPLATE_ID, SUBJECT_ID"):
+        read_enrolled(folder / "g.csv")
+    faces = read_faces(folder)
+    with pytest.raises(InvalidInputError, match="expected 48 vectors, one a face, got 47"):
+        pool(faces, np.ones((47, 8)))
+    with pytest.raises(InvalidInputError, match="template 999 has no face"):
+        pool(faces, vectors(faces, 0.1)).of(np.array([0, 999]))
