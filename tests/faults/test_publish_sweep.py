@@ -18,6 +18,8 @@ from release.renew import resign, rotate
 from tests.support.crash import KILLED, count_steps, run_with_fault, sweep
 from tests.support.publication import Workshop, files_of, seen, workshop
 
+pytestmark = pytest.mark.timeout(1800)
+
 FAULTS = [
     "kill",
     pytest.param("short", marks=pytest.mark.faults),
