@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from release.digests import sha256_file, side_space_id, space_id
+from release.draft import Draft
 from release.errors import ConfigurationError
 from release.manifest import (
     Embedder,
@@ -174,6 +175,11 @@ class Release:
             recipe=self.recipe,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
+
+    def finished(self, manifest: Manifest) -> Draft:
+        """What is published: `manifest`, and those of our files that it names."""
+        named = {file.path for file in manifest.files()}
+        return Draft(manifest, {path: file for path, file in self.files.items() if path in named})
 
     def _check_size(self, size: int, what: str) -> None:
         assert self.embedder is not None

@@ -11,7 +11,7 @@ import typer
 from release.errors import AlreadyExistsError, ConfigurationError, GateFailedError
 from release.keys import Keys
 from release.manifest import GateVerdict, Manifest
-from release.publish import Draft, Published, publish
+from release.publish import Published, publish
 from training.assemble import (
     add_embedder_run,
     add_forward_head,
@@ -95,25 +95,34 @@ def main(
     _check_number(release, published, measured=listing is not None, force=force)
     with tempfile.TemporaryDirectory(prefix="nobackfill-export-") as folder:
         draft = Release(release, Path(folder), published.manifests, model_repo)
-        if embedder is not None:
-            add_embedder_run(draft, embedder)
-        elif onnx is not None:
+        if onnx is not None:
             add_onnx_embedder(draft, onnx, Pixels(mean, std))
-        if side_encoder is not None:
-            add_side_run(draft, side_encoder)
-        if keep_side_encoder:
-            draft.keep_side_encoder()
-        if embedder is not None:
-            add_forward_head(draft, embedder)
-        for run in upgrade or ():
-            add_upgrade_run(draft, run)
+        _add_runs(draft, embedder, side_encoder, tuple(upgrade or ()), keep_side_encoder)
         manifest, evidence = _measured(draft, published, listing, split_seed, int8_loss)
         manifest = _judged(manifest, evidence, force=force, first=not published.manifests)
         keys = Keys.beside(model_repo, {"targets": targets_key} if targets_key else None)
-        files = {file.path for file in manifest.files()}
-        local = {path: file for path, file in draft.files.items() if path in files}
-        done = publish(model_repo, Draft(manifest, local), keys, dry_run)
+        done = publish(model_repo, draft.finished(manifest), keys, dry_run)
     _report(manifest, evidence, done, as_json)
+
+
+def _add_runs(
+    draft: Release,
+    embedder: Path | None,
+    side_encoder: Path | None,
+    upgrades: tuple[Path, ...],
+    keep_side_encoder: bool,
+) -> None:
+    """Export every run, the embedder first: the others must fit it."""
+    if embedder is not None:
+        add_embedder_run(draft, embedder)
+    if side_encoder is not None:
+        add_side_run(draft, side_encoder)
+    if keep_side_encoder:
+        draft.keep_side_encoder()
+    if embedder is not None:
+        add_forward_head(draft, embedder)
+    for run in upgrades:
+        add_upgrade_run(draft, run)
 
 
 def _check_number(release: int, published: Publication, *, measured: bool, force: bool) -> None:

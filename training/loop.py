@@ -58,15 +58,8 @@ def fit(
     fabric = _fabric(config)
     _seed(config.seed, -1 if done is None else done.epoch)
     optimizer = _optimizer(objective, config)
-    if done is not None:
-        _restore(objective.trained(), optimizer, done)
-    else:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        write_config(config.run_dir, config)
-    _trim_stats(config.run_dir / STATS, 0 if done is None else done.step)
+    first, step = _begin(objective.trained(), optimizer, config, done)
     model, optimizer = fabric.setup(objective, optimizer)
-    first = 0 if done is None else done.epoch
-    step = 0 if done is None else done.step
     checkpoint = done
     with progress.bar(str(config.run_dir), config.epochs, first) as advance:
         for epoch in range(first, config.epochs):
@@ -237,10 +230,20 @@ def _tensors(
     return tensors
 
 
-def _restore(
-    trained: nn.ModuleDict, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint
-) -> None:
-    trained.load_state_dict(
-        {k: v for k, v in checkpoint.tensors.items() if not k.startswith("optimizer.")}
-    )
-    restore_optimizer(optimizer, checkpoint)
+def _begin(
+    trained: nn.ModuleDict,
+    optimizer: torch.optim.Optimizer,
+    config: Config,
+    done: Checkpoint | None,
+) -> tuple[int, int]:
+    """Prepare the run folder, or restore from it; the epoch and step to go on with."""
+    if done is None:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        write_config(config.run_dir, config)
+    else:
+        weights = {k: v for k, v in done.tensors.items() if not k.startswith("optimizer.")}
+        trained.load_state_dict(weights)
+        restore_optimizer(optimizer, done)
+    epoch, step = (0, 0) if done is None else (done.epoch, done.step)
+    _trim_stats(config.run_dir / STATS, step)
+    return epoch, step

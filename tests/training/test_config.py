@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from release.errors import ConfigurationError
+from training.comparison.presets import PRESETS as PRESETS_OF_COMPARE
 from training.config import EmbedderConfig, UpgradeConfig, load_config, parse_config
 
 PRESETS = sorted(Path("configs").rglob("*.yaml"))
@@ -37,6 +38,17 @@ def upgrade(**keys: object) -> dict[str, object]:
 @pytest.mark.parametrize("path", PRESETS, ids=str)
 def test_every_preset_is_valid(path: Path) -> None:
     load_config(path)
+
+
+@pytest.mark.parametrize("name", ["cifar100-cpu", "cifar100"])
+def test_presets_of_train_and_of_compare_agree(name: str) -> None:
+    preset = PRESETS_OF_COMPARE[name]
+    for file in Path("configs", name).glob("*.yaml"):
+        config = load_config(file)
+        known = getattr(preset, config.kind)
+        stated = config.model_dump(exclude_unset=True)
+        for key in known.keys() & stated.keys():
+            assert stated[key] == known[key], (file, key)
 
 
 def test_an_unknown_key_is_refused_by_name_with_the_known_ones() -> None:
