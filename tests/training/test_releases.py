@@ -1,4 +1,4 @@
-"""What export.py publishes besides FCT's pair: chains, kept side encoders, BCT, DMU, foreign ones."""
+"""What export.py publishes besides FCT: chains, kept side encoders, BCT, DMU, foreign models."""
 
 import shutil
 from pathlib import Path
