@@ -1,0 +1,66 @@
+"""docs/papers.md: every Python path in it exists, and every method and loss is on it."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from training.comparison.catalogue import rows_of
+from training.comparison.presets import DIGITS
+from training.comparison.recipe import Place
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+PATHS = sorted(set(re.findall(r"`((?:metrics|training)(?:\.\w+)+)`", TEXT)))
+
+
+def resolve(path: str) -> object:
+    """The object that a dotted path names; AttributeError or ImportError where there is none."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[length:]:
+            found = getattr(found, name)
+        return found
+    raise ImportError(path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_exists(path: str) -> None:
+    assert resolve(path) is not None
+
+
+def test_paths_are_found_at_all() -> None:
+    assert len(PATHS) > 60
+    with pytest.raises(AttributeError):
+        resolve("training.maps.procrustus")
+
+
+@pytest.mark.parametrize("paper", ["bct", "unibct", "dmu"])
+def test_every_equation_of_a_paper_has_a_line(paper: str) -> None:
+    last = {"bct": 9, "unibct": 14, "dmu": 14}[paper]
+    title = {"bct": "## BCT", "unibct": "## UniBCT", "dmu": "## DMU"}[paper]
+    section = TEXT.split(title, 1)[1].split("\n## ", 1)[0]
+    covered: set[int] = set()
+    for words in re.findall(r"Eq\. ([\d, to]+)", section):
+        for part in words.split(","):
+            ends = [int(n) for n in re.findall(r"\d+", part)]
+            covered |= set(range(ends[0], ends[-1] + 1)) if ends else set()
+    assert set(range(1, last + 1)) <= covered
+
+
+def test_every_loss_module_is_named() -> None:
+    for module in (ROOT / "training" / "losses").glob("*.py"):
+        if module.stem != "__init__":
+            assert f"training.losses.{module.stem}." in TEXT, module.stem
+
+
+def test_rows_that_it_names_exist(tmp_path: Path) -> None:
+    place = Place(DIGITS, DIGITS.splits[0], 0, tmp_path, tmp_path)
+    rows = {row.name for row in rows_of(place, DIGITS.groups)}
+    named = set(re.findall(r"`((?:fct|bct|dmu|independent)\w*)`", TEXT))
+    assert named and named <= rows
