@@ -13,10 +13,10 @@ from demo.errors import DemoError
 # What each part of the images is for, and its share of every class.
 PARTS = {
     "train": 0.5,  # both releases are trained here
-    "eval": 0.1,  # the gate and the calibration of a release, before it is published
-    "server": 0.22,  # the server's gallery
-    "device": 0.08,  # the device's gallery
-    "queries": 0.1,  # asked of both; nothing is trained or tuned on them
+    "eval": 0.16,  # the gate and the calibration of a release, before it is published
+    "server": 0.19,  # the server's gallery
+    "device": 0.06,  # the device's gallery
+    "queries": 0.09,  # asked of both; nothing is trained or tuned on them
 }
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
 MIN_CLASSES = 4

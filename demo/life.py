@@ -78,6 +78,9 @@ def command(
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Epochs of every training; else as in configs/digits.")
     ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=2, help="Images a step; few images want small batches.")
+    ] = None,
     images_per_class: Annotated[
         int | None, typer.Option(min=13, help="Take at most so many of each class.")
     ] = None,
@@ -95,6 +98,7 @@ def command(
         seed=seed,
         image_size=image_size,
         epochs=epochs,
+        batch_size=batch_size,
         images_per_class=images_per_class,
         clients=clients,
         steady_seconds=steady_seconds,

@@ -10,13 +10,13 @@ CONFIGS = Path(__file__).parent.parent / "configs" / "digits"
 # Inputs up to this side are for the small network; larger ones get the small ResNet.
 SMALL_SIDE = 32
 
-# FCT's h and g with a predicted uncertainty.
-UPGRADE = "fastfill"
-# Trains a new model that searches old vectors as they are.
-COMPATIBLE = "unibct"
-
 # Keys of a configuration with their values.
 Settings = dict[str, str | int]
+# FCT's h and g with a predicted uncertainty.
+UPGRADE = "fastfill"
+# Trains a new model that searches old vectors as they are; compatibility weighs more than the
+# paper's 1, so that a gate over few images can see it.
+COMPATIBLE: Settings = {"method": "unibct", "options.weight": 3}
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Recipes:
-    """Recipes for one run of the demo. `epochs` None: as many as the configurations say."""
+    """Recipes for one run of the demo. `epochs`, `batch_size` None: as configured."""
 
     images: Path
     runs: Path
     image_size: int
     epochs: int | None
+    batch_size: int | None
     seed: int
     # Release 2 shall search release 1's vectors as they are: train it backward-compatibly.
     compatible: bool
@@ -58,7 +59,7 @@ class Recipes:
         seed = 10 * self.seed + release
         method: Settings = {}
         if self.compatible and release > 1:
-            method = {"method": COMPATIBLE, "old": str(self.run(f"embedder-{release - 1}"))}
+            method = COMPATIBLE | {"old": str(self.run(f"embedder-{release - 1}"))}
         return [
             self._recipe(f"embedder-{release}", seed, shape | method),
             self._recipe(f"side_encoder-{release}", seed, shape),
@@ -86,4 +87,6 @@ class Recipes:
         if self.epochs is not None:
             epochs = self.epochs
             common |= {"epochs": epochs, "warmup_epochs": 0}
+        if self.batch_size is not None:
+            common["batch_size"] = self.batch_size
         return Recipe(config, self.run(name), epochs, common | settings)

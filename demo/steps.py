@@ -35,6 +35,7 @@ class Options:
     seed: int
     image_size: int
     epochs: int | None
+    batch_size: int | None
     images_per_class: int | None
     clients: int
     steady_seconds: float
@@ -73,6 +74,7 @@ class Life:
             runs=self.runs,
             image_size=options.image_size,
             epochs=options.epochs,
+            batch_size=options.batch_size,
             seed=options.seed,
             compatible=options.rollout == "direct",
         )

@@ -16,7 +16,7 @@ from demo.serve import free_addresses
 
 ROOT = Path(__file__).parent.parent.parent
 # Short trainings on few images: small batches make enough steps of them.
-SHORT = {"epochs": 20, "warmup_epochs": 0, "batch_size": 32}
+SHORT = {"epochs": 20, "warmup_epochs": 0, "batch_size": 16}
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
