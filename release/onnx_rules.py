@@ -74,7 +74,13 @@ def inspect(path: Path, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...])
     try:
         onnx.checker.check_model(model, full_check=True)
         _check_values(model)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+    # ValueError: names that are no text end in a UnicodeDecodeError inside of the checker.
+    except (
+        onnx.checker.ValidationError,
+        onnx.shape_inference.InferenceError,
+        ValueError,
+        RuntimeError,
+    ) as error:
         raise RefusedError(f"does not pass onnx's checker ({error})") from error
 
 
