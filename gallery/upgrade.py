@@ -8,8 +8,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import compress
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +16,11 @@ from numpy.typing import NDArray
 from gallery import staging
 from gallery.index import Labels
 from gallery.put import Checked, NewVectors, check, insert_vectors
+from gallery.remaining import Order, Remaining
 from gallery.spec import Origin, SpaceInfo, SpaceSpec
 from gallery.store import Store
-from gallery.tables import VECTOR_TABLE, among, from_blobs, label_column, vector_table
+from gallery.tables import VECTOR_TABLE, vector_table
 from release.vectors import Vectors
-
-# label: as they were put. uncertainty: what the source's own upgrade was least certain of first.
-Order = Literal["label", "uncertainty"]
 
 CHUNK = 1024
 # Items carried to measure an estimate, and what SQLite adds to a row of vectors.
@@ -92,95 +89,34 @@ def run_upgrade(
 ) -> Outcome:
     """Fill `target` (staged if new) from space `source` (default: the active one).
 
-    Items without side-information stay behind where the runner `reads_side`. Items put meanwhile
-    are carried along; deleted ones are skipped. A run that was stopped or killed goes on where it
-    ended. `origin` is that of the new vectors: "direct" for a runner that leaves them as they are.
+    Items without side-information stay behind where the runner `reads_side`; otherwise it is given
+    what there is, for the target to keep. Items put meanwhile are carried along; deleted ones are
+    skipped. A run that was stopped or killed goes on where it ended. `origin` is that of the new
+    vectors: "direct" for a runner that leaves them as they are.
     `on_progress` is called after each durable chunk and may sleep, to leave room for searches.
     Raises InvalidInputError for a bad output of the runner (nothing of that chunk is written).
     """
     staging.begin(store, target)
-    read = _Reader(store, source or store.active().spec.space, target.space, reads_side)
+    remaining = Remaining(store, source or store.active().spec.space, target, reads_side)
     started = time.monotonic()
-    written = 0
-    stopped = False
     total = store.count()
     before = total - staging.left_behind(store, target.space)
-    # What is put while a pass runs has larger labels and is found by the next one.
-    last = 0
-    while not stopped and len(todo := read.missing(order, last)):
-        last = int(todo.max())
-        for start in range(0, len(todo), chunk):
-            if should_stop is not None and should_stop():
-                stopped = True
-                break
-            labels, embedding, side = read.vectors(todo[start : start + chunk])
-            if not len(labels):
-                continue
-            upgraded = runner.run(embedding, side)
-            written += len(
-                staging.write(
-                    store,
-                    target.space,
-                    labels,
-                    upgraded.embedding,
-                    side=upgraded.side,
-                    uncertainty=upgraded.uncertainty,
-                    origin=origin,
-                )
-            )
-            if on_progress is not None:
-                seconds = time.monotonic() - started
-                done = before + written
-                on_progress(Progress(done, max(total, done), written, seconds))
+    written = 0
+    stopped = False
+    for labels, embedding, side in remaining.chunks(order, chunk):
+        if should_stop is not None and should_stop():
+            stopped = True
+            break
+        upgraded = runner.run(embedding, side)
+        new = staging.write(
+            store, target.space, labels, upgraded.embedding, side=upgraded.side,
+            uncertainty=upgraded.uncertainty, origin=origin,
+        )  # fmt: skip
+        written += len(new)
+        if on_progress is not None:
+            done = before + written
+            on_progress(Progress(done, max(total, done), written, time.monotonic() - started))
     return Outcome(written, staging.left_behind(store, target.space), stopped)
-
-
-class _Reader:
-    """Reads what the target still lacks from the source."""
-
-    def __init__(self, store: Store, source: str, target: str, reads_side: bool) -> None:
-        self.store = store
-        self.source = store.space(source)
-        spaces = {info.spec.space: info for info in store.spaces()}
-        self.target = spaces.get(target)
-        self.reads_side = reads_side
-        self.table = vector_table(self.source.number)
-
-    def missing(self, order: Order, after: int = 0) -> Labels:
-        """Labels above `after` that can be carried over and are not yet, in the order of work."""
-        by = {"label": "s.label", "uncertainty": "s.uncertainty DESC, s.label"}[order]
-        where = "s.label > ?"
-        if self.reads_side:
-            where += " AND s.side IS NOT NULL"
-        if self.target is not None:
-            there = vector_table(self.target.number)
-            where += f" AND NOT EXISTS (SELECT 1 FROM {there} t WHERE t.label = s.label)"
-        with self.store.reading() as connection:
-            rows = connection.execute(
-                f"SELECT s.label FROM {self.table} s WHERE {where} ORDER BY {by}", (after,)
-            )
-            return label_column(rows)
-
-    def vectors(self, labels: Labels) -> tuple[Labels, Vectors, Vectors | None]:
-        """Those of `labels` that are still there, by label, with what the runner reads."""
-        condition, parameters = among(labels)
-        side = "side" if self.reads_side else "NULL"
-        with self.store.reading() as connection:
-            rows = connection.execute(
-                f"SELECT label, embedding, {side} FROM {self.table}"
-                f" WHERE {condition} ORDER BY label",
-                parameters,
-            ).fetchall()
-        spec = self.source.spec
-        if not rows:
-            return np.empty(0, np.int64), np.empty((0, spec.dim), np.float32), None
-        columns = zip(*rows, strict=True)
-        found = np.array(next(columns), np.int64)
-        # A range can hold others than those that were asked for.
-        asked = np.isin(found, labels)
-        embedding, sides = ([*compress(column, asked)] for column in columns)
-        side_info = from_blobs(sides, spec.side_dim) if self.reads_side else None
-        return found[asked], from_blobs(embedding, spec.dim), side_info
 
 
 @dataclass(frozen=True)
@@ -206,17 +142,17 @@ def estimate(
     A few items are read, carried and written to a table in memory, so a slow disk adds to it.
     Raises InvalidInputError for a bad output of the runner.
     """
-    read = _Reader(store, source or store.active().spec.space, target.space, reads_side)
-    todo = read.missing("label")
+    remaining = Remaining(store, source or store.active().spec.space, target, reads_side)
+    todo = remaining.all_labels()
     total = store.count()
-    done = 0 if read.target is None else store.count(target.space)
+    done = 0 if remaining.target is None else store.count(target.space)
     seconds = 0.0
     if len(todo):
         # Spread over the gallery; the first few rows make the runner ready.
         probe = todo[:: max(1, len(todo) // PROBE_ITEMS)][:PROBE_ITEMS]
-        runner.run(*read.vectors(probe[:8])[1:])
+        runner.run(*remaining.read(probe[:8], reads_side)[1:])
         started = time.perf_counter()
-        labels, embedding, side = read.vectors(probe)
+        labels, embedding, side = remaining.read(probe, reads_side)
         upgraded = runner.run(embedding, side)
         new = NewVectors(target.space, upgraded.embedding, upgraded.side)
         _write_aside(check(SpaceInfo(target, "staging", 1, 0), new, len(labels)), labels)

@@ -1,5 +1,7 @@
 """Upgrades: whole, resumed, raced, refused."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,8 +9,9 @@ import numpy as np
 import pytest
 
 from gallery import staging
+from gallery.remaining import Order
 from gallery.store import Store
-from gallery.upgrade import Order, Progress, estimate, run_upgrade
+from gallery.upgrade import Progress, estimate, run_upgrade
 from release.errors import InvalidInputError
 from release.vectors import Vectors
 from tests.gallery.making import DIM, SIDE_DIM, Carried, Linear, filled, ids, put, rows, spec
@@ -86,6 +89,48 @@ def test_a_stopped_run_goes_on_and_gives_the_same_bits(tmp_path: Path, order: Or
     assert results[0] == results[1] and len(results[0]) == 50
 
 
+def test_a_stop_asked_for_after_the_last_chunk_changes_nothing(tmp_path: Path) -> None:
+    with filled(tmp_path / "g.sqlite", 20) as store:
+        outcome = run_upgrade(
+            store, Linear(), spec(2), reads_side=True, chunk=10, should_stop=after(2)
+        )
+        assert (outcome.written, outcome.stopped) == (20, False)
+
+
+MEASURED = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from gallery.spec import SpaceSpec
+from gallery.store import NewVectors, Store
+from gallery.upgrade import run_upgrade
+from tests.gallery.making import Carried
+
+class Same:
+    def run(self, embedding, side):
+        return Carried(embedding, side, embedding[:, 0])
+
+one, two = (SpaceSpec(f"sp-{n}", n, 128, "squared_l2", False, f"ss-{n}", 128) for n in (1, 2))
+with Store.create(Path(sys.argv[1]), one) as store:
+    block = np.random.default_rng(1).standard_normal((1000, 128)).astype(np.float32)
+    for start in range(0, int(sys.argv[2]), 1000):
+        names = [f"item-{n}" for n in range(start, start + 1000)]
+        store.put(names, [NewVectors("sp-1", block, block)])
+    run_upgrade(store, Same(), two, reads_side=True)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_memory_does_not_grow_with_the_gallery(tmp_path: Path) -> None:
+    peaks = []
+    for count in (4_000, 24_000):
+        command = [sys.executable, "-c", MEASURED, str(tmp_path / f"{count}"), str(count)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout) / 1024)
+    # 20,000 items more are 20 MB of vectors read and 20 MB written.
+    assert peaks[1] - peaks[0] < 8, peaks
+
+
 def test_the_least_certain_go_first(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 40) as store:
         run_upgrade(store, Linear(), spec(2), reads_side=True)
@@ -140,6 +185,27 @@ def test_items_without_side_information_stay_behind_and_are_named(tmp_path: Path
         names = [item.id for item in staging.left_behind_items(store, TWO)]
         assert names == ["bare-1", "bare-2"]
         assert run_upgrade(store, Linear(), spec(3)).left_behind == 0
+
+
+class Carrying(Linear):
+    """Reads no side-information but hands it on: the release kept its predecessor's encoder."""
+
+    def run(self, embedding: Vectors, side: Vectors | None) -> Carried:
+        good = super().run(embedding, side)
+        return Carried(good.embedding, side, good.uncertainty)
+
+
+def test_side_information_goes_along_where_there_is_some(tmp_path: Path) -> None:
+    with filled(tmp_path / "g.sqlite", 5) as store:
+        put(store, ["bare-1", "bare-2"], seed=4, side=False)
+        put(store, ["item-9"], seed=5)
+        outcome = run_upgrade(store, Carrying(), spec(2), chunk=2)
+        assert (outcome.written, outcome.left_behind) == (8, 0)
+        before, after = rows(store, ONE), rows(store, TWO)
+        assert {label: row[1] for label, row in after.items()} == {
+            label: row[1] for label, row in before.items()
+        }
+        assert after[6][1] is None and after[8][1] is not None
 
 
 class Broken(Linear):
