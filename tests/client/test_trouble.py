@@ -6,10 +6,13 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, tzinfo
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -97,6 +100,32 @@ def test_a_host_that_is_gone_leaves_the_gallery_in_use(setting: Setting) -> None
     point(setting.gallery, "http://127.0.0.1:1")
     assert "try" in run(setting.gallery, "sync", code=69).stderr
     assert ask(setting.gallery, "search", setting.images[0])["hits"]
+
+
+@pytest.mark.parametrize("years", [-10, 10])
+def test_a_clock_that_is_wrong_by_years_stops_news_and_nothing_else(
+    setting: Setting, world: edge.World, monkeypatch: pytest.MonkeyPatch, years: int
+) -> None:
+    world.publish(setting.repo, 2)
+    before = setting.gallery.read_bytes()
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return cls.fromtimestamp(time.time() + 365 * 86_400 * years, tz)
+
+    with monkeypatch.context() as wrong:
+        for module in ("release.trust", "release.state"):
+            wrong.setattr(f"{module}.datetime", Clock)
+        if years > 0:
+            with pytest.raises(VerificationError, match="clock"):
+                edge.follow(setting.gallery)
+            assert setting.gallery.read_bytes() == before
+        else:
+            # Fresh metadata is fresh, as the time of the last refresh is remembered.
+            assert edge.follow(setting.gallery).state == "upgraded"
+        assert len(edge.contents(setting.gallery)) == 12
+    assert edge.follow(setting.gallery).release == 2
 
 
 HOLD = (

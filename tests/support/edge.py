@@ -114,6 +114,12 @@ def contents(gallery: Path) -> dict[str, tuple[str | None, NDArray[np.float32]]]
     }
 
 
+def spaces(gallery: Path) -> dict[int, str]:
+    """Release -> state of its space."""
+    with Device(gallery) as device:
+        return {space.spec.release: space.state for space in device.store.spaces()}
+
+
 def embedded(repo: Path, release: int, images: Sequence[Path]) -> NDArray[np.float32]:
     """What the release's embedder makes of the images: the oracle of every upgrade into it."""
     pixels = [decode_file(path, graphs.SIZE, graphs.SIZE) for path in images]
