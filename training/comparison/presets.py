@@ -39,6 +39,8 @@ class Preset:
     dmu_hidden_dim: int
     # Groups of rows that are compared where --methods says nothing.
     groups: tuple[str, ...]
+    # The same for the split that tests unseen classes.
+    unseen_groups: tuple[str, ...]
     # Images apart for the test, where the data has no test folder of its own.
     test_share: float | None
     # Whether each seed has its own partition into training and test images.
@@ -127,6 +129,7 @@ DIGITS = Preset(
         "noise",
         "allocations",
     ),
+    unseen_groups=("bct_family", "dmu_family", "maps", "transforms"),
     test_share=0.4,
     partition_by_seed=True,
     metric="cosine",
@@ -182,6 +185,7 @@ CIFAR100_CPU = Preset(
     },
     dmu_hidden_dim=1024,
     groups=("core",),
+    unseen_groups=("core_unseen",),
     test_share=None,
     partition_by_seed=False,
     metric="l2",

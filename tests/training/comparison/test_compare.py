@@ -12,7 +12,7 @@ import pytest
 from metrics.ranking import rank, same_label
 from metrics.retrieval import average_precision, mean
 from release.errors import ConfigurationError, InvalidInputError
-from training.compare import compare, run_place
+from training.compare import compare
 from training.comparison.catalogue import GROUPS, rows_of
 from training.comparison.cells import Cells, evaluation, read_cells, write_cells
 from training.comparison.claims import CLAIMS, Claim, judge
@@ -27,6 +27,7 @@ from training.comparison.presets import (
 )
 from training.comparison.recipe import Place
 from training.comparison.results import Comparison, as_json, as_markdown
+from training.comparison.work import do, levels
 from training.config import parse_config
 from training.data import list_images
 
@@ -188,6 +189,17 @@ def test_every_row_is_a_configuration_that_training_accepts(tmp_path: Path) -> N
                     assert folders.setdefault(run.folder, run.values) == run.values
 
 
+def test_a_run_comes_after_all_that_it_reads(tmp_path: Path) -> None:
+    here = place(tmp_path)
+    seen: set[Path] = set()
+    for level in levels([(here, rows_of(here, tuple(GROUPS)))]):
+        for run in level:
+            assert run.folder not in seen
+            assert {needed.folder for needed in run.needs} <= seen
+        seen |= {run.folder for run in level}
+    assert len(seen) > 60
+
+
 def test_rivals_start_from_the_same_seed_and_seeds_differ(tmp_path: Path) -> None:
     rows = {row.name: row for row in rows_of(place(tmp_path), tuple(GROUPS))}
     assert rows["bct"].new.values["seed"] == rows["independent"].new.values["seed"]
@@ -253,7 +265,7 @@ def test_methods_that_train_on_made_folders_make_them(tmp_path: Path, digits: Pa
     train_and_test(digits, tmp_path / "data", 0.4, 0)
     short = {kind: dict(values) for kind, values in SHORT.items()}
     here = replace(place(tmp_path), changes=short)
-    run_place(here, ("noisy_unibct", "open-class:vanilla"))
+    do([(here, rows_of(here, ("noisy_unibct", "open-class:vanilla")))], 1)
     old = list_images(tmp_path / "data" / "open-class" / "old")
     new = list_images(tmp_path / "data" / "open-class" / "new")
     assert not set(old.class_names) & set(new.class_names)
