@@ -9,6 +9,7 @@ import typer
 from metrics.ranking import Relevance, same_label
 from release.durable import write_file
 from release.errors import ConfigurationError, InvalidInputError
+from training.backfill import backfill_curves
 from training.command import command_app
 from training.data import Listing, list_images
 from training.matrix import criterion, evaluate_cells, every_cell, neighbour_paths
@@ -24,7 +25,8 @@ bound), 1/1 the lower bound, 2/1 queries of release 2 against vectors of release
 
 Search is exact, by each release's own metric. Where queries and gallery are one folder, a query's
 own image is left out of its answers. JSON shares are 0..1:
-{"cells": {CELL: {"cmc1", "cmc5", "map", ...}}, "criterion": {CELL: {...}},
+{"cells": {CELL: {"cmc1", "cmc5", "map", ...}}, "criterion": {CELL: {...}}, "backfill": {CELL:
+{ORDER: {"mean_map", "map", ...}}},
 "neighbours": {CELL: {QUERY PATH: [GALLERY PATHS, nearest first]}}}.
 
 Exit codes: 0 measured, 65 refused data or failed verification, 78 wrong configuration.
@@ -46,6 +48,9 @@ def main(
         Path | None, typer.Option(metavar="FILE.png", help="draw the matrix, rows the query model")
     ] = None,
     neighbours: Annotated[int, typer.Option(min=0, help="nearest images a query in the JSON")] = 0,
+    backfill: Annotated[
+        bool, typer.Option("--backfill", help="also the curve while a gallery is re-embedded")
+    ] = False,
     int8: Annotated[
         bool, typer.Option("--int8", help="upgrade with the quantised twins, where there are")
     ] = False,
@@ -72,6 +77,11 @@ def main(
                 for cell in measured
             },
             "criterion": criteria,
+            "backfill": {
+                str(cell.name): backfill_curves(cell.name, embedded, other, relevance)
+                for cell in measured
+                if backfill and len(cell.name.gallery) > 1
+            },
             "neighbours": {
                 str(cell.name): dict(neighbour_paths(cell, asked, searched))
                 for cell in measured

@@ -58,7 +58,7 @@ def fit(
     fabric = _fabric(config)
     _seed(config.seed, -1 if done is None else done.epoch)
     optimizer = _optimizer(objective, config)
-    first, step = _begin(objective.trained(), optimizer, config, done)
+    first, step = _begin(fabric, objective.trained(), optimizer, config, done)
     model, optimizer = fabric.setup(objective, optimizer)
     checkpoint = done
     with progress.bar(str(config.run_dir), config.epochs, first) as advance:
@@ -231,19 +231,22 @@ def _tensors(
 
 
 def _begin(
+    fabric: lightning_fabric.Fabric,
     trained: nn.ModuleDict,
     optimizer: torch.optim.Optimizer,
     config: Config,
     done: Checkpoint | None,
 ) -> tuple[int, int]:
     """Prepare the run folder, or restore from it; the epoch and step to go on with."""
-    if done is None:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        write_config(config.run_dir, config)
-    else:
+    epoch, step = (0, 0) if done is None else (done.epoch, done.step)
+    if done is not None:
         weights = {k: v for k, v in done.tensors.items() if not k.startswith("optimizer.")}
         trained.load_state_dict(weights)
         restore_optimizer(optimizer, done)
-    epoch, step = (0, 0) if done is None else (done.epoch, done.step)
-    _trim_stats(config.run_dir / STATS, step)
+    if fabric.is_global_zero:
+        if done is None:
+            config.run_dir.mkdir(parents=True, exist_ok=True)
+            write_config(config.run_dir, config)
+        _trim_stats(config.run_dir / STATS, step)
+    fabric.barrier()
     return epoch, step

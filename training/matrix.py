@@ -14,18 +14,25 @@ from metrics.compatibility import (
     update_gain,
     upgrade_gain,
 )
-from metrics.distances import Metric
+from metrics.distances import Metric, distances
 from metrics.hubness import hubness
+from metrics.identification import open_set_search, tpir_at_fpir
 from metrics.neighbours import nearest
 from metrics.ranking import Relevance, rank
 from metrics.retrieval import PerQuery, average_precision, average_precision_at, cmc, mean
+from metrics.verification import tar_at_far
 from release.manifest import Manifest
+from release.vectors import Vectors
 from training.data import Listing
 from training.measure import CellName, Embedded, cell_vectors, served_cells
 
 # Neighbours that hubness counts, and the k of mAP@k.
 HUB_NEIGHBOURS = 10
 MAP_AT = 100
+# Rates of false accepts (1:1) and of false positives (1:N), and the pairs drawn for the former.
+FAR = 1e-3
+FPIR = 0.01
+PAIRS = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -97,12 +104,39 @@ def _evaluate(
         f"map_at_{MAP_AT}": mean(average_precision_at(ranking, MAP_AT)),
         "worst_class_map": worst_map,
         "hub_skewness": hubness(near[:, :HUB_NEIGHBOURS], len(gallery_vectors)).skewness,
+        **_recognition(query_vectors, gallery_vectors, relevance, metric),
         "queries": float(len(query_vectors)),
         "items": float(len(gallery_vectors)),
     }
     return MatrixCell(
         name, figures, first, precision, near[:, :neighbours], queries.listing.class_names[worst]
     )
+
+
+def _recognition(
+    queries: Vectors, gallery: Vectors, relevance: Relevance, metric: Metric
+) -> dict[str, float]:
+    """TAR@FAR over the pairs of a seeded draw of queries, and TPIR@FPIR where some queries have no
+    mate in the gallery.
+    """
+    mated = np.array([len(relevant) > 0 for relevant in relevance.relevant])
+    figures = {}
+    if not mated.all():
+        search = open_set_search(queries, gallery, relevance, metric)
+        figures[f"tpir_at_fpir_{FPIR:g}"] = tpir_at_fpir(search, FPIR)
+    order = np.random.default_rng(0).permutation(np.flatnonzero(mated))
+    drawn = order[: max(1, PAIRS // len(gallery))]
+    genuine, impostor = [], []
+    for row, query in zip(distances(queries[drawn], gallery, metric), drawn, strict=True):
+        stranger = np.ones(len(gallery), bool)
+        stranger[relevance.relevant[query]] = False
+        own = np.isin(np.arange(len(gallery)), relevance.ignored[query])
+        genuine.append(row[~stranger & ~own])
+        impostor.append(row[stranger & ~own])
+    pairs = np.concatenate(genuine), np.concatenate(impostor)
+    if len(pairs[0]) and len(pairs[1]):
+        figures[f"tar_at_far_{FAR:g}"] = tar_at_far(*pairs, FAR)
+    return figures
 
 
 def _without_ignored(near: np.ndarray, relevance: Relevance) -> np.ndarray:

@@ -1,5 +1,6 @@
 """`python training/train.py CONFIG.yaml`: train an embedder, a side encoder or an upgrade."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -51,11 +52,12 @@ def main(
     loaded = [load_config(path, tuple(overrides or ())) for path in configs]
     for config in loaded:
         checkpoint = train(config, Progress())
-        print(
-            f"{config.run_dir / CHECKPOINT}: {config.kind}, {checkpoint.epoch} epochs, "
-            f"{checkpoint.step} steps",
-            flush=True,
-        )
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(
+                f"{config.run_dir / CHECKPOINT}: {config.kind}, {checkpoint.epoch} epochs, "
+                f"{checkpoint.step} steps",
+                flush=True,
+            )
 
 
 def train(config: Config, progress: Progress) -> Checkpoint:

@@ -99,6 +99,35 @@ def test_the_criterion_follows_from_the_cells(
     assert "2/2" not in report["criterion"]
 
 
+def test_backfill_curves_run_from_served_to_native(life: Life, tmp_path: Path) -> None:
+    file = tmp_path / "cells.json"
+    result = run_evaluate(life, "--cells", "2/1>2,2/2", "--json", file, "--backfill")
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text("utf-8"))
+    curves, cells = report["backfill"]["2/1>2"], report["cells"]
+    assert set(curves) == {"random", "oracle"}
+    for curve in curves.values():
+        assert curve["map"][0] == pytest.approx(cells["2/1>2"]["map"])
+        assert curve["map"][-1] == pytest.approx(cells["2/2"]["map"])
+    assert "2/2" not in report["backfill"]
+
+
+def test_verification_agrees_with_counting(
+    life: Life, report: dict[str, dict[str, dict[str, float]]]
+) -> None:
+    queries, gallery = vectors(life)["2/2"]
+    asked = [p.split("/")[0] for p in list_images(life.data / "queries").paths]
+    held = [p.split("/")[0] for p in list_images(life.data / "gallery").paths]
+    genuine: list[float] = []
+    impostor: list[float] = []
+    for query, name in zip(queries, asked, strict=True):
+        for vector, other in zip(gallery, held, strict=True):
+            (genuine if name == other else impostor).append(float(1 - query @ vector))
+    threshold = sorted(impostor)[len(impostor) // 1000]
+    expected = sum(distance < threshold for distance in genuine) / len(genuine)
+    assert report["cells"]["2/2"]["tar_at_far_0.001"] == pytest.approx(expected, abs=0.003)
+
+
 def test_one_folder_on_both_sides_leaves_the_image_itself_out(life: Life, tmp_path: Path) -> None:
     file = tmp_path / "cells.json"
     folder = life.data / "queries"
