@@ -32,6 +32,10 @@ def sync(
     retry: Annotated[
         bool, typer.Option("--retry", help="Also follow releases that were held back here.")
     ] = False,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", help="Another address of the same publication, from now on."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Follow the newest release: verify, download, upgrade every vector without its image, flip."""
@@ -40,7 +44,7 @@ def sync(
     from client.sync import sync as follow
 
     output = Output(json)
-    wishes = Wishes(dry_run, backfill, keep_original, int8, retry)
+    wishes = Wishes(dry_run, backfill, keep_original, int8, retry, source)
     with Device(context.obj) as device:
         report = follow(device, wishes, output)
     for note in report.notes:

@@ -17,21 +17,25 @@ from client.device import Device
 from client.output import Output
 from client.plan import Plan, embedding_files, estimate_seconds, make_plan
 from client.retreat import confirm, return_to
-from client.sources import opened
+from client.sources import normalised, opened
 from release import durable
 from release.trust import Trust
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """Options of one sync. `int8`: take quantised upgrades where they are published, as their
-    measured loss is within the release's tolerance. `keep_original` None: as it was."""
+    """Options of one sync.
+
+    `int8`: take quantised upgrades where they are published, as their measured loss is within the
+    release's tolerance. `keep_original`, `source` None: as they were.
+    """
 
     dry_run: bool = False
     backfill: int = 0
     keep_original: bool | None = None
     int8: bool = True
     retry: bool = False
+    source: str | None = None
 
 
 @dataclass
@@ -67,7 +71,8 @@ def sync(device: Device, wishes: Wishes, output: Output) -> Report:
     Raises BusyError (another sync), VerificationError (nothing changed), UnavailableError (what
     came is kept for the next try), CannotWriteError.
     """
-    with device.locked(), opened(device.state("source")) as (fetcher, base_url):
+    source = normalised(wishes.source) if wishes.source else device.state("source")
+    with device.locked(), opened(source) as (fetcher, base_url):
         durable.sweep(device.models)
         trust = device.trust(fetcher, base_url)
         trust.refresh()
@@ -128,6 +133,8 @@ class _Sync:
     def _remember(self) -> None:
         """Keep the versions seen, and the wishes that last."""
         state: dict[str, Any] = {"floor": self._trust.floor().model_dump()}
+        if self._wishes.source is not None:
+            state["source"] = normalised(self._wishes.source)
         if self._wishes.keep_original is not None:
             state["keep_original"] = self._wishes.keep_original
         if self._wishes.retry:

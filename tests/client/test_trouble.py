@@ -18,10 +18,11 @@ import pytest
 
 from client.device import Device
 from client.find import Search
+from client.sync import Wishes
 from release import durable
 from release.errors import BusyError, UnavailableError, VerificationError
 from tests.client.test_cli import ask, run
-from tests.support import edge
+from tests.support import blocks, edge
 from tests.support.edge import Setting
 
 
@@ -62,19 +63,13 @@ def cutting_host(folder: Path, cut: int) -> Iterator[str]:
         thread.join()
 
 
-def point(gallery: Path, source: str) -> None:
-    with Device(gallery) as device:
-        device.store.state_set({"source": source})
-
-
 def test_a_network_that_keeps_breaking_is_overcome(setting: Setting, world: edge.World) -> None:
     world.publish(setting.repo, 2)
     with cutting_host(setting.repo, cut=9_000) as address:
-        point(setting.gallery, address)
         broken = 0
         for _ in range(20):
             try:
-                assert edge.follow(setting.gallery).state == "upgraded"
+                assert edge.follow(setting.gallery, Wishes(source=address)).state == "upgraded"
                 break
             except UnavailableError:
                 broken += 1
@@ -96,9 +91,22 @@ def test_a_host_that_sends_something_else_changes_nothing(
     assert edge.follow(setting.gallery).state == "upgraded"
 
 
+def test_another_address_of_the_same_publication(setting: Setting, world: edge.World) -> None:
+    world.publish(setting.repo, 2)
+    with edge.http_host(setting.repo) as address:
+        edge.follow(setting.gallery, Wishes(source=address))
+        with Device(setting.gallery) as device:
+            assert device.state("source") == address
+    stranger = setting.gallery.parent / "stranger" / "repo"
+    blocks.publish_block_release(stranger, 1)
+    with pytest.raises(VerificationError):
+        edge.follow(setting.gallery, Wishes(source=str(stranger)))
+    with Device(setting.gallery) as device:
+        assert device.state("source") == address
+
+
 def test_a_host_that_is_gone_leaves_the_gallery_in_use(setting: Setting) -> None:
-    point(setting.gallery, "http://127.0.0.1:1")
-    assert "try" in run(setting.gallery, "sync", code=69).stderr
+    assert "try" in run(setting.gallery, "sync", "--from", "http://127.0.0.1:1", code=69).stderr
     assert ask(setting.gallery, "search", setting.images[0])["hits"]
 
 
