@@ -1,5 +1,6 @@
 """Activations: one at a time, in a thread, resumed after a restart, called off by a rollback."""
 
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from release.errors import BusyError, NobackfillError, PreconditionError
+from release.errors import BusyError, CannotWriteError, NobackfillError, PreconditionError
 from release.manifest import Manifest
 from server.core import Core
 from server.rollout import CancelledError, Phase, Rollout
@@ -177,15 +178,15 @@ class Activations:
         began = time.monotonic()
         try:
             Rollout(core, run.record, run.tell, run.cancelled).run()
+            core.state.change(activation=None)
         except CancelledError as error:
             run.end(Phase.FAILED, str(error))
-        except NobackfillError as error:
+        except (NobackfillError, OSError, sqlite3.Error) as error:
             log.error("activation failed", release=release, error=str(error))
             core.metrics.swap_seconds.labels("failed").observe(time.monotonic() - began)
             self._fail(release, str(error))
             run.end(Phase.FAILED, str(error))
         else:
-            core.state.change(activation=None)
             core.settle(core.replan())
             core.metrics.swap_seconds.labels("done").observe(time.monotonic() - began)
             behind = "; ".join(f"{name}: {why}" for name, why in core.behind().items())
@@ -198,5 +199,9 @@ class Activations:
         values: dict[str, object] = {"activation": None}
         if now.active != release:
             values["failed"] = {**now.failed, release: reason}
-        self._core.state.change(**values)
+        try:
+            self._core.state.change(**values)
+        except CannotWriteError as error:
+            # A restart finds the activation as it was, and tries it again.
+            log.error("the failure is not recorded", error=str(error))
         self._core.settle(self._core.replan())

@@ -11,29 +11,21 @@ from release import durable
 from release.errors import (
     ConfigurationError,
     NobackfillError,
-    NotFoundError,
-    VerificationError,
 )
 from server.activation import Activations
+from server.assembly import assemble, load
 from server.auth import Tokens
 from server.border import Border
-from server.catalog import Catalog
-from server.core import Core, models_of
-from server.embedding import Embedding
-from server.galleries import Galleries
-from server.indexing import Indexing, load_index
+from server.core import Core
+from server.indexing import Indexing
 from server.listener import Listener
 from server.metrics import Metrics
 from server.models import InProcessModels, Models
 from server.puts import Putting
-from server.rollback import drop_unused
-from server.searching import Searching
 from server.settings import IN_PROCESS, Settings
-from server.state import StateFile
 from server.triton_client import TritonClient
 from server.triton_models import TritonModels
 from server.triton_process import TritonProcess, has_triton
-from server.upgrading import Upgrading
 from server.vault import Vault
 
 log = structlog.get_logger("server.gateway")
@@ -85,10 +77,10 @@ class Gateway:
         tokens = Tokens(settings.tokens_file) if settings.tokens_file else None
         models = self._models(metrics)
         closing.callback(models.close)
-        core = self.core = self._make_core(models, metrics)
+        core = self.core = assemble(settings, models, metrics)
         closing.callback(core.galleries.close)
         closing.callback(core.catalog.close)
-        self._load(core)
+        load(core)
         indexing = Indexing(core.galleries.all)
         closing.callback(indexing.close)
         indexing.start()
@@ -124,50 +116,6 @@ class Gateway:
             return InProcessModels(settings.model_repo)
         models.start()
         return models
-
-    def _make_core(self, models: Models, metrics: Metrics) -> Core:
-        settings = self._settings
-        root = settings.root.read_bytes() if settings.root is not None else None
-        catalog = Catalog(settings.model_repo, settings.data / "trust", root)
-        try:
-            catalog.refresh()
-        except NotFoundError:
-            log.warning("nothing is published yet; waiting for the first release")
-        except VerificationError as error:
-            # What was verified before an expiry or an attack goes on serving.
-            if not catalog.manifests:
-                raise
-            log.error("publication folder refused, serving what was verified", error=str(error))
-        state = StateFile(settings.data / "state.json")
-        embedding = Embedding(models, metrics)
-        return Core(
-            data=settings.data,
-            catalog=catalog,
-            state=state,
-            galleries=Galleries(settings.data / "galleries"),
-            models=models,
-            embedding=embedding,
-            searching=Searching(embedding, catalog, state, metrics),
-            upgrading=Upgrading(settings.model_repo, catalog, state),
-            metrics=metrics,
-            stopping=threading.Event(),
-        )
-
-    def _load(self, core: Core) -> None:
-        """Open the galleries and load what they and the active release need."""
-        now = core.state.now
-        core.galleries.open_all(now, core.catalog.manifests)
-        core.replan()
-        needed = {m.release: m for h in core.galleries.all() for m in models_of(h.plan)}
-        if now.active is not None:
-            needed[now.active] = core.active()
-        for manifest in needed.values():
-            core.catalog.verified(manifest.release)
-            core.models.load(manifest)
-        drop_unused(core, now.retired)
-        for hosted in core.galleries.all():
-            for space, view in hosted.views().items():
-                load_index(hosted, space, view)
 
     def _begin(self, core: Core, activations: Activations) -> None:
         """Resume an activation, or begin the first: now, or when something is published."""

@@ -60,16 +60,25 @@ def roll_back(core: Core, activations: Activations) -> Rollback:
         result = plan_rollback(core) if now.active != target else Rollback(target, 0, [])
         if now.active != target:
             core.state.change(active=target, previous=now.previous[:-1])
-        for hosted in core.galleries.all():
-            if hosted.spec().release > target:
-                state = {ROLLOUT: None, NOTE: None}
-                staging.rollback(hosted.store, leave_behind=True, state=state)
-            else:
-                hosted.store.state_set({ROLLOUT: None, NOTE: None})
+        return_galleries(core)
         old = core.replan()
     core.settle(old)
     log.info("rolled back", release=target, lost=result.lost)
     return result
+
+
+def return_galleries(core: Core) -> None:
+    """Bring every gallery back to the active release, where one is ahead of it: also what a kill in
+    the middle of a rollback has left, which nobody else leaves without an activation under way."""
+    now = core.state.now
+    for hosted in core.galleries.all():
+        if now.activation is not None or now.active is None:
+            return
+        state = {ROLLOUT: None, NOTE: None}
+        if hosted.spec().release > now.active:
+            staging.rollback(hosted.store, leave_behind=True, state=state)
+        elif hosted.spec().release == now.active and any(map(hosted.store.state_get, state)):
+            hosted.store.state_set(state)
 
 
 def retire(core: Core, activations: Activations) -> list[int]:

@@ -19,10 +19,15 @@ Stages = Mapping[int, Path]
 @pytest.fixture(scope="session")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
     """The publication after releases 1, 2 (upgrade from 1) and 3 (upgrades from 1 and 2)."""
-    top = tmp_path_factory.mktemp("published")
+    return make_stages(tmp_path_factory.mktemp("published"), 3)
+
+
+def make_stages(top: Path, releases: int) -> Stages:
+    """Publish releases one after the other in `top`/repo; a copy after each."""
     repo = top / "repo"
     kept = {}
-    for number, sources in ((1, []), (2, [1]), (3, [1, 2])):
+    for number in range(1, releases + 1):
+        sources = list(range(1, number))
         publish_block_release(repo, number, sources)
         kept[number] = top / f"stage{number}"
         shutil.copytree(repo, kept[number])

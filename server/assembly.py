@@ -1,0 +1,83 @@
+"""Putting a Core together from settings and a data folder."""
+
+import threading
+
+import structlog
+
+from release.errors import ConfigurationError, NotFoundError, VerificationError
+from server.catalog import Catalog
+from server.core import Core, models_of
+from server.embedding import Embedding
+from server.galleries import Galleries
+from server.indexing import load_index
+from server.metrics import Metrics
+from server.models import Models
+from server.rollback import drop_unused, return_galleries
+from server.searching import Searching
+from server.settings import Settings
+from server.state import StateFile
+from server.upgrading import Upgrading
+
+log = structlog.get_logger("server.assembly")
+
+
+def assemble(settings: Settings, models: Models, metrics: Metrics) -> Core:
+    """The parts, with nothing opened yet but the publication and the state.
+
+    Raises VerificationError for a damaged state or publication, ConfigurationError for a root that
+    cannot be read, CannotWriteError.
+    """
+    root = _root(settings)
+    catalog = Catalog(settings.model_repo, settings.data / "trust", root)
+    try:
+        catalog.refresh()
+    except NotFoundError:
+        log.warning("nothing is published yet; waiting for the first release")
+    except VerificationError as error:
+        # What was verified before an expiry or an attack goes on serving.
+        if not catalog.manifests:
+            raise
+        log.error("publication folder refused, serving what was verified", error=str(error))
+    state = StateFile(settings.data / "state.json")
+    embedding = Embedding(models, metrics)
+    return Core(
+        data=settings.data,
+        catalog=catalog,
+        state=state,
+        galleries=Galleries(settings.data / "galleries"),
+        models=models,
+        embedding=embedding,
+        searching=Searching(embedding, catalog, state, metrics),
+        upgrading=Upgrading(settings.model_repo, catalog, state),
+        metrics=metrics,
+        stopping=threading.Event(),
+    )
+
+
+def load(core: Core) -> None:
+    """Open the galleries, load the models that they and the active release need, and the indexes.
+
+    Raises VerificationError, ConfigurationError for a gallery of an unknown release,
+    UnavailableError, CannotWriteError.
+    """
+    now = core.state.now
+    core.galleries.open_all(now, core.catalog.manifests)
+    return_galleries(core)
+    core.replan()
+    needed = {m.release: m for h in core.galleries.all() for m in models_of(h.plan)}
+    if now.active is not None:
+        needed[now.active] = core.active()
+    for manifest in needed.values():
+        core.catalog.verified(manifest.release)
+        core.models.load(manifest)
+    drop_unused(core, now.retired)
+    for hosted in core.galleries.all():
+        for space, view in hosted.views().items():
+            load_index(hosted, space, view)
+
+
+def _root(settings: Settings) -> bytes | None:
+    try:
+        return settings.root.read_bytes() if settings.root is not None else None
+    except OSError as error:
+        raise ConfigurationError(f"{settings.root}: cannot be read ({error.strerror})") from error
