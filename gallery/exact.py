@@ -4,14 +4,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gallery import distances
-from gallery.index import Labels, Mask, Neighbours, best
+from gallery.index import Labels, Mask, Neighbours, best, merge
 from gallery.spec import SpaceSpec
 from release.vectors import Vectors
 
 # Elements of the largest distance matrix made at once (64 MiB).
 BLOCK_ELEMENTS = 1 << 24
 # Candidates taken beyond k, so that rounding seldom leaves the k-th in doubt.
-SPARE_CANDIDATES = 16
+SPARE_CANDIDATES = 8
+# More rows than this many times k a query are no improvement but a search.
+MOST_IMPROVING = 4
 # A filter that passes less than one row in this many is answered from a copy of those rows.
 COPIED_SHARE = 4
 # Rows of spare room at least, in an index that grows.
@@ -26,24 +28,24 @@ class ExactIndex:
     def __init__(self, spec: SpaceSpec, labels: Labels, vectors: Vectors) -> None:
         """`labels` int64 [n] strictly increasing, `vectors` float32 [n, dim], checked."""
         prepared = distances.prepare(spec.metric, vectors)
-        self._set(spec, labels, prepared, half_squares(prepared))
+        self._set(spec, labels, prepared, offsets(spec, prepared))
 
     def _set(
-        self, spec: SpaceSpec, labels: Labels, prepared: Vectors, halves: NDArray[np.float32]
+        self, spec: SpaceSpec, labels: Labels, prepared: Vectors, offsets_: NDArray[np.float32]
     ) -> None:
         self.spec = spec
         self.labels = labels
         self.vectors = prepared
-        self._halves = halves
+        self._offsets = offsets_
         self._spare: _Spare | None = None
 
     @classmethod
     def of_prepared(
-        cls, spec: SpaceSpec, labels: Labels, prepared: Vectors, halves: NDArray[np.float32]
+        cls, spec: SpaceSpec, labels: Labels, prepared: Vectors, offsets_: NDArray[np.float32]
     ) -> "ExactIndex":
-        """The same from prepared vectors and their `half_squares`, without computing anything."""
+        """The same from prepared vectors and their `offsets`, without computing anything."""
         index = cls.__new__(cls)
-        index._set(spec, labels, prepared, halves)
+        index._set(spec, labels, prepared, offsets_)
         return index
 
     def extended(self, labels: Labels, vectors: Vectors) -> "ExactIndex":
@@ -59,10 +61,10 @@ class ExactIndex:
             spare = _Spare(self, room=count + max(count, LEAST_ROOM))
         spare.labels[old:count] = labels
         spare.vectors[old:count] = prepared
-        spare.halves[old:count] = half_squares(prepared)
+        spare.offsets[old:count] = offsets(self.spec, prepared)
         spare.used = count
         index = self.of_prepared(
-            self.spec, spare.labels[:count], spare.vectors[:count], spare.halves[:count]
+            self.spec, spare.labels[:count], spare.vectors[:count], spare.offsets[:count]
         )
         index._spare = spare
         return index
@@ -77,7 +79,7 @@ class ExactIndex:
                 barred = ~allowed
             else:
                 index = self.of_prepared(
-                    self.spec, self.labels[rows], self.vectors[rows], self._halves[rows]
+                    self.spec, self.labels[rows], self.vectors[rows], self._offsets[rows]
                 )
         block = max(1, BLOCK_ELEMENTS // max(1, len(index.labels)))
         parts = [
@@ -89,24 +91,65 @@ class ExactIndex:
             np.concatenate([part.distances for part in parts]),
         )
 
+    def improve(
+        self, queries: Vectors, found: Neighbours, allowed: Mask | None = None
+    ) -> Neighbours:
+        """What another index `found` [q, k], with the rows here that are nearer than its last ones.
+
+        Far cheaper than `search` where few rows are: a small index beside a large one.
+        """
+        k = found.labels.shape[1]
+        if len(queries) * len(self.labels) > BLOCK_ELEMENTS:
+            return merge([found, self.search(queries, k, allowed)], k)
+        prepared = distances.prepare(self.spec.metric, queries)
+        rough = self._rough(prepared, None if allowed is None else ~allowed)
+        last = found.distances[:, -1].astype(np.float64)
+        squares = np.vecdot(prepared, prepared, dtype=np.float64)
+        limit = (last - squares) / 2 if self.spec.metric == "squared_l2" else last - 1
+        query, row = np.nonzero(rough <= (limit + self._error(prepared))[:, None])
+        if len(row) > len(queries) * MOST_IMPROVING * k:
+            return merge([found, self.search(queries, k, allowed)], k)
+        if not len(row):
+            return found
+        apart = distances.between(self.spec.metric, prepared[query], self.vectors[row][:, None, :])
+        owner = np.concatenate([np.repeat(np.arange(len(queries)), k), query])
+        names = np.concatenate([found.labels.ravel(), self.labels[row]])
+        values = np.concatenate([found.distances.ravel(), apart[:, 0]])
+        order = np.lexsort((names, values, owner))
+        # Each query has at least k candidates: those that came in.
+        starts = np.searchsorted(owner[order], np.arange(len(queries)))
+        chosen = order[starts[:, None] + np.arange(k)]
+        return Neighbours(names[chosen], values[chosen])
+
+    def _rough(self, queries: Vectors, barred: Mask | None) -> Vectors:
+        """[q, n]: orders as the distance does, but for rounding. Half the squared distance less a
+        constant a query, or the cosine distance less 1."""
+        rough: Vectors = queries @ self.vectors.T
+        np.subtract(self._offsets, rough, out=rough)
+        if barred is not None:
+            rough[:, barred] = np.inf
+        return rough
+
+    def _error(self, queries: Vectors) -> NDArray[np.float64]:
+        """More than rounding can make of a query's rough values, [q]."""
+        largest = 1.0
+        if self.spec.metric == "squared_l2" and len(self._offsets):
+            largest = float(np.sqrt(2 * max(0.0, float(self._offsets.max()))))
+        norms = np.sqrt(np.vecdot(queries, queries, dtype=np.float64))
+        error: NDArray[np.float64] = 2.0**-21 * (queries.shape[1] * norms + largest) * largest
+        return error + 1e-30
+
     def _search_block(self, queries: Vectors, k: int, barred: Mask | None) -> Neighbours:
         count = len(self.labels)
         allowed = count if barred is None else count - int(barred.sum())
         taken = min(allowed, k + SPARE_CANDIDATES)
-        # Half the squared distance less a constant a query: orders as the distance does, for either
-        # metric, because prepared cosine vectors all have the same norm.
-        rough = self._halves - queries @ self.vectors.T
-        if barred is not None:
-            rough[:, barred] = np.inf
-        if 0 < taken < count:
+        rough = self._rough(queries, barred)
+        if taken < count:
             rows = np.argpartition(rough, taken - 1, axis=1)[:, :taken]
         else:
             rows = np.broadcast_to(np.arange(count), (len(queries), count))
-        found = best(
-            self.labels[rows],
-            distances.between(self.spec.metric, queries, self.vectors[rows]),
-            k,
-        )
+        apart = distances.between(self.spec.metric, queries, self.vectors.take(rows, axis=0))
+        found = best(self.labels[rows], apart, k)
         if taken < allowed:
             self._settle(queries, k, rough, rows, found)
         return found
@@ -116,20 +159,15 @@ class ExactIndex:
     ) -> None:
         """Search again, in `found`, the queries whose k-th neighbour rounding leaves in doubt: rows
         that were not taken could be as near. Many equal vectors do that."""
-        nearest = np.take_along_axis(rough, rows, axis=1)
-        kth = np.partition(nearest, k - 1, axis=1)[:, k - 1]
-        largest = np.sqrt(2 * max(0.0, float(self._halves.max())))
-        norms = np.sqrt(np.einsum("qd,qd->q", queries, queries, dtype=np.float64))
-        error = 2.0**-22 * queries.shape[1] * norms * largest + 2.0**-22 * largest**2
-        limit = kth + 2 * error
+        nearest = rough[np.arange(len(rows))[:, None], rows]
+        limit = np.partition(nearest, k - 1, axis=1)[:, k - 1] + 2 * self._error(queries)
         for query in np.flatnonzero(nearest.max(axis=1) <= limit):
             again = np.flatnonzero(rough[query] <= limit[query])
             one = queries[query : query + 1]
+            pieces = np.split(again, range(DOUBTFUL_ROWS, len(again), DOUBTFUL_ROWS))
             nearby = [
-                distances.between(
-                    self.spec.metric, one, self.vectors[again[a : a + DOUBTFUL_ROWS]][None]
-                )
-                for a in range(0, len(again), DOUBTFUL_ROWS)
+                distances.between(self.spec.metric, one, self.vectors[piece][None])
+                for piece in pieces
             ]
             settled = best(self.labels[again][None], np.concatenate(nearby, axis=1), k)
             found.labels[query] = settled.labels[0]
@@ -143,14 +181,17 @@ class _Spare:
         self.used = len(index.labels)
         self.labels = np.empty(room, np.int64)
         self.vectors = np.empty((room, index.spec.dim), np.float32)
-        self.halves = np.empty(room, np.float32)
+        self.offsets = np.empty(room, np.float32)
         self.labels[: self.used] = index.labels
         self.vectors[: self.used] = index.vectors
-        self.halves[: self.used] = index._halves
+        self.offsets[: self.used] = index._offsets
 
 
-def half_squares(prepared: Vectors) -> NDArray[np.float32]:
-    """Half the squared norm of each row, [n]."""
-    squares = np.einsum("nd,nd->n", prepared, prepared, dtype=np.float64)
-    halves: NDArray[np.float32] = (squares / 2).astype(np.float32)
-    return halves
+def offsets(spec: SpaceSpec, prepared: Vectors) -> NDArray[np.float32]:
+    """What a row adds to minus its product with a query: half its squared norm, or nothing, [n]."""
+    if spec.metric == "cosine":
+        return np.zeros(len(prepared), np.float32)
+    half: NDArray[np.float32] = (np.vecdot(prepared, prepared, dtype=np.float64) / 2).astype(
+        np.float32
+    )
+    return half

@@ -78,9 +78,8 @@ def best(labels: Labels, distances: Vectors, k: int) -> Neighbours:
         labels = np.pad(labels, ((0, 0), (0, short)), constant_values=-1)
         distances = np.pad(distances, ((0, 0), (0, short)), constant_values=np.inf)
     order = np.lexsort((labels, distances), axis=1)[:, :k]
-    return Neighbours(
-        np.take_along_axis(labels, order, axis=1), np.take_along_axis(distances, order, axis=1)
-    )
+    query = np.arange(len(order))[:, None]
+    return Neighbours(labels[query, order], distances[query, order])
 
 
 def merge(parts: list[Neighbours], k: int) -> Neighbours:

@@ -39,12 +39,16 @@ class Part:
         live[rows] = False
         return Part(self.index, live)
 
+    def mask(self, allowed: Labels | None) -> Mask | None:
+        """Rows that are alive and allowed; None: all."""
+        if allowed is None:
+            return self.live
+        chosen = mask_of(self.index.labels, allowed)
+        return chosen if self.live is None else chosen & self.live
+
     def search(self, queries: Vectors, k: int, allowed: Labels | None) -> Neighbours:
-        mask = self.live
-        if allowed is not None:
-            chosen = mask_of(self.index.labels, allowed)
-            mask = chosen if mask is None else chosen & mask
-        return self.index.search(queries, k, mask)
+        """The nearest of them."""
+        return self.index.search(queries, k, self.mask(allowed))
 
     def live_rows(self) -> Mask | slice:
         """What selects the live rows."""
@@ -73,8 +77,15 @@ class Snapshot:
         Raises InvalidInputError for queries that are not float32 [q, dim] and finite.
         """
         checked = check_vectors(queries, self.spec.dim, what="queries", unit=self.spec.unit)
-        parts = [part for part in (self.base, self.delta) if len(part.index.labels)]
-        return merge([part.search(checked, k, allowed) for part in parts or [self.base]], k)
+        if not len(self.base):
+            return self.delta.search(checked, k, allowed)
+        found = self.base.search(checked, k, allowed)
+        if not len(self.delta):
+            return found
+        if np.isinf(found.distances[:, -1]).any():
+            return merge([found, self.delta.search(checked, k, allowed)], k)
+        assert isinstance(self.delta.index, ExactIndex), "a delta is searched exactly"
+        return self.delta.index.improve(checked, found, self.delta.mask(allowed))
 
     def without(self, labels: Labels) -> "Snapshot":
         """The same state less `labels`: in a dual rollout, those that another space answers for."""

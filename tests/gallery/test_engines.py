@@ -223,3 +223,35 @@ def test_no_queries_and_no_vectors_are_answered_with_nothing() -> None:
     assert empty.search(vectors(2, 1), 3).labels.tolist() == [[-1] * 3] * 2
     assert empty.search(vectors(2, 1)[:0], 3).labels.shape == (0, 3)
     assert hnsw.build(spec(), empty.labels, empty.vectors).search(vectors(1, 1), 2).labels[0, 0] < 0
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_a_small_index_improves_what_a_large_one_found(data: st.DataObject) -> None:
+    """The same as one exact search over the rows of both, ties and filters included."""
+    metric: Metric = data.draw(st.sampled_from(["squared_l2", "cosine"]))
+    coarse = data.draw(st.booleans())
+    large, small = data.draw(st.integers(12, 80)), data.draw(st.integers(1, 40))
+    rng = np.random.default_rng(data.draw(st.integers(0, 10**6)))
+    content = rng.standard_normal((large + small, 4)).astype(np.float32)
+    if coarse and metric == "squared_l2":
+        content = np.round(content)
+    names = rng.permutation(200)[: large + small].astype(np.int64)
+    queries = np.concatenate([content[:2], rng.standard_normal((3, 4)).astype(np.float32)])
+    k = data.draw(st.integers(1, 12))
+    order = np.argsort(names)
+    both = ExactIndex(spec(dim=4, metric=metric), names[order], content[order])
+    first, second = np.sort(names[:large]), np.sort(names[large:])
+    rows = {name: row for row, name in enumerate(names)}
+    parts = [
+        ExactIndex(both.spec, part, content[[rows[name] for name in part]])
+        for part in (first, second)
+    ]
+    allowed = rng.random(small) < 0.7 if data.draw(st.booleans()) else None
+    everywhere = np.isin(both.labels, first) | np.isin(both.labels, second[allowed])
+    if allowed is None:
+        everywhere = np.ones(large + small, np.bool_)
+    found = parts[1].improve(queries, parts[0].search(queries, k), allowed)
+    expected = both.search(queries, k, everywhere)
+    np.testing.assert_array_equal(found.distances, expected.distances)
+    np.testing.assert_array_equal(found.labels, expected.labels)
