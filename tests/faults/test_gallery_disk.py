@@ -1,0 +1,85 @@
+"""A disk that is really full: the kernel refuses to let any file grow (RLIMIT_FSIZE)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gallery import hnsw
+from gallery.store import Store
+from gallery.upgrade import run_upgrade
+from release.errors import CannotWriteError
+from tests.gallery.making import Linear, filled, ids, put, rows, spec
+
+FULL = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from gallery import hnsw, staging
+from gallery.store import Store
+from gallery.upgrade import run_upgrade
+from release.errors import CannotWriteError
+from tests.gallery.making import Linear, ids, put, spec, vectors
+
+folder, action = Path(sys.argv[1]), sys.argv[2]
+largest = max(path.stat().st_size for path in folder.iterdir())
+with Store.open(folder / "g.sqlite") as store:
+    labels, content = store.load(spec().space)
+    index = hnsw.build(spec(), labels, content)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest + 30_000, -1))
+    try:
+        if action == "put":
+            for start in range(10_000, 30_000, 500):
+                put(store, ids(500, start), seed=start)
+                print("acknowledged", flush=True)
+        elif action == "upgrade":
+            run_upgrade(store, Linear(), spec(2), reads_side=True, chunk=100)
+        else:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, -1))
+            index.save(folder / "index")
+    except CannotWriteError as error:
+        print("refused", flush=True)
+        # The same process reads on, and writes once there is room again.
+        assert len(store.load(spec().space)[0]) >= 2000
+        resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+        put(store, ["last"], seed=1)
+"""
+
+
+@pytest.mark.parametrize("action", ["put", "upgrade", "index"])
+def test_a_full_disk_is_said_and_nothing_is_half_done(tmp_path: Path, action: str) -> None:
+    with filled(tmp_path / "g.sqlite", 2000) as store:
+        before = rows(store, spec().space)
+        labels, content = store.load(spec().space)
+    hnsw.build(spec(), labels, content).save(tmp_path / "index")
+    cached = (tmp_path / "index").read_bytes()
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path), action], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.split()
+    assert said.count("refused") == 1
+    assert (tmp_path / "index").read_bytes() == cached
+    with Store.open(tmp_path / "g.sqlite") as store:
+        assert store.get("last") is not None
+        found = rows(store, spec().space)
+        assert {label: found[label] for label in before} == before
+        assert len(found) == 2001 + 500 * said.count("acknowledged")
+        run_upgrade(store, Linear(), spec(2), reads_side=True, chunk=100)
+        assert sorted(rows(store, spec(2).space)) == sorted(found)
+        with store.reading() as connection:
+            assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_a_read_only_gallery_says_so(tmp_path: Path) -> None:
+    with filled(tmp_path / "g.sqlite", 3) as store:
+        with store.writing() as connection:
+            connection.execute("PRAGMA query_only = ON")
+        with pytest.raises(CannotWriteError, match="cannot be written"):
+            put(store, ids(1, 9), seed=1)
+        with store._connections.writer() as connection:
+            connection.execute("PRAGMA query_only = OFF")
+        assert np.array_equal(put(store, ids(1, 9), seed=1), [4])
