@@ -29,7 +29,7 @@ def test_files_that_are_named_are_there(page: Path) -> None:
         "bench|client|configs|demo|docs|gallery|metrics|protos|release|report|server|tests|training"
     )
     for name in re.findall(rf"`((?:{rooms})/[\w./-]*)`", page.read_text(encoding="utf-8")):
-        assert (ROOT / name).exists(), f"{page.name} names {name}"
+        assert (ROOT / name).exists() or "NAME" in name, f"{page.name} names {name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
