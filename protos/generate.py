@@ -32,7 +32,7 @@ def generate(into: Path) -> None:
 
 
 def stale(fresh: Path) -> list[str]:
-    """Names of generated files under ROOT that differ from `fresh`, are missing or are left over."""
+    """Generated files under ROOT that differ from `fresh`, are missing, or are left over."""
     committed = {p.relative_to(ROOT) for s in SUFFIXES for p in ROOT.rglob(f"*{s}")}
     wanted = {p.relative_to(fresh) for s in SUFFIXES for p in fresh.rglob(f"*{s}")}
     same = {n for n in committed & wanted if (ROOT / n).read_bytes() == (fresh / n).read_bytes()}
