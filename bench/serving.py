@@ -198,11 +198,11 @@ def under_load(
     latencies: dict[str, list[float]] = {name: [] for name in targets}
 
     def one(name: str) -> float:
-        run = load.run(*targets[name], clients, 0.3 if bench.tiny else 2.0)
+        run = load.run(*targets[name], clients, 0.3 if bench.tiny else 1.5)
         if run.failures:
             raise RuntimeError(f"{name}: {len(run.failures)} calls failed: {run.failures[0]}")
         latencies[name] += run.latencies
         return len(run.latencies) / run.seconds
 
     contenders = [Contender(name, partial(one, name)) for name in targets]
-    return interleave(contenders, bench.size(1, 5, 7)), latencies
+    return interleave(contenders, bench.size(1, 3, 7)), latencies

@@ -84,7 +84,7 @@ def _table(
             Contender(engine.name, _work(bench, engine, chosen[engine.name][0], queries, batch))
             for engine in engines
         ]
-        measured = interleave(contenders, bench.size(1, 5, 7))
+        measured = interleave(contenders, bench.size(1, 3, 7))
         for name, figures in measured.items():
             ef, reached = chosen[name]
             rows.append(
@@ -139,6 +139,6 @@ def _work(
             for one in some:
                 engine.search(one)
 
-        return rate(all_of_them, sum(map(len, some)), at_least=0.01 if bench.size(1, 0, 0) else 0.4)
+        return rate(all_of_them, sum(map(len, some)), at_least=0.01 if bench.tiny else 0.3)
 
     return work

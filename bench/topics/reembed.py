@@ -36,7 +36,7 @@ def run(bench: Bench) -> list[Table]:
     backbones = BACKBONES[2:] if bench.tiny else BACKBONES
     for name, pixels, count in backbones:
         contenders.append(_adding(bench, name, bench.size(SIZE, pixels, pixels), count))
-    measured = interleave(contenders, bench.size(1, 3, 5), warm=False)
+    measured = interleave(contenders, bench.size(1, 2, 5), warm=False)
     rows: list[Row] = []
     for name, figures in measured.items():
         row: dict[str, str | float] = {

@@ -48,7 +48,7 @@ def _table(bench: Bench, engines: dict[str, Engine], batch: int, work: int) -> T
     items = data.things(batch, seed=5)
     size = bench.size(64, 1024, 2048)
     a = np.random.default_rng(0).standard_normal((size, size), np.float32)
-    least = 0.01 if size == 64 else 0.3
+    least = 0.01 if size == 64 else 0.2
 
     def limit() -> float:
         with threadpool_limits(1):
