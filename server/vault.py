@@ -88,9 +88,14 @@ class Vault:
         return blob, chunks()
 
     def delete(self, owner: str, blob_id: str) -> None:
-        """Delete a blob. Raises NotFoundError, CannotWriteError."""
+        """Delete a blob, or what came of one. Raises NotFoundError, CannotWriteError."""
         with self._alone(owner, blob_id):
-            durable.remove_tree(self._need(owner, blob_id))
+            plain = _HEX.match(blob_id)
+            held = list(self._shard(owner, blob_id).glob(f"{blob_id}.*")) if plain else []
+            if not held:
+                raise NotFoundError("no blob of that id is stored")
+            for path in held:
+                durable.remove_tree(path)
 
     def page(self, owner: str, after: str) -> list[Blob]:
         """Up to PAGE blobs by id, those after id `after`. Raises InvalidInputError for a token."""

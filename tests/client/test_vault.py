@@ -15,6 +15,7 @@ from client.push import Pushed, push
 from client.restore import Pulled, pull
 from client.sync import Wishes
 from client.upkeep import remove, status, verify
+from nobackfill.v1 import vault_pb2
 from release.errors import ConfigurationError, NotFoundError, UnavailableError
 from tests.server.support import running
 from tests.support import edge
@@ -124,6 +125,28 @@ def test_what_is_removed_leaves_the_vault_too(vaulted: Vaulted, tmp_path: Path) 
     assert vaulted.vault() == {"sealed": 0, "stored": 11, "removing": 0}
     with pytest.raises(NotFoundError):
         vaulted.pull(tmp_path, hashlib.sha256(vaulted.images[0].read_bytes()).hexdigest()[:16])
+
+
+def test_half_an_upload_leaves_the_vault_too(
+    vaulted: Vaulted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+
+        def half(
+            blob: vault_pb2.Blob, source: Path, offset: int
+        ) -> Iterator[vault_pb2.PutBlobRequest]:
+            chunk = source.read_bytes()[offset:300]
+            yield vault_pb2.PutBlobRequest(blob=blob, offset=offset, chunk=chunk)
+
+        broken.setattr("client.vault._upload", half)
+        broken.setattr("client.vault._STANDSTILLS", 1)
+        with pytest.raises(UnavailableError):
+            vaulted.push()
+    assert [path.stat().st_size for path in vaulted.blobs()] == [300]
+    with Device(vaulted.gallery) as device:
+        remove(device, [str(path) for path in vaulted.images])
+    vaulted.push()
+    assert vaulted.blobs() == []
 
 
 def test_damage_in_the_vault_is_named_and_leaves_no_plaintext(
