@@ -29,7 +29,13 @@ own image is left out of its answers. JSON shares are 0..1:
 {ORDER: {"mean_map", "map", ...}}},
 "neighbours": {CELL: {QUERY PATH: [GALLERY PATHS, nearest first]}}}.
 
-Exit codes: 0 measured, 65 refused data or failed verification, 78 wrong configuration.
+Example:
+
+python training/evaluate.py --model-repo model_repo --queries photos/queries --gallery photos/all
+--cells "1/1,2/1,2/1>2,2/2" --json build/cells.json --picture build/cells.png
+
+Exit codes: 0 measured, 1 a cell names what is not published, 65 refused data or failed
+verification, 78 wrong configuration.
 """
 
 

@@ -39,6 +39,11 @@ bootstrap's 95 % lower bound above 0. Otherwise nothing is published and the tab
 --force publishes all the same, and the manifest says so. Release 1 has no predecessor and needs no
 --eval.
 
+Example:
+
+python training/export.py --model-repo model_repo --release 2 --embedder build/digits/embedder-2
+--side-encoder build/digits/side_encoder-2 --upgrade build/digits/upgrade-1-2 --eval photos/eval
+
 Exit codes: 0 published, 65 the gate or a check failed, 73 cannot write or the number is taken,
 75 somebody else is publishing, 78 wrong configuration.
 """

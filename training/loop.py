@@ -58,7 +58,7 @@ def fit(
     fabric = _fabric(config)
     _seed(config.seed, -1 if done is None else done.epoch)
     optimizer = _optimizer(objective, config)
-    first, step = _begin(fabric, objective.trained(), optimizer, config, done)
+    first, step = _begin(fabric, objective.trained(), optimizer, config, class_names, done)
     model, optimizer = fabric.setup(objective, optimizer)
     checkpoint = done
     with progress.bar(str(config.run_dir), config.epochs, first) as advance:
@@ -235,11 +235,17 @@ def _begin(
     trained: nn.ModuleDict,
     optimizer: torch.optim.Optimizer,
     config: Config,
+    class_names: tuple[str, ...],
     done: Checkpoint | None,
 ) -> tuple[int, int]:
     """Prepare the run folder, or restore from it; the epoch and step to go on with."""
     epoch, step = (0, 0) if done is None else (done.epoch, done.step)
     if done is not None:
+        if done.class_names != class_names:
+            raise ConfigurationError(
+                f"{config.run_dir} was begun on other classes ({', '.join(done.class_names)}); put "
+                "the images back, or remove that folder"
+            )
         weights = {k: v for k, v in done.tensors.items() if not k.startswith("optimizer.")}
         trained.load_state_dict(weights)
         restore_optimizer(optimizer, done)

@@ -30,6 +30,11 @@ an unknown key is refused with the list of those known.
 Writes RUN_DIR/checkpoint.safetensors, config.yaml and stats.jsonl (one JSON line a log step). Run
 it again after an interruption: it goes on after the last checkpoint, to the same result.
 
+Example:
+
+python training/train.py configs/digits/embedder-1.yaml configs/digits/side_encoder-1.yaml --set
+images=photos/train
+
 Exit codes: 0 done (or was done before), 1 the loss diverged, 65 refused data, 73 cannot write,
 78 wrong configuration, 130 interrupted.
 """

@@ -167,6 +167,14 @@ def test_another_configuration_is_refused_in_the_same_folder(tmp_path: Path) -> 
         run(Line(), line_config(tmp_path, epochs=3, lr=0.5))
 
 
+def test_other_classes_are_refused_in_a_begun_run(tmp_path: Path) -> None:
+    config = line_config(tmp_path, epochs=4, checkpoint_every=1)
+    with pytest.raises(DivergedError):
+        run(Line(poison=5), config)
+    with pytest.raises(ConfigurationError, match=r"begun on other classes \(a, b\)"):
+        fit(Line(), rows(), config, ("a", "c"), progress=Progress(visible=False))
+
+
 def test_a_finished_run_is_kept_as_it_is(tmp_path: Path) -> None:
     config = line_config(tmp_path, epochs=2)
     run(Line(), config)

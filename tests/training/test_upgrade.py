@@ -1,0 +1,119 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from release.errors import ConfigurationError
+from tests.training.life import Life, copy_publication, run_export, train_quietly, upgrade_config
+from training.config import UpgradeConfig
+from training.data import hold_out, list_images
+from training.frozen import of_run
+from training.published import read_publication
+from training.upgrade import open_sources, read_upgrade, upgrade_rows
+
+
+def of_kind(config: object) -> UpgradeConfig:
+    assert isinstance(config, UpgradeConfig)
+    return config
+
+
+def test_features_of_one_row_are_of_one_view(runs: Path, digits: Path, tmp_path: Path) -> None:
+    """The old, side and new features of a view come from the same pixels."""
+    moving = {"rotate_degrees": 15}
+    config = of_kind(
+        upgrade_config(runs, digits / "queries", tmp_path / "u", views=3, augmentation=moving)
+    )
+    listing = list_images(digits / "queries", 2)
+    rows = upgrade_rows(open_sources(config), listing, config, 3)
+    assert {name: tuple(t.shape) for name, t in rows.items()} == {
+        "old": (16, 3, 16),
+        "side": (16, 3, 12),
+        "new": (16, 3, 16),
+        "new_side": (16, 3, 12),
+        "labels": (16,),
+    }
+    from training.frozen import augmented_views
+
+    views = augmented_views(listing, (8, 8, 8, 8), 3, config.augmentation, config.split_seed)
+    for number, images in enumerate(views):
+        for name, run, kind in (
+            ("old", "embedder-1", "embedder"),
+            ("side", "side-1", "side_encoder"),
+            ("new", "embedder-2", "embedder"),
+        ):
+            expected = of_run(runs / run, kind).run(images[8])
+            assert np.allclose(rows[name][:, number].numpy(), expected, atol=1e-6)
+
+
+def test_held_out_images_train_nobody(runs: Path, digits: Path) -> None:
+    """phi_old, psi and phi_new hold out the same images as the upgrade does."""
+    listing = list_images(digits / "train")
+    few = list_images(digits / "train", 5)
+    held = {listing.paths[row] for row in hold_out(listing, 0.1, 0)[1]}
+    assert held >= {few.paths[row] for row in hold_out(few, 0.1, 0)[1]}
+    trained = {few.paths[row] for row in hold_out(few, 0.1, 0)[0]}
+    assert not held & trained
+
+
+def test_no_side_information_is_read_where_it_is_turned_off(
+    runs: Path, digits: Path, tmp_path: Path
+) -> None:
+    config = upgrade_config(
+        runs, digits / "queries", tmp_path / "u", reads_side=False, epochs=2, side="drops"
+    )
+    train_quietly(config)
+    upgrade, checkpoint = read_upgrade(tmp_path / "u")
+    assert not upgrade.reads_side
+    assert (checkpoint.facts["side_dim"], checkpoint.facts["new_side_dim"]) == (0, 0)
+    assert upgrade(torch.randn(3, 16)).embedding.shape == (3, 16)
+
+
+def test_an_upgrade_between_published_releases_needs_no_run(life: Life, tmp_path: Path) -> None:
+    """Trained from the publication alone, and published with the run that release 2 was made of."""
+    config = upgrade_config(
+        life.runs,
+        life.data / "train",
+        tmp_path / "u",
+        epochs=40,
+        old={"model_repo": str(life.repo), "release": 1},
+        new={"model_repo": str(life.repo), "release": 2},
+        old_side=None,
+        new_side=None,
+    )
+    train_quietly(config)
+    _, checkpoint = read_upgrade(tmp_path / "u")
+    manifest = read_publication(life.repo).manifests[2]
+    assert checkpoint.facts["new_digest"] == manifest.embedder.file.sha256
+    assert checkpoint.facts["old_release"] == 1
+
+
+def test_an_upgrade_from_a_release_is_published_from_that_release(
+    life: Life, tmp_path: Path
+) -> None:
+    config = upgrade_config(
+        life.runs,
+        life.data / "train",
+        tmp_path / "u",
+        epochs=40,
+        old={"model_repo": str(life.repo), "release": 1},
+        old_side=None,
+    )
+    train_quietly(config)
+    repo = tmp_path / "model_repo"
+    copy_publication(life.first, repo)
+    result = run_export(
+        repo,
+        2,
+        *("--embedder", life.runs / "embedder-2", "--side-encoder", life.runs / "side-2"),
+        *("--upgrade", tmp_path / "u", "--eval", life.data / "eval"),
+    )
+    assert result.exit_code == 0, result.output
+    (upgrade,) = read_publication(repo).manifests[2].upgrades
+    assert (upgrade.from_release, upgrade.side) == (1, "maps")
+    assert upgrade.from_side_space == read_publication(repo).manifests[1].side_space
+
+
+def test_an_upgrade_is_no_embedder(runs: Path) -> None:
+    with pytest.raises(ConfigurationError, match="kind embedder or side_encoder, got upgrade"):
+        of_run(runs / "upgrade-1-2", "embedder")
