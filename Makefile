@@ -39,7 +39,7 @@ demo: setup ## the whole life of an embedding; IMAGES=folder for your own, ROLLO
 	$(BIN)/python demo/life.py --out build/demo $(if $(IMAGES),--images '$(IMAGES)') $(if $(ROLLOUT),--rollout $(ROLLOUT)) $(DEMO_ARGS)
 
 test: setup ## the whole suite, CPU only, no network
-	$(BIN)/python -m pytest -q -m 'not faults' tests
+	$(BIN)/python -m pytest -m 'not faults' --numprocesses 2 --dist loadfile tests
 
 faults: setup ## the long crash and fault sweeps
 	$(BIN)/python -m pytest -q -m faults tests
