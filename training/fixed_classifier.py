@@ -15,6 +15,8 @@ from release.errors import ConfigurationError
 from training.heads import HEAD_NAMES, AngularHead, Head, SoftmaxHead
 from training.losses.margins import arcface, cosface, cosines, linear_softmax
 
+_NATS = 8.0
+
 
 class FixedClassifier(nn.Module):
     """Class weights [c, k] (buffers, no gradient) with the loss form of a head."""
@@ -87,15 +89,19 @@ def form_of(head: Head) -> str:
 
 
 def gaussian_classifier(prototypes: Tensor, features: Tensor, labels: Tensor) -> FixedClassifier:
-    """The classifier of equal isotropic Gaussians around prototypes [c,d], of the variance that
-    `features` [n,d] have around them: a softmax that ranks by L2 as the search does."""
-    variance = (features - prototypes[labels]).square().mean()
+    """A softmax over squared distances to prototypes [c,d]: it ranks by L2 as the search does.
+
+    The mean squared distance of `features` [n,d] from their own prototypes is worth _NATS. (Equal
+    Gaussians of the features' own variance would be surer of themselves by a factor of d, and
+    their gradients too steep to train by.)
+    """
+    sharpness = 2 * _NATS / (features - prototypes[labels]).square().sum(1).mean()
     return FixedClassifier(
-        prototypes / variance,
+        sharpness * prototypes,
         form="softmax",
         margin=0.0,
         scale=1.0,
-        bias=-prototypes.square().sum(1) / (2 * variance),
+        bias=-sharpness * prototypes.square().sum(1) / 2,
     )
 
 

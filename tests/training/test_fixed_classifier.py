@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from release.errors import ConfigurationError
-from training.fixed_classifier import FixedClassifier, first_elements, labels_in, of_head
+from training.fixed_classifier import (
+    FixedClassifier,
+    first_elements,
+    gaussian_classifier,
+    labels_in,
+    of_head,
+)
 from training.heads import HEAD_NAMES, build_head
 
 
@@ -36,6 +42,17 @@ def test_a_longer_embedding_enters_with_its_first_elements() -> None:
     assert first_elements(long, 3).shape == (2, 3)
     with pytest.raises(ConfigurationError, match="has 2 elements, the old classifier needs 3"):
         fixed.logits(long[:, :2])
+
+
+def test_the_gaussian_classifier_is_a_softmax_over_squared_distances() -> None:
+    torch.manual_seed(0)
+    prototypes, labels = torch.randn(4, 6), torch.arange(40) % 4
+    features = prototypes[labels] + 0.3 * torch.randn(40, 6)
+    made = gaussian_classifier(prototypes, features, labels)
+    own = (features - prototypes[labels]).square().sum(1)
+    distances = torch.cdist(features, prototypes).square()
+    expected = torch.softmax(-8 * distances / own.mean(), 1)
+    torch.testing.assert_close(made.logits(features).softmax(1), expected)
 
 
 def test_classes_meet_by_name() -> None:

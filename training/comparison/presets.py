@@ -153,6 +153,8 @@ CIFAR100_CPU = Preset(
         "lr": 0.1,
         "weight_decay": 5e-4,
         "precision": "bf16-mixed",
+        # As many processes as cores, each with one thread: twice as fast here as sharing them.
+        "threads": 1,
         "augmentation": _PHOTO_VIEWS,
     },
     side_encoder={
@@ -169,6 +171,7 @@ CIFAR100_CPU = Preset(
         "lr": 0.3,
         "weight_decay": 1e-4,
         "precision": "bf16-mixed",
+        "threads": 1,
         "augmentation": _CONTRASTIVE_VIEWS,
     },
     upgrade={
@@ -181,6 +184,7 @@ CIFAR100_CPU = Preset(
         "projection_dim": 256,
         "inner_dim": 1024,
         "views": 4,
+        "threads": 1,
         "augmentation": _PHOTO_VIEWS,
     },
     dmu_hidden_dim=1024,
@@ -226,7 +230,7 @@ CIFAR100 = replace(
         "augmentation": _CONTRASTIVE_VIEWS,
     },
     upgrade={
-        **CIFAR100_CPU.upgrade,
+        **{key: value for key, value in CIFAR100_CPU.upgrade.items() if key != "threads"},
         "epochs": 80,
         "warmup_epochs": 5,
         "inner_dim": 2048,

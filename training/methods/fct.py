@@ -45,12 +45,27 @@ class FctObjective(Objective):
         super().__init__()
         self.upgrade = upgrade
         self.freeze_at = inputs.config.freeze_batchnorm_at
+        self._held_out = inputs.held_out
 
     def begin_epoch(self, epoch: int, epochs: int) -> None:
+        self._measure_held_out()
         if epoch >= self.freeze_at * epochs:
             for module in self.upgrade.modules():
                 if isinstance(module, nn.BatchNorm1d):
                     module.eval()
+
+    def _measure_held_out(self) -> None:
+        """Log h's distance on images that no model of the upgrade trained on, before each epoch."""
+        if not self._held_out or not len(self._held_out["labels"]):
+            return
+        training = self.upgrade.training
+        device = next(self.upgrade.parameters()).device
+        view = {k: v[:, 0].to(device) for k, v in self._held_out.items() if v.ndim == 3}
+        with torch.no_grad():
+            upgraded = self.upgrade.eval()(view["old"], view.get("side"))
+        self.upgrade.train(training)
+        distance = squared_l2(upgraded.embedding, view["new"])
+        self.statistics["held_out_distance"] = float(distance)
 
     def forward(self, batch: Batch) -> Terms:
         view = draw_view(batch)

@@ -97,8 +97,7 @@ def pseudo_classifier(
     """Prototypes [c,d] as a classifier of the form of `head`.
 
     Angular heads take them as rows (Eq. 5). A softmax head, which the paper has not, gets the
-    classifier of equal isotropic Gaussians around the prototypes, so that it ranks by L2 as the
-    search does.
+    classifier of squared distances to them, which ranks by L2 as the search does.
     """
     form = form_of(head)
     if form != "softmax":
