@@ -1,19 +1,17 @@
 """Adding images: each file is read, embedded, stored durably, and left where it is."""
 
-import hashlib
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from client.device import Device
 from client.encode import Encoder
+from client.files import read_image
 from client.output import Advance
 from gallery.store import Metadata
 from release.errors import InvalidInputError
-from release.images import LARGEST_BYTES, Pixels
+from release.images import Pixels
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
 _BATCH = 32
 
 
@@ -51,25 +49,6 @@ def item_id(sha256: str) -> str:
     return sha256[:16]
 
 
-def find_images(named: Sequence[Path]) -> list[Path]:
-    """The files named, and those in the folders named that have an image's suffix; absolute paths.
-
-    Raises InvalidInputError for a path that is not there.
-    """
-    found: dict[Path, None] = {}
-    for path in named:
-        if path.is_dir():
-            inside = (p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES)
-            files = sorted(p for p in inside if p.is_file())
-        elif path.exists():
-            files = [path]
-        else:
-            raise InvalidInputError(f"{path}: no such file or folder")
-        # Not resolved: a person knows a linked folder by the link's name.
-        found.update((Path(os.path.abspath(file)), None) for file in files)  # noqa: PTH100
-    return list(found)
-
-
 def add(device: Device, files: Sequence[Path], notes: Metadata, advance: Advance) -> Added:
     """Add images that the gallery does not hold yet; those that are none are named and skipped.
 
@@ -83,21 +62,6 @@ def add(device: Device, files: Sequence[Path], notes: Metadata, advance: Advance
         adder.store(files[start : start + _BATCH])
         advance(min(start + _BATCH, len(files)), len(files))
     return report
-
-
-def read_image(path: Path) -> tuple[bytes, str]:
-    """An image file's bytes and their digest. Raises InvalidInputError."""
-    try:
-        str(path).encode("utf-8")
-        size = path.stat().st_size
-        if size > LARGEST_BYTES:
-            raise InvalidInputError(f"expected at most {LARGEST_BYTES} bytes, got {size}")
-        data = path.read_bytes()
-    except UnicodeEncodeError as error:
-        raise InvalidInputError("its name is not valid text; rename it") from error
-    except OSError as error:
-        raise InvalidInputError(f"cannot be read ({error.strerror})") from error
-    return data, hashlib.sha256(data).hexdigest()
 
 
 class _Adder:

@@ -1,18 +1,27 @@
 """Backfill, as a choice: items whose upgrade is least certain, embedded anew from their images."""
 
-import hashlib
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from client.device import Device
 from client.encode import Encoder
+from client.files import local_image
 from client.output import Output
 from gallery import staging
 from gallery.store import Item
-from release.images import LARGEST_BYTES
+from release.errors import (
+    ConfigurationError,
+    NotFoundError,
+    NotPermittedError,
+    UnavailableError,
+    VerificationError,
+)
+from release.images import Pixels
 from release.manifest import Manifest
+
+if TYPE_CHECKING:
+    pass
 
 _BATCH = 32
 
@@ -21,9 +30,8 @@ def re_embed(device: Device, manifest: Manifest, budget: int, output: Output) ->
     """Embed up to `budget` items in a release's space from their images; how many it did.
 
     Items without a vector there come first, then the least certain ones. An image is taken from its
-    file, if that still holds what was added, else from the vault. Items without an image are passed
-    over. Raises VerificationError, CannotWriteError, BusyError; UnavailableError if the vault is
-    needed and away.
+    file, if that still holds what was added, else from the vault; items whose image cannot be had
+    keep what they have. Raises VerificationError, CannotWriteError, BusyError.
     """
     if budget <= 0:
         return 0
@@ -34,25 +42,26 @@ def re_embed(device: Device, manifest: Manifest, budget: int, output: Output) ->
         return 0
     encoder = Encoder(device.models, manifest)
     done = 0
-    with output.progress("re-embedding") as advance:
+    with output.progress("re-embedding") as advance, _Images(device, output) as images:
         for start in range(0, len(chosen), _BATCH):
-            batch = dict(_images(device, chosen[start : start + _BATCH]))
+            batch = {
+                item.label: encoder.pixels(image)
+                for item in chosen[start : start + _BATCH]
+                if (image := images.of(item)) is not None
+            }
             done += _write(device, encoder, batch)
             advance(start + _BATCH, len(chosen))
     return done
 
 
-def _write(device: Device, encoder: Encoder, batch: dict[int, bytes]) -> int:
-    pixels = {}
-    for label, image in batch.items():
-        pixels[label] = encoder.pixels(image)
-    if not pixels:
+def _write(device: Device, encoder: Encoder, batch: dict[int, Pixels]) -> int:
+    if not batch:
         return 0
-    vectors = encoder.vectors(list(pixels.values()))
+    vectors = encoder.vectors(list(batch.values()))
     written = staging.write(
         device.store,
         vectors.space,
-        np.fromiter(pixels, np.int64),
+        np.fromiter(batch, np.int64),
         vectors.embedding,
         side=vectors.side,
         origin="re-embedded",
@@ -61,24 +70,34 @@ def _write(device: Device, encoder: Encoder, batch: dict[int, bytes]) -> int:
     return len(written)
 
 
-def _images(device: Device, items: Sequence[Item]) -> Iterator[tuple[int, bytes]]:
-    """(label, image) of the items whose image can be had."""
-    from client.restore import Vaulted
+class _Images:
+    """Images of items, from their files or from the vault, for as long as that answers."""
 
-    with Vaulted(device) as vaulted:
-        for item in items:
-            image = local_image(item) or vaulted.image(item.id)
-            if image is not None:
-                yield item.label, image
+    def __init__(self, device: Device, output: Output) -> None:
+        # Only here, as most syncs need neither gRPC nor age.
+        from client.restore import Vaulted
 
+        self._output = output
+        self._vault: Vaulted | None = Vaulted(device)
 
-def local_image(item: Item) -> bytes | None:
-    """The image an item was made from, if its file is still there and unchanged."""
-    path = Path(str(item.metadata.get("path", "")))
-    try:
-        if not path.is_file() or path.stat().st_size > LARGEST_BYTES:
-            return None
-        data = path.read_bytes()
-    except OSError:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._vault is not None:
+            self._vault.close()
+
+    def of(self, item: Item) -> bytes | None:
+        """The image an item was made from; None if it cannot be had."""
+        image = local_image(item)
+        if image is not None or self._vault is None:
+            return image
+        try:
+            return self._vault.image(item.id)
+        except (UnavailableError, NotPermittedError, ConfigurationError) as error:
+            self._output.note(f"no images from the vault: {error}")
+            self._vault.close()
+            self._vault = None
+        except (VerificationError, NotFoundError) as error:
+            self._output.note(f"{item.id}: {error}")
         return None
-    return data if hashlib.sha256(data).hexdigest() == item.digest else None

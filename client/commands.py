@@ -70,8 +70,8 @@ def add(
 ) -> None:
     """Add images; those that the gallery holds are skipped, those that are none are named."""
     from client.add import add as store
-    from client.add import find_images
     from client.device import Device
+    from client.files import find_images
 
     output = Output(json)
     files = find_images(images)

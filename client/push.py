@@ -11,9 +11,9 @@ from typing import Any
 from pyrage.x25519 import Recipient
 
 from client import crypto
-from client.backfill import local_image
 from client.channel import open_channel
 from client.device import Device, beside
+from client.files import local_image
 from client.output import Output
 from client.sources import gateway_address
 from client.vault import Vault
@@ -101,7 +101,8 @@ def _sweep(queue: VaultQueue, outbox: Path) -> None:
 
 
 def _remove(vault: Vault, queue: VaultQueue, outbox: Path, report: Pushed) -> None:
-    for entry in queue.entries("removing"):
+    # An item that was removed while its push was under way left a row behind.
+    for entry in queue.obsolete():
         vault.delete(entry.blob)
         durable.remove_tree(outbox / entry.blob)
         queue.forget(entry.blob)

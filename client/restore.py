@@ -34,7 +34,7 @@ class Pulled:
 
 
 class Vaulted:
-    """Images of the vault, connected to on first use; for use in a `with` statement."""
+    """Images of the vault, connected to on first use; close it, or use it in a `with`."""
 
     def __init__(self, device: Device, identity: Path | None = None) -> None:
         """`identity`: an age identity file to use instead of this gallery's, a recovery key."""
@@ -49,6 +49,10 @@ class Vaulted:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection, if there is one."""
         self._open.close()
 
     def image(self, item_id: str) -> bytes | None:

@@ -28,11 +28,12 @@ def return_to(device: Device, state: dict[str, Any]) -> int:
 def roll_back(device: Device) -> tuple[int, int]:
     """`rollback`: return to the release before, and hold the present one back on this device.
 
-    Returns (release left, release now active). Raises like return_to.
+    Returns (release left, release now active). Raises like return_to; BusyError while a sync runs.
     """
-    left = device.store.active().spec.release
-    held = {**device.state("held_back", {}), str(left): f"release {left} was rolled back here"}
-    return left, return_to(device, {"held_back": held})
+    with device.locked():
+        left = device.store.active().spec.release
+        held = {**device.state("held_back", {}), str(left): f"release {left} was rolled back here"}
+        return left, return_to(device, {"held_back": held})
 
 
 def confirm(device: Device, but: str | None = None) -> list[int]:

@@ -62,6 +62,12 @@ class VaultQueue:
             )
             return [Entry(*row) for row in rows]
 
+    def obsolete(self) -> list[Entry]:
+        """What must leave the vault: rows that say so, and those whose item is gone."""
+        with self._store.reading() as connection:
+            items = {item for (item,) in connection.execute("SELECT id FROM items")}
+        return [e for e in self.entries() if e.state == "removing" or e.item not in items]
+
     def of(self, item: str) -> Entry | None:
         """The row of an item, unless it is being removed."""
         return next((e for e in self.entries(item=item) if e.state != "removing"), None)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from client.add import Added, add, find_images
+from client.add import Added, add
 from client.device import Device
+from client.files import find_images
 from release.errors import InvalidInputError
 from tests.support import blocks, edge
 from tests.support.edge import Setting

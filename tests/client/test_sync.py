@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client.add import add, find_images
+from client.add import add
 from client.device import Device
+from client.files import find_images
 from client.retreat import roll_back
 from client.sync import Wishes, sync
 from client.upkeep import collect, status, verify

@@ -222,6 +222,34 @@ def test_backfill_takes_images_from_the_vault(
     assert origins == ["re-embedded", "re-embedded", "upgraded"]
 
 
+def test_a_backfill_does_without_a_vault_that_is_away(
+    vaulted: Vaulted, world: edge.World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    for image in vaulted.images[:3]:
+        (own / image.name).write_bytes(image.read_bytes())
+    with Device(vaulted.gallery) as device:
+        device.store.delete([item.id for item in device.store.listing()])
+    edge.fill(vaulted.gallery, own)
+    vaulted.push()
+    (own / vaulted.images[0].name).unlink()
+    world.publish(vaulted.gallery.parent / "pub" / "repo", 2)
+    with Device(vaulted.gallery) as device:
+        device.store.state_set({"vault": "grpc://127.0.0.1:1"})
+    assert edge.follow(vaulted.gallery, Wishes(backfill=3)).re_embedded == 2
+    assert "no images from the vault" in capsys.readouterr().err
+
+
+def test_an_item_removed_during_its_push_leaves_nothing_behind(vaulted: Vaulted) -> None:
+    vaulted.push()
+    with Device(vaulted.gallery) as device:
+        # What a push leaves that had listed the item before it was removed.
+        device.store.delete([device.store.listing()[0].id])
+    assert vaulted.push().removed == 1
+    assert len(vaulted.blobs()) == 11
+
+
 def test_a_vault_that_is_away(vaulted: Vaulted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("client.vault._SECONDS", 0.3)
     with Device(vaulted.gallery) as device, pytest.raises(UnavailableError):

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from client import start
-from client.add import add, find_images
+from client.add import add
 from client.device import Device
+from client.files import find_images
 from client.output import Output
 from client.sync import Report, Wishes, sync
 from release.images import decode_file
