@@ -7,6 +7,7 @@ from pathlib import Path
 from gallery.spec import SpaceSpec
 from gallery.store import Change, Item, Store
 from gallery.view import LiveView, Snapshot
+from release import durable
 from release.errors import ConfigurationError
 from release.manifest import Manifest
 from server.gate import Gate
@@ -125,6 +126,11 @@ class Hosted:
         """Where the index of a space is cached."""
         return self.folder / f"{space}.hnsw"
 
+    def forget_index_files(self) -> None:
+        """Remove the cached indexes: they hold what was deleted. Raises CannotWriteError."""
+        for path in self.folder.glob("*.hnsw"):
+            durable.remove_tree(path)
+
     def close(self) -> None:
         self._end()
         for view in self.views().values():
@@ -134,3 +140,5 @@ class Hosted:
     def _forward(self, change: Change) -> None:
         for cache in list(self._items.values()):
             cache.on_change(change)
+        if len(change.deleted):
+            self.forget_index_files()

@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 
 import structlog
@@ -12,7 +13,7 @@ from gallery import hnsw
 from gallery.hnsw import HnswIndex
 from gallery.index import Index, Labels
 from gallery.spec import SpaceSpec
-from gallery.view import LiveView
+from gallery.view import LiveView, Snapshot
 from release.errors import CannotWriteError, VerificationError
 from release.vectors import Vectors
 from server.hosted import Hosted
@@ -25,6 +26,9 @@ SMALL = 2_000
 _LARGEST_DELTA = 4_000
 _LARGEST_SHARE = 0.2
 _EVERY_S = 0.5
+# Deleting removes the cached index file, for it holds what was deleted. It is written anew when a
+# gallery has not changed for so long.
+_SETTLED_S = 20.0
 _NICE = 10
 
 
@@ -33,6 +37,8 @@ class Indexing:
 
     def __init__(self, galleries: Callable[[], Iterable[Hosted]]) -> None:
         self._galleries = galleries
+        # Views whose index is not on the disk: the snapshot last seen, and since when.
+        self._since: dict[LiveView, tuple[weakref.ref[Snapshot], float]] = {}
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._work, name="indexing", daemon=True)
@@ -52,9 +58,27 @@ class Indexing:
         while not self._stopping.is_set():
             for hosted in self._galleries():
                 for space, view in hosted.views().items():
-                    if not self._stopping.is_set() and due(view):
+                    wanted = due(view) or self._unsaved(hosted, space, view)
+                    if wanted and not self._stopping.is_set():
                         self._make(hosted, space, view)
             self._wake.wait(_EVERY_S)
+
+    def _unsaved(self, hosted: Hosted, space: str, view: LiveView) -> bool:
+        """Whether a graph has no file, and nothing changed for a while that would cost it again."""
+        snapshot = view.snapshot()
+        base = snapshot.base.index
+        if not isinstance(base, HnswIndex) or hosted.index_path(space).exists():
+            self._since.pop(view, None)
+            return False
+        seen, since = self._since.get(view, (None, 0.0))
+        if seen is None or seen() is not snapshot:
+            self._since[view] = (weakref.ref(snapshot), time.monotonic())
+            return False
+        if time.monotonic() - since < _SETTLED_S:
+            return False
+        # A disk that is full is tried again after another while.
+        del self._since[view]
+        return True
 
     def _make(self, hosted: Hosted, space: str, view: LiveView) -> None:
         with contextlib.suppress(_StoppedError):
@@ -138,6 +162,9 @@ def _save(hosted: Hosted, space: str, view: LiveView) -> None:
     try:
         if isinstance(index, HnswIndex):
             index.save(hosted.index_path(space))
+            if len(view.snapshot().base) < len(index.labels):
+                # Something was deleted while it was written.
+                hosted.forget_index_files()
     except CannotWriteError as error:
         # It is a cache: the next start builds again.
         log.warning("index not saved", error=str(error))
