@@ -53,13 +53,15 @@ class Device:
             for query, answer in zip(queries, answers, strict=True)
         }
 
-    def sync(self, query: Path) -> tuple[float, int, int]:
-        """Upgrade the gallery, searching all the while.
+    def sync(self, source: str, query: Path) -> tuple[float, int, int]:
+        """Upgrade the gallery from `source`, where the gateway is now, and search meanwhile.
 
         Seconds it took, searches answered meanwhile, and searches that failed.
         """
         start = time.monotonic()
-        syncing = self._children.start("device-sync", self._command("sync", "--json"))
+        syncing = self._children.start(
+            "device-sync", self._command("sync", "--from", source, "--json")
+        )
         answered = failed = 0
         while syncing.process.poll() is None:
             search = self._search_once(query)

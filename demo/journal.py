@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ class Journal:
     def __init__(self, path: Path, options: Mapping[str, object]) -> None:
         """Open or begin. Raises DemoError (78) where the run was begun with other options."""
         self._path = path
-        self._content: dict[str, Any] = {"options": dict(options), "kept": {}, "steps": {}}
+        self._content: dict[str, Any] = {"options": dict(options), "steps": {}}
         if path.exists():
             self._content = json.loads(path.read_text(encoding="utf-8"))
             begun = self._content["options"]
@@ -41,19 +41,9 @@ class Journal:
     def seconds(self) -> dict[str, float]:
         return {name: step["seconds"] for name, step in self._content["steps"].items()}
 
-    def keep(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` gave when the demo first asked for `name`; the same ever after."""
-        if name not in self._content["kept"]:
-            self._content["kept"][name] = make()
-            self._write()
-        return self._content["kept"][name]
-
     def finish(self, step: str, result: Result, seconds: float) -> None:
         """Note that a step is done; on disk when this returns."""
         self._content["steps"][step] = {"result": result, "seconds": round(seconds, 2)}
-        self._write()
-
-    def _write(self) -> None:
         aside = self._path.with_suffix(".tmp")
         with aside.open("w", encoding="utf-8") as file:
             json.dump(self._content, file)

@@ -67,7 +67,8 @@ class Life:
         self.copies = out / "measuring-only"
         self.answers = out / "answers"
         self.runs = out / "runs"
-        self.addresses: list[str] = journal.keep("addresses", lambda: serve.free_addresses(2))
+        # Other ones in each run: nobody else may have taken them meanwhile.
+        self.addresses = serve.free_addresses(2)
         self.device = Device(children, out / "device")
         self.recipes = Recipes(
             images=self.data / "train",
@@ -192,8 +193,8 @@ class Life:
         }
 
     def sync(self) -> Result:
-        self.address()
-        seconds, answered, failed = self.device.sync(next(iter(self.queries().values())))
+        source = f"grpc://{self.address()}"
+        seconds, answered, failed = self.device.sync(source, next(iter(self.queries().values())))
         status = self.device.status()
         return {
             "sync_seconds": round(seconds, 2),

@@ -132,7 +132,7 @@ def test_device_and_server_answer_alike_before_and_after(
     assert_alike(place, children, device, queries, release=1)
     publish_block_release(place.repo, 2, [1])
     serve.activate(place.channel, 2, "cutover")
-    _, answered, failed = device.sync(queries[0])
+    _, answered, failed = device.sync(f"grpc://{place.address}", queries[0])
     assert (answered > 0, failed) == (True, 0)
     assert_alike(place, children, device, queries, release=2)
 
