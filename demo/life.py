@@ -31,9 +31,10 @@ def live(options: Options) -> None:
     """Run every step that is not done yet, then write and show the reports."""
     journal = Journal(options.out / "journal.json", options.as_kept())
     with Children(options.out / "logs") as children:
-        screen = Screen(14)
-        life = Life(options, children, journal, screen)
-        for name, title, work in life.steps():
+        screen = Screen()
+        steps = Life(options, children, journal, screen).steps()
+        screen.steps = len(steps)
+        for name, title, work in steps:
             if name in journal:
                 screen.skip(title)
                 continue

@@ -14,9 +14,9 @@ Bar = Callable[[float], None]
 class Screen:
     """Lines and bars on stderr; standard output is left to the final table."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
-        self._steps = steps
+        self.steps = 0
         self._number = 0
         self._bars: Progress | None = None
 
@@ -26,14 +26,14 @@ class Screen:
     def skip(self, title: str) -> None:
         """Tell of a step that an earlier, interrupted run finished."""
         self._number += 1
-        self.say(f"[dim]{self._number:2}/{self._steps} {title}: done before[/dim]")
+        self.say(f"[dim]{self._number:2}/{self.steps} {title}: done before[/dim]")
 
     @contextmanager
     def step(self, title: str) -> Iterator[None]:
         """A step under way; bars may be added to it."""
         self._number += 1
         start = time.monotonic()
-        self.say(f"[bold]{self._number:2}/{self._steps} {title}[/bold]")
+        self.say(f"[bold]{self._number:2}/{self.steps} {title}[/bold]")
         columns = (
             TextColumn("      {task.description:<34}"),
             BarColumn(),

@@ -1,9 +1,15 @@
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import pytest
 
+from demo import gateway, serve
 from demo.children import Children
+from tests.support.blocks import publish_block_release, write_pngs
+
+ITEMS = 200
 
 
 @pytest.fixture
@@ -11,3 +17,26 @@ def children(tmp_path: Path) -> Iterator[Children]:
     """Commands that end with the test; their logs lie in tmp_path/logs."""
     with Children(tmp_path / "logs") as running:
         yield running
+
+
+@dataclass
+class Place:
+    """A running gateway over release 1, with a gallery of ITEMS block images."""
+
+    repo: Path
+    address: str
+    images: list[Path]
+    channel: grpc.Channel
+
+
+@pytest.fixture
+def place(children: Children, tmp_path: Path) -> Place:
+    repo = tmp_path / "model_repo"
+    publish_block_release(repo, 1)
+    addresses = serve.free_addresses(2)
+    serve.start(children, repo, tmp_path / "data", addresses)
+    images = write_pngs(tmp_path / "gallery" / "images", ITEMS)
+    channel = gateway.connect(addresses[0])
+    gateway.create(channel, "blocks")
+    gateway.put(channel, "blocks", tmp_path / "gallery", lambda done: None)
+    return Place(repo, addresses[0], images, channel)

@@ -16,9 +16,9 @@ from demo import gateway, serve
 from demo.children import Children
 from demo.device import Device
 from nobackfill.v1 import gallery_pb2, gallery_pb2_grpc, search_pb2, search_pb2_grpc
+from tests.e2e.conftest import ITEMS, Place
 from tests.support.blocks import publish_block_release, write_pngs
 
-ITEMS = 200
 CLIENTS = 4
 
 
@@ -64,29 +64,6 @@ class Asker(threading.Thread):
             self.wrong.append(f"{image.name}: met another space: {hits}")
         if not self.releases or self.releases[-1] != answer.release:
             self.releases.append(answer.release)
-
-
-@dataclass
-class Place:
-    """A running gateway over release 1, with a gallery of ITEMS block images."""
-
-    repo: Path
-    address: str
-    images: list[Path]
-    channel: grpc.Channel
-
-
-@pytest.fixture
-def place(children: Children, tmp_path: Path) -> Place:
-    repo = tmp_path / "model_repo"
-    publish_block_release(repo, 1)
-    addresses = serve.free_addresses(2)
-    serve.start(children, repo, tmp_path / "data", addresses)
-    images = write_pngs(tmp_path / "gallery" / "images", ITEMS)
-    channel = gateway.connect(addresses[0])
-    gateway.create(channel, "blocks")
-    gateway.put(channel, "blocks", tmp_path / "gallery", lambda done: None)
-    return Place(repo, addresses[0], images, channel)
 
 
 def swap_under_load(place: Place, rollout: str) -> list[Asker]:
