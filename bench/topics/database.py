@@ -62,7 +62,7 @@ def run(bench: Bench) -> list[Table]:
             facts = {"gateway": (None, found), "Chroma": (ef, reached)}
             for clients in bench.clients:
                 rows += _rows(bench, load, targets, facts, wanted, clients)
-    note = NOTE.format(version="1.5.9", efs=", ".join(map(str, EFS)))
+    note = NOTE.format(version=chroma.version(), efs=", ".join(map(str, EFS)))
     return [Table(f"Search by embedding, {size:,} items of 128 dims", rows, note)]
 
 

@@ -12,6 +12,7 @@ from bench.harness import Bench, Row, Table
 from bench.load import write_requests
 from bench.models import INNER
 from bench.published import SIZE, publication
+from bench.record import ROOT
 from bench.serving import SEARCH, Load, by_image, fill, latency, serving, under_load
 from release import paths
 from release.images import decode
@@ -68,7 +69,7 @@ def run(bench: Bench) -> list[Table]:
 @contextmanager
 def _triton(folder: Path, repo: Path) -> Iterator[str]:
     """A tritonserver over a publication, with release 2's embedder; its address."""
-    venv = Path(os.environ.get("NOBACKFILL_TRITON_VENV", ".venv-triton"))
+    venv = Path(os.environ.get("NOBACKFILL_TRITON_VENV", ROOT / ".venv-triton"))
     process = TritonProcess(venv, repo, folder)
     process.start()
     client = TritonClient(process.address)
