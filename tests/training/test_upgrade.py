@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import numpy as np
@@ -117,3 +118,10 @@ def test_an_upgrade_from_a_release_is_published_from_that_release(
 def test_an_upgrade_is_no_embedder(runs: Path) -> None:
     with pytest.raises(ConfigurationError, match="kind embedder or side_encoder, got upgrade"):
         of_run(runs / "upgrade-1-2", "embedder")
+
+
+def test_the_distance_on_held_out_images_is_logged_and_falls(runs: Path) -> None:
+    lines = (runs / "upgrade-1-2" / "stats.jsonl").read_text("utf-8").splitlines()
+    logged = [json.loads(line)["held_out_distance"] for line in lines]
+    assert logged[-1] < 0.7 * logged[0]
+    assert all(json.loads(line)["loss"] != logged[0] for line in lines)

@@ -1,0 +1,63 @@
+import numpy as np
+import pytest
+
+from metrics.ranking import same_label
+from release.errors import ConfigurationError, InvalidInputError
+from release.vectors import Vectors
+from tests.training.life import Life
+from training.data import Listing, list_images
+from training.measure import Embedded, parse_cell, search_cell
+from training.published import read_publication
+
+N = 3000
+
+
+class Scattered(Embedded):
+    """Vectors in 40 clouds, more of them than HNSW answers exactly."""
+
+    def native(self, release: int) -> tuple[Vectors, Vectors | None]:
+        rng = np.random.default_rng(release)
+        centres = np.random.default_rng(99).normal(size=(40, 16))
+        labels = self.listing.labels
+        vectors = centres[labels] + 1.2 * rng.normal(size=(N, 16))
+        return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32), None
+
+
+@pytest.fixture
+def scattered(life: Life) -> Scattered:
+    labels = np.arange(N) % 40
+    names = tuple(f"{i:02d}" for i in range(40))
+    listing = Listing(life.data, names, tuple(map(str, range(N))), labels)
+    return Scattered(listing, life.repo, read_publication(life.repo).manifests)
+
+
+def test_the_real_index_gives_what_exact_search_gives(scattered: Scattered) -> None:
+    labels, paths = scattered.listing.labels, scattered.listing.paths
+    relevance = same_label(labels, labels, paths, paths)
+    cell = parse_cell("2/2")
+    approximate = search_cell(cell, scattered, scattered, relevance)
+    again = search_cell(cell, scattered, scattered, relevance)
+    true = search_cell(cell, scattered, scattered, relevance, engine="exact")
+    assert np.array_equal(approximate.neighbours, again.neighbours)
+    for name in ("cmc1", "cmc5", "map"):
+        got, expected = getattr(approximate, name), getattr(true, name)
+        assert np.nanmean(got) == pytest.approx(np.nanmean(expected), abs=0.005)
+
+
+def test_raw_vectors_of_other_dimensions_are_not_compared(life: Life) -> None:
+    published = read_publication(life.repo).manifests
+
+    class Wide(Embedded):
+        def native(self, release: int) -> tuple[Vectors, Vectors | None]:
+            return np.zeros((80, 8 * release), np.float32), None
+
+    wide = Wide(list_images(life.data / "queries"), life.repo, published)
+    relevance = same_label(wide.listing.labels, wide.listing.labels)
+    with pytest.raises(InvalidInputError, match="dimensions 16 and 8 cannot be compared"):
+        search_cell(parse_cell("2/1"), wide, wide, relevance)
+
+
+@pytest.mark.parametrize("text", ["", "2", "2/", "a/b", "2/1>", "2>1/1", "2/1>x"])
+def test_what_is_no_cell_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="expected a cell like"):
+        parse_cell(text)
