@@ -52,7 +52,6 @@ _OPTIONS = [
     ("grpc.max_receive_message_length", LARGEST_REQUEST),
     ("grpc.max_send_message_length", -1),
     ("grpc.so_reuseport", 0),
-    ("grpc.max_concurrent_streams", 128),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
@@ -76,7 +75,8 @@ class Listener:
         self._server = grpc.server(
             ThreadPoolExecutor(_THREADS, thread_name_prefix="call"),
             interceptors=[border],
-            options=_OPTIONS,
+            # Above the bound on calls, so that those too many are told RESOURCE_EXHAUSTED.
+            options=[*_OPTIONS, ("grpc.max_concurrent_streams", 4 * settings.max_calls)],
             maximum_concurrent_rpcs=settings.max_calls,
         )
         server = self._server

@@ -117,6 +117,9 @@ class Rollout:
             old = self._core.catalog.manifest(hosted.spec().release)
             self._refuse_rollout(manifest, old)
         for hosted in going:
+            if hosted.plan.query.release == manifest.release:
+                # Mixed already, by an activation that did not end: it goes on as it began.
+                continue
             with hosted.writes.alone():
                 staging.begin(hosted.store, SpaceSpec.of(manifest))
                 hosted.store.state_set({ROLLOUT: self._record.rollout, NOTE: None})

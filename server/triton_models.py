@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import structlog
@@ -11,6 +12,7 @@ import structlog
 from release.errors import (
     CannotWriteError,
     InvalidInputError,
+    NobackfillError,
     UnavailableError,
     VerificationError,
 )
@@ -24,9 +26,6 @@ from server.triton_process import TritonProcess
 
 log = structlog.get_logger("server.triton")
 
-# Largest batch that releases declare to Triton.
-MAX_BATCH = 64
-
 _PROBE_EVERY_S = 0.2
 _LIVE_TIMEOUT_S = 0.6
 # A model may be busy with large batches; one that answered lately needs no probe.
@@ -38,6 +37,7 @@ _UNREADY = 2
 _KILL = 4
 _START_S = 60.0
 _LOAD_S = 120.0
+_LOADS_AT_ONCE = 4
 _LONGEST_PAUSE_S = 5.0
 
 
@@ -83,7 +83,8 @@ class TritonModels:
     def load(self, manifest: Manifest) -> None:
         if not self._up.wait(min(_START_S, calls.current().remaining())):
             raise UnavailableError("the model server is away; load the release when it is back")
-        self._load(manifest)
+        for error in self._load(_names(manifest)).values():
+            raise error
         with self._lock:
             self._wanted[manifest.release] = manifest
         log.info("loaded in Triton", release=manifest.release)
@@ -131,10 +132,20 @@ class TritonModels:
         self._answered[name] = time.monotonic()
         return vectors
 
-    def _load(self, manifest: Manifest) -> None:
-        for name in _names(manifest):
-            if not self._client.model_ready(name, _LIVE_TIMEOUT_S):
-                self._client.load(name, _LOAD_S)
+    def _load(self, names: list[str]) -> dict[str, NobackfillError]:
+        """Load models, side by side: each starts an interpreter. Those that fail, with the error."""
+
+        def load(name: str) -> NobackfillError | None:
+            try:
+                if not self._client.model_ready(name, _LIVE_TIMEOUT_S):
+                    self._client.load(name, _LOAD_S)
+            except (UnavailableError, VerificationError) as error:
+                return error
+            return None
+
+        with ThreadPoolExecutor(_LOADS_AT_ONCE) as pool:
+            errors = zip(names, pool.map(load, names), strict=True)
+            return {name: error for name, error in errors if error is not None}
 
     def _watch(self) -> None:
         try:
@@ -172,15 +183,16 @@ class TritonModels:
         with self._lock:
             wanted = list(self._wanted.values())
         if not self._up.is_set():
-            for manifest in wanted:
-                self._bring_back(manifest)
+            names = sorted({name for manifest in wanted for name in _names(manifest)})
+            for name, error in self._load(names).items():
+                log.error("not loaded again", model=name, error=str(error))
         if not wanted:
             return True
-        names = {embedder_model(manifest.release): manifest.embedder for manifest in wanted}
-        oldest = min(names, key=lambda name: self._answered.get(name, 0.0))
+        specs = {embedder_model(manifest.release): manifest.embedder for manifest in wanted}
+        oldest = min(specs, key=lambda name: self._answered.get(name, 0.0))
         if time.monotonic() - self._answered.get(oldest, 0.0) < _FRESH_S:
             return True
-        blank = np.zeros((1, names[oldest].height, names[oldest].width, 3), np.uint8)
+        blank = np.zeros((1, specs[oldest].height, specs[oldest].width, 3), np.uint8)
         try:
             self._client.infer(oldest, blank, "embedding", _INFER_TIMEOUT_S)
         except (UnavailableError, VerificationError):
@@ -190,7 +202,8 @@ class TritonModels:
 
     def _bring_back(self, manifest: Manifest) -> None:
         try:
-            self._load(manifest)
+            for error in self._load(_names(manifest)).values():
+            raise error
         except (UnavailableError, VerificationError) as error:
             log.error("not loaded again", release=manifest.release, error=str(error))
 

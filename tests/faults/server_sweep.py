@@ -68,7 +68,8 @@ def check(good: bool, what: str) -> None:
 
 
 def activate(life: Life, release: int, kind: RolloutName | None = None) -> None:
-    if life.core.state.now.active == release:
+    there = all(hosted.spec().release == release for hosted in life.core.galleries.all())
+    if life.core.state.now.active == release and there:
         return
     events = list(life.activations.start(release, kind).events())
     if events[-1].phase == Phase.FAILED:
