@@ -133,7 +133,7 @@ class TritonModels:
         return vectors
 
     def _load(self, names: list[str]) -> dict[str, NobackfillError]:
-        """Load models, side by side: each starts an interpreter. Those that fail, with the error."""
+        """Load models side by side, as each starts an interpreter; those that fail, and why."""
 
         def load(name: str) -> NobackfillError | None:
             try:
@@ -199,13 +199,6 @@ class TritonModels:
             return False
         self._answered[oldest] = time.monotonic()
         return True
-
-    def _bring_back(self, manifest: Manifest) -> None:
-        try:
-            for error in self._load(_names(manifest)).values():
-            raise error
-        except (UnavailableError, VerificationError) as error:
-            log.error("not loaded again", release=manifest.release, error=str(error))
 
     def _miss(self, points: int) -> None:
         self._missed += points
