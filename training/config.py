@@ -215,6 +215,8 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise ConfigurationError(f"no configuration {path}; configs/ holds ready ones") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: cannot be read as YAML text ({error})") from error
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -264,4 +266,7 @@ def _set(values: dict[str, object], override: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigurationError(f"--set {override}: {parent!r} holds no keys")
         values = inner
-    values[last] = yaml.safe_load(text)
+    try:
+        values[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"--set {override}: the value is not YAML ({error})") from error

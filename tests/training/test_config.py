@@ -119,6 +119,15 @@ def test_overrides_reach_nested_keys(tmp_path: Path) -> None:
         load_config(file, ("epochs",))
     with pytest.raises(ConfigurationError, match="holds no keys"):
         load_config(file, ("epochs.most=7",))
+    with pytest.raises(ConfigurationError, match="is not YAML"):
+        load_config(file, ("augmentation={noise",))
+
+
+def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "c.yaml", tmp_path):
+        with pytest.raises(ConfigurationError, match="cannot be read"):
+            load_config(path)
 
 
 @pytest.mark.parametrize("text", ["{", "- a\n- b", ""])
