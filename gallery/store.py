@@ -272,6 +272,8 @@ def _make(path: Path, spec: SpaceSpec) -> None:
         raise CannotWriteError(f"{path.parent}: cannot write there ({error.strerror})") from error
     with contextlib.closing(connect(path)) as connection:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        # Free pages can be given back a few at a time, where VACUUM would copy the whole file.
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
             raise CannotWriteError(f"{path}: no write-ahead log possible here; use a local disk")
