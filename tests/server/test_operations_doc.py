@@ -1,0 +1,113 @@
+"""docs/operations.md: its commands run, top to bottom; its grpcurl requests are the contract's."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from google.protobuf import json_format
+from google.protobuf.message_factory import GetMessageClass
+
+from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
+from server import auth
+from server.metrics import Metrics
+from server.settings import Settings
+from tests.server.conftest import Stages, publish_stage
+from tests.server.process import ROOT
+from tests.server.support import images
+from tests.support.blocks import png
+
+TEXT = (ROOT / "docs" / "operations.md").read_text()
+FILES = (search_pb2, gallery_pb2, release_pb2)
+
+
+def blocks(kind: str) -> list[str]:
+    """Fenced blocks of one kind, in order."""
+    return re.findall(rf"^```{kind}\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
+def test_the_commands_run_as_they_stand(stages: Stages, tmp_path: Path) -> None:
+    publish_stage(tmp_path / "model_repo", stages[1])
+    shutil.copytree(stages[2], tmp_path / "next")
+    script = "\n".join(blocks("sh"))
+    port, metrics = free_ports()
+    script = script.replace("50051", str(port)).replace("9464", str(metrics))
+    # What happens between the commands: items are put, and release 2 is published.
+    fill = tmp_path / "fill.py"
+    fill.write_text(PUT.format(port=port))
+    (tmp_path / "image.png").write_bytes(png(images(1)[0]))
+    between = f"{shlex.quote(sys.executable)} fill.py\ncp -r next/. model_repo/\n"
+    script = script.replace("gateway estimate", between + "gateway estimate", 1)
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "NOBACKFILL_TRITON": "in-process",
+    }
+    program = f"set -eu\ntrap 'kill $(jobs -p) 2>/dev/null; wait' EXIT\n{script}"
+    done = subprocess.run(
+        ["bash", "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nobackfill_active_release 2.0" in done.stdout
+    assert (tmp_path / "restored-data" / "state.json").is_file()
+
+
+PUT = """
+import os, grpc
+from nobackfill.v1 import gallery_pb2 as pb
+from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
+read = lambda name: open(os.environ[name], "rb").read()
+credentials = grpc.composite_channel_credentials(
+    grpc.ssl_channel_credentials(read("NOBACKFILL_CA_FILE")),
+    grpc.access_token_call_credentials(read("NOBACKFILL_TOKEN_FILE").decode()))
+with grpc.secure_channel("localhost:{port}", credentials) as channel:
+    stub = GalleryServiceStub(channel)
+    stub.CreateGallery(pb.CreateGalleryRequest(name="photos"))
+    item = pb.PutItem(id="cat", image=open("image.png", "rb").read())
+    (answer,) = stub.PutItems(iter([pb.PutItemsRequest(gallery="photos", items=[item])]))
+    assert answer.stored == 1, answer
+"""
+
+
+def free_ports() -> tuple[int, int]:
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        two.bind(("127.0.0.1", 0))
+        return one.getsockname()[1], two.getsockname()[1]
+
+
+def test_grpcurl_requests_are_the_contracts() -> None:
+    methods = {
+        f"{service.full_name}/{method.name}": method
+        for file in FILES
+        for service in file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
+    seen = 0
+    for line in "\n".join(blocks("grpcurl")).splitlines():
+        words = shlex.split(line)
+        if "-d" not in words:
+            continue
+        method = methods[words[-1]]
+        data = words[words.index("-d") + 1]
+        json_format.ParseDict(json.loads(data), GetMessageClass(method.input_type)())
+        seen += 1
+    assert seen >= 7
+
+
+def test_every_setting_role_and_series_is_told() -> None:
+    for name in Settings.model_fields:
+        assert f"`{name}`" in TEXT, name
+    for role in auth.Role:
+        assert f"`{role}`" in TEXT, role
+    for family in Metrics().registry.collect():
+        if family.name.startswith("nobackfill"):
+            assert f"`{family.name}`" in TEXT, family.name
