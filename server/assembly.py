@@ -40,7 +40,7 @@ def assemble(settings: Settings, models: Models, metrics: Metrics) -> Core:
         log.error("publication folder refused, serving what was verified", error=str(error))
     state = StateFile(settings.data / "state.json")
     embedding = Embedding(models, metrics)
-    return Core(
+    core = Core(
         data=settings.data,
         catalog=catalog,
         state=state,
@@ -52,6 +52,8 @@ def assemble(settings: Settings, models: Models, metrics: Metrics) -> Core:
         metrics=metrics,
         stopping=threading.Event(),
     )
+    metrics.gallery_items = core.gallery_items
+    return core
 
 
 def load(core: Core) -> None:

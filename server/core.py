@@ -55,7 +55,7 @@ class Core:
         """Make every gallery's plan anew; returns those they replace, for `settle`."""
         manifests = self.catalog.manifests
         old = [hosted.replan(self.state.now, manifests) for hosted in self.galleries.all()]
-        self.measure()
+        self.metrics.active_release.set(self.state.now.active or 0)
         self.catalog.changed.notify()
         return old
 
@@ -78,9 +78,7 @@ class Core:
         now = self.state.now
         specs = [SpaceSpec.of(self.catalog.manifest(release)) for release in now.previous]
         specs.append(SpaceSpec.of(self.active()))
-        hosted = self.galleries.create(name, specs, now, self.catalog.manifests)
-        self.measure()
-        return hosted
+        return self.galleries.create(name, specs, now, self.catalog.manifests)
 
     def behind(self) -> dict[str, str]:
         """Galleries whose active space is not the active release's, with the reason."""
@@ -91,17 +89,14 @@ class Core:
             if hosted.spec().release != active
         }
 
-    def measure(self) -> None:
-        """Bring the gauges up to date."""
-        self.metrics.active_release.set(self.state.now.active or 0)
-        sizes: dict[tuple[str, str], int] = {}
+    def gallery_items(self) -> dict[tuple[int, str], int]:
+        """Vectors of all galleries, by release and state of their space."""
+        sizes: dict[tuple[int, str], int] = {}
         for hosted in self.galleries.all():
             for info in hosted.store.spaces():
-                key = (str(info.spec.release), info.state)
+                key = (info.spec.release, info.state)
                 sizes[key] = sizes.get(key, 0) + hosted.store.count(info.spec.space)
-        self.metrics.gallery_items.clear()
-        for (release, state), count in sizes.items():
-            self.metrics.gallery_items.labels(release, state).set(count)
+        return sizes
 
 
 def models_of(plan: Plan) -> list[Manifest]:

@@ -1,8 +1,12 @@
 """What Prometheus reads. No ids in labels."""
 
+from collections.abc import Callable, Iterator, Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
 
 from release.errors import BusyError
 from server.settings import split_address
@@ -30,10 +34,9 @@ class Metrics:
             "nobackfill_active_release", "Number of the release that answers; 0 when none does.",
             registry=self.registry,
         )  # fmt: skip
-        self.gallery_items = Gauge(
-            "nobackfill_gallery_items", "Vectors of all galleries, by release and state of space.",
-            ["release", "state"], registry=self.registry,
-        )  # fmt: skip
+        # Set by the gateway: vectors of all galleries by (release, state of space), when asked.
+        self.gallery_items: Callable[[], Mapping[tuple[int, str], int]] = dict
+        self.registry.register(_GalleryItems(self))
         self.upgrade_ratio = Gauge(
             "nobackfill_upgrade_ratio", "Share of the running upgrade that is done, 0 to 1.",
             registry=self.registry,
@@ -69,3 +72,20 @@ class Metrics:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _GalleryItems(Collector):
+    """Counts when somebody looks, not at every put."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "nobackfill_gallery_items",
+            "Vectors of all galleries, by release and state of their space.",
+            labels=["release", "state"],
+        )
+        for (release, state), count in self._metrics.gallery_items().items():
+            family.add_metric([str(release), state], count)
+        yield family

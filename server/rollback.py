@@ -99,7 +99,6 @@ def retire(core: Core, activations: Activations) -> list[int]:
     )
     core.settle(core.replan())
     drop_unused(core)
-    core.measure()
     return [release for release in gone if release < active]
 
 

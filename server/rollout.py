@@ -165,6 +165,7 @@ class Rollout:
         upgrading, before = self._core.upgrading, self._done
 
         def on_progress(done: int) -> None:
+            self._core.metrics.upgrade_ratio.set((before + done) / max(1, self._total))
             self._tell(Phase.UPGRADING, before + done, self._total, "")
 
         while True:

@@ -54,7 +54,6 @@ class GalleryService(GalleryServiceServicer):
     ) -> pb.DeleteGalleryResponse:
         self._refuse_during_activation("delete a gallery")
         self._core.galleries.delete(request.name)
-        self._core.measure()
         return pb.DeleteGalleryResponse()
 
     def PutItems(  # noqa: N802
@@ -76,7 +75,6 @@ class GalleryService(GalleryServiceServicer):
             stored += outcome.stored
             errors += [pb.ItemError(id=name, message=why) for name, why in outcome.refused]
             yield pb.PutItemsResponse(stored=stored, errors=errors)
-        self._core.measure()
 
     def GetItem(  # noqa: N802
         self, request: pb.GetItemRequest, context: grpc.ServicerContext
