@@ -31,15 +31,25 @@ class Curve(Protocol):
         ...
 
 
+class Scorer:
+    """A calibration made ready to be applied many times."""
+
+    def __init__(self, calibration: Curve) -> None:
+        self._distances = np.array(calibration.distances)
+        self._probabilities = np.array(calibration.probabilities)
+
+    def scores(self, distances: ArrayLike) -> NDArray[np.float64]:
+        """See `scores`."""
+        values = np.asarray(distances, dtype=np.float64)
+        return np.asarray(np.interp(values, self._distances, self._probabilities), dtype=np.float64)
+
+
 def scores(calibration: Curve, distances: ArrayLike) -> NDArray[np.float64]:
     """Probabilities in [0, 1] of the shape of `distances`; nearer is never less likely.
 
     NaN stays NaN, so that no caller takes it for a match.
     """
-    values = np.asarray(distances, dtype=np.float64)
-    return np.asarray(
-        np.interp(values, calibration.distances, calibration.probabilities), dtype=np.float64
-    )
+    return Scorer(calibration).scores(distances)
 
 
 def find(

@@ -86,8 +86,11 @@ class Batcher(Generic[Query, Answer]):
                 batch.append(self._waiting.popleft())
         try:
             self._observe(len(batch))
-            with calls.until(max(entry.deadline for entry in batch)):
-                answers = self._run([entry.query for entry in batch])
+            if len(batch) == 1:
+                answers = self._run([first.query])
+            else:
+                with calls.until(max(entry.deadline for entry in batch)):
+                    answers = self._run([entry.query for entry in batch])
             for entry, answer in zip(batch, answers, strict=True):
                 entry.answer = answer
         except Exception as error:

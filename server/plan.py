@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gallery.spec import Origin, SpaceInfo
-from release.calibration import find
-from release.manifest import Calibration, Manifest
+from release.calibration import Scorer, find
+from release.manifest import Manifest
 from server.gate import Users
 from server.state import RolloutName, State
 
@@ -22,7 +22,7 @@ class Part:
     release: int
     query: Manifest
     origin: Origin | None
-    curves: Mapping[Origin, Calibration]
+    curves: Mapping[Origin, Scorer]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,10 +52,10 @@ class Plan:
 
 def own_part(manifest: Manifest) -> Part:
     """A release's queries in its own space."""
-    space, curves = manifest.space, dict[Origin, Calibration]()
+    space, curves = manifest.space, dict[Origin, Scorer]()
     for origin in ("native", "upgraded", "re-embedded"):
         if curve := find(manifest, space, space, origin):
-            curves[origin] = curve
+            curves[origin] = Scorer(curve)
     # What was embedded from its image is what native vectors are.
     if "native" in curves:
         curves.setdefault("re-embedded", curves["native"])
@@ -65,15 +65,16 @@ def own_part(manifest: Manifest) -> Part:
 def direct_part(new: Manifest, old: Manifest) -> Part:
     """Queries of `new` in the space of `old`, as `new` declares that they may."""
     curve = find(new, new.space, old.space, "direct")
-    curves: dict[Origin, Calibration] = {"direct": curve} if curve else {}
+    curves: dict[Origin, Scorer] = {"direct": Scorer(curve)} if curve else {}
     return Part(old.space, old.release, new, "direct", curves)
 
 
 def old_model_part(new: Manifest, old: Manifest) -> Part:
     """Queries of `old` in its own space, while `new` answers: the dual rollout."""
     own = own_part(old).curves
-    curve = find(new, old.space, old.space, "old-model") or own.get("native")
-    curves: dict[Origin, Calibration] = {"old-model": curve} if curve else {}
+    announced = find(new, old.space, old.space, "old-model")
+    curve = Scorer(announced) if announced else own.get("native")
+    curves: dict[Origin, Scorer] = {"old-model": curve} if curve else {}
     return Part(old.space, old.release, old, "old-model", curves)
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from gallery.index import Neighbours
 from gallery.spec import Origin
 from gallery.store import Item
-from release.calibration import scores
 from release.vectors import Vectors
 from server.plan import Part
 
@@ -61,11 +60,15 @@ def _hits(part: Part, neighbours: Neighbours, row: int, k: int, items: ItemsOf) 
 
 
 def _scores(part: Part, origins: list[Origin | None], distances: Vectors) -> list[float | None]:
+    kinds = set(origins)
+    if len(kinds) == 1:
+        curve = part.curves.get(origins[0]) if origins[0] else None
+        return [None] * len(origins) if curve is None else curve.scores(distances).tolist()
     result: list[float | None] = [None] * len(origins)
-    for origin in set(origins):
+    for origin in kinds:
         curve = part.curves.get(origin) if origin else None
         if curve is not None:
-            for i, score in enumerate(scores(curve, distances).tolist()):
+            for i, score in enumerate(curve.scores(distances).tolist()):
                 if origins[i] == origin:
                     result[i] = score
     return result
