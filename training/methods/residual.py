@@ -13,14 +13,7 @@ from training.config import UpgradeConfig
 from training.losses.listwise import listwise, mean_squared_distance
 from training.maps import affine, whitening
 from training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
-from training.methods.cheap_maps import (
-    InputShape,
-    flat,
-    input_shape,
-    joined,
-    set_linear,
-    training_inputs,
-)
+from training.methods.cheap_maps import InputShape, flat, input_shape, set_linear
 from training.methods.compatible import read_options
 from training.methods.fastfill import FastFillObjective, FastFillOptions, VarianceHead
 from training.objective import Batch, Terms
@@ -40,6 +33,36 @@ class ResidualOptions(FastFillOptions):
     temperature: float = Field(0.1, gt=0)
 
 
+class Whitened(nn.Module):
+    """One input, standardised number by number and then whitened: [n,d] -> [n,d], solved, not
+    trained.
+
+    The first step is no matrix product and so stays in float32 in the int8 file: inputs of another
+    scale, or of long tails, do not share their 256 steps with the rest.
+    """
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(dim))
+        self.register_buffer("scale", torch.ones(dim))
+        self.rotate = nn.Linear(dim, dim).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.rotate((x - self.shift) * self.scale)
+        return output
+
+    def solve(self, x: Tensor) -> None:
+        """Fit to rows x [n,d]."""
+        deviation = x.std(0)
+        self.shift.copy_(x.mean(0))
+        # A number that never changes says nothing: it is left at 0, not blown up.
+        self.scale.copy_(torch.where(deviation > 1e-6, 1 / deviation.clamp(min=1e-6), 0.0))
+        set_linear(self.rotate, whitening((x - self.shift) * self.scale, _WHITENING))
+
+
 class ResidualMap(nn.Module):
     """affine(w) + mlp(w) of whitened inputs w; normalised with `unit`.
 
@@ -50,8 +73,9 @@ class ResidualMap(nn.Module):
         super().__init__()
         total = reads.embedding + reads.side
         self.reads, self.unit = reads, unit
-        self.whiten, self.straight = nn.Linear(total, total), nn.Linear(total, dim)
-        self.whiten.requires_grad_(False)
+        self.embedding = Whitened(reads.embedding) if reads.embedding else None
+        self.side = Whitened(reads.side) if reads.side else None
+        self.straight = nn.Linear(total, dim)
         last = nn.Linear(inner_dim, dim)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
@@ -66,9 +90,30 @@ class ResidualMap(nn.Module):
         )
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
-        white = self.whiten(joined(embedding, side, self.reads))
+        white = self.whitened(embedding, side)
         output: Tensor = self.straight(white) + self.residual(white)
         return F.normalize(output) if self.unit else output
+
+    def whitened(self, embedding: Tensor, side: Tensor | None) -> Tensor:
+        """What is read, whitened each on its own: [n, embedding + side]."""
+        parts = []
+        if self.embedding is not None:
+            parts.append(self.embedding(embedding))
+        if self.side is not None:
+            assert side is not None
+            parts.append(self.side(side))
+        return torch.cat(parts, 1)
+
+    def solve(self, embedding: Tensor, side: Tensor | None, target: Tensor) -> None:
+        """Set everything but the residual network from rows [n, …] and their targets [n, dim]."""
+        with torch.no_grad():
+            if self.embedding is not None:
+                self.embedding.solve(embedding)
+            if self.side is not None:
+                assert side is not None
+                self.side.solve(side)
+            white = self.whitened(embedding, side)
+        set_linear(self.straight, affine(white, target, _RIDGE))
 
 
 def build_residual(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
@@ -94,13 +139,10 @@ class ResidualObjective(FastFillObjective):
         self.listwise_options = read_options(
             inputs.config.options, ResidualOptions, inputs.config.method
         )
-        x = training_inputs(inputs.rows, input_shape(inputs.config, inputs.shape))
+        side = flat(inputs.rows, "side") if inputs.shape.side_dim else None
         for network, target in ((upgrade.h, "new"), (upgrade.g, "new_side")):
             if isinstance(network, ResidualMap):
-                white = whitening(x, _WHITENING)
-                solved = affine(white(x.double()), flat(inputs.rows, target), _RIDGE)
-                set_linear(network.whiten, white)
-                set_linear(network.straight, solved)
+                network.solve(flat(inputs.rows, "old"), side, flat(inputs.rows, target))
         self.register_buffer("queue", flat(inputs.rows, "new"))
         self.unit_of_distance = float(mean_squared_distance(flat(inputs.rows, "new")))
 

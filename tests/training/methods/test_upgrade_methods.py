@@ -200,7 +200,8 @@ def test_residual_starts_at_the_affine_solution(tmp_path: Path) -> None:
     made.upgrade.eval()
     apart = (made.upgrade(*view).embedding - affine(*view).embedding).square().sum()
     assert apart < 0.02 * affine(*view).embedding.square().sum()
-    assert not made.upgrade.h.whiten.weight.requires_grad
+    assert made.upgrade.h.embedding is not None
+    assert not made.upgrade.h.embedding.rotate.weight.requires_grad
 
 
 def test_soft_prototypes_print_class_averages_alone(tmp_path: Path) -> None:
