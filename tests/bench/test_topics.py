@@ -12,7 +12,7 @@ from bench import chroma
 from bench.harness import Bench, Scale, Table
 from bench.run import TOPICS
 
-QUICK = {"transform", "index", "upgrade", "training", "search"}
+QUICK = {"transform", "index", "upgrade", "training"}
 # Columns that name what was measured; the others hold figures.
 RATIOS = ("of limit", "of bare", "of bare sum", "of echo", "of triton", "of Chroma", "of python")
 
