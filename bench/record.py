@@ -137,5 +137,5 @@ def _shown(path: Path) -> list[str]:
         f"{where['processor']}, {where['cores']} cores, load {where['load_before']} before; "
         f"commit {result['commit']}; {result['seconds']:.0f} s"
     )
-    return ["", *(line for t in result["tables"] for line in markdown(t).splitlines()), "",
+    return ["", *(line for t in result["tables"] for line in [*markdown(t).splitlines(), ""]),
             f"*{origin}*", ""]  # fmt: skip
