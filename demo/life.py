@@ -89,6 +89,9 @@ def command(
     steady_seconds: Annotated[
         float, typer.Option(min=0.5, help="Load before and after the swap, in seconds.")
     ] = 6,
+    force: Annotated[
+        bool, typer.Option("--force", help="Publish releases that do not pass their gate, too.")
+    ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget an earlier run.")] = False,
 ) -> None:
     """Train, publish, serve, hot-swap and upgrade, with a table at the end."""
@@ -103,6 +106,7 @@ def command(
         images_per_class=images_per_class,
         clients=clients,
         steady_seconds=steady_seconds,
+        force=force,
     )
     with alone(options.out):
         if fresh and (options.out / "journal.json").exists():

@@ -39,13 +39,15 @@ class Options:
     images_per_class: int | None
     clients: int
     steady_seconds: float
+    force: bool
 
     def as_kept(self) -> dict[str, Any]:
         """As the journal keeps them: a run goes on with the same options only."""
         return {
             name: str(value) if isinstance(value, Path) else value
             for name, value in dataclasses.asdict(self).items()
-            if name != "out"
+            # Forcing a refused release goes on with the same run.
+            if name not in {"out", "force"}
         }
 
 
@@ -129,7 +131,10 @@ class Life:
         return {}
 
     def publish(self, release: int) -> Result:
-        train.publish(self.children, self.model_repo, release, self.runs, self.data / "eval")
+        evaluation = self.data / "eval"
+        train.publish(
+            self.children, self.model_repo, release, self.runs, evaluation, self.options.force
+        )
         return {}
 
     def fill_server(self) -> Result:
