@@ -5,7 +5,7 @@ trainings over the same images share it, and nothing stale is ever read.
 """
 
 import hashlib
-import os
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from release.digests import sha256_file
-from release.durable import replace
+from release.durable import make_dir, write_file
 from release.errors import ConfigurationError
 from training.augment import Augment
 from training.config import Augmentation, EmbedderConfig, SideEncoderConfig
@@ -109,10 +109,10 @@ def features(encoder: FrozenEncoder, images: Images, cache: Path) -> Floats:
         stored: Floats = np.load(path, allow_pickle=False)
         return stored
     vectors = encoder.run(images)
-    cache.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.npy")
-    np.save(temporary, vectors, allow_pickle=False)
-    replace(temporary, path)
+    data = io.BytesIO()
+    np.save(data, vectors, allow_pickle=False)
+    make_dir(cache)
+    write_file(path, data.getvalue())
     return vectors
 
 

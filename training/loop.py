@@ -15,6 +15,7 @@ import lightning_fabric
 import torch
 from torch import Tensor, nn
 
+from release.durable import append, make_dir, write_file
 from release.errors import ConfigurationError, NobackfillError
 from training.config import Config
 from training.objective import Batch, Objective
@@ -122,7 +123,7 @@ def finish(
     """Write the run of what was solved in closed form: all epochs at once."""
     tensors = _tensors(nn.ModuleDict(parts), None, 0)
     checkpoint = Checkpoint(config, tensors, config.epochs, 0, class_names, dict(facts))
-    config.run_dir.mkdir(parents=True, exist_ok=True)
+    make_dir(config.run_dir)
     write_config(config.run_dir, config)
     write_checkpoint(config.run_dir, checkpoint)
     return checkpoint
@@ -200,8 +201,7 @@ def _log(
 ) -> None:
     line = {"epoch": epoch, "step": step, "lr": lr, "loss": float(loss.detach())}
     line |= {name: float(term.detach()) for name, term in terms.items()}
-    with (config.run_dir / STATS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    append(config.run_dir / STATS, (json.dumps(line) + "\n").encode())
 
 
 def _trim_stats(path: Path, step: int) -> None:
@@ -211,7 +211,7 @@ def _trim_stats(path: Path, step: int) -> None:
     if not path.is_file():
         return
     whole = [line for line in path.read_text("utf-8").splitlines(keepends=True) if line[-1] == "\n"]
-    path.write_text("".join(line for line in whole if json.loads(line)["step"] < step), "utf-8")
+    write_file(path, "".join(x for x in whole if json.loads(x)["step"] < step).encode())
 
 
 def _tensors(
@@ -251,7 +251,7 @@ def _begin(
         restore_optimizer(optimizer, done)
     if fabric.is_global_zero:
         if done is None:
-            config.run_dir.mkdir(parents=True, exist_ok=True)
+            make_dir(config.run_dir)
             write_config(config.run_dir, config)
         _trim_stats(config.run_dir / STATS, step)
     fabric.barrier()

@@ -13,7 +13,8 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from release.errors import ConfigurationError, VerificationError
+from release.errors import CannotWriteError, ConfigurationError, VerificationError
+from release.faults import FAULTS
 from tests.training.life import config_of, train_quietly, upgrade_config
 from training.config import Config
 from training.loop import DivergedError, fit, learning_rate
@@ -28,6 +29,7 @@ class Line(Objective):
 
     def __init__(self, poison: int | None = None) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.line = nn.Linear(1, 1)
         self.poison, self.step = poison, 0
 
@@ -64,10 +66,10 @@ def test_a_killed_training_resumes_to_the_same_result(digits: Path, tmp_path: Pa
     broken = config_of("embedder", tmp_path / "broken", digits / "train", **keys)
     file = tmp_path / "broken.yaml"
     file.write_text(yaml.safe_dump(broken.model_dump(mode="json")), encoding="utf-8")
-    # Steps 1 to 5 write config.yaml, 6 to 10 the first checkpoint, 13 is inside the second.
     killed = subprocess.run(
         [sys.executable, "training/train.py", file],
-        env={**os.environ, "NOBACKFILL_FAULT": "kill@13"},
+        # Step 41 of the durable ones is inside the second checkpoint's write.
+        env={**os.environ, "NOBACKFILL_FAULT": "kill@41"},
         capture_output=True,
         check=False,
     )
@@ -80,6 +82,34 @@ def test_a_killed_training_resumes_to_the_same_result(digits: Path, tmp_path: Pa
         assert torch.equal(tensor, second.tensors[name]), name
     logs = [(c.run_dir / STATS).read_text("utf-8") for c in (unbroken, broken)]
     assert logs[0] == logs[1]
+
+
+def test_a_write_that_fails_at_any_step_loses_nothing(tmp_path: Path) -> None:
+    """Each durable step of a training in turn: an error in words, then the same result."""
+    config = line_config(tmp_path, epochs=4, checkpoint_every=1)
+    unbroken = config.model_copy(update={"run_dir": tmp_path / "unbroken", "log_every": 3})
+    run(Line(), unbroken)
+    whole, failed = read_finished(unbroken.run_dir), True
+    for step in itertools.count(1):
+        broken = unbroken.model_copy(update={"run_dir": tmp_path / f"broken-{step}"})
+        FAULTS.arm(f"enospc@{step}")
+        try:
+            run(Line(), broken)
+            failed = False
+        except CannotWriteError:
+            failed = True
+        finally:
+            FAULTS.arm(None)
+        if failed:
+            run(Line(), broken)
+        done = read_finished(broken.run_dir)
+        assert all(torch.equal(t, done.tensors[name]) for name, t in whole.tensors.items())
+        logs = [(c.run_dir / STATS).read_text("utf-8") for c in (unbroken, broken)]
+        assert logs[0] == logs[1]
+        if not failed:
+            break
+    # Folder, configuration, log lines and four checkpoints.
+    assert step > 30
 
 
 class StopAfter(Progress):
