@@ -9,7 +9,7 @@ from training.data import Listing, list_images
 from training.measure import Embedded, parse_cell, search_cell
 from training.published import read_publication
 
-N = 3000
+N, QUERIES = 2100, 150
 
 
 class Scattered(Embedded):
@@ -19,7 +19,7 @@ class Scattered(Embedded):
         rng = np.random.default_rng(release)
         centres = np.random.default_rng(99).normal(size=(40, 16))
         labels = self.listing.labels
-        vectors = centres[labels] + 1.2 * rng.normal(size=(N, 16))
+        vectors = centres[labels] + 1.2 * rng.normal(size=(len(labels), 16))
         return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32), None
 
 
@@ -32,16 +32,19 @@ def scattered(life: Life) -> Scattered:
 
 
 def test_the_real_index_gives_what_exact_search_gives(scattered: Scattered) -> None:
-    labels, paths = scattered.listing.labels, scattered.listing.paths
-    relevance = same_label(labels, labels, paths, paths)
+    some = scattered.listing.select(np.arange(QUERIES))
+    queries = Scattered(some, scattered.files, scattered.manifests)
+    relevance = same_label(
+        some.labels, scattered.listing.labels, some.paths, scattered.listing.paths
+    )
     cell = parse_cell("2/2")
-    approximate = search_cell(cell, scattered, scattered, relevance)
-    again = search_cell(cell, scattered, scattered, relevance)
-    true = search_cell(cell, scattered, scattered, relevance, engine="exact")
+    approximate = search_cell(cell, queries, scattered, relevance)
+    again = search_cell(cell, queries, scattered, relevance)
+    true = search_cell(cell, queries, scattered, relevance, engine="exact")
     assert np.array_equal(approximate.neighbours, again.neighbours)
     for name in ("cmc1", "cmc5", "map"):
         got, expected = getattr(approximate, name), getattr(true, name)
-        assert np.nanmean(got) == pytest.approx(np.nanmean(expected), abs=0.005)
+        assert np.nanmean(got) == pytest.approx(np.nanmean(expected), abs=0.01)
 
 
 def test_raw_vectors_of_other_dimensions_are_not_compared(life: Life) -> None:
