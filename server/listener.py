@@ -76,7 +76,7 @@ class Listener:
             ThreadPoolExecutor(_THREADS, thread_name_prefix="call"),
             interceptors=[border],
             # Above the bound on calls, so that those too many are told RESOURCE_EXHAUSTED.
-            options=[*_OPTIONS, ("grpc.max_concurrent_streams", 4 * settings.max_calls)],
+            options=[*_OPTIONS, ("grpc.max_concurrent_streams", 1024 + settings.max_calls)],
             maximum_concurrent_rpcs=settings.max_calls,
         )
         server = self._server
