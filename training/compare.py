@@ -30,8 +30,8 @@ Trains every model and measures every row of the table, --jobs of them at a time
 kept below OUT and not done again, so an interrupted comparison goes on where it stopped; remove a
 folder to train it anew.
 
-Writes OUT/NAME.json and OUT/NAME.md. Groups of --methods: core, bct_family, dmu_family, variants,
-transforms, chains, noise, allocations.
+Writes OUT/NAME.json and OUT/NAME.md. Groups of --methods: core, core_unseen, bct_family,
+dmu_family, variants, maps, transforms, chains, noise, allocations.
 
 Exit codes: 0 done, 1 a training diverged, 65 refused data, 73 cannot write, 78 wrong configuration.
 """
