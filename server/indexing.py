@@ -25,6 +25,8 @@ SMALL = 2_000
 # A base is made anew when so many vectors lie beside it or so large a share of it is dead.
 _LARGEST_DELTA = 4_000
 _LARGEST_SHARE = 0.2
+# A space that an upgrade fills is searched exactly up to here.
+_LARGEST_FILLING = 200_000
 _EVERY_S = 0.5
 # Deleting removes the cached index file, for it holds what was deleted. It is written anew when a
 # gallery has not changed for so long.
@@ -58,6 +60,9 @@ class Indexing:
         while not self._stopping.is_set():
             for hosted in self._galleries():
                 for space, view in hosted.views().items():
+                    if space not in hosted.plan.alone and len(view.snapshot()) < _LARGEST_FILLING:
+                        # An upgrade fills it; it inherits an index when it is whole.
+                        continue
                     wanted = due(view) or self._unsaved(hosted, space, view)
                     if wanted and not self._stopping.is_set():
                         self._make(hosted, space, view)
