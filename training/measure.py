@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gallery import exact, hnsw
+from gallery.index import Index, Neighbours
 from gallery.spec import SpaceSpec
 from metrics.ranking import Relevance, rank_neighbours
 from metrics.retrieval import PerQuery, average_precision, cmc
@@ -28,6 +29,7 @@ from training.published import of_manifest
 DEPTH = 1000
 # Answers asked for CMC, as a served search asks: a deeper search of a graph finds more.
 SERVED = 20
+_QUERIES = 256
 _CELL = re.compile(r"^(\d+)/(\d+(?:>\d+)*)$")
 
 
@@ -180,16 +182,28 @@ def search_cell(
     labels = np.arange(len(gallery_vectors))
     if engine == "hnsw":
         # One thread: the same graph, and so the same verdict, each time.
-        index: hnsw.HnswIndex | exact.ExactIndex = hnsw.build(spec, labels, gallery_vectors)
+        index: Index = hnsw.build(spec, labels, gallery_vectors)
     else:
         index = exact.ExactIndex(spec, labels, gallery_vectors)
-    found = index.search(query_vectors, min(DEPTH, len(labels)))
-    served = index.search(query_vectors, min(SERVED, len(labels))).labels
-    first = rank_neighbours(served, relevance)
+    found = _search(index, query_vectors, DEPTH)
+    first = rank_neighbours(_search(index, query_vectors, SERVED).labels, relevance)
     return Measured(
         cmc(first, 1),
         cmc(first, 5),
         average_precision(rank_neighbours(found.labels, relevance)),
         found.labels,
         found.distances,
+    )
+
+
+def _search(index: Index, queries: Vectors, k: int) -> Neighbours:
+    """The `k` nearest, some queries at a time: each brings k candidate vectors into memory."""
+    k = min(k, len(index.labels))
+    parts = [
+        index.search(queries[start : start + _QUERIES], k)
+        for start in range(0, len(queries), _QUERIES)
+    ]
+    return Neighbours(
+        np.concatenate([part.labels for part in parts]),
+        np.concatenate([part.distances for part in parts]),
     )
