@@ -29,7 +29,12 @@ def quick_start() -> list[tuple[str, str]]:
 
 def as_script(blocks: list[tuple[str, str]]) -> str:
     """One bash script; the gateway that it starts in the background ends with it."""
-    lines = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT"]
+    lines = [
+        "set -euo pipefail",
+        "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT",
+        # Waiting for a gateway that has ended would have no end.
+        "sleep() { kill -0 $(jobs -p) || exit 69; command sleep $1; }",
+    ]
     for language, text in blocks:
         lines.append(text if language == "bash" else f"python - <<'PYTHON'\n{text}PYTHON")
     return "\n".join(lines)
