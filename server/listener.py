@@ -44,7 +44,7 @@ SERVICES = tuple(
 # An image of 32 MiB and its envelope; more is refused before it is read.
 LARGEST_REQUEST = 33 * 2**20
 # Threads that answer unary calls: more of them only fight for the interpreter.
-_THREADS = 16
+_THREADS = 8
 # After the signal, for so long everything that comes is still answered.
 _LAME_DUCK_S = 0.5
 
