@@ -140,7 +140,8 @@ class Load:
 
     def __exit__(self, *error: object) -> None:
         self._process.kill()
-        self._process.wait()
+        # Waits, and closes both pipes.
+        self._process.communicate()
 
     def run(self, address: str, method: str, requests: Path, clients: int, seconds: float) -> Run:
         """One closed loop, to its end."""
