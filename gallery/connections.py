@@ -55,15 +55,14 @@ class Connections:
         self._idle: deque[sqlite3.Connection] = deque()
         self._all: list[sqlite3.Connection] = []
         self._lock = os.open(lock_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             alone = _share(self._lock, path)
             wal = path.with_name(path.name + "-wal")
             unclean = alone and wal.exists() and wal.stat().st_size > 0
             self._writer = self._checked(unclean)
             fcntl.flock(self._lock, fcntl.LOCK_SH)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def _checked(self, unclean: bool) -> sqlite3.Connection:
         damaged = f"{self.path}: not a whole gallery file"

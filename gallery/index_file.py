@@ -68,9 +68,8 @@ def write(
         for body in bodies:
             durable.append(temporary, body)
         durable.replace(temporary, path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 def read(path: Path, spec: SpaceSpec, engine: str) -> IndexFile:

@@ -80,9 +80,8 @@ class Store:
             try:
                 _make(temporary, spec)
                 durable.replace(temporary, path)
-            except BaseException:
+            finally:
                 temporary.unlink(missing_ok=True)
-                raise
         return cls(path)
 
     @classmethod

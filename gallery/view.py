@@ -171,12 +171,10 @@ class LiveView:
                 self._log = []
                 snapshot = self.snapshot()
             try:
-                base = build(self.spec, *snapshot.content())
-            except BaseException:
+                self._swap(snapshot_of(self.spec, build(self.spec, *snapshot.content())))
+            finally:
                 with self._changing:
                     self._log = None
-                raise
-            self._swap(snapshot_of(self.spec, base))
 
     def _apply(self, change: Change) -> None:
         with self._changing:

@@ -30,9 +30,8 @@ def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
             _write(temporary, data)
             _fsync(temporary)
             _rename(temporary, path)
-        except BaseException:
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
         _fsync_dir(path.parent)
 
 

@@ -5,18 +5,18 @@ import threading
 import structlog
 
 from release.errors import ConfigurationError, NotFoundError, VerificationError
+from server.border.metrics import Metrics
 from server.catalog import Catalog
 from server.core import Core, models_of
-from server.embedding import Embedding
-from server.galleries import Galleries
-from server.indexing import load_index
-from server.metrics import Metrics
-from server.models import Models
-from server.rollback import drop_unused, return_galleries
-from server.searching import Searching
+from server.embedding.embedding import Embedding
+from server.embedding.models import Models
+from server.galleries.galleries import Galleries
+from server.galleries.indexing import load_index
+from server.galleries.searching import Searching
+from server.rollout.rollback import drop_unused, return_galleries
 from server.settings import Settings
 from server.state import StateFile
-from server.upgrading import Upgrading
+from server.upgrades.upgrading import Upgrading
 
 log = structlog.get_logger("server.assembly")
 

@@ -9,16 +9,16 @@ import structlog
 from gallery.spec import SpaceSpec
 from release.errors import PreconditionError
 from release.manifest import Manifest
+from server.border.metrics import Metrics
 from server.catalog import Catalog
-from server.embedding import Embedding
-from server.galleries import Galleries
-from server.hosted import NOTE, Hosted
-from server.metrics import Metrics
-from server.models import Models
-from server.plan import Plan
-from server.searching import Searching
+from server.embedding.embedding import Embedding
+from server.embedding.models import Models
+from server.galleries.galleries import Galleries
+from server.galleries.hosted import NOTE, Hosted
+from server.galleries.plan import Plan
+from server.galleries.searching import Searching
 from server.state import StateFile
-from server.upgrading import Upgrading
+from server.upgrades.upgrading import Upgrading
 
 log = structlog.get_logger("server.core")
 

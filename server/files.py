@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from release.errors import InvalidInputError, NotFoundError
-from server.errors import OutOfRangeError
+from server.border.errors import OutOfRangeError
 
 CHUNK = 256 * 1024
 

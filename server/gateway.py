@@ -12,20 +12,20 @@ from release.errors import (
     ConfigurationError,
     NobackfillError,
 )
-from server.activation import Activations
 from server.assembly import assemble, load
-from server.auth import Tokens
-from server.border import Border
+from server.border.auth import Tokens
+from server.border.interceptor import Border
+from server.border.metrics import Metrics
 from server.core import Core
-from server.indexing import Indexing
+from server.embedding.models import InProcessModels, Models
+from server.galleries.indexing import Indexing
+from server.galleries.puts import Putting
 from server.listener import Listener
-from server.metrics import Metrics
-from server.models import InProcessModels, Models
-from server.puts import Putting
+from server.rollout.activation import Activations
 from server.settings import IN_PROCESS, Settings
-from server.triton_client import TritonClient
-from server.triton_models import TritonModels
-from server.triton_process import TritonProcess, has_triton
+from server.triton.client import TritonClient
+from server.triton.models import TritonModels
+from server.triton.process import TritonProcess, has_triton
 from server.vault import Vault
 
 log = structlog.get_logger("server.gateway")
@@ -50,11 +50,9 @@ class Gateway:
         (damaged data or publication), UnavailableError (Triton), CannotWriteError; then everything
         that was started is stopped again.
         """
-        try:
-            self._start()
-        except BaseException:
-            self._closing.close()
-            raise
+        with ExitStack() as closing:
+            self._start(closing)
+            self._closing = closing.pop_all()
 
     def stop(self) -> None:
         """Drain, then end everything."""
@@ -62,8 +60,8 @@ class Gateway:
         self._closing.close()
         log.info("stopped")
 
-    def _start(self) -> None:
-        settings, closing = self._settings, self._closing
+    def _start(self, closing: ExitStack) -> None:
+        settings = self._settings
         if not settings.model_repo.is_dir():
             raise ConfigurationError(
                 f"expected the publication folder at {settings.model_repo}, found none; publish a "

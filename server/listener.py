@@ -20,17 +20,17 @@ from nobackfill.v1 import (
     vault_pb2_grpc,
 )
 from release.errors import BusyError
-from server.activation import Activations
-from server.border import Border
+from server.border.interceptor import Border
+from server.border.tls import server_credentials
 from server.core import Core
-from server.puts import Putting
+from server.galleries.puts import Putting
+from server.rollout.activation import Activations
 from server.services.gallery import GalleryService
 from server.services.release import ReleaseService
 from server.services.search import SearchService
 from server.services.upgrade import UpgradeService
 from server.services.vault import VaultService
 from server.settings import Settings, split_address
-from server.tls import server_credentials
 from server.vault import Vault
 
 # The services that embed images; the others, and queries by embedding, do without a model server.

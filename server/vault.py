@@ -14,7 +14,7 @@ from pathlib import Path
 from release import durable
 from release.digests import sha256_file
 from release.errors import AlreadyExistsError, BusyError, InvalidInputError, NotFoundError
-from server.errors import OutOfRangeError, TooLargeError
+from server.border.errors import OutOfRangeError, TooLargeError
 
 LARGEST_BLOB = 64 * 2**20
 PAGE = 1000

@@ -19,6 +19,11 @@ ARROWS = {
     "report": {"release", "gallery", "metrics"},
     "demo": {"nobackfill"},
 }
+# The parts of the server, lowest first: each may import those before it.
+SERVER = (
+    "settings", "state", "catalog", "border", "files", "vault", "triton", "embedding", "galleries",
+    "upgrades", "core", "rollout", "services", "assembly", "listener", "gateway", "commands", "cli",
+)  # fmt: skip
 OURS = set(ARROWS) | {"nobackfill", "bench", "tests"}
 MAX_LINES = 300
 MAX_FUNCTION_LINES = 60
@@ -54,6 +59,22 @@ def test_rooms_import_only_what_their_arrows_allow(room: str) -> None:
 def test_arrows_name_every_room_that_is_packaged() -> None:
     folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert folders == set(ARROWS) | {"bench", "tests"}
+
+
+def test_the_parts_of_the_server_import_one_way() -> None:
+    def part_of(name: str) -> str:
+        return name.split(".")[1] if name.startswith("server.") else ""
+
+    seen = set()
+    for path in sources("server"):
+        part = part_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        if part == "__init__":
+            continue
+        seen.add(part)
+        wanted = {part_of(name) for name in imports(path)} - {"", part}
+        above = wanted - set(SERVER[: SERVER.index(part)])
+        assert not above, f"{path.relative_to(ROOT)} imports {sorted(above)}"
+    assert seen == set(SERVER)
 
 
 def test_only_training_imports_torch() -> None:

@@ -16,8 +16,8 @@ from bench.record import ROOT
 from bench.serving import SEARCH, Load, by_image, fill, latency, serving, under_load
 from release import paths
 from release.images import decode
-from server.triton_client import TritonClient
-from server.triton_process import TritonProcess
+from server.triton.client import TritonClient
+from server.triton.process import TritonProcess
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 QUERIES = 64

@@ -7,12 +7,12 @@ import grpc
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceServicer
 from release.errors import BusyError, InvalidInputError, NotFoundError
-from server.activation import Activations
+from server.border.errors import TooLargeError
 from server.core import Core
-from server.errors import TooLargeError
-from server.galleries import CREATED
-from server.hosted import NOTE, Hosted
-from server.puts import Bare, Put, Putting
+from server.galleries.galleries import CREATED
+from server.galleries.hosted import NOTE, Hosted
+from server.galleries.puts import Bare, Put, Putting
+from server.rollout.activation import Activations
 from server.services.convert import from_value, to_value
 
 LARGEST_DELETE = 10_000

@@ -9,11 +9,11 @@ from nobackfill.v1 import release_pb2 as pb
 from nobackfill.v1.release_pb2_grpc import ReleaseServiceServicer
 from release.errors import InvalidInputError
 from release.manifest import Manifest
-from server.activation import Activations, Event
 from server.core import Core
 from server.files import fetch
-from server.rollback import plan_rollback, retire, roll_back
-from server.rollout import Phase
+from server.rollout.activation import Activations, Event
+from server.rollout.rollback import plan_rollback, retire, roll_back
+from server.rollout.rollout import Phase
 from server.state import RolloutName, State
 
 _ROLLOUTS: dict[int, RolloutName | None] = {

@@ -5,9 +5,9 @@ import grpc
 from nobackfill.v1 import search_pb2 as pb
 from nobackfill.v1.search_pb2_grpc import SearchServiceServicer
 from release.errors import InvalidInputError
+from server.border.errors import TooLargeError
 from server.core import Core
-from server.errors import TooLargeError
-from server.searching import Found, Query
+from server.galleries.searching import Found, Query
 from server.services.convert import ORIGINS, from_filter, to_value
 
 DEFAULT_K = 10

@@ -7,11 +7,11 @@ import grpc
 from nobackfill.v1 import upgrade_pb2 as pb
 from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceServicer
 from release.errors import InvalidInputError, PreconditionError
-from server.activation import Activations
-from server.backfill import backfill
 from server.core import Core
-from server.hosted import Hosted
-from server.upgrading import Job, JobState
+from server.galleries.hosted import Hosted
+from server.rollout.activation import Activations
+from server.upgrades.backfill import backfill
+from server.upgrades.upgrading import Job, JobState
 
 _STATES = {
     JobState.RUNNING: pb.UPGRADE_STATE_RUNNING,

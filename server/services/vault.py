@@ -7,7 +7,7 @@ import grpc
 from nobackfill.v1 import vault_pb2 as pb
 from nobackfill.v1.vault_pb2_grpc import VaultServiceServicer
 from release.errors import InvalidInputError
-from server import calls
+from server.border import calls
 from server.vault import PAGE, Blob, Vault
 
 

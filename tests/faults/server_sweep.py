@@ -18,14 +18,14 @@ from gallery.store import Store
 from release import onnx_check
 from release.errors import NobackfillError, NotFoundError
 from release.faults import FAULTS
-from server.activation import Activations
 from server.assembly import assemble, load
+from server.border.metrics import Metrics
 from server.core import Core
-from server.metrics import Metrics
-from server.models import InProcessModels
-from server.puts import Put, Putting
-from server.rollback import retire, roll_back
-from server.rollout import Phase
+from server.embedding.models import InProcessModels
+from server.galleries.puts import Put, Putting
+from server.rollout.activation import Activations
+from server.rollout.rollback import retire, roll_back
+from server.rollout.rollout import Phase
 from server.settings import Settings
 from server.state import RolloutName
 from server.vault import Blob, Vault

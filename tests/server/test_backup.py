@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from release.errors import AlreadyExistsError, NotFoundError, VerificationError
-from server.backup import backup, restore, verify
+from server.commands.backup import backup, restore, verify
 from tests.server.support import Client, images, running
 
 

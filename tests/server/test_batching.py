@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from server import calls
-from server.auth import LOCAL
-from server.batching import Batcher
-from server.errors import DeadlineError
+from server.border import calls
+from server.border.auth import LOCAL
+from server.border.errors import DeadlineError
+from server.embedding.batching import Batcher
 
 
 def test_every_thread_gets_its_own_answer() -> None:

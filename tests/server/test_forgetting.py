@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nobackfill.v1 import gallery_pb2, types_pb2
-from server import indexing
+from server.galleries import indexing
 from tests.server.support import TIMEOUT_S, Client, running
 from tests.support import graphs
 from tests.support.blocks import manifest

@@ -13,8 +13,8 @@ import grpc
 import pytest
 
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
-from server.border import MAX_STREAMS
-from server.stalls import Stalls
+from server.border.interceptor import MAX_STREAMS
+from server.border.stalls import Stalls
 from tests.server.support import Client, ids, images, random_id, refusal, running
 from tests.server.test_rules import METHODS
 from tests.support.blocks import png

@@ -15,8 +15,8 @@ from google.protobuf import json_format
 from google.protobuf.message_factory import GetMessageClass
 
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
-from server import auth
-from server.metrics import Metrics
+from server.border import auth
+from server.border.metrics import Metrics
 from server.settings import Settings
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import ROOT

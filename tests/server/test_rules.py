@@ -16,8 +16,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, upgrade_pb2, vault_pb2
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
 from release.errors import ConfigurationError, NotPermittedError
-from server.auth import RULES, Role, Tokens, authorize
-from server.errors import UnauthenticatedError
+from server.border.auth import RULES, Role, Tokens, authorize
+from server.border.errors import UnauthenticatedError
 from tests.server.conftest import Stages
 from tests.server.support import refusal, running
 

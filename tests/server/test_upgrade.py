@@ -10,7 +10,7 @@ from gallery import staging
 from nobackfill.v1 import gallery_pb2, types_pb2, upgrade_pb2
 from release.manifest import Manifest
 from server.gateway import Gateway
-from server.upgrading import Throttle
+from server.upgrades.upgrading import Throttle
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, ids, images, refusal
 from tests.support.blocks import png

@@ -11,7 +11,7 @@ from pyrage import x25519
 
 from nobackfill.v1 import vault_pb2
 from release.errors import AlreadyExistsError, BusyError, InvalidInputError, NotFoundError
-from server.errors import OutOfRangeError, TooLargeError
+from server.border.errors import OutOfRangeError, TooLargeError
 from server.vault import LARGEST_BLOB, Blob, Vault
 from tests.server.support import Client, random_id, refusal
 

@@ -16,7 +16,7 @@ from gallery.spec import SpaceSpec
 from gallery.view import LiveView, Snapshot
 from release.errors import CannotWriteError, VerificationError
 from release.vectors import Vectors
-from server.hosted import Hosted
+from server.galleries.hosted import Hosted
 
 log = structlog.get_logger("server.indexing")
 

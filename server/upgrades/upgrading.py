@@ -16,9 +16,9 @@ from release.errors import PreconditionError
 from release.manifest import Manifest
 from release.routes import Route, RouteRunner, open_route, plan_route
 from server.catalog import Catalog, Changed
-from server.hosted import Hosted
-from server.neighbours import neighbours_kept
+from server.galleries.hosted import Hosted
 from server.state import StateFile
+from server.upgrades.neighbours import neighbours_kept
 
 log = structlog.get_logger("server.upgrading")
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from server.auth import LOCAL, Principal
-from server.errors import DeadlineError
+from server.border.auth import LOCAL, Principal
+from server.border.errors import DeadlineError
 
 
 @dataclass(frozen=True)

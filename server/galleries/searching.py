@@ -17,13 +17,13 @@ from release.errors import (
 )
 from release.manifest import Manifest
 from release.vectors import Vectors
-from server.batching import Batcher
+from server.border.metrics import Metrics
 from server.catalog import Catalog
-from server.embedding import Embedding
-from server.hosted import Hosted
-from server.metrics import Metrics
-from server.plan import Part, Plan, direct_part
-from server.ranking import Hit, rank
+from server.embedding.batching import Batcher
+from server.embedding.embedding import Embedding
+from server.galleries.hosted import Hosted
+from server.galleries.plan import Part, Plan, direct_part
+from server.galleries.ranking import Hit, rank
 from server.state import StateFile
 
 # Queries for more hits than this, or with a filter, run alone: they would slow the others down.

@@ -7,9 +7,9 @@ import numpy as np
 from release.images import Pixels, decode
 from release.manifest import Manifest
 from release.vectors import Vectors
-from server.batching import Batcher
-from server.metrics import Metrics
-from server.models import Models
+from server.border.metrics import Metrics
+from server.embedding.batching import Batcher
+from server.embedding.models import Models
 
 LARGEST_BATCH = 64
 # While one batch is in the model server, the next is on its way.

@@ -7,8 +7,8 @@ import numpy as np
 from gallery import staging
 from gallery.store import Item
 from release.errors import PreconditionError
-from server.embedding import Embedding
-from server.hosted import Hosted
+from server.embedding.embedding import Embedding
+from server.galleries.hosted import Hosted
 
 
 def backfill(hosted: Hosted, embedding: Embedding, images: Mapping[str, bytes], budget: int) -> int:

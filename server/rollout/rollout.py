@@ -15,12 +15,12 @@ from release.manifest import Manifest
 from release.onnx_check import check_release
 from release.probes import check_probes
 from server.core import Core
-from server.hosted import NOTE, ROLLOUT, Hosted
-from server.indexing import due, inherit_index
-from server.plan import Plan, old_model_part, own_part
-from server.probing import check_models
+from server.galleries.hosted import NOTE, ROLLOUT, Hosted
+from server.galleries.indexing import due, inherit_index
+from server.galleries.plan import Plan, old_model_part, own_part
+from server.rollout.probing import check_models
 from server.state import Activation
-from server.upgrading import JobState
+from server.upgrades.upgrading import JobState
 
 log = structlog.get_logger("server.rollout")
 

@@ -20,9 +20,9 @@ from release.manifest import Manifest
 from release.models import Images
 from release.paths import embedder_model, side_encoder_model
 from release.vectors import Vectors, check_vectors
-from server import calls
-from server.triton_client import TritonClient
-from server.triton_process import TritonProcess
+from server.border import calls
+from server.triton.client import TritonClient
+from server.triton.process import TritonProcess
 
 log = structlog.get_logger("server.triton")
 

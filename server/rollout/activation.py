@@ -11,9 +11,9 @@ import structlog
 from release.errors import BusyError, CannotWriteError, NobackfillError, PreconditionError
 from release.manifest import Manifest
 from server.core import Core
-from server.rollout import CancelledError, Phase, Rollout
+from server.rollout.rollout import CancelledError, Phase, Rollout
 from server.state import Activation, RolloutName
-from server.upgrading import DEFAULT_SPARE_CORES
+from server.upgrades.upgrading import DEFAULT_SPARE_CORES
 
 log = structlog.get_logger("server.activation")
 

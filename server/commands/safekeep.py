@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from server.cli import Json, app, exit_codes, show
+from server.commands.app import Json, app, exit_codes, show
 
 Data = Annotated[Path, typer.Option("--data", envvar="NOBACKFILL_DATA", help="the data folder")]
 DEFAULT_DATA = Path("gateway-data")
@@ -19,7 +19,7 @@ def backup(
     as_json: Json = False,
 ) -> None:
     """Copy all galleries and the vault, consistent under load, and verify the copy."""
-    from server.backup import backup
+    from server.commands.backup import backup
 
     with exit_codes():
         _show(asdict(backup(data, target)), as_json)
@@ -32,7 +32,7 @@ def restore(
     as_json: Json = False,
 ) -> None:
     """Make a new data folder from a verified backup."""
-    from server.backup import restore
+    from server.commands.backup import restore
 
     with exit_codes():
         _show(asdict(restore(source, data)), as_json)
@@ -44,7 +44,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check digests, every page of every gallery, and every vector."""
-    from server.backup import verify
+    from server.commands.backup import verify
 
     with exit_codes():
         _show(asdict(verify(folder)), as_json)

@@ -12,9 +12,9 @@ from release.images import Pixels, decode
 from release.manifest import Manifest
 from release.routes import RouteRunner
 from release.vectors import from_bytes
-from server.embedding import Embedding
-from server.hosted import Hosted
-from server.plan import Plan
+from server.embedding.embedding import Embedding
+from server.galleries.hosted import Hosted
+from server.galleries.plan import Plan
 
 
 @dataclass(frozen=True)

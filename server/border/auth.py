@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from release.errors import ConfigurationError, NotPermittedError
-from server.errors import UnauthenticatedError
+from server.border.errors import UnauthenticatedError
 
 
 class Role(StrEnum):

@@ -16,12 +16,12 @@ from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from release.errors import InvalidInputError
-from server import calls
-from server.auth import Tokens, authorize
-from server.errors import DeadlineError, OverloadedError, code_of, status_of
-from server.logs import begin_request
-from server.metrics import Metrics
-from server.stalls import Stalls
+from server.border import calls
+from server.border.auth import Tokens, authorize
+from server.border.errors import DeadlineError, OverloadedError, code_of, status_of
+from server.border.logs import begin_request
+from server.border.metrics import Metrics
+from server.border.stalls import Stalls
 
 log = structlog.get_logger("server.border")
 

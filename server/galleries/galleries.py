@@ -15,7 +15,7 @@ from gallery.store import Store
 from release import durable
 from release.errors import AlreadyExistsError, InvalidInputError, NotFoundError
 from release.manifest import Manifest
-from server.hosted import Hosted
+from server.galleries.hosted import Hosted
 from server.state import State
 
 log = structlog.get_logger("server.galleries")

@@ -10,9 +10,9 @@ from gallery.view import LiveView, Snapshot
 from release import durable
 from release.errors import ConfigurationError
 from release.manifest import Manifest
-from server.gate import Gate
-from server.items import ItemCache
-from server.plan import Plan, make_plan
+from server.galleries.gate import Gate
+from server.galleries.items import ItemCache
+from server.galleries.plan import Plan, make_plan
 from server.state import State
 
 # Keys of Store.state_get: how the gallery came to its staging space, and why it stays behind.

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from release.errors import UnavailableError, VerificationError
-from server.errors import DeadlineError
+from server.border.errors import DeadlineError
 
 # Releases are immutable, so a model has one version.
 VERSION = "1"

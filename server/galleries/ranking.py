@@ -7,7 +7,7 @@ from gallery.index import Neighbours
 from gallery.spec import Origin
 from gallery.store import Item
 from release.vectors import Vectors
-from server.plan import Part
+from server.galleries.plan import Part
 
 # Items as a space shows them, in the order of the labels; None for those deleted meanwhile.
 ItemsOf = Callable[[list[int], str], list[Item | None]]

@@ -11,8 +11,8 @@ from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
 from nobackfill.v1.release_pb2_grpc import ReleaseServiceStub
 from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceStub
-from server.cli import DEFAULT_SERVER, Json, Server, app, exit_codes, show
-from server.remote import RemoteError, connected
+from server.commands.app import DEFAULT_SERVER, Json, Server, app, exit_codes, show
+from server.commands.remote import RemoteError, connected
 
 # Calls that only look; activations and watches have no deadline.
 TIMEOUT_S = 30.0

@@ -6,7 +6,7 @@ from release.manifest import Manifest
 from release.models import Images
 from release.probes import check_encoders
 from release.vectors import Vectors
-from server.models import Models
+from server.embedding.models import Models
 
 
 def check_models(folder: Path, manifest: Manifest, models: Models) -> None:

@@ -9,9 +9,9 @@ import structlog
 from gallery import staging
 from gallery.spec import SpaceInfo
 from release.errors import BusyError, PreconditionError
-from server.activation import Activations
 from server.core import Core
-from server.hosted import NOTE, ROLLOUT, Hosted
+from server.galleries.hosted import NOTE, ROLLOUT, Hosted
+from server.rollout.activation import Activations
 
 log = structlog.get_logger("server.rollback")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from gallery.spec import Origin, SpaceInfo
 from release.calibration import Scorer, find
 from release.manifest import Manifest
-from server.gate import Users
+from server.galleries.gate import Users
 from server.state import RolloutName, State
 
 

@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from server import calls
-from server.errors import DeadlineError
+from server.border import calls
+from server.border.errors import DeadlineError
 
 Query = TypeVar("Query")
 Answer = TypeVar("Answer")
