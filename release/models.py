@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from release.digests import sha256_bytes
 from release.errors import InvalidInputError, VerificationError
 from release.manifest import Manifest, PublishedFile, Upgrade
+from release.tensors import upgrade_ends
 from release.vectors import Vectors, check_vectors
 
 # A publication folder, or published paths with the local files that stand for them (a draft).
@@ -70,11 +71,7 @@ class UpgradeModel:
         self._session = session
         self._manifest = manifest
         self.upgrade = upgrade
-        self._outputs = ["upgraded"]
-        if upgrade.side == "maps":
-            self._outputs.append("upgraded_side")
-        if upgrade.predicts_uncertainty:
-            self._outputs.append("uncertainty")
+        self._outputs = [name for name, _, _ in upgrade_ends(manifest, upgrade)[1]]
 
     def run(self, embedding: Vectors, side: Vectors | None) -> Upgraded:
         """Embeddings [n,from_dim] and, where the upgrade reads it, `side` [n,from_side_dim].

@@ -16,15 +16,13 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from release.errors import VerificationError
-from release.manifest import Manifest, PublishedFile, Upgrade
+from release.manifest import Manifest, PublishedFile
 from release.models import Files, locate
+from release.tensors import Ends, Tensor, embedder_ends, side_encoder_ends, upgrade_ends
 
 _MEMORY_BYTES = 3 * 2**30
 _CPU_SECONDS = 60
 _WALL_SECONDS = 120
-
-# name, dtype ("uint8" or "float32"), shape of one item; the number of items stands before it.
-Tensor = tuple[str, str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -88,22 +86,18 @@ def refusals(files: Mapping[str, OnnxFile]) -> dict[str, str]:
 
 def check_release(files: Files, manifest: Manifest) -> None:
     """Check every ONNX file of a release that `files` holds. Raises VerificationError naming it."""
-    spec, encoder = manifest.embedder, manifest.side_encoder
-    image: Tensor = ("image", "uint8", (spec.height, spec.width, 3))
-    wanted: list[tuple[PublishedFile, tuple[Tensor, ...], tuple[Tensor, ...]]] = [
-        (spec.file, (image,), (_vector("embedding", spec.dim),))
-    ]
-    if encoder is not None:
-        wanted.append((encoder.file, (image,), (_vector("side", encoder.dim),)))
+    wanted: list[tuple[PublishedFile, Ends]] = [(manifest.embedder.file, embedder_ends(manifest))]
+    if (encoder := manifest.side_encoder) is not None:
+        wanted.append((encoder.file, side_encoder_ends(manifest, encoder)))
     for upgrade in manifest.upgrades:
-        ends = _upgrade_ends(manifest, upgrade)
-        wanted.append((upgrade.file, *ends))
+        ends = upgrade_ends(manifest, upgrade)
+        wanted.append((upgrade.file, ends))
         if upgrade.int8_file is not None:
-            wanted.append((upgrade.int8_file, *ends))
+            wanted.append((upgrade.int8_file, ends))
     check_onnx(
         {
-            file.path: OnnxFile(locate(files, file.path), inputs, outputs)
-            for file, inputs, outputs in wanted
+            file.path: OnnxFile(locate(files, file.path), *ends)
+            for file, ends in wanted
             if _is_there(files, file)
         }
     )
@@ -111,24 +105,6 @@ def check_release(files: Files, manifest: Manifest) -> None:
 
 def _is_there(files: Files, file: PublishedFile) -> bool:
     return not isinstance(files, Path) or (files / file.path).exists()
-
-
-def _upgrade_ends(
-    manifest: Manifest, upgrade: Upgrade
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    inputs = [_vector("embedding", upgrade.from_dim)]
-    outputs = [_vector("upgraded", manifest.embedder.dim)]
-    if upgrade.from_side_space is not None:
-        inputs.append(_vector("side", upgrade.from_side_dim))
-    if upgrade.side == "maps" and manifest.side_encoder is not None:
-        outputs.append(_vector("upgraded_side", manifest.side_encoder.dim))
-    if upgrade.predicts_uncertainty:
-        outputs.append(("uncertainty", "float32", ()))
-    return tuple(inputs), tuple(outputs)
-
-
-def _vector(name: str, dim: int) -> Tensor:
-    return name, "float32", (dim,)
 
 
 def _limit() -> None:

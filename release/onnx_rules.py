@@ -13,7 +13,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, ValueInfoProto
 
-from release.onnx_check import Tensor
+from release.tensors import Tensor
 
 LARGEST_FILE = 512 * 2**20
 # Elements of any one intermediate value for one item: 256 MiB in float32.

@@ -10,8 +10,9 @@ from release import onnx_check, paths
 from release.digests import sha256_bytes
 from release.errors import VerificationError
 from release.models import open_embedder
-from release.onnx_check import OnnxFile, Tensor, check_onnx, check_release
+from release.onnx_check import OnnxFile, check_onnx, check_release
 from release.onnx_rules import RefusedError, inspect
+from release.tensors import Tensor
 from tests.release.crafted import CRAFTED, good, write_all
 from tests.support import graphs
 from tests.support.releases import draft, published

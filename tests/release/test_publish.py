@@ -66,7 +66,32 @@ def test_triton_finds_whole_models_and_nothing_else_in_folders(tmp_path: Path) -
         assert f'name: "{folder}"' in text
         assert 'backend: "onnxruntime"' in text
         assert (repo / folder / "1" / "model.onnx").is_file()
-    assert "dims: [ 8, 8, 3 ]" in (repo / "embedder_2" / "config.pbtxt").read_text()
+    assert (repo / "embedder_2" / "config.pbtxt").read_text() == EMBEDDER_CONFIG
+    assert (repo / "upgrade_1_to_2" / "config.pbtxt").read_text() == UPGRADE_CONFIG
+
+
+# What was written so must stay so: Triton and signed digests both depend on each byte.
+EMBEDDER_CONFIG = """\
+name: "embedder_2"
+backend: "onnxruntime"
+max_batch_size: 256
+input { name: "image" data_type: TYPE_UINT8 dims: [ 8, 8, 3 ] }
+output { name: "embedding" data_type: TYPE_FP32 dims: [ 32 ] }
+dynamic_batching { }
+instance_group [ { count: 1 } ]
+"""
+UPGRADE_CONFIG = """\
+name: "upgrade_1_to_2"
+backend: "onnxruntime"
+max_batch_size: 256
+input { name: "embedding" data_type: TYPE_FP32 dims: [ 32 ] }
+input { name: "side" data_type: TYPE_FP32 dims: [ 16 ] }
+output { name: "upgraded" data_type: TYPE_FP32 dims: [ 32 ] }
+output { name: "upgraded_side" data_type: TYPE_FP32 dims: [ 16 ] }
+output { name: "uncertainty" data_type: TYPE_FP32 dims: [ 1 ] reshape { shape: [ ] } }
+dynamic_batching { }
+instance_group [ { count: 1 } ]
+"""
 
 
 def test_the_first_publish_makes_private_keys_and_says_so(tmp_path: Path) -> None:
