@@ -8,8 +8,9 @@ from tuf.api.exceptions import DownloadError, DownloadHTTPError, SlowRetrievalEr
 from nobackfill.v1 import release_pb2, release_pb2_grpc
 from release.errors import NotPermittedError
 
-# Bounds one stream; a file that takes longer is resumed by the next run.
-_SECONDS = 600.0
+# The deadline of one stream. One that brought something by then is taken up where it ended; one
+# that brought nothing comes from a gateway that has fallen silent.
+SILENCE_SECONDS = 10.0
 _STATUS = {grpc.StatusCode.NOT_FOUND: 404, grpc.StatusCode.OUT_OF_RANGE: 416}
 
 
@@ -24,17 +25,31 @@ class GrpcFetcher:
     def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
         """See release.fetchers.Fetcher. Raises NotPermittedError, too."""
         path = url.removeprefix(self.base_url)
-        request = release_pb2.FetchFileRequest(path=path, offset=offset)
-        try:
-            for message in self._releases.FetchFile(request, timeout=_SECONDS):
-                yield message.chunk
-        except grpc.RpcError as error:
-            code, text = error.code(), f"{path}: {error.details() or error.code().name}"
-            if code in _STATUS:
-                raise DownloadHTTPError(text, _STATUS[code]) from error
-            if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-                # Not a trouble of the network, and trying again will not help.
-                raise NotPermittedError(text) from error
-            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise SlowRetrievalError(text) from error
-            raise DownloadError(text) from error
+        came = offset
+        while True:
+            started = came
+            request = release_pb2.FetchFileRequest(path=path, offset=came)
+            stream = self._releases.FetchFile(request, timeout=SILENCE_SECONDS)
+            try:
+                for message in stream:
+                    came += len(message.chunk)
+                    yield message.chunk
+                return
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or came == started:
+                    raise _translated(error, path) from error
+            finally:
+                stream.cancel()
+
+
+def _translated(error: grpc.RpcError, path: str) -> DownloadError | NotPermittedError:
+    code = error.code()
+    text = f"{path}: {error.details() or code.name}"
+    if code in _STATUS:
+        return DownloadHTTPError(text, _STATUS[code])
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        # Not a trouble of the network, and trying again will not help.
+        return NotPermittedError(text)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return SlowRetrievalError(f"{path}: nothing came for {SILENCE_SECONDS:g} s")
+    return DownloadError(text)

@@ -13,8 +13,9 @@ from release.errors import UnavailableError, VerificationError
 
 _CHUNK = 256 * 1024
 _SECONDS = 30.0
-_TRANSFER_SECONDS = 600.0
-# A transfer that breaks off goes on from where it was; one that never moves on is given up.
+# The deadline of one stream, so that a gateway that falls silent does not hold it. A transfer that
+# breaks off goes on from where it was; one that never moves on is given up.
+STREAM_SECONDS = 30.0
 _STANDSTILLS = 5
 
 
@@ -32,7 +33,7 @@ class Vault:
         while held < blob.size:
             try:
                 messages = _upload(blob, source, held)
-                answer = self._stub.PutBlob(messages, timeout=_TRANSFER_SECONDS).received
+                answer = self._stub.PutBlob(messages, timeout=STREAM_SECONDS).received
             except grpc.RpcError as error:
                 if error.code() not in channel.TRANSIENT:
                     raise channel.from_rpc_error(error, self._where) from error
@@ -87,7 +88,7 @@ class Vault:
 
     def _download(self, blob: vault_pb2.Blob, held: int, part: Path) -> None:
         request = vault_pb2.GetBlobRequest(id=blob.id, offset=held)
-        for message in self._stub.GetBlob(request, timeout=_TRANSFER_SECONDS):
+        for message in self._stub.GetBlob(request, timeout=STREAM_SECONDS):
             held += len(message.chunk)
             if held > blob.size:
                 raise VerificationError(
