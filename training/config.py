@@ -108,7 +108,8 @@ class EmbedderConfig(_Network):
     # 20).
     margin: float | None = Field(None, ge=0)
     scale: float | None = Field(None, gt=0)
-    # Start from the weights of another run's embedder, e.g. one shared warm-up.
+    # Start from the weights of another run's embedder, e.g. one shared warm-up; from its head's too
+    # where that is of the same kind and the same classes.
     init: Path | None = None
     # `independent`, or a compatible training of training/methods/; `old` and `options` are its
     # inputs.

@@ -13,6 +13,7 @@ from release.errors import InvalidInputError
 from training.command import command_app
 from training.config import Config, EmbedderConfig, SideEncoderConfig, UpgradeConfig, load_config
 from training.data import Listing, decode, hold_out, list_images, readable, require_classes
+from training.embedder import EmbedderObjective
 from training.frozen import load_classifier
 from training.loop import fit, resumable
 from training.method import EmbedderInputs
@@ -111,9 +112,25 @@ def _train_network(
     rows["images"] = torch.from_numpy(decode(listing, config.image_size))
     embedder = method.objective(EmbedderInputs(config, listing.class_names, rows, old))
     if config.init is not None:
-        load_part(embedder.embedder, read_finished(config.init), "encoder")
+        _start_from(embedder, read_finished(config.init), config, listing.class_names)
     facts = {} if config.old is None else {"old_digest": sha256_file(config.old / CHECKPOINT)}
     return fit(embedder, rows, config, listing.class_names, progress=progress, facts=facts)
+
+
+def _start_from(
+    objective: EmbedderObjective,
+    begun: Checkpoint,
+    config: EmbedderConfig,
+    class_names: tuple[str, ...],
+) -> None:
+    load_part(objective.embedder, begun, "encoder")
+    before = begun.config
+    if (
+        isinstance(before, EmbedderConfig)
+        and before.head == config.head
+        and begun.class_names == class_names
+    ):
+        load_part(objective.head, begun, "head")
 
 
 app = command_app("train.py", main, _EPILOG)

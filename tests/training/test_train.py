@@ -4,11 +4,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from tests.training.life import config_of, invoke, upgrade_config
 from training import evaluate, export, train
 from training.config import Config
+from training.run import read_finished
 
 
 def run(config: Config, tmp_path: Path, *arguments: str) -> tuple[int, str]:
@@ -124,6 +126,34 @@ def test_a_checkpoint_of_other_dimensions_is_refused(
     assert code == 78
     assert "expected shape [24, " in output
     assert "got [16, " in output
+
+
+def test_a_training_starts_from_the_weights_it_is_given(images: Path, tmp_path: Path) -> None:
+    begun = small(tmp_path, images, head="cosface", margin=None, scale=None)
+    assert run(begun, tmp_path)[0] == 0
+    still: dict[str, object] = {"init": str(begun.run_dir), "lr": 1e-12, "weight_decay": 0.0}
+    parts = {}
+    for head in ("cosface", "softmax"):
+        config = small(tmp_path, images, **still, head=head, margin=None, scale=None)
+        config = config.model_copy(update={"run_dir": tmp_path / head})
+        code, output = run(config, tmp_path)
+        assert code == 0, output
+        parts[head] = read_finished(tmp_path / head)
+    before = read_finished(begun.run_dir)
+    for name, weight in before.part("encoder").items():
+        if "running" not in name and "num_batches" not in name:
+            torch.testing.assert_close(parts["cosface"].part("encoder")[name], weight)
+            torch.testing.assert_close(parts["softmax"].part("encoder")[name], weight)
+    # The head comes along where it is of the same kind, and only there.
+    ours, theirs = parts["cosface"].part("head"), before.part("head")
+    assert set(ours) == set(theirs)
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight)
+    assert not any(
+        torch.equal(weight, theirs[name])
+        for name, weight in parts["softmax"].part("head").items()
+        if name in theirs and weight.shape == theirs[name].shape
+    )
 
 
 @pytest.mark.parametrize("app", [train.app, export.app, evaluate.app])

@@ -48,18 +48,22 @@ class Place:
         classes: int | None,
         role: str,
         old: Run | None = None,
+        begun: Run | None = None,
         images: Path | None = None,
         **values: Any,
     ) -> Run:
-        """An embedder. `role` sets its random seed: rivals for one role start alike."""
+        """An embedder. `role` sets its random seed: rivals for one role start alike, from the
+        weights of `begun` where that is given.
+        """
         chosen: dict[str, object] = {
             **self._common("embedder", name, role),
             "images": images or self.images / "train",
             "classes": classes,
             **({"old": old.folder} if old else {}),
+            **({"init": begun.folder} if begun else {}),
             **values,
         }
-        return Run(chosen, (old,) if old else ())
+        return Run(chosen, tuple(run for run in (old, begun) if run))
 
     def side_encoder(self, name: str, *, classes: int, kind: str, **values: Any) -> Run:
         """A side encoder of the old model's time, unless `classes` say otherwise."""

@@ -45,7 +45,25 @@ class Shared:
     @cached_property
     def new(self) -> Run:
         """phi_new*, trained without a thought for phi_old."""
-        return self.place.embedder("new", classes=self.split.new, role="new")
+        return self._new("new")
+
+    @cached_property
+    def _begun(self) -> Run | None:
+        """The shared warm-up of the new models."""
+        branch = self.place.preset.branch
+        if branch is None:
+            return None
+        return self.place.embedder(
+            "new-begun", classes=self.split.new, role="new", epochs=branch.shared_epochs
+        )
+
+    def _new(self, name: str, old: Run | None = None, **values: Any) -> Run:
+        branch = self.place.preset.branch
+        if branch is not None:
+            values["epochs"] = branch.own_epochs
+        return self.place.embedder(
+            name, classes=self.split.new, role="new", old=old, begun=self._begun, **values
+        )
 
     def side(self, kind: str) -> Run:
         """psi of the old model's time, of a kind of FCT section 5.1."""
@@ -55,14 +73,7 @@ class Shared:
         """A new model trained by a compatible method on all new classes."""
         if method == "dmu":
             options = {"hidden_dim": self.place.preset.dmu_hidden_dim, **options}
-        return self.place.embedder(
-            name,
-            classes=self.split.new,
-            role="new",
-            old=self.old,
-            method=method,
-            options=options,
-        )
+        return self._new(name, self.old, method=method, options=options)
 
     def upgrade_row(self, name: str, method: str, side: Run | None = None, **values: Any) -> Row:
         """An upgrade from phi_old, and psi where there is one, to phi_new*."""

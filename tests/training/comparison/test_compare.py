@@ -209,6 +209,19 @@ def test_rivals_start_from_the_same_seed_and_seeds_differ(tmp_path: Path) -> Non
     assert seeds.isdisjoint({row.new.values["seed"] for row in rows.values()})
 
 
+def test_new_models_go_on_from_one_shared_warm_up(tmp_path: Path) -> None:
+    split = CIFAR100_CPU.splits[0]
+    here = Place(CIFAR100_CPU, split, 0, tmp_path / "data", tmp_path / "runs")
+    rows = rows_of(here, ("core",))
+    new = {row.new.folder: row.new for row in rows}
+    assert {folder.name for folder in new} == {"new", "bct", "bct_sys", "unibct", "dmu"}
+    assert len({run.values["init"] for run in new.values()}) == 1
+    assert {run.values["epochs"] for run in new.values()} == {6}
+    # The old model has nothing to share.
+    assert "init" not in rows[0].old.values and rows[0].old.values["epochs"] == 10
+    assert "init" not in rows_of(place(tmp_path), ("bct",))[0].new.values
+
+
 def test_claims_name_rows_that_exist(tmp_path: Path) -> None:
     names = {row.name for row in rows_of(place(tmp_path), tuple(GROUPS))}
     for claim in CLAIMS:
