@@ -137,6 +137,9 @@ def estimate(
 @app.command()
 def watch(
     gallery: Annotated[str | None, typer.Argument(help="its upgrade; without: releases")] = None,
+    by: Annotated[
+        str, typer.Option(help="metadata key: quality of each of its values, worst first")
+    ] = "",
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
@@ -149,12 +152,28 @@ def watch(
                 line = {str(r.number): _word(_STATE(r.state)) for r in seen.releases}
                 typer.echo(json.dumps(line) if as_json else ", ".join(states))
             return
-        wanted = upgrade_pb2.WatchUpgradeRequest(gallery=gallery)
+        wanted, quality = upgrade_pb2.WatchUpgradeRequest(gallery=gallery, group_by=by), None
         for update in UpgradeServiceStub(channel).WatchUpgrade(wanted):
             job = update.progress
+            if as_json:
+                typer.echo(json.dumps(plain(job)))
+                continue
             text = f"{_word(upgrade_pb2.UpgradeState.Name(job.state))} {job.done}/{job.total}"
             rest = f"{job.items_per_second:.0f} items/s, {job.remaining.seconds} s left"
-            typer.echo(json.dumps(plain(job)) if as_json else f"{text} {rest} {job.message}")
+            typer.echo(f"{text} {rest} {job.message}")
+            for group in job.quality.subgroups if job.quality != quality else ():
+                typer.echo(_subgroup(group))
+            quality = job.quality
+
+
+def _subgroup(group: upgrade_pb2.Subgroup) -> str:
+    """One line: value, share of right first answers, and what it was before."""
+    value = getattr(group.value, group.value.WhichOneof("kind") or "text")
+    if not group.HasField("cmc1"):
+        return f"  {value}: {group.items} items, too few to ask"
+    before = f" (before {group.cmc1_before:.1%})" if group.HasField("cmc1_before") else ""
+    again = f"{group.re_embedded} of {group.items} items embedded again"
+    return f"  {value}: right first {group.cmc1:.1%}{before}, {again}"
 
 
 def plain(message: Message) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """UpgradeService."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import grpc
 
@@ -9,8 +9,11 @@ from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceServicer
 from release.errors import InvalidInputError, PreconditionError
 from server.core import Core
 from server.galleries.hosted import Hosted
+from server.galleries.searching import Searching
 from server.rollout.activation import Activations
+from server.services.convert import to_value
 from server.upgrades.backfill import backfill
+from server.upgrades.subgroups import Subgroup, subgroups
 from server.upgrades.upgrading import Job, JobState
 
 _STATES = {
@@ -73,8 +76,10 @@ class UpgradeService(UpgradeServiceServicer):
     ) -> Iterator[pb.WatchUpgradeResponse]:
         hosted = self._core.galleries.get(request.gallery)
         changed, seen, last = self._core.upgrading.changed, -1, None
+        report = _Report(hosted, self._core.searching, request.group_by)
         while context.is_active() and not self._core.stopping.is_set():
             progress = self._progress(hosted)
+            report.add_to(progress)
             if progress != last:
                 last = progress
                 yield pb.WatchUpgradeResponse(progress=progress)
@@ -107,6 +112,44 @@ class UpgradeService(UpgradeServiceServicer):
             release = hosted.spec().release
             job = Job(hosted.name, release, release, self._idle_state(hosted))
         return _message(job)
+
+
+class _Report:
+    """Quality by subgroup, measured again when what is served has changed enough to tell."""
+
+    def __init__(self, hosted: Hosted, searching: Searching, key: str) -> None:
+        self._hosted = hosted
+        self._searching = searching
+        self._key = key
+        self._stage: tuple[object, ...] = ()
+        self._quality = pb.SubgroupQuality()
+
+    def add_to(self, progress: pb.UpgradeProgress) -> None:
+        """Does nothing without a key. Raises InvalidInputError for one that makes no groups."""
+        if not self._key:
+            return
+        spaces = [part.space for part in self._hosted.plan.parts]
+        tenth = 10 * progress.done // max(1, progress.total) if len(spaces) > 1 else 0
+        stage = (*spaces, tenth, progress.re_embedded)
+        if stage != self._stage:
+            found = subgroups(self._hosted, self._searching, self._key)
+            self._stage, self._quality = stage, _quality(found)
+        progress.quality.CopyFrom(self._quality)
+
+
+def _quality(found: Sequence[Subgroup]) -> pb.SubgroupQuality:
+    items = sum(one.items for one in found)
+    quality = pb.SubgroupQuality(re_embedded_share=sum(one.re_embedded for one in found) / items)
+    for one in found:
+        group = quality.subgroups.add(
+            items=one.items,
+            re_embedded=one.re_embedded,
+            probes=one.probes,
+            cmc1=one.cmc1,
+            cmc1_before=one.before,
+        )
+        to_value(one.value, group.value)
+    return quality
 
 
 def _message(job: Job) -> pb.UpgradeProgress:

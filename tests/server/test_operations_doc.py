@@ -57,6 +57,7 @@ def test_the_commands_run_as_they_stand(stages: Stages, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nobackfill_active_release 2.0" in done.stdout
+    assert "2026.0: 1 items, too few to ask" in done.stdout
     assert (tmp_path / "restored-data" / "state.json").is_file()
 
 
@@ -72,6 +73,7 @@ with grpc.secure_channel("localhost:{port}", credentials) as channel:
     stub = GalleryServiceStub(channel)
     stub.CreateGallery(pb.CreateGalleryRequest(name="photos"))
     item = pb.PutItem(id="cat", image=open("image.png", "rb").read())
+    item.metadata["year"].number = 2026
     (answer,) = stub.PutItems(iter([pb.PutItemsRequest(gallery="photos", items=[item])]))
     assert answer.stored == 1, answer
 """

@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from nobackfill.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -78,10 +79,12 @@ class StartUpgradeResponse(_message.Message):
     def __init__(self, progress: _Optional[_Union[UpgradeProgress, _Mapping]] = ...) -> None: ...
 
 class WatchUpgradeRequest(_message.Message):
-    __slots__ = ("gallery",)
+    __slots__ = ("gallery", "group_by")
     GALLERY_FIELD_NUMBER: _ClassVar[int]
+    GROUP_BY_FIELD_NUMBER: _ClassVar[int]
     gallery: str
-    def __init__(self, gallery: _Optional[str] = ...) -> None: ...
+    group_by: str
+    def __init__(self, gallery: _Optional[str] = ..., group_by: _Optional[str] = ...) -> None: ...
 
 class WatchUpgradeResponse(_message.Message):
     __slots__ = ("progress",)
@@ -102,7 +105,7 @@ class PauseUpgradeResponse(_message.Message):
     def __init__(self, progress: _Optional[_Union[UpgradeProgress, _Mapping]] = ...) -> None: ...
 
 class UpgradeProgress(_message.Message):
-    __slots__ = ("gallery", "from_release", "to_release", "state", "done", "total", "items_per_second", "remaining", "re_embedded", "neighbours_kept", "message")
+    __slots__ = ("gallery", "from_release", "to_release", "state", "done", "total", "items_per_second", "remaining", "re_embedded", "neighbours_kept", "message", "quality")
     GALLERY_FIELD_NUMBER: _ClassVar[int]
     FROM_RELEASE_FIELD_NUMBER: _ClassVar[int]
     TO_RELEASE_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +117,7 @@ class UpgradeProgress(_message.Message):
     RE_EMBEDDED_FIELD_NUMBER: _ClassVar[int]
     NEIGHBOURS_KEPT_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    QUALITY_FIELD_NUMBER: _ClassVar[int]
     gallery: str
     from_release: int
     to_release: int
@@ -125,4 +129,29 @@ class UpgradeProgress(_message.Message):
     re_embedded: int
     neighbours_kept: float
     message: str
-    def __init__(self, gallery: _Optional[str] = ..., from_release: _Optional[int] = ..., to_release: _Optional[int] = ..., state: _Optional[_Union[UpgradeState, str]] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., items_per_second: _Optional[float] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., re_embedded: _Optional[int] = ..., neighbours_kept: _Optional[float] = ..., message: _Optional[str] = ...) -> None: ...
+    quality: SubgroupQuality
+    def __init__(self, gallery: _Optional[str] = ..., from_release: _Optional[int] = ..., to_release: _Optional[int] = ..., state: _Optional[_Union[UpgradeState, str]] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., items_per_second: _Optional[float] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., re_embedded: _Optional[int] = ..., neighbours_kept: _Optional[float] = ..., message: _Optional[str] = ..., quality: _Optional[_Union[SubgroupQuality, _Mapping]] = ...) -> None: ...
+
+class SubgroupQuality(_message.Message):
+    __slots__ = ("re_embedded_share", "subgroups")
+    RE_EMBEDDED_SHARE_FIELD_NUMBER: _ClassVar[int]
+    SUBGROUPS_FIELD_NUMBER: _ClassVar[int]
+    re_embedded_share: float
+    subgroups: _containers.RepeatedCompositeFieldContainer[Subgroup]
+    def __init__(self, re_embedded_share: _Optional[float] = ..., subgroups: _Optional[_Iterable[_Union[Subgroup, _Mapping]]] = ...) -> None: ...
+
+class Subgroup(_message.Message):
+    __slots__ = ("value", "items", "re_embedded", "probes", "cmc1", "cmc1_before")
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    RE_EMBEDDED_FIELD_NUMBER: _ClassVar[int]
+    PROBES_FIELD_NUMBER: _ClassVar[int]
+    CMC1_FIELD_NUMBER: _ClassVar[int]
+    CMC1_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    value: _types_pb2.Value
+    items: int
+    re_embedded: int
+    probes: int
+    cmc1: float
+    cmc1_before: float
+    def __init__(self, value: _Optional[_Union[_types_pb2.Value, _Mapping]] = ..., items: _Optional[int] = ..., re_embedded: _Optional[int] = ..., probes: _Optional[int] = ..., cmc1: _Optional[float] = ..., cmc1_before: _Optional[float] = ...) -> None: ...

@@ -1,0 +1,162 @@
+"""WatchUpgrade with a metadata key: quality by its values, as served, against slow loops."""
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from nobackfill.v1 import gallery_pb2, upgrade_pb2
+from release.manifest import Manifest
+from server.gateway import Gateway
+from tests.server.conftest import Stages, publish_stage
+from tests.server.process import command
+from tests.server.support import Client, images, metadata, refusal
+from tests.support.blocks import png
+
+COUNT = 45
+KINDS = ("cat", "dog", "eel")
+
+
+def put(client: Client, first: int, end: int) -> None:
+    """Items from `i<first>` to before `i<end>`, of each kind in turn."""
+    client.put(
+        gallery_pb2.PutItem(id=f"i{i}", image=png(image), metadata=metadata(kind=KINDS[i % 3]))
+        for i, image in enumerate(images(end)[first:], first)
+    )
+
+
+@pytest.fixture
+def ready(client: Client, repo: Path, stages: Stages) -> Client:
+    """COUNT items with a kind, and one without, in release 1; release 2 published."""
+    client.create()
+    put(client, 0, COUNT)
+    client.put([gallery_pb2.PutItem(id="bare", image=png(images(1, 99)[0]))])
+    publish_stage(repo, stages[2])
+    return client
+
+
+def watched(client: Client, key: str = "kind") -> upgrade_pb2.UpgradeProgress:
+    """The first progress that is told."""
+    request = upgrade_pb2.WatchUpgradeRequest(gallery="g", group_by=key)
+    call = client.upgrades.WatchUpgrade(request, timeout=60)
+    progress: upgrade_pb2.UpgradeProgress = next(call).progress
+    call.cancel()
+    return progress
+
+
+def cmc1(quality: upgrade_pb2.SubgroupQuality, probes: int) -> Mapping[str, float]:
+    """By kind, worst first; each of `probes` items."""
+    assert [group.probes for group in quality.subgroups] == [probes] * len(KINDS)
+    rates = [group.cmc1 for group in quality.subgroups]
+    assert rates == sorted(rates)
+    return {group.value.text: group.cmc1 for group in quality.subgroups}
+
+
+def slow_cmc1(
+    kinds: Sequence[str], vectors: NDArray[np.float32], probes: Sequence[int]
+) -> dict[str, float]:
+    """Share of each kind's probes whose nearest other item, of all there are, is of the kind."""
+    right: dict[str, list[bool]] = {kind: [] for kind in KINDS}
+    for i in probes:
+        far = [float(((vectors[i] - other).astype(float) ** 2).sum()) for other in vectors]
+        far[i] = np.inf
+        right[kinds[i]].append(kinds[far.index(min(far))] == kinds[i])
+    return {kind: float(np.mean(values)) for kind, values in right.items()}
+
+
+def stored_cmc1(gateway: Gateway, manifest: Manifest) -> dict[str, float]:
+    """The slow loop over what lies in a space; every item that has a kind is a probe."""
+    store = gateway.core.galleries.get("g").store
+    labels, vectors = store.load(manifest.space)
+    items = [item for item in store.items(labels) if item is not None]
+    kinds = [str(item.metadata.get("kind", "")) for item in items]
+    return slow_cmc1(kinds, vectors, [i for i, kind in enumerate(kinds) if kind])
+
+
+def test_each_fraction_of_a_backfill_has_its_report(
+    gateway: Gateway, ready: Client, one: Manifest, two: Manifest
+) -> None:
+    quality = watched(ready).quality
+    assert cmc1(quality, COUNT // 3) == pytest.approx(stored_cmc1(gateway, one))
+    assert not any(group.HasField("cmc1_before") for group in quality.subgroups)
+    ready.activate(2)
+    # Other images than those that were upgraded, so that the answers change.
+    others = images(COUNT, 7)
+    seen = [cmc1(watched(ready).quality, COUNT // 3)]
+    for first in range(0, COUNT, 15):
+        backfill = [
+            upgrade_pb2.BackfillImage(id=f"i{i}", image=png(others[i]))
+            for i in range(first, first + 15)
+        ]
+        ready.start_upgrade(backfill=backfill)
+        quality = watched(ready).quality
+        assert cmc1(quality, COUNT // 3) == pytest.approx(stored_cmc1(gateway, two))
+        before = {group.value.text: group.cmc1_before for group in quality.subgroups}
+        assert before == pytest.approx(stored_cmc1(gateway, one))
+        assert quality.re_embedded_share == pytest.approx((first + 15) / COUNT)
+        assert [group.re_embedded for group in quality.subgroups] == [(first + 15) // 3] * 3
+        seen.append(cmc1(quality, COUNT // 3))
+    assert len({tuple(sorted(rates.items())) for rates in seen}) > 1
+
+
+def test_a_mixed_gallery_is_reported_as_it_is_served(
+    client: Client, repo: Path, stages: Stages, gateway: Gateway, one: Manifest
+) -> None:
+    """Those put since the activation are asked; they find those of both spaces."""
+    old, every = 21, 42
+    client.create()
+    put(client, 0, old)
+    client.pause()
+    publish_stage(repo, stages[2])
+    client.begin(2, "DUAL")
+    for group in watched(client).quality.subgroups:
+        assert (group.items, group.probes, group.HasField("cmc1")) == (7, 0, False)
+    put(client, old, every)
+    quality = watched(client).quality
+    assert [group.items for group in quality.subgroups] == [14] * 3
+    # Blocks hold the same projection: the mixed ranking is that of release 1, where all items are.
+    _, vectors = gateway.core.galleries.get("g").store.load(one.space)
+    kinds = [KINDS[i % 3] for i in range(every)]
+    expected = slow_cmc1(kinds, vectors, range(old, every))
+    assert cmc1(quality, 7) == pytest.approx(expected)
+    assert {g.value.text: g.cmc1_before for g in quality.subgroups} == pytest.approx(expected)
+
+
+def test_a_key_that_makes_no_groups_is_refused(ready: Client) -> None:
+    code, sentence, _ = refusal(lambda: watched(ready, "colour"))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "'colour' has 0 values" in sentence
+    many = [
+        gallery_pb2.PutItem(id=f"m{i}", image=png(images(1)[0]), metadata=metadata(serial=i))
+        for i in range(201)
+    ]
+    ready.put(many)
+    assert "has 201 values" in refusal(lambda: watched(ready, "serial"))[1]
+
+
+def test_the_command_shows_the_worst_first(gateway: Gateway, ready: Client) -> None:
+    ready.put(
+        [gallery_pb2.PutItem(id="odd", image=png(images(1, 5)[0]), metadata=metadata(kind="fox"))]
+    )
+    ready.activate(2)
+
+    def run(*arguments: str) -> str:
+        watch = command("watch", "g", "--by", "kind", f"--server={gateway.address}", *arguments)
+        return subprocess.run(watch, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    told = json.loads(run("--json").splitlines()[-1])["quality"]
+    rates = [group.get("cmc1") for group in told["subgroups"]]
+    assert rates[:3] == sorted(rates[:3])
+    assert rates[3] is None
+    lines = run().splitlines()
+    assert lines[-1] == "  fox: 1 items, too few to ask"
+    worst = told["subgroups"][0]
+    assert lines[1] == (
+        f"  {worst['value']['text']}: right first {worst['cmc1']:.1%} "
+        f"(before {worst['cmc1_before']:.1%}), 0 of 15 items embedded again"
+    )
