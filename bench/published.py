@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from bench import data
 from bench.models import INNER, Backboned, Projected, transform, write_encoder, write_transform
 from release import paths
-from release.digests import sha256_file, side_space_id, space_id
+from release.digests import side_space_id
+from release.draft import Draft, described, space_of
 from release.manifest import (
     Calibration,
     Embedder,
@@ -26,7 +27,7 @@ from release.manifest import (
     parse_manifest,
 )
 from release.models import open_embedder, open_side_encoder, open_upgrade
-from release.publish import Draft, publish
+from release.publish import publish
 
 SIZE = 32
 CREATED = "2026-01-01T00:00:00+00:00"
@@ -101,9 +102,15 @@ def _draft(
         else Backboned(backbone, data.DIM)
     )
     write_encoder(encoder, size, "embedding", files[path])
-    embedder = _file(folder, path)
-    shape = {"height": size, "width": size, "dim": data.DIM}
-    space = space_id(embedder.sha256, metric="squared_l2", unit=True, **shape)
+    embedder = Embedder(
+        file=described(path, files[path]),
+        height=size,
+        width=size,
+        dim=data.DIM,
+        metric="squared_l2",
+        unit=True,
+    )
+    space = space_of(embedder)
     side = sources[0].side_encoder if sources else _side_encoder(folder, number, size, files)
     assert side is not None
     upgrades = [_upgrade(folder, number, source, inner, files) for source in sources]
@@ -113,7 +120,7 @@ def _draft(
     manifest = Manifest(
         release=number,
         space=space,
-        embedder=Embedder(file=embedder, metric="squared_l2", unit=True, **shape),
+        embedder=embedder,
         side_space=side_space_id(side.file.sha256),
         side_encoder=side,
         upgrades=tuple(upgrades),
@@ -131,16 +138,11 @@ def _draft(
     return _probed(folder, manifest, files, size)
 
 
-def _file(folder: Path, path: str) -> PublishedFile:
-    file = folder / path
-    return PublishedFile(path=path, sha256=sha256_file(file), length=file.stat().st_size)
-
-
 def _side_encoder(folder: Path, number: int, size: int, files: dict[str, Path]) -> SideEncoder:
     path = paths.side_encoder_path(number)
     files[path] = folder / path
     write_encoder(Projected(size, data.SIDE_DIM, 99, unit=False), size, "side", files[path])
-    return SideEncoder(file=_file(folder, path), dim=data.SIDE_DIM, origin_release=number)
+    return SideEncoder(file=described(path, files[path]), dim=data.SIDE_DIM, origin_release=number)
 
 
 def _upgrade(
@@ -157,8 +159,8 @@ def _upgrade(
         from_side_space=source.side_space,
         from_side_dim=data.SIDE_DIM,
         method="fct",
-        file=_file(folder, path),
-        int8_file=_file(folder, twin),
+        file=described(path, files[path]),
+        int8_file=described(twin, files[twin]),
         side="carries",
         predicts_uncertainty=False,
     )
@@ -189,5 +191,5 @@ def _probed(folder: Path, manifest: Manifest, files: dict[str, Path], size: int)
     with (folder / path).open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
     files[path] = folder / path
-    probes = manifest.probes.model_copy(update={"file": _file(folder, path)})
+    probes = manifest.probes.model_copy(update={"file": described(path, files[path])})
     return Draft(manifest.model_copy(update={"probes": probes}), files)

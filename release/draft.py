@@ -7,9 +7,9 @@ from pathlib import Path
 from tuf.api.exceptions import LengthOrHashMismatchError
 from tuf.api.metadata import TargetFile
 
-from release.digests import side_space_id, space_id
+from release.digests import sha256_file, side_space_id, space_id
 from release.errors import GateFailedError, VerificationError
-from release.manifest import Manifest, Upgrade, parse_manifest
+from release.manifest import Embedder, Manifest, PublishedFile, Upgrade, parse_manifest
 from release.onnx_check import check_release
 from release.paths import (
     embedder_path,
@@ -32,6 +32,23 @@ class Draft:
 
     manifest: Manifest
     files: Mapping[str, Path]
+
+
+def described(path: str, local: Path) -> PublishedFile:
+    """What a manifest says of a local file that is to be published as `path`."""
+    return PublishedFile(path=path, sha256=sha256_file(local), length=local.stat().st_size)
+
+
+def space_of(embedder: Embedder) -> str:
+    """The id of the space that an embedder embeds into."""
+    return space_id(
+        embedder.file.sha256,
+        height=embedder.height,
+        width=embedder.width,
+        dim=embedder.dim,
+        metric=embedder.metric,
+        unit=embedder.unit,
+    )
 
 
 def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -> None:
@@ -106,15 +123,7 @@ def _check_paths(manifest: Manifest) -> None:
 
 
 def _check_spaces(manifest: Manifest) -> None:
-    spec, encoder = manifest.embedder, manifest.side_encoder
-    expected = space_id(
-        spec.file.sha256,
-        height=spec.height,
-        width=spec.width,
-        dim=spec.dim,
-        metric=spec.metric,
-        unit=spec.unit,
-    )
+    expected, encoder = space_of(manifest.embedder), manifest.side_encoder
     if manifest.space != expected:
         raise VerificationError(
             f"release {manifest.release}: expected space {expected}, got {manifest.space}"

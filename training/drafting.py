@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from release.digests import sha256_file, side_space_id, space_id
-from release.draft import Draft
+from release.digests import side_space_id
+from release.draft import Draft, described, space_of
 from release.errors import ConfigurationError
 from release.manifest import (
     Embedder,
@@ -151,18 +151,10 @@ class Release:
     def manifest(self, probes: Probes) -> Manifest:
         """The manifest so far, not measured yet."""
         assert self.embedder is not None
-        spec = self.embedder
         return Manifest(
             release=self.number,
-            space=space_id(
-                spec.file.sha256,
-                height=spec.height,
-                width=spec.width,
-                dim=spec.dim,
-                metric=spec.metric,
-                unit=spec.unit,
-            ),
-            embedder=spec,
+            space=space_of(self.embedder),
+            embedder=self.embedder,
             side_space=side_space_id(self.side_encoder.file.sha256) if self.side_encoder else None,
             side_encoder=self.side_encoder,
             upgrades=tuple(sorted(self.upgrades, key=lambda upgrade: upgrade.from_release)),
@@ -198,8 +190,7 @@ class Release:
 
     def file(self, path: str) -> PublishedFile:
         """What the manifest says of a written file."""
-        local = self.files[path]
-        return PublishedFile(path=path, sha256=sha256_file(local), length=local.stat().st_size)
+        return described(path, self.files[path])
 
 
 class UpgradeGraph(nn.Module):

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from release import paths
-from release.digests import sha256_file, side_space_id, space_id
-from release.draft import Draft
+from release.digests import side_space_id
+from release.draft import Draft, described, space_of
 from release.manifest import (
     Calibration,
     Embedder,
@@ -59,13 +59,19 @@ def draft(
     graphs.save(embedder, files[paths.embedder_path(number)])
     encoder = _side_encoder(folder, (number, block), sources, side, files)
     upgrades = tuple(_upgrade(folder, (number, block), s, side, int8, files) for s in sources)
-    embedder_file = published(folder, paths.embedder_path(number))
-    shape = {"height": graphs.SIZE, "width": graphs.SIZE, "dim": graphs.DIM}
-    space = space_id(embedder_file.sha256, metric="squared_l2", unit=True, **shape)
+    published_embedder = Embedder(
+        file=published(folder, paths.embedder_path(number)),
+        height=graphs.SIZE,
+        width=graphs.SIZE,
+        dim=graphs.DIM,
+        metric="squared_l2",
+        unit=True,
+    )
+    space = space_of(published_embedder)
     manifest = Manifest(
         release=number,
         space=space,
-        embedder=Embedder(file=embedder_file, metric="squared_l2", unit=True, **shape),
+        embedder=published_embedder,
         side_space=None if encoder is None else side_space_id(encoder.file.sha256),
         side_encoder=encoder,
         upgrades=upgrades,
@@ -97,8 +103,7 @@ def block_of(manifest: Manifest) -> int:
 
 def published(folder: Path, path: str) -> PublishedFile:
     """The manifest's entry of a file."""
-    file = folder / path
-    return PublishedFile(path=path, sha256=sha256_file(file), length=file.stat().st_size)
+    return described(path, folder / path)
 
 
 def _side_encoder(
