@@ -5,12 +5,11 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, tzinfo
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Self
 
@@ -52,20 +51,9 @@ class _Cutting(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-@contextmanager
-def cutting_host(folder: Path, cut: int) -> Iterator[str]:
-    handler = functools.partial(_Cutting, folder=folder, cut=cut)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as host:
-        thread = threading.Thread(target=host.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{host.server_address[1]}"
-        host.shutdown()
-        thread.join()
-
-
 def test_a_network_that_keeps_breaking_is_overcome(setting: Setting, world: edge.World) -> None:
     world.publish(setting.repo, 2)
-    with cutting_host(setting.repo, cut=9_000) as address:
+    with edge.serving(functools.partial(_Cutting, folder=setting.repo, cut=9_000)) as address:
         broken = 0
         for _ in range(20):
             try:

@@ -41,6 +41,16 @@ class Vaulted:
         with Device(self.gallery) as device:
             return pull(device, items, folder, **chosen, output=edge.QUIET)  # type: ignore[arg-type]
 
+    def hold_copies(self, folder: Path, count: int) -> Path:
+        """Hold copies of some images, in a folder of the test's own, instead of all."""
+        folder.mkdir()
+        for image in self.images[:count]:
+            (folder / image.name).write_bytes(image.read_bytes())
+        with Device(self.gallery) as device:
+            device.store.delete([item.id for item in device.store.listing()])
+        edge.fill(self.gallery, folder)
+        return folder
+
     def blobs(self) -> list[Path]:
         return sorted(path for path in self.folder.rglob("*") if path.is_file())
 
@@ -189,13 +199,7 @@ def test_a_push_killed_at_any_step_loses_and_doubles_nothing(vaulted: Vaulted) -
 def test_a_file_that_was_changed_is_not_pushed_as_the_old_picture(
     vaulted: Vaulted, world: edge.World, tmp_path: Path
 ) -> None:
-    own = tmp_path / "own"
-    own.mkdir()
-    for image in vaulted.images[:2]:
-        (own / image.name).write_bytes(image.read_bytes())
-    with Device(vaulted.gallery) as device:
-        device.store.delete([item.id for item in device.store.listing()])
-    edge.fill(vaulted.gallery, own)
+    own = vaulted.hold_copies(tmp_path / "own", 2)
     (own / vaulted.images[0].name).write_bytes(vaulted.images[5].read_bytes())
     pushed = vaulted.push()
     assert (pushed.pushed, len(pushed.skipped)) == (1, 1)
@@ -204,13 +208,7 @@ def test_a_file_that_was_changed_is_not_pushed_as_the_old_picture(
 def test_backfill_takes_images_from_the_vault(
     vaulted: Vaulted, world: edge.World, tmp_path: Path
 ) -> None:
-    own = tmp_path / "own"
-    own.mkdir()
-    for image in vaulted.images[:3]:
-        (own / image.name).write_bytes(image.read_bytes())
-    with Device(vaulted.gallery) as device:
-        device.store.delete([item.id for item in device.store.listing()])
-    edge.fill(vaulted.gallery, own)
+    own = vaulted.hold_copies(tmp_path / "own", 3)
     vaulted.push()
     for image in own.iterdir():
         image.unlink()
@@ -225,13 +223,7 @@ def test_backfill_takes_images_from_the_vault(
 def test_a_backfill_does_without_a_vault_that_is_away(
     vaulted: Vaulted, world: edge.World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = tmp_path / "own"
-    own.mkdir()
-    for image in vaulted.images[:3]:
-        (own / image.name).write_bytes(image.read_bytes())
-    with Device(vaulted.gallery) as device:
-        device.store.delete([item.id for item in device.store.listing()])
-    edge.fill(vaulted.gallery, own)
+    own = vaulted.hold_copies(tmp_path / "own", 3)
     vaulted.push()
     (own / vaulted.images[0].name).unlink()
     world.publish(vaulted.gallery.parent / "pub" / "repo", 2)

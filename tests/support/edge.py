@@ -3,10 +3,10 @@
 import functools
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -135,7 +135,13 @@ class _Quiet(SimpleHTTPRequestHandler):
 @contextmanager
 def http_host(folder: Path) -> Iterator[str]:
     """Python's own http.server over a folder; yields its address."""
-    handler = functools.partial(_Quiet, directory=str(folder))
+    with serving(functools.partial(_Quiet, directory=str(folder))) as address:
+        yield address
+
+
+@contextmanager
+def serving(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
+    """A static host of our own making; yields its address."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as host:
         thread = threading.Thread(target=host.serve_forever, args=(0.01,))
         thread.start()
