@@ -13,13 +13,24 @@ import typer
 from client import commands, commands_follow
 from release.errors import NobackfillError
 
+_EPILOG = (
+    "A gallery's life; only init, sync, push and pull need a network:\n"
+    "  edge-client init --from grpc://127.0.0.1:50051 --root 1.root.json\n"
+    "  edge-client add photos\n"
+    "  edge-client search photos/a.jpg\n"
+    "  edge-client sync\n\n"
+    "sync follows the newest release, also over releases that this device skipped. 1.root.json "
+    "lies in the publication folder: get it from the publisher, another way than the releases. "
+    "Another gallery: edge-client --gallery FILE COMMAND. Whatever was interrupted: run it again. "
+    "Every COMMAND has its own --help.\n\n"
+    "Exit codes: 0 done, 1 failure, 2 wrong usage, 65 refused data or failed verification, "
+    "69 server unavailable, 73 cannot write, 75 busy, try again, 77 not permitted, "
+    "78 configuration, 130 interrupted."
+)
+
 app = typer.Typer(
     help="An image gallery in one file that follows new models without its images.",
-    epilog=(
-        "Exit codes: 0 done, 1 failure, 2 wrong usage, 65 refused data or failed verification, "
-        "69 server unavailable, 73 cannot write, 75 busy, try again, 77 not permitted, "
-        "78 configuration, 130 interrupted."
-    ),
+    epilog=_EPILOG,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

@@ -17,12 +17,17 @@ def init(
     source: Annotated[
         str,
         typer.Option(
-            "--from", help="grpc://HOST:PORT, grpcs://HOST:PORT, http(s)://…, or a folder."
+            "--from",
+            help="A gateway (grpc://HOST:PORT, grpcs:// with TLS), a static host (http(s)://…), or "
+            "a publication folder.",
         ),
     ],
     root: Annotated[
         Path | None,
-        typer.Option(help="Root metadata to trust (1.root.json); else its fingerprint is asked."),
+        typer.Option(
+            help="Root metadata to trust: the publisher's 1.root.json. Without it you are shown "
+            "its fingerprint and asked."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -61,10 +66,14 @@ def _confirm(root: bytes) -> None:
 
 def add(
     context: typer.Context,
-    images: Annotated[list[Path], typer.Argument(metavar="PATHS...", help="Images and folders.")],
+    images: Annotated[
+        list[Path], typer.Argument(metavar="PATHS...", help="Images and folders (JPEG, PNG, WebP).")
+    ],
     note: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Metadata of every image added."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Metadata of every image added (repeatable)."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -99,7 +108,11 @@ def search(
     k: Annotated[int, typer.Option("-k", min=1, max=1000, help="Number of hits.")] = 10,
     where: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Only items with this metadata (repeatable)."),
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Only items with this metadata: folder, name, or what add --set gave "
+            "(repeatable).",
+        ),
     ] = None,
     sheet: Sheet = None,
     json: Json = False,
@@ -145,12 +158,15 @@ def list_items(
         page = device.store.listing(after, limit)
         space = device.store.active().spec.space
         items = [i for i in device.store.items([i.label for i in page], space) if i is not None]
+        more = bool(device.store.listing(page[-1].label, 1)) if page else False
     answer = [
         {"label": i.label, "id": i.id, "origin": i.origin, "metadata": dict(i.metadata)}
         for i in items
     ]
     lines = (f"{i.id}  {i.origin or 'not searchable':12}  {i.metadata.get('path')}" for i in items)
     Output(json).result({"items": answer}, "\n".join(lines))
+    if more:
+        Output(json).note(f"more: edge-client list --after {page[-1].label}")
 
 
 def remove(

@@ -16,7 +16,12 @@ def sync(
         bool, typer.Option("--dry-run", help="Tell what would happen, bytes and seconds.")
     ] = False,
     backfill: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Re-embed the N least certain items' images.")
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Embed the N least certain items anew, from their files or the vault.",
+        ),
     ] = 0,
     keep_original: Annotated[
         bool | None,
@@ -34,7 +39,9 @@ def sync(
     ] = False,
     source: Annotated[
         str | None,
-        typer.Option("--from", help="Another address of the same publication, from now on."),
+        typer.Option(
+            "--from", help="Another address of the same publication, from now on; as in init."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -68,7 +75,7 @@ def sync(
 
 
 def rollback(context: typer.Context, json: Json = False) -> None:
-    """Return to the release before the last sync, while it is kept."""
+    """Return to the release before: kept until a sync finds nothing new, or gc is run."""
     from client.device import Device
     from client.retreat import roll_back
 
@@ -84,11 +91,16 @@ def push(
     context: typer.Context,
     recipient: Annotated[
         list[str] | None,
-        typer.Option(help="A further public key (age1…) that can decrypt: a recovery key."),
+        typer.Option(
+            help="A further public key (age1…) that can decrypt: a recovery key, made with "
+            "`age-keygen -o recovery.txt` and kept elsewhere (repeatable, remembered)."
+        ),
     ] = None,
     vault: Annotated[
         str | None,
-        typer.Option(help="grpc://HOST:PORT of the vault; else the gallery's own source."),
+        typer.Option(
+            help="The vault's gateway, grpc(s)://HOST:PORT (remembered); else the gallery's source."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -142,5 +154,7 @@ def pull(
         done.as_json(),
         f"{len(done.restored)} restored, {done.held} there already, {len(done.failed)} failed",
     )
+    if not (done.restored or done.held or done.failed or unknown):
+        output.note("this gallery has pushed nothing; --unknown restores what another one did")
     if done.failed:
         raise typer.Exit(VerificationError.exit_code)

@@ -15,12 +15,11 @@ _STATUS = {grpc.StatusCode.NOT_FOUND: 404, grpc.StatusCode.OUT_OF_RANGE: 416}
 
 
 class GrpcFetcher:
-    """The publication folder that the gateway at `channel` serves; URLs are base_url + path."""
+    """The publication folder of the gateway `source`, at `channel`; URLs are base_url + path."""
 
-    base_url = "gateway:/"
-
-    def __init__(self, channel: grpc.Channel) -> None:
+    def __init__(self, channel: grpc.Channel, source: str) -> None:
         self._releases = release_pb2_grpc.ReleaseServiceStub(channel)
+        self.base_url = f"{source}/"
 
     def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
         """See release.fetchers.Fetcher. Raises NotPermittedError, too."""

@@ -68,13 +68,13 @@ def push(device: Device, recipients: Sequence[str], where: str | None, output: O
     with device.locked():
         state = {"recipients": list(dict.fromkeys(known)), "vault": where or device.state("vault")}
         device.store.state_set(state)
-        identity = crypto.new_identity(beside(device.path, "identity"))
-        outbox = beside(device.path, "outbox")
-        durable.make_dir(outbox, 0o700)
-        durable.sweep(outbox)
         queue = VaultQueue(device.store)
         report = Pushed()
         with connected(device) as vault:
+            identity = crypto.new_identity(beside(device.path, "identity"))
+            outbox = beside(device.path, "outbox")
+            durable.make_dir(outbox, 0o700)
+            durable.sweep(outbox)
             _sweep(queue, outbox)
             _remove(vault, queue, outbox, report)
             total = device.store.count()

@@ -19,7 +19,7 @@ def return_to(device: Device, state: dict[str, Any]) -> int:
     previous = device.previous()
     if previous is None:
         raise NotFoundError(
-            "nothing to return to: the last upgrade was confirmed by a later sync or by gc"
+            "nothing to return to: there was no upgrade yet, or a later sync or gc confirmed it"
         )
     staging.rollback(device.store, state={**state, "return_to": None})
     return previous.spec.release

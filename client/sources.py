@@ -46,4 +46,5 @@ def opened(source: str) -> Iterator[tuple[Fetcher, str]]:
 
     address, tls = gateway
     with open_channel(address, tls=tls) as channel:
-        yield GrpcFetcher(channel), GrpcFetcher.base_url
+        gateway_fetcher = GrpcFetcher(channel, source)
+        yield gateway_fetcher, gateway_fetcher.base_url

@@ -18,9 +18,28 @@ from release.overview import list_releases
 from release.overview import verify as verify_publication
 from release.trust import fingerprint
 
+_EPILOG = """
+Keys that stay offline are made before the first release, and named when something is published:
+
+\b
+python -m release keys --root-key usb/root.pem --targets-key usb/targets.pem
+python training/export.py ... --targets-key usb/targets.pem
+python -m release resign                     (monthly; needs neither)
+python -m release withdraw 2 --reason "confuses cats" --targets-key usb/targets.pem
+
+Without them the first export makes all four in MODEL_REPO.keys. Devices need 1.root.json of the
+publication folder, and read the folder from a gateway or from any static HTTP host.
+
+Exit codes: 0 done, or nothing to do, 1 nothing published there, 2 wrong usage, 65 refused data or
+failed verification, 73 cannot write or exists already, 75 another publisher is at work, 78 a key is
+missing or the configuration is wrong.
+"""
+
 app = typer.Typer(
     help="Keys, renewal, withdrawal and verification of a publication folder. Releases themselves "
     "are published by training/export.py.",
+    epilog=_EPILOG,
+    rich_markup_mode=None,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -117,7 +136,7 @@ def rotate(
         )
     roles = [cast(Role, name) for name in role]
     done = renew.rotate(model_repo, roles, _keys(model_repo, root_key, targets_key), dry_run)
-    _tell_renewed("new keys for", done, dry_run, as_json)
+    _tell_renewed("given new keys", done, dry_run, as_json)
 
 
 @app.command()

@@ -32,10 +32,9 @@ class Fetcher(Protocol):
 class FolderFetcher:
     """A publication folder of this machine."""
 
-    base_url = "folder:/"
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.base_url = f"{folder}/"
 
     def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
         path = self._folder / unquote(url.removeprefix(self.base_url))
@@ -94,4 +93,5 @@ def fetcher_for(source: str) -> tuple[Fetcher, str]:
     """The fetcher and base URL of a folder, `http://` or `https://` source."""
     if source.startswith(("http://", "https://")):
         return HttpFetcher(), source.rstrip("/") + "/"
-    return FolderFetcher(Path(source)), FolderFetcher.base_url
+    folder = FolderFetcher(Path(source))
+    return folder, folder.base_url

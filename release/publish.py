@@ -61,8 +61,7 @@ def publish(repo: Path, draft: Draft, keys: Keys | None = None, dry_run: bool = 
     if dry_run:
         ledger = read_ledger(repo)
         files = _checked_files(repo, draft, ledger)
-        if (found := read_root(repo)) is not None:
-            signers_of(keys, found[0])
+        check_keys(repo, keys)
         return _published(repo, draft, files, keys, written=False)
     durable.make_dir(repo.absolute())
     with locked(repo):
@@ -194,6 +193,12 @@ def _published(
 def signers_of(keys: Keys, root: Root) -> dict[Role, Signer]:
     """The keys that sign releases. Raises ConfigurationError if one is not at hand."""
     return {role: keys.signer(role, root) for role in ROLES if role != "root"}
+
+
+def check_keys(repo: Path, keys: Keys) -> None:
+    """Raises ConfigurationError if the publication has begun and one of them is not at hand."""
+    if (found := read_root(repo)) is not None:
+        signers_of(keys, found[0])
 
 
 def refuse_begun(repo: Path) -> None:

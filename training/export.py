@@ -11,7 +11,7 @@ import typer
 from release.errors import AlreadyExistsError, ConfigurationError, GateFailedError
 from release.keys import Keys
 from release.manifest import GateVerdict, Manifest
-from release.publish import Published, publish
+from release.publish import Published, check_keys, publish
 from training.assemble import (
     add_embedder_run,
     add_forward_head,
@@ -30,8 +30,11 @@ from training.table import gate_table
 _EPILOG = """
 Exports each run to ONNX (compared with torch output for output, refused beyond 1e-4), writes golden
 probes, measures the exported files on --eval (one half fits the calibration, the other decides the
-gate), signs and publishes. With no keys prepared the first publish makes development keys beside
-DIR.
+gate), signs and publishes. Runs come from `python training/train.py`.
+
+With no keys prepared the first publish makes development keys in DIR.keys. To keep those of root
+and targets offline, make them before: `python -m release keys --model-repo DIR --root-key FILE
+--targets-key FILE`; then every export needs --targets-key.
 
 The gate: every way in which older vectors would be served (direct search, each route) must beat the
 older release on its own, M(new, served old) > M(old, old), for mAP and CMC-1, with the paired
@@ -39,10 +42,20 @@ bootstrap's 95 % lower bound above 0. Otherwise nothing is published and the tab
 --force publishes all the same, and the manifest says so. Release 1 has no predecessor and needs no
 --eval.
 
+A gallery takes the best measured route to the newest release, so each release needs an upgrade from
+its predecessor (the gate asks for it); one more from an older release makes a direct route.
+
 Example:
+
+python training/export.py --model-repo model_repo --release 1 --embedder build/digits/embedder-1
+--side-encoder build/digits/side_encoder-1
 
 python training/export.py --model-repo model_repo --release 2 --embedder build/digits/embedder-2
 --side-encoder build/digits/side_encoder-2 --upgrade build/digits/upgrade-1-2 --eval photos/eval
+
+Devices then follow: `edge-client init --from URL --root DIR/1.root.json` once, `edge-client sync`
+after each release. URL is a gateway (`gateway serve --model-repo DIR`) or any static host of DIR
+(`python -m http.server --directory DIR`). `python -m release --help` renews, withdraws, verifies.
 
 Exit codes: 0 published, 65 the gate or a check failed, 73 cannot write or the number is taken,
 75 somebody else is publishing, 78 wrong configuration.
@@ -96,6 +109,9 @@ def main(
     if side_encoder is not None and keep_side_encoder:
         raise ConfigurationError("expected --side-encoder or --keep-side-encoder, not both")
     published = read_publication(model_repo)
+    keys = Keys.beside(model_repo, {"targets": targets_key} if targets_key else None)
+    # Now, and not after minutes of measuring.
+    check_keys(model_repo, keys)
     listing = None if evaluate is None else list_images(evaluate)
     _check_number(release, published, measured=listing is not None, force=force)
     with tempfile.TemporaryDirectory(prefix="nobackfill-export-") as folder:
@@ -105,7 +121,6 @@ def main(
         _add_runs(draft, embedder, side_encoder, tuple(upgrade or ()), keep_side_encoder)
         manifest, evidence = _measured(draft, published, listing, split_seed, int8_loss)
         manifest = _judged(manifest, evidence, force=force, first=not published.manifests)
-        keys = Keys.beside(model_repo, {"targets": targets_key} if targets_key else None)
         done = publish(model_repo, draft.finished(manifest), keys, dry_run)
     _report(manifest, evidence, done, as_json)
 
@@ -188,8 +203,8 @@ def _judged(manifest: Manifest, evidence: Evidence | None, *, force: bool, first
         if evidence is not None and not force:
             raise GateFailedError(
                 f"release {manifest.release} does not pass the gate: {verdict.detail}. Nothing was "
-                f"published; train it longer or on more, or publish with --force\n"
-                + gate_table(evidence)
+                "published; name an --upgrade for vectors that have none, train longer or on "
+                "more, or publish with --force\n" + gate_table(evidence)
             )
         verdict = verdict.model_copy(update={"forced": True})
     return Manifest.model_validate(manifest.model_copy(update={"gate": verdict}).model_dump())

@@ -92,6 +92,8 @@ def test_people_get_sentences(setting: Setting) -> None:
     item = run(setting.gallery, "list").stdout.split()[0]
     assert item in run(setting.gallery, "search", setting.images[0]).stdout
     assert "release 1" in run(setting.gallery, "status").stdout
+    assert "list --after 5" in run(setting.gallery, "list", "--limit", "5").stderr
+    assert run(setting.gallery, "list", "--after", "5").stderr == ""
     assert "newest" in run(setting.gallery, "sync").stdout
     assert run(setting.gallery, "search", "--id", item, "-k", "2").stdout.count("\n") == 2
 

@@ -13,7 +13,7 @@ from client import crypto
 from client.cli import app, main
 from client.device import Device
 from tests.server.support import running
-from tests.support import blocks, edge
+from tests.support import blocks, edge, releases
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "edge.md").read_text(encoding="utf-8")
@@ -100,6 +100,25 @@ def test_the_blocks_run(
         assert device.store.active().spec.release == 3
     assert len(list((tmp_path / "restored").iterdir())) == 11
     assert (tmp_path / "found.png").stat().st_size > 1000
+
+
+def test_the_example_of_the_help_runs(
+    scene: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert typer.main.get_command(app).epilog
+    lines = re.findall(r"^  (edge-client .*)$", str(app.info.epilog), re.MULTILINE)
+    assert [line.split()[1] for line in lines] == ["init", "add", "search", "sync"]
+    (tmp_path / "1.root.json").write_bytes((tmp_path / "gateway/repo/1.root.json").read_bytes())
+    (tmp_path / "photos" / "a.jpg").write_bytes(blocks.png(releases.images(1, seed=3)[0]))
+    for line in lines:
+        words = shlex.split(line.replace("127.0.0.1:50051", scene["127.0.0.1:50051"]))
+        monkeypatch.setattr("sys.argv", words)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code in (0, None), f"{line}\n{capsys.readouterr().err}"
 
 
 def test_the_threat_model_names_each_party() -> None:

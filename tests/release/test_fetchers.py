@@ -69,7 +69,7 @@ def test_missing_files_are_missing(name: str, source: tuple[Fetcher, str]) -> No
 
 def test_a_folder_is_no_file(folder: Path) -> None:
     with pytest.raises(DownloadError):
-        list(FolderFetcher(folder).fetch_from("folder:/deep", 0))
+        list(FolderFetcher(folder).fetch_from(f"{folder}/deep", 0))
 
 
 def test_ranges_are_used_where_the_host_serves_them() -> None:

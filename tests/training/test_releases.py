@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from release.errors import ConfigurationError
+from release.keys import Keys
 from release.manifest import Manifest
 from release.models import open_embedder, open_upgrade
 from release.probes import check_probes
+from release.publish import begin_publication
 from release.routes import open_route, plan_route
 from tests.training.life import (
     SIZE,
@@ -265,3 +268,14 @@ def test_a_file_that_is_no_onnx_is_refused(tmp_path: Path) -> None:
     result = run_export(tmp_path / "model_repo", 1, "--onnx", path)
     assert result.exit_code == 65
     assert "cannot be read as ONNX" in result.output
+
+
+def test_a_key_that_is_not_at_hand_is_named_before_anything_is_measured(tmp_path: Path) -> None:
+    repo, usb = tmp_path / "model_repo", tmp_path / "usb" / "targets.pem"
+    begin_publication(repo, Keys.beside(repo, {"targets": usb}))
+    # No run is there either, but nobody has looked for it yet.
+    result = run_export(repo, 1, "--embedder", tmp_path / "run")
+    assert result.exit_code == ConfigurationError.exit_code
+    assert "--targets-key" in result.output
+    result = run_export(repo, 1, "--embedder", tmp_path / "run", "--targets-key", usb)
+    assert "key" not in result.output
