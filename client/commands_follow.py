@@ -9,20 +9,22 @@ from client.options import Json
 from client.output import Output, size
 from release.errors import VerificationError
 
+Backfill = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="Embed the N least certain items anew, from their files or the vault.",
+    ),
+]
+
 
 def sync(
     context: typer.Context,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Tell what would happen, bytes and seconds.")
     ] = False,
-    backfill: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Embed the N least certain items anew, from their files or the vault.",
-        ),
-    ] = 0,
+    backfill: Backfill = 0,
     keep_original: Annotated[
         bool | None,
         typer.Option(

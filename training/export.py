@@ -109,9 +109,7 @@ def main(
     if side_encoder is not None and keep_side_encoder:
         raise ConfigurationError("expected --side-encoder or --keep-side-encoder, not both")
     published = read_publication(model_repo)
-    keys = Keys.beside(model_repo, {"targets": targets_key} if targets_key else None)
-    # Now, and not after minutes of measuring.
-    check_keys(model_repo, keys)
+    keys = _keys(model_repo, targets_key)
     listing = None if evaluate is None else list_images(evaluate)
     _check_number(release, published, measured=listing is not None, force=force)
     with tempfile.TemporaryDirectory(prefix="nobackfill-export-") as folder:
@@ -123,6 +121,13 @@ def main(
         manifest = _judged(manifest, evidence, force=force, first=not published.manifests)
         done = publish(model_repo, draft.finished(manifest), keys, dry_run)
     _report(manifest, evidence, done, as_json)
+
+
+def _keys(model_repo: Path, targets_key: Path | None) -> Keys:
+    """The signing keys, looked for now and not after minutes of measuring."""
+    keys = Keys.beside(model_repo, {"targets": targets_key} if targets_key else None)
+    check_keys(model_repo, keys)
+    return keys
 
 
 def _add_runs(
