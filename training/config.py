@@ -186,6 +186,10 @@ class UpgradeConfig(_Training):
     augmentation: Augmentation = Augmentation()
     # BatchNorm statistics are frozen after this share of the epochs (FCT D.5: 40 of 80).
     freeze_batchnorm_at: float = Field(0.5, gt=0, le=1)
+    # Keep the weights of the epoch with the least held-out distance, not the last (as FCT does).
+    keep_best: bool = False
+    # How often an epoch draws an image of a class that the old model did not train on.
+    unseen_copies: int = Field(1, ge=1, le=64)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -195,6 +199,8 @@ class UpgradeConfig(_Training):
             raise ValueError("stored vectors have one view an image; expected views: 1")
         if self.side == "maps" and isinstance(self.new, Path) and self.new_side is None:
             raise ValueError("side: maps needs new_side, the run of the new side encoder")
+        if self.unseen_copies > 1 and not isinstance(self.old, Path):
+            raise ValueError("unseen_copies needs old as a run, whose training classes are known")
         return self
 
 

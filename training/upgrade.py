@@ -3,7 +3,7 @@
 `train_upgrade` is for a configuration; compare.py, which has features already, calls `fit_upgrade`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,6 +95,24 @@ def upgrade_rows(
     return {**rows, "labels": torch.from_numpy(listing.labels)}
 
 
+def repeat_unseen(
+    rows: Mapping[str, Tensor], class_names: Sequence[str], known: Collection[str], copies: int
+) -> dict[str, Tensor]:
+    """The rows, those of classes that are not `known` to the old model `copies` times.
+
+    The old embeddings of images that the old model trained on are unlike those of a gallery, which
+    it never saw; those of classes that it never saw are not. Why no half-models: docs/training.md.
+    Raises ConfigurationError where the old model knows every class.
+    """
+    unseen = torch.tensor([name not in known for name in class_names])
+    if not unseen.any():
+        raise ConfigurationError(
+            "unseen_copies: the old model trained on every class of the images; leave the key out"
+        )
+    times = torch.where(unseen, copies, 1)[rows["labels"]]
+    return {name: tensor.repeat_interleave(times, 0) for name, tensor in rows.items()}
+
+
 def shape_of(rows: Mapping[str, Tensor], unit: bool) -> UpgradeShape:
     """The dimensions that the features have."""
     dims = {name: rows[name].shape[2] if name in rows else 0 for name in _FEATURES}
@@ -114,6 +132,10 @@ def train_upgrade(
         return done
     sources = open_sources(config)
     rows = upgrade_rows(sources, train, config, config.views)
+    if config.unseen_copies > 1:
+        assert isinstance(config.old, Path)
+        known = load_classifier(config.old).class_names
+        rows = repeat_unseen(rows, train.class_names, known, config.unseen_copies)
     new_head, new_names = None, train.class_names
     if not isinstance(config.new, PublishedSource):
         classifier = load_classifier(config.new)
@@ -150,6 +172,8 @@ def fit_upgrade(
     if isinstance(config.old, StoredVectors | PublishedSource):
         facts["old_release"] = config.old.release
     if method.solve is not None:
+        if config.keep_best:
+            raise ConfigurationError(f"keep_best: {config.method} is solved and has no epochs")
         method.solve(upgrade, inputs)
         return finish({"upgrade": upgrade}, config, inputs.class_names, facts)
     assert method.objective is not None

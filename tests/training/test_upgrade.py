@@ -11,7 +11,7 @@ from training.config import UpgradeConfig
 from training.data import hold_out, list_images
 from training.frozen import of_run
 from training.published import read_publication
-from training.upgrade import open_sources, read_upgrade, upgrade_rows
+from training.upgrade import open_sources, read_upgrade, repeat_unseen, upgrade_rows
 
 
 def of_kind(config: object) -> UpgradeConfig:
@@ -125,3 +125,29 @@ def test_the_distance_on_held_out_images_is_logged_and_falls(runs: Path) -> None
     logged = [json.loads(line)["held_out_distance"] for line in lines]
     assert logged[-1] < 0.7 * logged[0]
     assert all(json.loads(line)["loss"] != logged[0] for line in lines)
+
+
+def test_images_of_unknown_classes_are_repeated() -> None:
+    labels = torch.tensor([0, 2, 1, 2])
+    rows = {"old": torch.arange(8.0).view(4, 1, 2), "labels": labels}
+    repeated = repeat_unseen(rows, ("ant", "bee", "cat"), ("bee", "ant"), 3)
+    expected = []
+    for row, label in enumerate(labels.tolist()):
+        expected += [row] * (3 if label == 2 else 1)
+    assert repeated["labels"].tolist() == [labels[row] for row in expected]
+    assert torch.equal(repeated["old"], rows["old"][expected])
+    with pytest.raises(ConfigurationError, match="trained on every class"):
+        repeat_unseen(rows, ("ant", "bee"), ("ant", "bee"), 3)
+
+
+def test_an_upgrade_draws_unknown_classes_more_often(
+    runs: Path, digits: Path, tmp_path: Path
+) -> None:
+    """Release 1 knows 5 of 10 classes: with 3 copies of the others, an epoch is twice as long."""
+    keys: dict[str, object] = {"epochs": 2, "batch_size": 16}
+    plain = train_quietly(upgrade_config(runs, digits / "train", tmp_path / "plain", **keys))
+    copied = upgrade_config(runs, digits / "train", tmp_path / "c", unseen_copies=3, **keys)
+    assert abs(train_quietly(copied).step - 2 * plain.step) <= 2
+    stored = {"vectors": "v.npy", "paths": "p.txt", "release": 1}
+    with pytest.raises(ConfigurationError, match="unseen_copies needs old as a run"):
+        upgrade_config(runs, digits / "train", tmp_path / "s", unseen_copies=3, old=stored)

@@ -85,6 +85,7 @@ class FastFillObjective(ForwardObjective):
 
     def finish(self) -> None:
         """Scale the variances to the residuals of held-out images, where there are any."""
+        super().finish()
         if not self.held_out or not len(self.held_out["old"]):
             return
         head = self.upgrade.log_variance

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from release.errors import ConfigurationError
+from training.best_epoch import BestEpoch
 from training.config import UpgradeConfig
 from training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
 from training.objective import Batch, Objective, Terms
@@ -46,6 +48,11 @@ class FctObjective(Objective):
         self.upgrade = upgrade
         self.freeze_at = inputs.config.freeze_batchnorm_at
         self._held_out = inputs.held_out
+        if inputs.config.keep_best and not self._held_out:
+            raise ConfigurationError(
+                "keep_best: no image is held out to choose an epoch by; raise held_out"
+            )
+        self.best = BestEpoch(upgrade) if inputs.config.keep_best else None
 
     def begin_epoch(self, epoch: int, epochs: int) -> None:
         self._measure_held_out()
@@ -55,7 +62,9 @@ class FctObjective(Objective):
                     module.eval()
 
     def _measure_held_out(self) -> None:
-        """Log h's distance on images that no model of the upgrade trained on, before each epoch."""
+        """h's distance on images that no model of the upgrade trained on, before each epoch and
+        after the last: logged, and what the best epoch is chosen by.
+        """
         if not self._held_out or not len(self._held_out["labels"]):
             return
         training = self.upgrade.training
@@ -66,6 +75,14 @@ class FctObjective(Objective):
         self.upgrade.train(training)
         distance = squared_l2(upgraded.embedding, view["new"])
         self.statistics["held_out_distance"] = float(distance)
+        if self.best is not None:
+            self.best.offer(self.upgrade, float(distance))
+
+    def finish(self) -> None:
+        if self.best is not None:
+            self._measure_held_out()
+            self.best.restore(self.upgrade)
+            self.best = None
 
     def forward(self, batch: Batch) -> Terms:
         view = draw_view(batch)
@@ -79,7 +96,8 @@ class FctObjective(Objective):
         return terms
 
     def trained(self) -> nn.ModuleDict:
-        return nn.ModuleDict({"upgrade": self.upgrade})
+        parts = {"upgrade": self.upgrade}
+        return nn.ModuleDict(parts if self.best is None else {**parts, "best": self.best})
 
 
 def draw_view(batch: Batch) -> Batch:
