@@ -71,15 +71,16 @@ def fit(
                 _set_lr(optimizer, learning_rate(config, step / steps))
                 terms = model(batch)
                 loss = torch.stack([term.float() for term in terms.values()]).sum()
-                _check_finite(loss, terms, step, config)
+                told = _over_devices(fabric, terms)
+                _check_finite(told, step, config)
                 fabric.backward(loss)
                 if config.gradient_clip is not None:
                     fabric.clip_gradients(model, optimizer, max_norm=config.gradient_clip)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 if step % config.log_every == 0 and fabric.is_global_zero:
-                    terms = terms | {k: torch.tensor(v) for k, v in objective.statistics.items()}
-                    _log(config, epoch, step, learning_rate(config, step / steps), loss, terms)
+                    lr = learning_rate(config, step / steps)
+                    _log(config, epoch, step, lr, told | objective.statistics)
                 step += 1
             last = epoch + 1 == config.epochs
             if last:
@@ -91,7 +92,7 @@ def fit(
                 )
                 if fabric.is_global_zero:
                     write_checkpoint(config.run_dir, checkpoint)
-            advance(float(loss.detach()))
+            advance(told["loss"])
     assert checkpoint is not None
     return checkpoint
 
@@ -185,22 +186,29 @@ def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def _check_finite(loss: Tensor, terms: Mapping[str, Tensor], step: int, config: Config) -> None:
-    if torch.isfinite(loss):
+def _over_devices(fabric: lightning_fabric.Fabric, terms: Mapping[str, Tensor]) -> dict[str, float]:
+    """`loss` and the terms, each the mean over the devices: all of them see the same figures, and
+    so stop at the same step.
+    """
+    mine = torch.stack([term.detach().float() for term in terms.values()])
+    whole = fabric.all_reduce(mine, reduce_op="mean")
+    assert isinstance(whole, Tensor)
+    return {"loss": float(whole.sum()), **dict(zip(terms, whole.tolist(), strict=True))}
+
+
+def _check_finite(told: Mapping[str, float], step: int, config: Config) -> None:
+    if math.isfinite(told["loss"]):
         return
-    bad = [name for name, term in terms.items() if not torch.isfinite(term)]
+    bad = [name for name, value in told.items() if name != "loss" and not math.isfinite(value)]
     raise DivergedError(
-        f"{config.run_dir}: the loss was {float(loss.detach())} at step {step} "
+        f"{config.run_dir}: the loss was {told['loss']} at step {step} "
         f"(term: {', '.join(bad)}); the last checkpoint is kept. Try a lower lr, a longer warm-up "
         "or gradient_clip"
     )
 
 
-def _log(
-    config: Config, epoch: int, step: int, lr: float, loss: Tensor, terms: Mapping[str, Tensor]
-) -> None:
-    line = {"epoch": epoch, "step": step, "lr": lr, "loss": float(loss.detach())}
-    line |= {name: float(term.detach()) for name, term in terms.items()}
+def _log(config: Config, epoch: int, step: int, lr: float, told: Mapping[str, float]) -> None:
+    line = {"epoch": epoch, "step": step, "lr": lr, **told}
     append(config.run_dir / STATS, (json.dumps(line) + "\n").encode())
 
 
