@@ -18,11 +18,14 @@ from training.command import command_app
 from training.comparison.catalogue import rows_of
 from training.comparison.cells import Cells, read_cells
 from training.comparison.claims import CLAIMS, judge
+from training.comparison.cost import costs
+from training.comparison.curve import draw
 from training.comparison.data import check_classes, train_and_test, write_digits
 from training.comparison.presets import DIGITS, Preset, Split, Values, folder_preset, preset_named
+from training.comparison.ranges import by_range, known_to_old
 from training.comparison.recipe import Place
-from training.comparison.results import MAIN, Comparison, as_json, as_markdown
-from training.comparison.work import Planned, cells_path, do
+from training.comparison.results import MAIN, Comparison, as_json, as_markdown, points
+from training.comparison.work import Planned, cells_path, do, images_of
 from training.data import list_images
 
 _EPILOG = """
@@ -30,8 +33,9 @@ Trains every model and measures every row of the table, --jobs of them at a time
 kept below OUT and not done again, so an interrupted comparison goes on where it stopped; remove a
 folder to train it anew.
 
-Writes OUT/NAME.json and OUT/NAME.md. Groups of --methods: core, core_unseen, bct_family,
-dmu_family, variants, maps, transforms, chains, noise, allocations.
+Writes OUT/NAME.json, OUT/NAME.md and OUT/NAME.svg. Groups of --methods: core, core_unseen,
+core_unseen_compatible, bct_family, dmu_family, variants, maps, transforms, chains, noise,
+allocations, long_chain, foreign, disjoint, sizes, parts.
 
 Exit codes: 0 done, 1 a training diverged, 65 refused data, 73 cannot write, 78 wrong configuration.
 """
@@ -63,6 +67,8 @@ def main(
     told = json.dumps(as_json(comparison), indent=1)
     write_file(out / f"{preset.name}.json", told.encode(), 0o644)
     write_file(out / f"{preset.name}.md", text.encode(), 0o644)
+    drawing = draw(points(comparison), f"Quality and cost on {preset.name}")
+    write_file(out / f"{preset.name}.svg", drawing, 0o644)
     print(text)
 
 
@@ -126,12 +132,14 @@ def _collect(preset: Preset, seeds: tuple[int, ...], planned: Planned) -> Compar
         for row in of_place:
             cells = read_cells(cells_path(place, row))
             assert cells is not None
+            cells = by_range(cells, known_to_old(row, images_of(place, row)))
             rows[place.split.name].setdefault(row.name, []).append(cells)
     claims = {
         name: {text: difference for text, (_, difference) in judge(CLAIMS, by_row).items()}
         for name, by_row in rows.items()
     }
-    return Comparison(preset.name, seeds, preset.metric, rows, claims)
+    # Of the first place: seeds and splits differ in weights, not in cost.
+    return Comparison(preset.name, seeds, preset.metric, rows, claims, costs(planned[0][1]))
 
 
 app = command_app("compare.py", main, _EPILOG)

@@ -53,6 +53,15 @@ def test_every_equation_of_a_paper_has_a_line(paper: str) -> None:
     assert set(range(1, last + 1)) <= covered
 
 
+def test_every_section_of_fct_has_a_line() -> None:
+    """Sections 3 to 5 and appendices A to J; K is a list of licences."""
+    section = TEXT.split("## FCT", 1)[1].split("\n## ", 1)[0]
+    places = " ".join(re.findall(r"^\| ([^|]+) \|", section, re.MULTILINE))
+    covered = set(re.findall(r"\b(?:[1-5]\.\d|[A-J]\b)", places))
+    assert {f"3.{n}" for n in range(2, 6)} | {f"4.{n}" for n in range(1, 5)} <= covered
+    assert {"5.1", "5.2", "5.3", *"ABCDEFGHIJ"} <= covered
+
+
 def test_every_loss_module_is_named() -> None:
     for module in (ROOT / "training" / "losses").glob("*.py"):
         if module.stem != "__init__":

@@ -4,9 +4,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from release.errors import ConfigurationError
+from training.comparison.ablations import parts, sizes
 from training.comparison.recipe import Place, Run
 from training.comparison.rows import Row, Shared
-from training.comparison.settings import allocations, chains, noise
+from training.comparison.settings import (
+    allocations,
+    chains,
+    disjoint,
+    foreign,
+    long_chain,
+    noise,
+)
 
 
 def compatible(shared: Shared) -> list[Row]:
@@ -160,6 +168,12 @@ def core_unseen(shared: Shared) -> list[Row]:
     return [row for row in core(shared) if row.name in wanted]
 
 
+def core_unseen_compatible(shared: Shared) -> list[Row]:
+    """Of `core` what `core_unseen` leaves out: new models that learn beside the old one."""
+    wanted = {"bct", "bct_sys", "unibct", "dmu"}
+    return [row for row in core(shared) if row.name in wanted]
+
+
 def _doubled(shared: Shared) -> Row:
     """FCT A.1: as many more numbers in the old embedding as side-information would take."""
     place, split = shared.place, shared.split
@@ -176,6 +190,7 @@ def _doubled(shared: Shared) -> Row:
 GROUPS: dict[str, Callable[[Shared], list[Row]]] = {
     "core": core,
     "core_unseen": core_unseen,
+    "core_unseen_compatible": core_unseen_compatible,
     "bct_family": compatible,
     "dmu_family": dmu,
     "variants": variants,
@@ -184,6 +199,11 @@ GROUPS: dict[str, Callable[[Shared], list[Row]]] = {
     "chains": chains,
     "noise": noise,
     "allocations": allocations,
+    "long_chain": long_chain,
+    "foreign": foreign,
+    "disjoint": disjoint,
+    "sizes": sizes,
+    "parts": parts,
 }
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from metrics.bootstrap import Difference, paired_bootstrap
 from training.comparison.cells import Cells
+from training.comparison.domains import SHIFTS
+from training.comparison.ranges import KNOWN, NEW
 
 FIGURE = "map"
 BACKWARD = (
@@ -51,6 +53,7 @@ def _criterion(row: str) -> Claim:
 
 
 SERVED = "new/served"
+_SIDE, _OURS = ("fct_simclr", SERVED), ("residual_simclr", SERVED)
 CLAIMS = (
     Claim(
         "independent models are incompatible",
@@ -59,6 +62,14 @@ CLAIMS = (
     ),
     *(_criterion(row) for row in BACKWARD),
     Claim("BCT loses new/new", ("independent", "new/new"), ("bct", "new/new")),
+    *(
+        Claim(
+            f"BCT loses new/new on {part} (FCT appendix C)",
+            ("independent", f"new/new, {part}"),
+            ("bct", f"new/new, {part}"),
+        )
+        for part in (KNOWN, NEW)
+    ),
     Claim("DMU > BCT on new/new", ("dmu", "new/new"), ("bct", "new/new")),
     Claim("DMU > BCT on new/old, vectors as they are", ("dmu", "new/old"), ("bct", "new/old")),
     Claim("DMU's psi(old) > its raw old", ("dmu", SERVED), ("dmu", "new/old")),
@@ -99,7 +110,64 @@ CLAIMS = (
     ),
     Claim("ours > FastFill", ("residual_simclr", SERVED), ("fastfill_simclr", SERVED)),
     Claim("ours > FCT", ("residual_simclr", SERVED), ("fct_simclr", SERVED)),
+    Claim("FCT > FCT at a quarter of the width", ("fct_simclr", SERVED), ("fct_small", SERVED)),
+    Claim("ours > ours at a quarter of the width", _OURS, ("residual_small", SERVED)),
+    Claim("ours > ours without the listwise loss", _OURS, ("residual_no_listwise", SERVED)),
+    Claim("cached views > one view", _OURS, ("residual_one_view", SERVED)),
+    Claim("DMU first and ours on top > ours", ("dmu_residual", SERVED), _OURS),
+    *(
+        Claim(f"best held-out epoch > last, {row}", (best, SERVED), (row, SERVED))
+        for row, best in (("fct_simclr", "fct_simclr_best"), ("residual_simclr", "residual_best"))
+    ),
+    *(
+        Claim(f"new classes up-weighted > not, {row}", (upweighted, SERVED), (row, SERVED))
+        for row, upweighted in (
+            ("fct_none", "fct_none_upweighted"),
+            ("fct_simclr", "fct_simclr_upweighted"),
+            ("residual_none", "residual_none_upweighted"),
+            ("residual_simclr", "residual_upweighted"),
+        )
+    ),
+    Claim("as much side-information > a quarter", _SIDE, ("fct_side_quarter", SERVED)),
+    Claim("twice the side-information > as much", ("fct_side_double", SERVED), _SIDE),
+    Claim("side-information in floats > in bits", _SIDE, ("fct_binary_simclr", SERVED)),
+    Claim(
+        "four times the bits > once", ("fct_bits_fourfold", SERVED), ("fct_binary_simclr", SERVED)
+    ),
     Claim("ours in int8 < in float32", ("residual_simclr", SERVED), ("residual_int8", SERVED)),
+    *(
+        Claim(f"{text} > the old model", (row, SERVED), (row, "old/old"))
+        for text, row in (
+            ("five small updates with side-information", "long_chain:5"),
+            ("five small updates without side-information", "long_chain_none:5"),
+            ("FCT with SimCLR, disjoint objectives", "disjoint:fct_simclr"),
+            *((f"FCT with SimCLR, {domain} images", f"{domain}:fct_simclr") for domain in SHIFTS),
+        )
+    ),
+    Claim("direct > five small updates", _SIDE, ("long_chain:5", SERVED)),
+    Claim(
+        "five small updates with side-information > without",
+        ("long_chain:5", SERVED),
+        ("long_chain_none:5", SERVED),
+    ),
+    Claim(
+        "side-information > none, disjoint objectives",
+        ("disjoint:fct_simclr", SERVED),
+        ("disjoint:fct_none", SERVED),
+    ),
+    *(
+        Claim(
+            f"{text}, {domain} images",
+            (f"{domain}:{better}", SERVED),
+            (f"{domain}:{worse}", SERVED),
+        )
+        for domain in SHIFTS
+        for text, better, worse in (
+            ("side-information > none", "fct_simclr", "fct_none"),
+            ("SimCLR > alternate", "fct_simclr", "fct_alternate"),
+            ("alternate > autoencoder", "fct_alternate", "fct_autoencoder"),
+        )
+    ),
     Claim("refined > vanilla prototypes", ("unibct", "new/old"), ("unibct_vanilla", "new/old")),
     Claim(
         "refined > vanilla prototypes at 20 % wrong labels",

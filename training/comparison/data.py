@@ -26,7 +26,7 @@ def write_digits(folder: Path) -> None:
     if folder.is_dir():
         return
     digits = load_digits()
-    whole = _fresh(folder)
+    whole = begin(folder)
     for number, (pixels, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
         path = whole / str(digit) / f"{number:04d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,11 +73,18 @@ def with_label_noise(train: Path, into: Path, share: float, seed: int) -> None:
     link(listing, [listing.class_names[label] for label in labels], into)
 
 
+def later_classes(images: Path, into: Path, first: int) -> None:
+    """A copy of IMAGES without its first `first` classes."""
+    listing = list_images(images)
+    chosen = listing.select(np.flatnonzero(listing.labels >= first))
+    link(chosen, _class_of(chosen), into)
+
+
 def link(listing: Listing, class_names: Iterable[str], into: Path) -> None:
     """Make the folder INTO with a link to each image below its class's name."""
     if into.is_dir():
         return
-    whole = _fresh(into)
+    whole = begin(into)
     for path, class_name in zip(listing.paths, class_names, strict=True):
         target = whole / class_name / f"{path.replace('/', '__')}"
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +96,8 @@ def _class_of(listing: Listing) -> list[str]:
     return [listing.class_names[label] for label in listing.labels]
 
 
-def _fresh(folder: Path) -> Path:
+def begin(folder: Path) -> Path:
+    """An empty folder beside FOLDER, to be renamed to it when it is whole."""
     whole = folder.with_name(f"{folder.name}.part")
     if whole.exists():
         shutil.rmtree(whole)

@@ -13,6 +13,9 @@ from training.config import parse_config
 from training.progress import Progress
 from training.train import train
 
+# Roles of the models between the first and the last of a long chain of updates.
+STEPS = ("step1", "step2", "step3", "step4")
+
 
 @dataclass(frozen=True)
 class Run:
@@ -83,7 +86,7 @@ class Place:
         old: Run,
         new: Run,
         *,
-        classes: int,
+        classes: int | None,
         side: Run | None = None,
         new_side: Run | None = None,
         **values: Any,
@@ -106,7 +109,8 @@ class Place:
         return Run({**chosen, **values}, tuple(needs))
 
     def _common(self, kind: str, name: str, role: str) -> dict[str, object]:
-        roles = ("old", "new", "side", "upgrade", "first", "second", "other")
+        # Append only: a role's place is part of its seed.
+        roles = ("old", "new", "side", "upgrade", "first", "second", "other", *STEPS)
         by_kind = {
             "embedder": self.preset.embedder,
             "side_encoder": self.preset.side_encoder,

@@ -1,7 +1,7 @@
 """The comparison as JSON and as Markdown."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -9,6 +9,9 @@ from metrics.bootstrap import Difference
 from metrics.compatibility import degradation, gap_closed, negative_flips, share_kept, upgrade_gain
 from metrics.retrieval import mean
 from training.comparison.cells import Cells
+from training.comparison.cost import Cost
+from training.comparison.curve import Point
+from training.comparison.ranges import KNOWN, NEW, RANGED
 
 Rows = Mapping[str, Sequence[Cells]]
 MAIN, UNSEEN = "main", "unseen"
@@ -17,23 +20,29 @@ CELLS = ("old/old", "new/old", "new/new", "new/served", "served/served")
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows by split and name, one entry a seed; differences of claims by split."""
+    """Rows by split and name, one entry a seed; differences of claims by split; costs by row."""
 
     data: str
     seeds: tuple[int, ...]
     metric: str
     rows: Mapping[str, Rows]
     claims: Mapping[str, Mapping[str, Difference]]
+    costs: Mapping[str, Cost]
 
 
 def as_json(comparison: Comparison) -> dict[str, object]:
     """{"data", "seeds", "cells": {METHOD: {CELL: {FIGURE: [mean, std]}, "unseen": {…}}}, "claims"}.
 
-    Figures are shares 0..1; std over seeds (0 for one seed).
+    Figures are shares 0..1; std over seeds (0 for one seed). A method's `cost` is in bytes and
+    microseconds an item.
     """
     cells: dict[str, dict[str, object]] = {}
     for name, runs in comparison.rows[MAIN].items():
-        cells[name] = {**_cells(runs), "extras": _extras(runs)}
+        cells[name] = {
+            **_cells(runs),
+            "extras": _extras(runs),
+            "cost": asdict(comparison.costs[name]),
+        }
         unseen = comparison.rows.get(UNSEEN, {}).get(name)
         if unseen:
             cells[name][UNSEEN] = _cells(unseen)
@@ -72,10 +81,11 @@ def as_markdown(comparison: Comparison) -> str:
     for name, runs in comparison.rows[MAIN].items():
         unseen = comparison.rows.get(UNSEEN, {}).get(name)
         fields = [_text(runs, cell) for cell in CELLS[:4]]
-        fields.append(_kept(runs, reference))
+        fields.append(f"{100 * _kept(runs, reference):.1f}")
         fields.append(f"{100 * _mean_of(_flips(run) for run in runs):.1f}")
         fields += [_text(unseen, cell) for cell in ("old/old", "new/served", "new/new")]
         lines.append(f"| {name} | " + " | ".join(fields) + " |")
+    lines += _further(comparison)
     for split, judged in comparison.claims.items():
         lines += ["", f"## Claims, {split} classes", "", "| claim | verdict | difference of mAP |"]
         lines.append("|---|---|---|")
@@ -83,6 +93,52 @@ def as_markdown(comparison: Comparison) -> str:
             bounds = f"{100 * d.mean:+.2f} [{100 * d.low:+.2f}, {100 * d.high:+.2f}]"
             lines.append(f"| {text} | {d.verdict} | {bounds} |")
     return "\n".join(lines) + "\n"
+
+
+def points(comparison: Comparison) -> list[Point]:
+    """The quality/cost curve's points: rows that serve the old model's vectors to queries of the
+    test itself, so that all are kept shares of one new/new.
+    """
+    reference = comparison.rows[MAIN].get("independent")
+    found = []
+    for name, runs in comparison.rows[MAIN].items():
+        if reference is None or not _shares_old(runs, reference):
+            continue
+        cost = comparison.costs[name]
+        found.append(Point(name, cost.stored, cost.microseconds, _kept(runs, reference)))
+    return found
+
+
+def _further(comparison: Comparison) -> list[str]:
+    """What the first table has no room for, of the main split."""
+    cells = ("served/served", *(f"{cell}, {part}" for cell in RANGED for part in (KNOWN, NEW)))
+    lines = [
+        "",
+        "## Further figures, main classes",
+        "",
+        "mAP in percent. *Known* classes trained the old model, *new* ones did not (FCT appendix "
+        "C). CKA: how alike the old embedding and the side-information are (0 to 1). Bytes: the "
+        "old embedding and the side-information of an item, float32 or a bit a number; the "
+        "gallery keeps float32 for either. µs: the transform of an item, the exported file, "
+        "one thread.",
+        "",
+        f"| method | {' | '.join(cells)} | CKA | bytes | µs |",
+        "|---" * (len(cells) + 4) + "|",
+    ]
+    for name, runs in comparison.rows[MAIN].items():
+        fields = [_map(runs, cell) for cell in cells]
+        cka = [run.extras["cka"] for run in runs if "cka" in run.extras]
+        fields.append(f"{_mean_of(cka):.2f}" if cka else "-")
+        cost = comparison.costs[name]
+        fields += [f"{cost.stored:.0f}", f"{cost.microseconds:.2f}"]
+        lines.append(f"| {name} | " + " | ".join(fields) + " |")
+    return lines
+
+
+def _map(runs: Sequence[Cells], cell: str) -> str:
+    if cell not in runs[0].by_query:
+        return "-"
+    return f"{100 * _mean_of(mean(run.by_query[cell]['map']) for run in runs):.1f}"
 
 
 def _cells(runs: Sequence[Cells]) -> dict[str, object]:
@@ -121,19 +177,27 @@ def _flips(run: Cells) -> float:
     return negative_flips(run.by_query["old/old"]["cmc1"], run.by_query["new/served"]["cmc1"])
 
 
-def _kept(runs: Sequence[Cells], reference: Sequence[Cells] | None) -> str:
+def _kept(runs: Sequence[Cells], reference: Sequence[Cells] | None) -> float:
     """Served mAP over the independent model's new/new: a compatible model that lost new/new must
     not look whole. Rows of other models (chains, allocations) are measured against their own.
     """
-    ends = []
-    for place, run in enumerate(runs):
-        own = reference is not None and np.array_equal(
-            reference[place].by_query["old/old"]["map"], run.by_query["old/old"]["map"]
+    bases = reference if reference is not None and _shares_old(runs, reference) else runs
+    return _mean_of(
+        1
+        - degradation(
+            mean(run.by_query["new/served"]["map"]), mean(base.by_query["new/new"]["map"])
         )
-        base = reference[place] if own and reference is not None else run
-        new = mean(base.by_query["new/new"]["map"])
-        ends.append(1 - degradation(mean(run.by_query["new/served"]["map"]), new))
-    return f"{100 * _mean_of(ends):.1f}"
+        for run, base in zip(runs, bases, strict=True)
+    )
+
+
+def _shares_old(runs: Sequence[Cells], reference: Sequence[Cells]) -> bool:
+    """Whether the rows stand on the same old model and test."""
+    pairs = zip(runs, reference, strict=True)
+    return all(
+        np.array_equal(run.by_query["old/old"]["map"], other.by_query["old/old"]["map"])
+        for run, other in pairs
+    )
 
 
 def _text(runs: Sequence[Cells] | None, cell: str) -> str:

@@ -6,6 +6,8 @@ from typing import Any
 
 from training.comparison.recipe import Place, Run
 
+TEST = "test"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -13,7 +15,8 @@ class Row:
 
     `side` made the side-information that is stored with the old embeddings. With `forward_head` the
     gallery is served through the upgrade that the new model's own training made (DMU). `int8`:
-    through the exported, quantised file.
+    through the exported, quantised file. `tested`: the folder of the place's images that are query
+    and gallery.
     """
 
     name: str
@@ -23,6 +26,7 @@ class Row:
     side: Run | None = None
     forward_head: bool = False
     int8: bool = False
+    tested: str = TEST
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -65,9 +69,14 @@ class Shared:
             name, classes=self.split.new, role="new", old=old, begun=self._begun, **values
         )
 
-    def side(self, kind: str) -> Run:
-        """psi of the old model's time, of a kind of FCT section 5.1."""
-        return self.place.side_encoder(f"side-{kind}", classes=self.split.old, kind=kind)
+    def side(self, kind: str, width: int | None = None) -> Run:
+        """psi of the old model's time, of a kind of FCT section 5.1; `width` where not the
+        preset's.
+        """
+        name, size = f"side-{kind}", {}
+        if width is not None:
+            name, size = f"{name}-{width}", {"side_info_dim": width}
+        return self.place.side_encoder(name, classes=self.split.old, kind=kind, **size)
 
     def compatible(self, name: str, method: str, **options: Any) -> Run:
         """A new model trained by a compatible method on all new classes."""

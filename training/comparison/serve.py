@@ -1,21 +1,19 @@
 """A gallery of old vectors as a row serves it: as it is, or carried along upgrades."""
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from training.comparison.exported import exported
 from training.comparison.rows import Row
 from training.config import EmbedderConfig
 from training.frozen import load_encoder
 from training.method import UpgradeShape
 from training.methods import embedder_method
-from training.onnx_export import export_onnx, quantise
 from training.run import load_part
 from training.transform import Upgrade, Upgraded
 from training.upgrade import read_upgrade
@@ -67,30 +65,12 @@ def forward_head(run_dir: Path, old_dim: int) -> Upgrade:
 
 
 def _quantised(step: Upgrade, embedding: Tensor, side: Tensor | None) -> Upgraded:
-    """The step through its exported int8 file, run by onnxruntime as on a device."""
-    inputs = {"embedding": embedding}
+    """The step through its exported int8 file."""
+    inputs = {"embedding": embedding.numpy()}
     if step.reads_side:
         assert side is not None
-        inputs["side"] = side
-    module = _EmbeddingAlone(step)
-    with tempfile.TemporaryDirectory() as folder:
-        whole, small = Path(folder) / "model.onnx", Path(folder) / "model.int8.onnx"
-        export_onnx(module, {k: v[:8] for k, v in inputs.items()}, ("upgraded",), whole)
-        quantise(whole, small)
-        session = onnxruntime.InferenceSession(
-            small.read_bytes(), providers=["CPUExecutionProvider"]
-        )
-    (upgraded,) = session.run(None, {k: v.numpy() for k, v in inputs.items()})
+        inputs["side"] = side.numpy()
+    side_dim = 0 if side is None else side.shape[1]
+    session = exported(step, embedding.shape[1], side_dim, int8=True)
+    (upgraded,) = session.run(["upgraded"], inputs)
     return Upgraded(torch.from_numpy(upgraded), None, None)
-
-
-class _EmbeddingAlone(torch.nn.Module):
-    """An upgrade's first output."""
-
-    def __init__(self, upgrade: Upgrade) -> None:
-        super().__init__()
-        self.upgrade = upgrade
-
-    def forward(self, embedding: Tensor, side: Tensor | None = None) -> Tensor:
-        output: Tensor = self.upgrade(embedding, side).embedding
-        return output

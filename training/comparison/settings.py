@@ -1,16 +1,21 @@
-"""Rows in settings of their own: updates in a row, wrong labels, UniBCT's allocations.
+"""Rows in settings of their own: updates in a row, wrong labels, UniBCT's allocations, other
+domains.
 
 They exist on the main split alone, whose `first_of_chain` says so.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from training.allocations import ALLOCATIONS
-from training.comparison.data import allocated, with_label_noise
-from training.comparison.recipe import Place, Run
-from training.comparison.rows import Row, Shared
+from training.comparison.data import allocated, later_classes, with_label_noise
+from training.comparison.domains import SHIFTS, write_foreign
+from training.comparison.recipe import STEPS, Place, Run
+from training.comparison.rows import TEST, Row, Shared
 
 NOISE = 0.2
+# Folders of images that are made on demand, below the place's own.
+FOREIGN, DISJOINT = "foreign", "disjoint"
 
 
 def chains(shared: Shared) -> list[Row]:
@@ -53,6 +58,79 @@ def _trained_in_a_row(shared: Shared, method: str, v1: Run) -> Row:
     second = step(f"{method}-v2", split.second_of_chain, "second", v1)
     third = step(f"{method}-v3", split.new, "new", second)
     return Row(f"{method}_chain", v1, third)
+
+
+def long_chain(shared: Shared) -> list[Row]:
+    """FCT appendix H: five small updates from the old to the new classes, h of h of h, with the
+    side-information that g carries along, and without. One row a number of updates.
+    """
+    split, place = shared.split, shared.place
+    if split.first_of_chain is None:
+        return []
+    hops = len(STEPS) + 1
+    classes = [split.old + (split.new - split.old) * hop // hops for hop in range(hops + 1)]
+    between = [
+        place.embedder(f"chain-{count}", classes=count, role=role)
+        for count, role in zip(classes[1:-1], STEPS, strict=True)
+    ]
+    models = [shared.old, *between, shared.new]
+    sides = [shared.side("simclr")]
+    for count in classes[1:-1]:
+        side = place.side_encoder(f"chain-side-{count}", classes=count, kind="simclr")
+        sides.append(side)
+    route: tuple[Run, ...] = ()
+    plain: tuple[Run, ...] = ()
+    rows = []
+    for hop in range(hops):
+        old, new, count = models[hop], models[hop + 1], classes[hop + 1]
+        name = f"upgrade-chain-{count}"
+        # The last side-information has no next update to serve.
+        carried = {} if hop + 1 == hops else {"new_side": sides[hop + 1]}
+        route += (place.upgrade(name, old, new, classes=count, side=sides[hop], **carried),)
+        plain += (place.upgrade(f"{name}-none", old, new, classes=count),)
+        rows += [
+            Row(f"long_chain:{hop + 1}", shared.old, new, route, sides[0]),
+            Row(f"long_chain_none:{hop + 1}", shared.old, new, plain),
+        ]
+    return rows
+
+
+def foreign(shared: Shared) -> list[Row]:
+    """FCT appendix B: the models as they are, in domains that none of them trained on."""
+    if shared.split.first_of_chain is None:
+        return []
+    rows = [
+        Row("independent", shared.old, shared.new),
+        shared.upgrade_row("fct_none", "fct"),
+        *(
+            shared.upgrade_row(f"fct_{kind}", "fct", shared.side(kind))
+            for kind in ("autoencoder", "alternate", "simclr")
+        ),
+        shared.upgrade_row("residual_simclr", "residual", shared.side("simclr")),
+    ]
+    return [
+        replace(row, name=f"{domain}:{row.name}", tested=f"{FOREIGN}/{domain}")
+        for domain in SHIFTS
+        for row in rows
+    ]
+
+
+def disjoint(shared: Shared) -> list[Row]:
+    """FCT appendix I: phi_new, h and the test know only classes that phi_old and psi never saw."""
+    place, split = shared.place, shared.split
+    if split.first_of_chain is None:
+        return []
+    images = place.images / DISJOINT / "train"
+    new = place.embedder("disjoint-new", classes=None, role="new", images=images)
+
+    def row(name: str, side: Run | None) -> Row:
+        run = place.upgrade(
+            f"upgrade-disjoint-{name}", shared.old, new, classes=None, side=side, images=images
+        )
+        return Row(f"disjoint:{name}", shared.old, new, (run,), side, tested=f"{DISJOINT}/{TEST}")
+
+    alone = Row("disjoint:independent", shared.old, new, tested=f"{DISJOINT}/{TEST}")
+    return [alone, row("fct_none", None), row("fct_simclr", shared.side("simclr"))]
 
 
 def noise(shared: Shared) -> list[Row]:
@@ -113,15 +191,23 @@ def allocations(shared: Shared) -> list[Row]:
 
 
 def prepare(place: Place, rows: list[Row]) -> None:
-    """Make the images that `rows` train on and that are not there, from the training images."""
-    train = place.images / "train"
+    """Make the images that `rows` train and are tested on and that are not there."""
     for row in rows:
-        for run in row.runs:
-            images = run.values["images"]
+        folders = [run.values["images"] for run in row.runs]
+        for images in (*folders, place.images / row.tested):
             assert isinstance(images, Path)
-            if images.is_dir():
-                continue
-            if images.name == "noisy":
-                with_label_noise(train, images, NOISE, place.seed)
-            else:
-                allocated(train, images.parent.name, images.parent, place.seed)
+            if not images.is_dir():
+                _make(place, images)
+
+
+def _make(place: Place, images: Path) -> None:
+    train, test = place.images / "train", place.images / TEST
+    group = images.parent.name
+    if images.name == "noisy":
+        with_label_noise(train, images, NOISE, place.seed)
+    elif group == FOREIGN:
+        write_foreign(test, images)
+    elif group == DISJOINT:
+        later_classes(place.images / images.name, images, place.split.old)
+    else:
+        allocated(train, group, images.parent, place.seed)

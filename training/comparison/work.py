@@ -13,9 +13,9 @@ import torch
 from release.digests import sha256_file
 from training.comparison.cells import evaluation, measure, read_cells, write_cells
 from training.comparison.recipe import Place, Run, ensure
-from training.comparison.rows import Row
+from training.comparison.rows import TEST, Row
 from training.comparison.settings import prepare
-from training.data import list_images
+from training.data import Listing, list_images
 from training.run import CHECKPOINT
 
 Planned = Sequence[tuple[Place, Sequence[Row]]]
@@ -70,14 +70,19 @@ def measure_row(place: Place, row: Row) -> None:
     if read_cells(path, key) is not None:
         return
     started = time.monotonic()
-    listing = list_images(place.images / "test")
+    test = evaluation(images_of(place, row), place.preset.metric, place.runs / "features")
+    write_cells(path, measure(row, test), key)
+    _tell(f"measured {row.name}, {place.split.name}, seed {place.seed}", started)
+
+
+def images_of(place: Place, row: Row) -> Listing:
+    """Queries and gallery of a row: the split's classes, or a folder of its own."""
+    listing = list_images(place.images / row.tested)
+    if row.tested != TEST:
+        return listing
     split = place.split
     shown = (listing.labels >= split.tested_first) & (listing.labels < split.tested_end)
-    test = evaluation(
-        listing.select(shown.nonzero()[0]), place.preset.metric, place.runs / "features"
-    )
-    write_cells(path, measure(row, test), key)
-    _tell(f"measured {row.name}, {split.name}, seed {place.seed}", started)
+    return listing.select(shown.nonzero()[0])
 
 
 def cells_path(place: Place, row: Row) -> Path:
@@ -87,7 +92,8 @@ def cells_path(place: Place, row: Row) -> Path:
 
 def _key(row: Row) -> str:
     digests = [sha256_file(run.folder / CHECKPOINT)[:16] for run in row.runs]
-    return " ".join([*digests, f"int8={row.int8}"])
+    elsewhere = [] if row.tested == TEST else [f"tested={row.tested}"]
+    return " ".join([*digests, f"int8={row.int8}", *elsewhere])
 
 
 def _tell(what: str, started: float) -> None:

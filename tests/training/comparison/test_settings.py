@@ -1,0 +1,143 @@
+"""Rows in settings of their own: other domains, classes that share nothing, chains of updates."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from training.comparison.catalogue import rows_of
+from training.comparison.cells import read_cells
+from training.comparison.data import train_and_test, write_digits
+from training.comparison.domains import SHIFTS, write_foreign
+from training.comparison.presets import DIGITS
+from training.comparison.recipe import Place, Run
+from training.comparison.work import do, images_of
+from training.data import list_images
+from training.run import read_finished
+
+SHORT = {
+    "embedder": {"epochs": 2, "batch_size": 16},
+    "side_encoder": {"epochs": 3, "batch_size": 16},
+    "upgrade": {"epochs": 3, "batch_size": 32, "views": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """The digits' main split, its runs short."""
+    folder = tmp_path_factory.mktemp("place")
+    write_digits(folder / "digits")
+    # A tenth is tested, and a tenth of the rest trains: enough to see what is connected to what.
+    train_and_test(folder / "digits", folder / "few", 0.2, 0)
+    train_and_test(folder / "few" / "test", folder / "data", 0.4, 0)
+    return Place(DIGITS, DIGITS.splits[0], 0, folder / "data", folder / "runs", SHORT)
+
+
+def slow_mean(image: np.ndarray) -> np.ndarray:
+    """Each pixel the mean of the 3 x 3 around it, edges repeated."""
+    height, width, channels = image.shape
+    out = np.empty(image.shape)
+    for y in range(height):
+        for x in range(width):
+            for c in range(channels):
+                total = 0.0
+                for dy in (-1, 0, 1):
+                    for dx in (-1, 0, 1):
+                        near_y = min(max(y + dy, 0), height - 1)
+                        near_x = min(max(x + dx, 0), width - 1)
+                        total += image[near_y, near_x, c]
+                out[y, x, c] = total / 9
+    return out
+
+
+def test_a_shift_is_what_it_says(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3)).astype(np.uint8)
+    test = tmp_path / "test" / "ant"
+    test.mkdir(parents=True)
+    Image.fromarray(pixels).save(test / "0.png")
+    shifted = {}
+    for name in SHIFTS:
+        write_foreign(tmp_path / "test", tmp_path / name)
+        assert list_images(tmp_path / name).paths == ("ant/0.png",)
+        shifted[name] = np.asarray(Image.open(tmp_path / name / "ant" / "0.png")).astype(int)
+    assert np.array_equal(shifted["negative"], 255 - pixels.astype(int))
+    assert np.abs(shifted["blurred"] - slow_mean(pixels)).max() <= 1
+
+
+def test_models_meet_images_of_a_domain_that_they_did_not_train_on(place: Place) -> None:
+    rows = {row.name: row for row in rows_of(place, ("foreign", "independent"))}
+    do([(place, [rows["independent"], rows["negative:independent"]])], 1)
+    plain, shifted = (
+        read_cells(place.runs / "cells" / f"{name}.npz")
+        for name in ("independent", "negative-independent")
+    )
+    assert plain is not None and shifted is not None
+    # The same models and labels, other pixels.
+    assert rows["negative:independent"].runs == rows["independent"].runs
+    assert not np.array_equal(plain.by_query["new/new"]["map"], shifted.by_query["new/new"]["map"])
+    assert len(plain.by_query["new/new"]["map"]) == len(shifted.by_query["new/new"]["map"])
+    trained = {run.values["images"] for row in rows.values() for run in row.runs}
+    assert trained == {place.images / "train"}
+
+
+def test_disjoint_objectives_share_no_class(place: Place) -> None:
+    row = next(iter(rows_of(place, ("disjoint:fct_simclr",))))
+    do([(place, [row])], 1)
+    assert row.side is not None
+    old, side, new, upgrade = (
+        set(read_finished(run.folder).class_names)
+        for run in (row.old, row.side, row.new, row.route[0])
+    )
+    tested = set(images_of(place, row).class_names)
+    assert old == side == set("01234") and new == upgrade == tested == set("56789")
+    cells = read_cells(place.runs / "cells" / "disjoint-fct_simclr.npz")
+    assert cells is not None
+    assert len(cells.by_query["new/served"]["map"]) == len(images_of(place, row))
+
+
+def test_a_long_chain_hands_each_model_and_side_information_on(place: Place) -> None:
+    rows = {row.name: row for row in rows_of(place, ("long_chain",))}
+    longest, none = rows["long_chain:5"], rows["long_chain_none:5"]
+
+    def of(run: Run, key: str) -> object:
+        return run.values.get(key)
+
+    assert [of(hop, "classes") for hop in longest.route] == [6, 7, 8, 9, 10]
+    for before, after in zip(longest.route, longest.route[1:], strict=False):
+        assert of(before, "new") == of(after, "old")
+        assert of(before, "new_side") == of(after, "old_side") is not None
+    assert all(of(hop, "old_side") is of(hop, "new_side") is None for hop in none.route)
+    assert of(longest.route[0], "old") == longest.old.folder
+    assert of(longest.route[-1], "new") == longest.new.folder
+    # Five models and five different starts, so that neighbours are not alike by their seed.
+    models = {run.folder: run.values["seed"] for row in rows.values() for run in (row.old, row.new)}
+    assert len(models) == len(set(models.values())) == 6
+    for length in range(1, 6):
+        assert rows[f"long_chain:{length}"].route == longest.route[:length]
+
+
+def test_a_chain_of_two_is_measured(place: Place) -> None:
+    rows = {row.name: row for row in rows_of(place, ("long_chain",))}
+    do([(place, [rows["long_chain:2"]])], 1)
+    cells = read_cells(place.runs / "cells" / "long_chain-2.npz")
+    assert cells is not None and "served/served" in cells.by_query
+    assert read_finished(rows["long_chain:2"].route[0].folder).facts["new_side_dim"] == 32
+
+
+def test_rows_of_other_seeds_share_no_start(place: Place) -> None:
+    def seeds(number: int) -> set[object]:
+        here = replace(place, seed=number)
+        return {run.values["seed"] for row in rows_of(here, ("long_chain",)) for run in row.runs}
+
+    assert seeds(0).isdisjoint(seeds(1))
+
+
+def test_rivals_of_more_copies_take_as_many_steps(place: Place) -> None:
+    """Digits 0-9 of which 5 are new: 4 copies of half of the images are 2.5 epochs' worth."""
+    plain, copied = rows_of(replace(place, changes={}), ("fct_simclr", "fct_simclr_upweighted"))
+    assert plain.route[0].values["epochs"] == 40
+    values = copied.route[0].values
+    assert (values["epochs"], values["unseen_copies"]) == (16, 4)
+    assert values["warmup_epochs"] == pytest.approx(2 / 2.5)
