@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from release.durable import write_file
 from release.errors import ConfigurationError, VerificationError
-from training.config import Config, parse_config
+from training.config import Config
+from training.config_file import parse_config
 
 CHECKPOINT, CONFIG, STATS = "checkpoint.safetensors", "config.yaml", "stats.jsonl"
 _FORMAT = "nobackfill-checkpoint-1"

@@ -11,7 +11,8 @@ import typer
 from release.digests import sha256_file
 from release.errors import InvalidInputError
 from training.command import command_app
-from training.config import Config, EmbedderConfig, SideEncoderConfig, UpgradeConfig, load_config
+from training.config import Config, EmbedderConfig, SideEncoderConfig, UpgradeConfig
+from training.config_file import load_config
 from training.data import Listing, decode, hold_out, list_images, readable, require_classes
 from training.embedder import EmbedderObjective
 from training.frozen import load_classifier

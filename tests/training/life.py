@@ -12,7 +12,8 @@ from typer import Typer
 from typer.testing import CliRunner, Result
 
 from training import evaluate, export
-from training.config import Config, parse_config
+from training.config import Config
+from training.config_file import parse_config
 from training.progress import Progress
 from training.run import Checkpoint
 from training.train import train

@@ -4,7 +4,8 @@ import pytest
 
 from release.errors import ConfigurationError
 from training.comparison.presets import PRESETS as PRESETS_OF_COMPARE
-from training.config import EmbedderConfig, UpgradeConfig, load_config, parse_config
+from training.config import EmbedderConfig, UpgradeConfig
+from training.config_file import load_config, parse_config
 
 PRESETS = sorted(Path("configs").rglob("*.yaml"))
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from release.errors import NobackfillError
-from training.config import Config, parse_config
+from training.config import Config
+from training.config_file import parse_config
 from training.loop import fit
 from training.objective import Batch, Objective, Terms
 from training.progress import Progress

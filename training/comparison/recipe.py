@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from training.comparison.presets import Preset, Split, Values
-from training.config import parse_config
+from training.config_file import parse_config
 from training.progress import Progress
 from training.train import train
 

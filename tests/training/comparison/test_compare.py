@@ -28,7 +28,7 @@ from training.comparison.presets import (
 from training.comparison.recipe import Place
 from training.comparison.results import Comparison, as_json, as_markdown, points
 from training.comparison.work import do, levels
-from training.config import parse_config
+from training.config_file import parse_config
 from training.data import list_images
 
 SHORT: Mapping[str, Mapping[str, object]] = {
