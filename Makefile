@@ -13,7 +13,7 @@ CHROMA_READY := build/chroma/.ready
 PROTOS := $(wildcard protos/nobackfill/v1/*.proto)
 CODE := metrics release gallery training server client report demo bench tests protos/generate.py
 
-.PHONY: help setup demo test faults lint fmt proto bench clean
+.PHONY: help setup demo test faults random soak lint fmt proto bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -43,6 +43,12 @@ test: setup ## the whole suite, CPU only, no network
 
 faults: setup ## the long crash and fault sweeps
 	$(BIN)/python -m pytest -q -m faults tests
+
+random: setup ## long random lives of the whole system against a model; SEEDS=20 OPS=10000 FIRST=1
+	$(BIN)/python -m tests.lives.run --seeds $(or $(SEEDS),20) --operations $(or $(OPS),10000) --first $(or $(FIRST),1)
+
+soak: setup ## swaps under load for a long time, nothing may grow; MINUTES=20 SWAPS=50
+	$(BIN)/python -m tests.lives.soak --minutes $(or $(MINUTES),20) --swaps $(or $(SWAPS),50)
 
 lint: $(READY) ## ruff, mypy --strict, .proto rules, generated code fresh
 	$(BIN)/ruff check $(CODE)

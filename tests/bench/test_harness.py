@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from bench import record
 from bench.harness import Contender, Measured, Scale, Table, compared, interleave, rate, seconds
+from bench.run import TOPICS
 
 
 def test_contenders_take_turns_and_the_first_round_is_not_counted() -> None:
@@ -107,3 +109,14 @@ def test_docs_show_the_newest_tables_and_keep_their_own_words(tmp_path: Path) ->
     assert "Not measured yet." in first
     record.refresh_docs(docs, results)
     assert docs.read_text() == first
+
+
+def test_the_docs_show_what_was_measured_last(tmp_path: Path) -> None:
+    docs = tmp_path / "benchmarks.md"
+    docs.write_text(record.DOCS.read_text())
+    record.refresh_docs(docs)
+    assert docs.read_text() == record.DOCS.read_text(), "run `bench/run.py --docs` and commit"
+
+
+def test_the_docs_have_a_place_for_each_topic() -> None:
+    assert re.findall(r"^<!-- (?!end)(\w+) -->$", record.DOCS.read_text(), re.M) == list(TOPICS)

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 SIZE = 8
 BLOCK = 8
-BLOCKS = 4
+BLOCKS = 8
 DIM = BLOCK * BLOCKS
 SIDE_BLOCK = 4
 SIDE_DIM = SIDE_BLOCK * BLOCKS

@@ -1,0 +1,190 @@
+"""Swaps under load for a long time: `make soak MINUTES=20 SWAPS=50`. Nothing may grow.
+
+A gateway with its real Triton serves one gallery that has a graph, to clients that search without a
+pause and one that replaces and deletes items. Every few seconds memory, file descriptors and shared
+memory of the gateway and of each process below it are written down; a line is fitted through what
+came after the warm-up.
+"""
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from nobackfill.v1 import gallery_pb2, release_pb2
+from tests.server.load import ITEMS, Load
+from tests.server.process import Served, children, serving, triton_venv
+from tests.server.support import Client, images
+from tests.support.blocks import manifest, png, publish_block_release
+
+# A gallery of more items than this is searched by a graph.
+EXTRA = 2_500
+EVERY_S = 5.0
+# Of the time, before growth counts: caches fill, allocators take what they keep.
+WARM_UP = 0.3
+# Bounds. Memory: what the fit of a process that leaks nothing still shows, see docs/benchmarks.md.
+MEGABYTES_A_MINUTE = 1.0
+DESCRIPTORS = 3
+SHARED_BYTES = 0
+
+
+@dataclass
+class Watch:
+    """Samples by process: (minute, resident bytes, open descriptors); and bytes in /dev/shm."""
+
+    processes: dict[str, list[tuple[float, int, int]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    shared: list[tuple[float, int]] = field(default_factory=list)
+
+    def look(self, minute: float, served: Served) -> None:
+        """One sample of everything."""
+        seen = Counter[str]()
+        for pid in [served.process.pid, *sorted(children(served.process.pid))]:
+            process = Path(f"/proc/{pid}")
+            try:
+                name = (process / "comm").read_text().strip()
+                pages = int((process / "statm").read_text().split()[1])
+                descriptors = len(list((process / "fd").iterdir()))
+            except OSError:
+                # Gone since it was listed: the ONNX gate's, say, which lives for a second.
+                continue
+            seen[name] += 1
+            sample = minute, pages * 4096, descriptors
+            self.processes[f"{name} {seen[name]}"].append(sample)
+        shared = Path("/dev/shm").iterdir()
+        self.shared.append((minute, sum(file.stat().st_size for file in shared if file.is_file())))
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Of one figure, after the warm-up: median of the first and last fifth, and the fitted line's
+    slope a minute."""
+
+    first: float
+    last: float
+    slope: float
+
+    @classmethod
+    def of(cls, samples: list[tuple[float, float]]) -> "Growth":
+        """Of (minute, value)."""
+        minutes = [minute for minute, _ in samples]
+        start = minutes[0] + WARM_UP * (minutes[-1] - minutes[0])
+        late = [sample for sample in samples if sample[0] >= start]
+        fifth = max(1, len(late) // 5)
+        values = [value for _, value in late]
+        slope = float(np.polyfit([minute for minute, _ in late], values, 1)[0])
+        return cls(statistics.median(values[:fifth]), statistics.median(values[-fifth:]), slope)
+
+
+def soak(top: Path, minutes: float, swaps: int) -> tuple[Watch, Load]:
+    """Serve, load, swap; what was seen."""
+    repo, watch = top / "repo", Watch()
+    publish_block_release(repo, 1)
+    venv = triton_venv()
+    options = [f"--triton-venv={venv}"] if venv else ["--triton=in-process"]
+    with serving(repo, top / "data", *options) as served, Client(served.address) as client:
+        client.create()
+        for first in range(0, ITEMS + EXTRA, 100):
+            client.put_images(images(ITEMS + EXTRA)[first : first + 100], first=first)
+        publish_block_release(repo, 2, [1])
+        ended = threading.Event()
+        writer = threading.Thread(target=_write, args=(served.address, ended))
+        began = time.monotonic()
+        with Load(served.address, 2, manifest(repo, 1), manifest(repo, 2)) as load:
+            writer.start()
+            due = [began + 60 * minutes * (i + 0.5) / swaps for i in range(swaps)]
+            for number, (moment, _) in enumerate(pairwise([*due, 0.0])):
+                _look_until(watch, served, began, moment)
+                _swap(client, number)
+            _look_until(watch, served, began, began + 60 * minutes)
+        ended.set()
+        writer.join()
+    return watch, load
+
+
+def _look_until(watch: Watch, served: Served, began: float, moment: float) -> None:
+    while (now := time.monotonic()) < moment:
+        watch.look((now - began) / 60, served)
+        time.sleep(min(EVERY_S, max(0.0, moment - time.monotonic())))
+
+
+def _swap(client: Client, number: int) -> None:
+    """Activations of release 2 and rollbacks in turn."""
+    if number % 2:
+        assert client.rollback(confirm=True).done
+        return
+    event = client.activate(2, ("CUTOVER", "DUAL")[number // 2 % 2])
+    assert event.phase == release_pb2.PHASE_DONE, f"{event}"
+
+
+def _write(address: str, ended: threading.Event) -> None:
+    """Replace and delete items that no query asks for, so that every swap has some to carry."""
+    rng = np.random.default_rng(0)
+    pictures = [png(picture) for picture in images(200, seed=7)]
+    with Client(address) as client:
+        while not ended.wait(0.2):
+            names = [f"i{ITEMS + int(n)}" for n in rng.integers(EXTRA, size=4)]
+            client.put(
+                [
+                    gallery_pb2.PutItem(id=name, image=pictures[int(rng.integers(200))])
+                    for name in dict.fromkeys(names[:3])
+                ]
+            )
+            request = gallery_pb2.DeleteItemsRequest(gallery="g", ids=names[3:])
+            client.galleries.DeleteItems(request)
+
+
+def tell(watch: Watch, load: Load) -> list[str]:
+    """Print what was seen; what is beyond its bound."""
+    wrong = [f"{sum(load.failed.values())} failed calls: {load.failed}"] if load.failed else []
+    wrong += load.wrong[:5]
+    print(f"{len(load.latencies):,} answers, {sum(load.failed.values())} failed, "
+          f"{len(load.wrong)} wrong, by release {dict(sorted(load.answered.items()))}")  # fmt: skip
+    print(f"{'process':24} {'MiB first':>10} {'last':>8} {'a minute':>9} {'files':>6} {'last':>5}")
+    longest = max(map(len, watch.processes.values()))
+    for name, samples in watch.processes.items():
+        if len(samples) < longest / 2:
+            continue
+        memory = Growth.of([(minute, resident / 2**20) for minute, resident, _ in samples])
+        files = Growth.of([(minute, count) for minute, _, count in samples])
+        print(f"{name:24} {memory.first:10.1f} {memory.last:8.1f} {memory.slope:9.2f} "
+              f"{files.first:6.0f} {files.last:5.0f}")  # fmt: skip
+        if memory.slope > MEGABYTES_A_MINUTE:
+            wrong.append(f"{name} grows by {memory.slope:.2f} MiB a minute")
+        if files.last - files.first > DESCRIPTORS:
+            wrong.append(f"{name} has {files.last - files.first:.0f} more files open")
+    shared = Growth.of([(minute, float(size)) for minute, size in watch.shared])
+    print(f"{'shared memory':24} {shared.first / 2**20:10.1f} {shared.last / 2**20:8.1f}")
+    if shared.last - shared.first > SHARED_BYTES:
+        wrong.append(f"shared memory grows by {shared.last - shared.first:.0f} bytes")
+    return wrong
+
+
+def main() -> None:
+    """Soak as long as asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--swaps", type=int, default=50)
+    asked = parser.parse_args()
+    # Not in memory: that is what is watched.
+    top = Path(tempfile.mkdtemp(prefix="nobackfill-soak-"))
+    try:
+        wrong = tell(*soak(top, asked.minutes, asked.swaps))
+    finally:
+        shutil.rmtree(top)
+    if wrong:
+        sys.exit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
