@@ -74,3 +74,13 @@ def test_every_exit_code_is_documented() -> None:
     reasons = {e.reason for e in classes if issubclass(e, errors.PreconditionError)}
     for reason in reasons - {"PRECONDITION"}:
         assert reason in text
+
+
+def test_the_readme_shows_rows_of_the_measured_table() -> None:
+    measured = (ROOT / "bench/results/compare-digits.md").read_text(encoding="utf-8").splitlines()
+    head = next(line for line in measured if line.startswith("| method"))
+    shown = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    start = shown.index(head)
+    rows = shown[start : shown.index("", start)]
+    assert len(rows) > 10
+    assert [row for row in rows if row not in measured] == []
