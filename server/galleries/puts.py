@@ -166,8 +166,8 @@ class Putting:
         runner = self._runner_of(manifest, plan.query, side is not None)
         if runner is None:
             raise IncompatibleSpaceError(
-                f"vectors of release {manifest.release} cannot be carried to release "
-                f"{plan.query.release} without side-information; send it, or the image"
+                f"no published upgrade carries vectors of release {manifest.release} to release "
+                f"{plan.query.release} with the side-information sent; send the image"
             )
         carried = runner.run(embedding, side)
         return (

@@ -83,18 +83,17 @@ class Upgrading:
         self._state = state
         self._lock = threading.Lock()
         self._jobs: dict[str, Job] = {}
-        self._runners: dict[tuple[int, int, bool], RouteRunner | None] = {}
+        self._runners: dict[tuple[int, ...], RouteRunner] = {}
         self.changed = Changed()
 
     def route(self, hosted: Hosted, target: int) -> Route | None:
         """The best way from the gallery's active space to release `target`, or None."""
         source = hosted.spec()
-        return plan_route(
-            self._catalog.usable(source.release),
-            source.release,
-            target,
-            has_side=source.side_space is not None,
-        )
+        return self._route(source.release, target, source.side_space is not None)
+
+    def _route(self, source: int, target: int, has_side: bool) -> Route | None:
+        usable = self._catalog.usable(source)
+        return plan_route(usable, source, target, has_side) if target in usable else None
 
     def estimate(self, hosted: Hosted, target: Manifest) -> tuple[Estimate, Route]:
         """Cost of an upgrade, measured on a few items. Raises PreconditionError without a route."""
@@ -150,14 +149,14 @@ class Upgrading:
         return outcome
 
     def runner(self, source: Manifest, target: Manifest, has_side: bool) -> RouteRunner | None:
-        """The models of the best route, opened once; None if there is none."""
-        key = (source.release, target.release, has_side)
+        """The models of the best route, opened once; None if there is none, or none any more."""
+        route = self._route(source.release, target.release, has_side)
+        if route is None:
+            return None
         with self._lock:
-            if key not in self._runners:
-                usable = self._catalog.usable(source.release)
-                route = plan_route(usable, source.release, target.release, has_side)
-                self._runners[key] = open_route(self._files, route, int8=True) if route else None
-            return self._runners[key]
+            if route.releases not in self._runners:
+                self._runners[route.releases] = open_route(self._files, route, int8=True)
+            return self._runners[route.releases]
 
     def pause(self, gallery: str) -> None:
         """Stop the job of a gallery after its present chunk, and those to come, until `resume`;

@@ -16,6 +16,7 @@ from release.manifest import Manifest
 from server.gateway import Gateway
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, embedding, ids, images, refusal, running, side_info, vector
+from tests.support.blocks import png
 
 OLD, ALL = 6, 12
 
@@ -189,3 +190,28 @@ def test_old_clients_put_vectors_that_are_carried_over(
     assert hit.distance == pytest.approx(0, abs=1e-4)
     assert client.rollback(confirm=True).lost_items == 0
     assert client.search(image).hits[0].id == "old"
+
+
+def test_vectors_that_only_a_withdrawn_upgrade_carries_are_refused_alone(
+    client: Client, repo: Path, stages: Stages, withdrawn_stage: Path, one: Manifest
+) -> None:
+    """Found by `make random`, seed 1: they were carried until a restart, then failed the call."""
+    client.create()
+    client.put_images(images(2))
+    publish_stage(repo, stages[2])
+    client.activate(2)
+
+    def old(number: int) -> gallery_pb2.PutItem:
+        image = images(1, number)[0]
+        vectors = gallery_pb2.Vectors(
+            embedding=embedding(one, image), side_info=side_info(one, image)
+        )
+        return gallery_pb2.PutItem(id=f"old{number}", vectors=vectors)
+
+    assert client.put([old(5)]).stored == 1
+    publish_stage(repo, withdrawn_stage)
+    while client.states()[2] != "ACTIVE" or 3 not in client.states():
+        pass
+    image = gallery_pb2.PutItem(id="new", image=png(images(1, 7)[0]))
+    answer = client.put([old(6), image])
+    assert (answer.stored, [error.id for error in answer.errors]) == (1, ["old6"])
