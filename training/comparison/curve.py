@@ -33,31 +33,30 @@ _PANELS: Mapping[str, str] = {
 
 
 def draw(points: Sequence[Point], title: str) -> bytes:
-    """All points; those of the front are joined and named."""
+    """All points in grey; those of the front are joined, coloured and named, the cheapest first."""
     # Imported here: only compare.py's last step draws.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    figure = Figure(figsize=(11, 5), layout="constrained")
     figure.suptitle(title)
-    for axes, (cost, label) in zip(
-        figure.subplots(1, 2, sharey=True), _PANELS.items(), strict=True
-    ):
-        axes.scatter([getattr(p, cost) for p in points], [100 * p.kept for p in points], s=12)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (cost, label) in zip(panels, _PANELS.items(), strict=True):
+
+        def place(shown: Sequence[Point], cost: str = cost) -> tuple[list[float], list[float]]:
+            return [getattr(p, cost) for p in shown], [100 * p.kept for p in shown]
+
         best = front(points, cost)
-        axes.plot(
-            [getattr(p, cost) for p in best], [100 * p.kept for p in best], drawstyle="steps-post"
-        )
+        axes.plot(*place(points), ".", color="#c8ccd0")
+        axes.plot(*place(best), drawstyle="steps-post", color="#c8ccd0", zorder=1)
         for point in best:
-            axes.annotate(
-                point.name,
-                (getattr(point, cost), 100 * point.kept),
-                xytext=(3, -9),
-                textcoords="offset points",
-                fontsize=7,
-            )
+            told = f"{point.name}: {getattr(point, cost):.3g}, {100 * point.kept:.1f} %"
+            axes.plot(*place([point]), "o", label=told)
+        axes.legend(loc="lower right", fontsize=8)
         axes.set_xlabel(label)
-    figure.axes[0].set_ylabel("mAP kept of embedding everything again, %")
+    # From 0, which a gallery searched as it is costs, over tenths to tens.
+    panels[1].set_xscale("symlog", linthresh=0.1)
+    panels[0].set_ylabel("mAP kept of embedding everything again, %")
     image = io.BytesIO()
     # The same bytes for the same points.
     with rc_context({"svg.hashsalt": "nobackfill"}):

@@ -54,8 +54,8 @@ def test_the_picture_names_the_front_and_is_the_same_each_time() -> None:
     assert image == draw(points, "a title")
     comments = image.decode()
     assert ET.fromstring(image).tag.endswith("svg")
-    assert "<!-- best -->" in comments and "<!-- plain -->" in comments
-    assert "<!-- poor -->" not in comments and "<!-- a title -->" in comments
+    assert "<!-- best: 256, 90.0 % -->" in comments and "<!-- plain: 0, 50.0 % -->" in comments
+    assert "poor" not in comments and "<!-- a title -->" in comments
 
 
 def test_stored_bytes_count_bits_as_bits(tmp_path: Path) -> None:
