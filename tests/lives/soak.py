@@ -8,7 +8,6 @@ came after the warm-up.
 
 import argparse
 import shutil
-import statistics
 import sys
 import tempfile
 import threading
@@ -34,56 +33,62 @@ WARM_UP = 0.3
 # Bounds. Memory: what the fit of a process that leaks nothing still shows, see docs/benchmarks.md.
 MEGABYTES_A_MINUTE = 1.0
 DESCRIPTORS = 3
-SHARED_BYTES = 0
+SHARED_MEGABYTES = 0.0
 
 
 @dataclass
 class Watch:
-    """Samples by process: (minute, resident bytes, open descriptors); and bytes in /dev/shm."""
+    """Samples by program, all its processes together: (minute, resident bytes, open descriptors);
+    and bytes of the files in /dev/shm that any of them has mapped."""
 
-    processes: dict[str, list[tuple[float, int, int]]] = field(
+    programs: dict[str, list[tuple[float, int, int]]] = field(
         default_factory=lambda: defaultdict(list)
     )
     shared: list[tuple[float, int]] = field(default_factory=list)
 
     def look(self, minute: float, served: Served) -> None:
         """One sample of everything."""
-        seen = Counter[str]()
+        resident, descriptors, shared = Counter[str](), Counter[str](), set[Path]()
         for pid in [served.process.pid, *sorted(children(served.process.pid))]:
             process = Path(f"/proc/{pid}")
             try:
                 name = (process / "comm").read_text().strip()
                 pages = int((process / "statm").read_text().split()[1])
-                descriptors = len(list((process / "fd").iterdir()))
+                files = len(list((process / "fd").iterdir()))
+                maps = (process / "maps").read_text().splitlines()
             except OSError:
                 # Gone since it was listed: the ONNX gate's, say, which lives for a second.
                 continue
-            seen[name] += 1
-            sample = minute, pages * 4096, descriptors
-            self.processes[f"{name} {seen[name]}"].append(sample)
-        shared = Path("/dev/shm").iterdir()
-        self.shared.append((minute, sum(file.stat().st_size for file in shared if file.is_file())))
+            resident[name] += pages * 4096
+            descriptors[name] += files
+            mapped = [line[line.index("/") :] for line in maps if "/dev/shm/" in line]
+            shared.update(map(Path, mapped))
+        for name, total in resident.items():
+            self.programs[name].append((minute, total, descriptors[name]))
+        self.shared.append((minute, sum(f.stat().st_size for f in shared if f.exists())))
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Of one figure, after the warm-up: median of the first and last fifth, and the fitted line's
-    slope a minute."""
+    """Of one figure, after the warm-up: the median of each fifth, and the fitted line's slope a
+    minute."""
 
-    first: float
-    last: float
+    fifths: tuple[float, ...]
     slope: float
+
+    @property
+    def total(self) -> float:
+        """From the first fifth to the last."""
+        return self.fifths[-1] - self.fifths[0]
 
     @classmethod
     def of(cls, samples: list[tuple[float, float]]) -> "Growth":
-        """Of (minute, value)."""
-        minutes = [minute for minute, _ in samples]
-        start = minutes[0] + WARM_UP * (minutes[-1] - minutes[0])
-        late = [sample for sample in samples if sample[0] >= start]
-        fifth = max(1, len(late) // 5)
-        values = [value for _, value in late]
-        slope = float(np.polyfit([minute for minute, _ in late], values, 1)[0])
-        return cls(statistics.median(values[:fifth]), statistics.median(values[-fifth:]), slope)
+        """Of (minute, value), at least five of them after the warm-up."""
+        minutes, values = np.array(samples).T
+        late = minutes >= minutes[0] + WARM_UP * (minutes[-1] - minutes[0])
+        parts = np.array_split(values[late], 5)
+        slope = np.polyfit(minutes[late], values[late], 1)[0]
+        return cls(tuple(float(np.median(part)) for part in parts), float(slope))
 
 
 def soak(top: Path, minutes: float, swaps: int) -> tuple[Watch, Load]:
@@ -150,24 +155,28 @@ def tell(watch: Watch, load: Load) -> list[str]:
     wrong += load.wrong[:5]
     print(f"{len(load.latencies):,} answers, {sum(load.failed.values())} failed, "
           f"{len(load.wrong)} wrong, by release {dict(sorted(load.answered.items()))}")  # fmt: skip
-    print(f"{'process':24} {'MiB first':>10} {'last':>8} {'a minute':>9} {'files':>6} {'last':>5}")
-    longest = max(map(len, watch.processes.values()))
-    for name, samples in watch.processes.items():
+    print(f"{'program':20} {'MiB, a fifth of the time each':34} {'a minute':>8}  files")
+    longest = max(map(len, watch.programs.values()))
+    for name, samples in watch.programs.items():
         if len(samples) < longest / 2:
             continue
         memory = Growth.of([(minute, resident / 2**20) for minute, resident, _ in samples])
         files = Growth.of([(minute, count) for minute, _, count in samples])
-        print(f"{name:24} {memory.first:10.1f} {memory.last:8.1f} {memory.slope:9.2f} "
-              f"{files.first:6.0f} {files.last:5.0f}")  # fmt: skip
+        print(f"{name:20} {_row(memory)} {memory.slope:8.2f}  "
+              f"{files.fifths[0]:.0f} to {files.fifths[-1]:.0f}")  # fmt: skip
         if memory.slope > MEGABYTES_A_MINUTE:
             wrong.append(f"{name} grows by {memory.slope:.2f} MiB a minute")
-        if files.last - files.first > DESCRIPTORS:
-            wrong.append(f"{name} has {files.last - files.first:.0f} more files open")
-    shared = Growth.of([(minute, float(size)) for minute, size in watch.shared])
-    print(f"{'shared memory':24} {shared.first / 2**20:10.1f} {shared.last / 2**20:8.1f}")
-    if shared.last - shared.first > SHARED_BYTES:
-        wrong.append(f"shared memory grows by {shared.last - shared.first:.0f} bytes")
+        if files.total > DESCRIPTORS:
+            wrong.append(f"{name} has {files.total:.0f} more files open")
+    shared = Growth.of([(minute, size / 2**20) for minute, size in watch.shared])
+    print(f"{'shared memory':20} {_row(shared)} {shared.slope:8.2f}")
+    if shared.total > SHARED_MEGABYTES:
+        wrong.append(f"shared memory grows by {shared.total:.1f} MiB")
     return wrong
+
+
+def _row(growth: Growth) -> str:
+    return " ".join(f"{value:6.1f}" for value in growth.fifths)
 
 
 def main() -> None:
