@@ -199,7 +199,7 @@ def under_load(
     latencies: dict[str, list[float]] = {name: [] for name in targets}
 
     def one(name: str) -> float:
-        run = load.run(*targets[name], clients, 0.3 if bench.tiny else 1.5)
+        run = load.run(*targets[name], clients, 0.3 if bench.tiny else 1.0)
         if run.failures:
             raise RuntimeError(f"{name}: {len(run.failures)} calls failed: {run.failures[0]}")
         latencies[name] += run.latencies

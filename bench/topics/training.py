@@ -89,7 +89,7 @@ def _loop(bench: Bench) -> Table:
         Contender("ours", lambda: ours(plain)),
         Contender("ours, augmented", lambda: ours(changed)),
     ]
-    measured = interleave(contenders, bench.size(1, 5, 7))
+    measured = interleave(contenders, bench.size(1, 3, 7))
     return compared("Training loop", "images/s", measured, "bare torch", LOOP)
 
 
@@ -117,9 +117,7 @@ def _cache(bench: Bench) -> Table:
 
 
 def _evaluation(bench: Bench) -> Table:
-    sizes = [bench.size(300, 10_000, 10_000)]
-    if bench.full:
-        sizes.append(50_000)
+    sizes = [300] if bench.tiny else [10_000, 50_000]
     rows: list[Row] = []
     for size in sizes:
         vectors = data.things(size).new
