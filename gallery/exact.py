@@ -18,8 +18,8 @@ MOST_IMPROVING = 4
 COPIED_SHARE = 4
 # Rows of spare room at least, in an index that grows.
 LEAST_ROOM = 256
-# Rows compared at once where rounding did.
-DOUBTFUL_ROWS = 1 << 14
+# Rows widened to float64 at once.
+WIDE_ROWS = 1 << 14
 
 
 class ExactIndex:
@@ -164,7 +164,7 @@ class ExactIndex:
         for query in np.flatnonzero(nearest.max(axis=1) <= limit):
             again = np.flatnonzero(rough[query] <= limit[query])
             one = queries[query : query + 1]
-            pieces = np.split(again, range(DOUBTFUL_ROWS, len(again), DOUBTFUL_ROWS))
+            pieces = np.split(again, range(WIDE_ROWS, len(again), WIDE_ROWS))
             nearby = [
                 distances.between(self.spec.metric, one, self.vectors[piece][None])
                 for piece in pieces
@@ -189,9 +189,9 @@ class _Spare:
 
 def offsets(spec: SpaceSpec, prepared: Vectors) -> NDArray[np.float32]:
     """What a row adds to minus its product with a query: half its squared norm, or nothing, [n]."""
-    if spec.metric == "cosine":
-        return np.zeros(len(prepared), np.float32)
-    half: NDArray[np.float32] = (np.vecdot(prepared, prepared, dtype=np.float64) / 2).astype(
-        np.float32
-    )
+    half = np.zeros(len(prepared), np.float32)
+    if spec.metric == "squared_l2":
+        for start in range(0, len(prepared), WIDE_ROWS):
+            piece = prepared[start : start + WIDE_ROWS]
+            half[start : start + WIDE_ROWS] = np.vecdot(piece, piece, dtype=np.float64) / 2
     return half
