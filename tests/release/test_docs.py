@@ -1,19 +1,23 @@
 """docs/releases.md: every command in it runs, in the order of the page."""
 
-import ast
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from release.__main__ import main
+from release.errors import UnavailableError
+from release.fetchers import fetcher_for
 from release.keys import ROLES, Keys
 from release.ledger import TERM, require_ledger
 from release.publish import publish
+from release.trust import first_root
 from tests.support.releases import draft
 
 ROOT = Path(__file__).parent.parent.parent
@@ -36,8 +40,8 @@ def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
     first = draft(tmp_path / "drafts", 1)
     publish(Path("model_repo"), first, keys)
     publish(Path("model_repo"), draft(tmp_path / "drafts", 2, [first.manifest]), keys)
-    # Exporting needs training runs, and a server does not end: they have tests of their own.
-    elsewhere = ("python training/export.py", "python -m http.server", "python -m release keys")
+    # Exporting needs training runs: tests/training/test_releases_page.py.
+    elsewhere = ("python training/export.py", "python -m release keys")
     others = [line for line in lines if not line.startswith(elsewhere)]
     for line in others:
         run(line, monkeypatch)
@@ -49,6 +53,8 @@ def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
 def run(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = shlex.split(line)
     match words[0]:
+        case "python" if words[2] == "http.server":
+            serve(words)
         case "python":
             assert words[1:3] == ["-m", "release"]
             monkeypatch.setattr(sys, "argv", words[2:])
@@ -62,6 +68,25 @@ def run(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
             subprocess.run(words, check=True)
 
 
+def serve(words: list[str]) -> None:
+    """Start the page's static host, on a port that is free, and read from it as a device does."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = str(unused.getsockname()[1])
+    with subprocess.Popen([sys.executable, *words[1:-1], port], stderr=subprocess.PIPE) as host:
+        fetcher, base = fetcher_for(f"http://127.0.0.1:{port}")
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                root = first_root(fetcher, base)
+                break
+            except UnavailableError:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        host.terminate()
+    assert root == Path("model_repo/1.root.json").read_bytes()
+
+
 def copy(words: list[str]) -> None:
     """What rsync does with the page's arguments, as it is not on every machine."""
     source, target = words[-2:]
@@ -70,16 +95,6 @@ def copy(words: list[str]) -> None:
         shutil.copytree(source, target, ignore=ignored, dirs_exist_ok=True)
     else:
         shutil.copy(source, target)
-
-
-def test_options_of_export_on_the_page_exist() -> None:
-    source = (ROOT / "training" / "export.py").read_text()
-    names = {node.arg for node in ast.walk(ast.parse(source)) if isinstance(node, ast.arg)}
-    lines = [line for block in blocks() for line in block if "training/export.py" in line]
-    used = {word for line in lines for word in shlex.split(line) if word.startswith("--")}
-    assert used
-    for option in used | {"--force", "--dry-run"}:
-        assert option[2:].replace("-", "_") in names or f'"{option}"' in source, option
 
 
 def test_the_page_tells_the_terms_that_are_signed() -> None:

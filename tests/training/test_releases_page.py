@@ -1,0 +1,36 @@
+"""docs/releases.md: its exports run as they stand, on real training runs."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from release.keys import Keys, Role
+from release.overview import verify
+from release.publish import begin_publication
+from tests.training.life import Life, invoke
+from training import export
+
+PAGE = Path(__file__).parents[2] / "docs" / "releases.md"
+EXPORTS = re.findall(r"^python training/export\.py (.*)$", PAGE.read_text("utf-8"), re.MULTILINE)
+REPO = Path("model_repo")
+
+
+def test_the_exports_of_the_page_run(
+    life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = [line for line in EXPORTS if "--targets-key" not in line]
+    offline = [line for line in EXPORTS if "--targets-key" in line]
+    for name, lines in (("plain", plain), ("offline", offline)):
+        (tmp_path / name / "images").mkdir(parents=True)
+        (tmp_path / name / "images" / "held-out").symlink_to(life.data / "eval")
+        (tmp_path / name / "runs").symlink_to(life.runs)
+        monkeypatch.chdir(tmp_path / name)
+        if name == "offline":
+            keys: dict[Role, Path] = {"targets": Path("offline/targets.pem")}
+            begin_publication(REPO, Keys.beside(REPO, keys))
+        for line in lines:
+            result = invoke(export.app, *shlex.split(line))
+            assert result.exit_code == 0, f"{line}\n{result.output}"
+        assert verify(REPO).releases == tuple(range(1, len(lines) + 1))
