@@ -7,10 +7,8 @@ from tuf.api.exceptions import DownloadError, DownloadHTTPError, SlowRetrievalEr
 
 from nobackfill.v1 import release_pb2, release_pb2_grpc
 from release.errors import NotPermittedError
+from release.fetchers import SILENCE_SECONDS
 
-# The deadline of one stream. One that brought something by then is taken up where it ended; one
-# that brought nothing comes from a gateway that has fallen silent.
-SILENCE_SECONDS = 10.0
 _STATUS = {grpc.StatusCode.NOT_FOUND: 404, grpc.StatusCode.OUT_OF_RANGE: 416}
 
 
@@ -22,7 +20,11 @@ class GrpcFetcher:
         self.base_url = f"{source}/"
 
     def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
-        """See release.fetchers.Fetcher. Raises NotPermittedError, too."""
+        """See release.fetchers.Fetcher. Raises NotPermittedError, too.
+
+        The deadline of a stream is the silence that is allowed: one that brought something by then
+        is taken up where it ended.
+        """
         path = url.removeprefix(self.base_url)
         came = offset
         while True:

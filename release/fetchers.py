@@ -14,7 +14,8 @@ import urllib3
 from tuf.api.exceptions import DownloadError, DownloadHTTPError, SlowRetrievalError
 
 _CHUNK = 2**16
-_SILENCE_SECONDS = 10.0
+# A source that sends nothing for so long has gone, or means harm.
+SILENCE_SECONDS = 10.0
 
 
 class Fetcher(Protocol):
@@ -54,7 +55,7 @@ class HttpFetcher:
 
     def __init__(self) -> None:
         self._pool = urllib3.PoolManager(
-            timeout=urllib3.Timeout(_SILENCE_SECONDS), retries=urllib3.Retry(2, redirect=3)
+            timeout=urllib3.Timeout(SILENCE_SECONDS), retries=urllib3.Retry(2, redirect=3)
         )
         weakref.finalize(self, self._pool.clear)
 
@@ -79,7 +80,7 @@ class HttpFetcher:
                 skip = max(0, skip - len(piece))
             whole = True
         except urllib3.exceptions.TimeoutError as error:
-            raise SlowRetrievalError(f"{url}: nothing came for {_SILENCE_SECONDS:g} s") from error
+            raise SlowRetrievalError(f"{url}: nothing came for {SILENCE_SECONDS:g} s") from error
         except urllib3.exceptions.HTTPError as error:
             raise DownloadError(f"{url}: {error}") from error
         finally:

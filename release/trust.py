@@ -22,7 +22,7 @@ from release.manifest import Manifest, parse_manifest
 from release.paths import manifest_path, release_of_manifest
 from release.state import State
 from release.triton import configs
-from release.tufclient import fetch_metadata, translated
+from release.tufclient import Paced, fetch_metadata, translated
 
 _ROOT_BYTES = 512_000
 _LOCK_SECONDS = 60.0
@@ -35,17 +35,16 @@ def first_root(fetcher: Fetcher, base_url: str) -> bytes:
 
     Raises NotFoundError if nothing is published there, UnavailableError, VerificationError.
     """
+    url = f"{base_url}1.root.json"
     data = bytearray()
     try:
-        for piece in fetcher.fetch_from(f"{base_url}1.root.json", 0):
+        for piece in Paced(fetcher).fetch(url):
             data += piece
             if len(data) > _ROOT_BYTES:
-                raise VerificationError(
-                    f"{base_url}1.root.json: is longer than {_ROOT_BYTES} bytes"
-                )
+                raise VerificationError(f"{url}: is longer than {_ROOT_BYTES} bytes")
     except DownloadError as error:
-        raise translated(error, f"{base_url}1.root.json") from error
-    verified(Root, bytes(data), None, f"{base_url}1.root.json")
+        raise translated(error, url) from error
+    verified(Root, bytes(data), None, url)
     return bytes(data)
 
 

@@ -58,7 +58,7 @@ def _refreshed(
     for role in ROLE_FILES:
         if role in trusted:
             (folder / f"{role}.json").write_bytes(trusted[role])
-    paced = _Paced(fetcher)
+    paced = Paced(fetcher)
     Updater(str(folder), base_url, fetcher=paced, config=_CONFIG, bootstrap=root).refresh()
     return {role: (folder / f"{role}.json").read_bytes() for role in ("root", *ROLE_FILES)}
 
@@ -86,7 +86,7 @@ def translated(error: DownloadError | RepositoryError, source: str) -> Nobackfil
             )
 
 
-class _Paced(FetcherInterface):
+class Paced(FetcherInterface):
     """A fetcher for python-tuf that gives up on a host that drips."""
 
     def __init__(self, fetcher: Fetcher) -> None:

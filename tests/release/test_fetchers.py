@@ -111,7 +111,7 @@ def test_an_empty_host_publishes_nothing(host: str) -> None:
 @pytest.fixture
 def mute_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, socket.socket]]:
     """A host that accepts and then only says what the test sends."""
-    monkeypatch.setattr(fetchers, "_SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(fetchers, "SILENCE_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}/file", server
 

@@ -1,5 +1,6 @@
 """The verified view: news, its floor, and how far a wrong clock or a lost state can hurt."""
 
+import itertools
 import shutil
 import tempfile
 from datetime import UTC, datetime, timedelta
@@ -8,9 +9,10 @@ from pathlib import Path
 import pytest
 import time_machine
 
-from release.errors import CannotWriteError, NotFoundError, VerificationError
+from release.errors import CannotWriteError, NotFoundError, UnavailableError, VerificationError
 from release.floor import Floor
 from release.trust import Trust, fingerprint, first_root
+from release.tufclient import METADATA_SECONDS
 from tests.support.simulator import BASE, Simulator
 
 TEN_YEARS = timedelta(days=3652)
@@ -219,6 +221,17 @@ def test_a_first_root_that_is_none_is_refused() -> None:
     repo.files["1.root.json"] = b"x" * 600_000
     with pytest.raises(VerificationError, match="longer"):
         first_root(repo, BASE)
+
+
+def test_a_first_root_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr("release.tufclient.time.monotonic", lambda: float(next(clock)))
+    repo = Simulator()
+    # A byte a second, for ever.
+    repo.tamper["1.root.json"] = lambda data: itertools.repeat(b"{")
+    with pytest.raises(UnavailableError, match="too slow"):
+        first_root(repo, BASE)
+    assert next(clock) < METADATA_SECONDS + 5
 
 
 def test_a_temporary_folder_that_cannot_be_written_is_told(
