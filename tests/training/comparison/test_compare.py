@@ -11,24 +11,16 @@ import pytest
 
 from metrics.ranking import rank, same_label
 from metrics.retrieval import average_precision, mean
-from release.errors import ConfigurationError, InvalidInputError
 from training.compare import compare
-from training.comparison.catalogue import GROUPS, rows_of
+from training.comparison.catalogue import rows_of
 from training.comparison.cells import Cells, evaluation, read_cells, write_cells
-from training.comparison.claims import CLAIMS, Claim, judge
 from training.comparison.data import link, train_and_test, with_label_noise, write_digits
 from training.comparison.presets import (
-    CIFAR100,
-    CIFAR100_CPU,
     DIGITS,
-    PRESETS,
-    folder_preset,
-    preset_named,
 )
 from training.comparison.recipe import Place
 from training.comparison.results import Comparison, as_json, as_markdown, points
-from training.comparison.work import do, levels
-from training.config_file import parse_config
+from training.comparison.work import do
 from training.data import list_images
 
 SHORT: Mapping[str, Mapping[str, object]] = {
@@ -207,112 +199,10 @@ def test_label_noise_moves_a_fifth_of_the_images_to_wrong_classes(
     assert wrong == round(0.2 * 400)
 
 
-def place(tmp_path: Path, split: int = 0) -> Place:
-    return Place(DIGITS, DIGITS.splits[split], 0, tmp_path / "data", tmp_path / "runs")
-
-
-def test_every_row_is_a_configuration_that_training_accepts(tmp_path: Path) -> None:
-    for preset in PRESETS.values():
-        for split in preset.splits:
-            here = Place(preset, split, 0, tmp_path / "data", tmp_path / "runs")
-            wanted = preset.groups if preset is not DIGITS else tuple(GROUPS)
-            folders: dict[Path, object] = {}
-            for row in rows_of(here, wanted):
-                for run in row.runs:
-                    parse_config(dict(run.values), str(run.folder))
-                    # One folder, one configuration.
-                    assert folders.setdefault(run.folder, run.values) == run.values
-
-
-def test_a_run_comes_after_all_that_it_reads(tmp_path: Path) -> None:
-    here = place(tmp_path)
-    seen: set[Path] = set()
-    for level in levels([(here, rows_of(here, tuple(GROUPS)))]):
-        for run in level:
-            assert run.folder not in seen
-            assert {needed.folder for needed in run.needs} <= seen
-        seen |= {run.folder for run in level}
-    assert len(seen) > 60
-
-
-def test_rivals_start_from_the_same_seed_and_seeds_differ(tmp_path: Path) -> None:
-    rows = {row.name: row for row in rows_of(place(tmp_path), tuple(GROUPS))}
-    assert rows["bct"].new.values["seed"] == rows["independent"].new.values["seed"]
-    assert rows["bct"].old == rows["dmu"].old == rows["fct_simclr"].old
-    other = replace(place(tmp_path), seed=1)
-    seeds = {row.new.values["seed"] for row in rows_of(other, ("bct_family",))}
-    assert seeds.isdisjoint({row.new.values["seed"] for row in rows.values()})
-
-
-def test_new_models_go_on_from_one_shared_warm_up(tmp_path: Path) -> None:
-    split = CIFAR100_CPU.splits[0]
-    here = Place(CIFAR100_CPU, split, 0, tmp_path / "data", tmp_path / "runs")
-    rows = rows_of(here, ("core",))
-    new = {row.new.folder: row.new for row in rows}
-    assert {folder.name for folder in new} == {"new", "bct", "bct_sys", "unibct", "dmu"}
-    assert len({run.values["init"] for run in new.values()}) == 1
-    assert {run.values["epochs"] for run in new.values()} == {6}
-    # The old model has nothing to share.
-    assert "init" not in rows[0].old.values and rows[0].old.values["epochs"] == 10
-    assert "init" not in rows_of(place(tmp_path), ("bct",))[0].new.values
-
-
-def test_claims_name_rows_that_exist(tmp_path: Path) -> None:
-    names = {row.name for row in rows_of(place(tmp_path), tuple(GROUPS))}
-    for claim in CLAIMS:
-        assert {claim.better[0], claim.worse[0]} <= names, claim.text
-    assert len({claim.text for claim in CLAIMS}) == len(CLAIMS)
-
-
-def test_a_claim_is_judged_over_paired_seeds() -> None:
-    rng = np.random.default_rng(0)
-    base = [rng.random(200) for _ in range(3)]
-
-    def row(gain: float) -> list[Cells]:
-        return [Cells({"new/old": {"map": values + gain}}, {}) for values in base]
-
-    rows = {"a": row(0.01), "b": row(0.0)}
-    claims = [
-        Claim("a > b", ("a", "new/old"), ("b", "new/old")),
-        Claim("b > a", ("b", "new/old"), ("a", "new/old")),
-        Claim("a > c", ("a", "new/old"), ("c", "new/old")),
-        Claim("a's other cell", ("a", "new/new"), ("b", "new/old")),
-    ]
-    judged = judge(claims, rows)
-    assert set(judged) == {"a > b", "b > a"}
-    assert judged["a > b"][1].verdict == "holds" and judged["b > a"][1].verdict == "fails"
-
-
-def test_presets_are_the_protocols_they_say(tmp_path: Path) -> None:
-    assert CIFAR100.embedder["backbone"] == "resnet50" and CIFAR100.embedder["embedding_dim"] == 128
-    assert (CIFAR100.upgrade["epochs"], CIFAR100.upgrade["inner_dim"]) == (80, 2048)
-    assert {split.name: (split.old, split.new) for split in CIFAR100_CPU.splits} == {
-        "main": (50, 100),
-        "unseen": (40, 80),
-    }
-    unseen = DIGITS.splits[1]
-    assert (unseen.old, unseen.new, unseen.tested_first, unseen.tested_end) == (3, 7, 7, 10)
-    photos = folder_preset(20)
-    assert photos.splits[0].old == 10 and photos.splits[1].tested_first == 16
-
-
-def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="unknown method 'bcd'; groups: core"):
-        rows_of(place(tmp_path), ("bcd",))
-    with pytest.raises(ConfigurationError, match="unknown data 'mnist'; known: digits"):
-        preset_named("mnist")
-    with pytest.raises(ConfigurationError, match="needs --images"):
-        compare(CIFAR100_CPU, None, tmp_path, [0], ("core",), 1)
-    with pytest.raises(ConfigurationError, match="no image folder"):
-        compare(CIFAR100_CPU, tmp_path / "none", tmp_path, [0], ("core",), 1)
-    with pytest.raises(InvalidInputError, match="at least 10 class folders"):
-        folder_preset(9)
-
-
 def test_methods_that_train_on_made_folders_make_them(tmp_path: Path, digits: Path) -> None:
     train_and_test(digits, tmp_path / "data", 0.4, 0)
     short = {kind: dict(values) for kind, values in SHORT.items()}
-    here = replace(place(tmp_path), changes=short)
+    here = Place(DIGITS, DIGITS.splits[0], 0, tmp_path / "data", tmp_path / "runs", short)
     do([(here, rows_of(here, ("noisy_unibct", "open-class:vanilla")))], 1)
     old = list_images(tmp_path / "data" / "open-class" / "old")
     new = list_images(tmp_path / "data" / "open-class" / "new")
