@@ -44,8 +44,7 @@ _LONGEST_PAUSE_S = 5.0
 class TritonModels:
     """See Models. With `process`, starts and restarts that Triton; else uses the one at `address`.
 
-    A thread of its own starts and watches Triton for as long as the gateway lives: the child dies
-    with the thread that started it.
+    A thread of its own starts and watches Triton for as long as the gateway lives.
     """
 
     def __init__(

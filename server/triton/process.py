@@ -1,7 +1,9 @@
 """One tritonserver as a child process: loopback only, explicit model control, gone when we are."""
 
+import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +21,7 @@ class TritonProcess:
     """Starts and stops the tritonserver of the wheel nvidia-pytriton, found in `venv`.
 
     `folder` receives the backends, and Triton's log. The address stays the same over restarts, so
-    that channels reconnect. Must be started from a thread that lives as long as Triton shall.
+    that channels reconnect. The child and all below it end with this process, see launch.py.
     Raises UnavailableError where the wheel is not to be found.
     """
 
@@ -44,13 +46,9 @@ class TritonProcess:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    @property
-    def pid(self) -> int | None:
-        """Of the running child, for tests and logs."""
-        return self._process.pid if self._process is not None else None
-
     def start(self) -> None:
         """Start the child; it answers later. Raises UnavailableError, CannotWriteError."""
+        self.kill()
         _remove_orphaned_shared_memory()
         self._lay_out_backends()
         program = [
@@ -63,6 +61,8 @@ class TritonProcess:
             "--grpc-address=127.0.0.1",
             f"--grpc-port={self.port}",
             "--strict-readiness=false",
+            # Ours are complete; completing one starts a model process more, for nothing.
+            "--disable-auto-complete-config",
             f"--exit-timeout-secs={_EXIT_SECONDS}",
             f"--backend-config=python,shm-region-prefix-name={_SHM_PREFIX}{os.getpid()}-",
         ]
@@ -70,8 +70,8 @@ class TritonProcess:
         try:
             with self.log_path.open("wb") as log:
                 self._process = subprocess.Popen(
-                    [*launch, str(os.getpid()), *program],
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    [*launch, *program],
+                    stdin=subprocess.PIPE, stdout=log, stderr=log,
                     env=self._environment(), cwd=self._folder, start_new_session=True,
                 )  # fmt: skip
         except OSError as error:
@@ -82,19 +82,21 @@ class TritonProcess:
 
     def stop(self) -> None:
         """Ask it to end, wait for its exit timeout, then kill it."""
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None:
             self._process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_SECONDS + 2)
-            except subprocess.TimeoutExpired:
-                self.kill()
+            self.kill()
         _remove_shared_memory(os.getpid())
 
     def kill(self) -> None:
-        """End it at once. Its model processes notice within a second or two and end as well."""
+        """End it at once, with its model processes."""
         if self._process is not None:
-            self._process.kill()
+            if self.alive():
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            assert self._process.stdin is not None, "a pipe"
+            self._process.stdin.close()
 
     def log_tail(self) -> str:
         """The last error lines that Triton wrote, for messages."""
