@@ -3,7 +3,7 @@
 `python bench/load.py` reads one JSON line a run from standard input: {"address", "method",
 "clients", "seconds", "requests": a file of length-prefixed messages}; it answers with one line, as
 Run. Messages are sent and received as bytes, so that every server meets the same cheap client. With
-"until_told", a run ends at the next line instead.
+"until_told", a run ends at the next line instead, and not before so many requests.
 """
 
 import asyncio
@@ -105,18 +105,20 @@ async def _run(task: dict[str, Any]) -> Run:
         for call in calls:
             await call(requests[0])
         started = time.monotonic()
-        until = _until(task, started)
+        until = _until(task, started, run)
         work = (_client(c, requests, 7 * number, until, run) for number, c in enumerate(calls))
         await asyncio.gather(*work)
         run.seconds = time.monotonic() - started
     return run
 
 
-def _until(task: dict[str, Any], started: float) -> Callable[[], bool]:
+def _until(task: dict[str, Any], started: float, run: Run) -> Callable[[], bool]:
     """Whether the run is over."""
-    if task.get("until_told"):
+    least = task.get("until_told")
+    if least is not None:
         print("begun", flush=True)
-        return asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline).done
+        told = asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+        return lambda: told.done() and len(run.latencies) >= least
     end = started + float(task["seconds"])
     return lambda: time.monotonic() >= end
 

@@ -148,9 +148,11 @@ class Load:
         self._tell(address, method, requests, clients, seconds=seconds)
         return self._answer()
 
-    def begin(self, address: str, method: str, requests: Path, clients: int) -> None:
-        """A closed loop that goes on until `end`; returns once it has begun."""
-        self._tell(address, method, requests, clients, until_told=True)
+    def begin(
+        self, address: str, method: str, requests: Path, clients: int, least: int = 0
+    ) -> None:
+        """A closed loop that goes on until `end` and `least` requests; returns when it began."""
+        self._tell(address, method, requests, clients, until_told=least)
         assert self._process.stdout is not None
         self._process.stdout.readline()
 

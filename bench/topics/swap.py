@@ -32,6 +32,7 @@ def run(bench: Bench) -> list[Table]:
     old = pair.manifests[1]
     assert old.side_space is not None
     size, swaps = bench.size(2500, 20_000, 100_000), bench.size(2, 10, 10)
+    least = bench.size(200, 10_000, 100_000)
     steady = 1.0 if bench.tiny else 10.0
     repo = pair.copy_first(bench.folder / "publication")
     requests = bench.folder / "requests"
@@ -40,12 +41,14 @@ def run(bench: Bench) -> list[Table]:
         items = data.things(size)
         fill(gateway.address, old.space, old.side_space, items.old, items.side)
         gateway.settle()
-        load.run(gateway.address, SEARCH, requests, CLIENTS, steady)
+        warm = load.run(gateway.address, SEARCH, requests, CLIENTS, steady)
+        # So that the requests are spread over all swaps.
+        pause = least / (len(warm.latencies) / warm.seconds) / (swaps + 2)
         memory = [gateway.resident_mib()]
         pair.publish_second(repo)
-        load.begin(gateway.address, SEARCH, requests, CLIENTS)
-        time.sleep(steady)
-        windows = [_swap(gateway, number) for number in range(swaps)]
+        load.begin(gateway.address, SEARCH, requests, CLIENTS, least)
+        time.sleep(max(steady, pause))
+        windows = [_swap(gateway, number, pause / 2) for number in range(swaps)]
         gateway_after = gateway.resident_mib()
         time.sleep(steady)
         met = load.end()
@@ -65,8 +68,8 @@ def run(bench: Bench) -> list[Table]:
     return [Table(f"{swaps} swaps, {size:,} items", rows, note), Table("What it cost", cost)]
 
 
-def _swap(gateway: Gateway, number: int) -> Window:
-    """Forward, or back."""
+def _swap(gateway: Gateway, number: int, pause: float) -> Window:
+    """Forward, or back; then serve on for `pause` seconds."""
     with calls.connect(gateway.address) as channel:
         begun = time.monotonic()
         if number % 2 == 0:
@@ -75,7 +78,7 @@ def _swap(gateway: Gateway, number: int) -> Window:
             calls.roll_back(channel)
         window = Window(begun, time.monotonic())
         _answers(channel, 2 - number % 2)
-    time.sleep(0.5)
+    time.sleep(pause)
     return window
 
 

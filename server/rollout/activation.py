@@ -1,5 +1,6 @@
 """Activations: one at a time, in a thread, resumed after a restart, called off by a rollback."""
 
+import os
 import sqlite3
 import threading
 import time
@@ -16,6 +17,8 @@ from server.state import Activation, RolloutName
 from server.upgrades.upgrading import DEFAULT_SPARE_CORES
 
 log = structlog.get_logger("server.activation")
+
+_NICE = 10
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,8 @@ class Activations:
 
     def _work(self, run: Run) -> None:
         core, release = self._core, run.record.release
+        # Searches go first: before what is done here, and before the processes that it starts.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         began = time.monotonic()
         try:
             Rollout(core, run.record, run.tell, run.cancelled).run()

@@ -16,7 +16,7 @@ from release.onnx_check import check_release
 from release.probes import check_probes
 from server.core import Core
 from server.galleries.hosted import NOTE, ROLLOUT, Hosted
-from server.galleries.indexing import due, inherit_index
+from server.galleries.indexing import due, inherit_index, load_index
 from server.galleries.plan import Plan, old_model_part, own_part
 from server.rollout.probing import check_models
 from server.state import Activation
@@ -154,6 +154,8 @@ class Rollout:
             return False
         core.upgrading.finish(hosted.name, JobState.INDEXING)
         view = hosted.view(manifest.space)
+        # Where the release was active before a rollback, its own index is still there.
+        load_index(hosted, manifest.space, view)
         if due(view):
             inherit_index(hosted, manifest.space, view, hosted.view(hosted.spec().space))
         if self._record.rollout != "cutover":

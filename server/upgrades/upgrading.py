@@ -23,7 +23,6 @@ from server.upgrades.neighbours import neighbours_kept
 log = structlog.get_logger("server.upgrading")
 
 DEFAULT_SPARE_CORES = 0.5
-_NICE = 10
 
 
 class JobState(StrEnum):
@@ -121,7 +120,6 @@ class Upgrading:
         route = self._need_route(hosted, target.release)
         source, spec = hosted.spec(), SpaceSpec.of(target)
         throttle = Throttle(spare_cores)
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         total = hosted.store.count()
         self._set(Job(hosted.name, source.release, target.release, total=total))
         if hosted.name in self._state.now.paused:
