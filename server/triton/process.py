@@ -40,6 +40,8 @@ class TritonProcess:
         self._folder = folder.absolute()
         self.log_path = folder / "triton.log"
         self.port = _free_port()
+        # Of its shared memory; several may run below one process.
+        self._prefix = f"{_SHM_PREFIX}{os.getpid()}-{self.port}-"
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -49,6 +51,7 @@ class TritonProcess:
     def start(self) -> None:
         """Start the child; it answers later. Raises UnavailableError, CannotWriteError."""
         self.kill()
+        self._remove_shared_memory()
         _remove_orphaned_shared_memory()
         self._lay_out_backends()
         program = [
@@ -64,7 +67,7 @@ class TritonProcess:
             # Ours are complete; completing one starts a model process more, for nothing.
             "--disable-auto-complete-config",
             f"--exit-timeout-secs={_EXIT_SECONDS}",
-            f"--backend-config=python,shm-region-prefix-name={_SHM_PREFIX}{os.getpid()}-",
+            f"--backend-config=python,shm-region-prefix-name={self._prefix}",
         ]
         launch = [sys.executable, "-I", "-S", str(Path(__file__).with_name("launch.py"))]
         try:
@@ -87,7 +90,7 @@ class TritonProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_SECONDS + 2)
             self.kill()
-        _remove_shared_memory(os.getpid())
+        self._remove_shared_memory()
 
     def kill(self) -> None:
         """End it at once, with its model processes."""
@@ -107,6 +110,10 @@ class TritonProcess:
         lines = [line for line in lines if line.strip() and line[0] not in "+|"]
         telling = [line for line in lines if line[0] in "EF" or "rror" in line] or lines
         return " | ".join(telling[-3:])
+
+    def _remove_shared_memory(self) -> None:
+        for left in _SHM.glob(f"{self._prefix}*"):
+            left.unlink(missing_ok=True)
 
     def _environment(self) -> dict[str, str]:
         kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
@@ -158,11 +165,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _remove_shared_memory(pid: int) -> None:
-    for left in _SHM.glob(f"{_SHM_PREFIX}{pid}-*"):
-        left.unlink(missing_ok=True)
 
 
 def _remove_orphaned_shared_memory() -> None:

@@ -64,6 +64,11 @@ def programs(served: Served, name: str) -> set[int]:
     return found
 
 
+def shared_memory(served: Served) -> set[Path]:
+    """What it holds in shared memory, by name."""
+    return set(Path("/dev/shm").glob(f"nobackfill-{served.process.pid}-*"))
+
+
 def wait_healed(client: Client) -> float:
     """Seconds until an image is searched again."""
     began = time.monotonic()
@@ -94,7 +99,8 @@ def test_it_is_brought_back(served: Served, one: Manifest, how: signal.Signals) 
         health = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service="nobackfill.v1.SearchService")
         wait_healed(client)
-        old, below = triton_pid(served), stubs(served)
+        old, below, memory = triton_pid(served), stubs(served), shared_memory(served)
+        assert memory
         os.kill(old, how)
         began = time.monotonic()
         while health.Check(request, timeout=5).status == health_pb2.HealthCheckResponse.SERVING:
@@ -114,6 +120,7 @@ def test_it_is_brought_back(served: Served, one: Manifest, how: signal.Signals) 
         assert triton_pid(served) != old
         assert not alive(old)
         assert not wait_until_gone(below)
+        assert not memory & shared_memory(served)
 
 
 def test_an_activation_under_triton(served: Served, stages: Stages) -> None:
@@ -143,8 +150,7 @@ def test_nothing_is_left_when_the_gateway_is_killed(stages: Stages, tmp_path: Pa
     assert not wait_until_gone(below)
     # The next start finds nothing in its way, and sweeps shared memory.
     again = start(tmp_path / "repo", tmp_path / "data", f"--triton-venv={triton_venv()}")
-    prefix = f"nobackfill-{served.process.pid}-"
-    assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith(prefix)]
+    assert not shared_memory(served)
     below = children(again.process.pid)
     assert again.stop() == 0
     assert not wait_until_gone(below)
