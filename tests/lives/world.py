@@ -93,7 +93,7 @@ class World:
             return call(self.client)
         except grpc.RpcError as error:
             try:
-                self.served.process.wait(0.5 if error.code() in _AWAY else 0)
+                self.served.process.wait(5 if error.code() in _AWAY else 0)
             except subprocess.TimeoutExpired:
                 raise error from None
         self.client.channel.close()

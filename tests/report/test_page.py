@@ -63,6 +63,8 @@ def test_the_page_tells_what_a_product_owner_asks(page: Path) -> None:
         "From release 1 to release 2",
         "100.0 %",
         "of the quality that embedding every image again would give",
+        "today to",
+        "naive swap: what happens without an upgrade",
         "passed",
         "Who can search what",
         "If some images can still be embedded again",
