@@ -1,6 +1,6 @@
 """Backfill, as a choice: items whose upgrade is least certain, embedded anew from their images."""
 
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from release.errors import (
 )
 from release.images import Pixels
 from release.manifest import Manifest
-
-if TYPE_CHECKING:
-    pass
 
 _BATCH = 32
 
