@@ -36,6 +36,10 @@ def re_embed(device: Device, manifest: Manifest, budget: int, output: Output) ->
     chosen = staging.left_behind_items(device.store, space, limit=budget)
     chosen += staging.least_certain(device.store, space, limit=budget - len(chosen))
     if not chosen:
+        output.note(
+            f"release {manifest.release}: no upgraded item tells how uncertain it is, so none is "
+            "re-embedded"
+        )
         return 0
     encoder = Encoder(device.models, manifest)
     done = 0

@@ -1,13 +1,16 @@
 """The commands that follow releases, and those of the vault."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from client.options import Json
 from client.output import Output, size
 from release.errors import VerificationError
+
+if TYPE_CHECKING:
+    from client.sync import Report
 
 Backfill = Annotated[
     int,
@@ -58,7 +61,12 @@ def sync(
         report = follow(device, wishes, output)
     for note in report.notes:
         output.note(note)
-    lines = {
+    output.result(report.as_json(), _told(report))
+
+
+def _told(report: "Report") -> str:
+    """A sync's report in one line."""
+    line = {
         "upgraded": f"{report.items} items now in release {report.release}'s space "
         f"(from {report.from_release}, {report.upgrade_seconds:.1f} s)",
         "planned": f"would go from release {report.from_release} to {report.release}: "
@@ -67,13 +75,14 @@ def sync(
         "up-to-date": f"release {report.release} is the newest that can be followed",
         "rolled-back": f"returned to release {report.release}",
         "behind": f"stays at release {report.from_release}",
-    }
-    kept = report.expected_kept
-    expected = "" if kept is None else f"; expected to keep {kept:.1%} of re-embedding's quality"
-    route = f"; by way of {' and '.join('>'.join(map(str, r)) for r in report.routes)}"
-    output.result(
-        report.as_json(), lines[report.state] + (route if report.routes else "") + expected
-    )
+    }[report.state]
+    if report.routes:
+        line += f"; by way of {' and '.join('>'.join(map(str, r)) for r in report.routes)}"
+    if report.expected_kept is not None:
+        line += f"; expected to keep {report.expected_kept:.1%} of re-embedding's quality"
+    if report.re_embedded:
+        line += f"; {report.re_embedded} embedded anew from their images"
+    return line
 
 
 def rollback(context: typer.Context, json: Json = False) -> None:

@@ -161,6 +161,15 @@ def test_backfill_re_embeds_the_least_certain_from_their_files(
     assert [origins[path] for path in worst] == ["upgraded", "upgraded", "re-embedded", "upgraded"]
 
 
+def test_a_backfill_without_uncertainties_says_why_it_does_nothing(
+    setting: Setting, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks.publish_block_release(setting.repo, 2, (1,), side="none")
+    report = edge.follow(setting.gallery, Wishes(backfill=3))
+    assert (report.state, report.re_embedded) == ("upgraded", 0)
+    assert "how uncertain" in capsys.readouterr().err
+
+
 def test_a_lost_models_folder_lowers_no_guard(
     setting: Setting, world: edge.World, tmp_path: Path
 ) -> None:
