@@ -122,7 +122,7 @@ def test_errors_carry_no_vectors(setting: Setting) -> None:
         table = vector_table(device.store.active().number)
         with device.store.writing() as connection:
             damage = f"UPDATE {table} SET embedding = ? WHERE label = 1"
-            connection.execute(damage, (b"\x7f" * 128,))
+            connection.execute(damage, (b"\x7f" * 4 * graphs.DIM,))
     done = subprocess.run(
         [COMMAND, "--gallery", setting.gallery, "verify"], capture_output=True, check=False
     )

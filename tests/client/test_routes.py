@@ -14,7 +14,7 @@ from client.upkeep import status
 from gallery.tables import vector_table
 from release.manifest import GateVerdict
 from tests.server.support import running
-from tests.support import blocks, edge
+from tests.support import blocks, edge, graphs
 from tests.support.edge import Setting
 
 
@@ -64,7 +64,7 @@ def test_kept_originals_make_a_direct_route_possible(
         kept = status(device)
         assert kept["keep_original"]
         previous = next(s for s in kept["spaces"] if s["release"] == 1)
-        assert previous["bytes"] == 12 * 4 * (32 + 16)
+        assert previous["bytes"] == 12 * 4 * (graphs.DIM + graphs.SIDE_DIM)
     world.publish(setting.repo, 3)
     late = blocks.write_pngs(tmp_path / "late", 2, seed=9)
     edge.fill(setting.gallery, late[0].parent)

@@ -76,7 +76,7 @@ name: "embedder_2"
 backend: "onnxruntime"
 max_batch_size: 256
 input { name: "image" data_type: TYPE_UINT8 dims: [ 8, 8, 3 ] }
-output { name: "embedding" data_type: TYPE_FP32 dims: [ 32 ] }
+output { name: "embedding" data_type: TYPE_FP32 dims: [ 64 ] }
 dynamic_batching { }
 instance_group [ { count: 1 } ]
 """
@@ -84,10 +84,10 @@ UPGRADE_CONFIG = """\
 name: "upgrade_1_to_2"
 backend: "onnxruntime"
 max_batch_size: 256
-input { name: "embedding" data_type: TYPE_FP32 dims: [ 32 ] }
-input { name: "side" data_type: TYPE_FP32 dims: [ 16 ] }
-output { name: "upgraded" data_type: TYPE_FP32 dims: [ 32 ] }
-output { name: "upgraded_side" data_type: TYPE_FP32 dims: [ 16 ] }
+input { name: "embedding" data_type: TYPE_FP32 dims: [ 64 ] }
+input { name: "side" data_type: TYPE_FP32 dims: [ 32 ] }
+output { name: "upgraded" data_type: TYPE_FP32 dims: [ 64 ] }
+output { name: "upgraded_side" data_type: TYPE_FP32 dims: [ 32 ] }
 output { name: "uncertainty" data_type: TYPE_FP32 dims: [ 1 ] reshape { shape: [ ] } }
 dynamic_batching { }
 instance_group [ { count: 1 } ]
