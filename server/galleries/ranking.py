@@ -1,7 +1,7 @@
 """From neighbours to hits: one ranking over all parts of a gallery, with calibrated scores."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gallery.index import Neighbours
 from gallery.spec import Origin
@@ -13,8 +13,7 @@ from server.galleries.plan import Part
 ItemsOf = Callable[[list[int], str], list[Item | None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
+class Hit(NamedTuple):
     """`release` made the vector that was compared; `score` is None without a calibration."""
 
     item: Item
