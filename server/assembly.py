@@ -57,7 +57,8 @@ def assemble(settings: Settings, models: Models, metrics: Metrics) -> Core:
 
 
 def load(core: Core) -> None:
-    """Open the galleries, load the models that they and the active release need, and the indexes.
+    """Open the galleries, load the models that they, the active release and those before it need,
+    and the indexes.
 
     Raises VerificationError, ConfigurationError for a gallery of an unknown release,
     UnavailableError, CannotWriteError.
@@ -67,6 +68,8 @@ def load(core: Core) -> None:
     return_galleries(core)
     core.replan()
     needed = {m.release: m for h in core.galleries.all() for m in models_of(h.plan)}
+    for release in now.previous:
+        needed[release] = core.catalog.manifest(release)
     if now.active is not None:
         needed[now.active] = core.active()
     for manifest in needed.values():

@@ -65,7 +65,8 @@ class Core:
             if not plan.users.wait_until_none(_DRAIN_S):
                 log.warning("a call still uses an old plan; keeping its models")
                 return
-        needed = {self.state.now.active}
+        # A gallery that is made now embeds for the releases that a rollback may return to, too.
+        needed = {self.state.now.active, *self.state.now.previous}
         for hosted in self.galleries.all():
             hosted.forget_views(hosted.plan)
             needed |= {manifest.release for manifest in models_of(hosted.plan)}

@@ -148,7 +148,7 @@ class Rollout:
         left = self._upgrade(hosted, manifest)
         self._done = before + hosted.store.count() - left
         if left:
-            note = f"{left} items have no side-information; put their images again"
+            note = _stuck(left, hosted)
             hosted.store.state_set({NOTE: note})
             core.upgrading.finish(hosted.name, JobState.FAILED, note)
             return False
@@ -201,8 +201,8 @@ class Rollout:
                 if staging.left_behind(hosted.store, manifest.space):
                     core.upgrading.run(hosted, manifest, 0.0, self._cancelled.is_set)
                     self._stop_if_cancelled()
-                if staging.left_behind(hosted.store, manifest.space):
-                    hosted.store.state_set({NOTE: "items without side-information came meanwhile"})
+                if left := staging.left_behind(hosted.store, manifest.space):
+                    hosted.store.state_set({NOTE: _stuck(left, hosted)})
                     continue
                 flipped.append(hosted)
             for hosted in flipped:
@@ -242,4 +242,12 @@ def _can_merge(new: Manifest, old: Manifest) -> bool:
     """Whether one ranking over both spaces is possible: scores for every origin there may be."""
     return bool(old_model_part(new, old).curves) and {"native", "upgraded"} <= set(
         own_part(new).curves
+    )
+
+
+def _stuck(items: int, hosted: Hosted) -> str:
+    """Why a gallery cannot follow: what came without side-information, or lives elsewhere only."""
+    return (
+        f"{items} items have no vector in release {hosted.spec().release} with the "
+        "side-information that the upgrade reads; put their images again"
     )

@@ -6,7 +6,7 @@ from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
 from tests.lives.life import Life
 from tests.lives.model import Gallery, Item
 from tests.lives.pictures import IMAGES, PICTURES, judge
-from tests.lives.world import KilledError
+from tests.lives.world import KilledError, spaces_of
 
 NAMES = 150
 BIG = "big"
@@ -142,10 +142,7 @@ def count(life: Life) -> None:
         told = found[name]
         assert told.items == len(gallery.items), f"{name}: {told.items} of {len(gallery.items)}"
         assert told.release == life.server.parts(gallery)[0], f"{name}: {told}"
-        spaces = {
-            s.release: (gallery_pb2.SpaceState.Name(s.state)[12:].lower(), s.items)
-            for s in told.spaces
-        }
+        spaces = spaces_of(told)
         wanted = {
             n: (state, len(gallery.items) - gallery.lacking(n))
             for n, state in gallery.states.items()

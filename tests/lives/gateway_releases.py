@@ -11,7 +11,7 @@ import grpc
 from nobackfill.v1 import gallery_pb2, release_pb2
 from tests.lives.life import Life
 from tests.lives.model import Rollout, Server
-from tests.lives.world import KilledError
+from tests.lives.world import KilledError, spaces_of
 from tests.server.support import TIMEOUT_S, Client
 
 SMALL = ("a", "b", "c", "d")
@@ -244,13 +244,13 @@ def _wait_arrived(life: Life) -> None:
     """An activation that goes on after a start comes to where the model has it."""
 
     def arrived() -> bool:
-        found = life.world.galleries()
-        return all(
-            found[name].release == life.server.parts(gallery)[0]
-            for name, gallery in life.server.galleries.items()
-        )
+        found = {
+            name: {release: state for release, (state, _) in spaces_of(told).items()}
+            for name, told in life.world.galleries().items()
+        }
+        return found == {name: gallery.states for name, gallery in life.server.galleries.items()}
 
-    _wait(arrived, "galleries do not answer with the releases they must")
+    _wait(arrived, "galleries do not come to where they must")
     if life.server.begun is None:
         _wait_idle(life)
 

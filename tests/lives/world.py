@@ -224,3 +224,12 @@ class World:
     def timestamp(self) -> Path:
         """The file whose replacement commits what is published."""
         return self.repo / "timestamp.json"
+
+
+def spaces_of(told: gallery_pb2.Gallery) -> dict[int, tuple[str, int]]:
+    """A gallery's spaces by release: state, number of vectors."""
+    name = gallery_pb2.SpaceState.Name
+    return {
+        s.release: (name(s.state).removeprefix("SPACE_STATE_").lower(), s.items)
+        for s in told.spaces
+    }
