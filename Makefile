@@ -22,9 +22,12 @@ $(VENV)/bin/uv: constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 
-# uv hard-links from its cache: a second clone takes seconds and no further disk.
+# uv hard-links from its cache: a second clone takes seconds and no further disk. hnswlib is compiled for
+# this processor, which searches 1.6 times faster than for any (HNSWLIB_NO_NATIVE=1: for any, where the
+# folder will run elsewhere). The setting keeps both, and those of other machines, apart in the cache.
+PROCESSOR := $(shell grep -E -m 1 'flags|Features' /proc/cpuinfo 2>/dev/null | sha256sum | cut -c 1-12)$(HNSWLIB_NO_NATIVE)
 $(READY): pyproject.toml constraints.txt $(VENV)/bin/uv
-	HNSWLIB_NO_NATIVE=1 $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[server,training,dev]'
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --config-settings-package hnswlib:processor=$(PROCESSOR) --editable '.[server,training,dev]'
 	touch $@
 
 # Triton's wheel holds numpy below 2, so it lives alone.
