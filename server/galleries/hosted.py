@@ -113,6 +113,7 @@ class Hosted:
 
     def forget_views(self, plan: Plan) -> None:
         """Let go of the views that `plan` does not search; nobody may use an older one by now."""
+        self._rest = None
         with self._lock:
             for space in set(self._views) - plan.searched():
                 self._views.pop(space).close()

@@ -25,6 +25,10 @@ SMALL = 2_000
 # A base is made anew when so many vectors lie beside it or so large a share of it is dead.
 _LARGEST_DELTA = 4_000
 _LARGEST_SHARE = 0.2
+# While a gallery is filled, that keeps its graph from being made over and over. Once nothing
+# changed for so long, fewer than this lie beside it: every search compares each of them.
+_QUIET_DELTA = 1_000
+_QUIET_S = 1.0
 # A space that an upgrade fills is searched exactly up to here.
 _LARGEST_FILLING = 200_000
 _EVERY_S = 0.5
@@ -39,8 +43,11 @@ class Indexing:
 
     def __init__(self, galleries: Callable[[], Iterable[Hosted]]) -> None:
         self._galleries = galleries
-        # Views whose index is not on the disk: the snapshot last seen, and since when.
-        self._since: dict[LiveView, tuple[weakref.ref[Snapshot], float]] = {}
+        # Views whose index is not on the disk: the snapshot last seen, and since when. Weak: a view
+        # that a swap left behind must not keep its vectors and its graph here.
+        self._since: weakref.WeakKeyDictionary[LiveView, tuple[weakref.ref[Snapshot], float]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._work, name="indexing", daemon=True)
@@ -63,23 +70,25 @@ class Indexing:
                     if space not in hosted.plan.alone and len(view.snapshot()) < _LARGEST_FILLING:
                         # An upgrade fills it; it inherits an index when it is whole.
                         continue
-                    wanted = due(view) or self._unsaved(hosted, space, view)
+                    wanted = due(view) or self._settled(hosted, space, view)
                     if wanted and not self._stopping.is_set():
                         self._make(hosted, space, view)
             self._wake.wait(_EVERY_S)
 
-    def _unsaved(self, hosted: Hosted, space: str, view: LiveView) -> bool:
-        """Whether a graph has no file, and nothing changed for a while that would cost it again."""
+    def _settled(self, hosted: Hosted, space: str, view: LiveView) -> bool:
+        """Whether a graph has no file or much beside it, and nothing changed for a while that would
+        cost it again."""
         snapshot = view.snapshot()
         base = snapshot.base.index
-        if not isinstance(base, HnswIndex) or hosted.index_path(space).exists():
+        behind = len(snapshot.delta) > _QUIET_DELTA
+        if not isinstance(base, HnswIndex) or (hosted.index_path(space).exists() and not behind):
             self._since.pop(view, None)
             return False
         seen, since = self._since.get(view, (None, 0.0))
         if seen is None or seen() is not snapshot:
             self._since[view] = (weakref.ref(snapshot), time.monotonic())
             return False
-        if time.monotonic() - since < _SETTLED_S:
+        if time.monotonic() - since < (_QUIET_S if behind else _SETTLED_S):
             return False
         # A disk that is full is tried again after another while.
         del self._since[view]

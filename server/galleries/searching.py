@@ -29,6 +29,8 @@ from server.state import StateFile
 # Queries for more hits than this, or with a filter, run alone: they would slow the others down.
 _SMALL_K = 64
 _LARGEST_BATCH = 64
+# Times that a query is asked anew because an item was deleted while it was being found.
+_TRIES = 3
 
 # A query by embedding: space id to little-endian float32 values.
 ByEmbedding = Mapping[str, bytes]
@@ -82,13 +84,21 @@ class Searching:
         plan = hosted.using()
         try:
             question = self._question(hosted, plan, query, k)
-            if conditions or k > _SMALL_K:
-                allowed = allowed_labels(hosted.store, conditions) if conditions else None
-                found = _search(hosted, question.parts, [question], allowed)
-                return _found(question, (found, 0))
-            return _found(question, self._batcher(question))
+            for _ in range(_TRIES):
+                answer = self._answer(question, conditions)
+                found = _found(question, answer)
+                if not _lost(question, answer, found):
+                    break
+            return found
         finally:
             plan.users.leave()
+
+    def _answer(self, question: _Question, conditions: Sequence[Condition]) -> _Answer:
+        if not conditions and question.k <= _SMALL_K:
+            return self._batcher(question)
+        hosted = question.hosted
+        allowed = allowed_labels(hosted.store, conditions) if conditions else None
+        return _search(hosted, question.parts, [question], allowed), 0
 
     def batch(
         self, hosted: Hosted, queries: Sequence[Query], k: int, conditions: Sequence[Condition]
@@ -197,6 +207,15 @@ def _found(question: _Question, answer: _Answer) -> Found:
     hits = rank(question.parts, found, row, question.k, question.hosted.items)
     query = question.parts[0].query
     return Found(hits, query.release, query.space)
+
+
+def _lost(question: _Question, answer: _Answer, found: Found) -> bool:
+    """Whether there are fewer hits than were asked for, because one was deleted meanwhile."""
+    if len(found.hits) == question.k or isinstance(answer, InvalidInputError):
+        return False
+    neighbours, row = answer
+    there = sum(int(np.count_nonzero(part.labels[row] >= 0)) for part in neighbours)
+    return len(found.hits) < min(question.k, there)
 
 
 def _run(questions: Sequence[_Question], allowed: Labels | None = None) -> Sequence[_Answer]:

@@ -15,9 +15,9 @@ from tests.support.blocks import manifest
 COUNT = indexing.SMALL + 100
 
 
-def unit_vectors() -> list[bytes]:
+def unit_vectors(count: int = COUNT) -> list[bytes]:
     rng = np.random.default_rng(3)
-    content = rng.standard_normal((COUNT, graphs.DIM)).astype(np.float32)
+    content = rng.standard_normal((count, graphs.DIM)).astype(np.float32)
     content /= np.linalg.norm(content, axis=1, keepdims=True)
     return [row.tobytes() for row in content]
 

@@ -1,6 +1,10 @@
-"""Indexes over swaps: what was built once is not built again."""
+"""Indexes: what was built once is not built again, what was left is let go of, and what was put
+joins."""
 
+import gc
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +13,16 @@ from gallery import hnsw
 from gallery.spec import SpaceSpec
 from nobackfill.v1 import gallery_pb2, types_pb2
 from release.manifest import Manifest
+from server.galleries import indexing
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import TIMEOUT_S, Client, running
 from tests.server.test_forgetting import COUNT, unit_vectors
 from tests.support import graphs
 
 
-def put(client: Client, one: Manifest) -> None:
-    """COUNT items of release 1, with side-information."""
-    sides = np.random.default_rng(4).standard_normal((COUNT, graphs.SIDE_DIM)).astype("<f4")
+def put(client: Client, one: Manifest, first: int = 0, end: int = COUNT) -> None:
+    """Items of release 1, with side-information."""
+    sides = np.random.default_rng(4).standard_normal((end, graphs.SIDE_DIM)).astype("<f4")
     client.put(
         gallery_pb2.PutItem(
             id=f"i{row}",
@@ -26,7 +31,9 @@ def put(client: Client, one: Manifest) -> None:
                 side_info=types_pb2.SideInfo(space=one.side_space or "", values=side.tobytes()),
             ),
         )
-        for row, (values, side) in enumerate(zip(unit_vectors(), sides, strict=True))
+        for row, (values, side) in list(enumerate(zip(unit_vectors(end), sides, strict=True)))[
+            first:
+        ]
     )
 
 
@@ -50,3 +57,49 @@ def test_a_release_that_comes_back_brings_its_index(
         # Built of its own vectors, not inherited once more.
         assert isinstance(index, hnsw.HnswIndex)
         assert index.fresh
+
+
+def test_a_space_that_was_left_is_let_go_of(
+    repo: Path, tmp_path: Path, stages: Stages, one: Manifest, two: Manifest
+) -> None:
+    with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
+        client.create()
+        put(client, one)
+        publish_stage(repo, stages[2])
+        client.activate(2)
+        hosted = gateway.core.galleries.get("g")
+        left = weakref.ref(hosted.view(two.space))
+        wait(lambda: hnsw.load(hosted.index_path(two.space), SpaceSpec.of(two)).fresh)
+        # From here on the graph has no file: its view waits for quiet times to be written again.
+        request = gallery_pb2.DeleteItemsRequest(gallery="g", ids=["i7"])
+        assert client.galleries.DeleteItems(request, timeout=TIMEOUT_S).deleted == 1
+        time.sleep(3 * indexing._EVERY_S)
+        client.rollback(confirm=True)
+        wait(lambda: gc.collect() >= 0 and left() is None)
+
+
+def test_what_was_put_joins_the_graph_when_puts_end(
+    repo: Path, tmp_path: Path, one: Manifest
+) -> None:
+    more = indexing._QUIET_DELTA + 100
+    # Too few to make the graph anew while puts go on.
+    assert more < indexing._LARGEST_DELTA
+    with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
+        client.create()
+        put(client, one)
+        hosted = gateway.core.galleries.get("g")
+        wait(hosted.index_path(one.space).exists)
+        put(client, one, COUNT, COUNT + more)
+        view = hosted.view(one.space)
+        assert len(view.snapshot().delta) == more
+        wait(lambda: len(view.snapshot().delta) == 0)
+        base = view.snapshot().base
+        assert isinstance(base.index, hnsw.HnswIndex)
+        assert len(base) == COUNT + more
+
+
+def wait(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

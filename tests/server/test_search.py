@@ -1,13 +1,16 @@
 """Search: by image and by embedding, filters, batches, and every refusal."""
 
 import struct
+from collections.abc import Sequence
 
 import grpc
 import numpy as np
 import pytest
 
+from gallery.store import Item
 from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
 from release.manifest import Manifest
+from server.galleries.items import ItemCache
 from tests.server.support import (
     Client,
     embedding,
@@ -116,6 +119,25 @@ def test_a_batch_answers_in_order(shared: Client, filled: str, one: Manifest) ->
     request = search_pb2.SearchBatchRequest(gallery=filled, queries=queries, k=2)
     answer = shared.searches.SearchBatch(request, timeout=30)
     assert [ids(one)[0] for one in answer.responses] == ["i5", "i30", "i50"]
+
+
+def test_an_item_deleted_while_it_is_found_makes_room_for_the_next(
+    shared: Client, gallery: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared.put_images(images(20), gallery)
+    before = ids(shared.search(images(20)[0], gallery, 6))
+    doomed, read = [before[1]], ItemCache.get
+
+    def delete_then_read(cache: ItemCache, labels: Sequence[int]) -> list[Item | None]:
+        """The moment between finding and reading, made wide enough for a deletion."""
+        if doomed:
+            request = gallery_pb2.DeleteItemsRequest(gallery=gallery, ids=[doomed.pop()])
+            assert shared.galleries.DeleteItems(request).deleted == 1
+        return read(cache, labels)
+
+    monkeypatch.setattr(ItemCache, "get", delete_then_read)
+    after = ids(shared.search(images(20)[0], gallery, 5))
+    assert after == [before[0], *before[2:]]
 
 
 def test_an_empty_gallery_has_no_hits(shared: Client, gallery: str) -> None:
