@@ -20,7 +20,7 @@ from release.errors import (
     NotFoundError,
 )
 from tests.gallery.making import DIM, SIDE_DIM, filled, ids, put, rows, spec, vectors
-from tests.support import releases
+from tests.support import graphs, releases
 
 SPACE = spec().space
 
@@ -56,7 +56,7 @@ def test_what_was_put_is_there_bit_for_bit_after_opening_again(tmp_path: Path) -
 def test_the_spec_of_a_release_is_kept(tmp_path: Path) -> None:
     manifest = releases.draft(tmp_path / "drafts", 1).manifest
     wanted = SpaceSpec.of(manifest)
-    assert (wanted.dim, wanted.side_dim, wanted.unit) == (32, 16, True)
+    assert (wanted.dim, wanted.side_dim, wanted.unit) == (graphs.DIM, graphs.SIDE_DIM, True)
     with Store.create(tmp_path / "g.sqlite", wanted) as store:
         info = store.active()
     assert (info.spec, info.state) == (wanted, "active")
