@@ -7,7 +7,7 @@ import structlog
 from release.errors import ConfigurationError, NotFoundError, VerificationError
 from server.border.metrics import Metrics
 from server.catalog import Catalog
-from server.core import Core, models_of
+from server.core import Core
 from server.embedding.embedding import Embedding
 from server.embedding.models import Models
 from server.galleries.galleries import Galleries
@@ -57,8 +57,7 @@ def assemble(settings: Settings, models: Models, metrics: Metrics) -> Core:
 
 
 def load(core: Core) -> None:
-    """Open the galleries, load the models that they, the active release and those before it need,
-    and the indexes.
+    """Open the galleries, load the models that are needed, and the indexes.
 
     Raises VerificationError, ConfigurationError for a gallery of an unknown release,
     UnavailableError, CannotWriteError.
@@ -67,14 +66,9 @@ def load(core: Core) -> None:
     core.galleries.open_all(now, core.catalog.manifests)
     return_galleries(core)
     core.replan()
-    needed = {m.release: m for h in core.galleries.all() for m in models_of(h.plan)}
-    for release in now.previous:
-        needed[release] = core.catalog.manifest(release)
-    if now.active is not None:
-        needed[now.active] = core.active()
-    for manifest in needed.values():
-        core.catalog.verified(manifest.release)
-        core.models.load(manifest)
+    for release in sorted(core.needed()):
+        core.catalog.verified(release)
+        core.models.load(core.catalog.manifest(release))
     drop_unused(core, now.retired)
     for hosted in core.galleries.all():
         for space, view in hosted.views().items():

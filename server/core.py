@@ -65,14 +65,19 @@ class Core:
             if not plan.users.wait_until_none(_DRAIN_S):
                 log.warning("a call still uses an old plan; keeping its models")
                 return
-        # A gallery that is made now embeds for the releases that a rollback may return to, too.
-        needed = {self.state.now.active, *self.state.now.previous}
         for hosted in self.galleries.all():
             hosted.forget_views(hosted.plan)
-            needed |= {manifest.release for manifest in models_of(hosted.plan)}
+        needed = self.needed()
         for release in self.catalog.manifests:
             if release not in needed:
                 self.models.unload(release)
+
+    def needed(self) -> set[int]:
+        """Releases whose models must be loaded: the galleries', the active one, and those that a
+        rollback may return to, for which a gallery that is made now embeds, too."""
+        now = self.state.now
+        used = {m.release for hosted in self.galleries.all() for m in _models_of(hosted.plan)}
+        return used.union(now.previous, [] if now.active is None else [now.active])
 
     def create_gallery(self, name: str) -> Hosted:
         """An empty gallery in the active space, and in those that a rollback may return to."""
@@ -100,6 +105,6 @@ class Core:
         return sizes
 
 
-def models_of(plan: Plan) -> list[Manifest]:
+def _models_of(plan: Plan) -> list[Manifest]:
     """Releases whose models a plan uses, the one that answers first."""
     return [*(part.query for part in plan.parts), *plan.writes]

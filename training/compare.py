@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
+from numpy.typing import NDArray
 
 from release.durable import write_file
 from release.errors import ConfigurationError
@@ -129,10 +131,15 @@ def _place(
 def _collect(preset: Preset, seeds: tuple[int, ...], planned: Planned) -> Comparison:
     rows: dict[str, dict[str, list[Cells]]] = {split.name: {} for split in preset.splits}
     for place, of_place in planned:
+        # Rows share their old models and tests: each folder is read once.
+        known: dict[tuple[Path, str], NDArray[np.bool_]] = {}
         for row in of_place:
             cells = read_cells(cells_path(place, row))
             assert cells is not None
-            cells = by_range(cells, known_to_old(row, images_of(place, row)))
+            ends = (row.old.folder, row.tested)
+            if ends not in known:
+                known[ends] = known_to_old(row, images_of(place, row))
+            cells = by_range(cells, known[ends])
             rows[place.split.name].setdefault(row.name, []).append(cells)
     claims = {
         name: {text: difference for text, (_, difference) in judge(CLAIMS, by_row).items()}

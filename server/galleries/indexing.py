@@ -63,7 +63,7 @@ class Indexing:
             self._thread.join()
 
     def _work(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        give_way()
         while not self._stopping.is_set():
             for hosted in self._galleries():
                 for space, view in hosted.views().items():
@@ -105,6 +105,11 @@ class Indexing:
 
 class _StoppedError(Exception):
     """The gateway ends; the index is made at the next start."""
+
+
+def give_way() -> None:
+    """Let searches go before this thread, and before the processes that it starts from now on."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def due(view: LiveView) -> bool:

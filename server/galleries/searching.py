@@ -96,9 +96,7 @@ class Searching:
     def _answer(self, question: _Question, conditions: Sequence[Condition]) -> _Answer:
         if not conditions and question.k <= _SMALL_K:
             return self._batcher(question)
-        hosted = question.hosted
-        allowed = allowed_labels(hosted.store, conditions) if conditions else None
-        return _search(hosted, question.parts, [question], allowed), 0
+        return _run([question], _allowed(question.hosted, conditions))[0]
 
     def batch(
         self, hosted: Hosted, queries: Sequence[Query], k: int, conditions: Sequence[Condition]
@@ -114,8 +112,7 @@ class Searching:
                 else self._question(hosted, plan, query, k)
                 for query in queries
             ]
-            allowed = allowed_labels(hosted.store, conditions) if conditions else None
-            answers = _run(questions, allowed)
+            answers = _run(questions, _allowed(hosted, conditions))
             return [
                 _found(question, answer)
                 for question, answer in zip(questions, answers, strict=True)
@@ -207,6 +204,10 @@ def _found(question: _Question, answer: _Answer) -> Found:
     hits = rank(question.parts, found, row, question.k, question.hosted.items)
     query = question.parts[0].query
     return Found(hits, query.release, query.space)
+
+
+def _allowed(hosted: Hosted, conditions: Sequence[Condition]) -> Labels | None:
+    return allowed_labels(hosted.store, conditions) if conditions else None
 
 
 def _lost(question: _Question, answer: _Answer, found: Found) -> bool:

@@ -1,6 +1,5 @@
 """Activations: one at a time, in a thread, resumed after a restart, called off by a rollback."""
 
-import os
 import sqlite3
 import threading
 import time
@@ -12,13 +11,12 @@ import structlog
 from release.errors import BusyError, CannotWriteError, NobackfillError, PreconditionError
 from release.manifest import Manifest
 from server.core import Core
+from server.galleries.indexing import give_way
 from server.rollout.rollout import CancelledError, Phase, Rollout
 from server.state import Activation, RolloutName
 from server.upgrades.upgrading import DEFAULT_SPARE_CORES
 
 log = structlog.get_logger("server.activation")
-
-_NICE = 10
 
 
 @dataclass(frozen=True)
@@ -178,8 +176,7 @@ class Activations:
 
     def _work(self, run: Run) -> None:
         core, release = self._core, run.record.release
-        # Searches go first: before what is done here, and before the processes that it starts.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        give_way()
         began = time.monotonic()
         try:
             Rollout(core, run.record, run.tell, run.cancelled).run()

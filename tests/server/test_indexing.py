@@ -8,14 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from gallery import hnsw
 from gallery.spec import SpaceSpec
 from nobackfill.v1 import gallery_pb2, types_pb2
 from release.manifest import Manifest
 from server.galleries import indexing
+from server.galleries.hosted import Hosted
+from server.gateway import Gateway
 from tests.server.conftest import Stages, publish_stage
-from tests.server.support import TIMEOUT_S, Client, running
+from tests.server.support import TIMEOUT_S, Client
 from tests.server.test_forgetting import COUNT, unit_vectors
 from tests.support import graphs
 
@@ -37,69 +40,63 @@ def put(client: Client, one: Manifest, first: int = 0, end: int = COUNT) -> None
     )
 
 
-def test_a_release_that_comes_back_brings_its_index(
-    repo: Path, tmp_path: Path, stages: Stages, one: Manifest, two: Manifest
-) -> None:
-    with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
-        client.create()
-        put(client, one)
-        publish_stage(repo, stages[2])
-        client.activate(2)
-        hosted = gateway.core.galleries.get("g")
-        deadline = time.monotonic() + TIMEOUT_S
-        while not hnsw.load(hosted.index_path(two.space), SpaceSpec.of(two)).fresh:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        client.rollback(confirm=True)
-        assert two.space not in hosted.views()
-        client.activate(2)
-        index = hosted.view(two.space).snapshot().base.index
-        # Built of its own vectors, not inherited once more.
-        assert isinstance(index, hnsw.HnswIndex)
-        assert index.fresh
-
-
-def test_a_space_that_was_left_is_let_go_of(
-    repo: Path, tmp_path: Path, stages: Stages, one: Manifest, two: Manifest
-) -> None:
-    with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
-        client.create()
-        put(client, one)
-        publish_stage(repo, stages[2])
-        client.activate(2)
-        hosted = gateway.core.galleries.get("g")
-        left = weakref.ref(hosted.view(two.space))
-        wait(lambda: hnsw.load(hosted.index_path(two.space), SpaceSpec.of(two)).fresh)
-        # From here on the graph has no file: its view waits for quiet times to be written again.
-        request = gallery_pb2.DeleteItemsRequest(gallery="g", ids=["i7"])
-        assert client.galleries.DeleteItems(request, timeout=TIMEOUT_S).deleted == 1
-        time.sleep(3 * indexing._EVERY_S)
-        client.rollback(confirm=True)
-        wait(lambda: gc.collect() >= 0 and left() is None)
-
-
-def test_what_was_put_joins_the_graph_when_puts_end(
-    repo: Path, tmp_path: Path, one: Manifest
-) -> None:
-    more = indexing._QUIET_DELTA + 100
-    # Too few to make the graph anew while puts go on.
-    assert more < indexing._LARGEST_DELTA
-    with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
-        client.create()
-        put(client, one)
-        hosted = gateway.core.galleries.get("g")
-        wait(hosted.index_path(one.space).exists)
-        put(client, one, COUNT, COUNT + more)
-        view = hosted.view(one.space)
-        assert len(view.snapshot().delta) == more
-        wait(lambda: len(view.snapshot().delta) == 0)
-        base = view.snapshot().base
-        assert isinstance(base.index, hnsw.HnswIndex)
-        assert len(base) == COUNT + more
-
-
 def wait(reached: Callable[[], bool]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not reached():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.fixture
+def swapped(
+    gateway: Gateway, client: Client, repo: Path, stages: Stages, one: Manifest, two: Manifest
+) -> Hosted:
+    """Gallery g, put in release 1 and carried to release 2, with a graph built of its own there."""
+    client.create()
+    put(client, one)
+    publish_stage(repo, stages[2])
+    client.activate(2)
+    hosted = gateway.core.galleries.get("g")
+    wait(lambda: hnsw.load(hosted.index_path(two.space), SpaceSpec.of(two)).fresh)
+    return hosted
+
+
+def test_a_release_that_comes_back_brings_its_index(
+    swapped: Hosted, client: Client, two: Manifest
+) -> None:
+    client.rollback(confirm=True)
+    assert two.space not in swapped.views()
+    client.activate(2)
+    index = swapped.view(two.space).snapshot().base.index
+    # Built of its own vectors, not inherited once more.
+    assert isinstance(index, hnsw.HnswIndex)
+    assert index.fresh
+
+
+def test_a_space_that_was_left_is_let_go_of(swapped: Hosted, client: Client, two: Manifest) -> None:
+    left = weakref.ref(swapped.view(two.space))
+    # From here on the graph has no file: its view waits for quiet times to be written again.
+    request = gallery_pb2.DeleteItemsRequest(gallery="g", ids=["i7"])
+    assert client.galleries.DeleteItems(request, timeout=TIMEOUT_S).deleted == 1
+    time.sleep(3 * indexing._EVERY_S)
+    client.rollback(confirm=True)
+    wait(lambda: gc.collect() >= 0 and left() is None)
+
+
+def test_what_was_put_joins_the_graph_when_puts_end(
+    gateway: Gateway, client: Client, one: Manifest
+) -> None:
+    more = indexing._QUIET_DELTA + 100
+    # Too few to make the graph anew while puts go on.
+    assert more < indexing._LARGEST_DELTA
+    client.create()
+    put(client, one)
+    hosted = gateway.core.galleries.get("g")
+    wait(hosted.index_path(one.space).exists)
+    put(client, one, COUNT, COUNT + more)
+    view = hosted.view(one.space)
+    assert len(view.snapshot().delta) == more
+    wait(lambda: len(view.snapshot().delta) == 0)
+    base = view.snapshot().base
+    assert isinstance(base.index, hnsw.HnswIndex)
+    assert len(base) == COUNT + more
