@@ -40,7 +40,7 @@ class Bench:
     @property
     def clients(self) -> tuple[int, ...]:
         """How many clients a server meets, one number after the other."""
-        return (4,) if self.tiny else (1, 8, 32)
+        return {Scale.TINY: (4,), Scale.SMALL: (1, 32), Scale.FULL: (1, 8, 32)}[self.scale]
 
     def size(self, tiny: int, small: int, full: int) -> int:
         """The one of three numbers that fits the scale."""

@@ -113,7 +113,8 @@ def commit() -> str:
 
 
 def refresh_docs(path: Path = DOCS, results: Path = RESULTS) -> None:
-    """Put the newest tables between the markers `<!-- NAME -->` and `<!-- end -->` of the docs."""
+    """Put the newest tables, those of FULL=1 after the small ones, between the markers
+    `<!-- NAME -->` and `<!-- end -->` of the docs."""
     lines: list[str] = []
     inside = False
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -124,7 +125,10 @@ def refresh_docs(path: Path = DOCS, results: Path = RESULTS) -> None:
             lines.append(line)
         if line.startswith("<!-- ") and line != "<!-- end -->":
             inside = True
-            lines += _shown(results / f"{name}.json")
+            small, full = (results / f"{name}{end}.json" for end in ("", "-full"))
+            lines += _shown(small)
+            if full.exists():
+                lines += ["FULL=1:", *_shown(full)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

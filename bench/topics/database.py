@@ -29,13 +29,13 @@ EFS = (10, 15, 20, 30, 40, 60, 80, 120, 160, 240)
 NOTE = (
     "Queries a second, k = 10, the same vectors and queries, graphs made with the same M and "
     "efConstruction; Chroma {version} over HTTP with bodies prepared beforehand, at the first "
-    "ef_search of {efs} that reaches the recall, from what a bare graph needs on. The gateway "
-    "chooses its ef itself, for 0.99, and is compared at that in both."
+    "ef_search of {efs} that reaches a recall of 0.95 and of 0.99, from what a bare graph needs "
+    "on. The gateway chooses its ef itself. `gateway x`: how many times this rate the gateway's is."
 )
 
 
 def run(bench: Bench) -> list[Table]:
-    """Each size, each recall, each number of clients. Raises RuntimeError without Chroma."""
+    """Each size, each number of clients. Raises RuntimeError without Chroma."""
     if not chroma.PROGRAM.exists():
         raise RuntimeError(f"expected Chroma at {chroma.PROGRAM}; `make bench` installs it")
     pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
@@ -62,14 +62,14 @@ def _table(bench: Bench, pair: Publication, size: int) -> Table:
         gateway.settle()
         found = recall(_found(gateway.address, ours), true)
         load = stack.enter_context(Load())
+        targets = {"gateway": (gateway.address, SEARCH, ours)}
+        facts: dict[str, tuple[int | None, float]] = {"gateway": (None, found)}
         for wanted, (path, ef, reached) in chosen.items():
-            targets = {
-                "gateway": (gateway.address, SEARCH, ours),
-                "Chroma": (f"{HTTP}{server}", path, theirs),
-            }
-            facts = {"gateway": (None, found), "Chroma": (ef, reached)}
-            for clients in bench.clients:
-                rows += _rows(bench, load, targets, facts, wanted, clients)
+            name = f"Chroma for {wanted}"
+            targets[name] = (f"{HTTP}{server}", path, theirs)
+            facts[name] = (ef, reached)
+        for clients in bench.clients:
+            rows += _rows(bench, load, targets, facts, clients)
     note = NOTE.format(version=chroma.version(), efs=", ".join(map(str, EFS)))
     return Table(f"Search by embedding, {size:,} items of 128 dims", rows, note)
 
@@ -123,7 +123,6 @@ def _rows(
     load: Load,
     targets: Mapping[str, tuple[str, str, Path]],
     facts: Mapping[str, tuple[int | None, float]],
-    wanted: float,
     clients: int,
 ) -> list[Row]:
     measured, latencies = under_load(bench, load, targets, clients)
@@ -132,14 +131,13 @@ def _rows(
         within = latency(latencies[name])
         rows.append(
             {
-                "recall wanted": f"{wanted}",
                 "clients": clients,
                 "server": name,
                 "ef": facts[name][0],
                 "recall@10": facts[name][1],
                 "queries/s": figures.median,
                 "spread": f"±{100 * figures.spread:.0f} %",
-                "of Chroma": figures.ratio(measured["Chroma"]),
+                "gateway x": measured["gateway"].ratio(figures),
                 "p50 ms": within.p50,
                 "p99 ms": within.p99,
             }

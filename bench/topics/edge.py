@@ -9,7 +9,7 @@ from PIL import Image
 from bench import bare, data
 from bench.commands import Done, edge, size_mib
 from bench.galleries import put
-from bench.harness import Bench, Contender, Row, Table, interleave
+from bench.harness import Bench, Contender, Measured, Row, Table, interleave
 from bench.models import INNER
 from bench.published import SIZE, Publication, publication
 from gallery.store import Store
@@ -34,9 +34,9 @@ def run(bench: Bench) -> list[Table]:
     if bench.full:
         sizes.append(1_000_000)
     added = [_add(bench, pair, size) for size in sizes if size <= 10_000]
-    filled = {size: _filled(bench, pair, size) for size in sizes}
-    searched = [_search(bench, filled[size], size) for size in sizes]
-    synced = [row for size in sizes for row in _sync(bench, pair, filled[size], size)]
+    devices = {size: filled(bench.folder / f"filled-{size}", pair, size) for size in sizes}
+    searched = [_search(bench, devices[size], size) for size in sizes]
+    synced = [row for size in sizes for row in _sync(bench, pair, devices[size], size)]
     return [
         Table("add", added, ADDED),
         Table("search", searched, SEARCHED),
@@ -74,9 +74,8 @@ def _add(bench: Bench, pair: Publication, size: int) -> Row:
     }
 
 
-def _filled(bench: Bench, pair: Publication, size: int) -> Path:
+def filled(folder: Path, pair: Publication, size: int) -> Path:
     """The folder of a device with so many items, its publication two releases long."""
-    folder = bench.folder / f"filled-{size}"
     gallery, repo = device(folder, pair)
     with Store.open(gallery) as store:
         put(store, pair.manifests[1].space, data.things(size))
@@ -84,13 +83,13 @@ def _filled(bench: Bench, pair: Publication, size: int) -> Path:
     return folder
 
 
-def _search(bench: Bench, filled: Path, size: int) -> Row:
-    query = filled / "query.png"
+def _search(bench: Bench, folder: Path, size: int) -> Row:
+    query = folder / "query.png"
     Image.fromarray(data.images(1, SIZE, seed=7)[0]).save(query)
     done: list[Done] = []
 
     def once() -> float:
-        done.append(edge(filled / "gallery.sqlite", "search", query))
+        done.append(edge(folder / "gallery.sqlite", "search", query))
         return done[-1].seconds
 
     measured = interleave([Contender("search", once)], bench.size(1, 5, 5))["search"]
@@ -102,54 +101,52 @@ def _search(bench: Bench, filled: Path, size: int) -> Row:
     }
 
 
-def _sync(bench: Bench, pair: Publication, filled: Path, size: int) -> list[Row]:
+def _sync(bench: Bench, pair: Publication, folder: Path, size: int) -> list[Row]:
     rows: list[Row] = []
     for kind in ("fp32", "int8"):
         done: list[Done] = []
         contenders = [
-            Contender("command", partial(_synced, filled, kind, done)),
-            Contender("bare", partial(_bare, filled, pair, kind)),
+            Contender("command", partial(_synced, folder, kind, done)),
+            Contender("bare", partial(_bare, folder, pair, kind)),
         ]
-        rounds = bench.size(1, 3, 3) if size < 1_000_000 else 1
+        rounds = bench.size(1, 3, 3) if size < 100_000 else bench.size(1, 2, 1)
         measured = interleave(contenders, rounds, warm=False)
-        upgrade = [one.answer["upgrade_seconds"] for one in done]
+        upgrade = Measured(tuple(one.answer["upgrade_seconds"] for one in done))
         rows.append(
             {
                 "items": size,
                 "kind": kind,
                 "command s": measured["command"].median,
-                "upgrade s": sorted(upgrade)[len(upgrade) // 2],
+                "upgrade s": upgrade.median,
                 "bare sum s": measured["bare"].median,
-                "upgrade of bare": sorted(
-                    mine / its for mine, its in zip(upgrade, measured["bare"].rounds, strict=True)
-                )[len(upgrade) // 2],
+                "upgrade of bare": upgrade.ratio(measured["bare"]),
                 "command of bare": measured["command"].ratio(measured["bare"]),
                 "items/s": size / measured["command"].median,
                 "peak MiB": round(max(one.mib for one in done)),
-                "disk MiB": size_mib(filled / "copy" / "gallery.sqlite"),
+                "disk MiB": size_mib(folder / "copy" / "gallery.sqlite"),
             }
         )
     return rows
 
 
-def copied(filled: Path) -> Path:
+def copied(folder: Path) -> Path:
     """A fresh copy of the device; its publication is shared, by the path that it remembers."""
-    copy = filled / "copy"
+    copy = folder / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     copy.mkdir()
-    for path in filled.glob("gallery.sqlite*"):
+    for path in folder.glob("gallery.sqlite*"):
         (shutil.copytree if path.is_dir() else shutil.copyfile)(path, copy / path.name)
     return copy / "gallery.sqlite"
 
 
-def _synced(filled: Path, kind: str, done: list[Done]) -> float:
-    gallery = copied(filled)
+def _synced(folder: Path, kind: str, done: list[Done]) -> float:
+    gallery = copied(folder)
     one = edge(gallery, "sync", f"--{kind}")
     assert one.answer["state"] == "upgraded", one.answer
     done.append(one)
     return one.seconds
 
 
-def _bare(filled: Path, pair: Publication, kind: str) -> float:
-    with Store.open(copied(filled)) as store:
+def _bare(folder: Path, pair: Publication, kind: str) -> float:
+    with Store.open(copied(folder)) as store:
         return bare.upgrade_seconds(store, pair, kind, THREADS)

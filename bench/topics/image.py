@@ -1,4 +1,4 @@
-"""The gateway's Search by image against Triton called directly, at 1, 8 and 32 clients."""
+"""The gateway's Search by image against Triton called directly."""
 
 import os
 from collections.abc import Iterator

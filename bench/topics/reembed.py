@@ -1,17 +1,16 @@
 """Upgrading a device's gallery against embedding its images again, as whole commands."""
 
+from functools import partial
 from pathlib import Path
 
 from PIL import Image
 
 from bench import data
 from bench.commands import edge
-from bench.galleries import put
 from bench.harness import Bench, Contender, Row, Table, interleave
 from bench.models import INNER, NARROW
-from bench.published import SIZE, Publication, publication
-from bench.topics.edge import copied, device
-from gallery.store import Store
+from bench.published import SIZE, publication
+from bench.topics.edge import copied, device, filled
 
 # torchvision's name, pixels, images embedded a round.
 BACKBONES = (("resnet18", 224, 96), ("resnet50", 224, 48), ("mobilenet_v3_large", 224, 192))
@@ -28,10 +27,12 @@ def run(bench: Bench) -> list[Table]:
     size = bench.size(300, 100_000, 100_000)
     wide = publication(bench.shared, inner=bench.size(64, INNER, INNER))
     narrow = publication(bench.shared, inner=bench.size(32, NARROW, NARROW))
+    fct = filled(bench.folder / "fct", wide, size)
+    small = filled(bench.folder / "narrow", narrow, size)
     contenders = [
-        _syncing(bench, "sync, FCT fp32", wide, "fp32", size),
-        _syncing(bench, "sync, FCT int8", wide, "int8", size),
-        _syncing(bench, "sync, narrow int8", narrow, "int8", size),
+        Contender("sync, FCT fp32", partial(_synced, fct, "fp32", size)),
+        Contender("sync, FCT int8", partial(_synced, fct, "int8", size)),
+        Contender("sync, narrow int8", partial(_synced, small, "int8", size)),
     ]
     backbones = BACKBONES[2:] if bench.tiny else BACKBONES
     for name, pixels, count in backbones:
@@ -55,19 +56,10 @@ def run(bench: Bench) -> list[Table]:
     return [Table("Upgrade against re-embedding", rows, NOTE.format(size=size), rounds)]
 
 
-def _syncing(bench: Bench, name: str, pair: Publication, kind: str, size: int) -> Contender:
-    folder = bench.folder / name.replace(", ", "-").replace(" ", "-")
-    gallery, repo = device(folder, pair)
-    with Store.open(gallery) as store:
-        put(store, pair.manifests[1].space, data.things(size))
-    pair.publish_second(repo)
-
-    def once() -> float:
-        done = edge(copied(folder), "sync", f"--{kind}")
-        assert done.answer["state"] == "upgraded", done.answer
-        return size / done.seconds
-
-    return Contender(name, once)
+def _synced(folder: Path, kind: str, size: int) -> float:
+    done = edge(copied(folder), "sync", f"--{kind}")
+    assert done.answer["state"] == "upgraded", done.answer
+    return size / done.seconds
 
 
 def _adding(bench: Bench, backbone: str, pixels: int, count: int) -> Contender:

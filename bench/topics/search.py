@@ -1,4 +1,4 @@
-"""The gateway's Search by embedding against a bare gRPC echo, at 1, 8 and 32 clients."""
+"""The gateway's Search by embedding against a bare gRPC echo."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack

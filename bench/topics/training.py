@@ -117,7 +117,7 @@ def _cache(bench: Bench) -> Table:
 
 
 def _evaluation(bench: Bench) -> Table:
-    sizes = [300] if bench.tiny else [10_000, 50_000]
+    sizes = [bench.size(300, 10_000, 10_000)] + [50_000] * bench.full
     rows: list[Row] = []
     for size in sizes:
         vectors = data.things(size).new

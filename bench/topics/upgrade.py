@@ -76,7 +76,7 @@ def run(bench: Bench) -> list[Table]:
         for name, way in ways.items()
         for kind in ("fp32", "int8")
     ]
-    measured = interleave(contenders, bench.size(1, 3, 5), warm=False)
+    measured = interleave(contenders, bench.size(1, 2, 5), warm=False)
     what = f"{count:,} {'stored vectors' if real else 'seeded vectors'}"
     rows = [_row(name, figures, measured, count) for name, figures in measured.items()]
     parts = Table(f"Upgrade of {what}", rows, PARTS, {n: f.rounds for n, f in measured.items()})

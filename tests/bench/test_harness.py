@@ -109,6 +109,9 @@ def test_docs_show_the_newest_tables_and_keep_their_own_words(tmp_path: Path) ->
     assert "Not measured yet." in first
     record.refresh_docs(docs, results)
     assert docs.read_text() == first
+    record.save(results / "topic-full.json", "topic", Scale.FULL, 1, [Table("T", [{"a": 7}])])
+    record.refresh_docs(docs, results)
+    assert docs.read_text().index("| 1 |") < docs.read_text().index("| 7 |")
 
 
 def test_the_docs_show_what_was_measured_last(tmp_path: Path) -> None:
