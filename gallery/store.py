@@ -144,14 +144,14 @@ class Store:
         self._unscrubbed = not self._connections.scrub()
         return not self._unscrubbed
 
-    def subscribe(self, listener: Callable[[Change], None]) -> Callable[[], None]:
-        """Call `listener` after each commit of this process, in order, in the writer's thread.
-
-        Returns a function that ends it.
-        """
+    def subscribe(self, listener: Callable[[Change], None]) -> None:
+        """Call `listener` after each commit of this process, in order, in the writer's thread."""
         with self._telling:
             self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
+
+    def unsubscribe(self, listener: Callable[[Change], None]) -> None:
+        """End what `subscribe` began. Raises ValueError if it did not begin."""
+        self._listeners.remove(listener)
 
     def spaces(self) -> list[SpaceInfo]:
         """All spaces, oldest table first; exactly one is active."""

@@ -151,13 +151,15 @@ class LiveView:
         # Commits since a base was begun, to be told to it when it is ready.
         self._log: list[Change] | None = []
         self._snapshot: Snapshot | None = None
-        self._unsubscribe = store.subscribe(self._apply)
+        self._store = store
+        store.subscribe(self._apply)
         labels, vectors = store.load(space)
         self._swap(snapshot_of(self.spec, ExactIndex(self.spec, labels, vectors)))
 
     def close(self) -> None:
-        """Stop following the store."""
-        self._unsubscribe()
+        """Stop following the store. Nothing here then refers to itself: what a view holds goes with
+        it, without waiting for a garbage collection."""
+        self._store.unsubscribe(self._apply)
 
     def snapshot(self) -> Snapshot:
         """What a search uses to its end."""

@@ -35,7 +35,7 @@ class Hosted:
         self._lock = threading.Lock()
         self._views: dict[str, LiveView] = {}
         self._items: dict[str, ItemCache] = {}
-        self._end = store.subscribe(self._forward)
+        store.subscribe(self._forward)
         self._plan: Plan | None = None
         self._rest: tuple[Snapshot, Snapshot, Snapshot] | None = None
 
@@ -133,7 +133,7 @@ class Hosted:
             durable.remove_tree(path)
 
     def close(self) -> None:
-        self._end()
+        self.store.unsubscribe(self._forward)
         for view in self.views().values():
             view.close()
         self.store.close()

@@ -170,12 +170,12 @@ def test_an_item_put_in_two_spaces_is_in_both(tmp_path: Path) -> None:
 def test_listeners_hear_of_spaces_and_only_of_what_is_durable(tmp_path: Path) -> None:
     heard: list[Change] = []
     with filled(tmp_path / "g.sqlite", 2) as store:
-        end = store.subscribe(heard.append)
+        store.subscribe(listener := heard.append)
         staging.begin(store, spec(2))
         assert [change.spaces for change in heard] == [True]
         with pytest.raises(PreconditionError):
             staging.flip(store, TWO)
         assert len(heard) == 1
-        end()
+        store.unsubscribe(listener)
         staging.drop(store, TWO)
         assert len(heard) == 1

@@ -243,14 +243,19 @@ def _wait_idle(life: Life) -> None:
 def _wait_arrived(life: Life) -> None:
     """An activation that goes on after a start comes to where the model has it."""
 
-    def arrived() -> bool:
-        found = {
+    wanted = {name: gallery.states for name, gallery in life.server.galleries.items()}
+
+    def found() -> dict[str, dict[int, str]]:
+        return {
             name: {release: state for release, (state, _) in spaces_of(told).items()}
             for name, told in life.world.galleries().items()
         }
-        return found == {name: gallery.states for name, gallery in life.server.galleries.items()}
 
-    _wait(arrived, "galleries do not come to where they must")
+    try:
+        _wait(lambda: found() == wanted, "galleries do not come to where they must")
+    except AssertionError as error:
+        error.add_note(f"{found()}, must be {wanted}; {life.server.begun}, {life.world.states()}")
+        raise
     if life.server.begun is None:
         _wait_idle(life)
 
