@@ -105,7 +105,9 @@ class Activations:
         )
         with self._lock:
             self._refuse_second()
-            self._core.state.change(activation=record)
+            # One that was let go of and comes back is kept again, as any other.
+            retired = tuple(n for n in self._core.state.now.retired if n != release)
+            self._core.state.change(activation=record, retired=retired)
             return self._launch(record)
 
     def start_gallery(self, gallery: str, spare_cores: float) -> Run:

@@ -223,9 +223,12 @@ class Rollout:
         previous = now.previous if now.active is None else (*now.previous, now.active)
         failed = {n: why for n, why in now.failed.items() if n != manifest.release}
         ends = dict(now.ends)
-        if now.active is not None and self._record.old_space_seconds:
+        if now.active is not None:
+            # What an earlier swap announced counts no longer.
             space = self._core.catalog.manifest(now.active).space
-            ends[space] = time.time() + self._record.old_space_seconds
+            ends.pop(space, None)
+            if self._record.old_space_seconds:
+                ends[space] = time.time() + self._record.old_space_seconds
         self._core.state.change(
             active=manifest.release, previous=previous, failed=failed, ends=ends
         )

@@ -148,6 +148,7 @@ class Server:
     def begin(self, release: int, rollout: Rollout, only: str | None = None) -> None:
         """Stage a release in every gallery that can follow; direct and dual switch at once."""
         self.begun = (release, rollout)
+        self.retired.discard(release)
         for _, gallery in self.going(release, only):
             if self.parts(gallery)[0] != release:
                 gallery.states.setdefault(release, "staging")

@@ -173,6 +173,27 @@ def test_a_gallery_whose_items_cannot_go_stays_and_is_named(
     assert client.search(images(1, 8)[0], "stays").hits[0].release == 2
 
 
+def test_a_retired_release_that_comes_back_is_kept_as_any_other(
+    client: Client, repo: Path, stages: Stages, one: Manifest
+) -> None:
+    """Found by `make random`, seed 1: images were not embedded for it, and a restart dropped it."""
+    client.create()
+    client.create("stays")
+    client.put([bare(one, 8)], "stays")
+    publish_stage(repo, stages[3])
+    client.activate(2)
+    client.activate(3)
+    # Release 1 still answers in a gallery, so a rollback leads there, past the one that is gone.
+    assert client.retire() == [2]
+    assert client.rollback(confirm=True).number == 1
+    client.activate(2)
+    client.activate(3)
+    assert client.states()[2] == "PREVIOUS"
+    client.put_images(images(4))
+    asked = client.rollback(confirm=False)
+    assert (asked.number, asked.lost_items) == (2, 0)
+
+
 def _png(seed: int) -> bytes:
     from tests.support.blocks import png
 

@@ -167,6 +167,11 @@ def test_old_queries_are_answered_until_the_end(
     gateway.core.state.change(ends={one.space: 1.0})
     code, _, reason = refusal(lambda: client.search_by(old))
     assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "RELEASE_RETIRED")
+    # The end was that of one swap; the next announces none.
+    client.rollback(confirm=True)
+    assert client.search_by(old).release == 1
+    client.activate(2)
+    assert client.search_by(old).release == 1
     client.retire()
     assert refusal(lambda: client.search_by(old))[2] == "RELEASE_RETIRED"
 
