@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from bench import data
 from bench.harness import Bench, Contender, Measured, interleave
 from bench.load import Run
+from bench.published import Publication
 from demo import gateway, serve
 from demo.children import Children
 from nobackfill.v1 import gallery_pb2, gallery_pb2_grpc, search_pb2, types_pb2
@@ -62,6 +65,24 @@ def serving(folder: Path, repo: Path, triton: str | None = None) -> Iterator[Gat
             stack.callback(os.environ.pop, "NOBACKFILL_TRITON")
         child = serve.start(children, repo, folder / "data", addresses)
         yield Gateway(addresses[0], child.process.pid)
+
+
+def copy_filled(bench: Bench, pair: Publication, size: int, folder: Path) -> None:
+    """Bring `serving` of `folder` a gallery of so many vectors of release 2, with its graph.
+
+    It is filled once for all topics.
+    """
+    made = bench.shared / f"gateway-{pair.folder.name}-{size}"
+    if not (made / "done").exists():
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir(parents=True)
+        manifest, items = pair.manifests[2], data.things(size)
+        assert manifest.side_space is not None
+        with serving(made, pair.repo) as gateway:
+            fill(gateway.address, manifest.space, manifest.side_space, items.new, items.side)
+            gateway.settle()
+        (made / "done").touch()
+    shutil.copytree(made / "data", folder / "data")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from bench.harness import Bench, Row, Table
 from bench.load import HTTP, read_requests, write_requests
 from bench.models import INNER
 from bench.published import Publication, publication
-from bench.serving import SEARCH, Load, by_embedding, fill, latency, serving, under_load
+from bench.serving import SEARCH, Load, by_embedding, copy_filled, latency, serving, under_load
 from bench.topics.index import SPEC, recall
 from demo import gateway as calls
 from gallery import hnsw
@@ -56,9 +56,8 @@ def _table(bench: Bench, pair: Publication, size: int) -> Table:
     with ExitStack() as stack:
         server = stack.enter_context(chroma.running(folder))
         chosen = _collections(server, items.new, queries, true)
+        copy_filled(bench, pair, size, folder)
         gateway = stack.enter_context(serving(folder, pair.repo))
-        assert spec.side_space is not None
-        fill(gateway.address, spec.space, spec.side_space, items.new, items.side)
         gateway.settle()
         found = recall(_found(gateway.address, ours), true)
         load = stack.enter_context(Load())

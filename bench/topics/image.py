@@ -13,7 +13,7 @@ from bench.load import write_requests
 from bench.models import INNER
 from bench.published import SIZE, publication
 from bench.record import ROOT
-from bench.serving import SEARCH, Load, by_image, fill, latency, serving, under_load
+from bench.serving import SEARCH, Load, by_image, copy_filled, latency, serving, under_load
 from release import paths
 from release.images import decode
 from server.triton.client import TritonClient
@@ -32,8 +32,6 @@ NOTE = (
 def run(bench: Bench) -> list[Table]:
     """Each number of clients."""
     pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
-    manifest = pair.manifests[2]
-    assert manifest.side_space is not None
     size = bench.size(3000, 10_000, 100_000)
     images = data.jpegs(QUERIES, SIZE, seed=1)
     asked, direct = bench.folder / "asked", bench.folder / "direct"
@@ -42,9 +40,8 @@ def run(bench: Bench) -> list[Table]:
     rows: list[Row] = []
     with ExitStack() as stack:
         triton = stack.enter_context(_triton(bench.folder / "triton", pair.repo))
+        copy_filled(bench, pair, size, bench.folder)
         gateway = stack.enter_context(serving(bench.folder, pair.repo, triton))
-        items = data.things(size)
-        fill(gateway.address, manifest.space, manifest.side_space, items.new, items.side)
         gateway.settle()
         load = stack.enter_context(Load())
         targets = {"gateway": (gateway.address, SEARCH, asked), "triton": (triton, INFER, direct)}

@@ -46,8 +46,8 @@ def run(bench: Bench) -> list[Table]:
     images, runs = bench.folder / "images", bench.folder / "runs"
     prepare(images, None, seed=0, limit=60 if bench.tiny else None)
     common: Config = {"images": str(images / "train")}
-    if bench.tiny:
-        common |= {"epochs": 1, "warmup_epochs": 0}
+    if not bench.full:
+        common |= {"epochs": bench.size(1, 30, 0), "warmup_epochs": bench.size(0, 2, 0)}
     _train([_config(runs, name, name, common) for name in SETS])
     sources = {"old": "embedder-1", "new": "embedder-2", "old_side": "side_encoder-1"}
     common |= {key: str(runs / name) for key, name in sources.items()} | {"side": "drops"}

@@ -13,8 +13,8 @@ from bench.serving import (
     SEARCH,
     Load,
     by_embedding,
+    copy_filled,
     echoing,
-    fill,
     latency,
     serving,
     under_load,
@@ -35,14 +35,12 @@ def run(bench: Bench) -> list[Table]:
     pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
     manifest = pair.manifests[2]
     sizes = [bench.size(3000, 10_000, 10_000), bench.size(0, 100_000, 100_000)]
-    assert manifest.side_space is not None
     tables = []
     for size in filter(None, sizes):
         folder = bench.folder / str(size)
         folder.mkdir()
+        copy_filled(bench, pair, size, folder)
         with serving(folder, pair.repo) as gateway:
-            items = data.things(size)
-            fill(gateway.address, manifest.space, manifest.side_space, items.new, items.side)
             gateway.settle()
             queries = by_embedding(manifest.space, data.things(QUERIES, seed=1).new)
             requests = folder / "requests"

@@ -14,7 +14,7 @@ from bench.galleries import put
 from bench.harness import Bench, Contender, Row, Table, interleave, seconds
 from bench.models import INNER
 from bench.published import SIZE, Publication, publication
-from bench.serving import by_image, fill, serving
+from bench.serving import by_image, copy_filled, serving
 from demo import gateway, serve
 from demo.children import Children
 from gallery.store import Store
@@ -67,14 +67,10 @@ def _device(bench: Bench, pair: Publication) -> Table:
 
 def _gateway(bench: Bench, pair: Publication) -> Table:
     size = bench.size(300, 100_000, 100_000)
-    manifest, folder = pair.manifests[2], bench.folder
+    folder = bench.folder
     (image,) = data.jpegs(1, SIZE)
-    first = seconds(partial(_until_active, folder, pair.repo))
-    assert manifest.side_space is not None
-    with serving(folder, pair.repo) as running:
-        items = data.things(size)
-        fill(running.address, manifest.space, manifest.side_space, items.new, items.side)
-        running.settle()
+    first = seconds(partial(_until_active, folder / "first", pair.repo))
+    copy_filled(bench, pair, size, folder)
     warm = _until_answer(folder, pair.repo, image)
     for index in (folder / "data").rglob("*.hnsw"):
         index.unlink()
