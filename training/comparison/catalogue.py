@@ -96,6 +96,7 @@ def transforms(shared: Shared) -> list[Row]:
     inner = place.preset.upgrade["inner_dim"]
     assert isinstance(inner, int)
     unlabelled = place.side_encoder("side-unlabelled", classes=split.new, kind="simclr")
+    crops = place.side_encoder("side-multicrop", classes=split.old, kind="simclr", small_crops=2)
     rows = [
         shared.upgrade_row("fct_none", "fct"),
         *(
@@ -103,6 +104,7 @@ def transforms(shared: Shared) -> list[Row]:
             for kind in ("autoencoder", "alternate", "mixup", "simclr", "binary_simclr")
         ),
         shared.upgrade_row("fct_simclr_unlabelled", "fct", unlabelled),
+        shared.upgrade_row("fct_multicrop", "fct", crops),
         shared.upgrade_row("fct_side_only", "fct", simclr, reads_embedding=False),
         _doubled(shared),
         shared.upgrade_row("fct_small", "fct", simclr, inner_dim=inner // 4),

@@ -83,6 +83,7 @@ CLAIMS = (
         ("fct_simclr_unlabelled", SERVED),
         _SIDE,
     ),
+    Claim("SimCLR with multi-crop > without", ("fct_multicrop", SERVED), _SIDE),
     Claim(
         "side-information > a doubled old embedding",
         _SIDE,
