@@ -13,7 +13,7 @@ from server.embedding.models import Models
 from server.galleries.galleries import Galleries
 from server.galleries.indexing import load_index
 from server.galleries.searching import Searching
-from server.rollout.rollback import drop_unused, return_galleries
+from server.rollout.rollback import return_galleries
 from server.settings import Settings
 from server.state import StateFile
 from server.upgrades.upgrading import Upgrading
@@ -69,7 +69,7 @@ def load(core: Core) -> None:
     for release in sorted(core.needed()):
         core.catalog.verified(release)
         core.models.load(core.catalog.manifest(release))
-    drop_unused(core, now.retired)
+    core.drop_unused(now.retired)
     for hosted in core.galleries.all():
         for space, view in hosted.views().items():
             load_index(hosted, space, view)

@@ -1,11 +1,13 @@
 """The parts of a running gateway, and the one place that brings plans, views and models in line."""
 
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
+from gallery import staging
 from gallery.spec import SpaceSpec
 from release.errors import PreconditionError
 from release.manifest import Manifest
@@ -60,7 +62,8 @@ class Core:
         return old
 
     def settle(self, old: list[Plan]) -> None:
-        """Once nobody uses `old` plans: let go of views and models that no plan needs."""
+        """Once nobody uses `old` plans: let go of views and models that no plan needs, and of the
+        spaces of retired releases that the last gallery has left."""
         for plan in old:
             if not plan.users.wait_until_none(_DRAIN_S):
                 log.warning("a call still uses an old plan; keeping its models")
@@ -71,6 +74,17 @@ class Core:
         for release in self.catalog.manifests:
             if release not in needed:
                 self.models.unload(release)
+        self.drop_unused(self.state.now.retired)
+
+    def drop_unused(self, releases: Collection[int] | None = None) -> None:
+        """Remove from the files the spaces that no plan uses; only of `releases`, if given."""
+        for hosted in self.galleries.all():
+            used = hosted.plan.searched() | {manifest.space for manifest in hosted.plan.writes}
+            for info in hosted.store.spaces():
+                chosen = releases is None or info.spec.release in releases
+                if chosen and info.state != "active" and info.spec.space not in used:
+                    staging.drop(hosted.store, info.spec.space)
+                    hosted.index_path(info.spec.space).unlink(missing_ok=True)
 
     def needed(self) -> set[int]:
         """Releases whose models must be loaded: the galleries', the active one, and those that a

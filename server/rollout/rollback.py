@@ -1,6 +1,5 @@
 """Going back to the release before, and letting go of old ones for good."""
 
-from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -98,19 +97,8 @@ def retire(core: Core, activations: Activations) -> list[int]:
         retired=tuple(sorted({*now.retired, *(n for n in gone if n < active)})),
     )
     core.settle(core.replan())
-    drop_unused(core)
+    core.drop_unused()
     return [release for release in gone if release < active]
-
-
-def drop_unused(core: Core, releases: Collection[int] | None = None) -> None:
-    """Remove from the files the spaces that no plan uses; of these `releases` only, if given."""
-    for hosted in core.galleries.all():
-        used = hosted.plan.searched() | {manifest.space for manifest in hosted.plan.writes}
-        for info in hosted.store.spaces():
-            chosen = releases is None or info.spec.release in releases
-            if chosen and info.state != "active" and info.spec.space not in used:
-                staging.drop(hosted.store, info.spec.space)
-                hosted.index_path(info.spec.space).unlink(missing_ok=True)
 
 
 def _target(core: Core) -> int:

@@ -184,11 +184,18 @@ class Server:
                 whole.append(gallery)
                 if rollout != "cutover":
                     gallery.turn(release, "previous")
+                    self.let_go()
         if rollout == "cutover":
             for gallery in whole:
                 gallery.turn(release, "previous")
             self.switch(release)
         self.begun = None
+        self.let_go()
+
+    def let_go(self) -> None:
+        """The spaces of retired releases go as soon as nothing needs them."""
+        for gallery in self.galleries.values():
+            gallery.drop(self.retired - set(self.kept(gallery)))
 
     def target(self) -> int | None:
         """The release that a rollback leads to."""
@@ -221,6 +228,7 @@ class Server:
                 gallery.turn(gallery.before, "staging")
             elif gallery.active == target:
                 gallery.rollout = None
+        self.let_go()
 
     def retire(self) -> list[int]:
         """Let go of all that is older than the active release; the releases that are gone."""

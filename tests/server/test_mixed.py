@@ -152,6 +152,29 @@ def test_direct_searches_old_vectors_as_they_are(direct: Client, direct_stages: 
     assert {hit.release for hit in direct.search(images(1)[0], k=100).hits} == {2}
 
 
+def test_a_retired_space_goes_when_its_gallery_leaves_it(
+    direct_stages: Stages, tmp_path: Path, one: Manifest
+) -> None:
+    """Found by `make random`, seed 9: it went with the next restart."""
+    repo = tmp_path / "repo"
+    publish_stage(repo, direct_stages[1])
+    image = images(1)[0]
+    with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
+        client.create()
+        # Without side-information it cannot be carried: the gallery stays half-way.
+        vectors = gallery_pb2.Vectors(embedding=embedding(one, image))
+        client.put([gallery_pb2.PutItem(id="i0", vectors=vectors)])
+        publish_stage(repo, direct_stages[2])
+        client.activate(2)
+        assert client.retire() == [1]
+        assert client.search(image).hits[0].origin == types_pb2.ORIGIN_DIRECT
+        client.put_images(images(1))
+        client.start_upgrade()
+        client.create_when_idle("idle")
+        assert [space.release for space in client.gallery().spaces] == [2]
+        assert client.search(image).hits[0].release == 2
+
+
 def test_old_queries_are_answered_until_the_end(
     gateway: Gateway, client: Client, repo: Path, stages: Stages, one: Manifest
 ) -> None:
