@@ -106,10 +106,16 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit that was measured, marked where files differed from it."""
-    run = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    done = subprocess.run(run, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    """The commit that was measured, marked where code differed from it."""
+    head = _git("rev-parse", "--short=12", "HEAD")
+    changed = _git("status", "--porcelain", "--", ".", ":!bench/results", ":!docs")
+    return f"{head}{'-dirty' if changed else ''}" if head else "unknown"
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def refresh_docs(path: Path = DOCS, results: Path = RESULTS) -> None:

@@ -222,7 +222,7 @@ def under_load(
     latencies: dict[str, list[float]] = {name: [] for name in targets}
 
     def one(name: str) -> float:
-        run = load.run(*targets[name], clients, 0.3 if bench.tiny else 1.0)
+        run = load.run(*targets[name], clients, 0.3 if bench.tiny else 0.7)
         if run.failures:
             raise RuntimeError(f"{name}: {len(run.failures)} calls failed: {run.failures[0]}")
         latencies[name] += run.latencies

@@ -92,7 +92,7 @@ def _search(bench: Bench, folder: Path, size: int) -> Row:
         done.append(edge(folder / "gallery.sqlite", "search", query))
         return done[-1].seconds
 
-    measured = interleave([Contender("search", once)], bench.size(1, 5, 5))["search"]
+    measured = interleave([Contender("search", once)], bench.size(1, 3, 5))["search"]
     return {
         "items": size,
         "seconds": measured.median,
@@ -109,7 +109,7 @@ def _sync(bench: Bench, pair: Publication, folder: Path, size: int) -> list[Row]
             Contender("command", partial(_synced, folder, kind, done)),
             Contender("bare", partial(_bare, folder, pair, kind)),
         ]
-        rounds = bench.size(1, 3, 3) if size < 100_000 else bench.size(1, 2, 1)
+        rounds = bench.size(1, 2, 3) if size < 1_000_000 else 1
         measured = interleave(contenders, rounds, warm=False)
         upgrade = Measured(tuple(one.answer["upgrade_seconds"] for one in done))
         rows.append(

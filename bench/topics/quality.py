@@ -47,7 +47,7 @@ def run(bench: Bench) -> list[Table]:
     prepare(images, None, seed=0, limit=60 if bench.tiny else None)
     common: Config = {"images": str(images / "train")}
     if not bench.full:
-        common |= {"epochs": bench.size(1, 30, 0), "warmup_epochs": bench.size(0, 2, 0)}
+        common |= {"epochs": bench.size(1, 20, 0), "warmup_epochs": bench.size(0, 2, 0)}
     _train([_config(runs, name, name, common) for name in SETS])
     sources = {"old": "embedder-1", "new": "embedder-2", "old_side": "side_encoder-1"}
     common |= {key: str(runs / name) for key, name in sources.items()} | {"side": "drops"}
@@ -130,7 +130,7 @@ def _rows(
             rows.append(_row(title, quality(queries, upgraded), best))
             costs[title] = multiplications(upgrade)
             contenders.append(Contender(title, _work(bench, session, inputs)))
-    measured = interleave(contenders, bench.size(1, 5, 7))
+    measured = interleave(contenders, bench.size(1, 3, 7))
     for row in rows:
         name = str(row["gallery"])
         if name in measured:

@@ -61,7 +61,7 @@ def _table(bench: Bench, engines: dict[str, Engine], batch: int, work: int) -> T
             return rate(lambda: engine(items), batch, at_least=least)
 
         contenders.append(Contender(name, one))
-    measured = interleave(contenders, bench.size(1, 5, 7))
+    measured = interleave(contenders, bench.size(1, 3, 7))
     title = f"Transform, batches of {batch}"
     return compared(title, "items/s", measured, "limit", NOTE if batch == 1 else "")
 
