@@ -14,7 +14,7 @@ from bench.run import TOPICS
 
 QUICK = {"transform", "index", "upgrade", "training"}
 # Columns that name what was measured; the others hold figures.
-RATIOS = ("of limit", "of bare", "of bare sum", "of echo", "of triton", "gateway x", "of python")
+RATIOS = ("of limit", "of bare", "of bare sum", "of echo", "of triton", "of gateway", "of python")
 
 
 @pytest.fixture(scope="session")
