@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
+
+Size = TypeVar("Size")
 
 
 class Scale(StrEnum):
@@ -40,10 +43,10 @@ class Bench:
     @property
     def clients(self) -> tuple[int, ...]:
         """How many clients a server meets, one number after the other."""
-        return {Scale.TINY: (4,), Scale.SMALL: (1, 32), Scale.FULL: (1, 8, 32)}[self.scale]
+        return self.size((4,), (1, 32), (1, 8, 32))
 
-    def size(self, tiny: int, small: int, full: int) -> int:
-        """The one of three numbers that fits the scale."""
+    def size(self, tiny: Size, small: Size, full: Size) -> Size:
+        """The one of three that fits the scale."""
         return {Scale.TINY: tiny, Scale.SMALL: small, Scale.FULL: full}[self.scale]
 
 

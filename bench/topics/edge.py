@@ -106,7 +106,7 @@ def _sync(bench: Bench, pair: Publication, folder: Path, size: int) -> list[Row]
     for kind in ("fp32", "int8"):
         done: list[Done] = []
         contenders = [
-            Contender("command", partial(_synced, folder, kind, done)),
+            Contender("command", partial(_command, folder, kind, done)),
             Contender("bare", partial(_bare, folder, pair, kind)),
         ]
         rounds = bench.size(1, 2, 3) if size < 1_000_000 else 1
@@ -139,12 +139,16 @@ def copied(folder: Path) -> Path:
     return copy / "gallery.sqlite"
 
 
-def _synced(folder: Path, kind: str, done: list[Done]) -> float:
-    gallery = copied(folder)
-    one = edge(gallery, "sync", f"--{kind}")
-    assert one.answer["state"] == "upgraded", one.answer
-    done.append(one)
-    return one.seconds
+def synced(folder: Path, kind: str) -> Done:
+    """`sync` of a fresh copy of the device."""
+    done = edge(copied(folder), "sync", f"--{kind}")
+    assert done.answer["state"] == "upgraded", done.answer
+    return done
+
+
+def _command(folder: Path, kind: str, done: list[Done]) -> float:
+    done.append(synced(folder, kind))
+    return done[-1].seconds
 
 
 def _bare(folder: Path, pair: Publication, kind: str) -> float:

@@ -10,7 +10,7 @@ from bench.commands import edge
 from bench.harness import Bench, Contender, Row, Table, interleave
 from bench.models import INNER, NARROW
 from bench.published import SIZE, publication
-from bench.topics.edge import copied, device, filled
+from bench.topics.edge import copied, device, filled, synced
 
 # torchvision's name, pixels, images embedded a round.
 BACKBONES = (("resnet18", 224, 96), ("resnet50", 224, 48), ("mobilenet_v3_large", 224, 192))
@@ -30,9 +30,9 @@ def run(bench: Bench) -> list[Table]:
     fct = filled(bench.folder / "fct", wide, size)
     small = filled(bench.folder / "narrow", narrow, size)
     contenders = [
-        Contender("sync, FCT fp32", partial(_synced, fct, "fp32", size)),
-        Contender("sync, FCT int8", partial(_synced, fct, "int8", size)),
-        Contender("sync, narrow int8", partial(_synced, small, "int8", size)),
+        Contender("sync, FCT fp32", partial(_rate, fct, "fp32", size)),
+        Contender("sync, FCT int8", partial(_rate, fct, "int8", size)),
+        Contender("sync, narrow int8", partial(_rate, small, "int8", size)),
     ]
     backbones = BACKBONES[2:] if bench.tiny else BACKBONES
     for name, pixels, count in backbones:
@@ -56,10 +56,8 @@ def run(bench: Bench) -> list[Table]:
     return [Table("Upgrade against re-embedding", rows, NOTE.format(size=size), rounds)]
 
 
-def _synced(folder: Path, kind: str, size: int) -> float:
-    done = edge(copied(folder), "sync", f"--{kind}")
-    assert done.answer["state"] == "upgraded", done.answer
-    return size / done.seconds
+def _rate(folder: Path, kind: str, size: int) -> float:
+    return size / synced(folder, kind).seconds
 
 
 def _adding(bench: Bench, backbone: str, pixels: int, count: int) -> Contender:

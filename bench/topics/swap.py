@@ -33,7 +33,7 @@ def run(bench: Bench) -> list[Table]:
     assert old.side_space is not None
     size, swaps = bench.size(2500, 20_000, 100_000), bench.size(2, 10, 10)
     least = bench.size(200, 10_000, 100_000)
-    steady = float(bench.size(1, 5, 10))
+    steady = bench.size(1.0, 5.0, 10.0)
     repo = pair.copy_first(bench.folder / "publication")
     requests = bench.folder / "requests"
     write_requests(requests, by_image(data.jpegs(QUERIES, SIZE, seed=1)))

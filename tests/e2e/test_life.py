@@ -6,12 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = (
@@ -48,13 +49,6 @@ def processes_of(out: Path) -> list[str]:
     return found
 
 
-def wait_until(done: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not done():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a life that was killed while it filled the galleries, and then lived on."""
@@ -66,12 +60,13 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         wait_until(
             lambda: (folder / "logs" / "gateway.log").exists() or first.poll() is not None,
             "the gateway was never started",
+            PATIENCE,
         )
     finally:
         os.kill(first.pid, signal.SIGKILL)
         _, words = first.communicate()
     assert first.returncode == -signal.SIGKILL, words
-    wait_until(lambda: not processes_of(folder), "children outlive the demo")
+    wait_until(lambda: not processes_of(folder), "children outlive the demo", PATIENCE)
     second = run(folder)
     assert second.returncode == 0, second.stderr
     assert second.stderr.count("done before") >= 3

@@ -1,8 +1,6 @@
 """Operations on the gateway's releases and galleries: activate, roll back, retire, kill."""
 
 import copy
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +11,7 @@ from tests.lives.life import Life
 from tests.lives.model import Rollout, Server
 from tests.lives.world import KilledError, spaces_of
 from tests.server.support import TIMEOUT_S, Client
+from tests.support.waiting import wait_until
 
 SMALL = ("a", "b", "c", "d")
 
@@ -237,12 +236,11 @@ def _copy(server: Server) -> dict[str, Any]:
 
 
 def _wait_idle(life: Life) -> None:
-    _wait(lambda: life.world.idle(), "an activation does not end")
+    wait_until(lambda: life.world.idle(), "an activation does not end")
 
 
 def _wait_arrived(life: Life) -> None:
     """An activation that goes on after a start comes to where the model has it."""
-
     wanted = {name: gallery.states for name, gallery in life.server.galleries.items()}
 
     def found() -> dict[str, dict[int, str]]:
@@ -252,16 +250,9 @@ def _wait_arrived(life: Life) -> None:
         }
 
     try:
-        _wait(lambda: found() == wanted, "galleries do not come to where they must")
+        wait_until(lambda: found() == wanted, "galleries do not come to where they must")
     except AssertionError as error:
         error.add_note(f"{found()}, must be {wanted}; {life.server.begun}, {life.world.states()}")
         raise
     if life.server.begun is None:
         _wait_idle(life)
-
-
-def _wait(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)

@@ -1,6 +1,5 @@
 """A deleted item is gone from the cached index, too."""
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ from server.galleries import indexing
 from tests.server.support import TIMEOUT_S, Client, running
 from tests.support import graphs
 from tests.support.blocks import manifest
+from tests.support.waiting import wait_until
 
 COUNT = indexing.SMALL + 100
 
@@ -27,11 +27,8 @@ def files_with(data: Path, sought: bytes) -> list[str]:
 
 
 def wait_for(data: Path, pattern: str) -> Path:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (found := list(data.rglob(pattern))):
-        assert time.monotonic() < deadline, f"no {pattern} in {data}"
-        time.sleep(0.05)
-    return found[0]
+    wait_until(lambda: list(data.rglob(pattern)), f"no {pattern} in {data}")
+    return next(data.rglob(pattern))
 
 
 def test_a_deleted_vector_leaves_the_index_file(

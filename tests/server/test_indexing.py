@@ -4,7 +4,8 @@ joins."""
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from tests.server.conftest import Stages, publish_stage
 from tests.server.support import TIMEOUT_S, Client
 from tests.server.test_forgetting import COUNT, unit_vectors
 from tests.support import graphs
+from tests.support.waiting import wait_until
 
 
 def put(client: Client, one: Manifest, first: int = 0, end: int = COUNT) -> None:
@@ -34,17 +36,10 @@ def put(client: Client, one: Manifest, first: int = 0, end: int = COUNT) -> None
                 side_info=types_pb2.SideInfo(space=one.side_space or "", values=side.tobytes()),
             ),
         )
-        for row, (values, side) in list(enumerate(zip(unit_vectors(end), sides, strict=True)))[
-            first:
-        ]
+        for row, (values, side) in islice(
+            enumerate(zip(unit_vectors(end), sides, strict=True)), first, None
+        )
     )
-
-
-def wait(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -57,7 +52,8 @@ def swapped(
     publish_stage(repo, stages[2])
     client.activate(2)
     hosted = gateway.core.galleries.get("g")
-    wait(lambda: hnsw.load(hosted.index_path(two.space), SpaceSpec.of(two)).fresh)
+    path, spec = hosted.index_path(two.space), SpaceSpec.of(two)
+    wait_until(lambda: hnsw.load(path, spec).fresh, "no graph of its own")
     return hosted
 
 
@@ -89,7 +85,7 @@ def test_a_space_that_was_left_is_let_go_of(swapped: Hosted, client: Client, two
     assert client.galleries.DeleteItems(request, timeout=TIMEOUT_S).deleted == 1
     time.sleep(3 * indexing._EVERY_S)
     client.rollback(confirm=True)
-    wait(lambda: left() is None)
+    wait_until(lambda: left() is None, "the view is still there")
 
 
 def test_what_was_put_joins_the_graph_when_puts_end(
@@ -101,11 +97,11 @@ def test_what_was_put_joins_the_graph_when_puts_end(
     client.create()
     put(client, one)
     hosted = gateway.core.galleries.get("g")
-    wait(hosted.index_path(one.space).exists)
+    wait_until(hosted.index_path(one.space).exists, "no index file")
     put(client, one, COUNT, COUNT + more)
     view = hosted.view(one.space)
     assert len(view.snapshot().delta) == more
-    wait(lambda: len(view.snapshot().delta) == 0)
+    wait_until(lambda: len(view.snapshot().delta) == 0, "much lies beside the graph")
     base = view.snapshot().base
     assert isinstance(base.index, hnsw.HnswIndex)
     assert len(base) == COUNT + more
