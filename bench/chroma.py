@@ -59,8 +59,18 @@ def _until_up(address: str, process: subprocess.Popen[bytes]) -> None:
     raise RuntimeError(f"Chroma does not answer at {address}")
 
 
-def collection(address: str, vectors: Vectors, ef: int) -> str:
-    """A collection whose item n is vector n, its graph made like ours; the path of its queries.
+def additions(vectors: Vectors) -> list[bytes]:
+    """The bodies of the requests that add vector n as item n, ADD_ROWS of them each."""
+    bodies = []
+    for start in range(0, len(vectors), ADD_ROWS):
+        some = vectors[start : start + ADD_ROWS]
+        ids = [str(start + row) for row in range(len(some))]
+        bodies.append(json.dumps({"ids": ids, "embeddings": some.tolist()}).encode())
+    return bodies
+
+
+def collection(address: str, added: list[bytes], ef: int) -> str:
+    """A collection of what `added` adds, its graph made like ours; the path of its queries.
 
     `ef` is fixed here: a change by its API afterwards changed no answer when this was written.
     """
@@ -72,10 +82,8 @@ def collection(address: str, vectors: Vectors, ef: int) -> str:
     }
     body = {"name": f"bench-{ef}", "configuration": {"hnsw": settings}}
     path = f"{COLLECTIONS}/{_call(address, 'POST', COLLECTIONS, body)['id']}"
-    for start in range(0, len(vectors), ADD_ROWS):
-        some = vectors[start : start + ADD_ROWS]
-        ids = [str(start + row) for row in range(len(some))]
-        _call(address, "POST", f"{path}/add", {"ids": ids, "embeddings": some.tolist()})
+    for addition in added:
+        _send(address, "POST", f"{path}/add", addition)
     return f"{path}/query"
 
 

@@ -27,8 +27,6 @@ from training.upgrade import read_upgrade
 
 CONFIGS = ROOT / "configs" / "digits"
 SETS = {"embedder-1": "embedder", "embedder-2": "embedder", "side_encoder-1": "side_encoder"}
-# Inner width of the mixer; the closed-form maps are what a learned transform must beat.
-WIDTHS = (2048, 512, 128)
 NOTE = (
     "Scikit-learn's digits ({queries} queries, {items} gallery items, none trained on): the old "
     "model learnt 5 classes, the new one all 10. Queries are the new model's; mAP and CMC-1 in "
@@ -51,7 +49,8 @@ def run(bench: Bench) -> list[Table]:
     _train([_config(runs, name, name, common) for name in SETS])
     sources = {"old": "embedder-1", "new": "embedder-2", "old_side": "side_encoder-1"}
     common |= {key: str(runs / name) for key, name in sources.items()} | {"side": "drops"}
-    widths = WIDTHS[2:] if bench.tiny else WIDTHS
+    # Inner width of the mixer; the closed-form map is what a learned transform must beat.
+    widths: tuple[int, ...] = bench.size((128,), (2048, 128), (2048, 512, 128))
     upgrades = {
         f"FCT, width {width}": _config(
             runs, "upgrade-1-2", f"fct-{width}", common | {"method": "fct", "inner_dim": width}
