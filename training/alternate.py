@@ -24,7 +24,8 @@ def mix_images(pixels: Tensor, alpha: float) -> Tensor:
 
 
 class AlternateObjective(Objective):
-    """The old model's training over again; what differs is the seed, and mixup where asked.
+    """The old model's training over again where the configuration repeats the embedder's: what
+    differs is the seed, and mixup where asked.
 
     The side-information is the backbone's own output, not normalised.
     """

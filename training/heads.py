@@ -8,11 +8,13 @@ old classifier (pytorch-metric-learning keeps the transpose).
 import math
 from abc import abstractmethod
 
+import torch
 import torch.nn.functional as F
 from pytorch_metric_learning.losses import ArcFaceLoss, CosFaceLoss, NormalizedSoftmaxLoss
 from torch import Tensor, nn
 
 from release.errors import ConfigurationError
+from training.losses.margins import cosines
 
 
 class Head(nn.Module):
@@ -66,13 +68,13 @@ class AngularHead(Head):
         self.loss, self.scale, self.margin = loss, scale, margin
 
     def forward(self, embedding: Tensor, labels: Tensor) -> Tensor:
-        # float32: a margin below bf16's resolution would vanish.
-        output: Tensor = self.loss(embedding.float(), labels)
+        # Autocast would multiply in bf16, below whose resolution a margin of a cosine vanishes.
+        with torch.autocast(embedding.device.type, enabled=False):
+            output: Tensor = self.loss(embedding.float(), labels)
         return output
 
     def logits(self, embedding: Tensor) -> Tensor:
-        cosine = F.linear(F.normalize(embedding.float()), F.normalize(self.classifier()))
-        return self.scale * cosine
+        return self.scale * cosines(embedding, self.classifier())
 
     def classifier(self) -> Tensor:
         weight = self.loss.W
@@ -80,7 +82,7 @@ class AngularHead(Head):
         return weight.t()
 
 
-# (margin, scale) as in the papers: DMU's CosFace, the ArcFace of BCT's setting in radians.
+# (margin, scale) as in the papers: BCT's CosFace (supplement 1), DMU's ArcFace (4.1) in radians.
 _DEFAULTS = {"normalized_softmax": (0.0, 20.0), "cosface": (0.4, 32.0), "arcface": (0.3, 30.0)}
 HEAD_NAMES = ("softmax", *_DEFAULTS)
 

@@ -20,6 +20,7 @@ def nt_xent(first: Tensor, second: Tensor, temperature: float) -> Tensor:
     """
     n = len(first)
     views = F.normalize(torch.cat((first, second)).float())
+    # Autocast multiplies in bf16 here: cosines are right to .4 %, which no negative feels.
     similarity = views @ views.t() / temperature
     itself = torch.eye(2 * n, dtype=torch.bool, device=views.device)
     partner = torch.arange(2 * n, device=views.device).roll(n)

@@ -44,6 +44,15 @@ def test_angular_losses_follow_their_formulas(name: str, batch: tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("name", ["normalized_softmax", "cosface", "arcface"])
+def test_bf16_training_takes_margins_in_float32(name: str, batch: tuple[Tensor, Tensor]) -> None:
+    head = build_head(name, 4, 6)
+    loss, logits = head(*batch), head.logits(batch[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(head(*batch), loss)
+        assert torch.equal(head.logits(batch[0]), logits)
+
+
+@pytest.mark.parametrize("name", ["normalized_softmax", "cosface", "arcface"])
 def test_logits_are_scaled_cosines_without_margin(name: str, batch: tuple[Tensor, Tensor]) -> None:
     head = build_head(name, 4, 6)
     cosine = F.normalize(batch[0]) @ F.normalize(head.classifier()).t()

@@ -96,7 +96,6 @@ def transforms(shared: Shared) -> list[Row]:
     inner = place.preset.upgrade["inner_dim"]
     assert isinstance(inner, int)
     unlabelled = place.side_encoder("side-unlabelled", classes=split.new, kind="simclr")
-    crops = place.side_encoder("side-multicrop", classes=split.old, kind="simclr", small_crops=2)
     rows = [
         shared.upgrade_row("fct_none", "fct"),
         *(
@@ -104,7 +103,6 @@ def transforms(shared: Shared) -> list[Row]:
             for kind in ("autoencoder", "alternate", "mixup", "simclr", "binary_simclr")
         ),
         shared.upgrade_row("fct_simclr_unlabelled", "fct", unlabelled),
-        shared.upgrade_row("fct_multicrop", "fct", crops),
         shared.upgrade_row("fct_side_only", "fct", simclr, reads_embedding=False),
         _doubled(shared),
         shared.upgrade_row("fct_small", "fct", simclr, inner_dim=inner // 4),
@@ -113,6 +111,12 @@ def transforms(shared: Shared) -> list[Row]:
         shared.upgrade_row("lce", "lce", simclr),
         shared.upgrade_row("rbt", "rbt"),
     ]
+    # Where the preset's own SimCLR has small crops, the row would be fct_simclr again.
+    if "small_crops" not in place.preset.side_encoder:
+        crops = place.side_encoder(
+            "side-multicrop", classes=split.old, kind="simclr", small_crops=2
+        )
+        rows.append(shared.upgrade_row("fct_multicrop", "fct", crops))
     return rows + best(shared)
 
 
@@ -141,14 +145,15 @@ def best(shared: Shared) -> list[Row]:
 
 def core(shared: Shared) -> list[Row]:
     """What a machine without an accelerator compares on CIFAR-100 within hours."""
-    simclr, alternate = shared.side("simclr"), shared.side("alternate")
+    simclr = shared.side("simclr")
     wanted = {"independent", "bct", "bct_sys", "unibct"}
     return [
         *(row for row in compatible(shared) if row.name in wanted),
         *(row for row in dmu(shared) if row.name == "dmu"),
         *maps(shared),
         shared.upgrade_row("fct_none", "fct"),
-        shared.upgrade_row("fct_alternate", "fct", alternate),
+        shared.upgrade_row("fct_autoencoder", "fct", shared.side("autoencoder")),
+        shared.upgrade_row("fct_alternate", "fct", shared.side("alternate")),
         shared.upgrade_row("fct_simclr", "fct", simclr),
         shared.upgrade_row("fct_side_only", "fct", simclr, reads_embedding=False),
         *best(shared),

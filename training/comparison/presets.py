@@ -42,6 +42,8 @@ class Preset:
     # Configuration keys of each kind, as in YAML.
     embedder: Values
     side_encoder: Values
+    # Keys in which an autoencoder's training differs from the other side encoders'.
+    autoencoder: Values
     upgrade: Values
     # Width of DMU's psi; 1,024 in the paper.
     dmu_hidden_dim: int
@@ -116,6 +118,7 @@ DIGITS = Preset(
         "threads": 1,
         "augmentation": {**_DIGITS_VIEWS, "contrast": 0.3, "noise": 0.05, "erase": 0.3},
     },
+    autoencoder={"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0},
     upgrade={
         "epochs": 40,
         "warmup_epochs": 2,
@@ -194,6 +197,8 @@ CIFAR100_CPU = Preset(
         "threads": 1,
         "augmentation": _CONTRASTIVE_VIEWS,
     },
+    # FCT D.4.2.
+    autoencoder={"optimizer": "adam", "lr": 3e-4, "weight_decay": 0.0},
     upgrade={
         "epochs": 30,
         "warmup_epochs": 2,
@@ -252,6 +257,7 @@ CIFAR100 = replace(
         "precision": "bf16-mixed",
         "augmentation": _CONTRASTIVE_VIEWS,
     },
+    autoencoder={**CIFAR100_CPU.autoencoder, "epochs": 100, "warmup_epochs": 5},
     upgrade={
         **{key: value for key, value in CIFAR100_CPU.upgrade.items() if key != "threads"},
         "epochs": 80,

@@ -59,7 +59,7 @@ class Place:
         weights of `begun` where that is given.
         """
         chosen: dict[str, object] = {
-            **self._common("embedder", name, role),
+            **self._common("embedder", self.preset.embedder, name, role),
             "images": images or self.images / "train",
             "classes": classes,
             **({"old": old.folder} if old else {}),
@@ -70,9 +70,10 @@ class Place:
 
     def side_encoder(self, name: str, *, classes: int, kind: str, **values: Any) -> Run:
         """A side encoder of the old model's time, unless `classes` say otherwise."""
+        base = _side_values(self.preset, kind)
         return Run(
             {
-                **self._common("side_encoder", name, "side"),
+                **self._common("side_encoder", base, name, "side"),
                 "images": self.images / "train",
                 "classes": classes,
                 "side_info": kind,
@@ -94,7 +95,7 @@ class Place:
         """An upgrade on the new model's training images (FCT section 3.2: D_new only)."""
         needs = [old, new]
         chosen: dict[str, object] = {
-            **self._common("upgrade", name, "upgrade"),
+            **self._common("upgrade", self.preset.upgrade, name, "upgrade"),
             "images": self.images / "train",
             "classes": classes,
             "old": old.folder,
@@ -108,22 +109,30 @@ class Place:
             chosen |= {"new_side": new_side.folder, "side": "maps"}
         return Run({**chosen, **values}, tuple(needs))
 
-    def _common(self, kind: str, name: str, role: str) -> dict[str, object]:
+    def _common(self, kind: str, base: Values, name: str, role: str) -> dict[str, object]:
         # Append only: a role's place is part of its seed.
         roles = ("old", "new", "side", "upgrade", "first", "second", "other", *STEPS)
-        by_kind = {
-            "embedder": self.preset.embedder,
-            "side_encoder": self.preset.side_encoder,
-            "upgrade": self.preset.upgrade,
-        }
         return {
             "kind": kind,
-            **by_kind[kind],
+            **base,
             **self.changes.get(kind, {}),
             "run_dir": self.runs / name,
             "seed": 100 * self.seed + roles.index(role),
             "split_seed": self.seed if self.preset.partition_by_seed else 0,
         }
+
+
+def _side_values(preset: Preset, kind: str) -> Values:
+    """How a psi is trained: an alternate old model as the old one was (FCT section 5.1), so that
+    nothing but its randomness, and mixup, is new; an autoencoder by its own rates (D.4.2).
+    """
+    if kind in ("alternate", "mixup"):
+        as_old = {key: value for key, value in preset.embedder.items() if key != "embedding_dim"}
+        return {**as_old, "side_info_dim": preset.side_encoder["side_info_dim"]}
+    if kind == "autoencoder":
+        views = {"augmentation": preset.embedder["augmentation"]}
+        return {**preset.side_encoder, **views, **preset.autoencoder}
+    return preset.side_encoder
 
 
 def ensure(run: Run, done: set[Path]) -> None:

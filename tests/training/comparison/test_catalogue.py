@@ -61,6 +61,26 @@ def test_rivals_start_from_the_same_seed_and_seeds_differ(tmp_path: Path) -> Non
     assert seeds.isdisjoint({row.new.values["seed"] for row in rows.values()})
 
 
+@pytest.mark.parametrize("kind", ["alternate", "mixup"])
+def test_an_alternate_old_model_is_the_old_one_but_for_its_seed(tmp_path: Path, kind: str) -> None:
+    here = place(tmp_path)
+    old = dict(here.embedder("old", classes=5, role="old").values)
+    alternate = dict(here.side_encoder("side", classes=5, kind=kind).values)
+    assert alternate.pop("side_info_dim") == old.pop("embedding_dim")
+    different = {key for key in old | alternate if old.get(key) != alternate.get(key)}
+    assert different == {"kind", "run_dir", "seed", "side_info"}
+
+
+def test_multi_crop_is_a_row_where_the_presets_own_simclr_has_none(tmp_path: Path) -> None:
+    crops = rows_of(place(tmp_path), ["fct_multicrop"])[0].side
+    plain = rows_of(place(tmp_path), ["fct_simclr"])[0].side
+    assert crops is not None and plain is not None
+    changed = {key for key in crops.values if crops.values[key] != plain.values.get(key)}
+    assert changed == {"run_dir", "small_crops"}
+    with pytest.raises(ConfigurationError, match="fct_multicrop"):
+        rows_of(replace(place(tmp_path), preset=PRESETS["cifar100"]), ["fct_multicrop"])
+
+
 def test_new_models_go_on_from_one_shared_warm_up(tmp_path: Path) -> None:
     split = CIFAR100_CPU.splits[0]
     here = Place(CIFAR100_CPU, split, 0, tmp_path / "data", tmp_path / "runs")
