@@ -1,11 +1,11 @@
-"""The work of a comparison, divided among processes: trainings in order of need, then cells."""
+"""The work of a comparison among processes: each training and row once its needs are met."""
 
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,24 +19,31 @@ from training.data import Listing, list_images
 from training.run import CHECKPOINT
 
 Planned = Sequence[tuple[Place, Sequence[Row]]]
-Task = tuple[Callable[..., None], tuple[object, ...]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """`work(*arguments)`, once the trainings in `needs` are there; a training makes `made`."""
+
+    work: Callable[..., None]
+    arguments: tuple[object, ...]
+    needs: frozenset[Path]
+    made: Path | None = None
 
 
 def do(planned: Planned, jobs: int) -> None:
-    """Make the images, train every run, measure every row. What is done is not done again.
-
-    A run is trained when those that it reads are; runs of one depth share the processes.
-    """
+    """Make the images, train every run, measure every row. What is done is not done again."""
     for place, rows in planned:
         prepare(place, list(rows))
-    with _pool(jobs) as run_all:
-        for level in levels(planned):
-            run_all([(train_run, (run,)) for run in level])
-        run_all([(measure_row, (place, row)) for place, rows in planned for row in rows])
+    if jobs == 1:
+        for task in tasks(planned):
+            task.work(*task.arguments)
+    else:
+        _share(tasks(planned), jobs)
 
 
-def levels(planned: Planned) -> Iterator[list[Run]]:
-    """Every run once, those that need nothing first, then those that need only these, and so on."""
+def tasks(planned: Planned) -> list[Task]:
+    """Every training once, after those that it reads, and then every row's measurement."""
     depths: dict[Path, tuple[int, Run]] = {}
 
     def depth(run: Run) -> int:
@@ -48,8 +55,38 @@ def levels(planned: Planned) -> Iterator[list[Run]]:
         for row in rows:
             for run in row.runs:
                 depth(run)
-    for wanted in range(1 + max((found for found, _ in depths.values()), default=-1)):
-        yield [run for found, run in depths.values() if found == wanted]
+    # Many trainings wait for those of little depth.
+    runs = [run for _, run in sorted(depths.values(), key=lambda found: found[0])]
+    trainings = [Task(train_run, (run,), _folders(run.needs), run.folder) for run in runs]
+    rows_of_all = [(place, row) for place, rows in planned for row in rows]
+    measurements = [Task(measure_row, (p, row), _folders(row.runs)) for p, row in rows_of_all]
+    return trainings + measurements
+
+
+def _folders(runs: Sequence[Run]) -> frozenset[Path]:
+    return frozenset(run.folder for run in runs)
+
+
+def _share(waiting: list[Task], jobs: int) -> None:
+    """Carry tasks out in `jobs` processes, the first that can begin first.
+
+    No more are handed out than processes, so that a failure is raised as soon as what is in hand
+    ends.
+    """
+    made: set[Path] = set()
+    running: dict[Future[None], Task] = {}
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        while waiting or running:
+            ready = [task for task in waiting if task.needs <= made][: jobs - len(running)]
+            for task in ready:
+                waiting.remove(task)
+                running[pool.submit(task.work, *task.arguments)] = task
+            ended, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in ended:
+                future.result()
+                folder = running.pop(future).made
+                if folder is not None:
+                    made.add(folder)
 
 
 def train_run(run: Run) -> None:
@@ -98,25 +135,3 @@ def _key(row: Row) -> str:
 
 def _tell(what: str, started: float) -> None:
     print(f"{what}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _pool(jobs: int) -> Iterator[Callable[[Sequence[Task]], None]]:
-    """A function that carries out tasks, in this process for one job; the first failure is
-    raised.
-    """
-    if jobs == 1:
-        yield _one_after_the_other
-        return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-
-        def run_all(tasks: Sequence[Task]) -> None:
-            for future in [pool.submit(function, *arguments) for function, arguments in tasks]:
-                future.result()
-
-        yield run_all
-
-
-def _one_after_the_other(tasks: Sequence[Task]) -> None:
-    for function, arguments in tasks:
-        function(*arguments)

@@ -20,7 +20,7 @@ from training.comparison.presets import (
     preset_named,
 )
 from training.comparison.recipe import Place
-from training.comparison.work import levels
+from training.comparison.work import tasks
 from training.config_file import parse_config
 
 
@@ -44,11 +44,11 @@ def test_every_row_is_a_configuration_that_training_accepts(tmp_path: Path) -> N
 def test_a_run_comes_after_all_that_it_reads(tmp_path: Path) -> None:
     here = place(tmp_path)
     seen: set[Path] = set()
-    for level in levels([(here, rows_of(here, tuple(GROUPS)))]):
-        for run in level:
-            assert run.folder not in seen
-            assert {needed.folder for needed in run.needs} <= seen
-        seen |= {run.folder for run in level}
+    for task in tasks([(here, rows_of(here, tuple(GROUPS)))]):
+        assert task.needs <= seen
+        if task.made is not None:
+            assert task.made not in seen
+            seen.add(task.made)
     assert len(seen) > 60
 
 

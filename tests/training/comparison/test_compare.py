@@ -22,6 +22,7 @@ from training.comparison.recipe import Place
 from training.comparison.results import Comparison, as_json, as_markdown, points
 from training.comparison.work import do
 from training.data import list_images
+from training.loop import DivergedError
 
 SHORT: Mapping[str, Mapping[str, object]] = {
     "embedder": {"epochs": 2, "batch_size": 16},
@@ -61,6 +62,26 @@ def untimed(comparison: Comparison) -> dict[str, object]:
     """The comparison as JSON, without what a clock measured."""
     costs = {name: replace(cost, microseconds=0.0) for name, cost in comparison.costs.items()}
     return as_json(replace(comparison, costs=costs))
+
+
+def test_two_processes_find_what_one_does(
+    small: tuple[Path, Comparison], digits: Path, tmp_path: Path
+) -> None:
+    shared = compare(FEW, digits, tmp_path, [0], ("bct", "residual_simclr"), 2, SHORT)
+    alone, cells = as_json(small[1])["cells"], as_json(shared)["cells"]
+    assert isinstance(alone, dict) and isinstance(cells, dict)
+    assert {name: row["new/served"] for name, row in cells.items()} == {
+        name: alone[name]["new/served"] for name in ("bct", "residual_simclr")
+    }
+
+
+def test_a_training_that_fails_in_a_process_ends_the_comparison(
+    digits: Path, tmp_path: Path
+) -> None:
+    changes = {**SHORT, "embedder": {**SHORT["embedder"], "lr": 1e30}}
+    with pytest.raises(DivergedError):
+        compare(FEW, digits, tmp_path, [0], ("independent",), 2, changes)
+    assert not list(tmp_path.rglob("cells/*"))
 
 
 def test_every_wanted_row_has_its_cells_on_both_splits(small: tuple[Path, Comparison]) -> None:
