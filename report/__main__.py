@@ -32,8 +32,7 @@ def make(model_repo: Path, release: int, images: Path | None) -> str:
                 f"{model_repo} holds no release {release} in use; it holds {sorted(manifests)}"
             )
         old = predecessor(manifests, release)
-        comparison = None
-        basis = "Measured when the release was published, on images that no model was trained on."
+        comparison = basis = None
         if images is not None and old is not None:
             pictures, total = read_folder(images, SEED)
             for number in {old, *range(old + 1, release + 1)} & set(manifests):
@@ -42,8 +41,9 @@ def make(model_repo: Path, release: int, images: Path | None) -> str:
                 model_repo, manifests, manifests[old], manifests[release], pictures
             )
             basis = (
-                f"Measured on {len(pictures)} of {total} images of {images.name}: each is asked, "
-                "all others are the gallery."
+                f"Measured on {len(pictures)} of {total} images of {images.resolve().name}: each "
+                "is asked, all others are the gallery. Upgraded as gateways and devices do it, by "
+                "int8 transforms where they are published."
             )
         return render(manifests, release, old, comparison, basis, SEED)
 

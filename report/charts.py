@@ -1,13 +1,13 @@
-"""The report's two charts, as SVG images in data URIs."""
+"""The report's charts, as SVG images in data URIs."""
 
 import base64
 import io
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -21,11 +21,27 @@ COLOURS = (
     "#7b4fa3", "#8a6d3b",
 )  # fmt: skip
 GREY = "#c8ccd0"
+# Inches. A phone shows a chart about as wide as this, so that its text keeps its size there.
+WIDTH = 4.6
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    chart: str
+
+
+@dataclass(frozen=True)
+class GalleryMap:
+    """The gallery in two dimensions, a panel a state, and the colour of each class shown."""
+
+    panels: list[Panel]
+    legend: dict[str, str]
 
 
 def backfill_chart(comparison: Comparison) -> str:
     """mAP in percent against the share of images embedded again, up to the upper bound."""
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     axes = figure.add_subplot()
     for (name, curve), colour in zip(comparison.curves.items(), COLOURS, strict=False):
         area = 100 * curve.mean_over(curve.map)
@@ -37,11 +53,11 @@ def backfill_chart(comparison: Comparison) -> str:
     axes.axhline(bound, color="#555", linestyle="--", linewidth=1, label=f"new/new {bound:.1f}")
     axes.set_xlabel("images embedded again, % of the gallery")
     axes.set_ylabel("mAP, %")
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=9, frameon=False)
     return _data_uri(figure)
 
 
-def map_chart(comparison: Comparison) -> str:
+def gallery_map(comparison: Comparison) -> GalleryMap:
     """The gallery in two dimensions: as stored, upgraded, and as re-embedding would have it.
 
     Each side on its own two principal components; upgraded and re-embedded share theirs, so that
@@ -49,34 +65,30 @@ def map_chart(comparison: Comparison) -> str:
     """
     labels = [picture.label for picture in comparison.pictures]
     shown = sorted(label for label, _ in Counter(labels).most_common(len(COLOURS)))
-    panels = [("stored by the old model", _plane(comparison.old_vectors)(comparison.old_vectors))]
+    points = {"stored by the old model": _plane(comparison.old_vectors)(comparison.old_vectors)}
     after = _plane(comparison.new_vectors)
     if comparison.served_vectors.shape[1] == comparison.new_vectors.shape[1]:
-        panels.append(("after the upgrade", after(comparison.served_vectors)))
-    panels.append(("images embedded again", after(comparison.new_vectors)))
-    figure = Figure(figsize=(3.3 * len(panels), 3.5), layout="constrained")
-    for number, (title, points) in enumerate(panels, start=1):
-        axes = figure.add_subplot(1, len(panels), number)
-        _scatter(axes, points, labels, shown)
-        axes.set_title(title, fontsize=10)
-    handles, names = figure.axes[0].get_legend_handles_labels()
-    figure.legend(
-        handles, names, loc="outside lower center", ncols=len(COLOURS), fontsize=8, frameon=False
-    )
-    return _data_uri(figure)
+        points["after the upgrade"] = after(comparison.served_vectors)
+    points["images embedded again"] = after(comparison.new_vectors)
+    legend = dict(zip(shown, COLOURS, strict=False))
+    colours = np.array([legend.get(label, GREY) for label in labels])
+    panels = [Panel(title, _scatter(places, colours)) for title, places in points.items()]
+    if len(set(labels)) > len(shown):
+        legend["other classes"] = GREY
+    return GalleryMap(panels, legend)
 
 
-def _scatter(axes: Axes, points: NDArray[np.float64], labels: list[str], shown: list[str]) -> None:
-    size = float(np.clip(6000 / len(points), 4, 30))
-    belongs = np.array([shown.index(label) if label in shown else -1 for label in labels])
-    for number in range(-1, len(shown)):
-        chosen = points[belongs == number]
-        if len(chosen):
-            colour = GREY if number < 0 else COLOURS[number]
-            name = "other classes" if number < 0 else shown[number]
-            axes.scatter(chosen[:, 0], chosen[:, 1], s=size, color=colour, label=name, linewidths=0)
+def _scatter(points: NDArray[np.float64], colours: NDArray[np.str_]) -> str:
+    figure = Figure(figsize=(WIDTH, WIDTH), layout="constrained")
+    axes = figure.add_subplot()
+    # Grey lies below.
+    order = np.argsort(colours != GREY, kind="stable")
+    size = float(np.clip(12000 / len(points), 8, 60))
+    across, up = points[order].T
+    axes.scatter(across, up, s=size, c=colours[order], linewidths=0)
     axes.set_xticks([])
     axes.set_yticks([])
+    return _data_uri(figure)
 
 
 def _plane(vectors: Vectors) -> Callable[[Vectors], NDArray[np.float64]]:

@@ -1,6 +1,5 @@
-"""The report's figures as people read them: the matrix, quality kept, flips, bytes, facts."""
+"""The report's figures as people read them: the matrix, quality kept, flips."""
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -40,7 +39,11 @@ def matrix_of_pictures(cells: Mapping[str, Cell]) -> Matrix:
 
 
 def matrix_of_evidence(old: Manifest, new: Manifest, route: tuple[int, ...]) -> Matrix:
-    """The matrix that the release was published with; cells that were not measured are missing."""
+    """The matrix that the release was published with; cells that were not measured are missing.
+
+    The mAP of what is served is that of int8 transforms where they are published, as they are what
+    gateways and devices run; CMC was measured with exact ones only.
+    """
     served = ">".join(map(str, route)) if route else str(old.release)
     names = {
         f"{old.release}/{old.release}": "old/old",
@@ -48,17 +51,37 @@ def matrix_of_evidence(old: Manifest, new: Manifest, route: tuple[int, ...]) -> 
         f"{new.release}/{served}": "new/served",
         f"{new.release}/{new.release}": "new/new",
     }
-    return _shaded(
-        {
-            names[f"{cell.query}/{cell.gallery}"]: (
-                100 * cell.map,
-                100 * cell.cmc1,
-                100 * cell.cmc5,
-            )
-            for cell in new.evidence
-            if f"{cell.query}/{cell.gallery}" in names
-        }
+    figures = {
+        names[f"{cell.query}/{cell.gallery}"]: (100 * cell.map, 100 * cell.cmc1, 100 * cell.cmc5)
+        for cell in new.evidence
+        if f"{cell.query}/{cell.gallery}" in names
+    }
+    int8_map = _int8_map(new, route)
+    if int8_map is not None and "new/served" in figures:
+        figures["new/served"] = (100 * int8_map, *figures["new/served"][1:])
+    return _shaded(figures)
+
+
+def basis_of_evidence(new: Manifest, route: tuple[int, ...]) -> str:
+    """What the manifest tells of how its matrix was measured; it names no images."""
+    if not new.evidence:
+        return ""
+    cell = new.evidence[0]
+    text = (
+        f"Measured when the release was published: {cell.queries} searches in {cell.items} images "
+        "of the publisher's choice. Which images, and whether a model had been trained on them, "
+        "the release does not tell."
     )
+    if _int8_map(new, route) is not None:
+        text += (
+            " Precision after the upgrade is that of the int8 transform, which gateways and "
+            "devices run; its first hits were measured with the exact one."
+        )
+    return text
+
+
+def _int8_map(new: Manifest, route: tuple[int, ...]) -> float | None:
+    return next((known.int8_map for known in new.routes if known.releases == route), None)
 
 
 def percent(values: PerQuery) -> float:
@@ -89,7 +112,9 @@ class Flips:
 
     improved: list[int]
     worsened: list[int]
-    # Share of all queries in percent.
+    # Queries that share their class with another picture; the others have nothing to find.
+    answerable: int
+    # Share of the answerable queries in percent.
     worsened_percent: float
 
 
@@ -102,32 +127,6 @@ def flips(comparison: Comparison) -> Flips:
     return Flips(
         improved=improved[np.argsort(-change[improved], kind="stable")].tolist(),
         worsened=worsened[np.argsort(change[worsened], kind="stable")].tolist(),
+        answerable=int((~np.isnan(before.cmc1)).sum()),
         worsened_percent=100 * negative_flips(before.cmc1, after.cmc1),
     )
-
-
-def upgrade_bytes(manifests: Mapping[int, Manifest], route: tuple[int, ...]) -> int:
-    """Bytes a device downloads for the transforms of a route; 0 for none."""
-    total = 0
-    for source, target in itertools.pairwise(route):
-        upgrade = manifests[target].upgrade_from(source)
-        assert upgrade is not None, "a route is made of published upgrades"
-        total += upgrade.file.length
-    return total
-
-
-def facts(manifest: Manifest) -> list[tuple[str, str]]:
-    """Version, method, digests and recipe of a release, as rows of name and value."""
-    embedder = manifest.embedder
-    rows = [
-        ("release", str(manifest.release)),
-        ("created", manifest.created),
-        ("method", manifest.method),
-        ("space", manifest.space),
-        ("input", f"{embedder.width} x {embedder.height} pixels"),
-        ("embedding", f"{embedder.dim} numbers, {embedder.metric.replace('_', ' ')}"),
-        ("side-information", manifest.side_space or "none"),
-        *((f"sha256 of {file.path}", file.sha256) for file in manifest.files()),
-        *((f"recipe: {key}", str(value)) for key, value in manifest.recipe.items()),
-    ]
-    return [(name, value) for name, value in rows if value]

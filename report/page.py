@@ -2,30 +2,33 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from metrics.backfill import uncertainty_order
 from release.manifest import Manifest
 from release.routes import plan_route
-from report.charts import backfill_chart, map_chart
+from report.charts import backfill_chart, gallery_map
 from report.comparison import Comparison
+from report.facts import downloads, facts, software
 from report.figures import (
     GALLERIES,
     QUERIES,
     Matrix,
-    facts,
+    basis_of_evidence,
     flips,
     kept,
     matrix_of_evidence,
     matrix_of_pictures,
-    upgrade_bytes,
 )
 from report.pictures import thumbnail
 
 TITLES = {"old": "stored by the old model", "served": "after the upgrade", "new": "embedded again"}
+# What a cell of the matrix is to a person; the others are only told by their row and column.
+BOUNDS = {("old", "old"): "lower bound", ("new", "new"): "upper bound"}
+MARKS = BOUNDS | {("new", "old"): "naive swap", ("new", "served"): "what you get"}
 # Rows of the picture grid, and the cell of the matrix that each shows.
 ROWS = {
     "before": "old/old",
@@ -50,7 +53,8 @@ class Tile:
 
     picture: str
     label: str
-    uncertainty: float = 0.0
+    # Of a least certain item: its uncertainty in multiples of the median item's.
+    times: float | None = None
 
 
 @dataclass(frozen=True)
@@ -80,12 +84,12 @@ def render(
     release: int,
     old: int | None,
     comparison: Comparison | None,
-    basis: str,
+    basis: str | None,
     seed: int,
 ) -> str:
     """The page. `old` None: a first release. Without `comparison` it shows what the manifests say.
 
-    `basis` says in words what the matrix was measured on.
+    `basis` says in words what the comparison was measured on.
     """
     new = manifests[release]
     route = _route(manifests, release, old, comparison)
@@ -100,24 +104,27 @@ def render(
     return environment.get_template("page.html.j2").render(
         old=None if old is None else manifests[old],
         new=new,
+        releases=[manifests[number] for number in route or sorted({old or release, release})],
         route=route,
         verdict=VERDICTS[new.gate.verdict],
         matrix=matrix,
         queries=QUERIES,
         galleries=GALLERIES,
         titles=TITLES,
+        bounds=BOUNDS,
+        marks=MARKS,
         kept=kept(matrix),
-        basis=basis,
-        transform_bytes=upgrade_bytes(manifests, route),
+        basis=basis or basis_of_evidence(new, route),
+        downloads={} if old is None else downloads(manifests, old, release, route),
         cost=comparison.cost if comparison else None,
         backfill=backfill_chart(comparison) if comparison and comparison.curves else None,
-        map=map_chart(comparison) if comparison else None,
+        map=gallery_map(comparison) if comparison else None,
         groups=_groups(comparison) if comparison else [],
         least=_least_certain(comparison) if comparison else [],
         facts=facts,
         seconds=_seconds,
         bytes=_bytes,
-        version=version("nobackfill"),
+        software=software(),
         seed=seed,
     )
 
@@ -139,17 +146,21 @@ def _route(
 
 def _groups(comparison: Comparison) -> list[Group]:
     changed = flips(comparison)
-    better = f"{len(changed.improved)} of {len(comparison.pictures)} searches now find the right "
-    worse = f"{len(changed.worsened)} of {len(comparison.pictures)} searches "
+    asked = f"of {changed.answerable} searches"
+    alone = len(comparison.pictures) - changed.answerable
+    if alone:
+        asked += f" (and {alone} with nothing to find, alone in their class)"
     return [
         Group(
             "What got better",
-            better + "class first, where the old model did not. Green is right, dotted red wrong.",
+            f"{len(changed.improved)} {asked} now find the right class first, where the old model "
+            "did not. Green is right, dotted red wrong.",
             [_asked(comparison, query) for query in changed.improved[:SHOWN]],
         ),
         Group(
             "What got worse",
-            worse + f"({changed.worsened_percent:.1f} %) were right before and are wrong now.",
+            f"{len(changed.worsened)} {asked}, {changed.worsened_percent:.1f} %, found the right "
+            "class first before and do not any more.",
             [_asked(comparison, query) for query in changed.worsened[:SHOWN]],
         ),
     ]
@@ -174,14 +185,14 @@ def _tile(comparison: Comparison, position: int) -> Tile:
 def _least_certain(comparison: Comparison) -> list[Tile]:
     if comparison.uncertainty is None:
         return []
-    order = uncertainty_order(comparison.uncertainty)[:LEAST_CERTAIN]
+    median = float(np.median(comparison.uncertainty))
     return [
         Tile(
             thumbnail(comparison.pictures[item]),
             comparison.pictures[item].label,
-            float(comparison.uncertainty[item]),
+            float(comparison.uncertainty[item]) / median if median > 0 else None,
         )
-        for item in order
+        for item in uncertainty_order(comparison.uncertainty)[:LEAST_CERTAIN]
     ]
 
 

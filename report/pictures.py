@@ -17,7 +17,7 @@ SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
 MOST_IMAGES = 2000
 # Sides of a small copy in pixels.
 THUMBNAIL = 64
-# Small copies of tiny images stay exact; of photographs, JPEG is a tenth of the size.
+# Of a small copy of a photograph, JPEG is a tenth of the size that PNG is.
 JPEG_QUALITY = 80
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from release.manifest import Manifest
 from release.publish import publish
 from tests.support import releases
 
@@ -17,6 +18,18 @@ def model_repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     first = releases.draft(folder / "drafts", 1)
     publish(folder / "repo", first)
     publish(folder / "repo", releases.draft(folder / "drafts", 2, [first.manifest]))
+    return folder / "repo"
+
+
+@pytest.fixture(scope="module")
+def chain_repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three published releases, each with an int8 upgrade out of the one before."""
+    folder = tmp_path_factory.mktemp("chain")
+    manifests: list[Manifest] = []
+    for number in (1, 2, 3):
+        draft = releases.draft(folder / "drafts", number, manifests[-1:], int8=number > 1)
+        publish(folder / "repo", draft)
+        manifests.append(draft.manifest)
     return folder / "repo"
 
 

@@ -1,10 +1,15 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 from sklearn.metrics import average_precision_score
 
 from release.errors import InvalidInputError, NotFoundError
+from release.manifest import Manifest
+from release.models import Embedder, open_side_encoder
+from release.paths import upgrade_int8_path, upgrade_path
 from release.trust import TrustedFolder
 from report import pictures
 from report.comparison import HITS, Comparison, compare, predecessor
@@ -16,14 +21,18 @@ from report.pictures import Picture, read_folder
 def comparison(
     model_repo: Path, images: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Comparison:
-    trusted = TrustedFolder(model_repo, tmp_path_factory.mktemp("state"))
-    trusted.refresh()
-    manifests = dict(trusted.manifests())
+    manifests = trusted(model_repo, tmp_path_factory.mktemp("state"))
     assert predecessor(manifests, 2) == 1
     assert predecessor(manifests, 1) is None
     shown, total = read_folder(images, seed=0)
     assert total == len(shown) == 24
     return compare(model_repo, manifests, manifests[1], manifests[2], shown)
+
+
+def trusted(model_repo: Path, state: Path) -> dict[int, Manifest]:
+    folder = TrustedFolder(model_repo, state)
+    folder.refresh()
+    return folder.manifests()
 
 
 def slow_map(queries: np.ndarray, gallery: np.ndarray, labels: list[str]) -> float:
@@ -79,14 +88,68 @@ def test_flips_are_those_of_the_first_hit(comparison: Comparison) -> None:
     cmc1, precision = cell.cmc1.copy(), cell.map.copy()
     cmc1[:3], precision[:3] = 1 - cmc1[:3], precision[:3] - [0.1, 0.3, 0.2]
     worse["new/served"] = type(cell)(cmc1, cell.cmc5, precision, cell.hits)
-    changed = flips(type(comparison)(**{**vars(comparison), "cells": worse}))
+    changed = flips(replace(comparison, cells=worse))
     before = comparison.cells["old/old"]
     right = [labels[hits[0]] == label for hits, label in zip(before.hits, labels, strict=True)]
     assert right == (before.cmc1 == 1).tolist()
     turned_bad = [i for i in (1, 2, 0) if right[i]]
     turned_good = [i for i in (0, 2, 1) if not right[i]]
     percent = 100 * len(turned_bad) / 24
-    assert changed == Flips(turned_good, turned_bad, percent)
+    assert changed == Flips(turned_good, turned_bad, 24, percent)
+
+
+def test_pictures_alone_in_their_class_are_no_searches(comparison: Comparison) -> None:
+    cells = {}
+    for name, cell in comparison.cells.items():
+        cmc1 = cell.cmc1.copy()
+        cmc1[:4] = np.nan
+        cells[name] = replace(cell, cmc1=cmc1)
+    before, after = (cells[name].cmc1 for name in ("old/old", "new/served"))
+    before[4:8], after[4:8] = 1, 0
+    changed = flips(replace(comparison, cells=cells))
+    assert changed.answerable == 20
+    assert changed.worsened_percent == pytest.approx(100 * len(changed.worsened) / 20)
+    assert set(changed.worsened) >= {4, 5, 6, 7}
+
+
+def test_it_measures_the_int8_upgrade_that_is_run_by_default(
+    chain_repo: Path, images: Path, tmp_path: Path
+) -> None:
+    manifests = trusted(chain_repo, tmp_path)
+    shown, _ = read_folder(images, seed=0)
+    measured = compare(chain_repo, manifests, manifests[1], manifests[2], shown)
+    side = open_side_encoder(chain_repo, manifests[1]).run(pictures.pixels(shown, 8, 8))
+    inputs = {"embedding": measured.old_vectors, "side": side}
+
+    def upgraded(path: str) -> np.ndarray:
+        session = ort.InferenceSession(chain_repo / path, providers=["CPUExecutionProvider"])
+        return np.asarray(session.run(["upgraded"], inputs)[0])
+
+    int8 = upgraded(upgrade_int8_path(1, 2))
+    np.testing.assert_allclose(measured.served_vectors, int8, atol=1e-6)
+    assert np.abs(measured.served_vectors - upgraded(upgrade_path(1, 2))).max() > 1e-4
+
+
+def test_images_are_embedded_a_few_at_a_time(
+    comparison: Comparison,
+    model_repo: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = []
+    run = Embedder.run
+
+    def spied(self: Embedder, pixels: np.ndarray) -> np.ndarray:
+        sizes.append(len(pixels))
+        return run(self, pixels)
+
+    monkeypatch.setattr("report.comparison.BATCH", 5)
+    monkeypatch.setattr(Embedder, "run", spied)
+    manifests = trusted(model_repo, tmp_path)
+    again = compare(model_repo, manifests, manifests[1], manifests[2], comparison.pictures)
+    assert sizes == 2 * [5, 5, 5, 5, 4]
+    np.testing.assert_allclose(again.old_vectors, comparison.old_vectors, atol=1e-6)
+    np.testing.assert_allclose(again.new_vectors, comparison.new_vectors, atol=1e-6)
 
 
 def test_a_large_folder_is_sampled_by_seed(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:

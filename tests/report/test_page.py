@@ -1,13 +1,19 @@
+import base64
+import html
 import html.parser
+import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
+# Its width in CSS pixels.
+PHONE = 390
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -72,6 +78,11 @@ def test_the_page_tells_what_a_product_owner_asks(page: Path) -> None:
         "What got better",
         "What got worse",
         "The least certain items",
+        "in multiples of the median item's",
+        "lower bound",
+        "upper bound",
+        "new model ",
+        "onnxruntime",
         "Route: 1 → 2",
         "24 of 24 images",
     ):
@@ -123,22 +134,42 @@ def test_wrong_input_gets_a_sentence_and_its_exit_code(
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (.ci/run installs it)")
-def test_it_renders_on_a_phone_without_scrolling_sideways(page: Path, tmp_path: Path) -> None:
-    probe = tmp_path / "probe.html"
-    # The page itself carries no script; this copy reports its own width into its title.
-    width = "document.title = document.documentElement.scrollWidth + ' wide'"
-    script = f"<script>onload = () => {{ {width} }}</script></body>"
-    probe.write_text(page.read_text(encoding="utf-8").replace("</body>", script), encoding="utf-8")
+def test_it_is_readable_on_a_phone(page: Path, tmp_path: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    seen = on_a_phone(text, tmp_path)
+    assert seen["page"] <= PHONE
+    assert seen["matrix"] <= max(seen["charts"])
+    charts = re.findall(r'class="chart[^>]*base64,([^"]+)"', text)
+    assert len(charts) == len(seen["charts"]) == 4
+    for chart, width in zip(charts, seen["charts"], strict=True):
+        assert width > 0.8 * PHONE
+        drawn = base64.b64decode(chart).decode()
+        scale = width / float(re.findall(r'viewBox="0 0 ([0-9.]+)', drawn)[0])
+        assert all(scale * float(size) >= 9 for size in re.findall(r"font: ([0-9.]+)px", drawn))
+
+
+def on_a_phone(page: str, folder: Path) -> dict[str, Any]:
+    """Widths in pixels of the page, its matrix and its charts, in a frame of a phone's width:
+    chromium's own window is never narrower than 500."""
+    # The page itself carries no script; this copy reports to the title of the page around it.
+    script = """<script>onload = () => {
+        const width = element => element.scrollWidth
+        parent.document.title = JSON.stringify({
+            page: width(document.documentElement), matrix: width(document.querySelector(".matrix")),
+            charts: [...document.querySelectorAll("img.chart")].map(width)})}</script></body>"""
+    framed = html.escape(page.replace("</body>", script))
+    probe = folder / "probe.html"
+    probe.write_text(f'<iframe width="{PHONE}" height="844" srcdoc="{framed}" style="border:0">')
     done = subprocess.run(
         [
             *(str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu"),
-            *("--window-size=500,900", f"--user-data-dir={tmp_path / 'profile'}"),
+            *("--window-size=500,900", f"--user-data-dir={folder / 'profile'}"),
             *("--virtual-time-budget=3000", "--dump-dom", probe.as_uri()),
         ],
         capture_output=True,
         text=True,
         timeout=120,
     )
-    found = re.search(r"<title>(\d+) wide</title>", done.stdout)
+    found = re.search(r"<title>({.*?})</title>", done.stdout)
     assert found is not None, done.stderr[-2000:]
-    assert int(found[1]) <= 500
+    return dict(json.loads(found[1]))
