@@ -152,7 +152,6 @@ def core(shared: Shared) -> list[Row]:
         *(row for row in dmu(shared) if row.name == "dmu"),
         *maps(shared),
         shared.upgrade_row("fct_none", "fct"),
-        shared.upgrade_row("fct_autoencoder", "fct", shared.side("autoencoder")),
         shared.upgrade_row("fct_alternate", "fct", shared.side("alternate")),
         shared.upgrade_row("fct_simclr", "fct", simclr),
         shared.upgrade_row("fct_side_only", "fct", simclr, reads_embedding=False),
