@@ -74,7 +74,7 @@ $(CHROMA_READY): bench/constraints-chroma.txt $(VENV)/bin/uv
 	touch $@
 
 bench: setup $(CHROMA_READY) ## side-by-side benchmarks; FULL=1 for the large sizes, TOPICS='edge swap' for some
-	$(BIN)/python bench/run.py $(TOPICS) $(if $(FULL),--full)
+	$(BIN)/python bench/run.py $(TOPICS) $(if $(filter-out 0,$(FULL)),--full)
 
 clean: ## remove what was built and installed
 	rm -rf build $(VENV) $(TRITON_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -7,7 +7,6 @@ real embeddings do, and an old and a new space agree about most neighbours but n
 
 import io
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,31 +70,6 @@ def _look(
     if unit:
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     return np.ascontiguousarray(vectors, np.float32)
-
-
-def stored(path: Path, count: int) -> Vectored:
-    """Real vectors from an .npz with the arrays `old`, `side`, `new`; where `count` is larger than
-    they are, followed by copies moved by a tenth of the usual distance to the nearest neighbour."""
-    with np.load(path) as arrays:
-        columns = [np.asarray(arrays[name], np.float32) for name in ("old", "side", "new")]
-    rng = np.random.default_rng(0)
-    have = len(columns[0])
-    rows = np.concatenate([np.arange(have), rng.integers(0, have, max(0, count - have))])[:count]
-    moved = [column[rows].copy() for column in columns]
-    for column, of in zip(moved, (True, False, True), strict=True):
-        scale = 0.1 * _usual_distance(column[:have]) / np.sqrt(column.shape[1])
-        column[have:] += scale * rng.standard_normal(column[have:].shape, np.float32)
-        if of:
-            column /= np.linalg.norm(column, axis=1, keepdims=True)
-    return Vectored(*moved)
-
-
-def _usual_distance(vectors: Vectors) -> float:
-    some = vectors[:2000]
-    squares = (some**2).sum(1)
-    distances = squares[:, None] + squares - 2 * some @ some.T
-    np.fill_diagonal(distances, np.inf)
-    return float(np.sqrt(np.median(distances.min(1))))
 
 
 def images(count: int, size: int, seed: int = 0) -> NDArray[np.uint8]:

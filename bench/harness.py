@@ -23,14 +23,12 @@ class Scale(StrEnum):
 class Bench:
     """What a topic is given.
 
-    `folder` is its own, empty; what takes long to make is kept in `shared` for the topics after it;
-    `data`: optional real vectors.
+    `folder` is its own, empty; what takes long to make is kept in `shared` for the topics after it.
     """
 
     scale: Scale
     folder: Path
     shared: Path
-    data: Path | None = None
 
     @property
     def tiny(self) -> bool:
@@ -73,6 +71,11 @@ class Measured:
         """Half the distance of the outermost rounds, as a share of the median."""
         half = (max(self.rounds) - min(self.rounds)) / 2
         return half / abs(self.median) if self.median else 0.0
+
+    @property
+    def spread_text(self) -> str:
+        """The spread as tables show it."""
+        return f"±{100 * self.spread:.0f} %"
 
     def ratio(self, other: "Measured") -> float:
         """Median of this over the other, round by round, so that what slowed both cancels."""
@@ -136,7 +139,7 @@ def compared(
         {
             "contender": name,
             unit: figures.median,
-            "spread": f"±{100 * figures.spread:.0f} %",
+            "spread": figures.spread_text,
             f"of {limit}": figures.ratio(measured[limit]),
         }
         for name, figures in measured.items()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bench.data import DIM, SIDE_DIM, Vectored, things
+from bench.data import DIM, SIDE_DIM, things
 from release.vectors import Vectors
 from training.onnx_export import export_onnx, quantise
 from training.transform import FctTransform, Upgrade
@@ -23,9 +23,9 @@ NARROW = 512
 _RIDGE = 1e-3
 
 
-def transform(inner: int, pairs: Vectored | None = None) -> Upgrade:
+def transform(inner: int) -> Upgrade:
     """h: (old [n,128], side [n,128]) -> new [n,128]."""
-    pairs = things(4000, seed=1) if pairs is None else pairs
+    pairs = things(4000, seed=1)
     torch.manual_seed(inner)
     h = FctTransform(
         DIM, SIDE_DIM, DIM, projection_dim=PROJECTION, inner_dim=inner, unit=True

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,10 +29,6 @@ def main(
         list[str] | None, typer.Argument(help=f"Some of: {', '.join(TOPICS)}. None: all.")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="The large sizes.")] = False,
-    data: Annotated[
-        Path | None,
-        typer.Option(envvar="NOBACKFILL_BENCH_DATA", help="An .npz of real vectors: docs say."),
-    ] = None,
     docs: Annotated[bool, typer.Option(help="Only put the results into the docs.")] = False,
     part: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
@@ -45,25 +40,27 @@ def main(
         record.refresh_docs()
         return
     if part:
-        measure(chosen[0], Scale.FULL if full else Scale.SMALL, data)
+        measure(chosen[0], Scale.FULL if full else Scale.SMALL)
         return
     shutil.rmtree(BUILD, ignore_errors=True)
-    failed = [topic for topic in chosen if not _apart(topic, full, data)]
+    failed = [topic for topic in chosen if not _apart(topic, full)]
     record.refresh_docs()
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
         raise typer.Exit(1)
 
 
-def measure(topic: str, scale: Scale, data: Path | None) -> None:
+def measure(topic: str, scale: Scale) -> None:
     """Run one topic here; print and keep what it found."""
     folder = BUILD / topic
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     module = importlib.import_module(f"bench.topics.{topic}")
+    # Read when numpy was loaded; the commands that are measured start as a user starts them.
+    os.environ.pop("OMP_NUM_THREADS", None)
     print(f"## {topic} ({scale})\n", flush=True)
     started = time.monotonic()
-    tables = module.run(Bench(scale, folder, BUILD / "shared", data))
+    tables = module.run(Bench(scale, folder, BUILD / "shared"))
     for table in tables:
         print(record.markdown(table), flush=True)
     seconds = time.monotonic() - started
@@ -73,10 +70,8 @@ def measure(topic: str, scale: Scale, data: Path | None) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _apart(topic: str, full: bool, data: Path | None) -> bool:
+def _apart(topic: str, full: bool) -> bool:
     command = [sys.executable, __file__, topic, "--part", *(["--full"] if full else [])]
-    if data is not None:
-        command += ["--data", str(data)]
     # What is said to run on one thread must; what runs on two sets its own number.
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, check=False, env=env).returncode == 0

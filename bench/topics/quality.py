@@ -3,14 +3,15 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import torch
 import yaml
 
+from bench import bare
 from bench.harness import Bench, Contender, Row, Table, Value, interleave, rate
 from bench.models import First, int8_path, multiplications
 from bench.record import ROOT
@@ -67,9 +68,9 @@ def run(bench: Bench) -> list[Table]:
         for encoder in [of_run(runs / name, kind)]
         for part, listing in seen.items()
     }
-    rows = _rows(bench, seen, found, upgrades)
+    rows, rounds = _rows(bench, seen, found, upgrades)
     note = NOTE.format(queries=len(seen["queries"]), items=f"{len(seen['server']):,}")
-    return [Table("Quality against cost", rows, note)]
+    return [Table("Quality against cost", rows, note, rounds)]
 
 
 def _config(runs: Path, base: str, name: str, changed: Config) -> Config:
@@ -101,7 +102,7 @@ def _rows(
     seen: dict[str, Listing],
     found: dict[tuple[str, str], Vectors],
     upgrades: dict[str, Config],
-) -> list[Row]:
+) -> tuple[list[Row], dict[str, Sequence[float]]]:
     relevance = same_label(seen["queries"].labels, seen["server"].labels)
     queries, old = found["queries", "embedder-2"], found["server", "embedder-1"]
 
@@ -123,7 +124,7 @@ def _rows(
             inputs["side"] = found["server", "side_encoder-1"]
         _export(upgrade, inputs, path)
         for kind, file in (("fp32", path), ("int8", int8_path(path))):
-            session = _session(file)
+            session = bare.session(file)
             upgraded = session.run(None, inputs)[0]
             title = f"{name}, {kind}"
             rows.append(_row(title, quality(queries, upgraded), best))
@@ -135,8 +136,8 @@ def _rows(
         if name in measured:
             row["MACs an item"] = costs[name]
             row["items/s"] = measured[name].median
-            row["spread"] = f"±{100 * measured[name].spread:.0f} %"
-    return list(rows)
+            row["spread"] = measured[name].spread_text
+    return list(rows), {name: figures.rounds for name, figures in measured.items()}
 
 
 def _row(name: str, scores: dict[str, float], best: dict[str, float]) -> dict[str, Value]:
@@ -155,12 +156,6 @@ def _export(upgrade: Upgrade, inputs: dict[str, Vectors], path: Path) -> None:
     example = {name: torch.from_numpy(values[:2]) for name, values in inputs.items()}
     export_onnx(First(upgrade), example, ("upgraded",), path)
     quantise(path, int8_path(path))
-
-
-def _session(path: Path) -> Any:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
 def _work(bench: Bench, session: Any, inputs: dict[str, Vectors]) -> Any:

@@ -23,7 +23,9 @@ LOOP = (
     "of 128. `bare` is the same network, head, optimiser and batches in ten lines of torch, "
     "without schedule, log, checkpoint or checks; the warm-up epoch is not counted."
 )
-EVALUATED = "mAP@1.0, CMC-1 and CMC-5 over the whole ranking of 128 dims, on two threads."
+EVALUATED = (
+    "mAP@1.0, CMC-1 and CMC-5 over the whole ranking of 128 dims, one BLAS thread, random labels."
+)
 
 
 def run(bench: Bench) -> list[Table]:
@@ -121,17 +123,17 @@ def _evaluation(bench: Bench) -> Table:
     rows: list[Row] = []
     for size in sizes:
         vectors = data.things(size).new
-        labels = np.random.default_rng(0).integers(0, 100, size)
+        # Another seed than that of the vectors: their clusters must not be the labels.
+        labels = np.random.default_rng(11).integers(0, 100, size)
         relevance = same_label(labels, labels, np.arange(size), np.arange(size))
         started = time.perf_counter()
-        found = retrieval.score(vectors, vectors, relevance)
+        retrieval.score(vectors, vectors, relevance)
         took = time.perf_counter() - started
         rows.append(
             {
                 "queries x items": f"{size:,} x {size:,}",
                 "seconds": took,
                 "million pairs/s": size * size / took / 1e6,
-                "mAP": retrieval.mean(found["map"]),
             }
         )
     return Table("Evaluation", rows, EVALUATED)

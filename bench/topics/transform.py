@@ -1,14 +1,15 @@
 """The transform alone: ours against onnxruntime bare, torch, and the processor's own limit."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from bench import data
+from bench import bare, data
 from bench.harness import Bench, Contender, Table, compared, interleave, rate
-from bench.models import INNER, NARROW, int8_path, multiplications, transform, write_transform
+from bench.models import INNER, NARROW, multiplications, transform
 from bench.published import publication
 from release.models import UpgradeModel, open_upgrade
 
@@ -24,23 +25,20 @@ NOTE = (
 
 def run(bench: Bench) -> list[Table]:
     """Sizes of the transform, batches, engines."""
-    pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
-    manifest = pair.manifests[2]
-    upgrade = manifest.upgrades[0]
-    modules = {
-        "FCT": transform(bench.size(64, INNER, INNER)),
-        "narrow": transform(bench.size(32, NARROW, NARROW)),
-    }
+    inners = {"FCT": bench.size(64, INNER, INNER), "narrow": bench.size(32, NARROW, NARROW)}
     engines: dict[str, Engine] = {}
-    for name, module in modules.items():
-        path = write_transform(module, bench.folder / name / "model.onnx")
-        engines[f"onnxruntime fp32, {name}"] = _bare(path.read_bytes())
-        engines[f"onnxruntime int8, {name}"] = _bare(int8_path(path).read_bytes())
-    for kind in ("fp32", "int8"):
-        ours = open_upgrade(pair.repo, manifest, upgrade, int8=kind == "int8")
-        engines[f"release {kind}, FCT"] = _checked(ours)
-    engines["torch eager fp32, FCT"] = _torch(modules["FCT"])
-    work = multiplications(modules["FCT"])
+    for name, inner in inners.items():
+        pair = publication(bench.shared, inner=inner)
+        manifest = pair.manifests[2]
+        upgrade = manifest.upgrades[0]
+        for kind in ("fp32", "int8"):
+            session = bare.session(bare.upgrade_file(pair, kind))
+            engines[f"onnxruntime {kind}, {name}"] = _bare(session)
+            ours = open_upgrade(pair.repo, manifest, upgrade, int8=kind == "int8")
+            engines[f"release {kind}, {name}"] = _checked(ours)
+    module = transform(inners["FCT"])
+    engines["torch eager fp32, FCT"] = _torch(module)
+    work = multiplications(module)
     return [_table(bench, engines, batch, work) for batch in BATCHES]
 
 
@@ -66,12 +64,7 @@ def _table(bench: Bench, engines: dict[str, Engine], batch: int, work: int) -> T
     return compared(title, "items/s", measured, "limit", NOTE if batch == 1 else "")
 
 
-def _bare(model: bytes) -> Engine:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+def _bare(session: Any) -> Engine:
     return lambda some: session.run(None, {"embedding": some.old, "side": some.side})
 
 
