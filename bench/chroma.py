@@ -18,16 +18,9 @@ from gallery.index import Labels
 from release.vectors import Vectors
 
 PROGRAM = ROOT / "build" / "chroma" / "bin" / "chroma"
-PINS = ROOT / "bench" / "constraints-chroma.txt"
 COLLECTIONS = "/api/v2/tenants/default_tenant/databases/default_database/collections"
 ADD_ROWS = 1000
 START_SECONDS = 60
-
-
-def version() -> str:
-    """The one that is pinned, and installed."""
-    pins = dict(line.split("==") for line in PINS.read_text(encoding="utf-8").split())
-    return pins["chromadb"]
 
 
 @contextmanager

@@ -5,8 +5,9 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ DOCS = ROOT / "docs" / "benchmarks.md"
 _PACKAGES = (
     "numpy", "onnxruntime", "hnswlib", "torch", "grpcio", "tritonclient", "pillow", "protobuf",
 )  # fmt: skip
+# Those that live in virtual environments of their own, below ROOT.
+_APART = {"nvidia-pytriton": ".venv-triton", "chromadb": "build/chroma"}
 
 
 def text(value: Value) -> str:
@@ -95,13 +98,14 @@ def machine() -> dict[str, str | int | float]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of what does the work."""
+    """Of Python and of what does the work, as far as it is installed."""
+    places = dict.fromkeys(_PACKAGES, sys.path)
+    for package, folder in _APART.items():
+        places[package] = list(map(str, (ROOT / folder).glob("lib/python*/site-packages")))
     found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    for package, path in places.items():
+        for distribution in distributions(name=package, path=path):
+            found[package] = distribution.version
     return found
 
 

@@ -3,18 +3,16 @@
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from bench import data
-from bench.harness import Bench, Contender, Measured, interleave
+from bench.harness import Bench
 from bench.load import Run
 from bench.published import Publication
 from demo import gateway, serve
@@ -42,8 +40,15 @@ class Gateway:
 
     def resident_mib(self) -> float:
         """Memory it holds now, without its Triton."""
-        pages = int(Path("/proc", str(self.process), "statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return _status_mib(self.process, "VmRSS")
+
+    def peak_mib(self) -> float:
+        """The most memory it has held so far, without its Triton."""
+        return _status_mib(self.process, "VmHWM")
+
+    def triton_mib(self) -> float:
+        """Memory that its Triton and its models' processes hold now."""
+        return sum(_status_mib(process, "VmRSS") for process in _below(self.process))
 
     def settle(self) -> None:
         """Wait until it does next to nothing: until what it indexes in the background is indexed,
@@ -53,6 +58,19 @@ class Gateway:
             before = self.cpu_seconds()
             time.sleep(0.5)
             quiet = quiet + 1 if self.cpu_seconds() - before < 0.05 else 0
+
+
+def _status_mib(process: int, field: str) -> float:
+    """0 for one that has ended."""
+    lines = Path("/proc", str(process), "status").read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith(field)), 0) / 1024
+
+
+def _below(process: int) -> list[int]:
+    """The processes that it started, and that these started."""
+    tasks = Path("/proc", str(process), "task").glob("*/children")
+    children = [int(pid) for task in tasks for pid in task.read_text().split()]
+    return children + [below for child in children for below in _below(child)]
 
 
 @contextmanager
@@ -197,36 +215,3 @@ class Load:
     def _answer(self) -> Run:
         assert self._process.stdout is not None
         return Run(**json.loads(self._process.stdout.readline()))
-
-
-@dataclass(frozen=True)
-class Latency:
-    """Milliseconds that so large a share of calls stayed within."""
-
-    p50: float
-    p99: float
-    p999: float
-
-
-def latency(seconds: Sequence[float]) -> Latency:
-    """Of at least two calls."""
-    cuts = statistics.quantiles([1000 * s for s in seconds], n=1000, method="inclusive")
-    return Latency(cuts[499], cuts[989], cuts[998])
-
-
-def under_load(
-    bench: Bench, load: Load, targets: Mapping[str, tuple[str, str, Path]], clients: int
-) -> tuple[dict[str, Measured], dict[str, list[float]]]:
-    """Queries a second of each target (address, method, requests), and all its latencies in
-    seconds. Raises RuntimeError when a call fails."""
-    latencies: dict[str, list[float]] = {name: [] for name in targets}
-
-    def one(name: str) -> float:
-        run = load.run(*targets[name], clients, 0.3 if bench.tiny else 0.7)
-        if run.failures:
-            raise RuntimeError(f"{name}: {len(run.failures)} calls failed: {run.failures[0]}")
-        latencies[name] += run.latencies
-        return len(run.latencies) / run.seconds
-
-    contenders = [Contender(name, partial(one, name)) for name in targets]
-    return interleave(contenders, bench.size(1, 3, 7)), latencies

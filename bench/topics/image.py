@@ -8,12 +8,13 @@ from pathlib import Path
 from tritonclient.grpc import service_pb2
 
 from bench import data
-from bench.harness import Bench, Row, Table
+from bench.harness import Bench, Table
 from bench.load import write_requests
+from bench.loaded import table
 from bench.models import INNER
 from bench.published import SIZE, publication
 from bench.record import ROOT
-from bench.serving import SEARCH, Load, by_image, copy_filled, latency, serving, under_load
+from bench.serving import SEARCH, by_image, copy_filled, serving
 from release import paths
 from release.images import decode
 from server.triton.client import TritonClient
@@ -37,30 +38,14 @@ def run(bench: Bench) -> list[Table]:
     asked, direct = bench.folder / "asked", bench.folder / "direct"
     write_requests(asked, by_image(images))
     write_requests(direct, [_infer(image) for image in images])
-    rows: list[Row] = []
     with ExitStack() as stack:
         triton = stack.enter_context(_triton(bench.folder / "triton", pair.repo))
         copy_filled(bench, pair, size, bench.folder)
         gateway = stack.enter_context(serving(bench.folder, pair.repo, triton))
         gateway.settle()
-        load = stack.enter_context(Load())
         targets = {"gateway": (gateway.address, SEARCH, asked), "triton": (triton, INFER, direct)}
-        for clients in bench.clients:
-            measured, latencies = under_load(bench, load, targets, clients)
-            for name, figures in measured.items():
-                within = latency(latencies[name])
-                rows.append(
-                    {
-                        "clients": clients,
-                        "server": name,
-                        "queries/s": figures.median,
-                        "spread": f"±{100 * figures.spread:.0f} %",
-                        "of triton": figures.ratio(measured["triton"]),
-                        "p50 ms": within.p50,
-                        "p99 ms": within.p99,
-                    }
-                )
-    return [Table(f"Search by image, {size:,} items", rows, NOTE)]
+        title = f"Search by image, {size:,} items"
+        return [table(bench, title, NOTE, targets, ["triton"], "triton")]
 
 
 @contextmanager

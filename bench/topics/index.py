@@ -1,6 +1,6 @@
 """Search in process: our index against bare hnswlib and exact search, at equal recall@10."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ import hnswlib
 import numpy as np
 
 from bench import data
-from bench.harness import Bench, Contender, Row, Table, interleave, rate
+from bench.harness import Bench, Contender, Row, Table, Value, interleave, rate
 from gallery import hnsw
 from gallery.exact import ExactIndex
 from gallery.index import Labels
@@ -40,17 +40,35 @@ class Engine:
 
 
 def run(bench: Bench) -> list[Table]:
-    """Each size, each recall; single queries, and batches as the gateway makes them."""
-    sizes = [bench.size(500, 10_000, 10_000), bench.size(1000, 100_000, 100_000)]
-    if bench.size(0, 0, 1):
-        sizes.append(1_000_000)
-    tables = []
+    """Each size, each recall; single queries, and batches as the gateway makes them; then what a
+    size more costs."""
+    small, full = (10_000, 100_000), (10_000, 100_000, 1_000_000)
+    sizes: tuple[int, ...] = bench.size((500, 1000), small, full)
+    tables, batches = [], {}
     for size in sizes:
         items, queries = data.things(size), data.things(QUERIES, seed=1)
         engines = _engines(items.new)
         true = engines[-1].search(queries.new)
         tables += [_table(bench, engines, queries.new, true, size, batch) for batch in (1, 32)]
-    return tables
+        batches[size] = tables[-1]
+    return [*tables, _growth(batches)]
+
+
+def _growth(batches: Mapping[int, Table]) -> Table:
+    """Cost of a query by size, from the tables that were measured."""
+    costs: dict[tuple[Value, Value], dict[str, float]] = {}
+    for size, table in batches.items():
+        for row in table.rows:
+            rate = row["queries/s"]
+            assert isinstance(rate, float)
+            by_size = costs.setdefault((row["recall wanted"], row["engine"]), {})
+            by_size[f"{size:,} items"] = 1e6 / rate
+    rows: list[Row] = []
+    for (wanted, engine), by_size in costs.items():
+        first, *_, last = by_size.values()
+        rows.append({"recall wanted": wanted, "engine": engine, **by_size, "grown": last / first})
+    note = "Microseconds a query in batches of 32; `grown`: the largest size's over the smallest's."
+    return Table("How cost grows", rows, note)
 
 
 def _engines(vectors: Vectors) -> list[Engine]:
@@ -94,7 +112,7 @@ def _table(
                     "ef": ef,
                     "recall@10": reached,
                     "queries/s": figures.median,
-                    "spread": f"±{100 * figures.spread:.0f} %",
+                    "spread": figures.spread_text,
                     "of bare": figures.ratio(measured["hnswlib bare"]),
                 }
             )

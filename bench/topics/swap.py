@@ -8,9 +8,10 @@ import grpc
 from bench import data
 from bench.harness import Bench, Row, Table
 from bench.load import Run, write_requests
+from bench.loaded import latency
 from bench.models import INNER
 from bench.published import SIZE, publication
-from bench.serving import GALLERY, SEARCH, Gateway, Load, by_image, fill, latency, serving
+from bench.serving import GALLERY, SEARCH, Gateway, Load, by_image, fill, serving
 from demo import gateway as calls
 from demo import serve
 from demo.latency import Window
@@ -44,15 +45,16 @@ def run(bench: Bench) -> list[Table]:
         warm = load.run(gateway.address, SEARCH, requests, CLIENTS, steady)
         # So that the requests are spread over all swaps.
         pause = least / (len(warm.latencies) / warm.seconds) / (swaps + 2)
-        memory = [gateway.resident_mib()]
+        memory, triton = [gateway.resident_mib()], [gateway.triton_mib()]
         pair.publish_second(repo)
         load.begin(gateway.address, SEARCH, requests, CLIENTS, least)
         time.sleep(max(steady, pause))
         windows = [_swap(gateway, number, pause / 2) for number in range(swaps)]
-        gateway_after = gateway.resident_mib()
+        memory.append(gateway.resident_mib())
+        triton.append(gateway.triton_mib())
+        peak = gateway.peak_mib()
         time.sleep(steady)
         met = load.end()
-        memory.append(gateway_after)
     rows = _rows(met, windows)
     grown = memory[1] / memory[0] - 1
     cost: list[Row] = [
@@ -63,6 +65,9 @@ def run(bench: Bench) -> list[Table]:
         {"what": "gateway MiB before", "value": memory[0]},
         {"what": "gateway MiB after, with both spaces", "value": memory[1]},
         {"what": "grown by", "value": f"{100 * grown:.0f} %"},
+        {"what": "gateway MiB at its peak", "value": peak},
+        {"what": "Triton MiB before, resident", "value": triton[0]},
+        {"what": "Triton MiB after", "value": triton[1]},
     ]
     note = NOTE.format(clients=CLIENTS, size=size)
     return [Table(f"{swaps} swaps, {size:,} items", rows, note), Table("What it cost", cost)]

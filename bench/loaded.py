@@ -1,0 +1,89 @@
+"""Servers side by side, each under a closed loop of clients."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from bench.harness import Bench, Contender, Measured, Row, Table, interleave
+from bench.load import Run
+from bench.serving import Load
+
+# Where, which method, and the file of the requests.
+Target = tuple[str, str, Path]
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Milliseconds that so large a share of calls stayed within."""
+
+    p50: float
+    p99: float
+    p999: float
+
+
+def latency(seconds: Sequence[float]) -> Latency:
+    """Of at least two calls."""
+    cuts = statistics.quantiles([1000 * s for s in seconds], n=1000, method="inclusive")
+    return Latency(cuts[499], cuts[989], cuts[998])
+
+
+def under_load(
+    bench: Bench, load: Load, targets: Mapping[str, Target], clients: int
+) -> dict[str, tuple[Measured, Latency]]:
+    """Queries a second of each target, and what its calls took, both without the warm-up round.
+
+    Raises RuntimeError when a call fails.
+    """
+    runs: dict[str, list[Run]] = {name: [] for name in targets}
+
+    def one(name: str) -> float:
+        run = load.run(*targets[name], clients, 0.3 if bench.tiny else 0.7)
+        if run.failures:
+            raise RuntimeError(f"{name}: {len(run.failures)} calls failed: {run.failures[0]}")
+        runs[name].append(run)
+        return len(run.latencies) / run.seconds
+
+    contenders = [Contender(name, partial(one, name)) for name in targets]
+    measured = interleave(contenders, bench.size(1, 3, 7))
+    return {
+        name: (measured[name], latency([s for run in all_[1:] for s in run.latencies]))
+        for name, all_ in runs.items()
+    }
+
+
+def table(
+    bench: Bench,
+    title: str,
+    note: str,
+    targets: Mapping[str, Target],
+    limits: Sequence[str],
+    of: str,
+    facts: Mapping[str, Row] | None = None,
+) -> Table:
+    """A row for each number of clients and each target, with its ratio to the better of `limits`.
+
+    `facts`: what else is to be said of a target.
+    """
+    rows: list[Row] = []
+    rounds: dict[str, Sequence[float]] = {}
+    with Load() as load:
+        for clients in bench.clients:
+            met = under_load(bench, load, targets, clients)
+            limit = max((met[name][0] for name in limits), key=lambda rate: rate.median)
+            for name, (rate, within) in met.items():
+                rounds[f"{name}, {clients} clients"] = rate.rounds
+                rows.append(
+                    {
+                        "clients": clients,
+                        "server": name,
+                        **(facts or {}).get(name, {}),
+                        "queries/s": rate.median,
+                        "spread": rate.spread_text,
+                        f"of {of}": rate.ratio(limit),
+                        "p50 ms": within.p50,
+                        "p99 ms": within.p99,
+                    }
+                )
+    return Table(title, rows, note, rounds)
