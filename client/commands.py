@@ -210,7 +210,7 @@ def verify(context: typer.Context, json: Json = False) -> None:
 def status(context: typer.Context, json: Json = False) -> None:
     """Show what the gallery holds, which release answers, and what is least certain."""
     from client.device import Device
-    from client.upkeep import status as look
+    from client.status import status as look
 
     with Device(context.obj) as device:
         found = look(device)

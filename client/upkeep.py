@@ -1,4 +1,4 @@
-"""Keeping a gallery in order: remove, gc, verify, status."""
+"""Keeping a gallery in order: remove, gc, verify."""
 
 import contextlib
 import sqlite3
@@ -11,6 +11,7 @@ from client.device import Device, beside
 from client.install import missing, tidy
 from client.plan import embedding_files
 from client.retreat import confirm
+from client.status import disk_bytes
 from client.vault_queue import VaultQueue
 from gallery import staging
 from gallery.connections import connect
@@ -22,7 +23,6 @@ from release.digests import sha256_file
 from release.errors import NobackfillError, NotFoundError
 from release.vectors import check_vectors
 
-_LEAST_CERTAIN = 10
 _ROWS = 4096
 # Pages given back in one transaction, so that others can write in between.
 _PAGES = 256
@@ -70,7 +70,7 @@ def collect(device: Device) -> dict[str, Any]:
     Raises BusyError while a sync runs.
     """
     with device.locked():
-        before = _disk(device)
+        before = disk_bytes(device)
         durable.sweep(device.models)
         for space in device.store.spaces():
             if space.state == "staging":
@@ -83,7 +83,7 @@ def collect(device: Device) -> dict[str, Any]:
                 if path.name not in known:
                     durable.remove_tree(path)
         _compact(device)
-        return {"dropped": dropped, "freed_bytes": before - _disk(device)}
+        return {"dropped": dropped, "freed_bytes": before - disk_bytes(device)}
 
 
 def _compact(device: Device) -> None:
@@ -95,12 +95,6 @@ def _compact(device: Device) -> None:
             # executescript runs the statement to its end; execute would free a single page.
             connection.executescript(f"PRAGMA incremental_vacuum({_PAGES})")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-
-def _disk(device: Device) -> int:
-    names = device.path.parent.glob(f"{device.path.name}*")
-    files = (p for name in names for p in ([name] if name.is_file() else name.rglob("*")))
-    return sum(path.stat().st_size for path in files if path.is_file())
 
 
 def verify(device: Device) -> dict[str, Any]:
@@ -166,41 +160,3 @@ def _check_vault(device: Device) -> list[str]:
         except NobackfillError as error:
             problems.append(str(error))
     return problems
-
-
-def status(device: Device) -> dict[str, Any]:
-    """What the gallery is and holds; offline."""
-    active = device.store.active()
-    previous = device.previous()
-    vault: dict[str, int] = {"sealed": 0, "stored": 0, "removing": 0}
-    for entry in VaultQueue(device.store).entries():
-        vault[entry.state] += 1
-    least = staging.least_certain(device.store, active.spec.space, _LEAST_CERTAIN)
-    return {
-        "gallery": str(device.path),
-        "items": device.store.count(),
-        "release": active.spec.release,
-        "space": active.spec.space,
-        "source": device.state("source"),
-        "rollback_to": None if previous is None else previous.spec.release,
-        "keep_original": bool(device.state("keep_original")),
-        "spaces": [_space(device, space) for space in device.store.spaces()],
-        "held_back": device.state("held_back", {}),
-        "bytes_on_disk": _disk(device),
-        "vault": vault,
-        "least_certain": [
-            {"id": i.id, "path": i.metadata.get("path"), "uncertainty": i.uncertainty}
-            for i in least
-        ],
-    }
-
-
-def _space(device: Device, space: SpaceInfo) -> dict[str, Any]:
-    items = device.store.count(space.spec.space)
-    return {
-        "release": space.spec.release,
-        "space": space.spec.space,
-        "state": space.state,
-        "items": items,
-        "bytes": items * 4 * (space.spec.dim + space.spec.side_dim),
-    }

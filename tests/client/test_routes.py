@@ -9,8 +9,8 @@ import pytest
 
 from client.device import Device
 from client.find import Search
+from client.status import status
 from client.sync import Wishes
-from client.upkeep import status
 from gallery.tables import vector_table
 from release.manifest import GateVerdict
 from tests.server.support import running

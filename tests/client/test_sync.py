@@ -10,8 +10,9 @@ from client.add import add
 from client.device import Device
 from client.files import find_images
 from client.retreat import roll_back
+from client.status import status
 from client.sync import Wishes, sync
-from client.upkeep import collect, status, verify
+from client.upkeep import collect, verify
 from gallery import staging
 from release.draft import Draft
 from release.errors import NotFoundError, VerificationError

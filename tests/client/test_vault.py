@@ -13,8 +13,9 @@ from client import crypto
 from client.device import Device
 from client.push import Pushed, push
 from client.restore import Pulled, pull
+from client.status import status
 from client.sync import Wishes
-from client.upkeep import remove, status, verify
+from client.upkeep import remove, verify
 from nobackfill.v1 import vault_pb2
 from release.errors import ConfigurationError, NotFoundError, UnavailableError
 from tests.server.support import running
