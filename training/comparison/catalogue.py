@@ -52,7 +52,8 @@ def dmu(shared: Shared) -> list[Row]:
     rows = []
     for name, options in variants.items():
         run = shared.compatible(name, "dmu", **options)
-        rows.append(Row(name, shared.old, run, forward_head=options.get("forward", True) is True))
+        forward = options.get("forward", True) is True
+        rows.append(Row(name, shared.old, run, (run,) if forward else ()))
     return rows
 
 

@@ -73,6 +73,14 @@ CLAIMS = (
     Claim("DMU > BCT on new/new", ("dmu", "new/new"), ("bct", "new/new")),
     Claim("DMU > BCT on new/old, vectors as they are", ("dmu", "new/old"), ("bct", "new/old")),
     Claim("DMU's psi(old) > its raw old", ("dmu", SERVED), ("dmu", "new/old")),
+    Claim(
+        "DMU > BCT on new/new, two updates in a row",
+        ("dmu_chain", "new/new"),
+        ("bct_chain", "new/new"),
+    ),
+    Claim(
+        "DMU > BCT as served, two updates in a row", ("dmu_chain", SERVED), ("bct_chain", SERVED)
+    ),
     Claim("FCT with SimCLR > BCT", _SIDE, ("bct", "new/old")),
     Claim("FCT without side-information > BCT", ("fct_none", SERVED), ("bct", "new/old")),
     Claim("side-information > none", _SIDE, ("fct_none", SERVED)),

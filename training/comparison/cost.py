@@ -8,9 +8,9 @@ import numpy as np
 
 from training.comparison.exported import exported
 from training.comparison.rows import Row
-from training.comparison.serve import forward_head
+from training.comparison.serve import step_of
+from training.run import read_finished
 from training.transform import Upgrade
-from training.upgrade import read_upgrade
 
 _BATCH, _REPEATS = 1024, 10
 # Of the numbers that Binarise writes: a bit each, where they are packed.
@@ -69,15 +69,13 @@ def stored(row: Row) -> float:
 
 
 def _steps(row: Row) -> list[_Step]:
-    if row.forward_head:
-        dim = row.old.values["embedding_dim"]
-        assert isinstance(dim, int)
-        return [_Step(forward_head(row.new.folder, dim), dim, 0, row.int8)]
     steps = []
     for run in row.route:
-        network, checkpoint = read_upgrade(run.folder)
-        old_dim, side_dim = checkpoint.facts["old_dim"], checkpoint.facts["side_dim"]
-        steps.append(_Step(network, int(old_dim), int(side_dim), row.int8))
+        # What a run reads first is its old model.
+        old_dim = run.needs[0].values["embedding_dim"]
+        assert isinstance(old_dim, int)
+        side_dim = read_finished(run.folder).facts.get("side_dim", 0)
+        steps.append(_Step(step_of(run), old_dim, int(side_dim), row.int8))
     return steps
 
 

@@ -13,10 +13,9 @@ TEST = "test"
 class Row:
     """`new` queries a gallery of `old`, as it is or carried along `route`.
 
-    `side` made the side-information that is stored with the old embeddings. With `forward_head` the
-    gallery is served through the upgrade that the new model's own training made (DMU). `int8`:
-    through the exported, quantised file. `tested`: the folder of the place's images that are query
-    and gallery.
+    A step of the route is an upgrade, or an embedder whose own training made one (DMU's psi).
+    `side` made the side-information that is stored with the old embeddings. `int8`: through the
+    exported, quantised file. `tested`: the folder of the place's images that are query and gallery.
     """
 
     name: str
@@ -24,15 +23,15 @@ class Row:
     new: Run
     route: tuple[Run, ...] = ()
     side: Run | None = None
-    forward_head: bool = False
     int8: bool = False
     tested: str = TEST
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """Everything that has to be trained for this row."""
-        own = (self.old, self.new, *self.route)
-        return own if self.side is None else (*own, self.side)
+        """Everything that has to be trained for this row, each once."""
+        sides = () if self.side is None else (self.side,)
+        own = (self.old, self.new, *self.route, *sides)
+        return tuple({run.folder: run for run in own}.values())
 
 
 class Shared:

@@ -1,7 +1,6 @@
 """A gallery of old vectors as a row serves it: as it is, or carried along upgrades."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -9,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from training.comparison.exported import exported
+from training.comparison.recipe import Run
 from training.comparison.rows import Row
 from training.config import EmbedderConfig
 from training.frozen import load_encoder
@@ -33,14 +33,11 @@ class Served:
 
 def serve(row: Row, old: Floats, side: Floats | None) -> Served | None:
     """Carry `old` [n,dim] with `side` along the row's route; None where it is searched as it is."""
-    steps = [read_upgrade(run.folder)[0] for run in row.route]
-    if row.forward_head:
-        steps = [forward_head(row.new.folder, old.shape[1])]
-    if not steps:
+    if not row.route:
         return None
     embedding, stored = torch.from_numpy(old), None if side is None else torch.from_numpy(side)
     log_variance = None
-    for step in steps:
+    for step in map(step_of, row.route):
         if row.int8:
             out = _quantised(step, embedding, stored)
         else:
@@ -52,14 +49,17 @@ def serve(row: Row, old: Floats, side: Floats | None) -> Served | None:
     return Served(embedding.numpy(), log_variance)
 
 
-def forward_head(run_dir: Path, old_dim: int) -> Upgrade:
-    """The upgrade that an embedder's own training made (DMU's psi)."""
-    encoder, checkpoint = load_encoder(run_dir)
+def step_of(run: Run) -> Upgrade:
+    """A step of a route: an upgrade, or the one that an embedder's own training made."""
+    if run.values["kind"] == "upgrade":
+        return read_upgrade(run.folder)[0]
+    encoder, checkpoint = load_encoder(run.folder)
     config = checkpoint.config
-    assert isinstance(config, EmbedderConfig)
+    assert isinstance(config, EmbedderConfig) and config.old is not None
+    old, _ = load_encoder(config.old)
     build = embedder_method(config.method).upgrade
     assert build is not None
-    head = build(config, UpgradeShape(old_dim, 0, encoder.dim, 0, encoder.unit))
+    head = build(config, UpgradeShape(old.dim, 0, encoder.dim, 0, encoder.unit))
     load_part(head, checkpoint, "upgrade")
     return head.eval().requires_grad_(False)
 

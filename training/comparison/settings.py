@@ -46,7 +46,10 @@ def chains(shared: Shared) -> list[Row]:
 
 
 def _trained_in_a_row(shared: Shared, method: str, v1: Run) -> Row:
-    """phi_3, compatible with phi_2, which is compatible with phi_1 (BCT Table 4, DMU Table 6)."""
+    """phi_3, compatible with phi_2, which is compatible with phi_1 (BCT Table 4, DMU Table 6).
+
+    DMU's gallery evolves with each of them, along psi_2 and then psi_3 (Figure 3).
+    """
     place, split = shared.place, shared.split
     options = {"hidden_dim": place.preset.dmu_hidden_dim} if method == "dmu" else {}
 
@@ -57,7 +60,7 @@ def _trained_in_a_row(shared: Shared, method: str, v1: Run) -> Row:
 
     second = step(f"{method}-v2", split.second_of_chain, "second", v1)
     third = step(f"{method}-v3", split.new, "new", second)
-    return Row(f"{method}_chain", v1, third)
+    return Row(f"{method}_chain", v1, third, (second, third) if method == "dmu" else ())
 
 
 def long_chain(shared: Shared) -> list[Row]:

@@ -6,16 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.numpy import load_file
 
+from metrics.retrieval import mean, score
 from training.comparison.catalogue import rows_of
-from training.comparison.cells import read_cells
+from training.comparison.cells import evaluation, read_cells
+from training.comparison.cost import costs
 from training.comparison.data import train_and_test, write_digits
 from training.comparison.domains import SHIFTS, write_foreign
 from training.comparison.presets import DIGITS
 from training.comparison.recipe import Place, Run
 from training.comparison.work import do, images_of
 from training.data import list_images
-from training.run import read_finished
+from training.run import CHECKPOINT, read_finished
 
 SHORT = {
     "embedder": {"epochs": 2, "batch_size": 16},
@@ -124,6 +127,45 @@ def test_a_chain_of_two_is_measured(place: Place) -> None:
     cells = read_cells(place.runs / "cells" / "long_chain-2.npz")
     assert cells is not None and "served/served" in cells.by_query
     assert read_finished(rows["long_chain:2"].route[0].folder).facts["new_side_dim"] == 32
+
+
+def slow_psi(run: Run, embedding: np.ndarray) -> np.ndarray:
+    """DMU's [fc-bn-relu] x 3 and fc as kept with its model, normalised, in plain numpy."""
+    kept = load_file(run.folder / CHECKPOINT)
+
+    def part(layer: int, name: str) -> np.ndarray:
+        tensor: np.ndarray = kept[f"upgrade.h.layers.{layer}.{name}"]
+        return tensor.astype(np.float64)
+
+    for fc in (0, 3, 6):
+        hidden = embedding @ part(fc, "weight").T + part(fc, "bias")
+        mean, variance = part(fc + 1, "running_mean"), part(fc + 1, "running_var")
+        scaled = (hidden - mean) / np.sqrt(variance + 1e-5)
+        embedding = np.maximum(scaled * part(fc + 1, "weight") + part(fc + 1, "bias"), 0)
+    embedding = embedding @ part(9, "weight").T + part(9, "bias")
+    return embedding / np.linalg.norm(embedding, axis=1, keepdims=True)
+
+
+def test_dmus_gallery_evolves_with_each_update_in_a_row(place: Place) -> None:
+    """phi_1's gallery through psi_2 and psi_3 (DMU Figure 3); BCT's stays as it is."""
+    (dmu,), (bct,) = rows_of(place, ("dmu_chain",)), rows_of(place, ("bct_chain",))
+    do([(place, [dmu, bct])], 1)
+    test = evaluation(images_of(place, dmu), place.preset.metric, place.runs / "features")
+    old, new = (test.features(run.folder, "embedder") for run in (dmu.old, dmu.new))
+    second, third = dmu.route
+    served = slow_psi(third, slow_psi(second, old))
+    found = read_cells(place.runs / "cells" / "dmu_chain.npz")
+    kept = read_cells(place.runs / "cells" / "bct_chain.npz")
+    assert found is not None and kept is not None
+    # By the mean: what is nearly as near as another may change places with it.
+    expected = mean(score(new, served, test.relevance, test.metric)["map"])
+    assert mean(found.by_query["new/served"]["map"]) == pytest.approx(expected, abs=1e-3)
+    assert abs(mean(found.by_query["new/old"]["map"]) - expected) > 0.01
+    np.testing.assert_array_equal(
+        kept.by_query["new/served"]["map"], kept.by_query["new/old"]["map"]
+    )
+    steps = costs([dmu, bct])
+    assert steps["dmu_chain"].microseconds > 0 == steps["bct_chain"].microseconds
 
 
 def test_rows_of_other_seeds_share_no_start(place: Place) -> None:
