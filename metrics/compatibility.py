@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from metrics.distances import Floats, Metric, distance_blocks
-from metrics.ranking import Ints
+from metrics.ranking import Relevance
 from metrics.retrieval import PerQuery
 
 
@@ -75,15 +75,15 @@ def strict_criterion(
     new_queries: Floats,
     old_queries: Floats,
     old_gallery: Floats,
-    query_labels: Ints,
-    gallery_labels: Ints,
+    relevance: Relevance,
     metric: Metric = "cosine",
 ) -> StrictCriterion:
     """Share of pairs (i, j) that satisfy BCT Eq. (1), for each kind of pair.
 
     `apart`: of the pairs of two classes, those with d(new_i, old_j) >= d(old_i, old_j).
-    `together`: of the pairs of one class, those with d(new_i, old_j) <= d(old_i, old_j). NaN
-    without such pairs.
+    `together`: of the pairs of one class (j relevant to i), those with
+    d(new_i, old_j) <= d(old_i, old_j). NaN without such pairs. Ignored items, an image with itself
+    among them, are no pair.
     """
     kept = np.zeros(2)
     pairs = np.zeros(2)
@@ -92,9 +92,14 @@ def strict_criterion(
         distance_blocks(old_queries, old_gallery, metric),
         strict=True,
     ):
-        same = query_labels[first : first + len(crossed), None] == gallery_labels[None, :]
-        kept += [np.sum((crossed >= before) & ~same), np.sum((crossed <= before) & same)]
-        pairs += [np.sum(~same), np.sum(same)]
+        same, counted = np.zeros(crossed.shape, bool), np.ones(crossed.shape, bool)
+        for i in range(len(crossed)):
+            same[i, relevance.relevant[first + i]] = True
+            counted[i, relevance.ignored[first + i]] = False
+        other = counted & ~same
+        same &= counted
+        kept += [np.sum((crossed >= before) & other), np.sum((crossed <= before) & same)]
+        pairs += [np.sum(other), np.sum(same)]
     with np.errstate(invalid="ignore"):
         apart, together = kept / pairs
     return StrictCriterion(float(apart), float(together))

@@ -11,9 +11,10 @@ from release.durable import write_file
 from release.errors import ConfigurationError, InvalidInputError
 from training.backfill import backfill_curves
 from training.command import command_app
+from training.criterion import criterion
 from training.data import Listing, list_images
-from training.matrix import criterion, evaluate_cells, every_cell, neighbour_paths
-from training.measure import Embedded, parse_cell
+from training.matrix import evaluate_cells, every_cell, neighbour_paths
+from training.measure import CellName, Embedded, parse_cell
 from training.picture import write_picture
 from training.published import read_publication
 from training.table import matrix_table
@@ -25,9 +26,15 @@ bound), 1/1 the lower bound, 2/1 queries of release 2 against vectors of release
 
 Search is exact, by each release's own metric. Where queries and gallery are one folder, a query's
 own image is left out of its answers. JSON shares are 0..1:
-{"cells": {CELL: {"cmc1", "cmc5", "map", ...}}, "criterion": {CELL: {...}}, "backfill": {CELL:
-{ORDER: {"mean_map", "map", ...}}},
-"neighbours": {CELL: {QUERY PATH: [GALLERY PATHS, nearest first]}}}.
+{"cells": {CELL: {"cmc1", "cmc5", "map", ...}}, "criterion": {CELL: {"compatible", "strict_apart",
+"strict_together", "update_gain", "upgrade_gain", "degradation", ...}}, "backfill": {CELL: {ORDER:
+{"mean_map", "shares", "map", ...}}}, "neighbours": {CELL: {QUERY PATH: [GALLERY PATHS, nearest
+first]}}}.
+
+Update gain (BCT Eq. 9) and degradation (DMU Eq. 7) hold a model against one trained on its own:
+release N of --independent N, on the same images as the compatible one. Without it they are known
+only for releases that were trained on their own themselves. BCT Eq. 1 is about old vectors as they
+are: the shares of pairs of two classes, and of one class, that keep to it.
 
 Example:
 
@@ -53,9 +60,15 @@ def main(
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="draw the matrix, rows the query model")
     ] = None,
+    independent: Annotated[
+        int | None,
+        typer.Option(
+            metavar="RELEASE", help="trained on its own, what compatible ones are held to"
+        ),
+    ] = None,
     neighbours: Annotated[int, typer.Option(min=0, help="nearest images a query in the JSON")] = 0,
     backfill: Annotated[
-        bool, typer.Option("--backfill", help="also the curve while a gallery is re-embedded")
+        bool, typer.Option("--backfill", help="also the curves while a gallery is re-embedded")
     ] = False,
     int8: Annotated[
         bool, typer.Option("--int8", help="upgrade with the quantised twins, where there are")
@@ -66,13 +79,15 @@ def main(
     if not manifests:
         raise ConfigurationError(f"--model-repo {model_repo}: nothing is published there")
     names = every_cell(manifests) if cells is None else [parse_cell(c) for c in cells.split(",")]
+    if independent is not None:
+        names = list(dict.fromkeys([*names, CellName(independent, (independent,))]))
     asked, searched = list_images(queries), list_images(gallery)
     relevance = _relevance(asked, searched)
     one_set = queries.resolve() == gallery.resolve()
     embedded = Embedded(asked, model_repo, manifests)
     other = embedded if one_set else Embedded(searched, model_repo, manifests)
     measured = evaluate_cells(names, embedded, other, relevance, neighbours=neighbours, int8=int8)
-    criteria = criterion(measured)
+    criteria = criterion(measured, embedded, other, relevance, independent)
     print(matrix_table(measured, criteria))
     if picture is not None:
         write_picture(measured, picture)
@@ -86,7 +101,7 @@ def main(
             "backfill": {
                 str(cell.name): backfill_curves(cell.name, embedded, other, relevance)
                 for cell in measured
-                if backfill and len(cell.name.gallery) > 1
+                if backfill and cell.name.gallery[0] != cell.name.query
             },
             "neighbours": {
                 str(cell.name): dict(neighbour_paths(cell, asked, searched))

@@ -1,4 +1,4 @@
-"""The compatibility matrix: every metric of a cell, and what each served cell keeps and gains."""
+"""The compatibility matrix: every metric of a cell."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,14 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from metrics.classes import worst_class
-from metrics.compatibility import (
-    gap_closed,
-    is_compatible,
-    negative_flips,
-    share_kept,
-    update_gain,
-    upgrade_gain,
-)
 from metrics.distances import Metric, distances
 from metrics.hubness import hubness
 from metrics.identification import open_set_search, tpir_at_fpir
@@ -79,6 +71,11 @@ def evaluate_cells(
     ]
 
 
+def metric_of(embedded: Embedded, release: int) -> Metric:
+    """The metric that a release's space is searched by."""
+    return "cosine" if embedded.manifest(release).embedder.metric == "cosine" else "l2"
+
+
 def _evaluate(
     name: CellName,
     queries: Embedded,
@@ -89,8 +86,7 @@ def _evaluate(
     int8: bool,
 ) -> MatrixCell:
     query_vectors, gallery_vectors = cell_vectors(name, queries, gallery, int8=int8)
-    spec = queries.manifest(name.query).embedder
-    metric: Metric = "cosine" if spec.metric == "cosine" else "l2"
+    metric = metric_of(queries, name.query)
     ranking = rank(query_vectors, gallery_vectors, relevance, metric)
     own = max((len(ignored) for ignored in relevance.ignored), default=0)
     k = min(max(neighbours, HUB_NEIGHBOURS) + own, len(gallery_vectors))
@@ -146,30 +142,6 @@ def _without_ignored(near: np.ndarray, relevance: Relevance) -> np.ndarray:
     ]
     width = min(map(len, kept))
     return np.stack([row[:width] for row in kept])
-
-
-def criterion(cells: Sequence[MatrixCell]) -> dict[str, dict[str, float | bool | None]]:
-    """For each cell of an older gallery, where both bounds were measured: BCT Eq. (2) and what
-    follows from it, in mAP.
-    """
-    by_name = {cell.name: cell for cell in cells}
-    found: dict[str, dict[str, float | bool | None]] = {}
-    for cell in cells:
-        source = cell.name.gallery[0]
-        old = by_name.get(CellName(source, (source,)))
-        new = by_name.get(CellName(cell.name.query, (cell.name.query,)))
-        if source == cell.name.query or old is None or new is None:
-            continue
-        served, before, upper = (c.figures["map"] for c in (cell, old, new))
-        found[str(cell.name)] = {
-            "compatible": is_compatible(served, before),
-            "update_gain": update_gain(served, before, upper),
-            "upgrade_gain": upgrade_gain(served, before),
-            "share_kept": share_kept(served, upper),
-            "gap_closed": gap_closed(served, before, upper),
-            "negative_flips": negative_flips(old.cmc1, cell.cmc1),
-        }
-    return found
 
 
 def neighbour_paths(

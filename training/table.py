@@ -21,22 +21,36 @@ def gate_table(evidence: Evidence) -> str:
     return render(table)
 
 
+# What criterion.py calls a share, and its column.
+_SHARES = {
+    "share_kept": "kept",
+    "gap_closed": "gap\nclosed",
+    "negative_flips": "flips",
+    "update_gain": "update\ngain",
+    "upgrade_gain": "upgrade\ngain",
+    "degradation": "degra-\ndation",
+}
+
+
 def matrix_table(
     cells: Sequence[MatrixCell], criteria: Mapping[str, Mapping[str, float | bool | None]]
 ) -> str:
-    """Every cell, and what those of an older gallery keep of new/new and gain over old/old
-    (mAP).
+    """Every cell, and for those of an older gallery what criterion.py tells (mAP).
+
+    The strict criterion (BCT Eq. 1) as two shares: of pairs of two classes, and of one.
     """
-    table = Table("cell", "CMC-1", "CMC-5", "mAP", "kept", "gap closed", "flips", "BCT Eq. 2")
+    titles = (*_SHARES.values(), "BCT\nEq. 1", "BCT\nEq. 2")
+    table = Table("cell", "CMC-1", "CMC-5", "mAP", *titles)
     for cell in cells:
         figures = (f"{100 * cell.figures[name]:.2f}" for name in ("cmc1", "cmc5", "map"))
         told = criteria.get(str(cell.name))
         if told is None:
             table.add_row(str(cell.name), *figures)
             continue
-        shares = (_percent(told[name]) for name in ("share_kept", "gap_closed", "negative_flips"))
+        shares = (_percent(told[name]) for name in _SHARES)
+        strict = "/".join(_percent(told[f"strict_{kind}"]) for kind in ("apart", "together"))
         holds = "holds" if told["compatible"] else "fails"
-        table.add_row(str(cell.name), *figures, *shares, holds)
+        table.add_row(str(cell.name), *figures, *shares, strict, holds)
     return render(table)
 
 

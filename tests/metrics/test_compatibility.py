@@ -15,6 +15,7 @@ from metrics.compatibility import (
     upgrade_gain,
 )
 from metrics.distances import Metric
+from metrics.ranking import same_label
 from tests.metrics import slow
 
 
@@ -61,10 +62,12 @@ def test_negative_flips_counts_only_what_was_right() -> None:
         negative_flips(before, np.ones(5))
 
 
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("metric", ["l2", "cosine"])
 def test_the_strict_criterion_agrees_with_a_loop(
-    metric: Metric, monkeypatch: pytest.MonkeyPatch
+    metric: Metric, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`own`: the first queries are images of the gallery, and not compared with themselves."""
     rng = np.random.default_rng(0)
     new, old, gallery = (rng.normal(size=(n, 4)) for n in (23, 23, 31))
     query_labels, gallery_labels = rng.integers(0, 3, 23), rng.integers(0, 3, 31)
@@ -72,17 +75,21 @@ def test_the_strict_criterion_agrees_with_a_loop(
     pairs = {True: 0, False: 0}
     for i in range(23):
         for j in range(31):
+            if own and i == j:
+                continue
             crossed = slow.distance(new[i].tolist(), gallery[j].tolist(), metric)
             before = slow.distance(old[i].tolist(), gallery[j].tolist(), metric)
             same = bool(query_labels[i] == gallery_labels[j])
             pairs[same] += 1
             kept[same] += crossed <= before if same else crossed >= before
     monkeypatch.setattr("metrics.distances.BLOCK_VALUES", 5 * 31)
-    ours = strict_criterion(new, old, gallery, query_labels, gallery_labels, metric)
+    images = (np.arange(23), np.arange(31)) if own else (None, None)
+    relevance = same_label(query_labels, gallery_labels, *images)
+    ours = strict_criterion(new, old, gallery, relevance, metric)
     assert ours.apart == pytest.approx(kept[False] / pairs[False])
     assert ours.together == pytest.approx(kept[True] / pairs[True])
     # BCT's remark: the old model itself satisfies Eq. (1).
-    same_model = strict_criterion(old, old, gallery, query_labels, gallery_labels, metric)
+    same_model = strict_criterion(old, old, gallery, relevance, metric)
     assert same_model.apart == 1 and same_model.together == 1
 
 

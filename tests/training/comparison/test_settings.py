@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
+from metrics.distances import unit
 from metrics.retrieval import mean, score
 from training.comparison.catalogue import rows_of
 from training.comparison.cells import evaluation, read_cells
@@ -135,7 +136,7 @@ def slow_psi(run: Run, embedding: np.ndarray) -> np.ndarray:
 
     def part(layer: int, name: str) -> np.ndarray:
         tensor: np.ndarray = kept[f"upgrade.h.layers.{layer}.{name}"]
-        return tensor.astype(np.float64)
+        return tensor
 
     for fc in (0, 3, 6):
         hidden = embedding @ part(fc, "weight").T + part(fc, "bias")
@@ -143,7 +144,7 @@ def slow_psi(run: Run, embedding: np.ndarray) -> np.ndarray:
         scaled = (hidden - mean) / np.sqrt(variance + 1e-5)
         embedding = np.maximum(scaled * part(fc + 1, "weight") + part(fc + 1, "bias"), 0)
     embedding = embedding @ part(9, "weight").T + part(9, "bias")
-    return embedding / np.linalg.norm(embedding, axis=1, keepdims=True)
+    return unit(embedding)
 
 
 def test_dmus_gallery_evolves_with_each_update_in_a_row(place: Place) -> None:
