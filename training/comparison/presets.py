@@ -148,7 +148,7 @@ DIGITS = Preset(
         "sizes",
         "parts",
     ),
-    unseen_groups=("bct_family", "dmu_family", "maps", "transforms", "sizes", "parts"),
+    unseen_groups=("bct_family", "dmu_family", "variants", "maps", "transforms", "sizes", "parts"),
     test_share=0.4,
     partition_by_seed=True,
     metric="cosine",
