@@ -27,6 +27,7 @@ from training.comparison.presets import DIGITS, Preset, Split, Values, folder_pr
 from training.comparison.ranges import by_range, known_to_old
 from training.comparison.recipe import Place
 from training.comparison.results import MAIN, Comparison, as_json, as_markdown, points
+from training.comparison.rows import independent_of
 from training.comparison.work import Planned, cells_path, do, images_of
 from training.data import list_images
 
@@ -141,12 +142,11 @@ def _collect(preset: Preset, seeds: tuple[int, ...], planned: Planned) -> Compar
                 known[ends] = known_to_old(row, images_of(place, row))
             cells = by_range(cells, known[ends])
             rows[place.split.name].setdefault(row.name, []).append(cells)
-    claims = {
-        name: {text: difference for text, (_, difference) in judge(CLAIMS, by_row).items()}
-        for name, by_row in rows.items()
-    }
+    claims = {name: judge(CLAIMS, by_row) for name, by_row in rows.items()}
     # Of the first place: seeds and splits differ in weights, not in cost.
-    return Comparison(preset.name, seeds, preset.metric, rows, claims, costs(planned[0][1]))
+    first = planned[0][1]
+    held_to = {row.name: independent_of(row, first) for row in first}
+    return Comparison(preset.name, seeds, preset.metric, rows, claims, costs(first), held_to)
 
 
 app = command_app("compare.py", main, _EPILOG)

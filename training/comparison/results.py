@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from metrics.bootstrap import Difference
 from metrics.compatibility import degradation, gap_closed, negative_flips, share_kept, upgrade_gain
 from metrics.retrieval import mean
 from training.comparison.cells import Cells
+from training.comparison.claims import Judged
 from training.comparison.cost import Cost
 from training.comparison.curve import Point
 from training.comparison.ranges import KNOWN, NEW, RANGED
@@ -20,27 +20,39 @@ CELLS = ("old/old", "new/old", "new/new", "new/served", "served/served")
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows by split and name, one entry a seed; differences of claims by split; costs by row."""
+    """Rows by split and name, one entry a seed; claims by split and text; costs by row.
+
+    `held_to`: by row of the main split, the one whose new/new its quality is a share of, or None.
+    """
 
     data: str
     seeds: tuple[int, ...]
     metric: str
     rows: Mapping[str, Rows]
-    claims: Mapping[str, Mapping[str, Difference]]
+    claims: Mapping[str, Mapping[str, Judged]]
     costs: Mapping[str, Cost]
+    held_to: Mapping[str, str | None]
+
+    def reference(self, row: str) -> Sequence[Cells] | None:
+        """The cells of the row that `row` is held to: a compatible model that lost new/new must not
+        look whole.
+        """
+        name = self.held_to[row]
+        return None if name is None else self.rows[MAIN][name]
 
 
 def as_json(comparison: Comparison) -> dict[str, object]:
     """{"data", "seeds", "cells": {METHOD: {CELL: {FIGURE: [mean, std]}, "unseen": {…}}}, "claims"}.
 
     Figures are shares 0..1; std over seeds (0 for one seed). A method's `cost` is in bytes and
-    microseconds an item.
+    microseconds an item. Of its `extras`, share_kept, gap_closed (BCT's update gain, where that is
+    defined) and degradation are relative to the independent new/new.
     """
     cells: dict[str, dict[str, object]] = {}
     for name, runs in comparison.rows[MAIN].items():
         cells[name] = {
             **_cells(runs),
-            "extras": _extras(runs),
+            "extras": _extras(runs, comparison.reference(name)),
             "cost": asdict(comparison.costs[name]),
         }
         unseen = comparison.rows.get(UNSEEN, {}).get(name)
@@ -48,11 +60,11 @@ def as_json(comparison: Comparison) -> dict[str, object]:
             cells[name][UNSEEN] = _cells(unseen)
     claims = {
         text + ("" if split == MAIN else f" ({split} classes)"): {
-            "holds": {"holds": True, "fails": False, "undecided": None}[difference.verdict],
-            "difference": [difference.mean, difference.low, difference.high],
+            "holds": {"holds": True, "fails": False, "undecided": None}[judged.verdict],
+            "difference": [judged.difference.mean, judged.difference.low, judged.difference.high],
         }
-        for split, judged in comparison.claims.items()
-        for text, difference in judged.items()
+        for split, by_text in comparison.claims.items()
+        for text, judged in by_text.items()
     }
     return {
         "data": comparison.data,
@@ -71,27 +83,29 @@ def as_markdown(comparison: Comparison) -> str:
         f"{len(comparison.seeds)} seeds; distance: {comparison.metric}; CMC-1 / mAP in percent, "
         "mean over seeds (± standard deviation of mAP). *Served* is what a user gets: the gallery "
         "as it is for backward-compatible models, carried over for transforms. *Kept* is served "
-        "mAP over the independent new/new. *Unseen*: tested on classes that no model trained on.",
+        "mAP over the independent new/new (-: no such model among the rows). *Unseen*: tested on "
+        "classes that no model trained on.",
         "",
         "| method | old/old | new/old | new/new | served | kept | flips | unseen old/old | unseen "
         "served | unseen new/new |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    reference = comparison.rows[MAIN].get("independent")
     for name, runs in comparison.rows[MAIN].items():
         unseen = comparison.rows.get(UNSEEN, {}).get(name)
         fields = [_text(runs, cell) for cell in CELLS[:4]]
-        fields.append(f"{100 * _kept(runs, reference):.1f}")
+        kept = _kept(runs, comparison.reference(name))
+        fields.append("-" if kept is None else f"{100 * kept:.1f}")
         fields.append(f"{100 * _mean_of(_flips(run) for run in runs):.1f}")
         fields += [_text(unseen, cell) for cell in ("old/old", "new/served", "new/new")]
         lines.append(f"| {name} | " + " | ".join(fields) + " |")
     lines += _further(comparison)
-    for split, judged in comparison.claims.items():
+    for split, by_text in comparison.claims.items():
         lines += ["", f"## Claims, {split} classes", "", "| claim | verdict | difference of mAP |"]
         lines.append("|---|---|---|")
-        for text, d in judged.items():
+        for text, judged in by_text.items():
+            d = judged.difference
             bounds = f"{100 * d.mean:+.2f} [{100 * d.low:+.2f}, {100 * d.high:+.2f}]"
-            lines.append(f"| {text} | {d.verdict} | {bounds} |")
+            lines.append(f"| {text} | {judged.verdict} | {bounds} |")
     return "\n".join(lines) + "\n"
 
 
@@ -99,13 +113,13 @@ def points(comparison: Comparison) -> list[Point]:
     """The quality/cost curve's points: rows that serve the old model's vectors to queries of the
     test itself, so that all are kept shares of one new/new.
     """
-    reference = comparison.rows[MAIN].get("independent")
+    independent = comparison.rows[MAIN].get("independent")
     found = []
     for name, runs in comparison.rows[MAIN].items():
-        if reference is None or not _shares_old(runs, reference):
-            continue
-        cost = comparison.costs[name]
-        found.append(Point(name, cost.stored, cost.microseconds, _kept(runs, reference)))
+        kept = _kept(runs, comparison.reference(name))
+        if independent is not None and kept is not None and _shares_old(runs, independent):
+            cost = comparison.costs[name]
+            found.append(Point(name, cost.stored, cost.microseconds, kept))
     return found
 
 
@@ -152,18 +166,23 @@ def _cells(runs: Sequence[Cells]) -> dict[str, object]:
     return told
 
 
-def _extras(runs: Sequence[Cells]) -> dict[str, float]:
+def _extras(runs: Sequence[Cells], reference: Sequence[Cells] | None) -> dict[str, float]:
     """Derived figures and those of cells.py, means over seeds."""
     told: dict[str, list[float]] = {}
-    for run in runs:
+    for seed, run in enumerate(runs):
         old, served, new = (mean(run.by_query[cell]["map"]) for cell in _ENDS)
-        derived = {
-            "share_kept": share_kept(served, new),
-            "gap_closed": gap_closed(served, old, new),
+        derived: dict[str, float | None] = {
             "upgrade_gain": upgrade_gain(served, old),
             "negative_flips": _flips(run),
             **run.extras,
         }
+        if reference is not None:
+            independent = mean(reference[seed].by_query["new/new"]["map"])
+            derived |= {
+                "share_kept": share_kept(served, independent),
+                "gap_closed": gap_closed(served, old, independent),
+                "degradation": degradation(new, independent),
+            }
         for name, value in derived.items():
             if value is not None:
                 told.setdefault(name, []).append(value)
@@ -177,18 +196,9 @@ def _flips(run: Cells) -> float:
     return negative_flips(run.by_query["old/old"]["cmc1"], run.by_query["new/served"]["cmc1"])
 
 
-def _kept(runs: Sequence[Cells], reference: Sequence[Cells] | None) -> float:
-    """Served mAP over the independent model's new/new: a compatible model that lost new/new must
-    not look whole. Rows of other models (chains, allocations) are measured against their own.
-    """
-    bases = reference if reference is not None and _shares_old(runs, reference) else runs
-    return _mean_of(
-        1
-        - degradation(
-            mean(run.by_query["new/served"]["map"]), mean(base.by_query["new/new"]["map"])
-        )
-        for run, base in zip(runs, bases, strict=True)
-    )
+def _kept(runs: Sequence[Cells], reference: Sequence[Cells] | None) -> float | None:
+    """Served mAP over the independent new/new, mean over seeds; None without such a model."""
+    return _extras(runs, reference).get("share_kept")
 
 
 def _shares_old(runs: Sequence[Cells], reference: Sequence[Cells]) -> bool:

@@ -1,5 +1,6 @@
 """One row of a comparison's table, and the models that every row of a place shares."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,6 +33,19 @@ class Row:
         sides = () if self.side is None else (self.side,)
         own = (self.old, self.new, *self.route, *sides)
         return tuple({run.folder: run for run in own}.values())
+
+
+def independent_of(row: Row, rows: Sequence[Row]) -> str | None:
+    """The row that `row`'s quality is held to, by name: the same test, and a new model trained
+    alone on the same images (BCT's new*, DMU's oracle). Its own where its new model was; None where
+    none of `rows` is such.
+    """
+
+    def trained_on(other: Row) -> tuple[object, ...]:
+        return other.tested, other.new.values["images"], other.new.values["classes"]
+
+    alone = [other for other in (row, *rows) if "old" not in other.new.values]
+    return next((other.name for other in alone if trained_on(other) == trained_on(row)), None)
 
 
 class Shared:

@@ -20,6 +20,7 @@ from training.comparison.presets import (
     preset_named,
 )
 from training.comparison.recipe import Place
+from training.comparison.rows import independent_of
 from training.comparison.work import tasks
 from training.config_file import parse_config
 
@@ -117,7 +118,45 @@ def test_a_claim_is_judged_over_paired_seeds() -> None:
     ]
     judged = judge(claims, rows)
     assert set(judged) == {"a > b", "b > a"}
-    assert judged["a > b"][1].verdict == "holds" and judged["b > a"][1].verdict == "fails"
+    assert judged["a > b"].verdict == "holds" and judged["b > a"].verdict == "fails"
+
+
+@pytest.mark.parametrize(
+    ("gains", "strict", "or_equal"),
+    [
+        ((0.01, 0.02), "holds", "holds"),
+        ((0.0, 0.0), "fails", "holds"),
+        ((0.0, 0.01), "undecided", "holds"),
+        ((-0.01, 0.01), "undecided", "undecided"),
+        ((-0.01, 0.0), "fails", "undecided"),
+        ((-0.01, -0.02), "fails", "fails"),
+    ],
+)
+def test_a_tie_keeps_a_claim_of_at_least_as_good(
+    gains: tuple[float, ...], strict: str, or_equal: str
+) -> None:
+    """Seeds that gain each as much on every query: the interval ends at the least and the most."""
+    base = np.random.default_rng(0).random(50)
+    rows = {
+        "a": [Cells({"new/old": {"map": base + gain}}, {}) for gain in gains],
+        "b": [Cells({"new/old": {"map": base}}, {}) for _ in gains],
+    }
+    ends = ("a", "new/old"), ("b", "new/old")
+    claims = [Claim("a > b", *ends), Claim("a >= b", *ends, or_equal=True)]
+    judged = judge(claims, rows)
+    assert (judged["a > b"].verdict, judged["a >= b"].verdict) == (strict, or_equal)
+
+
+def test_rows_are_held_to_a_model_trained_alone_on_the_same_images(tmp_path: Path) -> None:
+    rows = rows_of(place(tmp_path), tuple(GROUPS))
+    held_to = {row.name: independent_of(row, rows) for row in rows}
+    assert held_to["bct"] == held_to["dmu_chain"] == held_to["bct_wide"] == "independent"
+    assert held_to["fct_simclr"] == "fct_simclr"
+    assert held_to["open-class:vanilla"] == "open-class:independent"
+    # No model was trained alone on the wrong labels.
+    assert held_to["noisy_unibct"] is None
+    by_name = {row.name: row for row in rows}
+    assert independent_of(by_name["bct"], [by_name["bct"], by_name["dmu"]]) is None
 
 
 def test_presets_are_the_protocols_they_say(tmp_path: Path) -> None:

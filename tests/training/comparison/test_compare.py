@@ -136,6 +136,28 @@ def test_the_curve_shows_every_row_of_the_shared_old_model(small: tuple[Path, Co
     assert shown["affine"].kept == pytest.approx(served / whole)
 
 
+def test_one_share_kept_is_told_everywhere(small: tuple[Path, Comparison]) -> None:
+    """Compatible models are held to the independent new/new, never to their own."""
+    _, comparison = small
+    rows = comparison.rows["main"]
+
+    def of(name: str, cell: str) -> float:
+        return mean(rows[name][0].by_query[cell]["map"])
+
+    whole = of("independent", "new/new")
+    cells = as_json(comparison)["cells"]
+    assert isinstance(cells, dict)
+    lines = [line.split(" | ") for line in as_markdown(comparison).splitlines()]
+    kept = {line[0].removeprefix("| "): line[5] for line in lines if len(line) == 10}
+    for name in WANTED:
+        old, served, extras = of(name, "old/old"), of(name, "new/served"), cells[name]["extras"]
+        assert extras["share_kept"] == pytest.approx(served / whole)
+        assert extras["gap_closed"] == pytest.approx((served - old) / (whole - old))
+        assert extras["degradation"] == pytest.approx(1 - of(name, "new/new") / whole)
+        assert kept[name] == f"{100 * served / whole:.1f}"
+    assert cells["bct"]["extras"]["degradation"] != 0 == cells["affine"]["extras"]["degradation"]
+
+
 def test_the_claims_are_judged_where_their_rows_are(small: tuple[Path, Comparison]) -> None:
     _, comparison = small
     claims = as_json(comparison)["claims"]
