@@ -5,6 +5,7 @@ the checkpoint it was made from. So an upgrade finds its source release, and a w
 refused.
 """
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,7 +30,11 @@ _PRIVATE = {"run_dir", "images", "old", "new", "old_side", "new_side", "init"}
 
 
 def add_embedder_run(release: Release, run_dir: Path) -> None:
-    """Put a run's embedder into the release, with what its method declares about older ones."""
+    """Put a run's embedder into the release, with what its method declares about older ones.
+
+    Told on stderr: a compatible embedder of another dimension than the old one's. Its first
+    elements meet old vectors (BCT section 3.6), but a published space has one dimension.
+    """
     encoder, checkpoint = load_encoder(run_dir)
     config = checkpoint.config
     if not isinstance(config, EmbedderConfig):
@@ -45,6 +50,18 @@ def add_embedder_run(release: Release, run_dir: Path) -> None:
         source = _trained_against(release, run_dir, checkpoint)
         if source.embedder.dim == encoder.dim:
             release.searches_directly.append(source.release)
+        else:
+            _tell_not_searched(release, source, encoder.dim)
+
+
+def _tell_not_searched(release: Release, source: Manifest, dim: int) -> None:
+    print(
+        f"release {release.number} will not search vectors of release {source.release} as they "
+        f"are: method {release.method} trained it to, but it has {dim} dimensions and they have "
+        f"{source.embedder.dim}, and a gallery compares vectors of one dimension only. They need "
+        "an upgrade",
+        file=sys.stderr,
+    )
 
 
 def add_forward_head(release: Release, run_dir: Path) -> None:

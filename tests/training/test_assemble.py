@@ -1,0 +1,25 @@
+"""From runs to a release: what an embedder's method lets it declare about older ones."""
+
+from pathlib import Path
+
+from tests.training.life import Life, config_of, copy_publication, run_export, train_quietly
+from training.published import read_publication
+
+
+def test_a_compatible_embedder_of_another_dimension_says_what_it_cannot_search(
+    life: Life, tmp_path: Path
+) -> None:
+    run = tmp_path / "wide"
+    train_quietly(
+        config_of(
+            "embedder", run, life.data / "train", seed=2, epochs=2, method="bct", embedding_dim=20,
+            old=str(life.runs / "embedder-1"),
+        )
+    )  # fmt: skip
+    repo = tmp_path / "model_repo"
+    copy_publication(life.first, repo)
+    result = run_export(repo, 2, "--embedder", run, "--eval", life.data / "eval", "--force")
+    assert result.exit_code == 0, result.output
+    assert "release 2 will not search vectors of release 1 as they are: method bct" in result.output
+    assert "has 20 dimensions and they have 16" in result.output
+    assert read_publication(repo).manifests[2].searches_directly == ()
