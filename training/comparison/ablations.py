@@ -12,9 +12,12 @@ UNSEEN_COPIES = 4
 
 
 def sizes(shared: Shared) -> list[Row]:
-    """FCT's h against the size of the side-information, in numbers and in bits (appendix G)."""
-    dim = shared.place.preset.side_encoder["side_info_dim"]
-    assert isinstance(dim, int)
+    """FCT's h against its own width (Table 11; a quarter is `fct_small`) and the size of the
+    side-information, in numbers and in bits (appendix G).
+    """
+    preset, simclr = shared.place.preset, shared.side("simclr")
+    dim, inner = preset.side_encoder["side_info_dim"], preset.upgrade["inner_dim"]
+    assert isinstance(dim, int) and isinstance(inner, int)
     others = {
         "fct_side_quarter": ("simclr", dim // 4),
         "fct_side_half": ("simclr", dim // 2),
@@ -23,7 +26,9 @@ def sizes(shared: Shared) -> list[Row]:
         "fct_bits_fourfold": ("binary_simclr", 4 * dim),
     }
     return [
-        shared.upgrade_row("fct_simclr", "fct", shared.side("simclr")),
+        shared.upgrade_row("fct_simclr", "fct", simclr),
+        shared.upgrade_row("fct_width_half", "fct", simclr, inner_dim=inner // 2),
+        shared.upgrade_row("fct_width_double", "fct", simclr, inner_dim=2 * inner),
         shared.upgrade_row("fct_binary_simclr", "fct", shared.side("binary_simclr")),
         *(
             shared.upgrade_row(name, "fct", shared.side(kind, width))

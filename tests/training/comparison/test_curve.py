@@ -66,6 +66,8 @@ def test_stored_bytes_count_bits_as_bits(tmp_path: Path) -> None:
         "fct_none": 128,
         "fct_doubled": 256,
         "fct_simclr": 128 + 128,
+        "fct_width_half": 128 + 128,
+        "fct_width_double": 128 + 128,
         "fct_side_quarter": 128 + 32,
         "fct_side_half": 128 + 64,
         "fct_side_double": 128 + 256,
