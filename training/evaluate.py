@@ -1,6 +1,7 @@
 """`python training/evaluate.py`: cells of the compatibility matrix of published releases."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -9,11 +10,12 @@ import typer
 from metrics.ranking import Relevance, same_label
 from release.durable import write_file
 from release.errors import ConfigurationError, InvalidInputError
-from training.backfill import backfill_curves
+from release.manifest import Manifest
+from training.backfill import Curve, backfill_curves
 from training.command import command_app
 from training.criterion import criterion
 from training.data import Listing, list_images
-from training.matrix import evaluate_cells, every_cell, neighbour_paths
+from training.matrix import MatrixCell, evaluate_cells, every_cell, neighbour_paths
 from training.measure import CellName, Embedded, parse_cell
 from training.picture import write_picture
 from training.published import read_publication
@@ -78,9 +80,7 @@ def main(
     manifests = read_publication(model_repo).manifests
     if not manifests:
         raise ConfigurationError(f"--model-repo {model_repo}: nothing is published there")
-    names = every_cell(manifests) if cells is None else [parse_cell(c) for c in cells.split(",")]
-    if independent is not None:
-        names = list(dict.fromkeys([*names, CellName(independent, (independent,))]))
+    names = _names(cells, manifests, independent)
     asked, searched = list_images(queries), list_images(gallery)
     relevance = _relevance(asked, searched)
     one_set = queries.resolve() == gallery.resolve()
@@ -98,11 +98,7 @@ def main(
                 for cell in measured
             },
             "criterion": criteria,
-            "backfill": {
-                str(cell.name): backfill_curves(cell.name, embedded, other, relevance)
-                for cell in measured
-                if backfill and cell.name.gallery[0] != cell.name.query
-            },
+            "backfill": _curves(measured if backfill else (), embedded, other, relevance),
             "neighbours": {
                 str(cell.name): dict(neighbour_paths(cell, asked, searched))
                 for cell in measured
@@ -111,6 +107,25 @@ def main(
         }
         json_file.parent.mkdir(parents=True, exist_ok=True)
         write_file(json_file, json.dumps(report, indent=1).encode())
+
+
+def _names(
+    cells: str | None, manifests: Mapping[int, Manifest], independent: int | None
+) -> list[CellName]:
+    """The cells asked for, or all, and what compatible ones are held to."""
+    names = every_cell(manifests) if cells is None else [parse_cell(c) for c in cells.split(",")]
+    own = [] if independent is None else [CellName(independent, (independent,))]
+    return list(dict.fromkeys([*names, *own]))
+
+
+def _curves(
+    cells: Sequence[MatrixCell], queries: Embedded, gallery: Embedded, relevance: Relevance
+) -> dict[str, Mapping[str, Curve]]:
+    return {
+        str(cell.name): backfill_curves(cell.name, queries, gallery, relevance)
+        for cell in cells
+        if cell.name.gallery[0] != cell.name.query
+    }
 
 
 def _relevance(queries: Listing, gallery: Listing) -> Relevance:
