@@ -55,11 +55,11 @@ def step_of(run: Run) -> Upgrade:
         return read_upgrade(run.folder)[0]
     encoder, checkpoint = load_encoder(run.folder)
     config = checkpoint.config
-    assert isinstance(config, EmbedderConfig) and config.old is not None
-    old, _ = load_encoder(config.old)
+    old_dim = run.needs[0].values["embedding_dim"]
+    assert isinstance(config, EmbedderConfig) and isinstance(old_dim, int)
     build = embedder_method(config.method).upgrade
     assert build is not None
-    head = build(config, UpgradeShape(old.dim, 0, encoder.dim, 0, encoder.unit))
+    head = build(config, UpgradeShape(old_dim, 0, encoder.dim, 0, encoder.unit))
     load_part(head, checkpoint, "upgrade")
     return head.eval().requires_grad_(False)
 
