@@ -77,6 +77,7 @@ def small_resnet(embedding_dim: int, width: int, pooling: str) -> nn.Module:
 
 
 _SMALL = {"small": small, "small_resnet": small_resnet}
+_AUXILIARY = ("googlenet", "inception_v3")
 
 
 def backbone_names() -> list[str]:
@@ -92,7 +93,7 @@ def build_backbone(
     name: str, embedding_dim: int, *, width: int, pooling: str, last_nonlin: bool, image_size: int
 ) -> nn.Module:
     """A fresh network. Raises ConfigurationError for an unknown name (naming near ones), or for a
-    model whose classifier or pooling cannot be replaced.
+    model that has no linear layer to replace (SqueezeNet), or no pooling to one cell for GeM.
     """
     if name in _SMALL:
         network = _SMALL[name](embedding_dim, width, pooling)
@@ -110,13 +111,19 @@ def build_backbone(
 def _torchvision(name: str, embedding_dim: int, pooling: str, image_size: int) -> nn.Module:
     import torchvision
 
-    network: nn.Module = torchvision.models.get_model(name, weights=None)
-    path, last = next(
-        (p, m) for p, m in reversed(list(network.named_modules())) if isinstance(m, nn.Linear)
-    )
+    # These two would answer with auxiliary classifiers' logits as well while they are trained.
+    plain = {"aux_logits": False, "init_weights": True} if name in _AUXILIARY else {}
+    network: nn.Module = torchvision.models.get_model(name, weights=None, **plain)
+    linear = [(p, m) for p, m in network.named_modules() if isinstance(m, nn.Linear)]
+    if not linear:
+        raise ConfigurationError(
+            f"backbone {name} classifies by a convolution, so that no linear layer can give the "
+            "embedding; expected another one, e.g. mobilenet_v3_small"
+        )
+    path, last = linear[-1]
     _replace(network, path, nn.Linear(last.in_features, embedding_dim))
     if pooling == "gem":
-        pools = [p for p, m in network.named_modules() if isinstance(m, nn.AdaptiveAvgPool2d)]
+        pools = [p for p, m in network.named_modules() if _pools_to_one_cell(m)]
         if not pools:
             raise ConfigurationError(
                 f"backbone {name} has no average pooling for GeM to replace; use pooling: avg"
@@ -125,6 +132,11 @@ def _torchvision(name: str, embedding_dim: int, pooling: str, image_size: int) -
     if name.startswith("resnet") and image_size <= 64:
         _small_stem(network)
     return network
+
+
+def _pools_to_one_cell(module: nn.Module) -> bool:
+    # VGG and AlexNet pool to 7 x 7 and 6 x 6 cells, which their classifiers read one by one.
+    return isinstance(module, nn.AdaptiveAvgPool2d) and module.output_size in (1, (1, 1))
 
 
 def _small_stem(network: nn.Module) -> None:

@@ -1,9 +1,12 @@
+import re
+from itertools import groupby
+
 import pytest
 import torch
 from torch import nn
 
 from release.errors import ConfigurationError
-from training.backbones import GeM, build_backbone
+from training.backbones import GeM, backbone_names, build_backbone
 
 
 def build(name: str, size: int, *, pooling: str = "avg", last_nonlin: bool = False) -> nn.Module:
@@ -22,6 +25,7 @@ def build(name: str, size: int, *, pooling: str = "avg", last_nonlin: bool = Fal
         ("mobilenet_v2", 32),
         ("mobilenet_v3_small", 32),
         ("swin_t", 64),
+        ("regnet_y_400mf", 32),
     ],
 )
 def test_shapes(name: str, size: int) -> None:
@@ -37,6 +41,39 @@ def test_the_last_layer_of_deep_resnets_gives_the_embedding(name: str) -> None:
         assert network(torch.rand(2, 3, 224, 224)).shape == (2, 24)
     last = [m for m in network.modules() if isinstance(m, nn.Linear)][-1]
     assert (last.in_features, last.out_features) == (2048, 24)
+
+
+def torchvisions() -> list[str]:
+    # RegNet's widths come out of tensors, which the meta device does not hold: see test_shapes.
+    return [name for name in backbone_names() if not name.startswith(("small", "regnet"))]
+
+
+def test_every_name_but_squeezenet_is_built() -> None:
+    refused = []
+    for name in torchvisions():
+        try:
+            with torch.device("meta"):
+                build(name, 224)
+        except ConfigurationError as error:
+            assert name in str(error)
+            refused.append(name)
+    assert refused == ["squeezenet1_0", "squeezenet1_1"]
+
+
+@pytest.mark.parametrize("pooling", ["avg", "gem"])
+def test_one_of_every_family_gives_an_embedding_or_is_refused(pooling: str) -> None:
+    refused = set()
+    for family, names in groupby(torchvisions(), lambda name: re.sub("[0-9_].*", "", name)):
+        name = next(names)
+        try:
+            with torch.device("meta"):
+                network = build(name, 224, pooling=pooling)
+                assert network(torch.rand(2, 3, 224, 224)).shape == (2, 24), name
+        except ConfigurationError:
+            refused.add(family)
+    # These have no pooling to one cell: theirs is to many, a function, or none.
+    poolless = {"alexnet", "densenet", "mnasnet", "mobilenet", "shufflenet", "vgg", "vit"}
+    assert refused == {"squeezenet"} | (poolless if pooling == "gem" else set())
 
 
 def test_small_pictures_keep_their_pixels_in_a_resnets_stem() -> None:
