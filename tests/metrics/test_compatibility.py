@@ -53,13 +53,13 @@ def test_shares_of_the_new_model() -> None:
 
 
 def test_negative_flips_counts_only_what_was_right() -> None:
-    before = np.array([1, 1, 0, 0, np.nan])
-    after = np.array([1, 0, 1, 0, np.nan])
-    assert negative_flips(before, after) == 0.25
-    assert negative_flips(after, before) == 0.25
+    before = np.array([1, 1, 1, 0, 0, np.nan])
+    after = np.array([1, 0, 0, 1, 0, np.nan])
+    assert negative_flips(before, after) == 0.4
+    assert negative_flips(after, before) == 0.2
     assert negative_flips(before, before) == 0
     with pytest.raises(ValueError, match="same queries"):
-        negative_flips(before, np.ones(5))
+        negative_flips(before, np.ones(6))
 
 
 @pytest.mark.parametrize("own", [False, True])

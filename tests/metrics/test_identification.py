@@ -4,25 +4,20 @@ import numpy as np
 import pytest
 
 from metrics.identification import OpenSetSearch, open_set_search, tpir_at_fpir
-from metrics.ranking import same_label
+from metrics.ranking import Relevance, same_label
 from tests.metrics import slow
 
 
-def loop(
-    probes: np.ndarray,
-    probe_labels: np.ndarray,
-    gallery: np.ndarray,
-    gallery_labels: np.ndarray,
-    fpir: float,
-) -> float:
+def loop(probes: np.ndarray, gallery: np.ndarray, relevance: Relevance, fpir: float) -> float:
     """Best TPIR over all thresholds whose false-positive identification rate is within `fpir`."""
     tops = []
-    for probe, label in zip(probes, probe_labels, strict=True):
+    for probe, mates, ignored in zip(probes, relevance.relevant, relevance.ignored, strict=True):
         ranked = sorted(
-            (slow.distance(probe.tolist(), item.tolist(), "l2"), bool(label == other))
-            for item, other in zip(gallery, gallery_labels, strict=True)
+            (slow.distance(probe.tolist(), item.tolist(), "l2"), position in mates)
+            for position, item in enumerate(gallery)
+            if position not in ignored
         )
-        tops.append((*ranked[0], bool(label in gallery_labels)))
+        tops.append((*ranked[0], any(is_mate for _, is_mate in ranked)))
     non_mated = [distance for distance, _, mated in tops if not mated]
     mated = [(distance, hit) for distance, hit, is_mated in tops if is_mated]
     best = 0.0
@@ -32,21 +27,45 @@ def loop(
     return best
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("fpir", [0.0, 0.01, 0.1, 0.3, 1.0])
-def test_agrees_with_the_loop(fpir: float, tied: bool) -> None:
+def people(tied: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Probes [120, 4] of 45 people, their labels, gallery [40, 4] of the first 30, its labels."""
     rng = np.random.default_rng(5)
-    gallery_labels = np.arange(30)
+    gallery_labels = np.concatenate((np.arange(30), rng.integers(0, 30, 10)))
     probe_labels = rng.integers(0, 45, 120)
     centres = rng.normal(size=(45, 4))
     probes = centres[probe_labels] + 0.4 * rng.normal(size=(120, 4))
-    gallery = centres[:30] + 0.4 * rng.normal(size=(30, 4))
+    gallery = centres[gallery_labels] + 0.4 * rng.normal(size=(40, 4))
     if tied:
         probes, gallery = probes.round(0), gallery.round(0)
-    search = open_set_search(probes, gallery, same_label(probe_labels, gallery_labels))
+    return probes, probe_labels, gallery, gallery_labels
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("fpir", [0.0, 0.01, 0.1, 0.3, 1.0])
+def test_agrees_with_the_loop(fpir: float, tied: bool) -> None:
+    probes, probe_labels, gallery, gallery_labels = people(tied)
+    relevance = same_label(probe_labels, gallery_labels)
+    search = open_set_search(probes, gallery, relevance)
     assert len(search.non_mated) == np.sum(probe_labels >= 30) > 0
-    expected = loop(probes, probe_labels, gallery, gallery_labels, fpir)
+    expected = loop(probes, gallery, relevance, fpir)
     assert 0 <= expected <= 1
+    assert tpir_at_fpir(search, fpir) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("fpir", [0.0, 0.1, 0.3])
+def test_ignored_items_are_neither_answers_nor_mates(fpir: float) -> None:
+    """Of every probe the item that stands first is taken out: a mate of some, a stranger of
+    others; who loses the only mate is non-mated."""
+    probes, probe_labels, gallery, gallery_labels = people(tied=False)
+    plain = same_label(probe_labels, gallery_labels)
+    first = [np.argmin(((gallery - probe) ** 2).sum(1), keepdims=True) for probe in probes]
+    relevance = Relevance(plain.relevant, first)
+    search = open_set_search(probes, gallery, relevance)
+    lost = [bool(len(m)) and set(m) <= set(i) for m, i in zip(plain.relevant, first, strict=True)]
+    assert len(search.non_mated) == np.sum(probe_labels >= 30) + sum(lost)
+    assert 0 < sum(lost) < len(search.hit_distances)
+    expected = loop(probes, gallery, relevance, fpir)
+    assert expected != loop(probes, gallery, plain, fpir)
     assert tpir_at_fpir(search, fpir) == pytest.approx(expected)
 
 

@@ -94,9 +94,20 @@ def test_centre_alignment_compares_class_means() -> None:
 
 
 def test_boundary_counts_only_what_lies_farther_out() -> None:
-    centres = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    angle = torch.tensor([0.5, 0.2])
-    predicted = torch.stack((angle.cos(), angle.sin()), 1)
-    target = torch.tensor([[math.cos(0.3), math.sin(0.3)], [math.cos(0.3), math.sin(0.3)]])
-    ours = boundary(predicted, target, centres, torch.tensor([0, 0]))
-    assert ours.tolist() == pytest.approx([0.2, 0.0], abs=1e-5)
+    """Vectors and centres of any length, every class; angles one coordinate at a time."""
+    predicted, target = sides()
+    torch.manual_seed(7)
+    centres = 3 * torch.randn(4, 6, dtype=torch.float64)
+    labels = torch.tensor([2, 0, 3, 1, 1, 2, 3, 0, 2, 1])
+    ours = boundary(predicted, target, centres, labels)
+
+    def angle(a: list[float], b: list[float]) -> float:
+        dot = sum(x * y for x, y in zip(a, b, strict=True))
+        return math.acos(dot / math.hypot(*a) / math.hypot(*b))
+
+    out = []
+    for p, t, label in zip(predicted.tolist(), target.tolist(), labels, strict=True):
+        own = centres[label].tolist()
+        out.append(angle(p, own) - angle(t, own))
+    assert min(out) < 0 < max(out)
+    assert ours.tolist() == pytest.approx([max(0.0, value) for value in out], abs=1e-6)
