@@ -7,6 +7,8 @@ import torch
 from training.config import UpgradeConfig
 from training.heads import Head, build_head
 from training.method import UpgradeInputs, UpgradeShape
+from training.methods import upgrade_method
+from training.objective import Objective
 
 NAMES = ("ant", "bee", "cat", "dog", "elk")
 
@@ -76,3 +78,11 @@ def head(train: dict[str, torch.Tensor], unit: bool) -> Head:
         loss.backward()
         optimizer.step()
     return made.eval().requires_grad_(False)
+
+
+def objective(inputs: UpgradeInputs) -> Objective:
+    """What trains the untrained upgrade of the inputs' method."""
+    method = upgrade_method(inputs.config.method)
+    torch.manual_seed(0)
+    assert method.objective is not None
+    return method.objective(method.build(inputs.config, inputs.shape), inputs)

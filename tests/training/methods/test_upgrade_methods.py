@@ -12,12 +12,9 @@ from release.errors import ConfigurationError
 from tests.training.methods import features
 from training.method import UpgradeInputs
 from training.methods import UPGRADE_METHODS, upgrade_method
-from training.methods.divergence import KlObjective
-from training.methods.fastfill import FastFillObjective
-from training.methods.forward import ForwardObjective, new_classifier
+from training.methods.forward import new_classifier
 from training.methods.residual import ResidualMap, ResidualObjective
 from training.methods.soft_prototypes import SoftPrototypes
-from training.objective import Objective
 from training.progress import Progress
 from training.run import read_checkpoint
 from training.transform import Upgrade
@@ -112,13 +109,6 @@ def test_affine_is_the_least_squares_solution(tmp_path: Path) -> None:
     assert (found - expected).abs().max() < 0.05 * y.abs().max()
 
 
-def objective(inputs: UpgradeInputs) -> Objective:
-    method = upgrade_method(inputs.config.method)
-    torch.manual_seed(0)
-    assert method.objective is not None
-    return method.objective(method.build(inputs.config, inputs.shape), inputs)
-
-
 def noisy(rows: dict[str, torch.Tensor], seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The same with new embeddings that noise makes hard to foresee wherever side[0] > 0, and
     where.
@@ -142,29 +132,6 @@ def test_fastfills_variance_finds_the_hard_images_and_is_calibrated(tmp_path: Pa
     assert 0.6 < float((residual / variance.exp()).mean()) < 1.6
 
 
-def test_the_likelihood_does_not_move_h(tmp_path: Path) -> None:
-    made = objective(features.inputs(tmp_path, method="fastfill"))
-    assert isinstance(made, FastFillObjective)
-    made({k: v[:32] for k, v in features.rows(32, 1).items()})["likelihood"].backward()
-    assert all(p.grad is None for p in made.upgrade.h.parameters())
-    assert made.upgrade.log_variance is not None
-    assert any(p.grad is not None for p in made.upgrade.log_variance.parameters())
-
-
-def test_classification_meets_classes_by_name_and_leaves_unknown_ones_out(tmp_path: Path) -> None:
-    inputs = features.inputs(tmp_path, method="fastfill")
-    made = objective(inputs)
-    assert isinstance(made, ForwardObjective) and inputs.new_head is not None
-    predicted, labels = torch.randn(10, 7), torch.arange(10) % 5
-    whole = made.classification(predicted, labels)
-    expected = inputs.new_head(predicted, labels)
-    torch.testing.assert_close(whole, expected)
-    made.new_labels[:] = torch.tensor([0, 1, 2, -1, -1])
-    part = made.classification(predicted, labels)
-    known = labels < 3
-    torch.testing.assert_close(part, inputs.new_head(predicted[known], labels[known]) * 0.6)
-
-
 @pytest.mark.parametrize("unit", [False, True])
 def test_a_published_model_gets_a_classifier_of_class_averages(unit: bool, tmp_path: Path) -> None:
     inputs = features.inputs(tmp_path, unit=unit, method="fastfill")
@@ -181,18 +148,9 @@ def test_a_published_model_gets_a_classifier_of_class_averages(unit: bool, tmp_p
     assert agreed > 0.9
 
 
-def test_the_divergences_are_zero_for_a_perfect_upgrade(tmp_path: Path) -> None:
-    for name in ("kl", "reversed_kl"):
-        made = objective(features.inputs(tmp_path, method=name))
-        assert isinstance(made, KlObjective)
-        logits = made.classifier.logits(features.rows(20, 1)["new"][:, 0])
-        zero = made.divergence(logits, logits)
-        torch.testing.assert_close(zero, torch.zeros_like(zero), atol=1e-5, rtol=0)
-
-
 def test_residual_starts_at_the_affine_solution(tmp_path: Path) -> None:
     inputs = features.inputs(tmp_path / "run", method="residual")
-    made = objective(inputs)
+    made = features.objective(inputs)
     assert isinstance(made, ResidualObjective) and isinstance(made.upgrade.h, ResidualMap)
     affine = trained(features.inputs(tmp_path / "affine", method="affine"))
     rows = features.rows(50, 4, 1)
@@ -214,7 +172,9 @@ def test_soft_prototypes_print_class_averages_alone(tmp_path: Path) -> None:
     singular = torch.linalg.svdvals(upgraded - upgraded.mean(0))
     assert singular[4] < 1e-4 * singular[0]
     with pytest.raises(ConfigurationError, match=r"options.classes is 4, the images have 5"):
-        objective(features.inputs(tmp_path, method="soft_prototypes", options={"classes": 4}))
+        features.objective(
+            features.inputs(tmp_path, method="soft_prototypes", options={"classes": 4})
+        )
 
 
 def test_what_a_method_cannot_do_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,146 @@
+"""The terms of upgrade methods on imagined features: what each compares with what."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import softmax
+from scipy.stats import entropy
+
+from tests.training.methods import features
+from training.losses.lce import boundary, centre_alignment
+from training.methods.fastfill import FastFillObjective
+from training.methods.fct import FctObjective
+from training.methods.forward import ForwardObjective
+from training.methods.residual import ResidualObjective
+from training.progress import Progress
+from training.transform import Upgraded
+from training.upgrade import fit_upgrade
+
+
+def view(n: int) -> dict[str, torch.Tensor]:
+    """One view of n images."""
+    return {k: v[:, 0] if v.ndim == 3 else v for k, v in features.rows(n, 4, 1).items()}
+
+
+def upgraded(embedding: torch.Tensor) -> Upgraded:
+    """An upgrade's output, of variance 1."""
+    return Upgraded(embedding, None, torch.zeros(len(embedding)))
+
+
+@pytest.mark.parametrize(("freeze_at", "steps"), [(0.25, 6), (0.75, 18), (1.0, 24)])
+def test_batchnorm_learns_no_statistics_from_the_set_share_of_the_epochs_on(
+    freeze_at: float, steps: int, tmp_path: Path
+) -> None:
+    """FCT D.5; 400 images are 6 batches of 64 an epoch."""
+    inputs = features.inputs(tmp_path / "run", epochs=4, freeze_batchnorm_at=freeze_at)
+    checkpoint = fit_upgrade(inputs, Progress(visible=False), {})
+    counted = [int(v) for k, v in checkpoint.tensors.items() if k.endswith("batches_tracked")]
+    assert counted == [steps] * 6
+
+
+def test_the_likelihood_does_not_move_h(tmp_path: Path) -> None:
+    made = features.objective(features.inputs(tmp_path, method="fastfill"))
+    assert isinstance(made, FastFillObjective)
+    made({k: v[:32] for k, v in features.rows(32, 1).items()})["likelihood"].backward()
+    assert all(p.grad is None for p in made.upgrade.h.parameters())
+    assert made.upgrade.log_variance is not None
+    assert any(p.grad is not None for p in made.upgrade.log_variance.parameters())
+
+
+def test_classification_meets_classes_by_name_and_leaves_unknown_ones_out(tmp_path: Path) -> None:
+    inputs = features.inputs(tmp_path, method="fastfill")
+    made = features.objective(inputs)
+    assert isinstance(made, ForwardObjective) and inputs.new_head is not None
+    predicted, labels = torch.randn(10, 7), torch.arange(10) % 5
+    whole = made.classification(predicted, labels)
+    expected = inputs.new_head(predicted, labels)
+    torch.testing.assert_close(whole, expected)
+    made.new_labels[:] = torch.tensor([0, 1, 2, -1, -1])
+    part = made.classification(predicted, labels)
+    known = labels < 3
+    torch.testing.assert_close(part, inputs.new_head(predicted[known], labels[known]) * 0.6)
+
+
+@pytest.mark.parametrize("method", ["fastfill", "residual"])
+def test_the_distance_is_1_for_the_mean_of_the_new_embeddings(method: str, tmp_path: Path) -> None:
+    inputs = features.inputs(tmp_path, method=method)
+    made = features.objective(inputs)
+    assert isinstance(made, FastFillObjective)
+    new, labels = inputs.rows["new"].flatten(0, 1), inputs.rows["labels"].repeat_interleave(2)
+    rows = {"new": new, "labels": labels}
+    for share, expected in ((1.0, 1.0), (0.5, 0.25)):
+        predicted = upgraded(new + share * (new.mean(0) - new))
+        distance = made.distance_terms(predicted, rows)["distance"]
+        assert float(distance) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["kl", "reversed_kl"])
+def test_the_divergences_are_scipys_in_the_direction_of_their_names(
+    method: str, tmp_path: Path
+) -> None:
+    inputs = features.inputs(tmp_path, method=method)
+    made = features.objective(inputs)
+    assert isinstance(made, FctObjective) and inputs.new_head is not None
+    rows = view(20)
+    torch.manual_seed(1)
+    predicted = (rows["new"] + torch.randn(20, 7)).requires_grad_()
+    ours = made.distance_terms(upgraded(predicted), rows)["distance"]
+    answers = [
+        softmax(inputs.new_head.logits(side).detach().double().numpy(), axis=1)
+        for side in (rows["new"], predicted)
+    ]
+    # scipy's entropy(p, q) is KL(p || q).
+    expected, other = (np.mean(entropy(*pair, axis=1)) for pair in (answers, answers[::-1]))
+    if method == "reversed_kl":
+        expected, other = other, expected
+    assert float(ours.detach()) == pytest.approx(expected, rel=1e-4)
+    assert expected != pytest.approx(other, rel=0.1)
+    (gradient,) = torch.autograd.grad(ours, predicted)
+    assert (gradient.norm(dim=1) > 0).all()
+
+
+def test_lces_boundary_is_that_of_the_new_classifiers_rows_by_class_name(tmp_path: Path) -> None:
+    inputs = features.inputs(tmp_path, method="lce")
+    made = features.objective(inputs)
+    assert isinstance(made, ForwardObjective) and inputs.new_head is not None
+    made.new_labels[:] = torch.tensor([3, 4, 0, -1, -1])
+    rows = view(20)
+    torch.manual_seed(1)
+    predicted = rows["new"] + torch.randn(20, 7)
+    terms = made.distance_terms(upgraded(predicted), rows)
+    own, known = made.new_labels[rows["labels"]], rows["labels"] < 3
+    weights = inputs.new_head.classifier()
+    outside = boundary(predicted[known], rows["new"][known], weights, own[known])
+    assert set(terms) == {"classification", "alignment", "boundary"}
+    torch.testing.assert_close(terms["boundary"], outside.sum() / 20)
+    aligned = centre_alignment(predicted, rows["new"], rows["labels"])
+    torch.testing.assert_close(terms["alignment"], aligned.mean())
+
+
+def test_the_listwise_term_makes_neighbours_those_of_the_new_embedding(tmp_path: Path) -> None:
+    """Descending it alone carries the distribution over neighbours to the true one."""
+    inputs = features.inputs(tmp_path, method="residual", options={"queue": 512})
+    made = features.objective(inputs)
+    assert isinstance(made, ResidualObjective)
+    rows = view(20)
+    queue = inputs.rows["new"].flatten(0, 1)
+    spread = torch.pdist(queue).square().mean()
+
+    def answers(embedding: torch.Tensor) -> np.ndarray:
+        nearness = -torch.cdist(embedding, queue).square() / (0.1 * spread)
+        return softmax(nearness.detach().double().numpy(), axis=1)
+
+    torch.manual_seed(1)
+    predicted = (rows["new"] + torch.randn(20, 7)).requires_grad_()
+    wanted = answers(rows["new"])
+    before = np.mean(entropy(wanted, answers(predicted), axis=1))
+    optimizer = torch.optim.Adam([predicted], lr=0.05)
+    for _ in range(150):
+        loss = made.distance_terms(upgraded(predicted), rows)["listwise"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    after = np.mean(entropy(wanted, answers(predicted), axis=1))
+    assert before > 0.5 and after < 0.02 * before
