@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from scipy.special import softmax
 
 from release.errors import ConfigurationError
 from tests.training.methods import tiny
@@ -16,28 +18,10 @@ from training.method import Classifier
 from training.methods import EMBEDDER_METHODS, embedder_method
 from training.methods.bct import BctObjective, BctSynthesizedObjective
 from training.methods.compatible import CompatibleObjective, encode_all
-from training.methods.dmu import DmuObjective
 from training.methods.unibct import UniBctObjective, UniBctOptions, refresh_epochs
 from training.progress import Progress
 
 COMPATIBLE = [name for name in EMBEDDER_METHODS if name != "independent"]
-
-
-@pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Classifier:
-    return tiny.old_model(tmp_path_factory.mktemp("old"))
-
-
-def batch() -> dict[str, torch.Tensor]:
-    rows = tiny.rows()
-    return {name: tensor[:16] for name, tensor in rows.items()}
-
-
-def objective(name: str, run_dir: Path, old: Classifier, **options: object) -> CompatibleObjective:
-    inputs = tiny.inputs(run_dir, old, method=name, options=options)
-    made = embedder_method(name).objective(inputs)
-    assert isinstance(made, CompatibleObjective)
-    return made
 
 
 @pytest.mark.parametrize("name", COMPATIBLE)
@@ -68,7 +52,7 @@ def test_the_terms_pull_the_new_space_towards_the_old_one(
 ) -> None:
     """Without classification, the old centres of the classes must come to tell new ones apart."""
     torch.manual_seed(2)
-    made = objective(name, tmp_path, old)
+    made = tiny.objective(name, tmp_path, old)
     made.begin_epoch(3, 4)
     images, labels = tiny.rows()["images"], tiny.rows()["labels"]
     then = encode_all(old.encoder, images)
@@ -94,7 +78,7 @@ def test_the_terms_pull_the_new_space_towards_the_old_one(
 def test_soft_labels_are_the_old_models_answers(name: str, tmp_path: Path, old: Classifier) -> None:
     """These two tie answers, not embeddings: what Table 8 of DMU shows to be incompatible."""
     torch.manual_seed(2)
-    made = objective(name, tmp_path, old)
+    made = tiny.objective(name, tmp_path, old)
     images, labels = tiny.rows()["images"], tiny.rows()["labels"]
     wanted = made.old_classifier.logits(made.old_embedding(to_pixels(images))).softmax(1)
     optimizer = torch.optim.Adam(made.embedder.parameters(), lr=0.01)
@@ -110,7 +94,7 @@ def test_soft_labels_are_the_old_models_answers(name: str, tmp_path: Path, old: 
 
 
 def test_influence_is_equation_8_on_t_old_alone(tmp_path: Path, old: Classifier) -> None:
-    made = objective("bct", tmp_path, old, weight=0.5)
+    made = tiny.objective("bct", tmp_path, old, weight=0.5)
     assert isinstance(made, BctObjective)
     embedding = torch.nn.functional.normalize(torch.randn(8, 8))
     labels = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
@@ -123,14 +107,61 @@ def test_influence_is_equation_8_on_t_old_alone(tmp_path: Path, old: Classifier)
     assert float(none_known["influence"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "term"), [("bct_kd", "distillation"), ("lwf", "soft_labels"), ("l2", "l2")]
+)
+def test_terms_on_a_part_of_the_classes_leave_the_others_out(
+    name: str, term: str, tmp_path: Path, old: Classifier
+) -> None:
+    """Soft labels for what the old model does not know, l2 for what it does; over the batch."""
+    made = tiny.objective(name, tmp_path, old, weight=0.5)
+    embedding = torch.nn.functional.normalize(torch.randn(16, 8))
+    pixels, labels = to_pixels(tiny.batch()["images"]), tiny.batch()["labels"]
+    then = old.encoder.encode(pixels)
+    given, wanted = (
+        softmax(old.head.logits(side).double().numpy(), axis=1) for side in (embedding, then)
+    )
+    losses = -(wanted * np.log(given)).sum(1)
+    part = labels.numpy() >= 2
+    if name == "l2":
+        losses, part = 0.5 * (embedding - then).square().sum(1).numpy(), ~part
+    assert 0 < part.sum() < 16
+    ours = made.compatibility(embedding, pixels, labels)[term]
+    assert float(ours) == pytest.approx(0.5 * losses[part].sum() / 16, rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "alike"), [("regress", True), ("dmu", False)])
+def test_old_and_new_model_see_one_augmentation_or_two_as_the_method_says(
+    name: str, alike: bool, tmp_path: Path, old: Classifier
+) -> None:
+    """DMU section 3.3: two augmentations of an image; the others compare one view with itself."""
+    inputs = tiny.inputs(tmp_path, old, method=name, augmentation={"noise": 0.1})
+    made = embedder_method(name).objective(inputs)
+    seen: list[torch.Tensor] = []
+
+    def see(_: torch.nn.Module, given: tuple[torch.Tensor]) -> None:
+        seen.append(given[0] / 2 + 0.5)
+
+    hooks = [
+        encoder.backbone.register_forward_pre_hook(see) for encoder in (old.encoder, made.embedder)
+    ]
+    made(tiny.batch())
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) == 2 and torch.allclose(*seen, atol=1e-6) == alike
+    for view in seen:
+        apart = (view - to_pixels(tiny.batch()["images"])).abs().mean()
+        assert 0.05 < apart < 0.1
+
+
 def test_classes_meet_by_name_and_not_by_number(tmp_path: Path, old: Classifier) -> None:
     swapped = Classifier(old.encoder, old.head, ("zebra", "ant"))
-    made = objective("bct", tmp_path, swapped)
+    made = tiny.objective("bct", tmp_path, swapped)
     assert made.known_labels.tolist() == [1, -1, -1, -1]
 
 
 def test_synthesized_rows_are_average_old_features(tmp_path: Path, old: Classifier) -> None:
-    made = objective("bct_sys", tmp_path, old)
+    made = tiny.objective("bct_sys", tmp_path, old)
     assert isinstance(made, BctSynthesizedObjective)
     assert made.known_labels.tolist() == [0, 1, 2, 3]
     rows = tiny.rows()
@@ -149,7 +180,7 @@ def test_a_softmax_head_gets_rows_of_its_own_length(tmp_path: Path) -> None:
     norms = made.old_classifier.weights.norm(dim=1)
     torch.testing.assert_close(norms[2:], norms[:2].mean().expand(2))
     torch.testing.assert_close(made.old_classifier.bias[3], made.old_classifier.bias[:2].mean())
-    assert torch.isfinite(torch.stack(list(made(batch()).values()))).all()
+    assert torch.isfinite(torch.stack(list(made(tiny.batch()).values()))).all()
 
 
 def test_a_longer_embedding_is_compatible_in_its_first_elements(
@@ -160,7 +191,7 @@ def test_a_longer_embedding_is_compatible_in_its_first_elements(
         made = embedder_method(name).objective(inputs)
         assert isinstance(made, CompatibleObjective)
         made.begin_epoch(3, 4)
-        assert torch.isfinite(torch.stack(list(made(batch()).values()))).all()
+        assert torch.isfinite(torch.stack(list(made(tiny.batch()).values()))).all()
         embedding = torch.randn(5, 12, requires_grad=True)
         first = made.as_old(embedding)
         torch.testing.assert_close(first.norm(dim=1), torch.ones(5))
@@ -186,12 +217,12 @@ def test_an_old_model_of_another_input_size_sees_resized_pixels(
 def test_unibct_waits_refreshes_and_keeps_its_prototypes(tmp_path: Path, old: Classifier) -> None:
     assert refresh_epochs(35, UniBctOptions()) == (10, {10, 20})
     assert refresh_epochs(7, UniBctOptions(warmup_share=0)) == (0, {0})
-    made = objective("unibct", tmp_path, old, warmup_share=0.25)
+    made = tiny.objective("unibct", tmp_path, old, warmup_share=0.25)
     assert isinstance(made, UniBctObjective)
     made.begin_epoch(0, 4)
-    assert set(made(batch())) == {"classification"}
+    assert set(made(tiny.batch())) == {"classification"}
     made.begin_epoch(1, 4)
-    assert set(made(batch())) == {"classification", "pseudo_prototypes"}
+    assert set(made(tiny.batch())) == {"classification", "pseudo_prototypes"}
     first = made.pseudo_classifier.weights.clone()
     with torch.no_grad():
         for parameter in made.embedder.parameters():
@@ -204,7 +235,7 @@ def test_unibct_waits_refreshes_and_keeps_its_prototypes(tmp_path: Path, old: Cl
 
 
 def test_vanilla_prototypes_are_class_averages(tmp_path: Path, old: Classifier) -> None:
-    made = objective("unibct", tmp_path, old, prototypes="vanilla", warmup_share=0)
+    made = tiny.objective("unibct", tmp_path, old, prototypes="vanilla", warmup_share=0)
     assert isinstance(made, UniBctObjective)
     rows = tiny.rows()
     features = old.encoder.encode(to_pixels(rows["images"]))
@@ -214,61 +245,9 @@ def test_vanilla_prototypes_are_class_averages(tmp_path: Path, old: Classifier) 
         )
 
 
-def test_dmu_logs_how_uniform_its_weights_are(tmp_path: Path, old: Classifier) -> None:
-    made = objective("dmu", tmp_path, old)
-    made(batch())
-    assert 1 <= made.statistics["weight_spread"] < 1.05
-    sharp = objective("dmu", tmp_path, old, entropy_scale=30.0, weight_temperature=0.05)
-    sharp(batch())
-    assert sharp.statistics["weight_spread"] > made.statistics["weight_spread"]
-    uniform = objective("dmu", tmp_path, old, measure="uniform")
-    uniform(batch())
-    assert uniform.statistics["weight_spread"] == 1
-
-
-def test_dmus_forward_loss_reaches_psi_and_the_new_classifier_alone(
-    tmp_path: Path, old: Classifier
-) -> None:
-    made = objective("dmu", tmp_path, old)
-    assert isinstance(made, DmuObjective) and made.upgrade is not None
-    made(batch())["forward"].backward()
-    assert all(p.grad is not None for p in made.upgrade.parameters())
-    assert all(p.grad is not None for p in made.head.parameters())
-    assert all(p.grad is None for p in made.embedder.parameters())
-
-
-def test_dmus_selective_loss_is_the_old_classifiers_as_equation_10_has_it(
-    tmp_path: Path, old: Classifier
-) -> None:
-    """The pseudocode's new logits would leave a gradient in the new head."""
-    made = objective("dmu", tmp_path, old, forward=False)
-    made(batch())["selective"].backward()
-    assert all(p.grad is None for p in made.head.parameters())
-    assert any(p.grad is not None for p in made.embedder.parameters())
-
-
-def test_uniform_dmu_without_psi_is_bct_sys(tmp_path: Path, old: Classifier) -> None:
-    dmu = objective("dmu", tmp_path, old, measure="uniform", forward=False)
-    sys = objective("bct_sys", tmp_path, old)
-    assert isinstance(dmu, DmuObjective) and isinstance(sys, BctSynthesizedObjective)
-    embedding, labels = torch.randn(16, 8), torch.arange(16) % 4
-    expected = sys.compatibility(embedding, torch.zeros(16, 3, 8, 8), labels)["influence"]
-    losses = dmu.inherited(embedding, torch.zeros(16, 8), labels)
-    torch.testing.assert_close(losses.mean(), expected)
-
-
-@pytest.mark.parametrize("measure", ["entropy", "confidence", "uniform"])
-@pytest.mark.parametrize("regularizer", ["classification", "regression"])
-def test_dmus_variants_run(measure: str, regularizer: str, tmp_path: Path, old: Classifier) -> None:
-    made = objective("dmu", tmp_path, old, measure=measure, regularizer=regularizer)
-    terms = made(batch())
-    assert set(terms) == {"classification", "selective", "forward"}
-    assert torch.isfinite(torch.stack(list(terms.values()))).all()
-
-
 def test_wrong_options_and_missing_models_are_refused(tmp_path: Path, old: Classifier) -> None:
     with pytest.raises(ConfigurationError, match=r"speed: .*options: weight, prototypes"):
-        objective("unibct", tmp_path, old, speed=3)
+        tiny.objective("unibct", tmp_path, old, speed=3)
     with pytest.raises(ConfigurationError, match="bct needs the old model's run folder"):
         embedder_method("bct").objective(tiny.inputs(tmp_path, None, method="bct"))
     with pytest.raises(ConfigurationError, match="unknown embedder method 'bcd'; known: bct"):

@@ -8,6 +8,8 @@ from training.config import EmbedderConfig
 from training.embedder import EmbedderObjective
 from training.loop import fit
 from training.method import Classifier, EmbedderInputs
+from training.methods import embedder_method
+from training.methods.compatible import CompatibleObjective
 from training.progress import Progress
 
 NAMES = ("ant", "bee", "cat", "dog")
@@ -58,3 +60,15 @@ def old_model(run_dir: Path, classes: int = 2, **changes: object) -> Classifier:
 def inputs(run_dir: Path, old: Classifier | None, **changes: object) -> EmbedderInputs:
     """Inputs of a method that learns all four classes."""
     return EmbedderInputs(config(run_dir, **changes), NAMES, rows(), old)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """16 rows, four of each class."""
+    return {name: tensor[:16] for name, tensor in rows().items()}
+
+
+def objective(name: str, run_dir: Path, old: Classifier, **options: object) -> CompatibleObjective:
+    """What trains a method's new model from scratch."""
+    made = embedder_method(name).objective(inputs(run_dir, old, method=name, options=options))
+    assert isinstance(made, CompatibleObjective)
+    return made
