@@ -130,7 +130,8 @@ def test_the_listwise_term_makes_neighbours_those_of_the_new_embedding(tmp_path:
 
     def answers(embedding: torch.Tensor) -> np.ndarray:
         nearness = -torch.cdist(embedding, queue).square() / (0.1 * spread)
-        return softmax(nearness.detach().double().numpy(), axis=1)
+        shares: np.ndarray = softmax(nearness.detach().double().numpy(), axis=1)
+        return shares
 
     torch.manual_seed(1)
     predicted = (rows["new"] + torch.randn(20, 7)).requires_grad_()
@@ -140,7 +141,7 @@ def test_the_listwise_term_makes_neighbours_those_of_the_new_embedding(tmp_path:
     for _ in range(150):
         loss = made.distance_terms(upgraded(predicted), rows)["listwise"]
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     after = np.mean(entropy(wanted, answers(predicted), axis=1))
     assert before > 0.5 and after < 0.02 * before
