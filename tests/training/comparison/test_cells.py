@@ -24,10 +24,12 @@ def gram_cka(x: np.ndarray, y: np.ndarray) -> float:
 def test_every_cell_is_made_of_the_vectors_that_its_name_says(
     digits: Path, runs: Path, tmp_path: Path
 ) -> None:
-    def run(name: str) -> Run:
-        return Run({"run_dir": runs / name})
+    def run(kind: str, name: str) -> Run:
+        return Run({"kind": kind, "run_dir": runs / name})
 
-    row = Row("r", run("embedder-1"), run("embedder-2"), (run("upgrade-1-2"),), run("side-1"))
+    first, second = run("embedder", "embedder-1"), run("embedder", "embedder-2")
+    route = (run("upgrade", "upgrade-1-2"),)
+    row = Row("r", first, second, route, run("side_encoder", "side-1"))
     listing = list_images(digits / "queries")
     test = evaluation(listing, "cosine", tmp_path)
     cells = measure(row, test)
