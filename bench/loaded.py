@@ -39,7 +39,7 @@ def under_load(
     runs: dict[str, list[Run]] = {name: [] for name in targets}
 
     def one(name: str) -> float:
-        run = load.run(*targets[name], clients, 0.3 if bench.tiny else 0.7)
+        run = load.run(*targets[name], clients, bench.size(0.3, 0.5, 0.7))
         if run.failures:
             raise RuntimeError(f"{name}: {len(run.failures)} calls failed: {run.failures[0]}")
         runs[name].append(run)

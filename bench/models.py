@@ -18,8 +18,6 @@ from training.transform import FctTransform, Upgrade
 
 # FCT, D.1.
 PROJECTION = 256
-INNER = 2048
-NARROW = 512
 _RIDGE = 1e-3
 
 

@@ -12,8 +12,7 @@ from bench import chroma, data, record
 from bench.harness import Bench, Row, Table
 from bench.load import HTTP, read_requests, write_requests
 from bench.loaded import table
-from bench.models import INNER
-from bench.published import Publication, publication
+from bench.published import INNER, Publication, publication
 from bench.serving import SEARCH, by_embedding, copy_filled, serving
 from bench.topics.index import SPEC, recall
 from demo import gateway as calls

@@ -11,8 +11,7 @@ from bench import bare, data
 from bench.commands import Done, edge, size_mib
 from bench.galleries import put
 from bench.harness import Bench, Contender, Measured, Row, Table, interleave
-from bench.models import INNER
-from bench.published import SIZE, Publication, publication
+from bench.published import INNER, SIZE, Publication, publication
 from gallery.store import Store
 
 THREADS = 2

@@ -11,8 +11,7 @@ from bench import data
 from bench.harness import Bench, Table
 from bench.load import write_requests
 from bench.loaded import table
-from bench.models import INNER
-from bench.published import SIZE, publication
+from bench.published import INNER, SIZE, publication
 from bench.record import ROOT
 from bench.serving import SEARCH, by_image, copy_filled, serving
 from release import paths

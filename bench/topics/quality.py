@@ -82,19 +82,22 @@ def _config(runs: Path, base: str, name: str, changed: Config) -> Config:
 
 
 def _train(configs: list[Config]) -> None:
-    """Two trainings at a time, as commands."""
-    waiting = list(configs)
-    working: list[subprocess.Popen[bytes]] = []
-    while waiting or working:
-        while waiting and len(working) < len(os.sched_getaffinity(0)):
-            config = waiting.pop(0)
-            path = Path(config["run_dir"]).with_suffix(".yaml")
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(yaml.safe_dump(config), encoding="utf-8")
-            command = [sys.executable, "training/train.py", str(path)]
-            working.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=ROOT))
-        if working.pop(0).wait() != 0:
-            raise RuntimeError("a training failed; its last words are above")
+    """As many commands as cores at a time, each with its share of the trainings."""
+    paths = [Path(config["run_dir"]).with_suffix(".yaml") for config in configs]
+    for path, config in zip(paths, configs, strict=True):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    cores = len(os.sched_getaffinity(0))
+    commands = [
+        [sys.executable, "training/train.py", *map(str, paths[core::cores])]
+        for core in range(min(cores, len(paths)))
+    ]
+    working = [
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=ROOT) for command in commands
+    ]
+    codes = [process.wait() for process in working]
+    if any(codes):
+        raise RuntimeError("a training failed; its last words are above")
 
 
 def _rows(

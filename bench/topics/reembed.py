@@ -11,8 +11,7 @@ from PIL import Image
 from bench import data
 from bench.commands import edge
 from bench.harness import Bench, Contender, Measured, Row, Table, interleave
-from bench.models import INNER, NARROW
-from bench.published import SIZE, Publication, publication
+from bench.published import INNER, NARROW, SIZE, Publication, publication
 from bench.topics.edge import copied, device, filled, synced
 
 # torchvision's name, pixels, images embedded a round.

@@ -7,8 +7,7 @@ from bench import data, echo
 from bench.harness import Bench, Table
 from bench.load import write_requests
 from bench.loaded import table
-from bench.models import INNER
-from bench.published import Publication, publication
+from bench.published import INNER, Publication, publication
 from bench.serving import SEARCH, by_embedding, copy_filled, echoing, serving
 from demo import gateway as calls
 

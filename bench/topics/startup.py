@@ -13,8 +13,7 @@ from bench import data
 from bench.commands import command, edge
 from bench.galleries import put
 from bench.harness import Bench, Contender, Row, Table, interleave
-from bench.models import INNER
-from bench.published import SIZE, Publication, publication
+from bench.published import INNER, SIZE, Publication, publication
 from bench.serving import by_image, copy_filled
 from demo import gateway, serve
 from demo.children import Children

@@ -9,8 +9,7 @@ from bench import data
 from bench.harness import Bench, Row, Table
 from bench.load import Run, write_requests
 from bench.loaded import latency
-from bench.models import INNER
-from bench.published import SIZE, publication
+from bench.published import INNER, SIZE, publication
 from bench.serving import GALLERY, SEARCH, Gateway, Load, by_image, fill, serving
 from demo import gateway as calls
 from demo import serve

@@ -9,8 +9,8 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from bench import bare, data
 from bench.harness import Bench, Contender, Table, compared, interleave, rate
-from bench.models import INNER, NARROW, multiplications, transform
-from bench.published import publication
+from bench.models import multiplications, transform
+from bench.published import INNER, NARROW, publication
 from release.models import UpgradeModel, open_upgrade
 
 Engine = Callable[[data.Vectored], object]
@@ -46,7 +46,7 @@ def _table(bench: Bench, engines: dict[str, Engine], batch: int, work: int) -> T
     items = data.things(batch, seed=5)
     size = bench.size(64, 1024, 2048)
     a = np.random.default_rng(0).standard_normal((size, size), np.float32)
-    least = 0.01 if size == 64 else 0.2
+    least = 0.01 if size == 64 else 0.1
 
     def limit() -> float:
         with threadpool_limits(1):

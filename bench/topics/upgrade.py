@@ -12,8 +12,7 @@ import numpy as np
 from bench import bare, data
 from bench.galleries import fill
 from bench.harness import Bench, Contender, Measured, Row, Table, interleave, seconds
-from bench.models import INNER
-from bench.published import Publication, publication
+from bench.published import INNER, Publication, publication
 from bench.topics.index import recall
 from gallery import hnsw, staging
 from gallery.exact import ExactIndex
