@@ -1,7 +1,7 @@
 """`gateway serve`."""
 
+import os
 import signal
-import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -37,10 +37,22 @@ def serve(
     with exit_codes():
         settings = load_settings(flags, config)
         configure()
-        ended = threading.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: ended.set())
+        ended = _ended()
         gateway = Gateway(settings)
         gateway.start()
-        ended.wait()
+        os.read(ended, 1)
         gateway.stop()
+
+
+def _ended() -> int:
+    """A file to read from: a byte comes with SIGTERM or SIGINT.
+
+    Python runs a handler once the main thread wakes. A signal that another thread meets, or that
+    comes just before the main thread begins to wait, does not wake it: such a one was lost.
+    """
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    signal.set_wakeup_fd(writes)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    return reads

@@ -1,5 +1,7 @@
 """Operation: draining on SIGTERM, health, reflection, metrics, logs that tell nothing private."""
 
+import ctypes
+import signal
 import threading
 import time
 from pathlib import Path
@@ -43,6 +45,16 @@ def test_sigterm_lets_calls_end(repo: Path, tmp_path: Path) -> None:
         assert served.process.wait(60) == 0
         print(f"drained in {time.monotonic() - began:.2f} s")
         assert list(watch) == []
+    assert served.events()[-1]["event"] == "stopped"
+
+
+def test_sigterm_ends_it_whichever_thread_meets_it(repo: Path, tmp_path: Path) -> None:
+    with serving(repo, tmp_path / "data", "--triton=in-process") as served:
+        main = served.process.pid
+        other = max(int(task.name) for task in Path("/proc", str(main), "task").iterdir())
+        assert other != main
+        assert ctypes.CDLL(None).tgkill(main, other, signal.SIGTERM) == 0
+        assert served.process.wait(60) == 0
     assert served.events()[-1]["event"] == "stopped"
 
 
