@@ -61,7 +61,7 @@ class Gateway:
 
 
 def _status_mib(process: int, field: str) -> float:
-    """0 for one that has ended."""
+    """0 for one that has ended and is not yet waited for: it has no such line."""
     lines = Path("/proc", str(process), "status").read_text().splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith(field)), 0) / 1024
 

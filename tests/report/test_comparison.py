@@ -7,32 +7,25 @@ import pytest
 from sklearn.metrics import average_precision_score
 
 from release.errors import InvalidInputError, NotFoundError
-from release.manifest import Manifest
 from release.models import Embedder, open_side_encoder
 from release.paths import upgrade_int8_path, upgrade_path
-from release.trust import TrustedFolder
 from report import pictures
 from report.comparison import HITS, Comparison, compare, predecessor
 from report.figures import Flips, flips, kept, matrix_of_pictures
 from report.pictures import Picture, read_folder
+from tests.support.publication import manifests_of
 
 
 @pytest.fixture(scope="module")
 def comparison(
     model_repo: Path, images: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Comparison:
-    manifests = trusted(model_repo, tmp_path_factory.mktemp("state"))
+    manifests = manifests_of(model_repo, tmp_path_factory.mktemp("state"))
     assert predecessor(manifests, 2) == 1
     assert predecessor(manifests, 1) is None
     shown, total = read_folder(images, seed=0)
     assert total == len(shown) == 24
     return compare(model_repo, manifests, manifests[1], manifests[2], shown)
-
-
-def trusted(model_repo: Path, state: Path) -> dict[int, Manifest]:
-    folder = TrustedFolder(model_repo, state)
-    folder.refresh()
-    return folder.manifests()
 
 
 def slow_map(queries: np.ndarray, gallery: np.ndarray, labels: list[str]) -> float:
@@ -115,7 +108,7 @@ def test_pictures_alone_in_their_class_are_no_searches(comparison: Comparison) -
 def test_it_measures_the_int8_upgrade_that_is_run_by_default(
     chain_repo: Path, images: Path, tmp_path: Path
 ) -> None:
-    manifests = trusted(chain_repo, tmp_path)
+    manifests = manifests_of(chain_repo, tmp_path)
     shown, _ = read_folder(images, seed=0)
     measured = compare(chain_repo, manifests, manifests[1], manifests[2], shown)
     side = open_side_encoder(chain_repo, manifests[1]).run(pictures.pixels(shown, 8, 8))
@@ -145,7 +138,7 @@ def test_images_are_embedded_a_few_at_a_time(
 
     monkeypatch.setattr("report.comparison.BATCH", 5)
     monkeypatch.setattr(Embedder, "run", spied)
-    manifests = trusted(model_repo, tmp_path)
+    manifests = manifests_of(model_repo, tmp_path)
     again = compare(model_repo, manifests, manifests[1], manifests[2], comparison.pictures)
     assert sizes == 2 * [5, 5, 5, 5, 4]
     np.testing.assert_allclose(again.old_vectors, comparison.old_vectors, atol=1e-6)

@@ -6,16 +6,14 @@ from client.plan import Leg, Plan, embedding_files
 from gallery.spec import SpaceInfo, SpaceSpec
 from release.manifest import Cell, Manifest, RouteEvidence
 from release.routes import plan_route
-from release.trust import TrustedFolder
 from report.facts import downloads, facts
 from report.page import render
+from tests.support.publication import manifests_of
 
 
 @pytest.fixture(scope="module")
 def manifests(chain_repo: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Manifest]:
-    trusted = TrustedFolder(chain_repo, tmp_path_factory.mktemp("state"))
-    trusted.refresh()
-    return trusted.manifests()
+    return manifests_of(chain_repo, tmp_path_factory.mktemp("state"))
 
 
 def test_a_device_downloads_what_the_report_says(manifests: dict[int, Manifest]) -> None:

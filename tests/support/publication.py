@@ -8,6 +8,7 @@ from pathlib import Path
 
 from release.draft import Draft
 from release.ledger import leftovers, read_ledger
+from release.manifest import Manifest
 from release.overview import list_releases
 from release.publish import publish, staging
 from release.trust import TrustedFolder
@@ -57,6 +58,13 @@ def workshop(folder: Path) -> tuple[Workshop, Draft, Draft]:
     publish(shop.repo, first)
     shop.keep()
     return shop, first, second
+
+
+def manifests_of(repo: Path, state: Path) -> dict[int, Manifest]:
+    """The manifests that a reader with `state` trusts."""
+    trust = TrustedFolder(repo, state)
+    trust.refresh()
+    return trust.manifests()
 
 
 def seen(repo: Path, state: Path) -> dict[int, str | None]:
