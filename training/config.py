@@ -69,7 +69,8 @@ class _Training(_Strict):
     # lightning-fabric's words.
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     devices: int = Field(1, ge=1)
-    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
+    # auto: bf16-mixed where the device multiplies in it, else 32-true.
+    precision: Literal["auto", "32-true", "bf16-mixed", "16-mixed"] = "32-true"
     # CPU threads of a training; absent: torch's own choice.
     threads: int | None = Field(None, ge=1)
 

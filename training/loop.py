@@ -19,6 +19,7 @@ from release.durable import append, make_dir, write_file
 from release.errors import ConfigurationError, NobackfillError
 from training.config import Config
 from training.objective import Batch, Objective
+from training.precision import precision_of
 from training.progress import Progress
 from training.run import (
     CHECKPOINT,
@@ -140,7 +141,7 @@ def learning_rate(config: Config, epoch: float) -> float:
 
 def _fabric(config: Config) -> lightning_fabric.Fabric:
     fabric = lightning_fabric.Fabric(
-        accelerator=config.accelerator, devices=config.devices, precision=config.precision
+        accelerator=config.accelerator, devices=config.devices, precision=precision_of(config)
     )
     fabric.launch()
     if config.threads is not None:
