@@ -29,7 +29,7 @@ def precision_of(config: Config) -> Precision:
 
 def _multiplies_bf16(config: Config) -> bool:
     if config.accelerator != "cpu" and torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if config.accelerator == "mps":
         return False
     has = torch.cpu.get_capabilities()
