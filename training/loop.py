@@ -151,14 +151,19 @@ def _fabric(config: Config) -> lightning_fabric.Fabric:
 
 def _optimizer(objective: nn.Module, config: Config) -> torch.optim.Optimizer:
     parameters = [p for p in objective.parameters() if p.requires_grad]
+    # A fused optimiser scales float16's gradients by itself, where fabric could not clip them.
+    fused = config.precision != "16-mixed"
     if config.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=config.lr, weight_decay=config.weight_decay)
+        return torch.optim.Adam(
+            parameters, lr=config.lr, weight_decay=config.weight_decay, fused=fused
+        )
     return torch.optim.SGD(
         parameters,
         lr=config.lr,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
         nesterov=config.momentum > 0,
+        fused=fused,
     )
 
 

@@ -30,7 +30,7 @@ def precision_of(config: Config) -> Precision:
 def _multiplies_bf16(config: Config) -> bool:
     if config.accelerator != "cpu" and torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if config.accelerator == "mps":
+    if config.accelerator != "cpu" and torch.backends.mps.is_available():
         return False
     has = torch.cpu.get_capabilities()
     return any(has.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))

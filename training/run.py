@@ -137,8 +137,13 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
     """Inverse of `optimizer_tensors`."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in checkpoint.part("optimizer").items():
         index, _, name = key.partition(".")
+        like = parameters[int(index)]
+        # A fused step takes a parameter's memory and its momenta's to be laid out alike.
+        if value.shape == like.shape:
+            value = torch.empty_like(like, dtype=value.dtype).copy_(value)
         state.setdefault(int(index), {})[name] = value
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
