@@ -77,10 +77,11 @@ def as_json(comparison: Comparison) -> dict[str, object]:
 
 def as_markdown(comparison: Comparison) -> str:
     """The table and the claims, figures in percent, the better half of a row's meaning in words."""
+    seeds = "seed" if len(comparison.seeds) == 1 else "seeds"
     lines = [
         f"# Methods compared on {comparison.data}",
         "",
-        f"{len(comparison.seeds)} seeds; distance: {comparison.metric}; CMC-1 / mAP in percent, "
+        f"{len(comparison.seeds)} {seeds}; distance: {comparison.metric}; CMC-1 / mAP in percent, "
         "mean over seeds (± standard deviation of mAP). *Served* is what a user gets: the gallery "
         "as it is for backward-compatible models, carried over for transforms. *Kept* is served "
         "mAP over the independent new/new (-: no such model among the rows). *Unseen*: tested on "
