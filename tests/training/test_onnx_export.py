@@ -51,6 +51,19 @@ def upgrade_file(
     return path
 
 
+def test_no_two_products_of_an_int8_twin_overflow_16_bits(
+    upgrade_file: Path, inputs: dict[str, Tensor], tmp_path: Path
+) -> None:
+    twin = tmp_path / "int8.onnx"
+    quantise(upgrade_file, twin)
+    weights = [onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(twin).graph.initializer]
+    # Zero points are int8 as well.
+    int8 = [array.astype(int) for array in weights if array.dtype == np.int8 and array.ndim == 2]
+    assert len(int8) > 2 and max(np.abs(array).max() for array in int8) > 48
+    # Processors with AVX2 and without VNNI add the products of two unsigned activations so.
+    assert all(2 * 255 * np.abs(array).max() < 2**15 for array in int8)
+
+
 @pytest.mark.parametrize("n", [1, 3, 17])
 def test_any_batch_gives_what_torch_gives(
     embedder_file: Path, encoder: ImageEncoder, n: int
