@@ -79,7 +79,7 @@ def test_every_exit_code_is_documented() -> None:
 def test_the_readme_shows_rows_of_the_measured_tables() -> None:
     shown = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     start = 0
-    for name in ("digits", "cifar100-cpu"):
+    for name in ("digits-core", "cifar100-cpu"):
         measured = (ROOT / f"bench/results/compare-{name}.md").read_text("utf-8").splitlines()
         head = next(line for line in measured if line.startswith("| method"))
         start = shown.index(head, start)
