@@ -1,21 +1,37 @@
-"""The call that the present thread works for: who asks, and until when."""
+"""The call that the present thread works for: who asks, until when, and whether still.
+
+Work that takes long looks at `current().check()` between its parts; work handed to other threads
+takes the Call along, as they have none of their own.
+"""
 
 import contextvars
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from server.border.auth import LOCAL, Principal
-from server.border.errors import DeadlineError
+from server.border.errors import CancelledError, DeadlineError
+
+
+def _always() -> bool:
+    return True
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call. `deadline` is on the monotonic clock, in seconds."""
+    """One call. `deadline` is on the monotonic clock, in seconds; `active` says whether the
+    caller still waits."""
 
     principal: Principal
     deadline: float
+    active: Callable[[], bool] = _always
+
+    def check(self) -> None:
+        """Raises DeadlineError or CancelledError once nobody waits for the answer."""
+        self.remaining()
+        if not self.active():
+            raise CancelledError("the caller has given the call up")
 
     def remaining(self) -> float:
         """Seconds left, more than 0. Raises DeadlineError when there are none."""

@@ -43,6 +43,10 @@ class DeadlineError(UnavailableError):
     """The caller's deadline passed before the answer was there."""
 
 
+class CancelledError(UnavailableError):
+    """The caller gave the call up before the answer was there."""
+
+
 class UnauthenticatedError(NotPermittedError):
     """No token, or one that nobody knows or that has expired."""
 
@@ -59,6 +63,7 @@ CODES: dict[type[Exception], StatusCode] = {
     ConfigurationError: StatusCode.FAILED_PRECONDITION,
     UnavailableError: StatusCode.UNAVAILABLE,
     DeadlineError: StatusCode.DEADLINE_EXCEEDED,
+    CancelledError: StatusCode.CANCELLED,
     CannotWriteError: StatusCode.RESOURCE_EXHAUSTED,
     BusyError: StatusCode.ABORTED,
     OverloadedError: StatusCode.RESOURCE_EXHAUSTED,

@@ -211,7 +211,8 @@ class _Passage:
             left = self._max_call_seconds if left is None else min(left, self._max_call_seconds)
         if not context.is_active() or (left is not None and left <= 0):
             raise DeadlineError("the call ended before its turn came; allow more time")
-        calls.begin(calls.Call(principal, time.monotonic() + (left or 86_400)))
+        deadline = time.monotonic() + (left or 86_400)
+        calls.begin(calls.Call(principal, deadline, context.is_active))
         return request_id
 
     def _refuse(

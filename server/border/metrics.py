@@ -50,6 +50,11 @@ class Metrics:
             "nobackfill_batch_size", "Queries answered by one index or model call.", ["stage"],
             buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256), registry=self.registry,
         )  # fmt: skip
+        self.neighbours_kept = Gauge(
+            "nobackfill_upgrade_neighbours_kept",
+            "Share of nearest neighbours that the last finished upgrade kept, 0 to 1, by release.",
+            ["release"], registry=self.registry,
+        )  # fmt: skip
         self.model_server_up = Gauge(
             "nobackfill_model_server_up", "1 while images can be embedded.",
             registry=self.registry,

@@ -1,0 +1,20 @@
+"""Whether anybody still waits for the answer: asked between the parts of work that takes long."""
+
+import time
+
+import pytest
+
+from server.border.auth import LOCAL
+from server.border.calls import Call
+from server.border.errors import CancelledError, DeadlineError
+
+
+def test_a_call_is_wanted_until_its_deadline_or_its_caller_has_gone() -> None:
+    waits = [True]
+    call = Call(LOCAL, time.monotonic() + 60, lambda: waits[0])
+    call.check()
+    waits[0] = False
+    with pytest.raises(CancelledError):
+        call.check()
+    with pytest.raises(DeadlineError):
+        Call(LOCAL, time.monotonic() - 1).check()
