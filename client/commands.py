@@ -226,6 +226,7 @@ def status(context: typer.Context, json: Json = False) -> None:
         lines.append(f"  `edge-client rollback` returns to release {found['rollback_to']}")
     lines += [f"  held back: {reason}" for reason in found["held_back"].values()]
     lines += [f"  vault: {n} {state}" for state, n in found["vault"].items() if n]
+    lines += [f"  {found['vault_key_problem']}"] if found["vault_key_problem"] else []
     lines += [
         f"  uncertain {i['uncertainty']:.4g}: {i['id']}  {i['path']}"
         for i in found["least_certain"]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from client.options import Json
-from client.output import Output, size
+from client.output import Output, size, some
 from release.errors import VerificationError
 
 if TYPE_CHECKING:
@@ -113,6 +113,14 @@ def push(
             help="The vault's gateway, grpc(s)://HOST:PORT (remembered); else the gallery's source."
         ),
     ] = None,
+    new_key: Annotated[
+        bool,
+        typer.Option(
+            "--new-key",
+            help="The key is lost for good: make a new one, and push again every image whose file "
+            "is still there.",
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Encrypt images on this device and upload them to the vault, as ciphertext."""
@@ -121,7 +129,7 @@ def push(
 
     output = Output(json)
     with Device(context.obj) as device:
-        done = upload(device, recipient or [], vault, output)
+        done = upload(device, recipient or [], vault, output, new_key=new_key)
         recoverable = bool(device.state("recipients"))
     if not recoverable:
         output.note(
@@ -130,6 +138,11 @@ def push(
         )
     for item in done.skipped:
         output.note(f"{item}: its file is gone or was changed since it was added; not pushed")
+    if done.unreadable:
+        output.note(
+            f"{some(done.unreadable)}: only the lost key opens what the vault holds, and the file "
+            "is gone; kept there, in case the key or a recovery key is found"
+        )
     output.result(
         done.as_json(),
         f"{done.pushed} pushed ({size(done.bytes_sent)}), {done.held} held already, "
@@ -159,8 +172,8 @@ def pull(
     output = Output(json)
     with Device(context.obj) as device:
         done = restore(device, items or [], to, identity, unknown, output)
-    for item, reason in done.failed.items():
-        output.note(f"{item}: {reason}")
+    for reason, names in done.reasons().items():
+        output.note(f"{some(names)}: {reason}")
     output.result(
         done.as_json(),
         f"{len(done.restored)} restored, {done.held} there already, {len(done.failed)} failed",

@@ -5,7 +5,6 @@ key kept elsewhere), each of whom can decrypt alone. Secret keys stay in files o
 sent nowhere. age binds no name to a ciphertext: callers keep the digests of what they encrypted.
 """
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,26 +62,16 @@ def encrypt(plain: bytes, recipients: Sequence[Recipient]) -> bytes:
     return bytes(pyrage.encrypt(plain, list(recipients)))
 
 
-def decrypt_file(source: Path, target: Path, identities: Sequence[Identity], sha256: str) -> None:
-    """Decrypt `source` into `target` (mode 0600), whole and verified, or not at all.
-
-    `sha256` is the digest that the plaintext must have. age authenticates chunk by chunk and the
-    library hands out the good ones before it meets a bad end, so the plaintext stays in memory
-    until it is whole. Raises VerificationError, CannotWriteError.
-    """
-    plain = decrypt(source, identities)
-    found = hashlib.sha256(plain).hexdigest()
-    if found != sha256:
-        raise VerificationError(f"{source.name}: decrypts to another image than was encrypted")
-    durable.write_file(target, plain, 0o600)
-
-
 def decrypt(source: Path, identities: Sequence[Identity]) -> bytes:
-    """The whole plaintext of the age file `source`, in memory only. Raises VerificationError."""
+    """The whole plaintext of the age file `source`, in memory only.
+
+    age authenticates chunk by chunk and the library hands out the good ones before it meets a bad
+    end, so nothing is written before it is whole. Raises VerificationError.
+    """
     try:
         return bytes(pyrage.decrypt(source.read_bytes(), list(identities)))
     except pyrage.DecryptError as error:
         raise VerificationError(
-            f"{source.name}: damaged, truncated, or encrypted to another key ({error}); "
-            "pull it again, or name the right key with --identity"
+            f"damaged, truncated, or encrypted to another key ({error}); pull it again, or name "
+            "the right key with --identity"
         ) from error

@@ -10,7 +10,8 @@ newest metadata versions seen), `installed` (release -> SHA-256 of its manifest)
 (release -> why this device does not follow it), `keep_original` (whether vectors that were embedded
 from images outlive their release), `return_to` (the space before the last upgrade),
 `passed` (version of the ONNX gate -> digests of the files it let through),
-`vault` (where it is), `recipients` (public keys that every pushed image is encrypted to, too).
+`vault` (where it is), `identity` (the public key of the identity file), `recipients` (public keys
+that every pushed image is encrypted to, too).
 """
 
 import hashlib

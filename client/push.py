@@ -14,6 +14,7 @@ from client import crypto
 from client.channel import open_channel
 from client.device import Device, beside
 from client.files import local_image
+from client.identity import identity_for_push
 from client.output import Output
 from client.sources import gateway_address
 from client.vault import Vault
@@ -28,13 +29,15 @@ _PAGE = 500
 
 @dataclass
 class Pushed:
-    """What a push did. `skipped`: items whose file is gone or was changed since it was added."""
+    """What a push did. `skipped`: items whose file is gone or was changed since it was added;
+    `unreadable`: such items of which the vault holds an image that another key opens."""
 
     pushed: int = 0
     bytes_sent: int = 0
     removed: int = 0
     held: int = 0
     skipped: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """All of it, for --json."""
@@ -55,12 +58,20 @@ def connected(device: Device) -> Iterator[Vault]:
         yield Vault(connection, address)
 
 
-def push(device: Device, recipients: Sequence[str], where: str | None, output: Output) -> Pushed:
+def push(
+    device: Device,
+    recipients: Sequence[str],
+    where: str | None,
+    output: Output,
+    *,
+    new_key: bool = False,
+) -> Pushed:
     """Upload every image that the vault does not hold, and delete there what was removed here.
 
     `recipients` (public keys age1...) can decrypt what is pushed from now on, beside this device's
-    own key; they and the vault at `where` are remembered. A kill costs at most one chunk: what was
-    sealed is sent as it is. Raises ConfigurationError, UnavailableError, BusyError,
+    own key; they and the vault at `where` are remembered. With `new_key` a lost key is given up:
+    what only that opened is pushed again while its file is there. A kill costs at most one chunk:
+    what was sealed is sent as it is. Raises ConfigurationError, UnavailableError, BusyError,
     CannotWriteError.
     """
     known = [*device.state("recipients", []), *recipients]
@@ -71,7 +82,7 @@ def push(device: Device, recipients: Sequence[str], where: str | None, output: O
         queue = VaultQueue(device.store)
         report = Pushed()
         with connected(device) as vault:
-            identity = crypto.new_identity(beside(device.path, "identity"))
+            identity = identity_for_push(device, queue, new_key)
             outbox = beside(device.path, "outbox")
             durable.make_dir(outbox, 0o700)
             durable.sweep(outbox)
@@ -82,6 +93,7 @@ def push(device: Device, recipients: Sequence[str], where: str | None, output: O
                 for done, item in enumerate(_items(device), start=1):
                     _push_one(item, vault, queue, outbox, [identity.to_public(), *keys], report)
                     advance(done, total)
+            _remove(vault, queue, outbox, report)
     return report
 
 
@@ -117,18 +129,22 @@ def _push_one(
     keys: list[Recipient],
     report: Pushed,
 ) -> None:
-    entry = queue.of(item.id)
-    if entry is not None and entry.state == "stored":
+    held = queue.of(item.id)
+    readable = held is not None and held.key == str(keys[0])
+    if held is not None and held.state == "stored" and readable:
         report.held += 1
         return
-    if entry is None or not (outbox / entry.blob).is_file():
-        entry = _seal(item, queue, outbox, keys, entry)
+    entry = held
+    if held is None or not readable or not (outbox / held.blob).is_file():
+        entry = _seal(item, queue, outbox, keys)
     if entry is None:
-        report.skipped.append(item.id)
+        stored = held is not None and held.state == "stored"
+        (report.unreadable if stored else report.skipped).append(item.id)
         return
     blob = vault_pb2.Blob(id=entry.blob, size=entry.size, sha256=entry.blob_sha256)
     report.bytes_sent += vault.put(blob, outbox / entry.blob)
-    queue.mark(entry.blob, "stored")
+    # Only now may an older blob of the item go: one lost from the outbox, or of another key.
+    queue.settle(entry)
     durable.remove_tree(outbox / entry.blob)
     report.pushed += 1
 
@@ -138,17 +154,11 @@ def _seal(
     queue: VaultQueue,
     outbox: Path,
     keys: list[Recipient],
-    lost: Entry | None,
 ) -> Entry | None:
-    """Encrypt an item's file into the outbox; None if the file is not what was added.
-
-    age never gives the same ciphertext twice, so one that was `lost` from the outbox is given up.
-    """
+    """Encrypt an item's file into the outbox; None if the file is not what was added."""
     image = local_image(item)
     if image is None:
         return None
-    if lost is not None:
-        queue.mark(lost.blob, "removing")
     sealed = crypto.encrypt(image, keys)
     entry = Entry(
         blob=secrets.token_hex(32),
@@ -158,6 +168,7 @@ def _seal(
         size=len(sealed),
         suffix=Path(str(item.metadata.get("name", ""))).suffix,
         state="sealed",
+        key=str(keys[0]),
     )
     durable.write_file(outbox / entry.blob, sealed, 0o600)
     queue.seal(entry)

@@ -34,11 +34,19 @@ def status(device: Device) -> dict[str, Any]:
         "held_back": device.state("held_back", {}),
         "bytes_on_disk": disk_bytes(device),
         "vault": vault,
+        "vault_key_problem": _key_problem(device) if any(vault.values()) else None,
         "least_certain": [
             {"id": i.id, "path": i.metadata.get("path"), "uncertainty": i.uncertainty}
             for i in least
         ],
     }
+
+
+def _key_problem(device: Device) -> str | None:
+    # Only galleries that pushed load the library of keys.
+    from client.identity import problem
+
+    return problem(device)
 
 
 def _space(device: Device, space: SpaceInfo) -> dict[str, Any]:

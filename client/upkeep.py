@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from client import crypto
+from client import identity
 from client.device import Device, beside
 from client.install import missing, tidy
 from client.plan import embedding_files
@@ -16,7 +16,6 @@ from client.vault_queue import VaultQueue
 from gallery import staging
 from gallery.connections import connect
 from gallery.spec import SpaceInfo
-from gallery.store import Item
 from gallery.tables import from_blobs, vector_table
 from release import durable
 from release.digests import sha256_file
@@ -29,39 +28,39 @@ _PAGES = 256
 
 
 def remove(device: Device, named: Sequence[str]) -> dict[str, Any]:
-    """Remove items, named by id or path, from every space, the file's free pages and its log.
+    """Remove items from every space, the file's free pages and its log.
 
-    Their ciphertext waiting here goes at once, that in the vault at the next push. The image files
-    themselves stay. Raises NotFoundError for a name that is none; nothing is removed then.
+    `named`: ids, or paths, which stand for every item that was added from there. Their ciphertext
+    waiting here goes at once, that in the vault at the next push. The image files themselves stay.
+    Raises NotFoundError for a name that is none; nothing is removed then.
     """
-    ids = [_find(device, name).id for name in dict.fromkeys(named)]
+    ids = list(dict.fromkeys(i for name in named for i in _find(device, name)))
     queue = VaultQueue(device.store)
     outbox = beside(device.path, "outbox")
     in_vault = 0
     for item_id in ids:
-        entry = queue.of(item_id)
-        if entry is not None:
+        entries = [e for e in queue.entries(item=item_id) if e.state != "removing"]
+        for entry in entries:
             # First the vault's row: killed here, the image is still named and can be removed again.
             queue.mark(entry.blob, "removing")
             durable.remove_tree(outbox / entry.blob)
-            in_vault += 1
+        in_vault += bool(entries)
     return {"removed": device.store.delete(ids), "left_in_vault": in_vault}
 
 
-def _find(device: Device, name: str) -> Item:
-    item = device.store.get(name)
-    if item is None:
-        path = str(Path(name).absolute())
-        with device.store.reading() as connection:
-            row = connection.execute(
-                "SELECT i.id FROM items i JOIN attributes a USING (label)"
-                " WHERE a.key = 'path' AND a.kind = 'text' AND a.value = ?",
-                (path,),
-            ).fetchone()
-        item = None if row is None else device.store.get(row[0])
-    if item is None:
+def _find(device: Device, name: str) -> list[str]:
+    """Ids of an item, or of every item of a path: a file that was edited and added again is two."""
+    if device.store.get(name) is not None:
+        return [name]
+    with device.store.reading() as connection:
+        rows = connection.execute(
+            "SELECT i.id FROM items i JOIN attributes a USING (label)"
+            " WHERE a.key = 'path' AND a.kind = 'text' AND a.value = ? ORDER BY label",
+            (str(Path(name).absolute()),),
+        ).fetchall()
+    if not rows:
         raise NotFoundError(f"{name}: neither an id nor a path of this gallery; see `list`")
-    return item
+    return [item_id for (item_id,) in rows]
 
 
 def collect(device: Device) -> dict[str, Any]:
@@ -153,10 +152,5 @@ def _check_vault(device: Device) -> list[str]:
         path = beside(device.path, "outbox") / entry.blob
         if not path.is_file() or sha256_file(path) != entry.blob_sha256:
             problems.append(f"{path}: ciphertext is lost or damaged; `push` makes it anew")
-    identity = beside(device.path, "identity")
-    if identity.exists():
-        try:
-            crypto.read_identity(identity)
-        except NobackfillError as error:
-            problems.append(str(error))
-    return problems
+    lost = identity.problem(device)
+    return [*problems, *([] if lost is None else [lost])]

@@ -1,6 +1,7 @@
 """The vault's transport: ciphertext up, down and away, resumed where it broke off."""
 
 import hashlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,10 @@ _SECONDS = 30.0
 # breaks off goes on from where it was; one that never moves on is given up.
 STREAM_SECONDS = 30.0
 _STANDSTILLS = 5
+# What a vault may claim: nothing it says is used before it is held to these.
+LARGEST_BLOB = 64 * 2**20
+_MOST_BLOBS = 1_000_000
+_HEX = re.compile(r"[0-9a-f]{64}")
 
 
 class Vault:
@@ -61,6 +66,7 @@ class Vault:
 
         `target`.part holds what an earlier try brought. Raises NotFoundError, VerificationError.
         """
+        check_blob(blob, self._where)
         part = target.with_name(f"{target.name}.part")
         standstills = 0
         while (held := part.stat().st_size if part.exists() else 0) < blob.size:
@@ -91,6 +97,7 @@ class Vault:
         for message in self._stub.GetBlob(request, timeout=STREAM_SECONDS):
             held += len(message.chunk)
             if held > blob.size:
+                durable.remove_tree(part)
                 raise VerificationError(
                     f"blob {blob.id}: expected {blob.size} bytes, the vault sends more"
                 )
@@ -114,15 +121,32 @@ class Vault:
 
         channel.retried(attempt, self._where, seconds=_SECONDS)
 
-    def blobs(self) -> Iterator[vault_pb2.Blob]:
-        """Every blob that the vault lists."""
+    def blobs(self) -> list[vault_pb2.Blob]:
+        """Every blob that the vault lists, by id.
+
+        Raises VerificationError for ids, digests or sizes that no blob has, and for a list that
+        does not move forward or has no end.
+        """
+        found: list[vault_pb2.Blob] = []
         token = ""
         while True:
             page = self._page(token)
-            yield from page.blobs
+            for blob in page.blobs:
+                check_blob(blob, self._where)
+                if found and blob.id <= found[-1].id:
+                    raise VerificationError(
+                        f"{self._where}: expected blobs in the order of their ids, got "
+                        f"{blob.id[:8]}… again; the vault at this address cannot be used"
+                    )
+                found.append(blob)
+            if not page.next_page_token:
+                return found
+            if len(found) >= _MOST_BLOBS or page.next_page_token <= token or not page.blobs:
+                raise VerificationError(
+                    f"{self._where}: expected a list of at most {_MOST_BLOBS} blobs that comes to "
+                    f"an end, got none after {len(found)}; the vault at this address cannot be used"
+                )
             token = page.next_page_token
-            if not token:
-                return
 
     def _page(self, token: str) -> vault_pb2.ListBlobsResponse:
         request = vault_pb2.ListBlobsRequest(page_token=token)
@@ -142,3 +166,17 @@ def _upload(blob: vault_pb2.Blob, source: Path, offset: int) -> Iterator[vault_p
                 blob=blob if first else None, offset=offset if first else 0, chunk=chunk
             )
             first = False
+
+
+def check_blob(blob: vault_pb2.Blob, where: str) -> None:
+    """Raises VerificationError unless a blob has an id, a digest and a size that blobs can have."""
+    if not (_HEX.fullmatch(blob.id) and _HEX.fullmatch(blob.sha256)):
+        raise VerificationError(
+            f"{where}: expected ids and digests of 64 hex digits, got {blob.id[:80]!r} and "
+            f"{blob.sha256[:80]!r}; the vault at this address cannot be used"
+        )
+    if not 0 < blob.size <= LARGEST_BLOB:
+        raise VerificationError(
+            f"{where}: blob {blob.id}: expected a size of 1 to {LARGEST_BLOB} bytes, got "
+            f"{blob.size}; the vault at this address cannot be used"
+        )

@@ -9,14 +9,20 @@ ever sent is forgotten. Digests of images stay here; the vault sees random ids o
 """
 
 from dataclasses import dataclass
+from sqlite3 import Connection
 from typing import Literal
 
 from gallery.store import Store
 
 State = Literal["sealed", "stored", "removing"]
 
-_IS_THERE = "SELECT 1 FROM sqlite_master WHERE name = 'vault'"
+_COLUMNS = "SELECT name FROM pragma_table_info('vault')"
 _INDEX = "CREATE INDEX IF NOT EXISTS vault_items ON vault (item)"
+_ROWS = (
+    "SELECT blob, item, image_sha256, blob_sha256, size, suffix, state, key FROM vault "
+    "WHERE state = ifnull(?, state) AND item = ifnull(?, item) ORDER BY item, rowid"
+)
+_ROWS_WITHOUT_KEY = _ROWS.replace("state, key", "state, NULL")
 _TABLE = """
 CREATE TABLE IF NOT EXISTS vault (
     blob TEXT PRIMARY KEY,
@@ -25,7 +31,8 @@ CREATE TABLE IF NOT EXISTS vault (
     blob_sha256 TEXT NOT NULL,
     size INTEGER NOT NULL,
     suffix TEXT NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('sealed', 'stored', 'removing'))
+    state TEXT NOT NULL CHECK (state IN ('sealed', 'stored', 'removing')),
+    key TEXT
 ) STRICT
 """
 
@@ -42,6 +49,8 @@ class Entry:
     # Of the file's name, to restore it under a name that programs know: ".jpg".
     suffix: str
     state: State
+    # The device's public key it was sealed to; None in rows of a version that did not keep it.
+    key: str | None
 
 
 class VaultQueue:
@@ -51,14 +60,13 @@ class VaultQueue:
         self._store = store
 
     def entries(self, state: State | None = None, item: str | None = None) -> list[Entry]:
-        """All rows, or those in one state or of one item, by item."""
+        """All rows, or those in one state or of one item, by item, the latest last."""
         with self._store.reading() as connection:
-            if not connection.execute(_IS_THERE).fetchone():
+            columns = {name for (name,) in connection.execute(_COLUMNS)}
+            if not columns:
                 return []
             rows = connection.execute(
-                "SELECT blob, item, image_sha256, blob_sha256, size, suffix, state FROM vault "
-                "WHERE state = ifnull(?, state) AND item = ifnull(?, item) ORDER BY item, blob",
-                (state, item),
+                _ROWS if "key" in columns else _ROWS_WITHOUT_KEY, (state, item)
             )
             return [Entry(*row) for row in rows]
 
@@ -69,19 +77,19 @@ class VaultQueue:
         return [e for e in self.entries() if e.state == "removing" or e.item not in items]
 
     def of(self, item: str) -> Entry | None:
-        """The row of an item, unless it is being removed."""
-        return next((e for e in self.entries(item=item) if e.state != "removing"), None)
+        """The latest row of an item that is not being removed."""
+        rows = [entry for entry in self.entries(item=item) if entry.state != "removing"]
+        return rows[-1] if rows else None
 
     def seal(self, entry: Entry) -> None:
         """Remember a blob before a byte of it is sent."""
         with self._store.writing() as connection:
-            connection.execute(_TABLE)
-            connection.execute(_INDEX)
+            _prepare(connection)
             connection.execute(
-                "INSERT INTO vault VALUES (?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO vault VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     entry.blob, entry.item, entry.image_sha256, entry.blob_sha256,
-                    entry.size, entry.suffix, entry.state,
+                    entry.size, entry.suffix, entry.state, entry.key,
                 ),
             )  # fmt: skip
 
@@ -90,7 +98,30 @@ class VaultQueue:
         with self._store.writing() as connection:
             connection.execute("UPDATE vault SET state = ? WHERE blob = ?", (state, blob))
 
+    def settle(self, entry: Entry) -> None:
+        """An upload was acknowledged: other blobs of the same item must go."""
+        with self._store.writing() as connection:
+            connection.execute("UPDATE vault SET state = 'stored' WHERE blob = ?", (entry.blob,))
+            connection.execute(
+                "UPDATE vault SET state = 'removing' WHERE item = ? AND blob <> ?",
+                (entry.item, entry.blob),
+            )
+
+    def adopt(self, key: str) -> None:
+        """Say of rows that do not name their key that it is this one."""
+        with self._store.writing() as connection:
+            _prepare(connection)
+            connection.execute("UPDATE vault SET key = ? WHERE key IS NULL", (key,))
+
     def forget(self, blob: str) -> None:
         """Delete the row of a blob that is gone from the vault."""
         with self._store.writing() as connection:
             connection.execute("DELETE FROM vault WHERE blob = ?", (blob,))
+
+
+def _prepare(connection: Connection) -> None:
+    """Make the table, or bring that of an older version up to date."""
+    connection.execute(_TABLE)
+    connection.execute(_INDEX)
+    if "key" not in {name for (name,) in connection.execute(_COLUMNS)}:
+        connection.execute("ALTER TABLE vault ADD COLUMN key TEXT")

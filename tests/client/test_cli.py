@@ -13,6 +13,8 @@ import pytest
 from PIL import Image
 
 from client.cli import main
+from client.device import Device
+from client.upkeep import remove
 from tests.support import blocks, edge
 from tests.support.edge import Setting
 
@@ -191,3 +193,15 @@ def test_a_search_loads_nothing_that_only_a_sync_needs(setting: Setting) -> None
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_removing_a_path_removes_every_item_added_from_it(setting: Setting, tmp_path: Path) -> None:
+    """A file that was edited and added again is two items of one path."""
+    picture = tmp_path / "picture.png"
+    for source in setting.images[:2]:
+        Image.open(source).transpose(Image.Transpose.ROTATE_90).save(picture)
+        edge.fill(setting.gallery, tmp_path)
+    with Device(setting.gallery) as device:
+        before = device.store.count()
+        assert remove(device, [str(picture)])["removed"] == 2
+        assert device.store.count() == before - 2
