@@ -69,8 +69,10 @@ class ExactIndex:
         index._spare = spare
         return index
 
-    def search(self, queries: Vectors, k: int, allowed: Mask | None = None) -> Neighbours:
-        """See Index.search."""
+    def search(
+        self, queries: Vectors, k: int, allowed: Mask | None = None, passing: int | None = None
+    ) -> Neighbours:
+        """See Index.search. Every row is compared, so that counting is nothing beside it."""
         queries = distances.prepare(self.spec.metric, queries)
         index, barred = self, None
         if allowed is not None:

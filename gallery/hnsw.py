@@ -56,10 +56,13 @@ class HnswIndex:
         self.graph = graph
         self._exact = ExactIndex(spec, labels, vectors)
 
-    def search(self, queries: Vectors, k: int, allowed: Mask | None = None) -> Neighbours:
+    def search(
+        self, queries: Vectors, k: int, allowed: Mask | None = None, passing: int | None = None
+    ) -> Neighbours:
         """See Index.search. Distances are the graph's own, float32."""
         count = len(self.labels)
-        passing = count if allowed is None else int(allowed.sum())
+        if passing is None:
+            passing = count if allowed is None else int(np.count_nonzero(allowed))
         asked = wanted = min(k, passing)
         if allowed is not None:
             # Rows met on the way that may not be found make the search wider.

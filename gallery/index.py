@@ -47,10 +47,13 @@ class Index(Protocol):
         """The rows themselves, float32 [n, dim], as distances.prepare leaves them."""
         ...
 
-    def search(self, queries: Vectors, k: int, allowed: Mask | None = None) -> Neighbours:
+    def search(
+        self, queries: Vectors, k: int, allowed: Mask | None = None, passing: int | None = None
+    ) -> Neighbours:
         """The `k` nearest rows to each of `queries` (checked float32 [q, dim]), k >= 1.
 
         `allowed` bool [n], one for each of `labels`: rows that may be found; None means all.
+        `passing`: how many that are, where it is known: counting them takes longer than a search.
         """
         ...
 

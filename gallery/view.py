@@ -22,22 +22,26 @@ Builder = Callable[[SpaceSpec, Labels, Vectors], Index]
 
 @dataclass(frozen=True)
 class Part:
-    """An index and which of its rows are alive (bool [n]; None: all)."""
+    """An index, which of its rows are alive (bool [n]; None: all) and how many are not: counted as
+    they die, for every search asks."""
 
     index: Index
     live: Mask | None = None
+    dead: int = 0
 
     def __len__(self) -> int:
-        return len(self.index.labels) if self.live is None else int(self.live.sum())
+        return len(self.index.labels) - self.dead
 
     def less(self, labels: Labels) -> "Part":
         """The same with tombstones for `labels`."""
-        rows = rows_of(self.index.labels, labels)
+        rows = np.unique(rows_of(self.index.labels, labels))
+        if self.live is not None:
+            rows = rows[self.live[rows]]
         if not len(rows):
             return self
         live = np.ones(len(self.index.labels), np.bool_) if self.live is None else self.live.copy()
         live[rows] = False
-        return Part(self.index, live)
+        return Part(self.index, live, self.dead + len(rows))
 
     def mask(self, allowed: Labels | None) -> Mask | None:
         """Rows that are alive and allowed; None: all."""
@@ -48,7 +52,8 @@ class Part:
 
     def search(self, queries: Vectors, k: int, allowed: Labels | None) -> Neighbours:
         """The nearest of them."""
-        return self.index.search(queries, k, self.mask(allowed))
+        passing = len(self) if allowed is None else None
+        return self.index.search(queries, k, self.mask(allowed), passing)
 
     def live_rows(self) -> Mask | slice:
         """What selects the live rows."""
@@ -132,7 +137,7 @@ def _with(delta: Part, labels: Labels, vectors: Vectors) -> Part:
     if not len(index.labels) or labels[0] > index.labels[-1]:
         if live is not None:
             live = np.concatenate([live, np.ones(len(labels), np.bool_)])
-        return Part(index.extended(labels, vectors), live)
+        return Part(index.extended(labels, vectors), live, delta.dead)
     old_labels, old_vectors = delta.content()
     labels = np.concatenate([old_labels, labels])
     vectors = np.concatenate([old_vectors, distances.prepare(index.spec.metric, vectors)])
