@@ -55,7 +55,9 @@ class Viewed:
                 state = changed(state, change)
         self.state = state
 
-    def search(self, queries: Vectors, k: int, allowed: Mask | None = None) -> Neighbours:
+    def search(
+        self, queries: Vectors, k: int, allowed: Mask | None = None, passing: int | None = None
+    ) -> Neighbours:
         return self.state.search(queries, k, None if allowed is None else self.labels[allowed])
 
 
