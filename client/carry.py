@@ -1,7 +1,7 @@
 """Carrying a gallery into a release's space: staged in chunks, then one flip."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from client.backfill import re_embed
 from client.device import Device
@@ -59,20 +59,16 @@ def _fill(device: Device, plan: Plan, target: SpaceSpec, output: Output) -> int:
         runner: Runner = _AsTheyAre(leg.source.spec.side_space == target.side_space)
         if leg.route.steps:
             runner = open_route(device.models, leg.route, threads(), int8=plan.int8)
-        # Side-information that is only carried must not keep items behind that have none.
-        passes = [True] if leg.needs_side else [True, False] if leg.carries_side else [False]
-        for with_side in passes:
-            with output.progress(f"upgrading to release {target.release}") as advance:
-                outcome = run_upgrade(
-                    device.store,
-                    runner,
-                    target,
-                    source=leg.source.spec.space,
-                    reads_side=with_side,
-                    origin="upgraded" if leg.route.steps else "direct",
-                    on_progress=lambda progress: advance(progress.done, progress.total),
-                )
-            stuck = outcome.left_behind
+        with output.progress(f"upgrading to release {target.release}") as advance:
+            outcome = run_upgrade(
+                device.store,
+                runner,
+                target,
+                source=leg.source.spec.space,
+                origin="upgraded" if leg.route.steps else "direct",
+                on_progress=lambda progress: advance(progress.done, progress.total),
+            )
+        stuck = outcome.left_behind
     return stuck
 
 
@@ -81,6 +77,7 @@ class _AsTheyAre:
     """What carries vectors into a space that searches theirs directly."""
 
     keeps_side: bool
+    reads_side: ClassVar[bool] = False
 
     def run(self, embedding: Vectors, side: Vectors | None) -> Upgraded:
         return Upgraded(embedding, side if self.keeps_side else None, None)

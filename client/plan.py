@@ -9,7 +9,7 @@ import numpy as np
 from client.device import Device
 from gallery.spec import SpaceInfo
 from release.manifest import Manifest, PublishedFile
-from release.routes import Route, plan_route
+from release.routes import Route, kept_by_chain, plan_route
 from release.trust import Trust
 
 # Of quantised against fp32 arithmetic, and of reading and writing rows of 512 + 512 bytes: both as
@@ -28,17 +28,6 @@ class Leg:
     source: SpaceInfo
     route: Route
     items: int
-
-    @property
-    def needs_side(self) -> bool:
-        """Whether items without side-information stay behind."""
-        return any(upgrade.from_side_space is not None for _, upgrade in self.route.steps)
-
-    @property
-    def carries_side(self) -> bool:
-        """Whether side-information goes along, where an item has it."""
-        first = self.route.steps[0][1].side if self.route.steps else "carries"
-        return self.source.spec.side_space is not None and first != "drops"
 
 
 @dataclass(frozen=True)
@@ -139,16 +128,12 @@ def _better(direct: Route, rest: Route, manifests: Mapping[int, Manifest]) -> bo
     if not direct.steps or not rest.steps:
         return False
     original, *way = (direct.releases[0], *rest.releases)
-    chained = _measured(manifests, (original, *way))
+    known = kept_by_chain(manifests)
+    chained = known.get((original, *way))
     if chained is None:
-        begun = _measured(manifests, (original, way[0]))
+        begun = known.get((original, way[0]))
         chained = None if begun is None or rest.kept is None else begun * rest.kept
     return direct.kept is not None and (chained is None or direct.kept > chained)
-
-
-def _measured(manifests: Mapping[int, Manifest], chain: tuple[int, ...]) -> float | None:
-    evidence = manifests[chain[-1]].routes
-    return next((route.kept for route in evidence if route.releases == chain), None)
 
 
 def estimate_seconds(plan: Plan) -> float:

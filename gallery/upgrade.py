@@ -48,7 +48,12 @@ class Upgraded(Protocol):
 
 
 class Runner(Protocol):
-    """An upgrade or a route; release.models and release.routes open them."""
+    """A route; release.routes opens it."""
+
+    @property
+    def reads_side(self) -> bool:
+        """Whether only items with side-information can be carried."""
+        ...
 
     def run(self, embedding: Vectors, side: Vectors | None) -> Upgraded:
         """embedding [n, from_dim], side [n, from_side_dim] or None -> vectors of the target."""
@@ -80,7 +85,6 @@ def run_upgrade(
     target: SpaceSpec,
     *,
     source: str | None = None,
-    reads_side: bool = False,
     origin: Origin = "upgraded",
     chunk: int = CHUNK,
     order: Order = "label",
@@ -89,7 +93,7 @@ def run_upgrade(
 ) -> Outcome:
     """Fill `target` (staged if new) from space `source` (default: the active one).
 
-    Items without side-information stay behind where the runner `reads_side`; otherwise it is given
+    Items without side-information stay behind where the runner reads it; otherwise it is given
     what there is, for the target to keep. Items put meanwhile are carried along; deleted ones are
     skipped. A run that was stopped or killed goes on where it ended. `origin` is that of the new
     vectors: "direct" for a runner that leaves them as they are.
@@ -97,7 +101,7 @@ def run_upgrade(
     Raises InvalidInputError for a bad output of the runner (nothing of that chunk is written).
     """
     staging.begin(store, target)
-    remaining = Remaining(store, source or store.active().spec.space, target, reads_side)
+    remaining = Remaining(store, source or store.active().spec.space, target, runner.reads_side)
     started = time.monotonic()
     total = store.count()
     before = total - staging.left_behind(store, target.space)
@@ -135,14 +139,13 @@ def estimate(
     target: SpaceSpec,
     *,
     source: str | None = None,
-    reads_side: bool = False,
 ) -> Estimate:
     """Cost of `run_upgrade`, before anything starts.
 
     A few items are read, carried and written to a table in memory, so a slow disk adds to it.
     Raises InvalidInputError for a bad output of the runner.
     """
-    remaining = Remaining(store, source or store.active().spec.space, target, reads_side)
+    remaining = Remaining(store, source or store.active().spec.space, target, runner.reads_side)
     todo = remaining.all_labels()
     total = store.count()
     done = 0 if remaining.target is None else store.count(target.space)
@@ -150,9 +153,9 @@ def estimate(
     if len(todo):
         # Spread over the gallery; the first few rows make the runner ready.
         probe = todo[:: max(1, len(todo) // PROBE_ITEMS)][:PROBE_ITEMS]
-        runner.run(*remaining.read(probe[:8], reads_side)[1:])
+        runner.run(*remaining.read(probe[:8], runner.reads_side)[1:])
         started = time.perf_counter()
-        labels, embedding, side = remaining.read(probe, reads_side)
+        labels, embedding, side = remaining.read(probe, runner.reads_side)
         upgraded = runner.run(embedding, side)
         new = NewVectors(target.space, upgraded.embedding, upgraded.side)
         _write_aside(check(SpaceInfo(target, "staging", 1, 0), new, len(labels)), labels)

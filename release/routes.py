@@ -7,11 +7,16 @@ chained (1->2->3); which is better is measured when a release is published (Rout
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from release.errors import InvalidInputError, NotFoundError
 from release.manifest import Manifest, Upgrade
 from release.models import Files, Upgraded, UpgradeModel, open_upgrade
 from release.vectors import Vectors
+
+Steps = tuple[tuple[Manifest, Upgrade], ...]
+# Releases on the way, source first.
+Chain = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -22,16 +27,30 @@ class Route:
     measurement of the whole route from a product of its measured parts.
     """
 
-    steps: tuple[tuple[Manifest, Upgrade], ...]
+    steps: Steps
     kept: float | None
     measured: bool
 
     @property
-    def releases(self) -> tuple[int, ...]:
+    def releases(self) -> Chain:
         """Releases on the way, source first; empty for an empty route."""
         if not self.steps:
             return ()
         return (self.steps[0][1].from_release, *(manifest.release for manifest, _ in self.steps))
+
+    @property
+    def reads_side(self) -> bool:
+        """Whether only items with side-information of their own can go this way.
+
+        A later step reads it too, where the steps before have carried it; a step that maps makes
+        new side-information for every item, and one that drops leaves none to read.
+        """
+        for _, upgrade in self.steps:
+            if upgrade.from_side_space is not None:
+                return True
+            if upgrade.side != "carries":
+                return False
+        return False
 
 
 def plan_route(
@@ -45,24 +64,49 @@ def plan_route(
     at hand. Raises NotFoundError if `to_release` is not among them.
     """
     if to_release not in manifests:
-        raise NotFoundError(f"release {to_release} is not known; known: {sorted(manifests)}")
+        raise NotFoundError(
+            f"release {to_release} is not known; newest: {max(manifests, default=0)}"
+        )
     if from_release == to_release:
         return Route((), 1.0, True)
-    source = manifests.get(from_release)
-    side_space = source.side_space if source is not None and has_side else None
-    known = source is not None or not has_side
-    routes = [
-        Route(steps, *_kept(manifests, steps))
-        for steps in _paths(manifests, from_release, to_release, side_space, known)
-    ]
-    return min(routes, key=lambda r: (r.kept is None, -(r.kept or 0), len(r.steps)), default=None)
+    search = _Search(manifests, from_release, to_release)
+    side = _first_side(manifests, from_release, has_side)
+    return search.best(side, measured=True) or search.best(side, measured=False)
+
+
+def every_route(
+    manifests: Mapping[int, Manifest], from_release: int, to_release: int, has_side: bool
+) -> Iterator[Route]:
+    """All routes whose upgrades find the side-information that they read, by the releases on the
+    way. There can be exponentially many: to choose one is `plan_route`'s."""
+    kept = kept_by_chain(manifests)
+
+    def onward(at: int, steps: Steps, side: "_Side") -> Iterator[Route]:
+        for step, then in _steps(manifests, at, to_release, side):
+            if step[0].release == to_release:
+                yield _route((*steps, step), kept)
+            else:
+                yield from onward(step[0].release, (*steps, step), then)
+
+    return onward(from_release, (), _first_side(manifests, from_release, has_side))
+
+
+def kept_by_chain(manifests: Mapping[int, Manifest]) -> dict[Chain, float]:
+    """The share kept that was measured for each chain of releases, direct or longer."""
+    kept: dict[Chain, float] = {}
+    for manifest in manifests.values():
+        for route in manifest.routes:
+            kept.setdefault(route.releases, route.kept)
+    return kept
 
 
 class RouteRunner:
     """The models of a route, run one after the other. Made by `open_route`."""
 
-    def __init__(self, models: tuple[UpgradeModel, ...]) -> None:
+    def __init__(self, models: tuple[UpgradeModel, ...], *, reads_side: bool) -> None:
         self._models = models
+        # As Route.reads_side says.
+        self.reads_side = reads_side
 
     def run(self, embedding: Vectors, side: Vectors | None) -> Upgraded:
         """Embeddings [n,from_dim] and their side-information into the target's space.
@@ -88,73 +132,114 @@ def open_route(files: Files, route: Route, threads: int = 1, *, int8: bool = Fal
     """
     if not route.steps:
         raise InvalidInputError("expected a route with at least one upgrade")
-    return RouteRunner(
-        tuple(
-            open_upgrade(
-                files,
-                manifest,
-                upgrade,
-                int8=int8 and upgrade.int8_file is not None,
-                threads=threads,
-            )
-            for manifest, upgrade in route.steps
+    models = tuple(
+        open_upgrade(
+            files, manifest, upgrade, int8=int8 and upgrade.int8_file is not None, threads=threads
         )
+        for manifest, upgrade in route.steps
     )
+    return RouteRunner(models, reads_side=route.reads_side)
 
 
-_Steps = tuple[tuple[Manifest, Upgrade], ...]
+class _Side(NamedTuple):
+    """The side-information that items have on the way: its space, None for none; `known` is False
+    where there is some but nobody can tell its space."""
+
+    space: str | None
+    known: bool
 
 
-def _paths(
-    manifests: Mapping[int, Manifest], at: int, to: int, side_space: str | None, known: bool
-) -> Iterator[_Steps]:
-    """Every way from `at` to `to` whose upgrades find the side-information that they read.
+def _first_side(manifests: Mapping[int, Manifest], source: int, has_side: bool) -> _Side:
+    manifest = manifests.get(source)
+    if manifest is None or not has_side:
+        return _Side(None, not has_side)
+    return _Side(manifest.side_space, True)
 
-    `known` is False where side-information is there but nobody can tell its space.
-    """
+
+def _steps(
+    manifests: Mapping[int, Manifest], at: int, to: int, side: _Side
+) -> Iterator[tuple[tuple[Manifest, Upgrade], _Side]]:
+    """The upgrades out of release `at` that find what they read, each with the side-information
+    after it, by the release they lead to."""
+    source = manifests.get(at)
     for number in sorted(manifests):
-        upgrade = manifests[number].upgrade_from(at) if at < number <= to else None
-        if upgrade is None or not _fits(manifests, upgrade, side_space, known):
+        manifest = manifests[number]
+        upgrade = manifest.upgrade_from(at) if at < number <= to else None
+        if upgrade is None or (source is not None and source.space != upgrade.from_space):
             continue
-        step = (manifests[number], upgrade)
-        if number == to:
-            yield (step,)
+        wanted = upgrade.from_side_space
+        if side.known and wanted not in (None, side.space):
             continue
         if upgrade.side == "maps":
-            rest = _paths(manifests, number, to, manifests[number].side_space, True)
+            yield (manifest, upgrade), _Side(manifest.side_space, True)
         elif upgrade.side == "carries":
-            rest = _paths(manifests, number, to, side_space, known)
+            yield (manifest, upgrade), side
         else:
-            rest = _paths(manifests, number, to, None, True)
-        for further in rest:
-            yield (step, *further)
+            yield (manifest, upgrade), _Side(None, True)
 
 
-def _fits(
-    manifests: Mapping[int, Manifest], upgrade: Upgrade, side_space: str | None, known: bool
-) -> bool:
-    source = manifests.get(upgrade.from_release)
-    if source is not None and source.space != upgrade.from_space:
-        return False
-    if upgrade.from_side_space is None or not known:
-        return True
-    return upgrade.from_side_space == side_space
-
-
-def _kept(manifests: Mapping[int, Manifest], steps: _Steps) -> tuple[float | None, bool]:
+def _route(steps: Steps, kept: Mapping[Chain, float]) -> Route:
     chain = (steps[0][1].from_release, *(manifest.release for manifest, _ in steps))
-    whole = _measured(manifests, chain)
-    if whole is not None:
-        return whole, True
+    if chain in kept:
+        return Route(steps, kept[chain], True)
     product = 1.0
     for pair in itertools.pairwise(chain):
-        part = _measured(manifests, pair)
-        if part is None:
-            return None, False
-        product *= part
-    return product, False
+        if pair not in kept:
+            return Route(steps, None, False)
+        product *= kept[pair]
+    return Route(steps, product, False)
 
 
-def _measured(manifests: Mapping[int, Manifest], chain: tuple[int, ...]) -> float | None:
-    evidence = manifests[chain[-1]].routes
-    return next((route.kept for route in evidence if route.releases == chain), None)
+class _Way(NamedTuple):
+    """The beginning of a route: what is kept so far, None where a part was not measured."""
+
+    chain: Chain
+    steps: Steps
+    side: _Side
+    kept: float | None
+
+
+class _Search:
+    """Dynamic programming over releases: of all beginnings that lead to one release with the same
+    side-information, only the best can be part of the best route. Beginnings of chains that were
+    measured whole are kept apart, as their product says nothing of their end."""
+
+    def __init__(self, manifests: Mapping[int, Manifest], start: int, end: int) -> None:
+        self._manifests = manifests
+        self._start, self._end = start, end
+        self._kept = kept_by_chain(manifests)
+        whole = (chain for chain in self._kept if (chain[0], chain[-1]) == (start, end))
+        self._begun = {chain[:n] for chain in whole for n in range(1, len(chain))} - {(start, end)}
+
+    def best(self, side: _Side, *, measured: bool) -> Route | None:
+        """The route that keeps most of those that were `measured`, whole or in parts; else, of all
+        routes, the shortest. Ties go to the shorter one, then to the older releases."""
+
+        def rank(way: _Way) -> tuple[float, int, Chain]:
+            return -(way.kept or 0) if measured else 0, len(way.chain), way.chain
+
+        ways: dict[int, dict[tuple[_Side, Chain | None], _Way]] = {
+            self._start: {(side, None): _Way((self._start,), (), side, 1.0)}
+        }
+        for release in sorted({self._start, *self._manifests}):
+            if release == self._end:
+                break
+            for way in ways.pop(release, {}).values():
+                for further in self._onward(way):
+                    apart = measured and further.chain in self._begun
+                    if measured and further.kept is None and not apart:
+                        continue
+                    rivals = ways.setdefault(further.chain[-1], {})
+                    key = (further.side, further.chain if apart else None)
+                    rivals[key] = min(further, rivals.get(key, further), key=rank)
+        best = min(ways.get(self._end, {}).values(), key=rank, default=None)
+        return None if best is None else _route(best.steps, self._kept)
+
+    def _onward(self, way: _Way) -> Iterator[_Way]:
+        for step, side in _steps(self._manifests, way.chain[-1], self._end, way.side):
+            chain = (*way.chain, step[0].release)
+            part = self._kept.get(chain[-2:])
+            kept = None if part is None or way.kept is None else way.kept * part
+            if chain[-1] == self._end:
+                kept = self._kept.get(chain, kept)
+            yield _Way(chain, (*way.steps, step), side, kept)

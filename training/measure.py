@@ -20,7 +20,7 @@ from metrics.retrieval import PerQuery, average_precision, cmc
 from release.errors import ConfigurationError, InvalidInputError, NotFoundError
 from release.manifest import Manifest
 from release.models import Files, Upgraded
-from release.routes import Route, open_route
+from release.routes import Route, every_route, open_route
 from release.vectors import Vectors
 from training.data import Images, Listing, decode
 from training.published import of_manifest
@@ -130,29 +130,9 @@ def served_cells(
             continue
         if old.space in new.searches_directly:
             yield CellName(new.release, (number,))
-        for chain in _chains(usable, number, new.release):
-            yield CellName(new.release, chain)
-
-
-def _chains(manifests: Mapping[int, Manifest], start: int, end: int) -> Iterator[tuple[int, ...]]:
-    if start == end:
-        yield (end,)
-        return
-    for number, manifest in sorted(manifests.items()):
-        if start < number <= end and manifest.upgrade_from(start) is not None:
-            for rest in _chains(manifests, number, end):
-                if _connects(manifests, start, rest):
-                    yield (start, *rest)
-
-
-def _connects(manifests: Mapping[int, Manifest], start: int, rest: tuple[int, ...]) -> bool:
-    """Whether the upgrade out of rest[0] finds the side-information that it reads."""
-    if len(rest) < 2:
-        return True
-    into = manifests[rest[0]].upgrade_from(start)
-    onward = manifests[rest[1]].upgrade_from(rest[0])
-    assert into is not None and onward is not None
-    return onward.from_side_space is None or into.side != "drops"
+        from_there = usable | {number: old}
+        for route in every_route(from_there, number, new.release, old.side_space is not None):
+            yield CellName(new.release, route.releases)
 
 
 @dataclass(frozen=True)

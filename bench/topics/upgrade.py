@@ -45,6 +45,7 @@ class Timed:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self.reads_side = runner.reads_side
         self.seconds = 0.0
 
     def run(self, embedding: Vectors, side: Vectors | None) -> Upgraded:
@@ -143,7 +144,7 @@ def _ours(work: Work, kind: str) -> Seconds:
         started = time.perf_counter()
         runner = Timed(work.runner(kind))
         opened = time.perf_counter() - started
-        upgraded = seconds(lambda: run_upgrade(store, runner, target, reads_side=True))
+        upgraded = seconds(lambda: run_upgrade(store, runner, target))
         flipped = seconds(lambda: staging.flip(store, target.space))
         started = time.perf_counter()
         labels, vectors = store.load(target.space)

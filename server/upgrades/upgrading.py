@@ -100,8 +100,7 @@ class Upgrading:
         if not route.steps:
             return Estimate(0, 0.0, 0, 0), route
         runner = open_route(self._files, route, int8=True)
-        spec = SpaceSpec.of(target)
-        return estimate(hosted.store, runner, spec, reads_side=reads_side(route)), route
+        return estimate(hosted.store, runner, SpaceSpec.of(target)), route
 
     def run(
         self,
@@ -139,10 +138,12 @@ class Upgrading:
             throttle.rest()
 
         outcome = run_upgrade(
-            hosted.store, runner, spec, reads_side=reads_side(route),
+            hosted.store,
+            runner,
+            spec,
             on_progress=on_chunk,
             should_stop=lambda: should_stop() or hosted.name in self._state.now.paused,
-        )  # fmt: skip
+        )
         log.info("carried", gallery=hosted.name, written=outcome.written)
         return outcome
 
@@ -210,8 +211,3 @@ class Upgrading:
             if job := self._jobs.get(gallery):
                 self._jobs[gallery] = replace(job, **values)  # type: ignore[arg-type]
         self.changed.notify()
-
-
-def reads_side(route: Route) -> bool:
-    """Whether the route's first step reads side-information: items without it stay behind."""
-    return bool(route.steps) and route.steps[0][1].from_side_space is not None

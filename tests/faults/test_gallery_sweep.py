@@ -45,7 +45,7 @@ def delete_some(store: Store, _: Path) -> None:
 
 
 def upgrade(store: Store, _: Path) -> None:
-    run_upgrade(store, Linear(), spec(2), reads_side=True, chunk=8)
+    run_upgrade(store, Linear(), spec(2), chunk=8)
 
 
 def put_both(store: Store, _: Path) -> None:

@@ -65,11 +65,12 @@ class Carried:
 class Linear:
     """An upgrade: a matrix for the embedding, another for the side-information it reads."""
 
-    def __init__(self, to_dim: int = DIM, seed: int = 7) -> None:
+    def __init__(self, to_dim: int = DIM, seed: int = 7, *, reads_side: bool = True) -> None:
         rng = np.random.default_rng(seed)
         self.embedding = rng.standard_normal((DIM, to_dim)).astype(np.float32)
         self.side = rng.standard_normal((SIDE_DIM, SIDE_DIM)).astype(np.float32)
         self.calls = 0
+        self.reads_side = reads_side
 
     def run(self, embedding: Vectors, side: Vectors | None) -> Carried:
         self.calls += 1

@@ -105,7 +105,7 @@ class GalleryModel(RuleBasedStateMachine):
         linear = Linear(seed=release)
         asked = iter(range(1000))
         run_upgrade(
-            self.store, linear, spec(release), source=spec(begun).space, reads_side=True, chunk=3,
+            self.store, linear, spec(release), source=spec(begun).space, chunk=3,
             should_stop=lambda: next(asked) >= chunks,
         )  # fmt: skip
         todo = sorted(

@@ -50,7 +50,7 @@ WRITES: dict[str, Callable[[Store], object]] = {
     "delete": lambda store: store.delete(["item-1"]),
     "state": lambda store: store.state_set({"a": 1}),
     "begin": lambda store: staging.begin(store, spec(3)),
-    "upgrade": lambda store: run_upgrade(store, Linear(), spec(2), reads_side=True),
+    "upgrade": lambda store: run_upgrade(store, Linear(), spec(2)),
     "flip": lambda store: staging.flip(store, TWO, leave_behind=True),
     "rollback": lambda store: staging.rollback(store, leave_behind=True),
     "drop": lambda store: staging.drop(store, TWO),
@@ -134,7 +134,7 @@ def test_two_upgrades_at_once_do_the_work_once(tmp_path: Path) -> None:
         outcomes = []
 
         def run(own: Store) -> None:
-            outcomes.append(run_upgrade(own, Linear(), spec(2), reads_side=True, chunk=8))
+            outcomes.append(run_upgrade(own, Linear(), spec(2), chunk=8))
 
         threads = [threading.Thread(target=run, args=(own,)) for own in (store, other)]
         for thread in threads:
@@ -145,7 +145,7 @@ def test_two_upgrades_at_once_do_the_work_once(tmp_path: Path) -> None:
         assert [outcome.left_behind for outcome in outcomes] == [0, 0]
         both = rows(store, TWO)
     with filled(tmp_path / "alone.sqlite", 200) as store:
-        run_upgrade(store, Linear(), spec(2), reads_side=True, chunk=8)
+        run_upgrade(store, Linear(), spec(2), chunk=8)
         assert sorted(rows(store, TWO)) == sorted(both)
 
 

@@ -36,7 +36,7 @@ def make(path: Path) -> None:
             digests=["a", "b", "c"],
             metadata=[{"year": 2024.0, "place": "Zürich"}, {"seen": True}, {}],
         )
-        run_upgrade(store, Linear(), spec(2), reads_side=True)
+        run_upgrade(store, Linear(), spec(2))
         staging.flip(store, spec(2).space, state={"floor": {"root": 1}})
 
 

@@ -39,7 +39,7 @@ def canary(store: Store, name: str = "canary") -> tuple[bytes, ...]:
 def test_a_deleted_item_leaves_no_byte_in_the_file_or_its_log(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 60) as store:
         sought = canary(store)
-        run_upgrade(store, Linear(), spec(2), reads_side=True)
+        run_upgrade(store, Linear(), spec(2))
         label = store.items([61])[0]
         assert label is not None and label.id == "canary"
         new, new_side, _ = rows(store, TWO)[61]
@@ -61,7 +61,7 @@ def test_a_replaced_vector_is_gone_once_the_log_is_scrubbed(tmp_path: Path) -> N
 
 def test_a_dropped_space_leaves_no_byte(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 60) as store:
-        run_upgrade(store, Linear(), spec(2), reads_side=True)
+        run_upgrade(store, Linear(), spec(2))
         old = rows(store, ONE)[30][0]
         staging.flip(store, TWO)
         assert hits(tmp_path, old)

@@ -37,9 +37,7 @@ def test_every_item_is_carried_with_its_side_information(tmp_path: Path) -> None
     linear = Linear()
     seen: list[Progress] = []
     with filled(tmp_path / "g.sqlite", 25) as store:
-        outcome = run_upgrade(
-            store, linear, spec(2), reads_side=True, chunk=10, on_progress=seen.append
-        )
+        outcome = run_upgrade(store, linear, spec(2), chunk=10, on_progress=seen.append)
         assert (outcome.written, outcome.left_behind, outcome.stopped) == (25, 0, False)
         before, after = rows(store, ONE), rows(store, TWO)
         assert sorted(after) == sorted(before)
@@ -53,14 +51,14 @@ def test_every_item_is_carried_with_its_side_information(tmp_path: Path) -> None
         assert [(p.done, p.total, p.written) for p in seen] == [
             (10, 25, 10), (20, 25, 20), (25, 25, 25),
         ]  # fmt: skip
-        again = run_upgrade(store, linear, spec(2), reads_side=True)
+        again = run_upgrade(store, linear, spec(2))
         assert again.written == 0 and linear.calls == 3
 
 
 def test_another_dimension_is_no_obstacle(tmp_path: Path) -> None:
     wide = spec(2, dim=20)
     with filled(tmp_path / "g.sqlite", 5) as store:
-        run_upgrade(store, Linear(to_dim=20), wide, reads_side=True)
+        run_upgrade(store, Linear(to_dim=20), wide)
         assert store.load(wide.space)[1].shape == (5, 20)
 
 
@@ -76,11 +74,11 @@ def test_a_stopped_run_goes_on_and_gives_the_same_bits(tmp_path: Path, order: Or
     for name, stops in (("whole", 0), ("stopped", 4)):
         with filled(tmp_path / f"{name}.sqlite", 50) as store:
             # The source is itself an upgrade, with uncertainties to order by.
-            run_upgrade(store, Linear(), spec(2), reads_side=True)
+            run_upgrade(store, Linear(), spec(2))
             second = Linear(seed=3)
             for attempt in range(stops + 1):
                 outcome = run_upgrade(
-                    store, second, spec(3), source=TWO, reads_side=True, chunk=8, order=order,
+                    store, second, spec(3), source=TWO, chunk=8, order=order,
                     should_stop=after(1 if attempt < stops else 99),
                 )  # fmt: skip
                 assert outcome.stopped == (attempt < stops)
@@ -91,9 +89,7 @@ def test_a_stopped_run_goes_on_and_gives_the_same_bits(tmp_path: Path, order: Or
 
 def test_a_stop_asked_for_after_the_last_chunk_changes_nothing(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 20) as store:
-        outcome = run_upgrade(
-            store, Linear(), spec(2), reads_side=True, chunk=10, should_stop=after(2)
-        )
+        outcome = run_upgrade(store, Linear(), spec(2), chunk=10, should_stop=after(2))
         assert (outcome.written, outcome.stopped) == (20, False)
 
 
@@ -107,6 +103,8 @@ from gallery.upgrade import run_upgrade
 from tests.gallery.making import Carried
 
 class Same:
+    reads_side = True
+
     def run(self, embedding, side):
         return Carried(embedding, side, embedding[:, 0])
 
@@ -116,7 +114,7 @@ with Store.create(Path(sys.argv[1]), one) as store:
     for start in range(0, int(sys.argv[2]), 1000):
         names = [f"item-{n}" for n in range(start, start + 1000)]
         store.put(names, [NewVectors("sp-1", block, block)])
-    run_upgrade(store, Same(), two, reads_side=True)
+    run_upgrade(store, Same(), two)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
@@ -133,10 +131,10 @@ def test_memory_does_not_grow_with_the_gallery(tmp_path: Path) -> None:
 
 def test_the_least_certain_go_first(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 40) as store:
-        run_upgrade(store, Linear(), spec(2), reads_side=True)
+        run_upgrade(store, Linear(), spec(2))
         worst = [item.label for item in staging.least_certain(store, TWO, 10)]
         run_upgrade(
-            store, Linear(seed=3), spec(3), source=TWO, reads_side=True, chunk=10,
+            store, Linear(seed=3), spec(3), source=TWO, chunk=10,
             order="uncertainty", should_stop=after(1),
         )  # fmt: skip
         assert sorted(rows(store, spec(3).space)) == sorted(worst)
@@ -151,7 +149,7 @@ def test_puts_and_deletes_meanwhile_are_resolved(tmp_path: Path) -> None:
             put(store, ids(5, start=100), seed=51)
 
     with filled(tmp_path / "g.sqlite", 30) as store:
-        outcome = run_upgrade(store, Watched(store, race), spec(2), reads_side=True, chunk=10)
+        outcome = run_upgrade(store, Watched(store, race), spec(2), chunk=10)
         assert outcome.left_behind == 0
         source, target = rows(store, ONE), rows(store, TWO)
         # Nothing that was deleted came back, and what was put again is carried from its new self.
@@ -170,7 +168,7 @@ def test_what_has_a_native_vector_already_is_not_overwritten(tmp_path: Path) -> 
         staging.begin(store, spec(2))
         put(store, ["native"], release=2, seed=3)
         before = rows(store, TWO)
-        run_upgrade(store, Linear(), spec(2), reads_side=True)
+        run_upgrade(store, Linear(), spec(2))
         after = rows(store, TWO)
         assert len(after) == 11 and after[11] == before[11]
 
@@ -178,13 +176,13 @@ def test_what_has_a_native_vector_already_is_not_overwritten(tmp_path: Path) -> 
 def test_items_without_side_information_stay_behind_and_are_named(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 5) as store:
         put(store, ["bare-1", "bare-2"], seed=4, side=False)
-        guess = estimate(store, Linear(), spec(2), reads_side=True)
+        guess = estimate(store, Linear(), spec(2))
         assert (guess.items, guess.left_behind) == (5, 2)
-        outcome = run_upgrade(store, Linear(), spec(2), reads_side=True)
+        outcome = run_upgrade(store, Linear(), spec(2))
         assert (outcome.written, outcome.left_behind) == (5, 2)
         names = [item.id for item in staging.left_behind_items(store, TWO)]
         assert names == ["bare-1", "bare-2"]
-        assert run_upgrade(store, Linear(), spec(3)).left_behind == 0
+        assert run_upgrade(store, Linear(reads_side=False), spec(3)).left_behind == 0
 
 
 class Carrying(Linear):
@@ -199,7 +197,7 @@ def test_side_information_goes_along_where_there_is_some(tmp_path: Path) -> None
     with filled(tmp_path / "g.sqlite", 5) as store:
         put(store, ["bare-1", "bare-2"], seed=4, side=False)
         put(store, ["item-9"], seed=5)
-        outcome = run_upgrade(store, Carrying(), spec(2), chunk=2)
+        outcome = run_upgrade(store, Carrying(reads_side=False), spec(2), chunk=2)
         assert (outcome.written, outcome.left_behind) == (8, 0)
         before, after = rows(store, ONE), rows(store, TWO)
         assert {label: row[1] for label, row in after.items()} == {
@@ -237,7 +235,7 @@ def test_bad_outputs_are_refused_chunk_by_chunk(tmp_path: Path, kind: str) -> No
     with filled(tmp_path / "g.sqlite", 20) as store:
         source = rows(store, ONE)
         with pytest.raises(InvalidInputError):
-            run_upgrade(store, Broken(kind), spec(2), reads_side=True, chunk=8)
+            run_upgrade(store, Broken(kind), spec(2), chunk=8)
         assert sorted(rows(store, TWO)) == list(range(1, 9))
         assert store.active().spec.space == ONE and rows(store, ONE) == source
 
@@ -245,21 +243,21 @@ def test_bad_outputs_are_refused_chunk_by_chunk(tmp_path: Path, kind: str) -> No
 def test_an_estimate_changes_nothing_and_grows_with_what_is_to_do(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 300) as store:
         before = (tmp_path / "g.sqlite").read_bytes()
-        guess = estimate(store, Linear(), spec(2), reads_side=True)
+        guess = estimate(store, Linear(), spec(2))
         assert (tmp_path / "g.sqlite").read_bytes() == before and len(store.spaces()) == 1
         assert guess.items == 300 and guess.seconds > 0
         assert guess.bytes >= 300 * 4 * (DIM + SIDE_DIM)
-        run_upgrade(store, Linear(), spec(2), reads_side=True)
-        done = estimate(store, Linear(), spec(2), reads_side=True)
+        run_upgrade(store, Linear(), spec(2))
+        done = estimate(store, Linear(), spec(2))
         assert (done.items, done.seconds, done.bytes, done.left_behind) == (0, 0, 0, 0)
 
 
 def test_the_original_can_be_the_source_of_a_later_upgrade(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 10) as store:
-        run_upgrade(store, Linear(), spec(2), reads_side=True)
+        run_upgrade(store, Linear(), spec(2))
         staging.flip(store, TWO)
         direct = Linear(seed=5)
-        run_upgrade(store, direct, spec(3), source=ONE, reads_side=True)
+        run_upgrade(store, direct, spec(3), source=ONE)
         original = np.frombuffer(rows(store, ONE)[1][0], np.float32)
         got = np.frombuffer(rows(store, spec(3).space)[1][0], np.float32)
         np.testing.assert_allclose(got, original @ direct.embedding, rtol=1e-4, atol=1e-5)

@@ -82,8 +82,12 @@ def upgrade(source: int, target: int, *, reads_side: bool, maps_side: bool) -> o
         constants["axis"] = np.array([1], np.int64)
         outputs.append(helper.make_tensor_value_info("uncertainty", TensorProto.FLOAT, ["n"]))
     if maps_side:
-        nodes.append(helper.make_node("MatMul", ["side", "move_side"], ["upgraded_side"]))
-        constants["move_side"] = move(source, target, SIDE_BLOCK)
+        # Without side-information to read, it is made from the embedding.
+        read = "side" if reads_side else "embedding"
+        nodes.append(helper.make_node("MatMul", [read, "move_side"], ["upgraded_side"]))
+        constants["move_side"] = (
+            move(source, target, SIDE_BLOCK) if reads_side else np.eye(DIM, SIDE_DIM, dtype="f4")
+        )
         outputs.append(vector("upgraded_side", SIDE_DIM))
     return model(nodes, inputs, outputs, constants)
 

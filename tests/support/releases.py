@@ -1,6 +1,6 @@
 """Releases to publish in tests: real files, real manifests, orthogonal blocks (graphs.py)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,9 @@ from release.manifest import (
 from release.models import open_embedder, open_side_encoder, open_upgrade
 from tests.support import graphs
 
+# Whether an upgrade reads side-information, and what becomes of it.
+Way = tuple[bool, Literal["maps", "carries", "drops"]]
+
 CREATED = "2026-01-01T00:00:00+00:00"
 
 
@@ -42,12 +45,14 @@ def draft(
     side: Literal["maps", "carries", "none"] = "maps",
     int8: bool = False,
     gate: GateVerdict | None = None,
+    ways: Mapping[int, Way] | None = None,
 ) -> Draft:
     """Release `number` with an upgrade from each of `sources`, its files below `folder`/NUMBER.
 
     `directly`: releases whose vectors it searches as they are, so it embeds into the first one's
     block. `side`: each release has its own side encoder and upgrades map into it; or it keeps the
-    encoder of the first source; or there is none.
+    encoder of the first source; or there is none. `ways`: what the upgrade from a source does with
+    side-information, where it is not that.
     """
     folder = folder / str(number)
     files = {paths.embedder_path(number): folder / paths.embedder_path(number)}
@@ -58,7 +63,12 @@ def draft(
     embedder.doc_string = f"release {number}"
     graphs.save(embedder, files[paths.embedder_path(number)])
     encoder = _side_encoder(folder, (number, block), sources, side, files)
-    upgrades = tuple(_upgrade(folder, (number, block), s, side, int8, files) for s in sources)
+    upgrades = tuple(
+        _upgrade(
+            folder, (number, block), s, (ways or {}).get(s.release, _way(s, side)), int8, files
+        )
+        for s in sources
+    )
     published_embedder = Embedder(
         file=published(folder, paths.embedder_path(number)),
         height=graphs.SIZE,
@@ -92,6 +102,12 @@ def draft(
         created=CREATED,
     )
     return _with_probes(folder, manifest, files, {s.release: block_of(s) for s in sources})
+
+
+def _way(source: Manifest, side: str) -> Way:
+    if side == "none" or source.side_space is None:
+        return False, "drops"
+    return True, "carries" if side == "carries" else "maps"
 
 
 def block_of(manifest: Manifest) -> int:
@@ -130,25 +146,20 @@ def _upgrade(
     folder: Path,
     target: tuple[int, int],
     source: Manifest,
-    side: str,
+    way: Way,
     int8: bool,
     files: dict[str, Path],
 ) -> Upgrade:
     number, block = target
+    reads, effect = way
     path = paths.upgrade_path(source.release, number)
-    reads = side != "none" and source.side_space is not None
-    proto = graphs.upgrade(
-        block_of(source), block, reads_side=reads, maps_side=reads and side == "maps"
-    )
+    proto = graphs.upgrade(block_of(source), block, reads_side=reads, maps_side=effect == "maps")
     files[path] = graphs.save(proto, folder / path)
     twin = None
     if int8:
         twin_path = paths.upgrade_int8_path(source.release, number)
         files[twin_path] = graphs.quantise(folder / path, folder / twin_path)
         twin = published(folder, twin_path)
-    effect: Literal["maps", "carries", "drops"] = "drops"
-    if reads:
-        effect = "carries" if side == "carries" else "maps"
     return Upgrade(
         from_release=source.release,
         from_space=source.space,

@@ -223,12 +223,13 @@ def manifests(*edges: tuple[int, int, str], direct: tuple[int, int] | None = Non
 
     class Upgrade:
         def __init__(self, source: int, side: str) -> None:
-            self.from_release, self.side = source, side
-            self.from_side_space = "ss" if side != "none" else None
+            self.from_release, self.from_space, self.side = source, f"sp-{source}", side
+            self.from_side_space = f"ss-{source}" if side != "none" else None
 
     class Stub:
         def __init__(self, release: int) -> None:
             self.release, self.space = release, f"sp-{release}"
+            self.side_space, self.routes = f"ss-{release}", ()
             self.upgrades = [Upgrade(a, side) for a, b, side in edges if b == release]
             self.searches_directly = (f"sp-{direct[0]}",) if direct and direct[1] == release else ()
 
