@@ -22,6 +22,8 @@ from release.errors import BusyError, NotFoundError, VerificationError
 APPLICATION = 0x6E6F6266
 # How long a writer waits for another process before BusyError.
 BUSY_TIMEOUT_MS = 5000
+# How long closing waits for the statements under way.
+_CLOSE_S = 60.0
 
 
 def lock_path(path: Path) -> Path:
@@ -44,7 +46,10 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 class Connections:
-    """Every connection that this process has to one gallery file."""
+    """Every connection that this process has to one gallery file.
+
+    None is closed while a thread works with it: SQLite would read freed memory.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises NotFoundError, VerificationError (damaged, or no gallery), BusyError."""
@@ -52,6 +57,9 @@ class Connections:
             raise NotFoundError(f"{path}: no gallery there; create or initialise one first")
         self.path = path
         self._writing = threading.RLock()
+        self._users = threading.Condition()
+        self._using = 0
+        self._closed = False
         self._idle: deque[sqlite3.Connection] = deque()
         self._all: list[sqlite3.Connection] = []
         self._lock = os.open(lock_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -96,20 +104,40 @@ class Connections:
         return connection
 
     @contextlib.contextmanager
+    def using(self) -> Iterator[None]:
+        """Keep all open to the end of the block. Raises NotFoundError once they are closed."""
+        with self._users:
+            if self._closed:
+                raise NotFoundError(f"{self.path}: the gallery was closed or deleted")
+            self._using += 1
+        try:
+            yield
+        finally:
+            with self._users:
+                self._using -= 1
+                self._users.notify_all()
+
+    @contextlib.contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
         """The writer, in a transaction of its own. Raises BusyError, CannotWriteError."""
-        with self._writing, durable.transaction(self._writer) as connection:
+        with self.using(), self._writing, durable.transaction(self._writer) as connection:
             yield connection
 
     @contextlib.contextmanager
     def writer(self) -> Iterator[sqlite3.Connection]:
         """The writer, held but in no transaction."""
-        with self._writing:
+        with self.using(), self._writing:
             yield self._writer
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """A reader that sees one snapshot. Raises BusyError, VerificationError."""
+        """A reader that sees one snapshot. Raises BusyError, VerificationError, NotFoundError once
+        all are closed."""
+        with self.using(), self._snapshot() as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def _snapshot(self) -> Iterator[sqlite3.Connection]:
         try:
             connection = self._idle.pop()
         except IndexError:
@@ -133,7 +161,7 @@ class Connections:
 
         False if a reader prevents it just now.
         """
-        with self._writing:
+        with self.writer():
             self._writer.execute("PRAGMA busy_timeout = 0")
             try:
                 busy = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
@@ -144,7 +172,13 @@ class Connections:
         return not busy
 
     def close(self) -> None:
-        """Close them all; the last process to close leaves no write-ahead log."""
+        """Close them all, once nobody works with one; the last process to close leaves no
+        write-ahead log. Raises BusyError when a statement does not end; they then stay open.
+        """
+        with self._users:
+            if not self._users.wait_for(lambda: not self._using, _CLOSE_S):
+                raise BusyError(f"{self.path}: still in use after {_CLOSE_S:.0f} s")
+            self._closed = True
         while self._all:
             self._all.pop().close()
         if self._lock >= 0:

@@ -93,7 +93,8 @@ class Store:
         return cls(path)
 
     def close(self) -> None:
-        """Close every connection. Twice is harmless."""
+        """Close every connection, once nobody reads or writes. Twice is harmless. Raises BusyError
+        when a statement does not end."""
         self._connections.close()
 
     def __enter__(self) -> Self:
@@ -117,7 +118,7 @@ class Store:
         """A transaction that changes vectors or spaces, for this room: the changes appended to the
         list are told to the listeners once it is durable.
         """
-        with self._telling:
+        with self._connections.using(), self._telling:
             changes: list[Change] = []
             before = after = -1
             try:

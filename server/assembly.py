@@ -64,6 +64,7 @@ def load(core: Core) -> None:
     """
     now = core.state.now
     core.galleries.open_all(now, core.catalog.manifests)
+    core.forget_missing()
     return_galleries(core)
     core.replan()
     for release in sorted(core.needed()):

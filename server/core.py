@@ -100,6 +100,16 @@ class Core:
         specs.append(SpaceSpec.of(self.active()))
         return self.galleries.create(name, specs, now, self.catalog.manifests)
 
+    def delete_gallery(self, name: str) -> None:
+        """Delete a gallery, and what is remembered of its upgrades. Raises like
+        `Galleries.delete`."""
+        self.galleries.delete(name)
+        self.upgrading.forget({name})
+
+    def forget_missing(self) -> None:
+        """At the start: forget pauses of galleries whose deletion a kill broke off."""
+        self.upgrading.forget(set(self.state.now.paused) - self.galleries.names())
+
     def behind(self) -> dict[str, str]:
         """Galleries whose active space is not the active release's, with the reason."""
         active = self.state.now.active
@@ -113,7 +123,7 @@ class Core:
         """Vectors of all galleries, by release and state of their space."""
         sizes: dict[tuple[int, str], int] = {}
         for hosted in self.galleries.all():
-            for info in hosted.store.spaces():
+            for info in () if hosted.leaving else hosted.store.spaces():
                 key = (info.spec.release, info.state)
                 sizes[key] = sizes.get(key, 0) + hosted.store.count(info.spec.space)
         return sizes

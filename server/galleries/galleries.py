@@ -4,7 +4,8 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import structlog
@@ -13,9 +14,11 @@ from gallery import staging
 from gallery.spec import SpaceSpec
 from gallery.store import Store
 from release import durable
-from release.errors import AlreadyExistsError, InvalidInputError, NotFoundError
+from release.errors import AlreadyExistsError, BusyError, InvalidInputError, NotFoundError
 from release.manifest import Manifest
+from server.galleries import order
 from server.galleries.hosted import Hosted
+from server.galleries.order import Level
 from server.state import State
 
 log = structlog.get_logger("server.galleries")
@@ -25,14 +28,20 @@ _FILE = "gallery.sqlite"
 # A folder with this prefix is a gallery being made or deleted when the gateway died.
 _UNFINISHED = ".tmp-"
 CREATED = "created"
+# How long a deletion waits for the calls that still work with the gallery.
+_LEAVE_S = 60.0
 
 
 class Galleries:
-    """Open galleries by name. The mapping is replaced, never changed, so readers need no lock."""
+    """Open galleries by name. The mapping is replaced, never changed, so readers need no lock.
+
+    Whoever works with a gallery is counted among its users, through `using`, `all` or `holding`; a
+    deletion closes it when the last of them has left.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._lock = threading.Lock()
+        self._names = threading.Lock()
         self._hosted: Mapping[str, Hosted] = {}
 
     def open_all(self, state: State, manifests: Mapping[int, Manifest]) -> None:
@@ -51,16 +60,49 @@ class Galleries:
                 log.info("serving gallery", gallery=folder.name)
         self._hosted = hosted
 
-    def all(self) -> list[Hosted]:
-        """Every gallery, by name."""
-        return [hosted for _, hosted in sorted(self._hosted.items())]
+    @contextmanager
+    def using(self, name: str) -> Iterator[Hosted]:
+        """A gallery, kept open to the end of the block. Raises NotFoundError."""
+        hosted = self.get(name)
+        if hosted.leaving or not hosted.users.enter():
+            raise _unknown(name)
+        try:
+            with order.holding(Level.GALLERY, name):
+                yield hosted
+        finally:
+            hosted.users.leave()
+
+    def names(self) -> set[str]:
+        """Names that are taken."""
+        return set(self._hosted)
+
+    def all(self) -> Iterator[Hosted]:
+        """Every gallery, by name; each is kept open until the next is asked for."""
+        for _, hosted in sorted(self._hosted.items()):
+            if hosted.users.enter():
+                try:
+                    yield hosted
+                finally:
+                    hosted.users.leave()
+
+    @contextmanager
+    def holding(self) -> Iterator[list[Hosted]]:
+        """Every gallery, by name, all kept open to the end of the block."""
+        with ExitStack() as leaving:
+            found = []
+            for hosted in self.all():
+                if hosted.users.enter():
+                    leaving.callback(hosted.users.leave)
+                    leaving.enter_context(order.holding(Level.GALLERY, hosted.name))
+                    found.append(hosted)
+            yield found
 
     def get(self, name: str) -> Hosted:
-        """Raises NotFoundError."""
+        """A gallery that the caller does not work with. Raises NotFoundError."""
         try:
             return self._hosted[name]
         except KeyError:
-            raise NotFoundError(f"no gallery is called {name[:64]!r}; create it first") from None
+            raise _unknown(name) from None
 
     def create(
         self, name: str, specs: list[SpaceSpec], state: State, manifests: Mapping[int, Manifest]
@@ -74,7 +116,7 @@ class Galleries:
             raise InvalidInputError(
                 f"expected a gallery name of 1 to 64 of a-z, 0-9, '-', '_', got {name[:80]!r}"
             )
-        with self._lock:
+        with self._taking():
             if name in self._hosted:
                 raise AlreadyExistsError(f"gallery {name!r} exists already")
             unfinished = self._folder / f"{_UNFINISHED}{name}-{uuid.uuid4().hex}"
@@ -91,18 +133,41 @@ class Galleries:
             return hosted
 
     def delete(self, name: str) -> None:
-        """Delete a gallery with all in it, once nobody searches it. Raises NotFoundError."""
-        with self._lock:
+        """Delete a gallery with all in it, once nobody works with it; new calls are told that it is
+        gone while the last ones end.
+
+        Raises NotFoundError, BusyError when they do not end (then it stays), CannotWriteError.
+        """
+        with self._taking():
             hosted = self.get(name)
-            self._hosted = {n: h for n, h in self._hosted.items() if n != name}
-            with hosted.writes.alone():
-                hosted.plan.users.wait_until_none(60)
-                hosted.close()
+            if hosted.leaving:
+                raise _unknown(name)
+            hosted.leaving = True
+        try:
+            if not hosted.users.close(_LEAVE_S):
+                raise BusyError(f"gallery {name!r} is still in use; delete it again later")
+            gone = self._folder / f"{_UNFINISHED}{name}-{uuid.uuid4().hex}"
+            with self._taking():
                 # Renamed first: from here on it is gone, whatever happens to the rest.
-                gone = self._folder / f"{_UNFINISHED}{name}-{uuid.uuid4().hex}"
                 durable.publish_dir(hosted.folder, gone)
-                durable.remove_tree(gone)
+                self._hosted = {n: h for n, h in self._hosted.items() if n != name}
+        except BaseException:
+            hosted.leaving = False
+            hosted.users.reopen()
+            raise
+        hosted.close()
+        durable.remove_tree(gone)
 
     def close(self) -> None:
-        for hosted in self.all():
+        for hosted in self._hosted.values():
             hosted.close()
+
+    @contextmanager
+    def _taking(self) -> Iterator[None]:
+        order.check(Level.NAMES)
+        with self._names, order.holding(Level.NAMES):
+            yield
+
+
+def _unknown(name: str) -> NotFoundError:
+    return NotFoundError(f"no gallery is called {name[:64]!r}; create it first")

@@ -4,11 +4,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from server.galleries import order
+from server.galleries.order import Level
+
 
 class Gate:
     """Who waits to be alone goes before those who come later to be together."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        """`name`: of its gallery, for the order of locks."""
+        self._name = name
         self._condition = threading.Condition()
         self._together = 0
         self._alone = False
@@ -17,11 +22,13 @@ class Gate:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Pass while nobody is alone."""
+        order.check(Level.WRITES, self._name)
         with self._condition:
             self._condition.wait_for(lambda: not self._alone and not self._waiting)
             self._together += 1
         try:
-            yield
+            with order.holding(Level.WRITES, self._name):
+                yield
         finally:
             with self._condition:
                 self._together -= 1
@@ -30,13 +37,17 @@ class Gate:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Pass once all others are through."""
+        order.check(Level.WRITES, self._name)
         with self._condition:
             self._waiting += 1
-            self._condition.wait_for(lambda: not self._alone and not self._together)
-            self._waiting -= 1
+            try:
+                self._condition.wait_for(lambda: not self._alone and not self._together)
+            finally:
+                self._waiting -= 1
             self._alone = True
         try:
-            yield
+            with order.holding(Level.WRITES, self._name):
+                yield
         finally:
             with self._condition:
                 self._alone = False
@@ -46,15 +57,20 @@ class Gate:
 class Users:
     """Counts those who use something that may only be let go when nobody does."""
 
-    def __init__(self) -> None:
+    def __init__(self, level: Level, name: str = "") -> None:
+        """`level` and `name`: what is used, for the order of locks."""
+        self._level = level
+        self._name = name
         self._lock = threading.Lock()
         self._none = threading.Condition(self._lock)
         self._count = 0
+        self._closed = False
 
-    def enter(self) -> None:
-        """One more uses it."""
+    def enter(self) -> bool:
+        """One more uses it; False, and nothing is counted, once it is closed. Never waits."""
         with self._lock:
-            self._count += 1
+            self._count += not self._closed
+            return not self._closed
 
     def leave(self) -> None:
         """One fewer does."""
@@ -65,5 +81,18 @@ class Users:
 
     def wait_until_none(self, timeout_s: float) -> bool:
         """Wait until nobody uses it; False if somebody still does after `timeout_s` seconds."""
+        order.check(self._level, self._name)
         with self._lock:
             return self._none.wait_for(lambda: not self._count, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """The same, and nobody enters any more from the moment that nobody uses it."""
+        order.check(self._level, self._name)
+        with self._lock:
+            self._closed = self._none.wait_for(lambda: not self._count, timeout_s)
+            return self._closed
+
+    def reopen(self) -> None:
+        """Let users in again."""
+        with self._lock:
+            self._closed = False

@@ -1,7 +1,8 @@
 """A gallery being served: its store, a live view of each space it is searched in, its plan."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from gallery.spec import SpaceSpec
@@ -10,8 +11,10 @@ from gallery.view import LiveView, Snapshot
 from release import durable
 from release.errors import ConfigurationError
 from release.manifest import Manifest
-from server.galleries.gate import Gate
+from server.galleries import order
+from server.galleries.gate import Gate, Users
 from server.galleries.items import ItemCache
+from server.galleries.order import Level
 from server.galleries.plan import Plan, make_plan
 from server.state import State
 
@@ -23,17 +26,23 @@ NOTE = "note"
 class Hosted:
     """One open gallery.
 
-    `plan` is one reference: a call takes it once, through `using`, and keeps to it. `writes` is
-    passed together by puts and alone by whoever changes the gallery's spaces.
+    `users` are all who work with it, `Galleries` counts them; `leaving` is set while its deletion
+    waits for the last. `plan` is one reference: a call takes it once, through `using`, and keeps to
+    it. `writes` is passed together by puts and alone by whoever changes the gallery's spaces.
     """
 
     def __init__(self, name: str, folder: Path, store: Store) -> None:
         self.name = name
         self.folder = folder
         self.store = store
-        self.writes = Gate()
+        self.users = Users(Level.GALLERY, name)
+        self.leaving = False
+        self.writes = Gate(name)
         self._lock = threading.Lock()
-        self._views: dict[str, LiveView] = {}
+        # Held to make or drop views. The mapping is replaced, never changed: a search of a view
+        # that is there does not wait while another is read from the file.
+        self._making = threading.Lock()
+        self._views: Mapping[str, LiveView] = {}
         self._items: dict[str, ItemCache] = {}
         store.subscribe(self._forward)
         self._plan: Plan | None = None
@@ -44,13 +53,19 @@ class Hosted:
         assert self._plan is not None, "replan comes first"
         return self._plan
 
-    def using(self) -> Plan:
-        """The plan, its `users` entered: leave them when done."""
+    @contextmanager
+    def using(self) -> Iterator[Plan]:
+        """The plan, one of its `users` being the caller."""
         while True:
             plan = self.plan
             plan.users.enter()
             if plan is self._plan:
-                return plan
+                break
+            plan.users.leave()
+        try:
+            with order.holding(Level.PLAN, self.name):
+                yield plan
+        finally:
             plan.users.leave()
 
     def replan(self, state: State, manifests: Mapping[int, Manifest]) -> Plan:
@@ -74,15 +89,20 @@ class Hosted:
 
     def view(self, space: str) -> LiveView:
         """The live view of a space, made when it is first asked for."""
-        with self._lock:
-            if space not in self._views:
-                self._views[space] = LiveView(self.store, space)
-            return self._views[space]
+        view = self._views.get(space)
+        if view is not None:
+            return view
+        order.check(Level.VIEW, self.name)
+        with self._making, order.holding(Level.VIEW, self.name):
+            view = self._views.get(space)
+            if view is None:
+                view = LiveView(self.store, space)
+                self._views = {**self._views, space: view}
+            return view
 
-    def views(self) -> dict[str, LiveView]:
+    def views(self) -> Mapping[str, LiveView]:
         """Every live view there is, by space."""
-        with self._lock:
-            return dict(self._views)
+        return self._views
 
     def items(self, labels: list[int], space: str) -> list[Item | None]:
         """Items as `space` shows them, in order; None for those deleted meanwhile."""
@@ -114,10 +134,16 @@ class Hosted:
     def forget_views(self, plan: Plan) -> None:
         """Let go of the views that `plan` does not search; nobody may use an older one by now."""
         self._rest = None
+        order.check(Level.VIEW, self.name)
+        with self._making:
+            kept = plan.searched()
+            gone = [view for space, view in self._views.items() if space not in kept]
+            self._views = {space: v for space, v in self._views.items() if space in kept}
+        for view in gone:
+            view.close()
         with self._lock:
-            for space in set(self._views) - plan.searched():
-                self._views.pop(space).close()
-                self._items.pop(space, None)
+            for space in set(self._items) - kept:
+                self._items.pop(space)
 
     def spec(self) -> SpaceSpec:
         """The space that is active in the file."""

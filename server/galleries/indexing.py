@@ -95,16 +95,16 @@ class Indexing:
         return True
 
     def _make(self, hosted: Hosted, space: str, view: LiveView) -> None:
-        with contextlib.suppress(_StoppedError):
-            make_index(hosted, space, view, self._give_up)
+        def give_up() -> None:
+            if self._stopping.is_set() or hosted.leaving:
+                raise _StoppedError
 
-    def _give_up(self) -> None:
-        if self._stopping.is_set():
-            raise _StoppedError
+        with contextlib.suppress(_StoppedError):
+            make_index(hosted, space, view, give_up)
 
 
 class _StoppedError(Exception):
-    """The gateway ends; the index is made at the next start."""
+    """The gateway ends, and the index is made at the next start; or the gallery is deleted."""
 
 
 def give_way() -> None:

@@ -7,6 +7,7 @@ from gallery.spec import Origin, SpaceInfo
 from release.calibration import Scorer, find
 from release.manifest import Manifest
 from server.galleries.gate import Users
+from server.galleries.order import Level
 from server.state import RolloutName, State
 
 
@@ -38,7 +39,7 @@ class Plan:
     alone: Mapping[str, Part]
     writes: tuple[Manifest, ...]
     accepts: frozenset[str]
-    users: Users = field(default_factory=Users)
+    users: Users = field(default_factory=lambda: Users(Level.PLAN))
 
     @property
     def query(self) -> Manifest:

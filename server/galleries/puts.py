@@ -86,8 +86,7 @@ class Putting:
 
     def _try(self, hosted: Hosted, puts: Sequence[Put], outcome: Outcome) -> bool:
         """Make vectors for the present plan and store them; False if the plan changed meanwhile."""
-        plan = hosted.using()
-        try:
+        with hosted.using() as plan:
             refused: list[tuple[str, str]] = []
             ready = self._make(plan, puts, refused)
             with hosted.writes.together():
@@ -96,8 +95,6 @@ class Putting:
                 for group in _by_spaces(ready):
                     _store(hosted, group)
                     outcome.stored += len(group)
-        finally:
-            plan.users.leave()
         outcome.refused += refused
         return True
 

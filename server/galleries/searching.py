@@ -81,8 +81,7 @@ class Searching:
         Raises InvalidInputError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError,
         UnavailableError (only for images), DeadlineError.
         """
-        plan = hosted.using()
-        try:
+        with hosted.using() as plan:
             question = self._question(hosted, plan, query, k)
             for _ in range(_TRIES):
                 answer = self._answer(question, conditions)
@@ -90,8 +89,6 @@ class Searching:
                 if not _lost(question, answer, found):
                     break
             return found
-        finally:
-            plan.users.leave()
 
     def _answer(self, question: _Question, conditions: Sequence[Condition]) -> _Answer:
         if not conditions and question.k <= _SMALL_K:
@@ -102,8 +99,7 @@ class Searching:
         self, hosted: Hosted, queries: Sequence[Query], k: int, conditions: Sequence[Condition]
     ) -> list[Found]:
         """Several queries on one snapshot. Raises like `search`; one bad query fails them all."""
-        plan = hosted.using()
-        try:
+        with hosted.using() as plan:
             images = [query for query in queries if isinstance(query, bytes)]
             vectors = iter(self._image_vectors(plan, images))
             questions = [
@@ -117,8 +113,6 @@ class Searching:
                 _found(question, answer)
                 for question, answer in zip(questions, answers, strict=True)
             ]
-        finally:
-            plan.users.leave()
 
     def _image_vectors(self, plan: Plan, images: Sequence[bytes]) -> Sequence[tuple[Vectors, ...]]:
         if not images:

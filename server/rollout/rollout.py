@@ -59,6 +59,10 @@ class Rollout:
     def run(self) -> None:
         """Raises NotFoundError, GateFailedError, VerificationError, PreconditionError (dual without
         calibration), CancelledError and whatever an upgrade raises."""
+        with self._core.galleries.holding():
+            self._run()
+
+    def _run(self) -> None:
         manifest = self._verify()
         going = self._sort_galleries(manifest)
         self._stage(going, manifest)

@@ -41,19 +41,22 @@ class GalleryService(GalleryServiceServicer):
     def GetGallery(  # noqa: N802
         self, request: pb.GetGalleryRequest, context: grpc.ServicerContext
     ) -> pb.GetGalleryResponse:
-        return pb.GetGalleryResponse(gallery=_gallery(self._core.galleries.get(request.name)))
+        with self._core.galleries.using(request.name) as hosted:
+            return pb.GetGalleryResponse(gallery=_gallery(hosted))
 
     def ListGalleries(  # noqa: N802
         self, request: pb.ListGalleriesRequest, context: grpc.ServicerContext
     ) -> pb.ListGalleriesResponse:
-        galleries = [_gallery(hosted) for hosted in self._core.galleries.all()]
+        galleries = [
+            _gallery(hosted) for hosted in self._core.galleries.all() if not hosted.leaving
+        ]
         return pb.ListGalleriesResponse(galleries=galleries)
 
     def DeleteGallery(  # noqa: N802
         self, request: pb.DeleteGalleryRequest, context: grpc.ServicerContext
     ) -> pb.DeleteGalleryResponse:
         self._refuse_during_activation("delete a gallery")
-        self._core.galleries.delete(request.name)
+        self._core.delete_gallery(request.name)
         return pb.DeleteGalleryResponse()
 
     def PutItems(  # noqa: N802
@@ -64,14 +67,15 @@ class GalleryService(GalleryServiceServicer):
             name = name or request.gallery
             if request.gallery not in ("", name):
                 raise InvalidInputError("expected one gallery a stream; open another stream")
-            hosted = self._core.galleries.get(name)
             puts, errors = [], []
             for item in request.items:
                 try:
                     puts.append(_put(item))
                 except InvalidInputError as error:
                     errors.append(pb.ItemError(id=item.id[:256], message=str(error)))
-            outcome = self._putting.put(hosted, puts)
+            # Not kept open while the client makes its next message.
+            with self._core.galleries.using(name) as hosted:
+                outcome = self._putting.put(hosted, puts)
             stored += outcome.stored
             errors += [pb.ItemError(id=name, message=why) for name, why in outcome.refused]
             yield pb.PutItemsResponse(stored=stored, errors=errors)
@@ -79,11 +83,11 @@ class GalleryService(GalleryServiceServicer):
     def GetItem(  # noqa: N802
         self, request: pb.GetItemRequest, context: grpc.ServicerContext
     ) -> pb.GetItemResponse:
-        hosted = self._core.galleries.get(request.gallery)
-        item = hosted.store.get(request.id)
-        if item is None:
-            raise NotFoundError(f"gallery {request.gallery!r} has no item of that id")
-        response = pb.GetItemResponse(id=item.id, spaces=hosted.spaces_of(item.label))
+        with self._core.galleries.using(request.gallery) as hosted:
+            item = hosted.store.get(request.id)
+            if item is None:
+                raise NotFoundError(f"gallery {request.gallery!r} has no item of that id")
+            response = pb.GetItemResponse(id=item.id, spaces=hosted.spaces_of(item.label))
         for key, value in item.metadata.items():
             to_value(value, response.metadata[key])
         return response
@@ -95,7 +99,8 @@ class GalleryService(GalleryServiceServicer):
             raise TooLargeError(
                 f"expected at most {LARGEST_DELETE} ids, got {len(request.ids)}; send several calls"
             )
-        deleted = self._core.galleries.get(request.gallery).store.delete(list(request.ids))
+        with self._core.galleries.using(request.gallery) as hosted:
+            deleted = hosted.store.delete(list(request.ids))
         return pb.DeleteItemsResponse(deleted=deleted)
 
     def _refuse_during_activation(self, what: str) -> None:

@@ -24,10 +24,10 @@ class SearchService(SearchServiceServicer):
     def Search(  # noqa: N802 - the contract's name
         self, request: pb.SearchRequest, context: grpc.ServicerContext
     ) -> pb.SearchResponse:
-        hosted = self._core.galleries.get(request.gallery)
-        found = self._core.searching.search(
-            hosted, _query(request.query), _k(request.k), from_filter(request.filter)
-        )
+        with self._core.galleries.using(request.gallery) as hosted:
+            found = self._core.searching.search(
+                hosted, _query(request.query), _k(request.k), from_filter(request.filter)
+            )
         return _response(found)
 
     def SearchBatch(  # noqa: N802
@@ -38,11 +38,11 @@ class SearchService(SearchServiceServicer):
                 f"expected 1 to {LARGEST_BATCH} queries, got {len(request.queries)}; "
                 "send several batches"
             )
-        hosted = self._core.galleries.get(request.gallery)
         queries = [_query(query) for query in request.queries]
-        found = self._core.searching.batch(
-            hosted, queries, _k(request.k), from_filter(request.filter)
-        )
+        with self._core.galleries.using(request.gallery) as hosted:
+            found = self._core.searching.batch(
+                hosted, queries, _k(request.k), from_filter(request.filter)
+            )
         return pb.SearchBatchResponse(responses=[_response(one) for one in found])
 
 

@@ -36,10 +36,10 @@ class UpgradeService(UpgradeServiceServicer):
     def EstimateUpgrade(  # noqa: N802 - the contract's name
         self, request: pb.EstimateUpgradeRequest, context: grpc.ServicerContext
     ) -> pb.EstimateUpgradeResponse:
-        hosted = self._core.galleries.get(request.gallery)
         target = self._core.catalog.find(request.release)
-        self._core.catalog.verified(target.release)
-        estimate, route = self._core.upgrading.estimate(hosted, target)
+        with self._core.galleries.using(request.gallery) as hosted:
+            self._core.catalog.verified(target.release)
+            estimate, route = self._core.upgrading.estimate(hosted, target)
         response = pb.EstimateUpgradeResponse(
             items=estimate.items,
             bytes=estimate.bytes,
@@ -53,7 +53,11 @@ class UpgradeService(UpgradeServiceServicer):
     def StartUpgrade(  # noqa: N802
         self, request: pb.StartUpgradeRequest, context: grpc.ServicerContext
     ) -> pb.StartUpgradeResponse:
-        core, hosted = self._core, self._core.galleries.get(request.gallery)
+        with self._core.galleries.using(request.gallery) as hosted:
+            return pb.StartUpgradeResponse(progress=self._start(hosted, request))
+
+    def _start(self, hosted: Hosted, request: pb.StartUpgradeRequest) -> pb.UpgradeProgress:
+        core = self._core
         active = core.active()
         if request.release not in (0, active.release):
             raise PreconditionError(
@@ -69,30 +73,32 @@ class UpgradeService(UpgradeServiceServicer):
             images = {one.id: one.image for one in request.backfill}
             count = backfill(hosted, core.embedding, images, request.backfill_budget)
             core.upgrading.count_re_embedded(hosted.name, active.release, count)
-        return pb.StartUpgradeResponse(progress=self._progress(hosted))
+        return self._progress(hosted)
 
     def WatchUpgrade(  # noqa: N802
         self, request: pb.WatchUpgradeRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.WatchUpgradeResponse]:
-        hosted = self._core.galleries.get(request.gallery)
         changed, seen, last = self._core.upgrading.changed, -1, None
-        report = _Report(hosted, self._core.searching, request.group_by)
+        report = _Report(self._core.searching, request.group_by)
         while context.is_active() and not self._core.stopping.is_set():
-            progress = self._progress(hosted)
-            report.add_to(progress)
+            # Not kept open while it waits: somebody may want to delete it.
+            with self._core.galleries.using(request.gallery) as hosted:
+                progress = self._progress(hosted)
+                report.add_to(progress, hosted)
+                ended = self._ended(hosted)
             if progress != last:
                 last = progress
                 yield pb.WatchUpgradeResponse(progress=progress)
-            if self._ended(hosted):
+            if ended:
                 return
             seen = changed.wait(seen, 0.5)
 
     def PauseUpgrade(  # noqa: N802
         self, request: pb.PauseUpgradeRequest, context: grpc.ServicerContext
     ) -> pb.PauseUpgradeResponse:
-        hosted = self._core.galleries.get(request.gallery)
-        self._core.upgrading.pause(hosted.name)
-        return pb.PauseUpgradeResponse(progress=self._progress(hosted))
+        with self._core.galleries.using(request.gallery) as hosted:
+            self._core.upgrading.pause(hosted.name)
+            return pb.PauseUpgradeResponse(progress=self._progress(hosted))
 
     def _ended(self, hosted: Hosted) -> bool:
         job = self._core.upgrading.job(hosted.name)
@@ -117,22 +123,21 @@ class UpgradeService(UpgradeServiceServicer):
 class _Report:
     """Quality by subgroup, measured again when what is served has changed enough to tell."""
 
-    def __init__(self, hosted: Hosted, searching: Searching, key: str) -> None:
-        self._hosted = hosted
+    def __init__(self, searching: Searching, key: str) -> None:
         self._searching = searching
         self._key = key
         self._stage: tuple[object, ...] = ()
         self._quality = pb.SubgroupQuality()
 
-    def add_to(self, progress: pb.UpgradeProgress) -> None:
+    def add_to(self, progress: pb.UpgradeProgress, hosted: Hosted) -> None:
         """Does nothing without a key. Raises InvalidInputError for one that makes no groups."""
         if not self._key:
             return
-        spaces = [part.space for part in self._hosted.plan.parts]
+        spaces = [part.space for part in hosted.plan.parts]
         tenth = 10 * progress.done // max(1, progress.total) if len(spaces) > 1 else 0
         stage = (*spaces, tenth, progress.re_embedded)
         if stage != self._stage:
-            found = subgroups(self._hosted, self._searching, self._key)
+            found = subgroups(hosted, self._searching, self._key)
             self._stage, self._quality = stage, _quality(found)
         progress.quality.CopyFrom(self._quality)
 

@@ -170,6 +170,16 @@ class Upgrading:
             self._state.change(paused=paused)
             self._update(gallery, state=JobState.RUNNING)
 
+    def forget(self, galleries: set[str]) -> None:
+        """Forget pauses and jobs of galleries that are gone. Raises CannotWriteError."""
+        with self._lock:
+            for gallery in galleries:
+                self._jobs.pop(gallery, None)
+        paused = self._state.now.paused
+        if galleries & set(paused):
+            self._state.change(paused=tuple(name for name in paused if name not in galleries))
+        self.changed.notify()
+
     def wait_resumed(self, gallery: str, should_stop: Callable[[], bool]) -> None:
         """Wait while a gallery is paused."""
         seen = -1

@@ -1,0 +1,175 @@
+"""A gallery is deleted beside every use of it: nothing closes under its users, none deadlock."""
+
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from gallery.spec import SpaceSpec
+from gallery.store import Store
+from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
+from release.errors import BusyError, NotFoundError
+from release.manifest import Manifest
+from server.galleries import order
+from server.galleries.gate import Gate, Users
+from server.galleries.order import Level, LockOrderError
+from server.gateway import Gateway
+from tests.server.conftest import Stages, publish_stage
+from tests.server.process import serving
+from tests.server.support import Client, code_of, embedding, images, refusal, running
+
+ROUNDS = 25
+GONE = {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ABORTED}
+
+
+def delete(client: Client, name: str = "g") -> None:
+    request = gallery_pb2.DeleteGalleryRequest(name=name)
+    client.galleries.DeleteGallery(request, timeout=90)
+
+
+@contextmanager
+def over_and_over(*calls: Callable[[], object]) -> Iterator[None]:
+    """Each call on a thread of its own, again and again; a gallery that is gone is no failure."""
+    stop = threading.Event()
+
+    def work(call: Callable[[], object]) -> int:
+        done = 0
+        while not stop.is_set():
+            try:
+                call()
+            except grpc.RpcError as error:
+                if code_of(error) not in GONE:
+                    raise
+            done += 1
+        return done
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        results = [pool.submit(work, call) for call in calls]
+        try:
+            yield
+        finally:
+            stop.set()
+        assert all(result.result(60) for result in results)
+
+
+def test_every_use_beside_deletions_in_a_loop(repo: Path, tmp_path: Path, one: Manifest) -> None:
+    """The gateway died of SIGSEGV within seconds: SQLite connections were closed under readers."""
+    item = gallery_pb2.PutItem(
+        id="i0", vectors=gallery_pb2.Vectors(embedding=embedding(one, images(1)[0]))
+    )
+    get = gallery_pb2.GetGalleryRequest(name="g")
+    get_item = gallery_pb2.GetItemRequest(gallery="g", id="i0")
+    query = embedding(one, images(1)[0])
+    watch = upgrade_pb2.WatchUpgradeRequest(gallery="g")
+    with (
+        serving(repo, tmp_path / "data", "--triton=in-process") as served,
+        Client(served.address) as client,
+    ):
+        client.create_when_idle()
+        with over_and_over(
+            lambda: client.galleries.GetGallery(get),
+            lambda: client.galleries.ListGalleries(gallery_pb2.ListGalleriesRequest()),
+            lambda: client.galleries.GetItem(get_item),
+            lambda: client.search_by(query),
+            lambda: client.put([item]),
+            lambda: list(client.upgrades.WatchUpgrade(watch)),
+            lambda: urllib.request.urlopen(f"http://{served.metrics}/metrics").read(),
+        ):
+            for _ in range(ROUNDS):
+                delete(client)
+                client.create()
+        assert served.stop() == 0
+
+
+def test_a_deletion_and_a_put_under_way_wait_for_each_other_in_one_order(
+    gateway: Gateway, client: Client, one: Manifest
+) -> None:
+    """The put was inside a plan and wanted the gate, the deletion inside the gate and wanted the
+    plan: both waited for a minute, and so did who made another gallery."""
+    client.create()
+    galleries = gateway.core.galleries
+    with ThreadPoolExecutor(1) as pool, galleries.using("g") as hosted, hosted.using():
+        deletion = pool.submit(delete, client)
+        while not hosted.leaving:
+            pass
+        client.create("another")
+        assert refusal(lambda: client.gallery("g"))[0] is grpc.StatusCode.NOT_FOUND
+        with hosted.writes.together():
+            assert not deletion.done()
+    deletion.result(30)
+    assert [gallery.name for gallery in galleries.all()] == ["another"]
+    assert not list(gateway.core.data.glob("galleries/.tmp-*"))
+
+
+def test_a_gallery_that_stays_in_use_stays(
+    gateway: Gateway, client: Client, monkeypatch: pytest.MonkeyPatch, one: Manifest
+) -> None:
+    monkeypatch.setattr("server.galleries.galleries._LEAVE_S", 0.05)
+    client.create()
+    with gateway.core.galleries.using("g"):
+        assert refusal(lambda: delete(client))[0] is grpc.StatusCode.ABORTED
+    client.put_images(images(2))
+    assert client.gallery().items == 2
+    delete(client)
+    assert refusal(lambda: client.gallery())[0] is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_pause_ends_with_its_gallery(repo: Path, tmp_path: Path, stages: Stages) -> None:
+    """The next gallery of the name was paused from birth, and the next activation never ended."""
+    with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
+        client.create()
+        client.pause()
+        delete(client)
+        client.create()
+        client.put_images(images(3))
+        publish_stage(repo, stages[2])
+        assert client.activate(2).phase == release_pb2.PHASE_DONE
+        client.pause()
+        # As a kill between the deletion and its record leaves it.
+        gateway.core.galleries.delete("g")
+    with running(repo, tmp_path / "data") as gateway:
+        assert gateway.core.state.now.paused == ()
+
+
+def test_closing_waits_for_who_reads(tmp_path: Path, one: Manifest) -> None:
+    store = Store.create(tmp_path / "g.sqlite", SpaceSpec.of(one))
+    with ThreadPoolExecutor(1) as pool:
+        with store.reading() as connection:
+            closing = pool.submit(store.close)
+            assert connection.execute("SELECT count(*) FROM items").fetchone() == (0,)
+            assert store.count() == 0
+            assert not closing.done()
+        closing.result(30)
+    with pytest.raises(NotFoundError, match="closed"):
+        store.count()
+
+
+def test_closing_gives_up_where_a_reader_never_ends(
+    tmp_path: Path, one: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gallery.connections._CLOSE_S", 0.05)
+    with Store.create(tmp_path / "g.sqlite", SpaceSpec.of(one)) as store:
+        with store.reading(), pytest.raises(BusyError, match="in use"):
+            store.close()
+        assert store.count() == 0
+
+
+def test_waiting_against_the_order_is_refused() -> None:
+    a, b = Gate("a"), Gate("b")
+    plan, gallery = Users(Level.PLAN), Users(Level.GALLERY, "a")
+    with a.alone(), b.alone():
+        with pytest.raises(LockOrderError, match="waiting for PLAN"):
+            plan.wait_until_none(1)
+        with pytest.raises(LockOrderError, match="holding WRITES"), a.together():
+            pass
+    with order.holding(Level.PLAN, "a"):
+        with pytest.raises(LockOrderError, match="waiting for GALLERY"):
+            gallery.close(1)
+        with a.together():
+            order.check(Level.VIEW, "a")
+    order.check(Level.NAMES)
