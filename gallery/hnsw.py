@@ -20,14 +20,17 @@ from release.errors import NotFoundError, VerificationError
 from release.vectors import Vectors
 
 ENGINE = f"hnswlib {version('hnswlib')}"
-# Rows that a build adds at a time.
-PIECE = 2000
+# Rows that are added at a time; a build can be given up between two pieces.
+PIECE = 500
 # Links a row (Malkov and Yashunin's M), and candidates while building.
 M = 16
 EF_CONSTRUCTION = 100
 # Candidates while searching: the first that finds LEAST_RECALL of the 10 nearest in a probe.
 TRIED_EF = (64, 128, 256, 512)
 LEAST_RECALL = 0.99
+# Queries of such a probe, and how many neighbours of each.
+PROBES = 64
+K = 10
 # Rows that came or went, as a share of all, up to which a graph is carried rather than built.
 LARGEST_CHANGE = 0.3
 # Microseconds, measured at 100,000 x 128 with filters that pass .5 % to 50 %: which of the two ways
@@ -123,13 +126,20 @@ def build(
     prepared = distances.prepare(spec.metric, vectors)
     graph = hnswlib.Index("l2" if spec.metric == "squared_l2" else "ip", spec.dim)
     graph.init_index(max(1, len(labels)), M=M, ef_construction=EF_CONSTRUCTION, random_seed=1)
-    for start in range(0, len(labels), PIECE):
-        rows = np.arange(start, min(start + PIECE, len(labels)))
-        graph.add_items(prepared[rows], rows, num_threads=threads)
-        between()
+    _add(graph, prepared, np.arange(len(labels)), threads, between)
     index = HnswIndex(spec, labels, prepared, graph)
-    _tune(index)
+    _tune(index, between)
     return index
+
+
+def _add(
+    graph: Any, prepared: Vectors, rows: Labels, threads: int, between: Callable[[], None]
+) -> None:
+    """Add `rows` of `prepared` in pieces."""
+    for start in range(0, len(rows), PIECE):
+        piece = rows[start : start + PIECE]
+        graph.add_items(prepared[piece], piece, num_threads=threads)
+        between()
 
 
 def load(path: Path, spec: SpaceSpec) -> HnswIndex:
@@ -147,13 +157,22 @@ def load(path: Path, spec: SpaceSpec) -> HnswIndex:
     return index
 
 
-def carry(old: HnswIndex, spec: SpaceSpec, labels: Labels, vectors: Vectors) -> HnswIndex:
+def carry(
+    old: HnswIndex,
+    spec: SpaceSpec,
+    labels: Labels,
+    vectors: Vectors,
+    *,
+    threads: int = 1,
+    between: Callable[[], None] = lambda: None,
+) -> HnswIndex:
     """The graph of `old` over new content, 40 times faster than a fresh one.
 
     After an upgrade `spec` is another space: the links stay and the vectors are replaced, for an
     upgrade keeps most neighbours; searching then takes a larger ef. Within one space, what is gone
     is marked, and what is new is added. `old` is left as it is. Raises VerificationError where the
-    outcome would find less than LEAST_RECALL, or metrics differ: build afresh then.
+    outcome would find less than LEAST_RECALL, or metrics differ: build afresh then. `threads` and
+    `between` as in `build`.
     """
     if old.spec.metric != spec.metric:
         raise VerificationError("the graph is of another metric; build a fresh one")
@@ -172,11 +191,11 @@ def carry(old: HnswIndex, spec: SpaceSpec, labels: Labels, vectors: Vectors) -> 
     added = np.setdiff1d(np.arange(len(labels)), rows)
     state = graph_state.carried(state, rows, prepared, room=len(added))
     graph = hnswlib.Index(state)
-    if len(added):
-        graph.add_items(prepared[added], added, num_threads=1)
+    between()
+    _add(graph, prepared, added, threads, between)
     fresh = old.fresh and old.spec.space == spec.space
     index = HnswIndex(spec, labels, prepared, graph, fresh=fresh)
-    if (found := _tune(index)) < LEAST_RECALL:
+    if (found := _tune(index, between)) < LEAST_RECALL:
         raise VerificationError(
             f"the carried graph finds {found:.3f} of the true neighbours, expected {LEAST_RECALL}; "
             "build a fresh one"
@@ -213,28 +232,36 @@ def renew(
         changes = len(labels) - kept + old.graph.get_current_count() - kept
         if changes <= LARGEST_CHANGE * len(labels):
             with contextlib.suppress(VerificationError):
-                return carry(old, spec, labels, prepared)
+                return carry(old, spec, labels, prepared, threads=threads, between=between)
     return build(spec, labels, prepared, threads=threads, between=between)
 
 
-def _tune(index: HnswIndex) -> float:
+def _tune(index: HnswIndex, between: Callable[[], None] = lambda: None) -> float:
     """Set the smallest ef that finds enough, or the largest; returns the recall it gives."""
+    probes, farthest = _truth(index)
     found = 0.0
     for ef in TRIED_EF:
+        between()
         index.graph.set_ef(ef)
         index.ef = ef
-        if (found := recall(index)) >= LEAST_RECALL:
+        if (found := _recall(index, probes, farthest)) >= LEAST_RECALL:
             break
     return found
 
 
-def recall(index: Index, *, queries: int = 64, k: int = 10) -> float:
-    """Share of the true `k` nearest that `index` finds, probed with some of its own vectors."""
-    probes = index.vectors[:: max(1, len(index.labels) // queries)][:queries]
+def _truth(index: Index) -> tuple[Vectors, Vectors]:
+    """Some of its own vectors [q, dim], and how far the last of the K nearest lies [q, 1]."""
+    probes = index.vectors[:: max(1, len(index.labels) // PROBES)][:PROBES]
+    if not len(probes):
+        return probes, np.empty((0, 1), np.float32)
+    exact = ExactIndex(index.spec, index.labels, index.vectors)
+    return probes, exact.search(probes, min(K, len(index.labels))).distances[:, -1:]
+
+
+def _recall(index: Index, probes: Vectors, farthest: Vectors) -> float:
+    """Share of the true K nearest of the probes that `index` finds."""
     if not len(probes):
         return 1.0
-    k = min(k, len(index.labels))
-    found = index.search(probes, k).distances
-    true = ExactIndex(index.spec, index.labels, index.vectors).search(probes, k).distances
+    found = index.search(probes, min(K, len(index.labels))).distances
     # By distance, not by label: one of several equal vectors is as good as another.
-    return float((found <= true[:, -1:] * (1 + 1e-5) + 1e-6).mean())
+    return float((found <= farthest * (1 + 1e-5) + 1e-6).mean())

@@ -152,11 +152,17 @@ def make_index(
     _save(hosted, space, view)
 
 
-def inherit_index(hosted: Hosted, space: str, view: LiveView, source: LiveView) -> None:
+def inherit_index(
+    hosted: Hosted,
+    space: str,
+    view: LiveView,
+    source: LiveView,
+    between: Callable[[], None] = lambda: None,
+) -> None:
     """After an upgrade: the graph of the space before, over the new vectors. It serves at once; a
-    fresh one follows in the background."""
+    fresh one follows in the background. `between` as in `make_index`."""
     base = source.snapshot().base.index
-    _compact(hosted, view, base if isinstance(base, HnswIndex) else None)
+    _compact(hosted, view, base if isinstance(base, HnswIndex) else None, between)
     _save(hosted, space, view)
 
 

@@ -161,7 +161,9 @@ class Rollout:
         # Where the release was active before a rollback, its own index is still there.
         load_index(hosted, manifest.space, view)
         if due(view):
-            inherit_index(hosted, manifest.space, view, hosted.view(hosted.spec().space))
+            # Where nothing can be inherited it is built, which takes minutes: also given up then.
+            source = hosted.view(hosted.spec().space)
+            inherit_index(hosted, manifest.space, view, source, self._stop_if_cancelled)
         if self._record.rollout != "cutover":
             self._flip([hosted], manifest, active=False)
         return True

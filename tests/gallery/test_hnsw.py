@@ -3,6 +3,7 @@
 import stat
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -210,3 +211,28 @@ def test_a_filter_that_the_graph_cannot_reach_is_answered_exactly(old: hnsw.Hnsw
     found = old.search(old.vectors[:1], 10, mask)
     true = ExactIndex(spec(), LABELS, old.vectors).search(old.vectors[:1], 10, mask)
     np.testing.assert_array_equal(found.labels, true.labels)
+
+
+class GivenUpError(Exception):
+    """Raised between two pieces."""
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_making_a_graph_can_be_given_up_within_a_piece(fresh: bool) -> None:
+    """Also where rows are added to a graph that is carried, and between the probes of its ef."""
+    content = vectors(COUNT, 1)
+    part = np.flatnonzero(np.arange(COUNT) % 4)
+    before = hnsw.build(spec(), LABELS[part], content[part])
+    new_rows = COUNT if fresh else COUNT - len(part)
+    for allowed in (0, 1, new_rows // hnsw.PIECE):
+        calls = iter(range(allowed))
+
+        def between(calls: Iterator[int] = calls) -> None:
+            if next(calls, None) is None:
+                raise GivenUpError
+
+        with pytest.raises(GivenUpError):
+            if fresh:
+                hnsw.build(spec(), LABELS, content, between=between)
+            else:
+                hnsw.carry(before, spec(), LABELS, content, between=between)

@@ -2,11 +2,13 @@
 joins."""
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,3 +107,39 @@ def test_what_was_put_joins_the_graph_when_puts_end(
     base = view.snapshot().base
     assert isinstance(base.index, hnsw.HnswIndex)
     assert len(base) == COUNT + more
+
+
+def test_a_rollback_and_the_end_do_not_wait_for_an_index(
+    gateway: Gateway,
+    client: Client,
+    repo: Path,
+    stages: Stages,
+    one: Manifest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both builds under way, the indexing thread's and the activation's, would never end."""
+    build, over = hnsw.build, threading.Event()
+
+    def endless(*args: Any, **options: Any) -> hnsw.HnswIndex:
+        while not over.is_set():
+            build(*args, **options)
+        return build(*args, **options)
+
+    monkeypatch.setattr(hnsw, "build", endless)
+    client.create()
+    put(client, one)
+    publish_stage(repo, stages[2])
+    try:
+        events = client.begin(2, "CUTOVER")
+
+        def indexing_now() -> bool:
+            job = gateway.core.upgrading.job("g")
+            return job is not None and job.state == "indexing"
+
+        wait_until(indexing_now, "the activation makes no index")
+        client.rollback(confirm=True)
+        assert "called off" in list(events)[-1].message
+        assert gateway.core.state.now.active == 1
+        gateway.stop()
+    finally:
+        over.set()
