@@ -23,7 +23,7 @@ from server.galleries.puts import Putting
 from server.listener import Listener
 from server.rollout.activation import Activations
 from server.settings import IN_PROCESS, Settings
-from server.triton.client import TritonClient
+from server.triton.client import TritonClient, remote_client
 from server.triton.models import TritonModels
 from server.triton.process import TritonProcess, has_triton
 from server.vault import Vault
@@ -104,10 +104,12 @@ class Gateway:
             self._set_health(up)
 
         if settings.triton is not None and settings.triton != IN_PROCESS:
-            models = TritonModels(TritonClient(settings.triton), None, on_change)
+            client = remote_client(settings.triton, settings.triton_ca, settings.triton_token_file)
+            models = TritonModels(settings.model_repo, client, None, on_change)
         elif settings.triton is None and (settings.triton_venv is not None or has_triton(venv)):
             process = TritonProcess(venv, settings.model_repo, settings.data / "triton")
-            models = TritonModels(TritonClient(process.address), process, on_change)
+            client = TritonClient(process.address)
+            models = TritonModels(settings.model_repo, client, process, on_change)
         else:
             log.warning("no Triton: images are embedded in this process, with onnxruntime")
             metrics.model_server_up.set(1)

@@ -16,6 +16,7 @@ from pydantic_settings import (
 from release.errors import ConfigurationError
 
 IN_PROCESS = "in-process"
+TLS = "grpcs://"
 
 
 class Settings(BaseSettings):
@@ -29,9 +30,13 @@ class Settings(BaseSettings):
     data: Path = Path("gateway-data")
     address: str = "127.0.0.1:50051"
     metrics_address: str = "127.0.0.1:9464"
-    # A tritonserver somebody else runs, HOST:PORT; without it the gateway runs its own. The word
-    # in-process: embed with onnxruntime inside the gateway.
+    # A tritonserver somebody else runs, HOST:PORT or grpcs://HOST:PORT; without it the gateway runs
+    # its own. The word in-process: embed with onnxruntime inside the gateway.
     triton: str | None = None
+    # Of that tritonserver: its authority's certificate, when the system does not know it, and the
+    # file with the token that goes with every call.
+    triton_ca: Path | None = None
+    triton_token_file: Path | None = None
     # The virtual environment with nvidia-pytriton; without it, the folder beside our own.
     triton_venv: Path | None = None
     # The publication folder's first root metadata, when it must not be taken on trust.
@@ -67,8 +72,7 @@ class Settings(BaseSettings):
                 "metrics_address must be on loopback: metrics are served in the clear. "
                 "Scrape them through an agent on this machine"
             )
-        if self.triton is not None and self.triton != IN_PROCESS:
-            split_address(self.triton, "triton")
+        self._check_triton()
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("expected tls_cert and tls_key together, or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:
@@ -80,6 +84,19 @@ class Settings(BaseSettings):
                 "tls_cert, tls_key and tokens_file. Give all three, or listen on 127.0.0.1"
             )
         return self
+
+    def _check_triton(self) -> None:
+        address = self.triton or IN_PROCESS
+        if address != IN_PROCESS:
+            host, _ = split_address(address.removeprefix(TLS), "triton")
+            if "://" in host:
+                raise ValueError(f"triton: expected HOST:PORT or {TLS}HOST:PORT, got {address!r}")
+        given = self.triton_ca is not None or self.triton_token_file is not None
+        if given and not address.startswith(TLS):
+            raise ValueError(
+                f"triton_ca and triton_token_file need triton = {TLS}HOST:PORT: a token never "
+                "travels in the clear"
+            )
 
 
 def load_settings(flags: dict[str, Any], file: Path | None) -> Settings:

@@ -17,6 +17,7 @@ from bench.serving import SEARCH, by_image, copy_filled, serving
 from release import paths
 from release.images import decode
 from server.triton.client import TritonClient
+from server.triton.configuration import model_config
 from server.triton.process import TritonProcess
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -57,7 +58,8 @@ def _triton(folder: Path, repo: Path) -> Iterator[str]:
     try:
         while not client.live(1.0):
             assert process.alive(), process.log_tail()
-        client.load(paths.embedder_model(2), LOAD_SECONDS)
+        name = paths.embedder_model(2)
+        client.load(name, model_config(repo, name), LOAD_SECONDS)
         yield process.address
     finally:
         client.close()

@@ -17,8 +17,11 @@ def serve(
     address: Annotated[str | None, typer.Option(help="HOST:PORT of gRPC")] = None,
     metrics_address: Annotated[str | None, typer.Option(help="HOST:PORT of /metrics")] = None,
     triton: Annotated[
-        str | None, typer.Option(help="HOST:PORT of a tritonserver, or in-process")
+        str | None,
+        typer.Option(help="(grpcs://)HOST:PORT of a tritonserver, or in-process"),
     ] = None,
+    triton_ca: Annotated[Path | None, typer.Option(help="its authority (PEM)")] = None,
+    triton_token_file: Annotated[Path | None, typer.Option(help="token for it")] = None,
     triton_venv: Annotated[Path | None, typer.Option(help="where nvidia-pytriton is")] = None,
     root: Annotated[Path | None, typer.Option(help="the first root metadata to trust")] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="certificate chain (PEM)")] = None,

@@ -1,5 +1,6 @@
 """Triton over gRPC: models by name and version, tensors in and out, statuses as our errors."""
 
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -7,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from release.errors import UnavailableError, VerificationError
+from release.errors import ConfigurationError, UnavailableError, VerificationError
 from server.border.errors import DeadlineError
+from server.settings import TLS
 
 # Releases are immutable, so a model has one version.
 VERSION = "1"
@@ -24,18 +26,38 @@ _OPTIONS = [
 ]
 
 
-class TritonClient:
-    """One channel to one tritonserver. Times out as told, never retries."""
+# The header that tritonserver asks for when it is started with
+# --grpc-restricted-protocol=...:nobackfill-token=TOKEN; a proxy before it reads the other.
+_HEADER = "triton-grpc-protocol-nobackfill-token"
 
-    def __init__(self, address: str) -> None:
+
+class TritonClient:
+    """One channel to one tritonserver. Times out as told, never retries.
+
+    `credentials` None: in the clear, for sockets of our own and loopback. `token` goes with every
+    call.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
+    ) -> None:
         self.address = address
+        self._credentials = credentials
+        self._metadata = (
+            ((_HEADER, token), ("authorization", f"Bearer {token}")) if token is not None else ()
+        )
         self._connect()
 
     def live(self, timeout_s: float) -> bool:
         """Whether the server answers within `timeout_s` seconds."""
         try:
             return bool(
-                self._stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=timeout_s).live
+                self._stub.ServerLive(
+                    service_pb2.ServerLiveRequest(), timeout=timeout_s, metadata=self._metadata
+                ).live
             )
         except grpc.RpcError:
             return False
@@ -44,15 +66,20 @@ class TritonClient:
         """Whether version 1 of a model answers."""
         request = service_pb2.ModelReadyRequest(name=name, version=VERSION)
         try:
-            return bool(self._stub.ModelReady(request, timeout=timeout_s).ready)
+            answer = self._stub.ModelReady(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError:
             return False
+        return bool(answer.ready)
 
-    def load(self, name: str, timeout_s: float) -> None:
-        """Load a model. Raises VerificationError when Triton refuses it, UnavailableError."""
+    def load(self, name: str, config: str, timeout_s: float) -> None:
+        """Load a model with a configuration (JSON) in place of its file's.
+
+        Raises VerificationError when Triton refuses it, UnavailableError.
+        """
         request = service_pb2.RepositoryModelLoadRequest(model_name=name)
+        request.parameters["config"].string_param = config
         try:
-            self._stub.RepositoryModelLoad(request, timeout=timeout_s)
+            self._stub.RepositoryModelLoad(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             if _code(error) in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise UnavailableError(f"Triton did not load {name}: {_details(error)}") from error
@@ -62,7 +89,7 @@ class TritonClient:
         """Unload a model; one that is gone already is no error. Raises UnavailableError."""
         request = service_pb2.RepositoryModelUnloadRequest(model_name=name)
         try:
-            self._stub.RepositoryModelUnload(request, timeout=timeout_s)
+            self._stub.RepositoryModelUnload(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             if _code(error) is grpc.StatusCode.UNAVAILABLE:
                 raise UnavailableError(f"Triton did not unload {name}") from error
@@ -79,7 +106,7 @@ class TritonClient:
         request.outputs.add(name=output)
         request.raw_input_contents.append(image.tobytes())
         try:
-            answer = self._stub.ModelInfer(request, timeout=timeout_s)
+            answer = self._stub.ModelInfer(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             if _code(error) is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise DeadlineError("Triton did not answer within the call's time") from error
@@ -99,11 +126,37 @@ class TritonClient:
         old.close()
 
     def _connect(self) -> None:
-        self._channel = grpc.insecure_channel(self.address, options=_OPTIONS)
+        if self._credentials is None:
+            self._channel = grpc.insecure_channel(self.address, options=_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(self.address, self._credentials, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def close(self) -> None:
         self._channel.close()
+
+
+def remote_client(address: str, ca: Path | None, token_file: Path | None) -> TritonClient:
+    """A client of somebody else's Triton at HOST:PORT or grpcs://HOST:PORT.
+
+    `ca` holds its authority's certificate (PEM; else the system's), `token_file` a token. Raises
+    ConfigurationError for a file that cannot be read.
+    """
+    credentials = grpc.ssl_channel_credentials(_read(ca)) if address.startswith(TLS) else None
+    token = _read(token_file)
+    return TritonClient(
+        address.removeprefix(TLS), credentials, token.decode().strip() if token else None
+    )
+
+
+def _read(path: Path | None) -> bytes | None:
+    try:
+        data = path.read_bytes() if path is not None else None
+        if data is not None and not data.isascii():
+            raise ConfigurationError(f"{path}: expected ASCII text, found other bytes")
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read ({error.strerror})") from error
+    return data
 
 
 def _code(error: grpc.RpcError) -> grpc.StatusCode:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import structlog
@@ -22,6 +23,7 @@ from release.paths import embedder_model, side_encoder_model
 from release.vectors import Vectors, check_vectors
 from server.border import calls
 from server.triton.client import TritonClient
+from server.triton.configuration import model_config
 from server.triton.process import TritonProcess
 
 log = structlog.get_logger("server.triton")
@@ -49,10 +51,12 @@ class TritonModels:
 
     def __init__(
         self,
+        model_repo: Path,
         client: TritonClient,
         process: TritonProcess | None,
         on_change: Callable[[bool], None] = lambda _up: None,
     ) -> None:
+        self._model_repo = model_repo
         self._client = client
         self._process = process
         self._on_change = on_change
@@ -137,7 +141,8 @@ class TritonModels:
         def load(name: str) -> NobackfillError | None:
             try:
                 if not self._client.model_ready(name, _LIVE_TIMEOUT_S):
-                    self._client.load(name, _LOAD_S)
+                    config = model_config(self._model_repo, name)
+                    self._client.load(name, config, _LOAD_S)
             except (UnavailableError, VerificationError) as error:
                 return error
             return None

@@ -1,28 +1,34 @@
-"""One tritonserver as a child process: loopback only, explicit model control, gone when we are."""
+"""One tritonserver as a child process: behind a socket of ours, gone when we are.
+
+Whoever reaches Triton may load a model, which is code that runs as us. So it listens on no port,
+but on a Unix socket in a folder that our user alone may enter (docs/adr/0007).
+"""
 
 import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from release import durable
-from release.errors import UnavailableError
+from release.errors import CannotWriteError, UnavailableError
 
 _SHM = Path("/dev/shm")  # noqa: S108 - where Triton itself puts it
 _SHM_PREFIX = "nobackfill-"
 _EXIT_SECONDS = 5
+# Triton puts address and port together with a colon; to a Unix socket that is a file name.
+_SOCKET, _PORT = "grpc", 1
 
 
 class TritonProcess:
     """Starts and stops the tritonserver of the wheel nvidia-pytriton, found in `venv`.
 
-    `folder` receives the backends, and Triton's log. The address stays the same over restarts, so
-    that channels reconnect. The child and all below it end with this process, see launch.py.
-    Raises UnavailableError where the wheel is not to be found.
+    `folder`, which becomes ours alone (0700), receives the backends, the socket and Triton's log.
+    The address stays the same over restarts, so that channels reconnect. The child and all below it
+    end with this process, see launch.py. Raises UnavailableError where the wheel is not to be
+    found, CannotWriteError.
     """
 
     def __init__(self, venv: Path, model_repo: Path, folder: Path) -> None:
@@ -39,14 +45,16 @@ class TritonProcess:
         self._model_repo = model_repo.absolute()
         self._folder = folder.absolute()
         self.log_path = folder / "triton.log"
-        self.port = _free_port()
         # Of its shared memory; several may run below one process.
-        self._prefix = f"{_SHM_PREFIX}{os.getpid()}-{self.port}-"
+        self._prefix = f"{_SHM_PREFIX}{os.getpid()}-{os.urandom(4).hex()}-"
+        durable.make_dir(self._folder, 0o700)
+        self._descriptor = _enter(self._folder)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        """By way of our descriptor of the folder: a socket's path may have 107 bytes only."""
+        return f"unix:/proc/{os.getpid()}/fd/{self._descriptor}/{_SOCKET}:{_PORT}"
 
     def start(self) -> None:
         """Start the child; it answers later. Raises UnavailableError, CannotWriteError."""
@@ -61,8 +69,8 @@ class TritonProcess:
             f"--backend-directory={self._folder / 'backends'}",
             "--allow-http=false",
             "--allow-metrics=false",
-            "--grpc-address=127.0.0.1",
-            f"--grpc-port={self.port}",
+            f"--grpc-address=unix:{_SOCKET}",
+            f"--grpc-port={_PORT}",
             "--strict-readiness=false",
             # Ours are complete; completing one starts a model process more, for nothing.
             "--disable-auto-complete-config",
@@ -84,13 +92,16 @@ class TritonProcess:
         return self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
-        """Ask it to end, wait for its exit timeout, then kill it."""
+        """Ask it to end, wait for its exit timeout, then kill it. The address ends with it."""
         if self._process is not None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_SECONDS + 2)
             self.kill()
         self._remove_shared_memory()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def kill(self) -> None:
         """End it at once, with its model processes."""
@@ -128,7 +139,6 @@ class TritonProcess:
         backends = self._folder / "backends"
         if backends.exists():
             shutil.rmtree(backends)
-        durable.make_dir(self._folder, 0o700)
         shutil.copytree(self._triton / "backends", backends)
         stub = self._triton / "python_backend_stubs" / self._version / "triton_python_backend_stub"
         if not stub.is_file():
@@ -161,10 +171,15 @@ def _site_packages(venv: Path) -> Path:
     return next(iter(sorted(venv.absolute().glob("lib/python3*/site-packages"))), venv)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _enter(folder: Path) -> int:
+    """A descriptor of `folder`, which nobody else may enter from now on."""
+    try:
+        folder.chmod(0o700)
+        return os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    except OSError as error:
+        raise CannotWriteError(
+            f"{folder}: expected a folder of our own for Triton ({error.strerror})"
+        ) from error
 
 
 def _remove_orphaned_shared_memory() -> None:
