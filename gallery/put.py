@@ -20,6 +20,9 @@ from release.vectors import Vectors, check_vectors
 
 MAX_ID_CHARACTERS = 256
 
+# Which rows of a vector table a native vector does not replace.
+_NATIVE = "origin IN ('native', 're-embedded')"
+
 # bool is a kind of its own: True is not 1.
 MetadataValue = str | float | bool
 Metadata = Mapping[str, MetadataValue]
@@ -45,17 +48,17 @@ class PutResult:
 
 @dataclass(frozen=True)
 class Batch:
-    """A checked put: `metadata` as JSON texts, or None to leave that of kept items as it is."""
+    """A checked put: `metadata` as JSON texts, None where that of a kept item stays as it is."""
 
     ids: Sequence[str]
     digests: Sequence[str | None]
-    metadata: Sequence[str] | None
+    metadata: Sequence[str | None]
 
 
 def check_batch(
     ids: Sequence[str],
     digests: Sequence[str | None] | None,
-    metadata: Sequence[Metadata] | None,
+    metadata: Sequence[Metadata | None] | None,
 ) -> Batch:
     """Raises InvalidInputError for bad ids or metadata, an id twice, or lists of other lengths."""
     for name, given in (("digests", digests), ("metadata", metadata)):
@@ -74,7 +77,7 @@ def check_batch(
     return Batch(
         ids,
         digests or [None] * len(ids),
-        None if metadata is None else [_json(m) for m in metadata],
+        [None if m is None else _json(m) for m in metadata or [None] * len(ids)],
     )
 
 
@@ -167,26 +170,28 @@ def insert(
     last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'items'").fetchone()
     first = last[0] + 1 if last else 1
     labels[fresh] = np.arange(first, first + count)
-    metadata = repeat("{}", len(labels)) if batch.metadata is None else batch.metadata
+    metadata = [text or "{}" for text in batch.metadata]
     rows = zip(labels.tolist(), batch.ids, batch.digests, metadata, strict=True)
     connection.executemany(
         "INSERT INTO items (label, id, digest, metadata) VALUES (?, ?, ?, ?)",
         compress(rows, fresh.tolist()),
     )
-    if batch.metadata is not None:
+    if any(batch.metadata):
         attributes.add(connection, first, first + count - 1)
-        described = zip(labels.tolist(), batch.metadata, strict=True)
-        attributes.describe(connection, [*compress(described, kept.tolist())])
+    described = compress(zip(labels.tolist(), batch.metadata, strict=True), kept.tolist())
+    attributes.describe(connection, [(label, text) for label, text in described if text])
     written = []
     for checked in vectors:
         table = vector_table(checked.info.number)
-        lacking = np.ones(len(labels), np.bool_)
+        wanted = np.ones(len(labels), np.bool_)
         rest = checked
         if kept.any():
-            lacking = ~np.isin(labels, live_labels(connection, table, labels[kept]))
-            rest = checked.some(lacking)
-        insert_vectors(connection, rest, labels[lacking])
-        written.append(lacking)
+            # A vector made from the content is better than one that an upgrade carried.
+            good = _NATIVE if checked.origin == "native" else "TRUE"
+            wanted = ~np.isin(labels, live_labels(connection, table, labels[kept], good))
+            rest = checked.some(wanted)
+        insert_vectors(connection, rest, labels[wanted], replace=True)
+        written.append(wanted)
     return PutResult(labels, fresh), replaced, written
 
 

@@ -174,14 +174,15 @@ class Store:
         vectors: Sequence[NewVectors],
         *,
         digests: Sequence[str | None] | None = None,
-        metadata: Sequence[Metadata] | None = None,
+        metadata: Sequence[Metadata | None] | None = None,
     ) -> PutResult:
         """Store items, all or none, durably. Each space's vectors are for all `ids`, in order.
 
         An item whose digest (of its content: of the image's bytes, say) is the one stored keeps its
-        label and vectors; only metadata and vectors of spaces it lacks are added. Any other item
-        that exists is replaced: its old label is gone from every space. Without a digest an item is
-        always replaced.
+        label and vectors; only vectors of spaces it lacks are added, native ones take the place of
+        carried ones, and metadata is set where some is given: {} removes it, None leaves it. Any
+        other item that exists is replaced: its old label is gone from every space. Without a digest
+        an item is always replaced.
 
         Raises InvalidInputError (vectors, ids not of 1 to 256 characters, an id twice, metadata
         that is not text, a finite number or a flag), IncompatibleSpaceError, BusyError,

@@ -100,8 +100,12 @@ def among(labels: Labels) -> tuple[str, tuple[int | str, ...]]:
     return "label IN (SELECT value FROM json_each(?))", (json.dumps(labels.tolist()),)
 
 
-def live_labels(connection: sqlite3.Connection, table: str, labels: Labels) -> Labels:
-    """Those of `labels` that `table` has, increasing."""
+def live_labels(
+    connection: sqlite3.Connection, table: str, labels: Labels, where: str = "TRUE"
+) -> Labels:
+    """Those of `labels` that `table` has in a row for which `where` holds, increasing."""
     condition, parameters = among(labels)
-    found = connection.execute(f"SELECT label FROM {table} WHERE {condition}", parameters)
+    found = connection.execute(
+        f"SELECT label FROM {table} WHERE {condition} AND {where}", parameters
+    )
     return np.intersect1d(label_column(found), labels)

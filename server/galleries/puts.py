@@ -29,11 +29,11 @@ class Bare:
 
 @dataclass(frozen=True)
 class Put:
-    """An item to store: an encoded image, or vectors."""
+    """An item to store: an encoded image, or vectors. `metadata` None: what it has, if anything."""
 
     id: str
     content: bytes | Bare
-    metadata: Metadata
+    metadata: Metadata | None
 
     def digest(self) -> str:
         """Of the content: the same content again is no change."""

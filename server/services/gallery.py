@@ -113,7 +113,8 @@ class GalleryService(GalleryServiceServicer):
 
 def _put(item: pb.PutItem) -> Put:
     kind = item.WhichOneof("content")
-    metadata = {key: from_value(value, key) for key, value in item.metadata.items()}
+    # A message cannot tell no metadata from empty metadata: neither erases what is there.
+    metadata = {key: from_value(value, key) for key, value in item.metadata.items()} or None
     if kind == "image":
         return Put(item.id, item.image, metadata)
     if kind is None:

@@ -26,12 +26,13 @@ SEEDS = st.integers(0, 5)
 
 @dataclass
 class Thing:
-    """One item: its vectors by release, and where they came from."""
+    """One item: its vectors by release, and in which an upgrade carried them."""
 
     label: int
     digest: str
     colour: str
     vectors: dict[int, bytes] = field(default_factory=dict)
+    carried: set[int] = field(default_factory=set)
 
 
 class GalleryModel(RuleBasedStateMachine):
@@ -80,7 +81,9 @@ class GalleryModel(RuleBasedStateMachine):
             old.colour = colour
             assert result.labels[row] == old.label
             for n in releases:
-                old.vectors.setdefault(n, content[n][row].tobytes())
+                if n in old.carried or n not in old.vectors:
+                    old.vectors[n] = content[n][row].tobytes()
+                old.carried.discard(n)
 
     @rule(names=st.lists(st.sampled_from(NAMES), max_size=4))
     def delete(self, names: list[str]) -> None:
@@ -117,6 +120,7 @@ class GalleryModel(RuleBasedStateMachine):
             content = np.stack([np.frombuffer(t.vectors[begun], np.float32) for t in some])
             for thing, vector in zip(some, linear.run(content, None).embedding, strict=True):
                 thing.vectors[release] = vector.tobytes()
+                thing.carried.add(release)
 
     def can_carry(self, thing: Thing, source: int, target: int) -> bool:
         return source in thing.vectors and target not in thing.vectors
@@ -135,6 +139,7 @@ class GalleryModel(RuleBasedStateMachine):
         )  # fmt: skip
         for thing, vector in zip(chosen, content, strict=True):
             thing.vectors[release] = vector.tobytes()
+            thing.carried.discard(release)
 
     def behind(self, release: int) -> int:
         return sum(release not in thing.vectors for thing in self.things.values())

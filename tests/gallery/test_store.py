@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gallery import staging
-from gallery.spec import SpaceSpec
+from gallery.spec import Origin, SpaceSpec
 from gallery.store import Change, NewVectors, Store
 from release.errors import (
     AlreadyExistsError,
@@ -97,6 +97,47 @@ def test_metadata_of_a_kept_item_can_change(tmp_path: Path) -> None:
         store.put(["a"], [new], digests=["x"], metadata=[{"v": 2.0}])
         described = store.get("a")
         assert described is not None and described.metadata == {"v": 2.0} and described.label == 1
+
+
+def test_no_metadata_is_not_empty_metadata(tmp_path: Path) -> None:
+    new = NewVectors(SPACE, vectors(3, 1))
+    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+        store.put(["a", "b", "c"], [new], digests=["x"] * 3, metadata=[{"v": 1.0}] * 3)
+        store.put(["a", "b", "c"], [new], digests=["x"] * 3, metadata=[None, {}, {"v": 2.0}])
+        found = [item.metadata for item in store.items([1, 2, 3]) if item is not None]
+        assert found == [{"v": 1.0}, {}, {"v": 2.0}]
+        store.put(["d", "e"], [new_rows(2)], metadata=[None, {"w": True}])
+        found = [item.metadata for item in store.items([4, 5]) if item is not None]
+        assert found == [{}, {"w": True}]
+
+
+def new_rows(count: int, seed: int = 1) -> NewVectors:
+    return NewVectors(SPACE, vectors(count, seed))
+
+
+@pytest.mark.parametrize("carried", ["upgraded", "direct"])
+def test_a_native_vector_takes_the_place_of_a_carried_one(tmp_path: Path, carried: Origin) -> None:
+    """Whoever put an image again after an upgrade kept the carried vector for ever."""
+    two = spec(2).space
+    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+        old = NewVectors(SPACE, vectors(3, 1))
+        labels = store.put(["a", "b", "c"], [old], digests=["x"] * 3).labels
+        staging.begin(store, spec(2))
+        staging.write(store, two, labels, vectors(3, 2), origin=carried, uncertainty=[1.0, 2, 3])
+        staging.write(store, two, labels[2:], vectors(1, 3), origin="re-embedded", replace=True)
+        told: list[Change] = []
+        store.subscribe(told.append)
+        native = vectors(3, 4)
+        store.put(["a", "c"], [NewVectors(two, native[[0, 2]])], digests=["x"] * 2)
+        # One that was carried once more is no better than what is there.
+        again = NewVectors(two, vectors(3, 5), origin="upgraded")
+        store.put(["a", "b", "c"], [again], digests=["x"] * 3)
+        items = store.items(labels, two)
+        assert [item and item.origin for item in items] == ["native", carried, "re-embedded"]
+        assert [item and item.uncertainty for item in items] == [None, 2.0, None]
+        expected = np.stack([native[0], vectors(3, 2)[1], vectors(1, 3)[0]])
+        np.testing.assert_array_equal(store.load(two)[1], expected)
+        assert [change.added[two][0].tolist() for change in told if change.added] == [[1]]
 
 
 def test_a_kept_item_takes_vectors_of_spaces_it_lacks(tmp_path: Path) -> None:

@@ -76,6 +76,15 @@ def test_new_metadata_of_the_same_image_is_seen_at_once(shared: Client, gallery:
         assert dict(get(shared, gallery, "a").metadata) == metadata(colour=colour)
 
 
+def test_the_same_image_without_metadata_keeps_what_it_has(shared: Client, gallery: str) -> None:
+    item = image_item("a", 1)
+    item.metadata["colour"].text = "red"
+    shared.put([item], gallery)
+    shared.put([image_item("a", 1)], gallery)
+    assert dict(get(shared, gallery, "a").metadata) == metadata(colour="red")
+    assert dict(shared.search(images(1, 1)[0], gallery).hits[0].metadata) == metadata(colour="red")
+
+
 def test_the_last_of_an_id_in_one_message_wins(shared: Client, gallery: str) -> None:
     answer = shared.put([image_item("a", 1), image_item("b", 2), image_item("a", 3)], gallery)
     assert answer.stored == 3

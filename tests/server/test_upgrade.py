@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gallery import staging
-from nobackfill.v1 import gallery_pb2, types_pb2, upgrade_pb2
+from nobackfill.v1 import gallery_pb2, release_pb2, types_pb2, upgrade_pb2
 from release.manifest import Manifest
 from server.gateway import Gateway
 from server.upgrades.upgrading import Throttle
@@ -37,6 +37,18 @@ def test_an_estimate_changes_nothing(ready: Client) -> None:
     assert answer.duration.ToNanoseconds() >= 0
     assert answer.left_behind == 0
     assert [space.release for space in ready.gallery().spaces] == [1]
+
+
+def test_an_image_put_again_after_an_upgrade_gets_its_own_vector(ready: Client) -> None:
+    assert ready.activate(2, "CUTOVER").phase == release_pb2.PHASE_DONE
+    again = images(COUNT)[:3]
+    before = {ready.search(image, k=1).hits[0].origin for image in again}
+    assert before == {types_pb2.ORIGIN_UPGRADED}
+    ready.put_images(again)
+    for i, image in enumerate(again):
+        (hit,) = ready.search(image, k=1).hits
+        assert (hit.id, hit.origin) == (f"i{i}", types_pb2.ORIGIN_NATIVE)
+    assert ready.gallery().items == COUNT
 
 
 def test_progress_is_streamed_through_pause_and_resume(ready: Client) -> None:
