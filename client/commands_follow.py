@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from client.options import Json
-from client.output import Output, size, some
-from release.errors import VerificationError
+from client.output import Output, size
+from release.errors import VerificationError, few
 
 if TYPE_CHECKING:
     from client.sync import Report
@@ -140,7 +140,7 @@ def push(
         output.note(f"{item}: its file is gone or was changed since it was added; not pushed")
     if done.unreadable:
         output.note(
-            f"{some(done.unreadable)}: only the lost key opens what the vault holds, and the file "
+            f"{few(done.unreadable)}: only the lost key opens what the vault holds, and the file "
             "is gone; kept there, in case the key or a recovery key is found"
         )
     output.result(
@@ -173,7 +173,7 @@ def pull(
     with Device(context.obj) as device:
         done = restore(device, items or [], to, identity, unknown, output)
     for reason, names in done.reasons().items():
-        output.note(f"{some(names)}: {reason}")
+        output.note(f"{few(names)}: {reason}")
     output.result(
         done.as_json(),
         f"{len(done.restored)} restored, {done.held} there already, {len(done.failed)} failed",

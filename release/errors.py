@@ -2,8 +2,17 @@
 
 A class carries the process exit code of design.md section 7; the gateway maps the same classes to
 gRPC status codes, by ancestry. Messages say what was expected, what came, and what to do next. They
-never hold vectors, tokens or image bytes.
+never hold vectors, tokens or image bytes, and list no more than `few` of anything.
 """
+
+from collections.abc import Iterable
+
+
+def few(values: Iterable[object]) -> str:
+    """At most three of them for a sentence, and how many more there are: "a, b, c and 239 more"."""
+    listed = [str(value) for value in values]
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    return ", ".join(listed[:3]) + more
 
 
 class NobackfillError(Exception):

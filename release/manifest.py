@@ -96,12 +96,13 @@ class RouteEvidence(_Strict):
 
     # Releases on the way, from the first one's space to this one's: [1, 3], or chained [1, 2, 3].
     releases: tuple[ReleaseNumber, ...] = Field(min_length=2)
+    # Of float32 files alone.
     map: float = Field(ge=0, le=1)
     cmc1: float = Field(ge=0, le=1)
-    # Share of new/new mAP.
-    kept: float = Field(ge=0)
     # mAP of the same route with int8 files, where they exist.
     int8_map: float | None = None
+    # Share of new/new mAP that is left as it is served: with int8 files, where they exist.
+    kept: float = Field(ge=0)
 
 
 class Cell(_Strict):

@@ -41,8 +41,8 @@ def matrix_of_pictures(cells: Mapping[str, Cell]) -> Matrix:
 def matrix_of_evidence(old: Manifest, new: Manifest, route: tuple[int, ...]) -> Matrix:
     """The matrix that the release was published with; cells that were not measured are missing.
 
-    The mAP of what is served is that of int8 transforms where they are published, as they are what
-    gateways and devices run; CMC was measured with exact ones only.
+    What is served is told with int8 transforms where they are published, as they are what gateways
+    and devices run; the CMC of older manifests is that of exact ones.
     """
     served = ">".join(map(str, route)) if route else str(old.release)
     names = {
@@ -75,7 +75,7 @@ def basis_of_evidence(new: Manifest, route: tuple[int, ...]) -> str:
     if _int8_map(new, route) is not None:
         text += (
             " Precision after the upgrade is that of the int8 transform, which gateways and "
-            "devices run; its first hits were measured with the exact one."
+            "devices run."
         )
     return text
 

@@ -38,9 +38,9 @@ and targets offline, make them before: `python -m release keys --model-repo DIR 
 
 The gate: every way in which older vectors would be served (direct search, each route) must beat the
 older release on its own, M(new, served old) > M(old, old), for mAP and CMC-1, with the paired
-bootstrap's 95 % lower bound above 0. Otherwise nothing is published and the table shows why;
---force publishes all the same, and the manifest says so. Release 1 has no predecessor and needs no
---eval.
+bootstrap's 95 % lower bound above 0; with the int8 files that are served, and with float32 files
+alone. Otherwise nothing is published and the table shows why; --force publishes all the same, and
+the manifest says so. Release 1 has no predecessor and needs no --eval.
 
 A gallery takes the best measured route to the newest release, so each release needs an upgrade from
 its predecessor (the gate asks for it); one more from an older release makes a direct route.

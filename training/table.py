@@ -13,11 +13,14 @@ from training.matrix import MatrixCell
 def gate_table(evidence: Evidence) -> str:
     """Every measured cell, and for each way of serving old vectors what it gains over old/old."""
     table = Table("cell", "CMC-1", "CMC-5", "mAP", "gain CMC-1", "gain mAP", "gate")
-    rows = {str(row.cell): row for row in evidence.rows}
+    rows = {str(row): row for row in evidence.rows}
     for cell in evidence.cells:
         row = rows.get(f"{cell.query}/{cell.gallery}")
         figures = (f"{100 * value:.2f}" for value in (cell.cmc1, cell.cmc5, cell.map))
         table.add_row(f"{cell.query}/{cell.gallery}", *figures, *_gains(row))
+    for row in evidence.rows:
+        if row.exact:
+            table.add_row(str(row), "", "", "", *_gains(row))
     return render(table)
 
 

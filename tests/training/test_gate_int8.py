@@ -1,0 +1,172 @@
+"""The gate judges what is served: int8 twins where there are any, chains included."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from metrics.ranking import same_label
+from release import paths
+from release.draft import described, space_of
+from release.manifest import Manifest, Upgrade
+from tests.support import graphs
+from tests.training.life import Life
+from training.calibrate import fit_calibration
+from training.data import halves, list_images
+from training.gate import Evidence, measure_release
+from training.measure import Embedded, parse_cell, search_cell
+from training.published import Publication, read_publication
+from training.table import gate_table
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Manifests of releases, and the local files of what they name."""
+
+    manifests: Mapping[int, Manifest]
+    files: Mapping[str, Path]
+
+
+@pytest.fixture(scope="module")
+def spoilt(life: Life, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    """The life, but the int8 twin of its upgrade leads nowhere."""
+    published = read_publication(life.repo).manifests
+    folder = tmp_path_factory.mktemp("spoilt")
+    path = paths.upgrade_int8_path(1, 2)
+    graph = onnx.load(life.repo / paths.upgrade_path(1, 2))
+    rng = np.random.default_rng(0)
+    for tensor in graph.graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        if values.ndim == 2:
+            noise = rng.standard_normal(values.shape).astype(values.dtype)
+            tensor.CopyFrom(numpy_helper.from_array(noise, tensor.name))
+    graphs.save(graph, folder / path)
+    (upgrade,) = published[2].upgrades
+    twin = upgrade.model_copy(update={"int8_file": described(path, folder / path)})
+    new = published[2].model_copy(update={"upgrades": (twin,)})
+    files = {
+        file.path: life.repo / file.path
+        for manifest in published.values()
+        for file in manifest.files()
+    }
+    return Drafted({1: published[1], 2: new}, {**files, path: folder / path})
+
+
+def measured(
+    life: Life, drafted: Drafted, release: int, int8_loss: float = 1.0
+) -> tuple[Manifest, Evidence]:
+    before = {n: m for n, m in drafted.manifests.items() if n < release}
+    return measure_release(
+        drafted.manifests[release],
+        Publication(before, frozenset()),
+        drafted.files,
+        list_images(life.data / "eval"),
+        seed=0,
+        int8_loss=int8_loss,
+    )
+
+
+def test_what_is_served_is_what_is_judged_and_recorded(life: Life) -> None:
+    new = read_publication(life.repo).manifests[2]
+    assert new.upgrades[0].int8_file is not None
+    (route,) = new.routes
+    cells = {f"{cell.query}/{cell.gallery}": cell for cell in new.evidence}
+    assert route.int8_map == cells["2/1>2"].map
+    assert route.kept == pytest.approx(route.int8_map / cells["2/2"].map)
+
+
+def test_a_twin_that_fails_the_gate_is_not_published(life: Life, spoilt: Drafted) -> None:
+    """A loss that the bound allows can still take more than the release gains."""
+    new, evidence = measured(life, spoilt, 2)
+    assert new.upgrades[0].int8_file is None
+    assert evidence.verdict.verdict == "passed"
+    (route,) = evidence.routes
+    assert route.int8_map is None
+    assert all(not row.exact for row in evidence.rows)
+
+
+def third(life: Life, spoilt: Drafted, folder: Path) -> Drafted:
+    """A release 3 that embeds as release 2 does, with an upgrade that changes nothing."""
+    second = spoilt.manifests[2]
+    embedder = onnx.load(life.repo / second.embedder.file.path)
+    embedder.doc_string = "release 3"
+    dim = second.embedder.dim
+    ends = [helper.make_tensor_value_info(n, 1, ["n", dim]) for n in ("embedding", "upgraded")]
+    same = graphs.model(
+        [helper.make_node("Identity", ["embedding"], ["upgraded"])], ends[:1], ends[1:], {}
+    )
+    files = {paths.embedder_path(3): embedder, paths.upgrade_path(2, 3): same}
+    for path, graph in files.items():
+        graphs.save(graph, folder / path)
+    spec = second.embedder.model_copy(
+        update={"file": described(paths.embedder_path(3), folder / paths.embedder_path(3))}
+    )
+    upgrade = Upgrade(
+        from_release=2,
+        from_space=second.space,
+        from_dim=dim,
+        from_side_space=None,
+        from_side_dim=0,
+        method="identity",
+        file=described(paths.upgrade_path(2, 3), folder / paths.upgrade_path(2, 3)),
+        side="drops",
+        predicts_uncertainty=False,
+    )
+    new = second.model_copy(
+        update={
+            "release": 3,
+            "embedder": spec,
+            "space": space_of(spec),
+            "side_space": None,
+            "side_encoder": None,
+            "upgrades": (upgrade,),
+        }
+    )
+    local = {path: folder / path for path in files}
+    return Drafted({**spoilt.manifests, 3: new}, {**spoilt.files, **local})
+
+
+def test_a_chain_is_judged_with_the_twins_on_its_way(
+    life: Life, spoilt: Drafted, tmp_path: Path
+) -> None:
+    """Release 2 is out with a twin that leads nowhere: what goes on through it is no better."""
+    _, evidence = measured(life, third(life, spoilt, tmp_path), 3)
+    rows = {str(row): row for row in evidence.rows}
+    assert set(rows) == {"3/2>3", "3/1>2>3", "3/1>2>3 float32"}
+    assert rows["3/1>2>3 float32"].passed
+    assert not rows["3/1>2>3"].passed
+    assert evidence.verdict.verdict == "failed"
+    assert "3/1>2>3 does not beat 1/1" in evidence.verdict.detail
+    chain = next(route for route in evidence.routes if route.releases == (1, 2, 3))
+    best = next(cell for cell in evidence.cells if (cell.query, cell.gallery) == ("3", "3"))
+    assert chain.int8_map is not None
+    assert chain.int8_map < chain.map
+    assert chain.kept == pytest.approx(chain.int8_map / best.map)
+    assert "3/1>2>3 float32" in gate_table(evidence)
+
+
+def test_calibration_is_fitted_to_what_is_served(life: Life) -> None:
+    published = read_publication(life.repo).manifests
+    listing = list_images(life.data / "eval")
+    rows, _ = halves(listing, 0)
+    half = listing.select(rows)
+    embedded = Embedded(half, life.repo, published)
+    relevance = same_label(half.labels, half.labels, half.paths, half.paths)
+    fitted = {}
+    for int8 in (False, True):
+        found = search_cell(parse_cell("2/1>2"), embedded, embedded, relevance, int8=int8)
+        fitted[int8] = fit_calibration(
+            published[2].space,
+            published[2].space,
+            "upgraded",
+            found.neighbours,
+            found.distances,
+            relevance,
+            len(half),
+        )
+    assert fitted[True] in published[2].calibration
+    assert fitted[True] != fitted[False]
