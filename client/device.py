@@ -15,8 +15,7 @@ that every pushed image is encrypted to, too).
 """
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -57,11 +56,19 @@ class Device:
     def __exit__(self, *error: object) -> None:
         self.store.close()
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Alone in changing releases and the vault; reading and adding go on. Raises BusyError."""
-        with durable.lock(self.models / "sync.lock"):
-            yield
+    # Locks are taken in this order. Reading, searching and adding take none of them.
+
+    def following(self) -> AbstractContextManager[None]:
+        """Alone in talking to the source, however long that takes. Raises BusyError."""
+        return durable.lock(self.models / "sync.lock")
+
+    def vaulting(self) -> AbstractContextManager[None]:
+        """Alone in talking to the vault, however long that takes. Raises BusyError."""
+        return durable.lock(self.models / "vault.lock")
+
+    def changing(self, timeout_s: float = 0.0) -> AbstractContextManager[None]:
+        """Alone in changing spaces and releases; no host is waited for in it. Raises BusyError."""
+        return durable.lock(self.models / "change.lock", timeout_s)
 
     def state(self, key: str, default: Any = None) -> Any:
         """A value of the state that this module's docstring lists, or `default`."""

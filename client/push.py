@@ -76,7 +76,7 @@ def push(
     """
     known = [*device.state("recipients", []), *recipients]
     keys = [crypto.recipient(text) for text in dict.fromkeys(known)]
-    with device.locked():
+    with device.vaulting():
         state = {"recipients": list(dict.fromkeys(known)), "vault": where or device.state("vault")}
         device.store.state_set(state)
         queue = VaultQueue(device.store)

@@ -129,7 +129,7 @@ def pull(
     """
     report = Pulled()
     durable.make_dir(folder)
-    with device.locked(), Vaulted(device, identity) as vaulted:
+    with device.vaulting(), Vaulted(device, identity) as vaulted:
         entries = _entries(vaulted.queue, items)
         others = vaulted.unknown() if unknown else []
         if others:

@@ -28,9 +28,10 @@ def return_to(device: Device, state: dict[str, Any]) -> int:
 def roll_back(device: Device) -> tuple[int, int]:
     """`rollback`: return to the release before, and hold the present one back on this device.
 
-    Returns (release left, release now active). Raises like return_to; BusyError while a sync runs.
+    Returns (release left, release now active). Raises like return_to; BusyError while a sync
+    carries vectors. One that waits for its source goes on from where this leads.
     """
-    with device.locked():
+    with device.changing():
         left = device.store.active().spec.release
         held = {**device.state("held_back", {}), str(left): f"release {left} was rolled back here"}
         return left, return_to(device, {"held_back": held})

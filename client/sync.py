@@ -7,7 +7,8 @@ until a later sync finds nothing more to do (or `gc` is told to): that confirms 
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from client import install
@@ -19,7 +20,13 @@ from client.plan import Plan, embedding_files, estimate_seconds, make_plan
 from client.retreat import confirm, return_to
 from client.sources import normalised, opened
 from release import durable
+from release.errors import BusyError
 from release.trust import Trust
+
+# Times that a sync begins anew because other commands changed the gallery meanwhile.
+_TRIES = 3
+# How long it waits for such a command to end.
+_CHANGE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -68,19 +75,31 @@ class Report:
 def sync(device: Device, wishes: Wishes, output: Output) -> Report:
     """Bring the gallery to the newest release that can be followed.
 
-    Raises BusyError (another sync), VerificationError (nothing changed), UnavailableError (what
-    came is kept for the next try), CannotWriteError.
+    While the source is waited for, rollback and gc go on; the sync then begins anew from where they
+    led. Raises BusyError (another sync), VerificationError (nothing changed), UnavailableError
+    (what came is kept for the next try), CannotWriteError.
     """
     source = normalised(wishes.source) if wishes.source else device.state("source")
-    with device.locked(), opened(source) as (fetcher, base_url):
+    with device.following(), opened(source) as (fetcher, base_url):
         durable.sweep(device.models)
         trust = device.trust(fetcher, base_url)
         trust.refresh()
         for space in device.store.spaces():
             # Brings a manifest again that is no longer as it came.
             trust.manifest(space.spec.release)
-        run = _Sync(device, trust, wishes, output)
-        return run.preview() if wishes.dry_run else run.follow()
+        if wishes.dry_run:
+            return _Sync(device, trust, wishes, output).preview()
+        for _ in range(_TRIES):
+            try:
+                return _Sync(device, trust, wishes, output).follow()
+            except _OvertakenError:
+                # A rollback of this moment is newer than the wish to retry.
+                wishes = replace(wishes, retry=False)
+        raise BusyError("other commands changed the gallery again and again; run it again")
+
+
+class _OvertakenError(Exception):
+    """Another command changed the spaces, or removed files, while the source was waited for."""
 
 
 class _Sync:
@@ -89,6 +108,8 @@ class _Sync:
         self._trust = trust
         self._wishes = wishes
         self._output = output
+        # What the plans are made for.
+        self._spaces = device.store.spaces()
         active = device.store.active().spec.release
         self._report = Report("up-to-date", active, active, items=device.store.count())
 
@@ -112,7 +133,8 @@ class _Sync:
         self._remember()
         for release in self._candidates():
             if release < self._report.from_release:
-                return_to(self._device, {"held_back": self._device.state("held_back")})
+                with self._changing():
+                    return_to(self._device, {})
                 self._report.release, self._report.state = release, "rolled-back"
                 return self._report
             plan = self._plan(release)
@@ -126,9 +148,23 @@ class _Sync:
             except install.UnfitError as error:
                 self._hold_back(release, str(error))
                 continue
-            if self._upgrade(plan):
-                return self._report
+            with self._changing():
+                if install.missing(self._device.models, plan.files()):
+                    raise _OvertakenError
+                if self._upgrade(plan):
+                    return self._report
         return self._settle()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Alone in changing the gallery, if it is still as the plans have it."""
+        with self._device.changing(_CHANGE_SECONDS):
+            if self._device.store.spaces() != self._spaces:
+                raise _OvertakenError
+            try:
+                yield
+            finally:
+                self._spaces = self._device.store.spaces()
 
     def _remember(self) -> None:
         """Keep the versions seen, and the wishes that last."""
@@ -170,8 +206,9 @@ class _Sync:
         self._report.state = "behind"
 
     def _hold_back(self, release: int, reason: str) -> None:
-        held = self._device.state("held_back", {})
-        self._device.store.state_set({"held_back": {**held, str(release): reason}})
+        with self._device.changing(_CHANGE_SECONDS):
+            held = self._device.state("held_back", {})
+            self._device.store.state_set({"held_back": {**held, str(release): reason}})
         self._fall_behind(reason)
 
     def _describe(self, plan: Plan, state: str) -> None:
@@ -217,6 +254,7 @@ class _Sync:
         )
         report.re_embedded += re_embed(device, manifest, self._wishes.backfill, self._output)
         if report.state == "up-to-date":
-            report.confirmed = confirm(device)
-            install.tidy(device)
+            with self._changing():
+                report.confirmed = confirm(device)
+                install.tidy(device)
         return report

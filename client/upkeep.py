@@ -19,7 +19,7 @@ from gallery.spec import SpaceInfo
 from gallery.tables import from_blobs, vector_table
 from release import durable
 from release.digests import sha256_file
-from release.errors import NobackfillError, NotFoundError
+from release.errors import BusyError, NobackfillError, NotFoundError
 from release.vectors import check_vectors
 
 _ROWS = 4096
@@ -66,23 +66,30 @@ def _find(device: Device, name: str) -> list[str]:
 def collect(device: Device) -> dict[str, Any]:
     """`gc`: confirm the active release and drop what only a rollback or a killed run would need.
 
-    Raises BusyError while a sync runs.
+    What a sync or a push downloads or sends just now is left. Raises BusyError while a sync carries
+    vectors.
     """
-    with device.locked():
+    with device.changing():
         before = disk_bytes(device)
-        durable.sweep(device.models)
         for space in device.store.spaces():
             if space.state == "staging":
                 staging.drop(device.store, space.spec.space)
         dropped = confirm(device)
-        tidy(device)
-        for folder in (beside(device.path, "inbox"), beside(device.path, "outbox")):
-            known = {entry.blob for entry in VaultQueue(device.store).entries("sealed")}
-            for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-                if path.name not in known:
-                    durable.remove_tree(path)
+        with contextlib.suppress(BusyError), device.following():
+            durable.sweep(device.models)
+            tidy(device)
+        with contextlib.suppress(BusyError), device.vaulting():
+            _sweep_boxes(device)
         _compact(device)
         return {"dropped": dropped, "freed_bytes": before - disk_bytes(device)}
+
+
+def _sweep_boxes(device: Device) -> None:
+    known = {entry.blob for entry in VaultQueue(device.store).entries("sealed")}
+    for folder in (beside(device.path, "inbox"), beside(device.path, "outbox")):
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if path.name not in known:
+                durable.remove_tree(path)
 
 
 def _compact(device: Device) -> None:

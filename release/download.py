@@ -1,7 +1,5 @@
 """Downloads of published files: resumed, never longer than what was signed, durable when whole."""
 
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from tuf.api.exceptions import DownloadError
@@ -11,12 +9,10 @@ from release import durable
 from release.digests import sha256_file
 from release.errors import UnavailableError, VerificationError
 from release.fetchers import Fetcher
+from release.pace import paced
 from release.tufclient import translated
 
 PART = ".part"
-# Slower than this over PATIENCE_SECONDS is no download but somebody who holds the device up.
-SLOWEST_BYTES_A_SECOND = 1024
-PATIENCE_SECONDS = 15.0
 
 _BLOCK = 2**20
 
@@ -54,8 +50,9 @@ def _fetch(fetcher: Fetcher, base_url: str, target: TargetFile, part: Path) -> N
     if have == target.length:
         return
     block = bytearray()
+    url, offset = base_url + target.path, have
     try:
-        for piece in _paced(fetcher.fetch_from(base_url + target.path, have)):
+        for piece in paced(lambda: fetcher.fetch_from(url, offset)):
             block += piece
             if have + len(block) > target.length:
                 durable.remove_tree(part)
@@ -78,21 +75,6 @@ def _fetch(fetcher: Fetcher, base_url: str, target: TargetFile, part: Path) -> N
             f"{target.path}: the host ended after {have} of {target.length} bytes; they are kept, "
             "try again"
         )
-
-
-def _paced(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    started, count = time.monotonic(), 0
-    for piece in pieces:
-        count += len(piece)
-        elapsed = time.monotonic() - started
-        if elapsed > PATIENCE_SECONDS:
-            if count < SLOWEST_BYTES_A_SECOND * elapsed:
-                raise UnavailableError(
-                    f"the host sends less than {SLOWEST_BYTES_A_SECOND} bytes a second; "
-                    "what came is kept, try again later"
-                )
-            started, count = time.monotonic(), 0
-        yield piece
 
 
 def _is_whole(path: Path, target: TargetFile) -> bool:

@@ -4,11 +4,12 @@ A fetcher has one method. What it gives is untrusted: lengths, digests and signa
 release/trust.py.
 """
 
+import http.client
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urljoin
 
 import urllib3
 from tuf.api.exceptions import DownloadError, DownloadHTTPError, SlowRetrievalError
@@ -16,6 +17,9 @@ from tuf.api.exceptions import DownloadError, DownloadHTTPError, SlowRetrievalEr
 _CHUNK = 2**16
 # A source that sends nothing for so long has gone, or means harm.
 SILENCE_SECONDS = 10.0
+_REDIRECTS = 3
+# What a host can make the libraries raise: urllib3 lets some of theirs through.
+_TROUBLE = (urllib3.exceptions.HTTPError, http.client.HTTPException, ValueError, OSError)
 
 
 class Fetcher(Protocol):
@@ -55,17 +59,16 @@ class HttpFetcher:
 
     def __init__(self) -> None:
         self._pool = urllib3.PoolManager(
-            timeout=urllib3.Timeout(SILENCE_SECONDS), retries=urllib3.Retry(2, redirect=3)
+            timeout=urllib3.Timeout(SILENCE_SECONDS),
+            # A host's Retry-After would be slept through, however long it is.
+            retries=urllib3.Retry(2, respect_retry_after_header=False),
         )
         weakref.finalize(self, self._pool.clear)
 
     def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
         try:
-            headers = {"Range": f"bytes={offset}-"} if offset else {}
-            response = self._pool.request(
-                "GET", quote(url, safe=":/@%?=&[]"), headers=headers, preload_content=False
-            )
-        except urllib3.exceptions.HTTPError as error:
+            response = self._answer(quote(url, safe=":/@%?=&[]"), offset)
+        except _TROUBLE as error:
             raise DownloadError(f"{url}: {error}") from error
         whole = False
         try:
@@ -81,13 +84,37 @@ class HttpFetcher:
             whole = True
         except urllib3.exceptions.TimeoutError as error:
             raise SlowRetrievalError(f"{url}: nothing came for {SILENCE_SECONDS:g} s") from error
-        except urllib3.exceptions.HTTPError as error:
+        except _TROUBLE as error:
             raise DownloadError(f"{url}: {error}") from error
         finally:
             # After a whole file its connection is used again; after less, the rest is in the way.
             if not whole:
                 response.close()
             response.release_conn()
+
+    def _answer(self, url: str, offset: int) -> urllib3.BaseHTTPResponse:
+        # What was signed are the bytes as they lie there: nothing is unpacked.
+        headers = {"Accept-Encoding": "identity"}
+        if offset:
+            headers["Range"] = f"bytes={offset}-"
+        for _ in range(1 + _REDIRECTS):
+            response = self._pool.request(
+                "GET",
+                url,
+                headers=headers,
+                redirect=False,
+                preload_content=False,
+                decode_content=False,
+            )
+            location = response.get_redirect_location()
+            if not location:
+                return response
+            response.close()
+            response.release_conn()
+            before, url = url, urljoin(url, location)
+            if not url.startswith(("https://", before.partition("//")[0] + "//")):
+                raise DownloadError(f"{before}: redirects to {url}; expected https there")
+        raise DownloadError(f"{url}: redirects more than {_REDIRECTS} times")
 
 
 def fetcher_for(source: str) -> tuple[Fetcher, str]:

@@ -24,9 +24,11 @@ from release.errors import (
     VerificationError,
 )
 from release.fetchers import Fetcher
+from release.pace import paced
 from release.state import ROLE_FILES, expired
 
-METADATA_SECONDS = 20.0
+# For all metadata of one refresh together.
+METADATA_SECONDS = 30.0
 
 _CONFIG = UpdaterConfig(prefix_targets_with_hash=False)
 
@@ -87,14 +89,11 @@ def translated(error: DownloadError | RepositoryError, source: str) -> Nobackfil
 
 
 class Paced(FetcherInterface):
-    """A fetcher for python-tuf that gives up on a host that drips."""
+    """A fetcher for python-tuf; all that it fetches has one deadline, from when it is made."""
 
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
+        self._end = time.monotonic() + METADATA_SECONDS
 
     def _fetch(self, url: str) -> Iterator[bytes]:
-        deadline = time.monotonic() + METADATA_SECONDS
-        for piece in self._fetcher.fetch_from(url, 0):
-            if time.monotonic() > deadline:
-                raise SlowRetrievalError(f"no whole file after {METADATA_SECONDS:g} s")
-            yield piece
+        return paced(lambda: self._fetcher.fetch_from(url, 0), self._end)

@@ -1,0 +1,45 @@
+"""A static host that means harm: every behaviour ends within the deadline, as an error of ours."""
+
+import threading
+from pathlib import Path
+
+import pytest
+from tuf.api.metadata import TargetFile
+
+from release import fetchers, pace, tufclient
+from release.download import download
+from release.errors import NotFoundError, UnavailableError, VerificationError
+from release.fetchers import fetcher_for
+from release.trust import first_root
+from tests.support.evil_host import BEHAVIOURS, evil_host
+from tests.support.waiting import wait_until
+
+REFUSED = (UnavailableError, VerificationError, NotFoundError)
+DATA = b"signed" * 100
+TARGET = TargetFile.from_data("embedder_1/1/model.onnx", DATA, ["sha256"])
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetchers, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(pace, "PATIENCE_SECONDS", 0.4)
+    monkeypatch.setattr(tufclient, "METADATA_SECONDS", 0.6)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", BEHAVIOURS)
+def test_no_behaviour_holds_a_reader_or_leaves_anything(name: str, tmp_path: Path) -> None:
+    with evil_host(BEHAVIOURS[name]) as address:
+        fetcher, base = fetcher_for(address)
+        with pytest.raises(REFUSED):
+            first_root(fetcher, base)
+        with pytest.raises(REFUSED):
+            download(fetcher, base, TARGET, tmp_path / TARGET.path)
+    here = [path for path in tmp_path.rglob("*") if path.is_file()]
+    # What came in time may be the beginning of the file, and is kept for the next try.
+    assert all(path.name == "model.onnx.part" for path in here)
+    assert all(path.stat().st_size <= TARGET.length for path in here)
+    wait_until(
+        lambda: all(thread.name != "fetch" for thread in threading.enumerate()),
+        "a fetch thread outlives its host",
+    )
