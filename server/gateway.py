@@ -86,7 +86,7 @@ class Gateway:
         closing.callback(activations.interrupt)
         putting = Putting(core.embedding, core.upgrading.runner)
         vault = Vault(settings.data / "vault")
-        border = Border(metrics, tokens, settings.max_call_seconds)
+        border = Border(metrics, tokens, settings.max_calls, settings.max_call_seconds)
         self._listener = Listener(core, putting, activations, vault, border, settings)
         self._begin(core, activations)
         self.address = self._listener.start()

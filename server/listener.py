@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -43,8 +44,6 @@ SERVICES = tuple(
 
 # An image of 32 MiB and its envelope; more is refused before it is read.
 LARGEST_REQUEST = 33 * 2**20
-# Threads that answer unary calls: more of them only fight for the interpreter.
-_THREADS = 8
 # After the signal, for so long everything that comes is still answered.
 _LAME_DUCK_S = 0.5
 
@@ -73,11 +72,10 @@ class Listener:
         self._border = border
         self._health = health.HealthServicer(experimental_non_blocking=False)
         self._server = grpc.server(
-            ThreadPoolExecutor(_THREADS, thread_name_prefix="call"),
+            cast(ThreadPoolExecutor, border.pool),
             interceptors=[border],
             # Above the bound on calls, so that those too many are told RESOURCE_EXHAUSTED.
             options=[*_OPTIONS, ("grpc.max_concurrent_streams", 1024 + settings.max_calls)],
-            maximum_concurrent_rpcs=settings.max_calls,
         )
         server = self._server
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

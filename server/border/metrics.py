@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
+import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.gc_collector import GCCollector
@@ -30,6 +31,10 @@ class Metrics:
             "grpc_server_handling_seconds", "Time from a call's arrival to its end.", call,
             buckets=_BUCKETS, registry=self.registry,
         )  # fmt: skip
+        self._series: dict[str, tuple[Mapping[grpc.StatusCode, Counter], Histogram]] = {}
+        # Set by the border: calls that are open and those that wait, by lane, when asked.
+        self.lanes: Mapping[str, tuple[Callable[[], int], Callable[[], int]]] = {}
+        self.registry.register(_Calls(self))
         self.active_release = Gauge(
             "nobackfill_active_release", "Number of the release that answers; 0 when none does.",
             registry=self.registry,
@@ -59,6 +64,20 @@ class Metrics:
             "nobackfill_model_server_up", "1 while images can be embedded.",
             registry=self.registry,
         )  # fmt: skip
+
+    def count(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
+        """A call of `method` (/package.Service/Name) ended, so long after it arrived."""
+        series = self._series.get(method)
+        if series is None:
+            service, _, name = method.strip("/").rpartition("/")
+            handled = {c: self.handled.labels(service, name, c.name) for c in grpc.StatusCode}
+            series = self._series[method] = handled, self.handling.labels(service, name)
+        series[0][code].inc()
+        series[1].observe(seconds)
+
+    def count_unknown(self) -> None:
+        """A call of a method that does not exist; its name is the caller's, so no label."""
+        self.handled.labels("unknown", "unknown", grpc.StatusCode.UNIMPLEMENTED.name).inc()
 
     def serve(self, address: str) -> str:
         """Answer HTTP GET /metrics on `address`; returns where. Raises BusyError."""
@@ -94,3 +113,25 @@ class _GalleryItems(Collector):
         for (release, state), count in self._metrics.gallery_items().items():
             family.add_metric([str(release), state], count)
         yield family
+
+
+class _Calls(Collector):
+    """How many calls there are, when somebody looks."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        is_open = GaugeMetricFamily(
+            "nobackfill_calls_open", "Calls that came and have not ended, by lane.", labels=["lane"]
+        )
+        waits = GaugeMetricFamily(
+            "nobackfill_calls_waiting",
+            "Calls that wait for a thread of their lane; in lane message, for their message.",
+            labels=["lane"],
+        )
+        for lane, (held, waiting) in self._metrics.lanes.items():
+            is_open.add_metric([lane], held())
+            waits.add_metric([lane], waiting())
+        yield is_open
+        yield waits

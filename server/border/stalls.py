@@ -1,8 +1,9 @@
-"""Transfers that stand still because of their client are ended, so that they hold no thread."""
+"""Streams that stand still because of their client, or are too old, are ended, so that they
+hold no thread."""
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -23,6 +24,8 @@ class Stalls:
         self._lock = threading.Lock()
         # When each began to wait for its client.
         self._waiting: dict[grpc.ServicerContext, float] = {}
+        # When those that may not last for ever have to end.
+        self._ends: dict[grpc.ServicerContext, float] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stalls", daemon=True)
         self._thread.start()
@@ -48,6 +51,12 @@ class Stalls:
             finally:
                 self._end(context)
 
+    def end_after(self, seconds: float, context: grpc.ServicerContext) -> Callable[[], None]:
+        """End a stream after so long; returns what to call once it has ended."""
+        with self._lock:
+            self._ends[context] = time.monotonic() + seconds
+        return lambda: self._forget(context)
+
     def close(self) -> None:
         self._stopping.set()
         self._thread.join()
@@ -60,11 +69,19 @@ class Stalls:
         with self._lock:
             self._waiting.pop(context, None)
 
+    def _forget(self, context: grpc.ServicerContext) -> None:
+        with self._lock:
+            self._ends.pop(context, None)
+
     def _watch(self) -> None:
         while not self._stopping.wait(_EVERY_S):
-            limit = time.monotonic() - self._patience_s
+            now = time.monotonic()
+            limit = now - self._patience_s
             with self._lock:
                 stalled = [context for context, since in self._waiting.items() if since < limit]
+                old = [context for context, end in self._ends.items() if end < now]
+            for context in old:
+                context.cancel()
             for context in stalled:
                 log.warning("transfer ended, its client stands still")
                 context.cancel()

@@ -51,11 +51,33 @@ def running(model_repo: Path, data: Path, **given: Any) -> Iterator[Gateway]:
         gateway.stop()
 
 
+class _Bearer(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    """Sends a token with each call: gRPC's own credentials demand TLS."""
+
+    def __init__(self, token: str) -> None:
+        self._metadata = [("authorization", f"Bearer {token}")]
+
+    def _send(self, continuation: Any, details: Any, argument: Any) -> Any:
+        return continuation(details._replace(metadata=self._metadata), argument)
+
+    intercept_unary_unary = _send  # type: ignore[assignment]
+    intercept_unary_stream = _send  # type: ignore[assignment]
+    intercept_stream_unary = _send  # type: ignore[assignment]
+    intercept_stream_stream = _send  # type: ignore[assignment]
+
+
 class Client:
     """Short names for the calls that tests make most."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, token: str | None = None) -> None:
         self.channel = grpc.insecure_channel(address, [("grpc.enable_retries", 0)])
+        if token is not None:
+            self.channel = grpc.intercept_channel(self.channel, _Bearer(token))
         self.searches = SearchServiceStub(self.channel)
         self.galleries = GalleryServiceStub(self.channel)
         self.releases = ReleaseServiceStub(self.channel)

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
-from server.border.interceptor import MAX_STREAMS
+from server.border.lanes import STREAMS
 from server.border.stalls import Stalls
 from tests.server.support import Client, ids, images, random_id, refusal, running
 from tests.server.test_rules import METHODS
@@ -102,9 +102,10 @@ def test_overload_is_shed_and_passes(repo: Path, tmp_path: Path) -> None:
 
 def test_idle_streams_are_bounded_and_searches_go_on(shared: Client, gallery: str) -> None:
     shared.put_images(images(3), gallery)
+    places = STREAMS["watches"].places
     watches = [
         shared.releases.WatchReleases(release_pb2.WatchReleasesRequest(), timeout=60)
-        for _ in range(MAX_STREAMS + 10)
+        for _ in range(places + 10)
     ]
 
     def first(watch: Iterator[release_pb2.WatchReleasesResponse]) -> grpc.StatusCode:
@@ -116,7 +117,10 @@ def test_idle_streams_are_bounded_and_searches_go_on(shared: Client, gallery: st
 
     with ThreadPoolExecutor(len(watches)) as pool:
         codes = Counter(pool.map(first, watches))
-    assert codes == {grpc.StatusCode.OK: MAX_STREAMS, grpc.StatusCode.RESOURCE_EXHAUSTED: 10}
+    assert codes == {
+        grpc.StatusCode.OK: STREAMS["watches"].places,
+        grpc.StatusCode.RESOURCE_EXHAUSTED: 10,
+    }
     for _ in range(20):
         assert ids(shared.search(images(3)[1], gallery))[0] == "i1"
     for watch in watches:

@@ -1,0 +1,242 @@
+"""Peers that send headers only, drip, stand still or never read: everybody else is served."""
+
+import hashlib
+import shutil
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import cast
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, vault_pb2
+from server.border.auth import RULES
+from server.border.interceptor import Border
+from server.border.lanes import STREAMS
+from server.border.metrics import Metrics
+from tests.server import process
+from tests.server.conftest import Stages
+from tests.server.peers import Peer, prefixed
+from tests.server.support import Client, code_of, ids, images, refusal, running
+from tests.support.blocks import png
+
+# More than the threads of any lane, and than the calls that today's pool of eight took.
+MANY = 60
+CLOSED = sorted(method for method, roles in RULES.items() if roles is not None)
+# Calls that send many messages hold a thread from the start, so their lane is bounded.
+READING = (
+    "/nobackfill.v1.GalleryService/PutItems",
+    "/nobackfill.v1.VaultService/PutBlob",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+)
+OPEN = "nobackfill_calls_open"
+NAMES = ("admin", "other")
+
+
+class Guarded:
+    """A gateway with tokens, without TLS."""
+
+    def __init__(self, address: str, metrics: str) -> None:
+        self.address = address
+        self.metrics = metrics
+
+    def client(self, name: str | None) -> Client:
+        """A client with the token of `name`, or without one."""
+        return Client(self.address, token=name)
+
+    def series(self, start: str) -> float:
+        """The sum of the metrics' lines that begin so."""
+        with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=30) as page:
+            lines = page.read().decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(start))
+
+
+def tokens_file(path: Path) -> Path:
+    path.write_text(
+        "".join(f"{name} admin {hashlib.sha256(name.encode()).hexdigest()}\n" for name in NAMES)
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def guarded(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    folder = tmp_path_factory.mktemp("guarded")
+    shutil.copytree(stages[1], folder / "repo")
+    tokens = tokens_file(folder / "tokens")
+    with running(folder / "repo", folder / "data", tokens_file=tokens) as gateway:
+        guarded = Guarded(gateway.address, gateway.metrics_address)
+        with guarded.client("admin") as admin:
+            admin.create()
+            admin.put_images(images(3))
+        yield guarded
+
+
+def everything_is_served(guarded: Guarded, name: str = "other") -> None:
+    """A call of each kind, each within seconds."""
+    with guarded.client(name) as client:
+        health = health_pb2_grpc.HealthStub(client.channel)
+        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        assert ids(client.search(images(3)[1]))[0] == "i1"
+        item = gallery_pb2.PutItem(id="i2", image=png(images(3)[2]))
+        put = gallery_pb2.PutItemsRequest(gallery="g", items=[item])
+        assert next(iter(client.galleries.PutItems(iter([put]), timeout=10))).stored == 1
+        fetch = release_pb2.FetchFileRequest(path="timestamp.json")
+        assert list(client.releases.FetchFile(fetch, timeout=10))
+        client.vault.ListBlobs(vault_pb2.ListBlobsRequest(), timeout=10)
+        watch = client.releases.WatchReleases(release_pb2.WatchReleasesRequest(), timeout=10)
+        assert next(watch).releases
+        watch.cancel()
+
+
+def test_without_a_token_headers_alone_are_refused(guarded: Guarded) -> None:
+    """Before any message: the peer sends none, and is answered."""
+    with Client(guarded.address) as stranger:
+        for method in CLOSED:
+            call = stranger.channel.stream_stream(method, bytes, bytes)
+            over = Event()
+            code, _, _ = refusal(lambda c=call, o=over: list(c(silence(o), timeout=10)))  # type: ignore[misc]
+            over.set()
+            assert code is grpc.StatusCode.UNAUTHENTICATED, method
+
+
+@pytest.mark.parametrize("part", [b"", prefixed(bytes(2**20))[:100]], ids=["headers", "dripping"])
+def test_calls_whose_message_does_not_come_hold_nothing(guarded: Guarded, part: bytes) -> None:
+    waiting = 'nobackfill_calls_waiting{lane="message"}'
+    methods = [method for method in CLOSED if method not in READING]
+    with Peer(guarded.address) as peer:
+        for method in (*methods, "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"):
+            for _ in range(MANY // 3):
+                stream = peer.begin(method, "admin")
+                if part:
+                    peer.send(stream, part)
+        wait_for(lambda: guarded.series(waiting) >= MANY)
+        everything_is_served(guarded)
+    wait_for(lambda: guarded.series(waiting) == 0)
+
+
+def test_one_callers_streams_take_its_share_only(guarded: Guarded) -> None:
+    """Transfers that stand still, and watches that are never read."""
+    with Peer(guarded.address) as peer:
+        for method in READING:
+            for _ in range(STREAMS["transfers"].places):
+                peer.begin(method, "admin")
+        for _ in range(STREAMS["watches"].places):
+            stream = peer.begin("/nobackfill.v1.ReleaseService/WatchReleases", "admin")
+            peer.send(stream, prefixed(b""))
+        for lane in ("transfers", "watches"):
+            share = STREAMS[lane].places // 2
+            wait_for(lambda s=share, n=lane: guarded.series(f'{OPEN}{{lane="{n}"}}') == s)  # type: ignore[misc]
+        everything_is_served(guarded)
+        with guarded.client("admin") as admin:
+            item = gallery_pb2.PutItem(id="i2", image=png(images(3)[2]))
+            code, sentence, _ = refusal(lambda: admin.put([item]))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "of one caller" in sentence
+
+
+def test_watching_the_health_takes_no_place_of_others(guarded: Guarded) -> None:
+    size = STREAMS["public"]
+    share = round(size.places * size.share)
+    with Client(guarded.address) as stranger:
+        stub = health_pb2_grpc.HealthStub(stranger.channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=60) for _ in range(MANY)]
+
+        def first(watch: Iterator[health_pb2.HealthCheckResponse]) -> grpc.StatusCode:
+            try:
+                next(watch)
+            except grpc.RpcError as error:
+                return code_of(error)
+            return grpc.StatusCode.OK
+
+        with ThreadPoolExecutor(MANY) as pool:
+            codes = Counter(pool.map(first, watches))
+        refused = grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert codes == {grpc.StatusCode.OK: share, refused: MANY - share}
+        everything_is_served(guarded)
+
+
+def test_what_is_silent_or_old_is_ended_and_counted(guarded: Guarded) -> None:
+    metrics = Metrics()
+    border = Border(metrics, None, max_calls=8, max_call_seconds=60, patience_s=0.5)
+    server = grpc.server(cast(ThreadPoolExecutor, border.pool), interceptors=[border])
+    servicer = health.HealthServicer(experimental_non_blocking=False)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with Client(f"127.0.0.1:{port}") as client:
+            call = client.channel.stream_stream("/grpc.health.v1.Health/Check", bytes, bytes)
+            over = Event()
+            code, sentence, _ = refusal(lambda: list(call(silence(over), timeout=30)))
+            over.set()
+            assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "0.5 s" in sentence
+            code, _, _ = refusal(lambda: list(call(iter([]), timeout=30)))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+        labels = {"grpc_service": "grpc.health.v1.Health", "grpc_method": "Check"}
+        for counted in ("DEADLINE_EXCEEDED", "INVALID_ARGUMENT"):
+            value = metrics.registry.get_sample_value(
+                "grpc_server_handled_total", {**labels, "grpc_code": counted}
+            )
+            assert value == 1, counted
+    finally:
+        server.stop(None).wait()
+        border.close()
+
+
+def test_refused_calls_are_counted(guarded: Guarded) -> None:
+    unauthenticated = 'grpc_server_handled_total{grpc_code="UNAUTHENTICATED",grpc_method="Search",'
+    unknown = 'grpc_server_handled_total{grpc_code="UNIMPLEMENTED",grpc_method="unknown"'
+    before = guarded.series(unauthenticated), guarded.series(unknown)
+    with Client(guarded.address) as stranger:
+        path = "/nobackfill.v1.SearchService/Nothing"
+        unknown_method = stranger.channel.unary_unary(path, bytes, bytes)
+        for _ in range(3):
+            code = refusal(lambda: stranger.search(images(1)[0]))[0]
+            assert code is grpc.StatusCode.UNAUTHENTICATED
+            code = refusal(lambda: unknown_method(b"", timeout=10))[0]
+            assert code is grpc.StatusCode.UNIMPLEMENTED
+    assert guarded.series(unauthenticated) == before[0] + 3
+    assert guarded.series(unknown) == before[1] + 3
+
+
+def test_large_messages_without_a_token_are_not_kept(stages: Stages, tmp_path: Path) -> None:
+    shutil.copytree(stages[1], tmp_path / "repo")
+    tokens = tokens_file(tmp_path / "tokens")
+    options = ("--triton=in-process", f"--tokens-file={tokens}")
+    message = search_pb2.SearchRequest(query=search_pb2.Query(image=bytes(32 * 2**20)))
+    with process.serving(tmp_path / "repo", tmp_path / "data", *options) as served:
+        with Client(served.address) as stranger:
+            code = refusal(lambda: stranger.search(images(1)[0]))[0]
+            assert code is grpc.StatusCode.UNAUTHENTICATED
+            before = resident_mib(served.process.pid)
+            for _ in range(5):
+                calls = [stranger.searches.Search.future(message, timeout=60) for _ in range(8)]
+                assert {call.code() for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
+        assert resident_mib(served.process.pid) - before < 100
+
+
+def silence(over: Event) -> Iterator[bytes]:
+    """A client's messages, none of which comes."""
+    over.wait(60)
+    yield from ()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def resident_mib(pid: int) -> float:
+    """The most memory that a process has held."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
