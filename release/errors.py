@@ -5,7 +5,7 @@ gRPC status codes, by ancestry. Messages say what was expected, what came, and w
 never hold vectors, tokens or image bytes, and list no more than `few` of anything.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def few(values: Iterable[object]) -> str:
@@ -37,10 +37,26 @@ class InvalidInputError(NobackfillError):
     exit_code = 65
 
 
+class UnusableRowsError(InvalidInputError):
+    """Some of many vectors cannot be used; `rows` are their numbers, the others are good."""
+
+    def __init__(self, message: str, rows: Sequence[int]) -> None:
+        super().__init__(message)
+        self.rows = tuple(rows)
+
+
 class VerificationError(NobackfillError):
     """A digest, signature, ONNX check or golden probe that failed. Nothing was changed."""
 
     exit_code = 65
+
+
+class UnusableOutputError(VerificationError):
+    """A model gave no vectors for some of its inputs; `rows` are their numbers."""
+
+    def __init__(self, message: str, rows: Sequence[int]) -> None:
+        super().__init__(message)
+        self.rows = tuple(rows)
 
 
 class GateFailedError(NobackfillError):

@@ -9,7 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from release.digests import sha256_bytes
-from release.errors import InvalidInputError, VerificationError
+from release.errors import (
+    InvalidInputError,
+    UnusableOutputError,
+    UnusableRowsError,
+    VerificationError,
+)
 from release.manifest import Manifest, PublishedFile, Upgrade
 from release.tensors import upgrade_ends
 from release.vectors import Vectors, check_vectors
@@ -42,7 +47,7 @@ class Embedder:
         """uint8 [n,H,W,3] of the release's size to float32 [n,dim].
 
         Raises InvalidInputError for other images, VerificationError for outputs that are no vectors
-        of the release's space.
+        of the release's space, UnusableOutputError where only some are none.
         """
         checked = _check_images(images, self._spec.height, self._spec.width)
         (embedding,) = self._session.run({"image": checked}, ["embedding"])
@@ -215,6 +220,8 @@ def _check_output(
 ) -> Vectors:
     try:
         checked = check_vectors(values, dim, what=f"model output {name!r}", unit=unit)
+    except UnusableRowsError as error:
+        raise UnusableOutputError(str(error), error.rows) from error
     except InvalidInputError as error:
         raise VerificationError(str(error)) from error
     if len(checked) != count:

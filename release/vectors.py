@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from release.errors import InvalidInputError
+from release.errors import InvalidInputError, UnusableRowsError
 
 Vectors = NDArray[np.float32]
 
@@ -19,8 +19,8 @@ def check_vectors(vectors: ArrayLike, dim: int, *, what: str, unit: bool = False
 
     A single vector of shape [dim] is refused: callers say how many they mean. With `unit`, each
     norm must be 1 within 1e-3. `what` names the data in the message. Raises InvalidInputError for a
-    wrong shape, another dtype than float32 or float64, NaN or infinity, a norm above 1e15, a zero
-    vector where `unit` asks for direction.
+    wrong shape or another dtype than float32 or float64, UnusableRowsError for rows with NaN or
+    infinity, a norm above 1e15, a zero vector where `unit` asks for direction.
     """
     array = np.asarray(vectors)
     if array.dtype not in _TAKEN:
@@ -40,13 +40,14 @@ def check_vectors(vectors: ArrayLike, dim: int, *, what: str, unit: bool = False
     if unit:
         good &= np.abs(np.sqrt(squared_norms) - 1) <= 1e-3
     if not good.all():
-        first = int(np.argmin(good))
+        bad = np.flatnonzero(~good).tolist()
         expected = (
             "finite values and norm 1" if unit else f"finite values and a norm <= {LARGEST_NORM:g}"
         )
-        raise InvalidInputError(
-            f"{what}: expected {expected} in every row; row {first} and "
-            f"{int((~good).sum()) - 1} more are not so"
+        raise UnusableRowsError(
+            f"{what}: expected {expected} in every row; row {bad[0]} and {len(bad) - 1} more are "
+            "not so",
+            bad,
         )
     return checked
 

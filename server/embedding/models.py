@@ -18,7 +18,8 @@ class Models(Protocol):
     """Embedders and side encoders of the loaded releases. Every call names its release.
 
     Methods raise UnavailableError while nothing can be embedded, DeadlineError when the call's time
-    is over, VerificationError for outputs that are no vectors of the release's space.
+    is over, VerificationError for outputs that are no vectors of the release's space,
+    UnusableOutputError where only some are none.
     """
 
     def load(self, manifest: Manifest) -> None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gallery.put import MAX_ID_CHARACTERS, Metadata, NewVectors, check_batch
-from release.errors import IncompatibleSpaceError, InvalidInputError
-from release.images import Pixels, decode
+from release.errors import IncompatibleSpaceError, InvalidInputError, UnusableOutputError
 from release.manifest import Manifest
 from release.routes import RouteRunner
 from release.vectors import from_bytes
-from server.embedding.embedding import Embedding
+from server.embedding.decoding import Decoded, affordable, too_dear
+from server.embedding.embedding import Embedding, no_vector, size_of
 from server.galleries.hosted import Hosted
 from server.galleries.plan import Plan
 
@@ -75,11 +75,11 @@ class Putting:
     def put(self, hosted: Hosted, puts: Sequence[Put]) -> Outcome:
         """Store what can be stored; returns when it is durable.
 
-        Raises UnavailableError, DeadlineError, BusyError, CannotWriteError; what was stored until
-        then stays, and putting everything again is right.
+        Raises UnavailableError, DeadlineError, CancelledError, BusyError, CannotWriteError; what
+        was stored until then stays, and putting everything again is right.
         """
         outcome = Outcome()
-        for group in _without_repeats(puts):
+        for group in _without_repeats(_affordable(puts, outcome)):
             while not self._try(hosted, group, outcome):
                 pass
         return outcome
@@ -102,27 +102,42 @@ class Putting:
         self, plan: Plan, puts: Sequence[Put], refused: list[tuple[str, str]]
     ) -> list[_Ready]:
         ready: list[_Ready] = []
-        images: list[tuple[Put, dict[tuple[int, int], Pixels]]] = []
+        images: list[Put] = []
+
+        def refuse(put: Put, error: Exception) -> None:
+            refused.append((put.id[:MAX_ID_CHARACTERS], str(error)))
+
         for put in puts:
             try:
                 check_batch([put.id], None, [put.metadata])
                 if isinstance(put.content, bytes):
-                    images.append((put, _decode(plan, put.content)))
+                    images.append(put)
                 else:
                     ready.append(_Ready(put, self._bare(plan, put.content)))
             except (InvalidInputError, IncompatibleSpaceError) as error:
-                refused.append((put.id[:MAX_ID_CHARACTERS], str(error)))
-        return ready + self._embed(plan, images)
+                refuse(put, error)
+        sizes = {size_of(manifest) for manifest in plan.writes}
+        contents = [put.content for put in images if isinstance(put.content, bytes)]
+        decoded: list[tuple[Put, Decoded]] = []
+        for put, found in zip(images, self._embedding.decoding.each(contents, sizes), strict=True):
+            if isinstance(found, InvalidInputError):
+                refuse(put, found)
+            else:
+                decoded.append((put, found))
+        while decoded:
+            try:
+                return ready + self._embed(plan, decoded)
+            except UnusableOutputError as error:
+                for row in error.rows:
+                    refuse(decoded[row][0], no_vector(plan.query))
+                decoded = [one for row, one in enumerate(decoded) if row not in error.rows]
+        return ready
 
-    def _embed(
-        self, plan: Plan, images: Sequence[tuple[Put, dict[tuple[int, int], Pixels]]]
-    ) -> list[_Ready]:
+    def _embed(self, plan: Plan, images: Sequence[tuple[Put, Decoded]]) -> list[_Ready]:
         """Embedding and side-information of each image, for every release that the plan writes."""
-        if not images:
-            return []
         columns = []
         for manifest in plan.writes:
-            pixels = [decoded[_size(manifest)] for _, decoded in images]
+            pixels = [decoded[size_of(manifest)] for _, decoded in images]
             embeddings = self._embedding.many(manifest, pixels)
             columns.append((manifest.space, embeddings, self._embedding.sides(manifest, pixels)))
         return [
@@ -216,11 +231,13 @@ def _without_repeats(puts: Sequence[Put]) -> list[list[Put]]:
     return groups
 
 
-def _size(manifest: Manifest) -> tuple[int, int]:
-    return manifest.embedder.height, manifest.embedder.width
-
-
-def _decode(plan: Plan, image: bytes) -> dict[tuple[int, int], Pixels]:
-    """The image at every size that the plan's releases want."""
-    sizes = {_size(manifest) for manifest in plan.writes}
-    return {(height, width): decode(image, height, width) for height, width in sizes}
+def _affordable(puts: Sequence[Put], outcome: Outcome) -> list[Put]:
+    """Those whose images may be decoded, with those before them, in one message."""
+    contents = [put.content if isinstance(put.content, bytes) else b"" for put in puts]
+    kept = []
+    for put, may in zip(puts, affordable(contents), strict=True):
+        if may:
+            kept.append(put)
+        else:
+            outcome.refused.append((put.id[:MAX_ID_CHARACTERS], str(too_dear())))
+    return kept

@@ -97,31 +97,41 @@ class Searching:
 
     def batch(
         self, hosted: Hosted, queries: Sequence[Query], k: int, conditions: Sequence[Condition]
-    ) -> list[Found]:
-        """Several queries on one snapshot. Raises like `search`; one bad query fails them all."""
+    ) -> list[Found | InvalidInputError]:
+        """Several queries on one snapshot; what is no image or no vector is refused by itself.
+
+        Raises like `search`, for all of them; TooLargeError and OverloadedError for images that
+        cost too much together.
+        """
         with hosted.using() as plan:
-            images = [query for query in queries if isinstance(query, bytes)]
-            vectors = iter(self._image_vectors(plan, images))
-            questions = [
-                _Question(hosted, plan.parts, next(vectors), k)
-                if isinstance(query, bytes)
-                else self._question(hosted, plan, query, k)
-                for query in queries
-            ]
-            answers = _run(questions, _allowed(hosted, conditions))
+            asked = self._questions(hosted, plan, queries, k)
+            questions = [one for one in asked if isinstance(one, _Question)]
+            answers = iter(_run(questions, _allowed(hosted, conditions)) if questions else ())
             return [
-                _found(question, answer)
-                for question, answer in zip(questions, answers, strict=True)
+                _found_or_refused(one, next(answers)) if isinstance(one, _Question) else one
+                for one in asked
             ]
 
-    def _image_vectors(self, plan: Plan, images: Sequence[bytes]) -> Sequence[tuple[Vectors, ...]]:
-        if not images:
-            return []
-        columns = []
-        for part in plan.parts:
-            pixels = [self._embedding.decode(part.query, image) for image in images]
-            columns.append(self._embedding.many(part.query, pixels))
-        return [tuple(column[row : row + 1] for column in columns) for row in range(len(images))]
+    def _questions(
+        self, hosted: Hosted, plan: Plan, queries: Sequence[Query], k: int
+    ) -> list[_Question | InvalidInputError]:
+        images = [query for query in queries if isinstance(query, bytes)]
+        made = iter(self._embedding.queries([part.query for part in plan.parts], images))
+        questions: list[_Question | InvalidInputError] = []
+        for query in queries:
+            try:
+                if not isinstance(query, bytes):
+                    questions.append(self._question(hosted, plan, query, k))
+                    continue
+                vectors = next(made)
+                questions.append(
+                    vectors
+                    if isinstance(vectors, InvalidInputError)
+                    else _Question(hosted, plan.parts, vectors, k)
+                )
+            except InvalidInputError as error:
+                questions.append(error)
+        return questions
 
     def _question(self, hosted: Hosted, plan: Plan, query: Query, k: int) -> _Question:
         if isinstance(query, bytes):
@@ -198,6 +208,10 @@ def _found(question: _Question, answer: _Answer) -> Found:
     hits = rank(question.parts, found, row, question.k, question.hosted.items)
     query = question.parts[0].query
     return Found(hits, query.release, query.space)
+
+
+def _found_or_refused(question: _Question, answer: _Answer) -> Found | InvalidInputError:
+    return answer if isinstance(answer, InvalidInputError) else _found(question, answer)
 
 
 def _allowed(hosted: Hosted, conditions: Sequence[Condition]) -> Labels | None:

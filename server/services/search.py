@@ -43,7 +43,14 @@ class SearchService(SearchServiceServicer):
             found = self._core.searching.batch(
                 hosted, queries, _k(request.k), from_filter(request.filter)
             )
-        return pb.SearchBatchResponse(responses=[_response(one) for one in found])
+        return pb.SearchBatchResponse(
+            responses=[
+                pb.SearchResponse(error=str(one))
+                if isinstance(one, InvalidInputError)
+                else _response(one)
+                for one in found
+            ]
+        )
 
 
 def _k(k: int) -> int:

@@ -15,6 +15,8 @@ from release.errors import (
     InvalidInputError,
     NobackfillError,
     UnavailableError,
+    UnusableOutputError,
+    UnusableRowsError,
     VerificationError,
 )
 from release.manifest import Manifest
@@ -253,5 +255,7 @@ def _names(manifest: Manifest) -> list[str]:
 def _checked(vectors: Vectors, dim: int, *, unit: bool) -> Vectors:
     try:
         return check_vectors(vectors, dim, what="Triton's output", unit=unit)
+    except UnusableRowsError as error:
+        raise UnusableOutputError(str(error), error.rows) from error
     except InvalidInputError as error:
         raise VerificationError(str(error)) from error

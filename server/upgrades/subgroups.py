@@ -116,6 +116,8 @@ class _Measuring:
             except ReleaseRetiredError:
                 return None
             for label, answer in zip(labels[some], answers, strict=True):
+                if isinstance(answer, InvalidInputError):
+                    raise answer
                 others = [hit.item for hit in answer.hits if hit.item.label != label]
                 right += bool(others) and others[0].metadata.get(self._key) == value
         return right / len(labels)

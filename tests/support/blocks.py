@@ -17,7 +17,7 @@ from PIL import Image
 from release.manifest import GateVerdict, Manifest, parse_manifest
 from release.paths import manifest_path
 from release.publish import publish
-from tests.support import releases
+from tests.support import graphs, releases
 
 Side = Literal["maps", "carries", "none"]
 
@@ -31,11 +31,12 @@ def publish_block_release(
     side: Side = "maps",
     int8: bool = False,
     gate: GateVerdict | None = None,
+    middle: float = graphs.MIDDLE,
 ) -> Manifest:
     """Publish release `number` with upgrades from published releases; keys lie beside `repo`.
 
     `directly`: releases whose vectors its queries may meet as they are (it shares the first one's
-    block). The files it is made of stay in `<repo>.drafts`.
+    block). `middle`: see graphs.encoder. The files it is made of stay in `<repo>.drafts`.
     """
     draft = releases.draft(
         repo.with_name(f"{repo.name}.drafts"),
@@ -45,6 +46,7 @@ def publish_block_release(
         side=side,
         int8=int8,
         gate=gate,
+        middle=middle,
     )
     publish(repo, draft)
     return draft.manifest

@@ -47,12 +47,18 @@ def move(source: int, target: int, width: int) -> Matrix:
     )
 
 
-def encoder(output: str, weights: Matrix, *, unit: bool) -> onnx.ModelProto:
-    """image uint8 [n,8,8,3] -> `output` float32 [n,d]: scaled pixels times weights."""
+# Off the middle, so that no grey image embeds to nothing.
+MIDDLE = 0.4987
+
+
+def encoder(output: str, weights: Matrix, *, unit: bool, middle: float = MIDDLE) -> onnx.ModelProto:
+    """image uint8 [n,8,8,3] -> `output` float32 [n,d]: scaled pixels times weights.
+
+    An image whose scaled pixels are all `middle` embeds to nothing.
+    """
     nodes = [
         helper.make_node("Cast", ["image"], ["pixels"], to=TensorProto.FLOAT),
         helper.make_node("Mul", ["pixels", "scale"], ["scaled"]),
-        # Off the middle, so that no grey image embeds to nothing.
         helper.make_node("Sub", ["scaled", "middle"], ["centred"]),
         helper.make_node("Flatten", ["centred"], ["flat"], axis=1),
         helper.make_node("MatMul", ["flat", "weights"], ["product" if unit else output]),
@@ -61,7 +67,7 @@ def encoder(output: str, weights: Matrix, *, unit: bool) -> onnx.ModelProto:
         nodes.append(helper.make_node("LpNormalization", ["product"], [output], axis=1, p=2))
     constants: dict[str, ArrayLike] = {
         "scale": np.float32(1 / 255),
-        "middle": np.float32(0.4987),
+        "middle": np.float32(middle),
         "weights": weights,
     }
     image = helper.make_tensor_value_info("image", TensorProto.UINT8, ["n", SIZE, SIZE, 3])

@@ -74,6 +74,9 @@ def kinds() -> Mapping[str, bytes]:
     }  # fmt: skip
 
 
+KINDS = kinds()
+
+
 def damaged(data: bytes, count: int, seed: int) -> Iterator[bytes]:
     """`count` cuts, flips, overwritten, lost, repeated and inserted stretches of one file."""
     chance = random.Random(seed)

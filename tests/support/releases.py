@@ -46,19 +46,20 @@ def draft(
     int8: bool = False,
     gate: GateVerdict | None = None,
     ways: Mapping[int, Way] | None = None,
+    middle: float = graphs.MIDDLE,
 ) -> Draft:
     """Release `number` with an upgrade from each of `sources`, its files below `folder`/NUMBER.
 
     `directly`: releases whose vectors it searches as they are, so it embeds into the first one's
     block. `side`: each release has its own side encoder and upgrades map into it; or it keeps the
     encoder of the first source; or there is none. `ways`: what the upgrade from a source does with
-    side-information, where it is not that.
+    side-information, where it is not that. `middle`: see graphs.encoder.
     """
     folder = folder / str(number)
     files = {paths.embedder_path(number): folder / paths.embedder_path(number)}
     block = block_of(directly[0]) if directly else number
     weights = graphs.into_block(graphs.projection(graphs.BLOCK, 1), block)
-    embedder = graphs.encoder("embedding", weights, unit=True)
+    embedder = graphs.encoder("embedding", weights, unit=True, middle=middle)
     # Releases that share a block are still spaces of their own.
     embedder.doc_string = f"release {number}"
     graphs.save(embedder, files[paths.embedder_path(number)])

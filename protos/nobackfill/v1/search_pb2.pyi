@@ -34,14 +34,16 @@ class SearchRequest(_message.Message):
     def __init__(self, gallery: _Optional[str] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., k: _Optional[int] = ..., filter: _Optional[_Union[_types_pb2.Filter, _Mapping]] = ...) -> None: ...
 
 class SearchResponse(_message.Message):
-    __slots__ = ("hits", "release", "space")
+    __slots__ = ("hits", "release", "space", "error")
     HITS_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     SPACE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     hits: _containers.RepeatedCompositeFieldContainer[Hit]
     release: int
     space: str
-    def __init__(self, hits: _Optional[_Iterable[_Union[Hit, _Mapping]]] = ..., release: _Optional[int] = ..., space: _Optional[str] = ...) -> None: ...
+    error: str
+    def __init__(self, hits: _Optional[_Iterable[_Union[Hit, _Mapping]]] = ..., release: _Optional[int] = ..., space: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Hit(_message.Message):
     __slots__ = ("id", "distance", "score", "release", "origin", "metadata")

@@ -61,7 +61,9 @@ class SearchServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SearchBatch(self, request, context):
-        """Several queries on one snapshot of one gallery.
+        """Several queries on one snapshot of one gallery. What is no image, or no vector of its space, is
+        refused by itself: see SearchResponse.error. RESOURCE_EXHAUSTED: too many queries, or images that
+        cost too much to decode together.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

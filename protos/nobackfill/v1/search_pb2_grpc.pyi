@@ -39,7 +39,10 @@ class SearchServiceStub:
     NEEDS_IMAGE or RELEASE_RETIRED, UNAVAILABLE (model server away; queries by embedding still work).
     """
     SearchBatch: _grpc.UnaryUnaryMultiCallable[_search_pb2.SearchBatchRequest, _search_pb2.SearchBatchResponse]
-    """Several queries on one snapshot of one gallery."""
+    """Several queries on one snapshot of one gallery. What is no image, or no vector of its space, is
+    refused by itself: see SearchResponse.error. RESOURCE_EXHAUSTED: too many queries, or images that
+    cost too much to decode together.
+    """
 
 @_typing.type_check_only
 class SearchServiceAsyncStub(SearchServiceStub):
@@ -52,7 +55,10 @@ class SearchServiceAsyncStub(SearchServiceStub):
     NEEDS_IMAGE or RELEASE_RETIRED, UNAVAILABLE (model server away; queries by embedding still work).
     """
     SearchBatch: _aio.UnaryUnaryMultiCallable[_search_pb2.SearchBatchRequest, _search_pb2.SearchBatchResponse]  # type: ignore[assignment]
-    """Several queries on one snapshot of one gallery."""
+    """Several queries on one snapshot of one gallery. What is no image, or no vector of its space, is
+    refused by itself: see SearchResponse.error. RESOURCE_EXHAUSTED: too many queries, or images that
+    cost too much to decode together.
+    """
 
 class SearchServiceServicer(metaclass=_abc_1.ABCMeta):
     """Finds the nearest items of a gallery."""
@@ -74,6 +80,9 @@ class SearchServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _search_pb2.SearchBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_search_pb2.SearchBatchResponse, _abc.Awaitable[_search_pb2.SearchBatchResponse]]:
-        """Several queries on one snapshot of one gallery."""
+        """Several queries on one snapshot of one gallery. What is no image, or no vector of its space, is
+        refused by itself: see SearchResponse.error. RESOURCE_EXHAUSTED: too many queries, or images that
+        cost too much to decode together.
+        """
 
 def add_SearchServiceServicer_to_server(servicer: SearchServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
