@@ -13,7 +13,7 @@ from server.embedding.models import Models
 from server.galleries.galleries import Galleries
 from server.galleries.indexing import load_index
 from server.galleries.searching import Searching
-from server.rollout.rollback import return_galleries
+from server.rollout.recovery import return_galleries
 from server.settings import Settings
 from server.state import StateFile
 from server.upgrades.upgrading import Upgrading
@@ -28,7 +28,7 @@ def assemble(settings: Settings, models: Models, metrics: Metrics) -> Core:
     cannot be read, CannotWriteError.
     """
     root = _root(settings)
-    catalog = Catalog(settings.model_repo, settings.data / "trust", root)
+    catalog = Catalog(settings.model_repo, settings.data / "trust", root, metrics)
     try:
         catalog.refresh()
     except NotFoundError:

@@ -14,6 +14,8 @@ from release.errors import (
 )
 from release.manifest import Manifest
 from release.trust import TrustedFolder
+from server.border.metrics import Metrics
+from server.border.survival import surviving
 
 log = structlog.get_logger("server.catalog")
 
@@ -28,7 +30,8 @@ class Catalog:
     here, or the gateway's state, changes.
     """
 
-    def __init__(self, repo: Path, state_dir: Path, root: bytes | None) -> None:
+    def __init__(self, repo: Path, state_dir: Path, root: bytes | None, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._repo = repo
         self._state_dir = state_dir
         self._root = root
@@ -144,10 +147,11 @@ class Catalog:
             if stamp is None or stamp == self._stamp:
                 continue
             self._stamp = stamp
-            try:
-                self.refresh()
-            except NobackfillError as error:
-                log.error("publication folder refused", error=str(error))
+            with surviving(self._metrics, "catalog"):
+                try:
+                    self.refresh()
+                except NobackfillError as error:
+                    log.error("publication folder refused", error=str(error))
 
     def _look(self) -> tuple[int, int] | None:
         try:

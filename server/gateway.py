@@ -16,6 +16,7 @@ from server.assembly import assemble, load
 from server.border.auth import Tokens
 from server.border.interceptor import Border
 from server.border.metrics import Metrics
+from server.border.survival import surviving
 from server.core import Core
 from server.embedding.models import InProcessModels, Models
 from server.galleries.indexing import Indexing
@@ -79,7 +80,7 @@ class Gateway:
         closing.callback(core.galleries.close)
         closing.callback(core.catalog.close)
         load(core)
-        indexing = Indexing(core.galleries.all)
+        indexing = Indexing(core.galleries.all, metrics)
         closing.callback(indexing.close)
         indexing.start()
         activations = Activations(core)
@@ -105,11 +106,11 @@ class Gateway:
 
         if settings.triton is not None and settings.triton != IN_PROCESS:
             client = remote_client(settings.triton, settings.triton_ca, settings.triton_token_file)
-            models = TritonModels(settings.model_repo, client, None, on_change)
+            models = TritonModels(settings.model_repo, client, None, metrics, on_change)
         elif settings.triton is None and (settings.triton_venv is not None or has_triton(venv)):
             process = TritonProcess(venv, settings.model_repo, settings.data / "triton")
             client = TritonClient(process.address)
-            models = TritonModels(settings.model_repo, client, process, on_change)
+            models = TritonModels(settings.model_repo, client, process, metrics, on_change)
         else:
             log.warning("no Triton: images are embedded in this process, with onnxruntime")
             metrics.model_server_up.set(1)
@@ -130,11 +131,15 @@ class Gateway:
         thread.start()
 
     def _wait_for_first(self, core: Core, activations: Activations) -> None:
-        seen = -1
-        while not core.stopping.is_set() and core.catalog.newest() is None:
+        seen, tried = -1, None
+        while not core.stopping.is_set() and core.state.now.active is None:
+            newest = core.catalog.newest()
+            if newest != tried:
+                # One that fails is not tried over and over; the next one published is.
+                tried = newest
+                with surviving(core.metrics, "first"):
+                    self._activate_first(core, activations)
             seen = core.catalog.changed.wait(seen, 0.5)
-        if not core.stopping.is_set():
-            self._activate_first(core, activations)
 
     def _activate_first(self, core: Core, activations: Activations) -> None:
         newest = core.catalog.newest()

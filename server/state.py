@@ -38,6 +38,8 @@ class State(_Strict):
     activation: Activation | None = None
     ends: dict[str, float] = {}
     failed: dict[int, str] = {}
+    # Unix time of the last rollback, until an activation begins.
+    rolled_back: float | None = None
     # Galleries whose upgrade was paused by the operator.
     paused: tuple[str, ...] = ()
 

@@ -21,7 +21,7 @@ ARROWS = {
 }
 # The parts of the server, lowest first: each may import those before it.
 SERVER = (
-    "settings", "state", "catalog", "border", "files", "vault", "triton", "embedding", "galleries",
+    "settings", "state", "border", "catalog", "files", "vault", "triton", "embedding", "galleries",
     "upgrades", "core", "rollout", "services", "assembly", "listener", "gateway", "commands", "cli",
 )  # fmt: skip
 OURS = set(ARROWS) | {"nobackfill", "bench", "tests"}

@@ -9,6 +9,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
+from structlog.tracebacks import ExceptionDictTransformer
 
 # Ids of this process: random, then counted.
 _prefix = os.urandom(6).hex() + "-"
@@ -23,7 +24,8 @@ def configure() -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             _add_request_id,
-            structlog.processors.dict_tracebacks,
+            # Without the values of local variables: those may be vectors, or somebody's metadata.
+            structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),

@@ -60,6 +60,10 @@ class Metrics:
             "Share of nearest neighbours that the last finished upgrade kept, 0 to 1, by release.",
             ["release"], registry=self.registry,
         )  # fmt: skip
+        self.unforeseen = Counter(
+            "nobackfill_unforeseen_errors_total", "Errors that nobody foresaw, by thread of work.",
+            ["thread"], registry=self.registry,
+        )  # fmt: skip
         self.model_server_up = Gauge(
             "nobackfill_model_server_up", "1 while images can be embedded.",
             registry=self.registry,

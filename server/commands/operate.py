@@ -94,8 +94,12 @@ def rollback(
 ) -> None:
     """Return to the release before. Without --yes: count and list what would not be found then."""
     with exit_codes(), connected(server) as channel:
-        request = release_pb2.RollbackReleaseRequest(confirm=confirm)
-        answer = ReleaseServiceStub(channel).RollbackRelease(request, timeout=600)
+        calls = ReleaseServiceStub(channel)
+        answer = calls.RollbackRelease(release_pb2.RollbackReleaseRequest(), timeout=TIMEOUT_S)
+        if confirm:
+            # To the release that was looked at: repeated, this goes back no further.
+            request = release_pb2.RollbackReleaseRequest(confirm=True, to_release=answer.number)
+            answer = calls.RollbackRelease(request, timeout=600)
     rows = [["release", "done", "items not found there"]]
     rows.append([str(answer.number), "yes" if answer.done else "no", str(answer.lost_items)])
     rows += [["", "", f"{lost.gallery}: {lost.id}"] for lost in answer.lost[:20]]

@@ -16,6 +16,8 @@ from gallery.spec import SpaceSpec
 from gallery.view import LiveView, Snapshot
 from release.errors import CannotWriteError, VerificationError
 from release.vectors import Vectors
+from server.border.metrics import Metrics
+from server.border.survival import surviving
 from server.galleries.hosted import Hosted
 
 log = structlog.get_logger("server.indexing")
@@ -36,18 +38,23 @@ _EVERY_S = 0.5
 # gallery has not changed for so long.
 _SETTLED_S = 20.0
 _NICE = 10
+# A gallery whose index cannot be made for a reason nobody foresaw is tried again after so long.
+_REST_S = 30.0
 
 
 class Indexing:
     """Looks after every view of every gallery, from one thread."""
 
-    def __init__(self, galleries: Callable[[], Iterable[Hosted]]) -> None:
+    def __init__(self, galleries: Callable[[], Iterable[Hosted]], metrics: Metrics) -> None:
         self._galleries = galleries
+        self._metrics = metrics
         # Views whose index is not on the disk: the snapshot last seen, and since when. Weak: a view
         # that a swap left behind must not keep its vectors and its graph here.
         self._since: weakref.WeakKeyDictionary[LiveView, tuple[weakref.ref[Snapshot], float]] = (
             weakref.WeakKeyDictionary()
         )
+        # Galleries that failed for a reason nobody foresaw: left alone until then.
+        self._resting: weakref.WeakKeyDictionary[Hosted, float] = weakref.WeakKeyDictionary()
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._work, name="indexing", daemon=True)
@@ -63,17 +70,31 @@ class Indexing:
             self._thread.join()
 
     def _work(self) -> None:
-        give_way()
+        with surviving(self._metrics, "indexing"):
+            give_way()
         while not self._stopping.is_set():
-            for hosted in self._galleries():
-                for space, view in hosted.views().items():
-                    if space not in hosted.plan.alone and len(view.snapshot()) < _LARGEST_FILLING:
-                        # An upgrade fills it; it inherits an index when it is whole.
-                        continue
-                    wanted = due(view) or self._settled(hosted, space, view)
-                    if wanted and not self._stopping.is_set():
-                        self._make(hosted, space, view)
+            with surviving(self._metrics, "indexing"):
+                for hosted in self._galleries():
+                    self._try(hosted)
             self._wake.wait(_EVERY_S)
+
+    def _try(self, hosted: Hosted) -> None:
+        """What fails in one gallery keeps no other from its index, and is tried again later."""
+        if time.monotonic() < self._resting.get(hosted, 0.0):
+            return
+        self._resting[hosted] = time.monotonic() + _REST_S
+        with surviving(self._metrics, "indexing"):
+            self._look_after(hosted)
+            del self._resting[hosted]
+
+    def _look_after(self, hosted: Hosted) -> None:
+        for space, view in hosted.views().items():
+            if space not in hosted.plan.alone and len(view.snapshot()) < _LARGEST_FILLING:
+                # An upgrade fills it; it inherits an index when it is whole.
+                continue
+            wanted = due(view) or self._settled(hosted, space, view)
+            if wanted and not self._stopping.is_set():
+                self._make(hosted, space, view)
 
     def _settled(self, hosted: Hosted, space: str, view: LiveView) -> bool:
         """Whether a graph has no file or much beside it, and nothing changed for a while that would

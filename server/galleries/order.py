@@ -1,5 +1,6 @@
 """The one order in which threads of a gateway wait for one another, checked at every wait.
 
+    RELEASES  which release answers: to begin an activation, undo one, retire; to make a gallery
     NAMES     the mapping of names: to make a gallery, to take a name away
     GALLERY   a use of a gallery; its deletion waits until there is none
     PLAN      a use of a plan; who lets go of old views and models waits until there is none
@@ -19,6 +20,7 @@ from enum import IntEnum
 class Level(IntEnum):
     """What may be waited for, in the order above."""
 
+    RELEASES = 0
     NAMES = 1
     GALLERY = 2
     PLAN = 3

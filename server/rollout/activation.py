@@ -3,74 +3,29 @@
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import structlog
 
 from release.errors import BusyError, CannotWriteError, NobackfillError, PreconditionError
 from release.manifest import Manifest
+from server.border.survival import surviving
 from server.core import Core
+from server.galleries import order
+from server.galleries.hosted import NOTE
 from server.galleries.indexing import give_way
+from server.galleries.order import Level
+from server.rollout.recovery import recover
 from server.rollout.rollout import CancelledError, Phase, Rollout
+from server.rollout.run import Run
 from server.state import Activation, RolloutName
 from server.upgrades.upgrading import DEFAULT_SPARE_CORES
 
 log = structlog.get_logger("server.activation")
 
-
-@dataclass(frozen=True)
-class Event:
-    """What an activation told, and when (Unix time)."""
-
-    phase: Phase
-    done: int
-    total: int
-    message: str
-    time: float
-
-
-class Run:
-    """One activation as its watchers see it."""
-
-    def __init__(self, record: Activation) -> None:
-        self.record = record
-        self.cancelled = threading.Event()
-        self._condition = threading.Condition()
-        self._events: list[Event] = []
-        self.thread: threading.Thread | None = None
-        self.ended = False
-
-    def end(self, phase: Phase, message: str) -> None:
-        """The last that is told: DONE or FAILED. Another activation may begin now."""
-        self.ended = True
-        self.tell(phase, 0, 0, message)
-
-    def tell(self, phase: Phase, done: int, total: int, message: str) -> None:
-        with self._condition:
-            last = self._events[-1] if self._events else None
-            # Progress within a phase replaces what was told before.
-            if last is not None and last.phase == phase == Phase.UPGRADING:
-                self._events.pop()
-            self._events.append(Event(phase, done, total, message, time.time()))
-            self._condition.notify_all()
-
-    def events(self, gone: Callable[[], bool] = lambda: False) -> Iterator[Event]:
-        """All that is told, from the beginning to DONE or FAILED, or until `gone`."""
-        told: list[Event] = []
-        while not gone():
-            for event in self._wait(told):
-                yield event
-                if event.phase in (Phase.DONE, Phase.FAILED):
-                    return
-
-    def _wait(self, told: list[Event]) -> list[Event]:
-        """What is not in `told` yet; it is added there, progress in the place of progress."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._events != told, 0.5)
-            fresh = [event for event in self._events[max(0, len(told) - 1) :] if event not in told]
-            told[:] = self._events
-            return fresh
+# How long a call waits for another that begins, undoes or retires; then it is refused.
+_BRIEF_S = 5.0
 
 
 class Activations:
@@ -91,23 +46,23 @@ class Activations:
         """Begin one. Raises NotFoundError, BusyError while another runs, PreconditionError for a
         release older than the active one, CannotWriteError."""
         manifest = self._core.catalog.find(release)
-        active = self._core.state.now.active
-        if active is not None and release < active:
-            raise PreconditionError(
-                f"release {release} is older than the active release {active}; "
-                "RollbackRelease returns to the one before"
-            )
-        record = Activation(
-            release=release,
-            rollout=rollout or self._choose(manifest),
-            spare_cores=spare_cores or DEFAULT_SPARE_CORES,
-            old_space_seconds=old_space_seconds,
-        )
-        with self._lock:
+        with self.held():
             self._refuse_second()
+            active = self._core.state.now.active
+            if active is not None and release < active:
+                raise PreconditionError(
+                    f"release {release} is older than the active release {active}; "
+                    "RollbackRelease returns to the one before"
+                )
+            record = Activation(
+                release=release,
+                rollout=rollout or self._choose(manifest),
+                spare_cores=spare_cores or DEFAULT_SPARE_CORES,
+                old_space_seconds=old_space_seconds,
+            )
             # One that was let go of and comes back is kept again, as any other.
             retired = tuple(n for n in self._core.state.now.retired if n != release)
-            self._core.state.change(activation=record, retired=retired)
+            self._core.state.change(activation=record, retired=retired, rolled_back=None)
             return self._launch(record)
 
     def start_gallery(self, gallery: str, spare_cores: float) -> Run:
@@ -123,9 +78,9 @@ class Activations:
             old_space_seconds=0,
             only=gallery,
         )
-        with self._lock:
+        with self.held():
             self._refuse_second()
-            self._core.state.change(activation=record)
+            self._core.state.change(activation=record, rolled_back=None)
             return self._launch(record)
 
     def resume(self) -> Run | None:
@@ -133,7 +88,7 @@ class Activations:
         record = self._core.state.now.activation
         if record is None:
             return None
-        with self._lock:
+        with self.held():
             self._refuse_second()
             log.info("resuming activation", release=record.release)
             return self._launch(record)
@@ -141,7 +96,22 @@ class Activations:
     def running(self) -> Run | None:
         """The activation under way."""
         run = self._run
-        return run if run is not None and not run.ended else None
+        return run if run is not None and run.running() else None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No activation begins meanwhile, nor is one undone by somebody else.
+
+        Raises BusyError where another holds them for longer than a moment.
+        """
+        order.check(Level.RELEASES)
+        if not self._lock.acquire(timeout=_BRIEF_S):
+            raise BusyError("releases are being rolled back or retired; try again with a delay")
+        try:
+            with order.holding(Level.RELEASES):
+                yield
+        finally:
+            self._lock.release()
 
     def call_off(self) -> None:
         """End the activation under way, if any, before its next step, and forget it."""
@@ -152,9 +122,8 @@ class Activations:
     def interrupt(self) -> None:
         """End the activation under way, if any; a restart resumes it."""
         run = self.running()
-        if run is not None and run.thread is not None:
-            run.cancelled.set()
-            run.thread.join()
+        if run is not None:
+            run.cancel()
 
     def _choose(self, manifest: Manifest) -> RolloutName:
         active = self._core.state.now.active
@@ -171,41 +140,73 @@ class Activations:
             )
 
     def _launch(self, record: Activation) -> Run:
-        run = self._run = Run(record)
-        run.thread = threading.Thread(target=self._work, args=(run,), name="activation")
-        run.thread.start()
+        core = self._core
+        for hosted in core.galleries.all():
+            if record.only in (None, hosted.name):
+                core.upgrading.expect(hosted, record.release)
+        run = self._run = Run(record, self._work)
+        try:
+            run.start()
+        except RuntimeError as error:
+            run.end(Phase.FAILED, str(error))
+            raise BusyError(f"the activation has no thread ({error}); try again later") from error
         return run
 
-    def _work(self, run: Run) -> None:
+    def _work(self, run: Run) -> tuple[Phase, str]:
+        phase, message = Phase.FAILED, "it ended for a reason nobody foresaw; see the log"
+        with surviving(self._core.metrics, "activation"):
+            began = time.monotonic()
+            phase, message = self._roll_out(run)
+            if not run.cancelled.is_set():
+                seconds = self._core.metrics.swap_seconds.labels(phase.value)
+                seconds.observe(time.monotonic() - began)
+        with surviving(self._core.metrics, "activation"):
+            self._end_jobs(phase, message)
+        return phase, message
+
+    def _roll_out(self, run: Run) -> tuple[Phase, str]:
+        """How it ends, and what is to be said of it."""
         core, release = self._core, run.record.release
-        give_way()
-        began = time.monotonic()
         try:
+            give_way()
             Rollout(core, run.record, run.tell, run.cancelled).run()
             core.state.change(activation=None)
         except CancelledError as error:
-            run.end(Phase.FAILED, str(error))
+            return Phase.FAILED, str(error)
         except (NobackfillError, OSError, sqlite3.Error) as error:
             log.error("activation failed", release=release, error=str(error))
-            core.metrics.swap_seconds.labels("failed").observe(time.monotonic() - began)
             self._fail(release, str(error))
-            run.end(Phase.FAILED, str(error))
-        else:
+            return Phase.FAILED, str(error)
+        except Exception as error:
+            reason = f"unforeseen {type(error).__name__}; the gateway's log has its traceback"
+            log.exception("activation failed", release=release, error=type(error).__name__)
+            core.metrics.unforeseen.labels("activation").inc()
+            self._fail(release, reason)
+            return Phase.FAILED, reason
+        # From here on it has happened; what is left to do is to let go of what was before.
+        with surviving(core.metrics, "activation"):
             core.settle(core.replan())
-            core.metrics.swap_seconds.labels("done").observe(time.monotonic() - began)
-            behind = "; ".join(f"{name}: {why}" for name, why in core.behind().items())
-            run.end(Phase.DONE, behind)
-            log.info("activated", release=release, behind=behind)
+        behind = "; ".join(f"{name}: {why}" for name, why in core.behind().items())
+        log.info("activated", release=release, behind=behind)
+        return Phase.DONE, behind
 
     def _fail(self, release: int, reason: str) -> None:
         """Mark the release FAILED; what it did not yet replace serves on."""
-        now = self._core.state.now
+        core, now = self._core, self._core.state.now
         values: dict[str, object] = {"activation": None}
         if now.active != release:
             values["failed"] = {**now.failed, release: reason}
-        try:
-            self._core.state.change(**values)
-        except CannotWriteError as error:
-            # A restart finds the activation as it was, and tries it again.
-            log.error("the failure is not recorded", error=str(error))
-        self._core.settle(self._core.replan())
+        with surviving(core.metrics, "activation"):
+            try:
+                core.state.change(**values)
+            except CannotWriteError as error:
+                # A restart finds the activation as it was, and tries it again.
+                log.error("the failure is not recorded", error=str(error))
+        with surviving(core.metrics, "activation"):
+            core.settle(recover(core))
+
+    def _end_jobs(self, phase: Phase, message: str) -> None:
+        """No upgrade is under way any more: those that did not get to their end say why."""
+        for hosted in self._core.galleries.all():
+            why = str(hosted.store.state_get(NOTE) or "") if phase is Phase.DONE else message
+            self._core.upgrading.give_up(hosted.name, why)

@@ -1,6 +1,6 @@
 """Going back to the release before, and letting go of old ones for good."""
 
-from contextlib import ExitStack
+import time
 from dataclasses import dataclass
 
 import structlog
@@ -9,12 +9,15 @@ from gallery import staging
 from gallery.spec import SpaceInfo
 from release.errors import BusyError, PreconditionError
 from server.core import Core
-from server.galleries.hosted import NOTE, ROLLOUT, Hosted
+from server.galleries.hosted import Hosted
 from server.rollout.activation import Activations
+from server.rollout.recovery import all_alone, return_galleries
 
 log = structlog.get_logger("server.rollback")
 
 LARGEST_LISTING = 1000
+# A rollback without a release, repeated within this time, is taken for a client's retry.
+RETRY_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,74 @@ class Rollback:
     listed: list[tuple[str, str]]
 
 
-def plan_rollback(core: Core) -> Rollback:
-    """Count and list what would not be found. Raises PreconditionError if there is no way back."""
+class Rollbacks:
+    """Rollbacks of one gateway: looked at first, then done, one at a time."""
+
+    def __init__(self, core: Core, activations: Activations) -> None:
+        self._core = core
+        self._activations = activations
+        # Whether somebody looked since the last one, or since the start.
+        self._looked = False
+
+    def plan(self) -> Rollback:
+        """Count and list what would not be found. Raises PreconditionError if there is no way
+        back."""
+        self._looked = True
+        return _plan(self._core)
+
+    def do(self, to: int | None) -> Rollback:
+        """Call off what is under way, and let release `to` answer again, everywhere at once; None:
+        the one before.
+
+        Repeated, it changes nothing: with `to` once that answers; without it for some minutes, as
+        long as nobody looked what a rollback would cost and no activation began. Raises BusyError
+        while another is done, PreconditionError if a rollback does not lead to `to`,
+        UnavailableError if its models cannot be loaded; then nothing has changed.
+        """
+        core = self._core
+        with self._activations.held():
+            target = core.active().release if self._again(to) else self._prepare(to)
+            with all_alone(core):
+                result = self._switch(target)
+                return_galleries(core)
+                old = core.replan()
+            core.settle(old)
+        log.info("rolled back", release=target, lost=result.lost)
+        return result
+
+    def _again(self, to: int | None) -> bool:
+        """Whether this was done already."""
+        now = self._core.state.now
+        if now.active is None or now.activation is not None:
+            return False
+        if to is not None:
+            return now.active == to
+        recent = now.rolled_back is not None and 0 <= time.time() - now.rolled_back < RETRY_S
+        return recent and not self._looked
+
+    def _prepare(self, to: int | None) -> int:
+        """The release that will answer: its models loaded, and no activation under way."""
+        target = _target(self._core)
+        if to not in (None, target):
+            raise PreconditionError(
+                f"a rollback leads to release {target}, not to {to}; look again what it would cost"
+            )
+        self._core.models.load(self._core.catalog.manifest(target))
+        self._activations.call_off()
+        return target
+
+    def _switch(self, target: int) -> Rollback:
+        # The activation may have ended in the meantime, or been called off before its switch.
+        now = self._core.state.now
+        if now.active == target:
+            return Rollback(target, 0, [])
+        result = _plan(self._core)
+        self._core.state.change(active=target, previous=now.previous[:-1], rolled_back=time.time())
+        self._looked = False
+        return result
+
+
+def _plan(core: Core) -> Rollback:
     target, lost, listed = _target(core), 0, list[tuple[str, str]]()
     for hosted in core.galleries.all():
         space = _space_of(hosted, core, target)
@@ -42,62 +111,26 @@ def plan_rollback(core: Core) -> Rollback:
     return Rollback(target, lost, listed[:LARGEST_LISTING])
 
 
-def roll_back(core: Core, activations: Activations) -> Rollback:
-    """Call off what is under way, and let the release before answer again, everywhere at once.
-
-    Raises PreconditionError if there is no way back, UnavailableError if its models cannot be
-    loaded; then nothing has changed.
-    """
-    target = _target(core)
-    core.models.load(core.catalog.manifest(target))
-    activations.call_off()
-    # The activation may have ended in the meantime, or been called off before its switch.
-    now = core.state.now
-    with ExitStack() as alone:
-        for hosted in core.galleries.all():
-            alone.enter_context(hosted.writes.alone())
-        result = plan_rollback(core) if now.active != target else Rollback(target, 0, [])
-        if now.active != target:
-            core.state.change(active=target, previous=now.previous[:-1])
-        return_galleries(core)
-        old = core.replan()
-    core.settle(old)
-    log.info("rolled back", release=target, lost=result.lost)
-    return result
-
-
-def return_galleries(core: Core) -> None:
-    """Bring every gallery back to the active release, where one is ahead of it: also what a kill in
-    the middle of a rollback has left, which nobody else leaves without an activation under way."""
-    now = core.state.now
-    for hosted in core.galleries.all():
-        if now.activation is not None or now.active is None:
-            return
-        state = {ROLLOUT: None, NOTE: None}
-        if hosted.spec().release > now.active:
-            staging.rollback(hosted.store, leave_behind=True, state=state)
-        elif hosted.spec().release == now.active and any(map(hosted.store.state_get, state)):
-            hosted.store.state_set(state)
-
-
 def retire(core: Core, activations: Activations) -> list[int]:
     """Drop the spaces and models of every release older than the active one, for good.
 
     A gallery that stays behind keeps its active space. Returns the releases that are gone now.
-    Raises BusyError during an activation.
+    Raises BusyError during an activation or a rollback.
     """
-    if activations.running() is not None:
-        raise BusyError("an activation is running; retire the old releases when it has ended")
-    now, active = core.state.now, core.active().release
-    kept = {part.query.release for h in core.galleries.all() for part in h.plan.parts} | {active}
-    present = {info.spec.release for h in core.galleries.all() for info in h.store.spaces()}
-    gone = sorted((present | set(now.previous)) - kept)
-    core.state.change(
-        previous=tuple(n for n in now.previous if n in kept),
-        retired=tuple(sorted({*now.retired, *(n for n in gone if n < active)})),
-    )
-    core.settle(core.replan())
-    core.drop_unused()
+    with activations.held():
+        if activations.running() is not None:
+            raise BusyError("an activation is running; retire the old releases when it has ended")
+        now, active = core.state.now, core.active().release
+        kept = {part.query.release for h in core.galleries.all() for part in h.plan.parts}
+        kept.add(active)
+        present = {info.spec.release for h in core.galleries.all() for info in h.store.spaces()}
+        gone = sorted((present | set(now.previous)) - kept)
+        core.state.change(
+            previous=tuple(n for n in now.previous if n in kept),
+            retired=tuple(sorted({*now.retired, *(n for n in gone if n < active)})),
+        )
+        core.settle(core.replan())
+        core.drop_unused()
     return [release for release in gone if release < active]
 
 

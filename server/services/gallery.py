@@ -35,8 +35,10 @@ class GalleryService(GalleryServiceServicer):
     def CreateGallery(  # noqa: N802 - the contract's name
         self, request: pb.CreateGalleryRequest, context: grpc.ServicerContext
     ) -> pb.CreateGalleryResponse:
-        self._refuse_during_activation("make a gallery")
-        return pb.CreateGalleryResponse(gallery=_gallery(self._core.create_gallery(request.name)))
+        with self._activations.held():
+            self._refuse_during_activation("make a gallery")
+            hosted = self._core.create_gallery(request.name)
+        return pb.CreateGalleryResponse(gallery=_gallery(hosted))
 
     def GetGallery(  # noqa: N802
         self, request: pb.GetGalleryRequest, context: grpc.ServicerContext

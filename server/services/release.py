@@ -11,9 +11,10 @@ from release.errors import InvalidInputError
 from release.manifest import Manifest
 from server.core import Core
 from server.files import fetch
-from server.rollout.activation import Activations, Event
-from server.rollout.rollback import plan_rollback, retire, roll_back
+from server.rollout.activation import Activations
+from server.rollout.rollback import Rollbacks, retire
 from server.rollout.rollout import Phase
+from server.rollout.run import Event
 from server.state import RolloutName, State
 
 _ROLLOUTS: dict[int, RolloutName | None] = {
@@ -40,6 +41,7 @@ class ReleaseService(ReleaseServiceServicer):
         self._core = core
         self._repo = repo
         self._activations = activations
+        self._rollbacks = Rollbacks(core, activations)
 
     def ListReleases(  # noqa: N802 - the contract's name
         self, request: pb.ListReleasesRequest, context: grpc.ServicerContext
@@ -98,10 +100,8 @@ class ReleaseService(ReleaseServiceServicer):
     def RollbackRelease(  # noqa: N802
         self, request: pb.RollbackReleaseRequest, context: grpc.ServicerContext
     ) -> pb.RollbackReleaseResponse:
-        if request.confirm:
-            result = roll_back(self._core, self._activations)
-        else:
-            result = plan_rollback(self._core)
+        to = request.to_release or None
+        result = self._rollbacks.do(to) if request.confirm else self._rollbacks.plan()
         return pb.RollbackReleaseResponse(
             number=result.release,
             lost_items=result.lost,

@@ -1,6 +1,7 @@
 """UpgradeService."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import grpc
 
@@ -23,7 +24,6 @@ _STATES = {
     JobState.DONE: pb.UPGRADE_STATE_DONE,
     JobState.FAILED: pb.UPGRADE_STATE_FAILED,
 }
-_ENDED = (JobState.DONE, JobState.FAILED)
 
 
 class UpgradeService(UpgradeServiceServicer):
@@ -53,10 +53,6 @@ class UpgradeService(UpgradeServiceServicer):
     def StartUpgrade(  # noqa: N802
         self, request: pb.StartUpgradeRequest, context: grpc.ServicerContext
     ) -> pb.StartUpgradeResponse:
-        with self._core.galleries.using(request.gallery) as hosted:
-            return pb.StartUpgradeResponse(progress=self._start(hosted, request))
-
-    def _start(self, hosted: Hosted, request: pb.StartUpgradeRequest) -> pb.UpgradeProgress:
         core = self._core
         active = core.active()
         if request.release not in (0, active.release):
@@ -66,14 +62,18 @@ class UpgradeService(UpgradeServiceServicer):
             )
         if not 0 <= request.spare_cores < 1:
             raise InvalidInputError("spare_cores: expected 0 to below 1")
-        core.upgrading.resume(hosted.name)
-        if hosted.spec().space != active.space and self._activations.running() is None:
-            self._activations.start_gallery(hosted.name, request.spare_cores)
-        elif request.backfill:
-            images = {one.id: one.image for one in request.backfill}
-            count = backfill(hosted, core.embedding, images, request.backfill_budget)
-            core.upgrading.count_re_embedded(hosted.name, active.release, count)
-        return self._progress(hosted)
+        with core.galleries.using(request.gallery) as hosted:
+            core.upgrading.resume(hosted.name)
+            behind = hosted.spec().space != active.space and self._activations.running() is None
+            if not behind and request.backfill:
+                images = {one.id: one.image for one in request.backfill}
+                count = backfill(hosted, core.embedding, images, request.backfill_budget)
+                core.upgrading.count_re_embedded(hosted.name, active.release, count)
+        if behind:
+            # Begun by somebody who holds no gallery: whoever flips it waits for its users.
+            self._activations.start_gallery(request.gallery, request.spare_cores)
+        with core.galleries.using(request.gallery) as hosted:
+            return pb.StartUpgradeResponse(progress=_message(self._job(hosted)))
 
     def WatchUpgrade(  # noqa: N802
         self, request: pb.WatchUpgradeRequest, context: grpc.ServicerContext
@@ -83,13 +83,13 @@ class UpgradeService(UpgradeServiceServicer):
         while context.is_active() and not self._core.stopping.is_set():
             # Not kept open while it waits: somebody may want to delete it.
             with self._core.galleries.using(request.gallery) as hosted:
-                progress = self._progress(hosted)
+                job = self._job(hosted)
+                progress = _message(job)
                 report.add_to(progress, hosted)
-                ended = self._ended(hosted)
             if progress != last:
                 last = progress
                 yield pb.WatchUpgradeResponse(progress=progress)
-            if ended:
+            if job.ended:
                 return
             seen = changed.wait(seen, 0.5)
 
@@ -98,26 +98,23 @@ class UpgradeService(UpgradeServiceServicer):
     ) -> pb.PauseUpgradeResponse:
         with self._core.galleries.using(request.gallery) as hosted:
             self._core.upgrading.pause(hosted.name)
-            return pb.PauseUpgradeResponse(progress=self._progress(hosted))
+            return pb.PauseUpgradeResponse(progress=_message(self._job(hosted)))
 
-    def _ended(self, hosted: Hosted) -> bool:
-        job = self._core.upgrading.job(hosted.name)
-        if job is not None:
-            return job.state in _ENDED
-        paused = hosted.name in self._core.state.now.paused
-        return not paused and self._activations.running() is None
-
-    def _idle_state(self, hosted: Hosted) -> JobState:
-        paused = hosted.name in self._core.state.now.paused
-        return JobState.PAUSED if paused else JobState.DONE
-
-    def _progress(self, hosted: Hosted) -> pb.UpgradeProgress:
+    def _job(self, hosted: Hosted) -> Job:
+        """The last job of a gallery, as it is now."""
+        # Looked at first: a job ends before its activation does.
+        running = self._activations.running() is not None
         job = self._core.upgrading.job(hosted.name)
         if job is None:
             # None since the start: it is where it is.
             release = hosted.spec().release
-            job = Job(hosted.name, release, release, self._idle_state(hosted))
-        return _message(job)
+            job = Job(hosted.name, release, release, JobState.DONE)
+        if not job.ended and not running:
+            job = replace(job, state=JobState.FAILED, message="its activation has ended")
+        if job.ended and hosted.name in self._core.state.now.paused:
+            # Those to come are held back.
+            job = replace(job, state=JobState.PAUSED)
+        return job
 
 
 class _Report:

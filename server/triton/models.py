@@ -24,6 +24,8 @@ from release.models import Images
 from release.paths import embedder_model, side_encoder_model
 from release.vectors import Vectors, check_vectors
 from server.border import calls
+from server.border.metrics import Metrics
+from server.border.survival import surviving
 from server.triton.client import TritonClient
 from server.triton.configuration import model_config
 from server.triton.process import TritonProcess
@@ -56,9 +58,11 @@ class TritonModels:
         model_repo: Path,
         client: TritonClient,
         process: TritonProcess | None,
+        metrics: Metrics,
         on_change: Callable[[bool], None] = lambda _up: None,
     ) -> None:
         self._model_repo = model_repo
+        self._metrics = metrics
         self._client = client
         self._process = process
         self._on_change = on_change
@@ -156,21 +160,25 @@ class TritonModels:
     def _watch(self) -> None:
         try:
             while not self._stopping.is_set():
-                if self._process is not None and not self._process.alive():
-                    self._start_process(self._process)
-                elif not self._client.live(_LIVE_TIMEOUT_S):
-                    self._miss(1)
-                elif not self._embeds():
-                    self._miss(2)
-                else:
-                    self._missed = 0
-                    self._starts.answered = True
-                    self._set_up(True)
+                with surviving(self._metrics, "triton"):
+                    self._look()
                 self._stopping.wait(_PROBE_EVERY_S if self._up.is_set() else _PROBE_EVERY_S / 5)
         finally:
             self._set_up(False)
             if self._process is not None:
                 self._process.stop()
+
+    def _look(self) -> None:
+        if self._process is not None and not self._process.alive():
+            self._start_process(self._process)
+        elif not self._client.live(_LIVE_TIMEOUT_S):
+            self._miss(1)
+        elif not self._embeds():
+            self._miss(2)
+        else:
+            self._missed = 0
+            self._starts.answered = True
+            self._set_up(True)
 
     def _start_process(self, process: TritonProcess) -> None:
         self._set_up(False)

@@ -49,6 +49,11 @@ class Job:
     message: str = ""
 
     @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen in it."""
+        return self.state in (JobState.DONE, JobState.FAILED)
+
+    @property
     def remaining_s(self) -> float:
         """Seconds to go at the present rate; 0 where none is known."""
         left = self.total - self.done
@@ -120,9 +125,8 @@ class Upgrading:
         source, spec = hosted.spec(), SpaceSpec.of(target)
         throttle = Throttle(spare_cores)
         total = hosted.store.count()
-        self._set(Job(hosted.name, source.release, target.release, total=total))
-        if hosted.name in self._state.now.paused:
-            self._update(hosted.name, state=JobState.PAUSED)
+        state = self._first_state(hosted.name)
+        self._set(Job(hosted.name, source.release, target.release, state, total=total))
         runner = open_route(self._files, route, throttle.threads, int8=True)
 
         def on_chunk(progress: Progress) -> None:
@@ -161,14 +165,14 @@ class Upgrading:
         """Stop the job of a gallery after its present chunk, and those to come, until `resume`;
         remembered over a restart. Raises CannotWriteError."""
         self._state.change(paused=tuple({*self._state.now.paused, gallery}))
-        self._update(gallery, state=JobState.PAUSED)
+        self._go_on(gallery, JobState.PAUSED)
 
     def resume(self, gallery: str) -> None:
         """Let the jobs of a gallery go on. Raises CannotWriteError."""
         if gallery in self._state.now.paused:
             paused = tuple(name for name in self._state.now.paused if name != gallery)
             self._state.change(paused=paused)
-            self._update(gallery, state=JobState.RUNNING)
+            self._go_on(gallery, JobState.RUNNING)
 
     def forget(self, galleries: set[str]) -> None:
         """Forget pauses and jobs of galleries that are gone. Raises CannotWriteError."""
@@ -193,9 +197,19 @@ class Upgrading:
     def jobs(self) -> list[Job]:
         return list(self._jobs.values())
 
+    def expect(self, hosted: Hosted, release: int) -> None:
+        """An activation has begun that will carry the gallery: no earlier job is told any more."""
+        source = hosted.spec().release
+        if source != release:
+            self._set(Job(hosted.name, source, release, self._first_state(hosted.name)))
+
     def finish(self, gallery: str, state: JobState, message: str = "") -> None:
         """Tell how a job ended, or that it is being indexed."""
         self._update(gallery, state=state, message=message)
+
+    def give_up(self, gallery: str, message: str) -> None:
+        """The job of a gallery has failed, if it did not end before."""
+        self._go_on(gallery, JobState.FAILED, message)
 
     def count_re_embedded(self, gallery: str, release: int, count: int) -> None:
         """Add to the items embedded again from images."""
@@ -214,6 +228,17 @@ class Upgrading:
     def _set(self, job: Job) -> None:
         with self._lock:
             self._jobs[job.gallery] = job
+        self.changed.notify()
+
+    def _first_state(self, gallery: str) -> JobState:
+        return JobState.PAUSED if gallery in self._state.now.paused else JobState.RUNNING
+
+    def _go_on(self, gallery: str, state: JobState, message: str = "") -> None:
+        """Change the state of a job that has not ended; one that has stays as it ended."""
+        with self._lock:
+            job = self._jobs.get(gallery)
+            if job is not None and not job.ended:
+                self._jobs[gallery] = replace(job, state=state, message=message)
         self.changed.notify()
 
     def _update(self, gallery: str, **values: object) -> None:

@@ -84,7 +84,7 @@ def rollback(life: Life) -> None:
     target = server.target()
     if target is None:
         try:
-            life.world.read(lambda client: client.rollback(confirm=True))
+            life.world.read(lambda client: client.rollback(confirm=False))
         except grpc.RpcError as error:
             assert error.code() is grpc.StatusCode.FAILED_PRECONDITION, f"{error}"
             return

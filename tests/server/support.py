@@ -178,8 +178,8 @@ class Client:
         name = release_pb2.ReleaseState.Name
         return {r.number: name(r.state).removeprefix("RELEASE_STATE_") for r in answer.releases}
 
-    def rollback(self, *, confirm: bool) -> release_pb2.RollbackReleaseResponse:
-        request = release_pb2.RollbackReleaseRequest(confirm=confirm)
+    def rollback(self, *, confirm: bool, to: int = 0) -> release_pb2.RollbackReleaseResponse:
+        request = release_pb2.RollbackReleaseRequest(confirm=confirm, to_release=to)
         return self.releases.RollbackRelease(request, timeout=TIMEOUT_S)
 
     def retire(self) -> list[int]:

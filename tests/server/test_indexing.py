@@ -27,10 +27,10 @@ from tests.support import graphs
 from tests.support.waiting import wait_until
 
 
-def put(client: Client, one: Manifest, first: int = 0, end: int = COUNT) -> None:
+def put(client: Client, one: Manifest, first: int = 0, end: int = COUNT, name: str = "g") -> None:
     """Items of release 1, with side-information."""
     sides = np.random.default_rng(4).standard_normal((end, graphs.SIDE_DIM)).astype("<f4")
-    client.put(
+    items = (
         gallery_pb2.PutItem(
             id=f"i{row}",
             vectors=gallery_pb2.Vectors(
@@ -42,6 +42,7 @@ def put(client: Client, one: Manifest, first: int = 0, end: int = COUNT) -> None
             enumerate(zip(unit_vectors(end), sides, strict=True)), first, None
         )
     )
+    client.put(items, name)
 
 
 @pytest.fixture

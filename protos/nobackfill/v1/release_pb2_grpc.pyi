@@ -50,7 +50,8 @@ class ReleaseServiceStub:
     """
     RollbackRelease: _grpc.UnaryUnaryMultiCallable[_release_pb2.RollbackReleaseRequest, _release_pb2.RollbackReleaseResponse]
     """Returns to the release that served before. What exists in the newer space only is counted and
-    listed first; nothing is changed unless confirm is set.
+    listed first; nothing is changed unless confirm is set. Errors: FAILED_PRECONDITION (no release
+    to return to, or another than to_release), ABORTED (another rollback or retirement is under way).
     """
     RetireRelease: _grpc.UnaryUnaryMultiCallable[_release_pb2.RetireReleaseRequest, _release_pb2.RetireReleaseResponse]
     """Drops the spaces and models of every release older than the active one. No rollback after it."""
@@ -77,7 +78,8 @@ class ReleaseServiceAsyncStub(ReleaseServiceStub):
     """
     RollbackRelease: _aio.UnaryUnaryMultiCallable[_release_pb2.RollbackReleaseRequest, _release_pb2.RollbackReleaseResponse]  # type: ignore[assignment]
     """Returns to the release that served before. What exists in the newer space only is counted and
-    listed first; nothing is changed unless confirm is set.
+    listed first; nothing is changed unless confirm is set. Errors: FAILED_PRECONDITION (no release
+    to return to, or another than to_release), ABORTED (another rollback or retirement is under way).
     """
     RetireRelease: _aio.UnaryUnaryMultiCallable[_release_pb2.RetireReleaseRequest, _release_pb2.RetireReleaseResponse]  # type: ignore[assignment]
     """Drops the spaces and models of every release older than the active one. No rollback after it."""
@@ -137,7 +139,8 @@ class ReleaseServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_release_pb2.RollbackReleaseResponse, _abc.Awaitable[_release_pb2.RollbackReleaseResponse]]:
         """Returns to the release that served before. What exists in the newer space only is counted and
-        listed first; nothing is changed unless confirm is set.
+        listed first; nothing is changed unless confirm is set. Errors: FAILED_PRECONDITION (no release
+        to return to, or another than to_release), ABORTED (another rollback or retirement is under way).
         """
 
     @_abc_1.abstractmethod
