@@ -19,6 +19,7 @@ from gallery.store import NewVectors, Store
 from release.manifest import Manifest
 from release.publish import publish
 from release.routes import Route
+from server.border.metrics import Metrics
 from server.catalog import Catalog
 from server.galleries.hosted import Hosted
 from server.state import StateFile
@@ -90,7 +91,7 @@ def on_server(
     repo: Path, folder: Path, made: Mapping[int, Manifest]
 ) -> tuple[Route | None, set[str], Rows]:
     """The route that a gateway takes to the newest release, who stays behind, and what it wrote."""
-    catalog = Catalog(repo, folder / "trust", None)
+    catalog = Catalog(repo, folder / "trust", None, Metrics())
     catalog.refresh()
     upgrading = Upgrading(repo, catalog, StateFile(folder / "state.json"))
     target = made[max(made)]

@@ -24,7 +24,7 @@ from server.core import Core
 from server.embedding.models import InProcessModels
 from server.galleries.puts import Put, Putting
 from server.rollout.activation import Activations
-from server.rollout.rollback import retire, roll_back
+from server.rollout.rollback import Rollbacks, retire
 from server.rollout.rollout import Phase
 from server.settings import Settings
 from server.state import RolloutName
@@ -98,7 +98,7 @@ def put(life: Life, start: int, count: int) -> None:
 
 def go_back(life: Life) -> None:
     if life.core.state.now.active != 1:
-        roll_back(life.core, life.activations)
+        Rollbacks(life.core, life.activations).do(1)
 
 
 def end_old(life: Life) -> None:

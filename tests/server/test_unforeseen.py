@@ -18,7 +18,8 @@ from server.galleries import indexing
 from server.gateway import Gateway
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import TIMEOUT_S, Client, images, running
-from tests.server.test_indexing import COUNT, put
+from tests.server.test_forgetting import COUNT
+from tests.server.test_indexing import put
 from tests.support.waiting import wait_until
 
 ROOT = Path(indexing.__file__).parents[2]

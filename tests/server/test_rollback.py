@@ -1,0 +1,143 @@
+"""Rollbacks lead where they were told to, once, and beside no activation."""
+
+import threading
+from pathlib import Path
+
+import grpc
+import pytest
+
+from nobackfill.v1 import release_pb2, upgrade_pb2
+from server.gateway import Gateway
+from server.rollout import rollback
+from tests.server.conftest import Stages, publish_stage
+from tests.server.support import TIMEOUT_S, Client, images, refusal, running
+
+
+@pytest.fixture
+def third(client: Client, repo: Path, stages: Stages) -> Client:
+    """A gallery carried from release 1 over 2 to 3."""
+    client.create()
+    client.put_images(images(3))
+    publish_stage(repo, stages[3])
+    client.activate(2)
+    client.activate(3)
+    return client
+
+
+def test_a_retry_goes_back_no_further(third: Client) -> None:
+    told = third.rollback(confirm=False)
+    for _ in range(2):
+        answer = third.rollback(confirm=True, to=told.number)
+        assert (answer.number, answer.done) == (2, True)
+        assert third.search(images(1)[0]).release == 2
+    assert third.rollback(confirm=True, to=1).number == 1
+
+
+def test_a_rollback_to_where_none_leads_changes_nothing(third: Client) -> None:
+    code, sentence, _ = refusal(lambda: third.rollback(confirm=True, to=1))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "leads to release 2" in sentence
+    assert third.states()[3] == "ACTIVE"
+
+
+def test_a_client_that_knows_no_target_retries_without_harm(
+    third: Client, gateway: Gateway
+) -> None:
+    """As clients of before send it. A look in between, or time, makes it another rollback."""
+    for _ in range(2):
+        assert third.rollback(confirm=True).number == 2
+    third.rollback(confirm=False)
+    assert third.rollback(confirm=True).number == 1
+
+
+def test_a_retry_after_some_time_is_another_rollback(
+    third: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert third.rollback(confirm=True).number == 2
+    monkeypatch.setattr(rollback, "RETRY_S", 0.0)
+    assert third.rollback(confirm=True).number == 1
+
+
+def test_a_retry_after_a_restart_goes_back_no_further(stages: Stages, tmp_path: Path) -> None:
+    publish_stage(tmp_path / "repo", stages[1])
+    with running(tmp_path / "repo", tmp_path / "data") as gateway, Client(gateway.address) as one:
+        publish_stage(tmp_path / "repo", stages[3])
+        one.activate(2)
+        one.activate(3)
+        assert one.rollback(confirm=True).number == 2
+    with running(tmp_path / "repo", tmp_path / "data") as gateway, Client(gateway.address) as one:
+        assert one.rollback(confirm=True).number == 2
+        assert one.states()[2] == "ACTIVE"
+
+
+def test_nothing_begins_beside_a_rollback(
+    third: Client, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from server.rollout import activation
+
+    monkeypatch.setattr(activation, "_BRIEF_S", 0.1)
+    core = gateway.core
+    reached, go_on, settle = threading.Event(), threading.Event(), core.settle
+
+    def slowly(old: list[object]) -> None:
+        reached.set()
+        go_on.wait(TIMEOUT_S)
+        settle(old)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(core, "settle", slowly)
+    answers: list[release_pb2.RollbackReleaseResponse] = []
+    thread = threading.Thread(target=lambda: answers.append(third.rollback(confirm=True, to=2)))
+    thread.start()
+    assert reached.wait(TIMEOUT_S)
+    for call in (
+        lambda: third.activate(3),
+        lambda: third.rollback(confirm=True, to=2),
+        lambda: third.retire(),
+        lambda: third.create("late"),
+    ):
+        code, sentence, _ = refusal(call)
+        assert code is grpc.StatusCode.ABORTED
+        assert "try again" in sentence
+    # Searches go on.
+    assert third.search(images(1)[0]).release == 2
+    go_on.set()
+    thread.join()
+    assert answers[0].done
+    assert third.activate(3).phase == release_pb2.PHASE_DONE
+
+
+def test_an_upgrade_just_begun_is_the_one_that_is_watched(third: Client) -> None:
+    """Its gallery has a finished job from before."""
+    third.rollback(confirm=True, to=2)
+    third.pause()
+    request = release_pb2.ActivateReleaseRequest(number=3, rollout="ROLLOUT_CUTOVER")
+    events = third.releases.ActivateRelease(request, timeout=TIMEOUT_S)
+    next(events)
+    watched = third.upgrades.WatchUpgrade(
+        upgrade_pb2.WatchUpgradeRequest(gallery="g"), timeout=TIMEOUT_S
+    )
+    first = next(watched).progress
+    assert (first.from_release, first.to_release) == (2, 3)
+    assert first.state == upgrade_pb2.UPGRADE_STATE_PAUSED
+    third.start_upgrade()
+    (*_, last) = watched
+    assert last.progress.state == upgrade_pb2.UPGRADE_STATE_DONE
+    assert last.progress.to_release == 3
+    # Held back or not, what has ended has ended.
+    assert third.pause().state == upgrade_pb2.UPGRADE_STATE_PAUSED
+    assert third.start_upgrade().state == upgrade_pb2.UPGRADE_STATE_DONE
+
+
+def test_a_watch_ends_with_an_activation_that_is_called_off(third: Client) -> None:
+    third.rollback(confirm=True, to=2)
+    third.pause()
+    third.begin(3, "CUTOVER")
+    watched = third.upgrades.WatchUpgrade(
+        upgrade_pb2.WatchUpgradeRequest(gallery="g"), timeout=TIMEOUT_S
+    )
+    next(watched)
+    third.rollback(confirm=True, to=2)
+    third.start_upgrade()
+    (*_, last) = watched
+    assert last.progress.state == upgrade_pb2.UPGRADE_STATE_FAILED
+    assert "called off" in last.progress.message
