@@ -8,9 +8,10 @@ from client.device import Device
 from client.encode import Encoder
 from client.files import read_image
 from client.output import Advance
-from gallery.store import Metadata
-from release.errors import InvalidInputError
+from gallery.store import Metadata, NewVectors
+from release.errors import InvalidInputError, UnusableOutputError
 from release.images import Pixels
+from release.models import no_vector
 
 _BATCH = 32
 
@@ -76,13 +77,12 @@ class _Adder:
     def store(self, files: Iterable[Path], *, held_too: bool = False) -> None:
         """Store one batch, durably; with `held_too` also what the gallery holds already."""
         encoders = self._current()
-        photos = list(self._photos(files, encoders, held_too))
+        photos, vectors = self._embedded(list(self._photos(files, encoders, held_too)), encoders)
         if not photos:
             return
-        pixels = zip(*(photo.pixels for photo in photos), strict=True)
         self._device.store.put(
             [photo.id for photo in photos],
-            [encoder.vectors(images) for encoder, images in zip(encoders, pixels, strict=True)],
+            vectors,
             digests=[photo.sha256 for photo in photos],
             metadata=[{**self._notes, **photo.metadata} for photo in photos],
         )
@@ -91,6 +91,24 @@ class _Adder:
             self.store([photo.path for photo in photos], held_too=True)
         elif not held_too:
             self._report.added += [str(photo.path) for photo in photos]
+
+    def _embedded(
+        self, photos: list[Photo], encoders: Sequence[Encoder]
+    ) -> tuple[list[Photo], list[NewVectors]]:
+        """The photos that every encoder makes a vector of, with those; the others are named."""
+        while photos:
+            vectors = []
+            for number, encoder in enumerate(encoders):
+                try:
+                    vectors.append(encoder.vectors([photo.pixels[number] for photo in photos]))
+                except UnusableOutputError as error:
+                    why = str(no_vector(encoder.manifest))
+                    self._report.refused |= {str(photos[row].path): why for row in error.rows}
+                    photos = [one for row, one in enumerate(photos) if row not in error.rows]
+                    break
+            else:
+                return photos, vectors
+        return [], []
 
     def _current(self) -> list[Encoder]:
         spaces = [self._device.store.active(), self._device.previous()]

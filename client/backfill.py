@@ -12,9 +12,11 @@ from gallery import staging
 from gallery.store import Item
 from release.errors import (
     ConfigurationError,
+    InvalidInputError,
     NotFoundError,
     NotPermittedError,
     UnavailableError,
+    UnusableOutputError,
     VerificationError,
 )
 from release.images import Pixels
@@ -27,8 +29,8 @@ def re_embed(device: Device, manifest: Manifest, budget: int, output: Output) ->
     """Embed up to `budget` items in a release's space from their images; how many it did.
 
     Items without a vector there come first, then the least certain ones. An image is taken from its
-    file, if that still holds what was added, else from the vault; items whose image cannot be had
-    keep what they have. Raises VerificationError, CannotWriteError, BusyError.
+    file, if that still holds what was added, else from the vault; items whose image cannot be had,
+    or makes no vector, keep what they have. Raises VerificationError, CannotWriteError, BusyError.
     """
     if budget <= 0:
         return 0
@@ -46,9 +48,9 @@ def re_embed(device: Device, manifest: Manifest, budget: int, output: Output) ->
     with output.progress("re-embedding") as advance, _Images(device, output) as images:
         for start in range(0, len(chosen), _BATCH):
             batch = {
-                item.label: encoder.pixels(image)
+                item.label: pixels
                 for item in chosen[start : start + _BATCH]
-                if (image := images.of(item)) is not None
+                if (pixels := images.pixels_of(item, encoder)) is not None
             }
             done += _write(device, encoder, batch)
             advance(start + _BATCH, len(chosen))
@@ -58,7 +60,11 @@ def re_embed(device: Device, manifest: Manifest, budget: int, output: Output) ->
 def _write(device: Device, encoder: Encoder, batch: dict[int, Pixels]) -> int:
     if not batch:
         return 0
-    vectors = encoder.vectors(list(batch.values()))
+    try:
+        vectors = encoder.vectors(list(batch.values()))
+    except UnusableOutputError as error:
+        good = [label for row, label in enumerate(batch) if row not in error.rows]
+        return _write(device, encoder, {label: batch[label] for label in good})
     written = staging.write(
         device.store,
         vectors.space,
@@ -87,6 +93,15 @@ class _Images:
     def __exit__(self, *error: object) -> None:
         if self._vault is not None:
             self._vault.close()
+
+    def pixels_of(self, item: Item, encoder: Encoder) -> Pixels | None:
+        """The image at the encoder's size; None if it cannot be had or be decoded."""
+        image = self.of(item)
+        try:
+            return None if image is None else encoder.pixels(image)
+        except InvalidInputError as error:
+            self._output.note(f"{item.id}: {error}")
+        return None
 
     def of(self, item: Item) -> bytes | None:
         """The image an item was made from; None if it cannot be had."""

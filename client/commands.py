@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from client.options import Json, metadata_values
+from client.options import Json, metadata_values, named_path
 from client.output import Output, size
 from release.errors import ConfigurationError, InvalidInputError
 
@@ -67,7 +67,10 @@ def _confirm(root: bytes) -> None:
 def add(
     context: typer.Context,
     images: Annotated[
-        list[Path], typer.Argument(metavar="PATHS...", help="Images and folders (JPEG, PNG, WebP).")
+        list[Path],
+        typer.Argument(
+            metavar="PATHS...", help="Images and folders (JPEG, PNG, WebP).", parser=named_path
+        ),
     ],
     note: Annotated[
         list[str] | None,
@@ -102,7 +105,8 @@ def add(
 def search(
     context: typer.Context,
     images: Annotated[
-        list[Path] | None, typer.Argument(metavar="IMAGE...", help="What to look for.")
+        list[Path] | None,
+        typer.Argument(metavar="IMAGE...", help="What to look for.", parser=named_path),
     ] = None,
     item: Annotated[str | None, typer.Option("--id", help="An item of the gallery.")] = None,
     k: Annotated[int, typer.Option("-k", min=1, max=1000, help="Number of hits.")] = 10,

@@ -16,7 +16,12 @@ from gallery.index import Labels, mask_of
 from gallery.put import MetadataValue
 from gallery.spec import SpaceSpec
 from release.calibration import scores
-from release.errors import IncompatibleSpaceError, InvalidInputError, NotFoundError
+from release.errors import (
+    IncompatibleSpaceError,
+    InvalidInputError,
+    NotFoundError,
+    UnusableOutputError,
+)
 from release.vectors import Vectors
 
 LARGEST_K = 1000
@@ -80,15 +85,20 @@ class Search:
         """The items nearest to each image file. Raises InvalidInputError for one that is none."""
         from client.encode import Encoder
         from release.images import decode_file
+        from release.models import no_vector
 
         manifest = self._device.manifest(self.spec.release)
         encoder = Encoder(self._device.models, manifest, side=False)
         size = manifest.embedder
         pixels = [decode_file(path, size.height, size.width) for path in images]
-        queries = np.concatenate(
-            [encoder.embed(pixels[start : start + 64]) for start in range(0, len(pixels), 64)]
-        )
-        return self._answers([str(path) for path in images], queries, k)
+        queries = []
+        for start in range(0, len(pixels), 64):
+            try:
+                queries.append(encoder.embed(pixels[start : start + 64]))
+            except UnusableOutputError as error:
+                worst = images[start + error.rows[0]]
+                raise InvalidInputError(f"{worst}: {no_vector(manifest)}") from error
+        return self._answers([str(path) for path in images], np.concatenate(queries), k)
 
     def by_id(self, item_id: str, k: int) -> Answer:
         """The other items nearest to one of the gallery. Raises NotFoundError."""

@@ -1,10 +1,18 @@
 """Options that several commands share."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+def named_path(text: str) -> Path:
+    """A path of the command line; an empty name would mean the folder one is in."""
+    if not text:
+        raise typer.BadParameter("expected a path, got an empty name")
+    return Path(text)
 
 
 def metadata_values(pairs: list[str] | None) -> dict[str, str | float | bool]:

@@ -144,6 +144,14 @@ def open_upgrade(
     return UpgradeModel(_open(files, file, threads), manifest, upgrade)
 
 
+def no_vector(manifest: Manifest) -> InvalidInputError:
+    """The refusal of an image that a release's models turn into nothing that can be compared."""
+    return InvalidInputError(
+        f"image: the models of release {manifest.release} make no vector of it (zero, or not "
+        "finite); leave out pictures of a single colour"
+    )
+
+
 def locate(files: Files, path: str) -> Path:
     """The local file of a published path. Raises VerificationError if a draft lacks it."""
     if isinstance(files, Path):

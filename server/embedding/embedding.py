@@ -7,7 +7,7 @@ import numpy as np
 from release.errors import InvalidInputError, UnusableOutputError
 from release.images import Pixels
 from release.manifest import Manifest
-from release.models import Images
+from release.models import Images, no_vector
 from release.vectors import Vectors
 from server.border import calls
 from server.border.metrics import Metrics
@@ -121,14 +121,6 @@ class Embedding:
 def size_of(manifest: Manifest) -> Size:
     """Height and width of the images that a release's models read."""
     return manifest.embedder.height, manifest.embedder.width
-
-
-def no_vector(manifest: Manifest) -> InvalidInputError:
-    """The refusal of an image that a release's models turn into nothing that can be compared."""
-    return InvalidInputError(
-        f"image: the models of release {manifest.release} make no vector of it (zero, or not "
-        "finite); leave out pictures of a single colour"
-    )
 
 
 def _together(rows: Sequence[Row]) -> tuple[Vectors, ...] | InvalidInputError:

@@ -9,10 +9,11 @@ import numpy as np
 from gallery.put import MAX_ID_CHARACTERS, Metadata, NewVectors, check_batch
 from release.errors import IncompatibleSpaceError, InvalidInputError, UnusableOutputError
 from release.manifest import Manifest
+from release.models import no_vector
 from release.routes import RouteRunner
 from release.vectors import from_bytes
 from server.embedding.decoding import Decoded, affordable, too_dear
-from server.embedding.embedding import Embedding, no_vector, size_of
+from server.embedding.embedding import Embedding, size_of
 from server.galleries.hosted import Hosted
 from server.galleries.plan import Plan
 

@@ -4,14 +4,18 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from client import files
 from client.add import Added, add
 from client.device import Device
 from client.files import find_images
+from client.find import Search
+from release import images
 from release.errors import InvalidInputError
-from tests.support import blocks, edge
+from tests.support import blocks, edge, pictures, releases
 from tests.support.edge import Setting
 
 
@@ -77,3 +81,80 @@ def test_names_of_every_kind(setting: Setting, tmp_path: Path) -> None:
     done = put(setting.gallery, tmp_path / "names")
     assert set(done.added) == {str(spaced), str(newline)}
     assert [reason for reason in done.refused.values() if "not valid text" in reason]
+
+
+def test_only_regular_files_are_read(setting: Setting, tmp_path: Path) -> None:
+    pipe, folder = tmp_path / "pipe.png", tmp_path / "odd"
+    os.mkfifo(pipe)
+    good = blocks.write_pngs(folder, 1, seed=5)
+    (folder / "zero.png").symlink_to("/dev/zero")
+    (folder / "pipe.png").symlink_to(pipe)
+    (folder / "again").symlink_to(folder)
+    done = put(setting.gallery, pipe, Path("/dev/zero"), folder, folder / "zero.png")
+    assert done.added == [str(good[0])]
+    assert done.refused == {
+        str(path): "expected a regular file"
+        for path in (pipe, Path("/dev/zero"), folder / "zero.png")
+    }
+
+
+def test_a_file_that_grows_while_it_is_read_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (image,) = blocks.write_pngs(tmp_path, 1)
+    size = image.stat().st_size
+    monkeypatch.setattr(images, "LARGEST_BYTES", size)
+    assert len(images.read_file(image)) == size
+    monkeypatch.setattr(images, "LARGEST_BYTES", size - 1)
+    with pytest.raises(InvalidInputError, match=f"at most {size - 1} bytes, got {size}"):
+        images.read_file(image)
+
+
+def test_damage_of_one_photo_is_its_own(setting: Setting, tmp_path: Path) -> None:
+    """A camera's EXIF, cut anywhere, and a folder of damaged files: the whole ones are added."""
+    exif = pictures.exif(1).tobytes()
+    photo = Image.fromarray(np.kron(releases.images(1, 3)[0], np.ones((8, 8, 1), np.uint8)))
+    for length in range(6, len(exif), 4):
+        name = f"{length:03d}.jpg"
+        data = pictures.encoded(photo, "JPEG", exif=exif[:length], comment=name)
+        (tmp_path / name).write_bytes(data)
+    cut = sorted(tmp_path.glob("*.jpg"))
+    for number, data in enumerate(pictures.damaged(pictures.KINDS["jpeg"], 60, seed=2)):
+        (tmp_path / f"torn-{number:02d}.jpg").write_bytes(data)
+    done = put(setting.gallery, *cut, tmp_path)
+    assert set(done.added) >= {str(path) for path in cut}
+    assert 5 < len(done.refused) < 60
+
+
+def test_a_picture_without_a_vector_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    repo, folder = tmp_path / "pub" / "repo", tmp_path / "photos"
+    blocks.publish_block_release(repo, 1, middle=0.0)
+    gallery = edge.make_device(repo, tmp_path / "g.sqlite")
+    good = blocks.write_pngs(folder, 40)
+    blank = [folder / "0-0017-black.png", folder / "0-0035-black.png"]
+    for size, path in enumerate(blank, 8):
+        Image.new("RGB", (size, size)).save(path)
+    done = put(gallery, folder)
+    assert sorted(done.added) == sorted(map(str, good))
+    assert list(done.refused) == [str(path) for path in blank]
+    assert all("no vector" in why for why in done.refused.values())
+    assert len(edge.contents(gallery)) == 40
+    with Device(gallery) as device, pytest.raises(InvalidInputError, match=blank[1].name):
+        Search(device, {}).by_images([good[0], blank[1]], 3)
+
+
+def test_folders_of_too_many_files_and_none_that_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("b", "a"):
+        (tmp_path / folder).mkdir()
+        for number in range(5):
+            (tmp_path / folder / f"{number}.png").touch()
+    named = [path.relative_to(tmp_path).as_posix() for path in find_images([tmp_path])]
+    assert named == [f"{folder}/{number}.png" for folder in "ab" for number in range(5)]
+    monkeypatch.setattr(files, "MOST_FILES", 9)
+    with pytest.raises(InvalidInputError, match="at most 9 images at a time"):
+        find_images([tmp_path])
+    assert len(find_images([tmp_path / "a", tmp_path / "a"])) == 5
+    with pytest.raises(InvalidInputError, match="cannot be read"):
+        find_images([tmp_path / ("x" * 300)])

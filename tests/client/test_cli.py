@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -205,3 +206,18 @@ def test_removing_a_path_removes_every_item_added_from_it(setting: Setting, tmp_
         before = device.store.count()
         assert remove(device, [str(picture)])["removed"] == 2
         assert device.store.count() == before - 2
+
+
+def test_names_that_are_none(setting: Setting, tmp_path: Path) -> None:
+    """An empty name would add all below the folder one is in; one that is no text is still said."""
+    blocks.write_pngs(tmp_path / "here", 2, seed=5)
+    refused = run(setting.gallery, "add", "", code=2, cwd=tmp_path / "here")
+    assert "empty name" in refused.stderr
+    run(setting.gallery, "search", "", code=2, cwd=tmp_path / "here")
+    odd = tmp_path / os.fsdecode(b"\xff\n.png")
+    shutil.copy(tmp_path / "here" / "5-0000.png", odd)
+    answer = ask(setting.gallery, "add", odd, code=65)
+    assert list(answer["refused"].values()) == ["its name is not valid text; rename it"]
+    run(setting.gallery, "add", odd, code=65)
+    run(setting.gallery, "add", "x" * 5000, code=65)
+    assert len(edge.contents(setting.gallery)) == 12
