@@ -96,6 +96,7 @@ class Border(grpc.ServerInterceptor):
             or handler.stream_stream
         )
         assert behavior is not None, "there are four kinds of calls"
+        assert handler.request_deserializer is not None, "generated code brings one"
         return Kind(
             method=method,
             behavior=behavior,

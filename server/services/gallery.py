@@ -16,6 +16,8 @@ from server.rollout.activation import Activations
 from server.services.convert import from_value, to_value
 
 LARGEST_DELETE = 10_000
+# Refused items that an answer names.
+LISTED_ERRORS = 1_000
 
 _STATES = {
     "active": pb.SPACE_STATE_ACTIVE,
@@ -64,7 +66,7 @@ class GalleryService(GalleryServiceServicer):
     def PutItems(  # noqa: N802
         self, request_iterator: Iterator[pb.PutItemsRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.PutItemsResponse]:
-        name, stored = "", 0
+        name, stored, refused = "", 0, 0
         for request in request_iterator:
             name = name or request.gallery
             if request.gallery not in ("", name):
@@ -79,8 +81,9 @@ class GalleryService(GalleryServiceServicer):
             with self._core.galleries.using(name) as hosted:
                 outcome = self._putting.put(hosted, puts)
             stored += outcome.stored
-            errors += [pb.ItemError(id=name, message=why) for name, why in outcome.refused]
-            yield pb.PutItemsResponse(stored=stored, errors=errors)
+            errors += [pb.ItemError(id=id_, message=why) for id_, why in outcome.refused]
+            refused += len(errors)
+            yield pb.PutItemsResponse(stored=stored, errors=errors[:LISTED_ERRORS], refused=refused)
 
     def GetItem(  # noqa: N802
         self, request: pb.GetItemRequest, context: grpc.ServicerContext

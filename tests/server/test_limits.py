@@ -15,6 +15,7 @@ import pytest
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
 from server.border.lanes import STREAMS
 from server.border.stalls import Stalls
+from server.services.gallery import LISTED_ERRORS
 from tests.server.support import Client, ids, images, random_id, refusal, running
 from tests.server.test_rules import METHODS
 from tests.support.blocks import png
@@ -186,3 +187,40 @@ def test_fetching_files_resumes_and_stays_inside(shared: Client, gallery: str, r
     for path in ("../data/state.json", "/etc/passwd", "", "a//b", "embedder_1/../timestamp.json"):
         code, _, _ = refusal(lambda p=path: fetch(p))  # type: ignore[misc]
         assert code is grpc.StatusCode.INVALID_ARGUMENT, path
+
+
+def test_a_message_of_too_many_parts_is_refused_before_it_is_read(
+    shared: Client, gallery: str
+) -> None:
+    """Tiny bad items, and tiny parts further down, 30 MiB of each."""
+    put = shared.channel.stream_stream("/nobackfill.v1.GalleryService/PutItems", bytes, bytes)
+    search = shared.channel.unary_unary("/nobackfill.v1.SearchService/Search", bytes, bytes)
+    empty = b"\x0a\x00" * (15 * 2**20)
+    # SearchRequest.query.embeddings.embeddings, each empty.
+    nested = field(2, field(2, empty))
+    for call in (
+        lambda: list(put(iter([b"\x12\x00" * (15 * 2**20)]), timeout=60)),
+        lambda: search(nested, timeout=60),
+    ):
+        code, sentence, _ = refusal(call)
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "10000 items" in sentence
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A field of bytes on the wire."""
+    length, rest = b"", len(content)
+    while rest > 0x7F:
+        length += bytes([rest & 0x7F | 0x80])
+        rest >>= 7
+    return bytes([number << 3 | 2]) + length + bytes([rest]) + content
+
+
+def test_the_first_refused_items_are_listed_and_all_are_counted(
+    shared: Client, gallery: str
+) -> None:
+    bad = [gallery_pb2.PutItem(id=f"b{i}") for i in range(LISTED_ERRORS + 5)]
+    response = shared.put(bad, gallery)
+    assert len(response.errors) == LISTED_ERRORS
+    assert response.refused == LISTED_ERRORS + 5
+    assert response.errors[0].id == "b0"

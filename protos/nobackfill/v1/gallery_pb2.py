@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from nobackfill.v1 import types_pb2 as nobackfill_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bnobackfill/v1/gallery.proto\x12\rnobackfill.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19nobackfill/v1/types.proto\"d\n\tSpaceInfo\x12\r\n\x05space\x18\x01 \x01(\t\x12\x0f\n\x07release\x18\x02 \x01(\r\x12\r\n\x05items\x18\x03 \x01(\x04\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.nobackfill.v1.SpaceState\"\x9c\x01\n\x07Gallery\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05items\x18\x02 \x01(\x04\x12\x0f\n\x07release\x18\x03 \x01(\r\x12(\n\x06spaces\x18\x04 \x03(\x0b\x32\x18.nobackfill.v1.SpaceInfo\x12\x0c\n\x04note\x18\x05 \x01(\t\x12+\n\x07\x63reated\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"$\n\x14\x43reateGalleryRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"@\n\x15\x43reateGalleryResponse\x12\'\n\x07gallery\x18\x01 \x01(\x0b\x32\x16.nobackfill.v1.Gallery\"!\n\x11GetGalleryRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"=\n\x12GetGalleryResponse\x12\'\n\x07gallery\x18\x01 \x01(\x0b\x32\x16.nobackfill.v1.Gallery\"\x16\n\x14ListGalleriesRequest\"B\n\x15ListGalleriesResponse\x12)\n\tgalleries\x18\x01 \x03(\x0b\x32\x16.nobackfill.v1.Gallery\"$\n\x14\x44\x65leteGalleryRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteGalleryResponse\"\xdb\x01\n\x07PutItem\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x05image\x18\x02 \x01(\x0cH\x00\x12)\n\x07vectors\x18\x03 \x01(\x0b\x32\x16.nobackfill.v1.VectorsH\x00\x12\x36\n\x08metadata\x18\x04 \x03(\x0b\x32$.nobackfill.v1.PutItem.MetadataEntry\x1a\x45\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Value:\x02\x38\x01\x42\t\n\x07\x63ontent\"b\n\x07Vectors\x12+\n\tembedding\x18\x01 \x01(\x0b\x32\x18.nobackfill.v1.Embedding\x12*\n\tside_info\x18\x02 \x01(\x0b\x32\x17.nobackfill.v1.SideInfo\"I\n\x0fPutItemsRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12%\n\x05items\x18\x02 \x03(\x0b\x32\x16.nobackfill.v1.PutItem\"L\n\x10PutItemsResponse\x12\x0e\n\x06stored\x18\x01 \x01(\x04\x12(\n\x06\x65rrors\x18\x02 \x03(\x0b\x32\x18.nobackfill.v1.ItemError\"(\n\tItemError\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"-\n\x0eGetItemRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\"\xb4\x01\n\x0fGetItemResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12>\n\x08metadata\x18\x02 \x03(\x0b\x32,.nobackfill.v1.GetItemResponse.MetadataEntry\x12\x0e\n\x06spaces\x18\x03 \x03(\t\x1a\x45\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Value:\x02\x38\x01\"2\n\x12\x44\x65leteItemsRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\t\"&\n\x13\x44\x65leteItemsResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x04*t\n\nSpaceState\x12\x1b\n\x17SPACE_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12SPACE_STATE_ACTIVE\x10\x01\x12\x17\n\x13SPACE_STATE_STAGING\x10\x02\x12\x18\n\x14SPACE_STATE_PREVIOUS\x10\x03\x32\xe8\x04\n\x0eGalleryService\x12Z\n\rCreateGallery\x12#.nobackfill.v1.CreateGalleryRequest\x1a$.nobackfill.v1.CreateGalleryResponse\x12Q\n\nGetGallery\x12 .nobackfill.v1.GetGalleryRequest\x1a!.nobackfill.v1.GetGalleryResponse\x12Z\n\rListGalleries\x12#.nobackfill.v1.ListGalleriesRequest\x1a$.nobackfill.v1.ListGalleriesResponse\x12Z\n\rDeleteGallery\x12#.nobackfill.v1.DeleteGalleryRequest\x1a$.nobackfill.v1.DeleteGalleryResponse\x12O\n\x08PutItems\x12\x1e.nobackfill.v1.PutItemsRequest\x1a\x1f.nobackfill.v1.PutItemsResponse(\x01\x30\x01\x12H\n\x07GetItem\x12\x1d.nobackfill.v1.GetItemRequest\x1a\x1e.nobackfill.v1.GetItemResponse\x12T\n\x0b\x44\x65leteItems\x12!.nobackfill.v1.DeleteItemsRequest\x1a\".nobackfill.v1.DeleteItemsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bnobackfill/v1/gallery.proto\x12\rnobackfill.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19nobackfill/v1/types.proto\"d\n\tSpaceInfo\x12\r\n\x05space\x18\x01 \x01(\t\x12\x0f\n\x07release\x18\x02 \x01(\r\x12\r\n\x05items\x18\x03 \x01(\x04\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.nobackfill.v1.SpaceState\"\x9c\x01\n\x07Gallery\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05items\x18\x02 \x01(\x04\x12\x0f\n\x07release\x18\x03 \x01(\r\x12(\n\x06spaces\x18\x04 \x03(\x0b\x32\x18.nobackfill.v1.SpaceInfo\x12\x0c\n\x04note\x18\x05 \x01(\t\x12+\n\x07\x63reated\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"$\n\x14\x43reateGalleryRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"@\n\x15\x43reateGalleryResponse\x12\'\n\x07gallery\x18\x01 \x01(\x0b\x32\x16.nobackfill.v1.Gallery\"!\n\x11GetGalleryRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"=\n\x12GetGalleryResponse\x12\'\n\x07gallery\x18\x01 \x01(\x0b\x32\x16.nobackfill.v1.Gallery\"\x16\n\x14ListGalleriesRequest\"B\n\x15ListGalleriesResponse\x12)\n\tgalleries\x18\x01 \x03(\x0b\x32\x16.nobackfill.v1.Gallery\"$\n\x14\x44\x65leteGalleryRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteGalleryResponse\"\xdb\x01\n\x07PutItem\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x05image\x18\x02 \x01(\x0cH\x00\x12)\n\x07vectors\x18\x03 \x01(\x0b\x32\x16.nobackfill.v1.VectorsH\x00\x12\x36\n\x08metadata\x18\x04 \x03(\x0b\x32$.nobackfill.v1.PutItem.MetadataEntry\x1a\x45\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Value:\x02\x38\x01\x42\t\n\x07\x63ontent\"b\n\x07Vectors\x12+\n\tembedding\x18\x01 \x01(\x0b\x32\x18.nobackfill.v1.Embedding\x12*\n\tside_info\x18\x02 \x01(\x0b\x32\x17.nobackfill.v1.SideInfo\"I\n\x0fPutItemsRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12%\n\x05items\x18\x02 \x03(\x0b\x32\x16.nobackfill.v1.PutItem\"]\n\x10PutItemsResponse\x12\x0e\n\x06stored\x18\x01 \x01(\x04\x12(\n\x06\x65rrors\x18\x02 \x03(\x0b\x32\x18.nobackfill.v1.ItemError\x12\x0f\n\x07refused\x18\x03 \x01(\x04\"(\n\tItemError\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"-\n\x0eGetItemRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\"\xb4\x01\n\x0fGetItemResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12>\n\x08metadata\x18\x02 \x03(\x0b\x32,.nobackfill.v1.GetItemResponse.MetadataEntry\x12\x0e\n\x06spaces\x18\x03 \x03(\t\x1a\x45\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Value:\x02\x38\x01\"2\n\x12\x44\x65leteItemsRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\t\"&\n\x13\x44\x65leteItemsResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x04*t\n\nSpaceState\x12\x1b\n\x17SPACE_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12SPACE_STATE_ACTIVE\x10\x01\x12\x17\n\x13SPACE_STATE_STAGING\x10\x02\x12\x18\n\x14SPACE_STATE_PREVIOUS\x10\x03\x32\xe8\x04\n\x0eGalleryService\x12Z\n\rCreateGallery\x12#.nobackfill.v1.CreateGalleryRequest\x1a$.nobackfill.v1.CreateGalleryResponse\x12Q\n\nGetGallery\x12 .nobackfill.v1.GetGalleryRequest\x1a!.nobackfill.v1.GetGalleryResponse\x12Z\n\rListGalleries\x12#.nobackfill.v1.ListGalleriesRequest\x1a$.nobackfill.v1.ListGalleriesResponse\x12Z\n\rDeleteGallery\x12#.nobackfill.v1.DeleteGalleryRequest\x1a$.nobackfill.v1.DeleteGalleryResponse\x12O\n\x08PutItems\x12\x1e.nobackfill.v1.PutItemsRequest\x1a\x1f.nobackfill.v1.PutItemsResponse(\x01\x30\x01\x12H\n\x07GetItem\x12\x1d.nobackfill.v1.GetItemRequest\x1a\x1e.nobackfill.v1.GetItemResponse\x12T\n\x0b\x44\x65leteItems\x12!.nobackfill.v1.DeleteItemsRequest\x1a\".nobackfill.v1.DeleteItemsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,8 +37,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUTITEM_METADATAENTRY']._serialized_options = b'8\001'
   _globals['_GETITEMRESPONSE_METADATAENTRY']._loaded_options = None
   _globals['_GETITEMRESPONSE_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_SPACESTATE']._serialized_start=1563
-  _globals['_SPACESTATE']._serialized_end=1679
+  _globals['_SPACESTATE']._serialized_start=1580
+  _globals['_SPACESTATE']._serialized_end=1696
   _globals['_SPACEINFO']._serialized_start=106
   _globals['_SPACEINFO']._serialized_end=206
   _globals['_GALLERY']._serialized_start=209
@@ -68,19 +68,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUTITEMSREQUEST']._serialized_start=1046
   _globals['_PUTITEMSREQUEST']._serialized_end=1119
   _globals['_PUTITEMSRESPONSE']._serialized_start=1121
-  _globals['_PUTITEMSRESPONSE']._serialized_end=1197
-  _globals['_ITEMERROR']._serialized_start=1199
-  _globals['_ITEMERROR']._serialized_end=1239
-  _globals['_GETITEMREQUEST']._serialized_start=1241
-  _globals['_GETITEMREQUEST']._serialized_end=1286
-  _globals['_GETITEMRESPONSE']._serialized_start=1289
-  _globals['_GETITEMRESPONSE']._serialized_end=1469
+  _globals['_PUTITEMSRESPONSE']._serialized_end=1214
+  _globals['_ITEMERROR']._serialized_start=1216
+  _globals['_ITEMERROR']._serialized_end=1256
+  _globals['_GETITEMREQUEST']._serialized_start=1258
+  _globals['_GETITEMREQUEST']._serialized_end=1303
+  _globals['_GETITEMRESPONSE']._serialized_start=1306
+  _globals['_GETITEMRESPONSE']._serialized_end=1486
   _globals['_GETITEMRESPONSE_METADATAENTRY']._serialized_start=864
   _globals['_GETITEMRESPONSE_METADATAENTRY']._serialized_end=933
-  _globals['_DELETEITEMSREQUEST']._serialized_start=1471
-  _globals['_DELETEITEMSREQUEST']._serialized_end=1521
-  _globals['_DELETEITEMSRESPONSE']._serialized_start=1523
-  _globals['_DELETEITEMSRESPONSE']._serialized_end=1561
-  _globals['_GALLERYSERVICE']._serialized_start=1682
-  _globals['_GALLERYSERVICE']._serialized_end=2298
+  _globals['_DELETEITEMSREQUEST']._serialized_start=1488
+  _globals['_DELETEITEMSREQUEST']._serialized_end=1538
+  _globals['_DELETEITEMSRESPONSE']._serialized_start=1540
+  _globals['_DELETEITEMSRESPONSE']._serialized_end=1578
+  _globals['_GALLERYSERVICE']._serialized_start=1699
+  _globals['_GALLERYSERVICE']._serialized_end=2315
 # @@protoc_insertion_point(module_scope)

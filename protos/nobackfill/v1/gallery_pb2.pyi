@@ -130,12 +130,14 @@ class PutItemsRequest(_message.Message):
     def __init__(self, gallery: _Optional[str] = ..., items: _Optional[_Iterable[_Union[PutItem, _Mapping]]] = ...) -> None: ...
 
 class PutItemsResponse(_message.Message):
-    __slots__ = ("stored", "errors")
+    __slots__ = ("stored", "errors", "refused")
     STORED_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     stored: int
     errors: _containers.RepeatedCompositeFieldContainer[ItemError]
-    def __init__(self, stored: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[ItemError, _Mapping]]] = ...) -> None: ...
+    refused: int
+    def __init__(self, stored: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[ItemError, _Mapping]]] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class ItemError(_message.Message):
     __slots__ = ("id", "message")
