@@ -11,7 +11,7 @@ from client.plan import Plan
 from gallery import staging
 from gallery.spec import SpaceSpec
 from gallery.upgrade import Runner, run_upgrade
-from release.errors import PreconditionError
+from release.errors import PreconditionError, UnusableOutputError
 from release.models import Upgraded
 from release.routes import open_route
 from release.vectors import Vectors
@@ -29,7 +29,8 @@ def carry(device: Device, plan: Plan, worst: int, state: dict[str, Any], output:
     """Fill the target's space, re-embed up to `worst` items from their images, flip.
 
     `state` is set in the flip's own transaction. What earlier runs wrote stays, and images that are
-    added meanwhile are carried along. Raises VerificationError, BusyError, CannotWriteError.
+    added meanwhile are carried along. Raises UnusableOutputError for a release whose upgrade
+    fails on a vector of this gallery, VerificationError, BusyError, CannotWriteError.
     """
     target = SpaceSpec.of(plan.target)
     for space in device.store.spaces():
@@ -38,7 +39,12 @@ def carry(device: Device, plan: Plan, worst: int, state: dict[str, Any], output:
             staging.drop(device.store, space.spec.space)
     re_embedded = 0
     while True:
-        stuck = _fill(device, plan, target, output)
+        try:
+            stuck = _fill(device, plan, target, output)
+        except UnusableOutputError:
+            # The release is held back: what it did to the others is of no use.
+            staging.drop(device.store, target.space)
+            raise
         budget = worst - re_embedded
         re_embedded += re_embed(device, plan.target, budget, output)
         behind = staging.left_behind(device.store, target.space)

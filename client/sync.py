@@ -20,7 +20,7 @@ from client.plan import Plan, embedding_files, estimate_seconds, make_plan
 from client.retreat import confirm, return_to
 from client.sources import normalised, opened
 from release import durable
-from release.errors import BusyError
+from release.errors import BusyError, UnusableOutputError
 from release.trust import Trust
 
 # Times that a sync begins anew because other commands changed the gallery meanwhile.
@@ -145,14 +145,13 @@ class _Sync:
                     self._device.models, self._trust, plan.files(), self._output
                 )
                 install.check(self._device, plan)
-            except install.UnfitError as error:
+                with self._changing():
+                    if install.missing(self._device.models, plan.files()):
+                        raise _OvertakenError
+                    if self._upgrade(plan):
+                        return self._report
+            except (install.UnfitError, UnusableOutputError) as error:
                 self._hold_back(release, str(error))
-                continue
-            with self._changing():
-                if install.missing(self._device.models, plan.files()):
-                    raise _OvertakenError
-                if self._upgrade(plan):
-                    return self._report
         return self._settle()
 
     @contextmanager

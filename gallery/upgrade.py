@@ -20,6 +20,7 @@ from gallery.remaining import Order, Remaining
 from gallery.spec import Origin, SpaceInfo, SpaceSpec
 from gallery.store import Store
 from gallery.tables import VECTOR_TABLE, vector_table
+from release.errors import UnusableOutputError
 from release.vectors import Vectors
 
 CHUNK = 1024
@@ -98,7 +99,8 @@ def run_upgrade(
     skipped. A run that was stopped or killed goes on where it ended. `origin` is that of the new
     vectors: "direct" for a runner that leaves them as they are.
     `on_progress` is called after each durable chunk and may sleep, to leave room for searches.
-    Raises InvalidInputError for a bad output of the runner (nothing of that chunk is written).
+    Raises UnusableOutputError, naming items, and InvalidInputError for bad outputs of the runner;
+    nothing of that chunk is written then.
     """
     staging.begin(store, target)
     remaining = Remaining(store, source or store.active().spec.space, target, runner.reads_side)
@@ -111,7 +113,10 @@ def run_upgrade(
         if should_stop is not None and should_stop():
             stopped = True
             break
-        upgraded = runner.run(embedding, side)
+        try:
+            upgraded = runner.run(embedding, side)
+        except UnusableOutputError as error:
+            raise _named(store, labels, target, error) from error
         new = staging.write(
             store, target.space, labels, upgraded.embedding, side=upgraded.side,
             uncertainty=upgraded.uncertainty, origin=origin,
@@ -121,6 +126,20 @@ def run_upgrade(
             done = before + written
             on_progress(Progress(done, max(total, done), written, time.monotonic() - started))
     return Outcome(written, staging.left_behind(store, target.space), stopped)
+
+
+def _named(
+    store: Store, labels: Labels, target: SpaceSpec, error: UnusableOutputError
+) -> UnusableOutputError:
+    """The error with ids in place of rows."""
+    items = store.items([int(labels[row]) for row in error.rows[:3]])
+    names = ", ".join(item.id for item in items if item is not None)
+    more = f" and {len(error.rows) - 3} more" if len(error.rows) > 3 else ""
+    return UnusableOutputError(
+        f"the upgrade to release {target.release} gives no usable vector for {names}{more}: embed "
+        "them again from their images, or ask the publisher for another release",
+        error.rows,
+    )
 
 
 @dataclass(frozen=True)

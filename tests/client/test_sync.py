@@ -14,6 +14,7 @@ from client.status import status
 from client.sync import Wishes, sync
 from client.upkeep import collect, verify
 from gallery import staging
+from gallery.store import NewVectors
 from release.draft import Draft
 from release.errors import NotFoundError, VerificationError
 from release.publish import publish, withdraw
@@ -204,3 +205,46 @@ def test_gc_confirms_and_frees(setting: Setting, world: edge.World) -> None:
     assert edge.contents(setting.gallery)
     models = setting.gallery.with_name("gallery.sqlite.models")
     assert not list(models.rglob("*_1*"))
+
+
+def test_a_release_that_fails_on_one_vector_of_this_gallery_is_held_back(
+    setting: Setting, world: edge.World
+) -> None:
+    """Its probes pass; what the gallery holds of this item leads its upgrade to nothing."""
+    world.publish(setting.repo, 2)
+    with Device(setting.gallery) as device:
+        space = device.store.active().spec
+        strange = np.zeros((1, space.dim), np.float32)
+        strange[0, -1] = 1
+        side = np.ones((1, space.side_dim), np.float32)
+        device.store.put(["strange"], [NewVectors(space.space, strange, side)])
+    report = edge.follow(setting.gallery)
+    assert (report.state, report.release) == ("behind", 1)
+    assert "release 2" in report.notes[0]
+    assert "strange" in report.notes[0]
+    with Device(setting.gallery) as device:
+        assert [info.state for info in device.store.spaces()] == ["active"]
+        assert verify(device)["problems"] == []
+        assert "strange" in status(device)["held_back"]["2"]
+    assert "held back here" in edge.follow(setting.gallery).notes[0]
+    with Device(setting.gallery) as device:
+        device.store.delete(["strange"])
+    assert edge.follow(setting.gallery, Wishes(retry=True)).state == "upgraded"
+
+
+def test_a_sync_killed_while_it_carries_is_no_damage(
+    setting: Setting, world: edge.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.publish(setting.repo, 2)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("client.carry.staging.flip", killed)
+        with pytest.raises(KeyboardInterrupt):
+            edge.follow(setting.gallery)
+    with Device(setting.gallery) as device:
+        assert [info.state for info in device.store.spaces()] == ["active", "staging"]
+        assert verify(device)["problems"] == []
+    assert edge.follow(setting.gallery).state == "upgraded"
