@@ -75,6 +75,19 @@ def least_certain(connection: sqlite3.Connection, space: str, limit: int) -> lis
     return [_item(row) for row in rows]
 
 
+def upgraded(connection: sqlite3.Connection, space: str, ids: Sequence[str]) -> list[Item]:
+    """Those of `ids` with an upgraded vector in the space, by falling uncertainty; unknown last."""
+    table = vector_table(find_space(connection, space).number)
+    rows = connection.execute(
+        "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
+        f" FROM items i JOIN {table} v ON v.label = i.label"
+        " WHERE i.id IN (SELECT value FROM json_each(?)) AND v.origin = 'upgraded'"
+        " ORDER BY v.uncertainty IS NULL, v.uncertainty DESC, v.label",
+        (json.dumps(list(ids)),),
+    )
+    return [_item(row) for row in rows]
+
+
 def count(connection: sqlite3.Connection, space: str | None) -> int:
     """Number of items, or of vectors in a space."""
     table = "items" if space is None else vector_table(find_space(connection, space).number)
@@ -111,6 +124,40 @@ def vector(connection: sqlite3.Connection, label: int, info: SpaceInfo) -> Vecto
         f"SELECT embedding FROM {vector_table(info.number)} WHERE label = ?", (label,)
     ).fetchone()
     return from_blobs([row[0]], info.spec.dim) if row else None
+
+
+def random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -> Labels:
+    """Labels of a space at random, increasing: all of them where it has no more than `count`.
+
+    Each is the first from a random label on, so no table is read through; one behind a gap of
+    deleted labels is drawn somewhat more often.
+    """
+    table = vector_table(info.number)
+    first, last = connection.execute(f"SELECT min(label), max(label) FROM {table}").fetchone()
+    if first is None:
+        return np.empty(0, np.int64)
+    drawn = np.arange(first, last + 1)
+    if last - first >= 2 * count:
+        drawn = np.random.default_rng().integers(first, last + 1, count)
+    rows = connection.execute(
+        f"SELECT DISTINCT (SELECT label FROM {table} WHERE label >= drawn.value"
+        " ORDER BY label LIMIT 1) AS label FROM json_each(?) drawn ORDER BY label",
+        (json.dumps(drawn.tolist()),),
+    )
+    found = np.fromiter((row[0] for row in rows), np.int64)
+    if len(found) <= count:
+        return found
+    return np.sort(np.random.default_rng().choice(found, count, replace=False))
+
+
+def vectors_of(connection: sqlite3.Connection, labels: Labels, info: SpaceInfo) -> Vectors:
+    """Vectors [n, dim] of labels that the space has, in increasing order of label."""
+    rows = connection.execute(
+        f"SELECT embedding FROM {vector_table(info.number)}"
+        " WHERE label IN (SELECT value FROM json_each(?)) ORDER BY label",
+        (json.dumps(labels.tolist()),),
+    )
+    return from_blobs([row[0] for row in rows], info.spec.dim)
 
 
 def set_state(connection: sqlite3.Connection, values: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ Whatever is done here is one transaction. A gallery always has exactly one activ
 
 import dataclasses
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from gallery.spec import Origin, SpaceInfo, SpaceSpec
 from gallery.store import Change, Item, Store
 from gallery.tables import add_space, find_space, live_labels, read_spaces, vector_table
 from release.errors import InvalidInputError, NotFoundError, PreconditionError
-from release.vectors import check_vectors
+from release.vectors import Vectors, check_vectors
 
 # Rows deleted at once: what one statement changes stays in memory until it ends.
 DROP_ROWS = 4096
@@ -190,3 +190,21 @@ def least_certain(store: Store, space: str, limit: int = 100) -> list[Item]:
     """Upgraded items by falling uncertainty, largest first."""
     with store.reading() as connection:
         return reading.least_certain(connection, space, limit)
+
+
+def upgraded(store: Store, space: str, ids: Sequence[str]) -> list[Item]:
+    """Those of `ids` that an upgrade carried into the space, by falling uncertainty; those of
+    unknown uncertainty last."""
+    with store.reading() as connection:
+        return reading.upgraded(connection, space, ids)
+
+
+def sample(store: Store, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
+    """About `count` items at random that have a vector in both spaces: labels [n], increasing, and
+    their vectors [n, dim] in each."""
+    with store.reading() as connection:
+        first, second = find_space(connection, space), find_space(connection, other)
+        labels = reading.random_labels(connection, second, count)
+        labels = live_labels(connection, vector_table(first.number), labels)
+        pairs = [reading.vectors_of(connection, labels, info) for info in (first, second)]
+    return labels, pairs[0], pairs[1]

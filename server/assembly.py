@@ -48,7 +48,7 @@ def assemble(settings: Settings, models: Models, metrics: Metrics) -> Core:
         models=models,
         embedding=embedding,
         searching=Searching(embedding, catalog, state, metrics),
-        upgrading=Upgrading(settings.model_repo, catalog, state),
+        upgrading=Upgrading(settings.model_repo, catalog, state, metrics),
         metrics=metrics,
         stopping=threading.Event(),
     )

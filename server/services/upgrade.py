@@ -67,8 +67,10 @@ class UpgradeService(UpgradeServiceServicer):
             behind = hosted.spec().space != active.space and self._activations.running() is None
             if not behind and request.backfill:
                 images = {one.id: one.image for one in request.backfill}
-                count = backfill(hosted, core.embedding, images, request.backfill_budget)
-                core.upgrading.count_re_embedded(hosted.name, active.release, count)
+                backfill(
+                    hosted, core.embedding, images, request.backfill_budget,
+                    lambda count: core.upgrading.count_re_embedded(hosted, count),
+                )  # fmt: skip
         if behind:
             # Begun by somebody who holds no gallery: whoever flips it waits for its users.
             self._activations.start_gallery(request.gallery, request.spare_cores)

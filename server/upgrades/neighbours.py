@@ -1,35 +1,29 @@
-"""A look at an upgrade while it runs: do items keep their neighbours?"""
+"""A look at an upgrade while it runs, and after: do items keep their neighbours?"""
 
 import numpy as np
 
+from gallery import staging
 from gallery.exact import ExactIndex
 from gallery.index import Labels
 from gallery.spec import SpaceSpec
 from gallery.store import Store
 from release.vectors import Vectors
 
-PROBES = 200
+PROBES = 1000
 K = 10
 
 
 def neighbours_kept(store: Store, old: SpaceSpec, new: SpaceSpec) -> float | None:
     """Share of each probe's K nearest among the probes that stay so after the upgrade, 0 to 1.
 
-    Probes are items that have a vector in both spaces. None where there are too few.
+    Probes are items that have a vector in both spaces, drawn at random anew each time. None where
+    there are too few.
     """
-    items = store.listing(limit=PROBES)
-    pairs = [
-        (item.label, before, after)
-        for item in items
-        if (before := store.vector(item.label, old.space)) is not None
-        and (after := store.vector(item.label, new.space)) is not None
-    ]
-    if len(pairs) <= K:
+    labels, was, now = staging.sample(store, old.space, new.space, PROBES)
+    if len(labels) <= K:
         return None
-    labels = np.array([label for label, _, _ in pairs], np.int64)
-    was = _nearest(old, labels, np.concatenate([vector for _, vector, _ in pairs]))
-    now = _nearest(new, labels, np.concatenate([vector for _, _, vector in pairs]))
-    kept = [len(set(a) & set(b)) / K for a, b in zip(was, now, strict=True)]
+    before, after = _nearest(old, labels, was), _nearest(new, labels, now)
+    kept = [len(set(a) & set(b)) / K for a, b in zip(before, after, strict=True)]
     return float(np.mean(kept))
 
 

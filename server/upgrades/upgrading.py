@@ -15,6 +15,7 @@ from gallery.upgrade import Estimate, Outcome, Progress, estimate, run_upgrade
 from release.errors import PreconditionError
 from release.manifest import Manifest
 from release.routes import Route, RouteRunner, open_route, plan_route
+from server.border.metrics import Metrics
 from server.catalog import Catalog, Changed
 from server.galleries.hosted import Hosted
 from server.state import StateFile
@@ -81,7 +82,8 @@ class Throttle:
 class Upgrading:
     """The jobs of all galleries. `changed` is notified at every chunk."""
 
-    def __init__(self, files: Path, catalog: Catalog, state: StateFile) -> None:
+    def __init__(self, files: Path, catalog: Catalog, state: StateFile, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._files = files
         self._catalog = catalog
         self._state = state
@@ -128,16 +130,18 @@ class Upgrading:
         state = self._first_state(hosted.name)
         self._set(Job(hosted.name, source.release, target.release, state, total=total))
         runner = open_route(self._files, route, throttle.threads, int8=True)
+        # How many were done when the neighbours were last looked at.
+        looked: int | None = None
 
         def on_chunk(progress: Progress) -> None:
             rate = progress.written / progress.seconds if progress.seconds > 0 else 0.0
             self._update(
                 hosted.name, done=progress.done, total=progress.total, items_per_second=rate
             )
-            job = self.job(hosted.name)
-            if job is not None and job.neighbours_kept is None:
-                kept = neighbours_kept(hosted.store, source, spec)
-                self._update(hosted.name, neighbours_kept=kept)
+            nonlocal looked
+            if looked is None or 10 * (progress.done - looked) >= progress.total:
+                looked = progress.done
+                self._look(hosted, source, spec)
             on_progress(progress.done)
             throttle.rest()
 
@@ -149,6 +153,8 @@ class Upgrading:
             should_stop=lambda: should_stop() or hosted.name in self._state.now.paused,
         )
         log.info("carried", gallery=hosted.name, written=outcome.written)
+        if not outcome.stopped:
+            self._report_kept(hosted, source, spec)
         return outcome
 
     def runner(self, source: Manifest, target: Manifest, has_side: bool) -> RouteRunner | None:
@@ -211,10 +217,24 @@ class Upgrading:
         """The job of a gallery has failed, if it did not end before."""
         self._go_on(gallery, JobState.FAILED, message)
 
-    def count_re_embedded(self, gallery: str, release: int, count: int) -> None:
-        """Add to the items embedded again from images."""
-        job = self.job(gallery) or Job(gallery, release, release, JobState.DONE)
+    def count_re_embedded(self, hosted: Hosted, count: int) -> None:
+        """Add to the items embedded again from images, which changes whose neighbours they are."""
+        spec, older = hosted.spec(), [i for i in hosted.store.spaces() if i.state == "previous"]
+        job = self.job(hosted.name) or Job(hosted.name, spec.release, spec.release, JobState.DONE)
         self._set(replace(job, re_embedded=job.re_embedded + count))
+        if older:
+            before = max(older, key=lambda info: info.activated)
+            self._report_kept(hosted, before.spec, spec)
+
+    def _look(self, hosted: Hosted, source: SpaceSpec, target: SpaceSpec) -> float | None:
+        kept = neighbours_kept(hosted.store, source, target)
+        self._update(hosted.name, neighbours_kept=kept)
+        return kept
+
+    def _report_kept(self, hosted: Hosted, source: SpaceSpec, target: SpaceSpec) -> None:
+        kept = self._look(hosted, source, target)
+        if kept is not None:
+            self._metrics.neighbours_kept.labels(str(target.release)).set(kept)
 
     def _need_route(self, hosted: Hosted, target: int) -> Route:
         route = self.route(hosted, target)

@@ -91,9 +91,10 @@ def on_server(
     repo: Path, folder: Path, made: Mapping[int, Manifest]
 ) -> tuple[Route | None, set[str], Rows]:
     """The route that a gateway takes to the newest release, who stays behind, and what it wrote."""
-    catalog = Catalog(repo, folder / "trust", None, Metrics())
+    metrics = Metrics()
+    catalog = Catalog(repo, folder / "trust", None, metrics)
     catalog.refresh()
-    upgrading = Upgrading(repo, catalog, StateFile(folder / "state.json"))
+    upgrading = Upgrading(repo, catalog, StateFile(folder / "state.json"), metrics)
     target = made[max(made)]
     with Store.create(folder / "g.sqlite", SpaceSpec.of(made[1])) as store:
         fill(store, made[1].space)

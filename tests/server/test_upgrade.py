@@ -7,9 +7,16 @@ import numpy as np
 import pytest
 
 from gallery import staging
+from gallery.put import NewVectors
+from gallery.spec import SpaceSpec
+from gallery.store import Change, Store
 from nobackfill.v1 import gallery_pb2, release_pb2, types_pb2, upgrade_pb2
 from release.manifest import Manifest
+from release.models import Images
+from release.vectors import Vectors
+from server.embedding.embedding import LARGEST_BATCH
 from server.gateway import Gateway
+from server.upgrades.neighbours import neighbours_kept
 from server.upgrades.upgrading import Throttle
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, ids, images, refusal
@@ -93,10 +100,85 @@ def test_backfill_takes_the_least_certain_first(
     assert ready.start_upgrade(backfill=backfill, backfill_budget=5).re_embedded == 10
 
 
-def test_backfill_refuses_what_is_no_image(ready: Client) -> None:
+def test_backfill_refuses_what_is_no_image_and_takes_the_rest(
+    gateway: Gateway, ready: Client, two: Manifest
+) -> None:
     ready.activate(2)
-    bad = [upgrade_pb2.BackfillImage(id="i0", image=b"no")]
-    assert refusal(lambda: ready.start_upgrade(backfill=bad))[0] is grpc.StatusCode.INVALID_ARGUMENT
+    sent = [upgrade_pb2.BackfillImage(id=f"i{i}", image=b"no") for i in range(5)]
+    sent += [
+        upgrade_pb2.BackfillImage(id=f"i{i}", image=png(images(COUNT)[i])) for i in range(5, 8)
+    ]
+    code, sentence, _ = refusal(lambda: ready.start_upgrade(backfill=sent))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "5 of 8 images are refused" in sentence
+    assert sum(f"i{i}: " in sentence for i in range(5)) == 3
+    assert ready.start_upgrade().re_embedded == 3
+
+
+def test_backfill_takes_one_model_call_and_one_commit_a_batch(
+    gateway: Gateway, client: Client, repo: Path, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 2 * LARGEST_BATCH + 2
+    client.create()
+    client.put_images(images(count))
+    publish_stage(repo, stages[2])
+    client.activate(2)
+    models, store = gateway.core.models, gateway.core.galleries.get("g").store
+    embed, sizes, commits = models.embed, list[int](), list[Change]()
+
+    def counted(manifest: Manifest, pixels: Images) -> Vectors:
+        sizes.append(len(pixels))
+        return embed(manifest, pixels)
+
+    monkeypatch.setattr(models, "embed", counted)
+    store.subscribe(commits.append)
+    sent = [
+        upgrade_pb2.BackfillImage(id=f"i{i}", image=png(image))
+        for i, image in enumerate(images(count))
+    ]
+    assert client.start_upgrade(backfill=sent).re_embedded == count
+    assert sizes == [LARGEST_BATCH, LARGEST_BATCH, 2]
+    assert len(commits) == len(sizes)
+
+
+def kept(gateway: Gateway) -> float | None:
+    name = "nobackfill_upgrade_neighbours_kept"
+    return gateway.core.metrics.registry.get_sample_value(name, {"release": "2"})
+
+
+def test_neighbours_are_looked_at_again_after_a_backfill(
+    gateway: Gateway, ready: Client, two: Manifest
+) -> None:
+    assert kept(gateway) is None
+    ready.activate(2)
+    assert kept(gateway) == pytest.approx(1)
+    # Other pictures under the same ids: their neighbours are others now.
+    sent = [
+        upgrade_pb2.BackfillImage(id=f"i{i}", image=png(image))
+        for i, image in enumerate(images(COUNT, 9))
+    ]
+    progress = ready.start_upgrade(backfill=sent)
+    assert progress.neighbours_kept < 0.9
+    assert kept(gateway) == pytest.approx(progress.neighbours_kept)
+
+
+def test_probes_of_neighbours_are_drawn_from_the_whole_gallery(tmp_path: Path) -> None:
+    """The first 2,000 items keep all their neighbours, the other 8,000 none."""
+    rng, count, dim = np.random.default_rng(3), 10_000, 8
+    old = SpaceSpec("sp-old", 1, dim, "squared_l2", False, None, 0)
+    new = SpaceSpec("sp-new", 2, dim, "squared_l2", False, None, 0)
+    before = rng.standard_normal((count, dim)).astype(np.float32)
+    after = np.concatenate([before[:2000], rng.permutation(before[2000:])])
+    with Store.create(tmp_path / "g.sqlite", old) as store:
+        assert neighbours_kept(store, old, old) is None
+        staging.begin(store, new)
+        names = [f"i{i}" for i in range(count)]
+        store.put(names, [NewVectors("sp-old", before), NewVectors("sp-new", after)])
+        store.delete(names[::3])
+        figures = {neighbours_kept(store, old, new) for _ in range(3)}
+        assert all(figure is not None and 0.01 < figure < 0.3 for figure in figures)
+        assert len(figures) > 1
+        assert neighbours_kept(store, old, old) == 1
 
 
 def test_only_the_active_release_is_upgraded_to(ready: Client) -> None:
