@@ -11,9 +11,9 @@ import numpy as np
 
 from client.device import Device
 from gallery.exact import ExactIndex
-from gallery.filters import Condition, OneOf, allowed_labels
+from gallery.filters import All, OneOf, Scalar
 from gallery.index import Labels, mask_of
-from gallery.put import MetadataValue
+from gallery.passing import passing_labels
 from gallery.spec import SpaceSpec
 from release.calibration import scores
 from release.errors import (
@@ -64,15 +64,15 @@ class Answer:
 class Search:
     """One gallery at one moment: the active space's vectors, read once, searched many times."""
 
-    def __init__(self, device: Device, where: Mapping[str, MetadataValue]) -> None:
+    def __init__(self, device: Device, where: Mapping[str, Scalar]) -> None:
         self._device = device
         self.spec, labels, vectors = self._load()
         self._curves = _curves(device.manifest_text(self.spec.release), self.spec.space)
         self._index = ExactIndex(self.spec, labels, vectors)
-        conditions: list[Condition] = [OneOf(key, (value,)) for key, value in where.items()]
-        self._allowed = (
-            mask_of(labels, allowed_labels(device.store, conditions)) if conditions else None
-        )
+        self._allowed = None
+        if where:
+            filtered = All(tuple(OneOf(key, (value,)) for key, value in where.items()))
+            self._allowed = mask_of(labels, passing_labels(device.store, filtered))
 
     def _load(self) -> tuple[SpaceSpec, Labels, Vectors]:
         while True:

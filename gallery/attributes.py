@@ -8,24 +8,30 @@ import sqlite3
 
 from gallery.index import Labels
 
+# Each key with its value, or with each text of a list: of items for which `where` holds.
 _OF_ITEMS = """
     SELECT a.key,
            CASE a.type WHEN 'text' THEN 'text' WHEN 'true' THEN 'flag' WHEN 'false' THEN 'flag'
                        ELSE 'number' END,
            a.atom, i.label
-    FROM items i, json_each(i.metadata) a"""
+    FROM items i, json_each(i.metadata) a
+    WHERE {where} AND i.metadata <> '{{}}' AND a.type <> 'array'
+    UNION ALL
+    SELECT DISTINCT a.key, 'text', e.atom, i.label
+    FROM items i, json_each(i.metadata) a,
+         json_each(CASE a.type WHEN 'array' THEN a.value ELSE '[]' END) e
+    WHERE {where} AND instr(i.metadata, '[')"""
 
 _FORGET = (
     "DELETE FROM attributes WHERE (key, kind, value, label) IN"
-    f" ({_OF_ITEMS} WHERE i.label = ? AND i.metadata <> '{{}}')"
+    f" ({_OF_ITEMS.format(where='i.label = ?1')})"
 )
 
 
 def add(connection: sqlite3.Connection, first: int, last: int) -> None:
     """Index the items with labels from `first` to `last`."""
     connection.execute(
-        f"INSERT INTO attributes {_OF_ITEMS}"
-        " WHERE i.label BETWEEN ? AND ? AND i.metadata <> '{}'",
+        f"INSERT INTO attributes {_OF_ITEMS.format(where='i.label BETWEEN ?1 AND ?2')}",
         (first, last),
     )
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from gallery import attributes
+from gallery.filters import LARGEST_INTEGER, LEAST_INTEGER
 from gallery.index import Labels
 from gallery.spec import Origin, SpaceInfo
 from gallery.tables import label_column, live_labels, to_blobs, vector_table
@@ -23,8 +24,11 @@ MAX_ID_CHARACTERS = 256
 # Which rows of a vector table a native vector does not replace.
 _NATIVE = "origin IN ('native', 're-embedded')"
 
-# bool is a kind of its own: True is not 1.
-MetadataValue = str | float | bool
+# Of one item's metadata, as JSON in UTF-8: what a page of items or an answer can bring many times.
+MOST_METADATA_BYTES = 64 << 10
+
+# bool is a kind of its own: True is not 1. Integers have 64 bits, lists hold texts.
+MetadataValue = str | int | float | bool | Sequence[str]
 Metadata = Mapping[str, MetadataValue]
 
 
@@ -77,7 +81,7 @@ def check_batch(
     return Batch(
         ids,
         digests or [None] * len(ids),
-        [None if m is None else _json(m) for m in metadata or [None] * len(ids)],
+        [None if m is None else metadata_text(m) for m in metadata or [None] * len(ids)],
     )
 
 
@@ -89,14 +93,34 @@ def _storable(text: str) -> bool:
         return False
 
 
-def _json(metadata: Metadata) -> str:
+def metadata_text(metadata: Metadata) -> str:
+    """Metadata as it is stored: JSON, keys in order. Raises InvalidInputError for what is no
+    metadata, or too large."""
     for key, value in metadata.items():
-        number = isinstance(value, int | float) and math.isfinite(value)
-        if not _storable(key) or not (number or (isinstance(value, str) and _storable(value))):
+        if not (_storable(key) and _allowed(value)):
             raise InvalidInputError(
-                f"metadata {key[:64]!r}: expected text, a finite number or a flag; leave it out"
+                f"metadata {key[:64]!r}: expected text, a finite number (an integer of 64 bits), a "
+                "flag or a list of texts; leave it out"
             )
-    return json.dumps(metadata, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(metadata, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    if len(text) * 4 > MOST_METADATA_BYTES and (size := len(text.encode())) > MOST_METADATA_BYTES:
+        raise InvalidInputError(
+            f"metadata: expected at most {MOST_METADATA_BYTES} bytes an item, as JSON, got {size}; "
+            "keep large values elsewhere, under the item's id"
+        )
+    return text
+
+
+def _allowed(value: MetadataValue) -> bool:
+    if isinstance(value, str):
+        return _storable(value)
+    if isinstance(value, int):
+        return LEAST_INTEGER <= value <= LARGEST_INTEGER
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, list | tuple) and all(
+        isinstance(text, str) and _storable(text) for text in value
+    )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from sqlite3 import Connection
 from typing import Any, Self
@@ -45,11 +45,13 @@ class Change:
 
     `added`: vectors that came or were replaced, by space id. `deleted`: labels that are gone from
     every space; they go before the others come. `spaces`: a space came, went or changed its state.
+    `described`: labels that are new, or whose metadata may be another.
     """
 
     added: Mapping[str, tuple[Labels, Vectors]]
     deleted: Labels
     spaces: bool = False
+    described: Labels = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 class Store:
@@ -199,7 +201,8 @@ class Store:
                 for one, rows in zip(checked, written, strict=True)
                 if rows.any()
             }
-            changes.append(Change(added, replaced))
+            described = result.labels[result.changed] if metadata is None else result.labels
+            changes.append(Change(added, replaced, described=described))
         return result
 
     def delete(self, ids: Sequence[str]) -> int:
@@ -207,11 +210,14 @@ class Store:
 
         Raises BusyError, CannotWriteError.
         """
-        none = np.empty(0, np.int64)
+        return self.delete_chosen(lambda connection: put.labels_of(connection, ids))
+
+    def delete_chosen(self, choose: Callable[[Connection], Labels]) -> int:
+        """Like `delete`, for the labels that `choose` finds in the same transaction."""
         with self.changing() as (connection, changes):
-            labels = put.labels_of(connection, ids)
+            labels = choose(connection)
             put.delete_labels(connection, labels)
-            changes.append(Change({}, labels if len(labels) else none))
+            changes.append(Change({}, labels))
             self._unscrubbed |= len(labels) > 0
         return len(labels)
 

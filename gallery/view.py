@@ -11,11 +11,13 @@ import numpy as np
 
 from gallery import distances
 from gallery.exact import ExactIndex
-from gallery.index import Index, Labels, Mask, Neighbours, mask_of, merge, rows_of
+from gallery.index import Index, Labels, Mask, Neighbours, merge, rows_of
 from gallery.spec import SpaceSpec
 from gallery.store import Change, Store
 from release.vectors import Vectors, check_vectors
 
+# Which of an index's labels (increasing) may be found: bool, one for each.
+Allowed = Callable[[Labels], Mask]
 # Makes a base of live vectors; gallery.hnsw.build is one, ExactIndex another.
 Builder = Callable[[SpaceSpec, Labels, Vectors], Index]
 
@@ -43,14 +45,14 @@ class Part:
         live[rows] = False
         return Part(self.index, live, self.dead + len(rows))
 
-    def mask(self, allowed: Labels | None) -> Mask | None:
+    def mask(self, allowed: Allowed | None) -> Mask | None:
         """Rows that are alive and allowed; None: all."""
         if allowed is None:
             return self.live
-        chosen = mask_of(self.index.labels, allowed)
+        chosen = allowed(self.index.labels)
         return chosen if self.live is None else chosen & self.live
 
-    def search(self, queries: Vectors, k: int, allowed: Labels | None) -> Neighbours:
+    def search(self, queries: Vectors, k: int, allowed: Allowed | None) -> Neighbours:
         """The nearest of them."""
         passing = len(self) if allowed is None else None
         return self.index.search(queries, k, self.mask(allowed), passing)
@@ -76,8 +78,8 @@ class Snapshot:
     def __len__(self) -> int:
         return len(self.base) + len(self.delta)
 
-    def search(self, queries: Vectors, k: int, allowed: Labels | None = None) -> Neighbours:
-        """The `k` nearest live vectors; `allowed`: increasing labels that may be found, or None.
+    def search(self, queries: Vectors, k: int, allowed: Allowed | None = None) -> Neighbours:
+        """The `k` nearest live vectors; `allowed` says which may be found; None: all.
 
         Raises InvalidInputError for queries that are not float32 [q, dim] and finite.
         """

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from gallery.passing import Filtering
 from gallery.spec import SpaceSpec
 from gallery.store import Change, Item, Store
 from gallery.view import LiveView, Snapshot
@@ -21,6 +22,8 @@ from server.state import State
 # Keys of Store.state_get: how the gallery came to its staging space, and why it stays behind.
 ROLLOUT = "rollout"
 NOTE = "note"
+# Whether answers bring distances as they were computed.
+EXACT = "exact_distances"
 
 
 class Hosted:
@@ -45,6 +48,8 @@ class Hosted:
         self._views: Mapping[str, LiveView] = {}
         self._items: dict[str, ItemCache] = {}
         store.subscribe(self._forward)
+        self.filtering = Filtering(store)
+        self.exact = bool(store.state_get(EXACT))
         self._plan: Plan | None = None
         self._rest: tuple[Snapshot, Snapshot, Snapshot] | None = None
 
@@ -126,11 +131,6 @@ class Hosted:
         self._rest = (snapshot, other, result)
         return result
 
-    def changed_metadata(self, labels: list[int]) -> None:
-        """Tell that a put may have changed what is known of these items."""
-        for cache in list(self._items.values()):
-            cache.forget(labels)
-
     def forget_views(self, plan: Plan) -> None:
         """Let go of the views that `plan` does not search; nobody may use an older one by now."""
         self._rest = None
@@ -158,8 +158,14 @@ class Hosted:
         for path in self.folder.glob("*.hnsw"):
             durable.remove_tree(path)
 
+    def answer_exactly(self, exact: bool) -> None:
+        """Whether answers bring distances as they were computed, from now on."""
+        self.store.state_set({EXACT: exact})
+        self.exact = exact
+
     def close(self) -> None:
         self.store.unsubscribe(self._forward)
+        self.filtering.close()
         for view in self.views().values():
             view.close()
         self.store.close()

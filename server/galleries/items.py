@@ -48,7 +48,7 @@ class ItemCache:
 
     def on_change(self, change: Change) -> None:
         """A listener for Store.subscribe."""
-        labels = change.deleted.tolist()
+        labels = change.deleted.tolist() + change.described.tolist()
         if self._space in change.added:
             labels += change.added[self._space][0].tolist()
         self.forget(labels)

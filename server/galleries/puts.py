@@ -201,13 +201,12 @@ def _store(hosted: Hosted, group: Sequence[_Ready]) -> None:
         )
         for i, first in enumerate(group[0].vectors)
     ]
-    result = hosted.store.put(
+    hosted.store.put(
         [ready.put.id for ready in group],
         vectors,
         digests=[ready.put.digest() for ready in group],
         metadata=[ready.put.metadata for ready in group],
     )
-    hosted.changed_metadata(result.labels.tolist())
 
 
 def _by_spaces(ready: Sequence[_Ready]) -> list[list[_Ready]]:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from gallery.index import Neighbours
 from gallery.spec import Origin
 from gallery.store import Item
@@ -24,38 +26,60 @@ class Hit(NamedTuple):
 
 
 def rank(
-    parts: Sequence[Part], found: Sequence[Neighbours], row: int, k: int, items: ItemsOf
+    parts: Sequence[Part],
+    found: Sequence[Neighbours],
+    row: int,
+    k: int,
+    items: ItemsOf,
+    *,
+    exact: bool,
 ) -> list[Hit]:
     """The `k` best hits of query `row`, `found` being each part's neighbours.
 
     One part: by distance. Several: by score, as distances of different spaces do not compare;
     where a score is missing (a direct search that was published without calibration), by distance,
-    which the release then declares to compare.
+    which the release then declares to compare. Always by what was computed; the hits tell it
+    rounded, score and all, unless `exact`.
     """
-    hits: list[Hit] = []
+    # What is ranked, with what is told.
+    hits: list[tuple[Hit, Hit]] = []
     for part, neighbours in zip(parts, found, strict=True):
-        hits += _hits(part, neighbours, row, k, items)
+        hits += _hits(part, neighbours, row, k, items, exact=exact)
     if len(parts) > 1:
-        scored = all(hit.score is not None for hit in hits)
-        hits.sort(key=_by_score if scored else _by_distance)
-    return hits[:k]
+        scored = all(hit.score is not None for hit, _ in hits)
+        order = _by_score if scored else _by_distance
+        hits.sort(key=lambda pair: order(pair[0]))
+    return [told for _, told in hits[:k]]
 
 
-def _hits(part: Part, neighbours: Neighbours, row: int, k: int, items: ItemsOf) -> list[Hit]:
+def rounded(distances: Vectors) -> Vectors:
+    """To three significant digits: enough to rank by and to draw a line at, too little to copy a
+    stored vector exactly from its distances to some queries."""
+    return np.array([float(f"{distance:.3g}") for distance in distances.tolist()], np.float32)
+
+
+def _hits(
+    part: Part, neighbours: Neighbours, row: int, k: int, items: ItemsOf, *, exact: bool
+) -> list[tuple[Hit, Hit]]:
     labels = neighbours.labels[row, :k].tolist()
     while labels and labels[-1] < 0:
         labels.pop()
     distances = neighbours.distances[row, : len(labels)]
     found = items(labels, part.space)
     origins = [part.origin or (item.origin if item else None) for item in found]
-    score = _scores(part, origins, distances)
-    return [
-        Hit(item, distance, score[i], part.release, origin)
-        for i, (item, origin, distance) in enumerate(
-            zip(found, origins, distances.tolist(), strict=True)
-        )
-        if item is not None and origin is not None
-    ]
+
+    def hits(distances: Vectors) -> list[Hit]:
+        scores = _scores(part, origins, distances)
+        return [
+            Hit(item, distance, score, part.release, origin)
+            for item, origin, distance, score in zip(
+                found, origins, distances.tolist(), scores, strict=True
+            )
+            if item is not None and origin is not None
+        ]
+
+    true = hits(distances)
+    return list(zip(true, true if exact else hits(rounded(distances)), strict=True))
 
 
 def _scores(part: Part, origins: list[Origin | None], distances: Vectors) -> list[float | None]:

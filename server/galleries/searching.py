@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gallery.filters import Condition, allowed_labels
-from gallery.index import Labels, Neighbours
-from gallery.view import Snapshot
+from gallery.filters import Filter
+from gallery.index import Neighbours
+from gallery.view import Allowed, Snapshot
 from release.errors import (
     IncompatibleSpaceError,
     InvalidInputError,
@@ -73,9 +73,7 @@ class Searching:
             _run, largest=_LARGEST_BATCH, observe=metrics.batch_size.labels("search").observe
         )
 
-    def search(
-        self, hosted: Hosted, query: Query, k: int, conditions: Sequence[Condition]
-    ) -> Found:
+    def search(self, hosted: Hosted, query: Query, k: int, filtered: Filter | None) -> Found:
         """The `k` nearest items to one query.
 
         Raises InvalidInputError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError,
@@ -84,19 +82,19 @@ class Searching:
         with hosted.using() as plan:
             question = self._question(hosted, plan, query, k)
             for _ in range(_TRIES):
-                answer = self._answer(question, conditions)
+                answer = self._answer(question, filtered)
                 found = _found(question, answer)
                 if not _lost(question, answer, found):
                     break
             return found
 
-    def _answer(self, question: _Question, conditions: Sequence[Condition]) -> _Answer:
-        if not conditions and question.k <= _SMALL_K:
+    def _answer(self, question: _Question, filtered: Filter | None) -> _Answer:
+        if filtered is None and question.k <= _SMALL_K:
             return self._batcher(question)
-        return _run([question], _allowed(question.hosted, conditions))[0]
+        return _run([question], _allowed(question.hosted, filtered))[0]
 
     def batch(
-        self, hosted: Hosted, queries: Sequence[Query], k: int, conditions: Sequence[Condition]
+        self, hosted: Hosted, queries: Sequence[Query], k: int, filtered: Filter | None
     ) -> list[Found | InvalidInputError]:
         """Several queries on one snapshot; what is no image or no vector is refused by itself.
 
@@ -106,7 +104,7 @@ class Searching:
         with hosted.using() as plan:
             asked = self._questions(hosted, plan, queries, k)
             questions = [one for one in asked if isinstance(one, _Question)]
-            answers = iter(_run(questions, _allowed(hosted, conditions)) if questions else ())
+            answers = iter(_run(questions, _allowed(hosted, filtered)) if questions else ())
             return [
                 _found_or_refused(one, next(answers)) if isinstance(one, _Question) else one
                 for one in asked
@@ -205,7 +203,8 @@ def _found(question: _Question, answer: _Answer) -> Found:
     if isinstance(answer, InvalidInputError):
         raise answer
     found, row = answer
-    hits = rank(question.parts, found, row, question.k, question.hosted.items)
+    hosted = question.hosted
+    hits = rank(question.parts, found, row, question.k, hosted.items, exact=hosted.exact)
     query = question.parts[0].query
     return Found(hits, query.release, query.space)
 
@@ -214,8 +213,8 @@ def _found_or_refused(question: _Question, answer: _Answer) -> Found | InvalidIn
     return answer if isinstance(answer, InvalidInputError) else _found(question, answer)
 
 
-def _allowed(hosted: Hosted, conditions: Sequence[Condition]) -> Labels | None:
-    return allowed_labels(hosted.store, conditions) if conditions else None
+def _allowed(hosted: Hosted, filtered: Filter | None) -> Allowed | None:
+    return None if filtered is None else hosted.filtering.passing(filtered).mask
 
 
 def _lost(question: _Question, answer: _Answer, found: Found) -> bool:
@@ -227,7 +226,7 @@ def _lost(question: _Question, answer: _Answer, found: Found) -> bool:
     return len(found.hits) < min(question.k, there)
 
 
-def _run(questions: Sequence[_Question], allowed: Labels | None = None) -> Sequence[_Answer]:
+def _run(questions: Sequence[_Question], allowed: Allowed | None = None) -> Sequence[_Answer]:
     """Answer questions together, those with the same parts by one search a part."""
     if len(questions) == 1:
         question = questions[0]
@@ -248,7 +247,7 @@ def _run(questions: Sequence[_Question], allowed: Labels | None = None) -> Seque
     return [answers[i] for i in range(len(questions))]
 
 
-def _alone(question: _Question, allowed: Labels | None) -> _Answer:
+def _alone(question: _Question, allowed: Allowed | None) -> _Answer:
     try:
         return _search(question.hosted, question.parts, [question], allowed), 0
     except InvalidInputError as error:
@@ -256,7 +255,7 @@ def _alone(question: _Question, allowed: Labels | None) -> _Answer:
 
 
 def _search(
-    hosted: Hosted, parts: tuple[Part, ...], questions: Sequence[_Question], allowed: Labels | None
+    hosted: Hosted, parts: tuple[Part, ...], questions: Sequence[_Question], allowed: Allowed | None
 ) -> list[Neighbours]:
     k = max(question.k for question in questions)
     if len(questions) == 1:

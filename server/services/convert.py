@@ -1,10 +1,23 @@
 """Between protocol messages and what the gateway works on."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
-from gallery.filters import Condition, OneOf, Range
-from gallery.put import MetadataValue
+from google.protobuf.internal.containers import MessageMap
+
+from gallery.filters import (
+    All,
+    AnyOf,
+    Exists,
+    Filter,
+    Not,
+    OneOf,
+    Range,
+    Scalar,
+    Test,
+    TimeRange,
+)
+from gallery.put import Metadata, MetadataValue
 from gallery.spec import Origin
 from nobackfill.v1 import types_pb2 as types
 from release.errors import InvalidInputError
@@ -18,13 +31,22 @@ ORIGINS: Mapping[Origin, types.Origin] = {
 }
 
 
+Values = MessageMap[str, types.Value]
+
+
 def from_value(value: types.Value, key: str) -> MetadataValue:
     """Raises InvalidInputError for an empty value or a number that is not finite."""
+    return list(value.texts.texts) if value.HasField("texts") else _scalar(value, key)
+
+
+def _scalar(value: types.Value, key: str) -> Scalar:
     kind = value.WhichOneof("kind")
     if kind == "text":
         return value.text
     if kind == "flag":
         return value.flag
+    if kind == "integer":
+        return value.integer
     if kind == "number" and math.isfinite(value.number):
         return value.number
     raise InvalidInputError(f"{key[:64]!r}: expected text, a finite number or a flag")
@@ -36,30 +58,83 @@ def to_value(value: MetadataValue, into: types.Value) -> None:
         into.flag = value
     elif isinstance(value, str):
         into.text = value
-    else:
+    elif isinstance(value, int):
+        into.integer = value
+    elif isinstance(value, float):
         into.number = value
+    else:
+        into.texts.texts.extend(value)
 
 
-def from_filter(filtered: types.Filter) -> list[Condition]:
-    """Raises InvalidInputError for a condition without a test."""
-    return [_condition(condition) for condition in filtered.conditions]
+def keys_of(fields: types.Fields | None) -> Collection[str] | None:
+    """The keys that an answer shall bring; None: all."""
+    return None if fields is None else frozenset(fields.keys)
 
 
-def _condition(condition: types.Condition) -> Condition:
+def to_metadata(metadata: Metadata, keys: Collection[str] | None, into: Values) -> None:
+    """Fill what an answer brings of an item."""
+    for key, value in metadata.items():
+        if keys is None or key in keys:
+            to_value(value, into[key])
+
+
+def from_filter(filtered: types.Filter) -> Filter | None:
+    """None: everything passes. Raises InvalidInputError for a condition without a test."""
+    parts = [_condition(condition) for condition in filtered.conditions]
+    expression = _expression(filtered.expression) if filtered.HasField("expression") else None
+    if expression is None:
+        return All(tuple(parts)) if parts else None
+    return All((*parts, expression)) if parts else expression
+
+
+def _expression(expression: types.Expression) -> Filter:
+    """Goes no deeper than protobuf lets a message be, 100 levels."""
+    kind = expression.WhichOneof("kind")
+    if kind == "condition":
+        return _condition(expression.condition)
+    if kind == "all":
+        return All(tuple(_expression(part) for part in expression.all.of))
+    if kind == "any":
+        return AnyOf(tuple(_expression(part) for part in expression.any.of))
+    if kind == "not":
+        # A word of the language: it cannot be an attribute's name in the source.
+        return Not(_expression(getattr(expression, "not")))
+    raise InvalidInputError(
+        "filter: expected condition, all, any or not in an expression, got none"
+    )
+
+
+def _condition(condition: types.Condition) -> Test | Not:
     key, test = condition.key, condition.WhichOneof("test")
     if test == "equals":
-        return OneOf(key, (from_value(condition.equals, key),))
+        return OneOf(key, (_scalar(condition.equals, key),))
     if test == "one_of":
-        return OneOf(key, tuple(_values(condition.one_of.values, key)))
+        return OneOf(key, tuple(_scalar(value, key) for value in condition.one_of.values))
     if test == "range":
-        bounds = condition.range
-        return Range(
-            key,
-            bounds.at_least if bounds.HasField("at_least") else None,
-            bounds.less_than if bounds.HasField("less_than") else None,
-        )
-    raise InvalidInputError(f"filter on {key[:64]!r}: expected equals, one_of or range")
+        return Range(key, **_bounds(condition.range))
+    if test == "integer_range":
+        return Range(key, **_bounds(condition.integer_range))
+    if test == "time_range":
+        return TimeRange(key, **_moments(condition.time_range, key))
+    if test == "exists":
+        return Exists(key) if condition.exists else Not(Exists(key))
+    raise InvalidInputError(
+        f"filter on {key[:64]!r}: expected equals, one_of, range, integer_range, time_range or "
+        "exists"
+    )
 
 
-def _values(values: Iterable[types.Value], key: str) -> Iterable[MetadataValue]:
-    return [from_value(value, key) for value in values]
+def _bounds(bounds: types.Condition.Range | types.Condition.IntegerRange) -> dict[str, float]:
+    return {field.name: value for field, value in bounds.ListFields()}
+
+
+def _moments(bounds: types.Condition.TimeRange, key: str) -> dict[str, int]:
+    """Bounds in microseconds; what lies between two of them is on the right side of each."""
+    found = {}
+    for field, moment in bounds.ListFields():
+        if not 0 <= moment.nanos < 1_000_000_000:
+            raise InvalidInputError(f"filter on {key[:64]!r}: expected nanos from 0 to 999999999")
+        whole, rest = divmod(moment.nanos, 1000)
+        after = rest and field.name in ("at_least", "less_than")
+        found[field.name] = moment.seconds * 1_000_000 + whole + bool(after)
+    return found

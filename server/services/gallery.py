@@ -6,16 +6,15 @@ import grpc
 
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceServicer
-from release.errors import BusyError, InvalidInputError, NotFoundError
-from server.border.errors import TooLargeError
+from release.errors import BusyError, InvalidInputError
 from server.core import Core
 from server.galleries.galleries import CREATED
 from server.galleries.hosted import NOTE, Hosted
 from server.galleries.puts import Bare, Put, Putting
 from server.rollout.activation import Activations
-from server.services.convert import from_value, to_value
+from server.services import items
+from server.services.convert import from_value
 
-LARGEST_DELETE = 10_000
 # Refused items that an answer names.
 LISTED_ERRORS = 1_000
 
@@ -40,7 +39,17 @@ class GalleryService(GalleryServiceServicer):
         with self._activations.held():
             self._refuse_during_activation("make a gallery")
             hosted = self._core.create_gallery(request.name)
+        if request.exact_distances:
+            hosted.answer_exactly(True)
         return pb.CreateGalleryResponse(gallery=_gallery(hosted))
+
+    def UpdateGallery(  # noqa: N802
+        self, request: pb.UpdateGalleryRequest, context: grpc.ServicerContext
+    ) -> pb.UpdateGalleryResponse:
+        with self._core.galleries.using(request.name) as hosted:
+            if request.HasField("exact_distances"):
+                hosted.answer_exactly(request.exact_distances)
+            return pb.UpdateGalleryResponse(gallery=_gallery(hosted))
 
     def GetGallery(  # noqa: N802
         self, request: pb.GetGalleryRequest, context: grpc.ServicerContext
@@ -89,24 +98,31 @@ class GalleryService(GalleryServiceServicer):
         self, request: pb.GetItemRequest, context: grpc.ServicerContext
     ) -> pb.GetItemResponse:
         with self._core.galleries.using(request.gallery) as hosted:
-            item = hosted.store.get(request.id)
-            if item is None:
-                raise NotFoundError(f"gallery {request.gallery!r} has no item of that id")
-            response = pb.GetItemResponse(id=item.id, spaces=hosted.spaces_of(item.label))
-        for key, value in item.metadata.items():
-            to_value(value, response.metadata[key])
-        return response
+            return items.get(hosted, request.id)
+
+    def ListItems(  # noqa: N802
+        self, request: pb.ListItemsRequest, context: grpc.ServicerContext
+    ) -> pb.ListItemsResponse:
+        with self._core.galleries.using(request.gallery) as hosted:
+            return items.page(hosted, request)
+
+    def CountItems(  # noqa: N802
+        self, request: pb.CountItemsRequest, context: grpc.ServicerContext
+    ) -> pb.CountItemsResponse:
+        with self._core.galleries.using(request.gallery) as hosted:
+            return pb.CountItemsResponse(items=items.count(hosted, request.filter))
+
+    def SetMetadata(  # noqa: N802
+        self, request: pb.SetMetadataRequest, context: grpc.ServicerContext
+    ) -> pb.SetMetadataResponse:
+        with self._core.galleries.using(request.gallery) as hosted:
+            return pb.SetMetadataResponse(items=items.set_metadata(hosted, request))
 
     def DeleteItems(  # noqa: N802
         self, request: pb.DeleteItemsRequest, context: grpc.ServicerContext
     ) -> pb.DeleteItemsResponse:
-        if len(request.ids) > LARGEST_DELETE:
-            raise TooLargeError(
-                f"expected at most {LARGEST_DELETE} ids, got {len(request.ids)}; send several calls"
-            )
         with self._core.galleries.using(request.gallery) as hosted:
-            deleted = hosted.store.delete(list(request.ids))
-        return pb.DeleteItemsResponse(deleted=deleted)
+            return pb.DeleteItemsResponse(deleted=items.delete(hosted, request))
 
     def _refuse_during_activation(self, what: str) -> None:
         run = self._activations.running()
@@ -138,6 +154,7 @@ def _gallery(hosted: Hosted) -> pb.Gallery:
         items=store.count(),
         release=hosted.plan.query.release,
         note=str(store.state_get(NOTE) or ""),
+        exact_distances=hosted.exact,
     )
     gallery.created.FromSeconds(int(store.state_get(CREATED) or 0))
     for info in store.spaces():

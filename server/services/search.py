@@ -1,5 +1,7 @@
 """SearchService."""
 
+import math
+
 import grpc
 
 from nobackfill.v1 import search_pb2 as pb
@@ -8,7 +10,7 @@ from release.errors import InvalidInputError
 from server.border.errors import TooLargeError
 from server.core import Core
 from server.galleries.searching import Found, Query
-from server.services.convert import ORIGINS, from_filter, to_value
+from server.services.convert import ORIGINS, from_filter, keys_of, to_metadata
 
 DEFAULT_K = 10
 LARGEST_K = 1000
@@ -28,12 +30,14 @@ class SearchService(SearchServiceServicer):
             found = self._core.searching.search(
                 hosted, _query(request.query), _k(request.k), from_filter(request.filter)
             )
-        return _response(found)
+        return _response(found, request)
 
     def SearchBatch(  # noqa: N802
         self, request: pb.SearchBatchRequest, context: grpc.ServicerContext
     ) -> pb.SearchBatchResponse:
-        if not 1 <= len(request.queries) <= LARGEST_BATCH:
+        if not request.queries:
+            raise InvalidInputError(f"expected 1 to {LARGEST_BATCH} queries, got none")
+        if len(request.queries) > LARGEST_BATCH:
             raise TooLargeError(
                 f"expected 1 to {LARGEST_BATCH} queries, got {len(request.queries)}; "
                 "send several batches"
@@ -47,7 +51,7 @@ class SearchService(SearchServiceServicer):
             responses=[
                 pb.SearchResponse(error=str(one))
                 if isinstance(one, InvalidInputError)
-                else _response(one)
+                else _response(one, request)
                 for one in found
             ]
         )
@@ -72,17 +76,28 @@ def _query(query: pb.Query) -> Query:
     return found
 
 
-def _response(found: Found) -> pb.SearchResponse:
+def _farthest(request: pb.SearchRequest | pb.SearchBatchRequest) -> float:
+    if not request.HasField("max_distance"):
+        return math.inf
+    if math.isnan(request.max_distance):
+        raise InvalidInputError("max_distance: expected a number, got NaN")
+    return request.max_distance
+
+
+def _response(found: Found, request: pb.SearchRequest | pb.SearchBatchRequest) -> pb.SearchResponse:
     response = pb.SearchResponse(release=found.release, space=found.space)
-    add = response.hits.add
+    farthest = _farthest(request)
+    keys = keys_of(request.fields if request.HasField("fields") else None)
     for hit in found.hits:
-        message = add(
+        message = pb.Hit(
             id=hit.item.id,
             distance=hit.distance,
             score=hit.score,
             release=hit.release,
             origin=ORIGINS[hit.origin],
         )
-        for key, value in hit.item.metadata.items():
-            to_value(value, message.metadata[key])
+        # The distance that the answer tells: a line drawn finer would tell more.
+        if message.distance <= farthest:
+            to_metadata(hit.item.metadata, keys, message.metadata)
+            response.hits.append(message)
     return response

@@ -12,6 +12,7 @@ import pytest
 from client.app import Gateway, MetadataValue
 from client.device import Device
 from client.find import Search
+from nobackfill.v1.gallery_pb2 import UpdateGalleryRequest
 from release.errors import NotFoundError
 from tests.server.support import Client, running
 from tests.support import blocks, edge
@@ -64,6 +65,10 @@ def pair(world: edge.World, tmp_path: Path) -> Iterator[Pair]:
         with Gateway(gateway.address) as app:
             app.create("photos")
             assert app.put("photos", {path.name: path for path in images}) == {}
+        with Client(gateway.address) as client:
+            # A device tells distances as they are.
+            exact = UpdateGalleryRequest(name="photos", exact_distances=True)
+            client.galleries.UpdateGallery(exact, timeout=30)
         yield Pair(gateway.address, gallery, repo, images, queries)
 
 

@@ -174,7 +174,7 @@ def verify(top: Path) -> None:
         )
         for hosted in life.core.galleries.all():
             for n in range(len(PIXELS)):
-                found = life.core.searching.search(hosted, png(PIXELS[n]), 1000, [])
+                found = life.core.searching.search(hosted, png(PIXELS[n]), 1000, None)
                 names = [hit.item.id for hit in found.hits]
                 check(len(names) == len(set(names)), "no item is doubled")
                 check(acknowledged <= set(names), f"lost {acknowledged - set(names)}")

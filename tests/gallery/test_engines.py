@@ -58,7 +58,10 @@ class Viewed:
     def search(
         self, queries: Vectors, k: int, allowed: Mask | None = None, passing: int | None = None
     ) -> Neighbours:
-        return self.state.search(queries, k, None if allowed is None else self.labels[allowed])
+        if allowed is None:
+            return self.state.search(queries, k)
+        chosen = self.labels[allowed]
+        return self.state.search(queries, k, lambda labels: np.isin(labels, chosen))
 
 
 def make_exact(spec_: SpaceSpec, labels: Labels, content: Vectors, _: Path) -> Index:

@@ -1,6 +1,7 @@
-"""Metadata filters against a Python predicate."""
+"""The filter engine against a slow predicate that goes through the items one by one."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -8,98 +9,244 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gallery.filters import Condition, OneOf, Range, allowed_labels
+from gallery import passing as engine
+from gallery.filters import (
+    MOST_DEPTH,
+    MOST_TESTS,
+    MOST_VALUES,
+    All,
+    AnyOf,
+    Exists,
+    Filter,
+    Not,
+    OneOf,
+    Range,
+    Scalar,
+    TimeRange,
+    microseconds,
+)
+from gallery.passing import Filtering, passing_labels
 from gallery.put import MetadataValue
 from gallery.store import NewVectors, Store
 from release.errors import InvalidInputError
 from tests.gallery.making import filled, ids, spec, vectors
 
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+# Texts that are times, with the time they are, and others that are nearly.
+TIMES = {
+    "2026-01-02": datetime(2026, 1, 2, tzinfo=UTC),
+    "2026-01-02T00:00:00Z": datetime(2026, 1, 2, tzinfo=UTC),
+    "2026-01-02 01:00:00.000001": datetime(2026, 1, 2, 1, 0, 0, 1, tzinfo=UTC),
+    "2026-01-02T01:30:00+02:00": datetime(2026, 1, 1, 23, 30, tzinfo=UTC),
+    "1969-12-31T23:59:59.5Z": datetime(1969, 12, 31, 23, 59, 59, 500_000, tzinfo=UTC),
+}
+NO_TIMES = ["2026-02-30", "2026", "20260102", "0000-01-01", "2026-01-02T25:00:00Z", "2026:01:02"]
+
 KEYS = st.sampled_from(["colour", "year", "ü"])
-NUMBERS = st.one_of(st.integers(-3, 3).map(float), st.sampled_from([0.5, -0.5, 1e300]))
-VALUES = st.one_of(NUMBERS, st.booleans(), st.sampled_from(["red", "", "1", "true", "rot'"]))
-METADATA = st.dictionaries(KEYS, VALUES, max_size=3)
-BOUNDS = st.one_of(st.none(), NUMBERS)
-CONDITIONS = st.one_of(
-    st.builds(OneOf, KEYS, st.lists(VALUES, max_size=3).map(tuple)),
-    st.builds(Range, KEYS, BOUNDS, BOUNDS),
+BIG = [2**53, 2**53 + 1, 2**63 - 1, -(2**63), 2**62 + 1]
+NUMBERS = st.one_of(
+    st.integers(-3, 3),
+    st.integers(-3, 3).map(float),
+    st.sampled_from([0.5, -0.0, 1e300, -1e300, 2.0**53, 2.0**63, -(2.0**63), *BIG]),
+)
+TEXTS = st.sampled_from(["red", "", "1", "true", "rot'", "ü", *TIMES, *NO_TIMES])
+SCALARS = st.one_of(NUMBERS, st.booleans(), TEXTS)
+METADATA = st.dictionaries(KEYS, st.one_of(SCALARS, st.lists(TEXTS, max_size=3)), max_size=3)
+BOUNDS = st.one_of(st.none(), NUMBERS, st.sampled_from([float("inf"), float("-inf")]))
+MOMENTS = st.one_of(
+    st.none(),
+    st.sampled_from([(time - EPOCH) // timedelta(microseconds=1) for time in TIMES.values()]),
+)
+TESTS = st.one_of(
+    st.builds(OneOf, KEYS, st.lists(SCALARS, max_size=3).map(tuple)),
+    st.builds(Range, KEYS, BOUNDS, BOUNDS, BOUNDS, BOUNDS),
+    st.builds(TimeRange, KEYS, MOMENTS, MOMENTS, MOMENTS, MOMENTS),
+    st.builds(Exists, KEYS),
+)
+FILTERS: st.SearchStrategy[Filter] = st.recursive(
+    TESTS,
+    lambda inner: st.one_of(
+        st.builds(All, st.lists(inner, max_size=3).map(tuple)),
+        st.builds(AnyOf, st.lists(inner, max_size=3).map(tuple)),
+        st.builds(Not, inner),
+    ),
+    max_leaves=5,
 )
 
 
-def holds(condition: Condition, metadata: Mapping[str, MetadataValue]) -> bool:
-    if condition.key not in metadata:
-        return False
-    value = metadata[condition.key]
-    if isinstance(condition, OneOf):
-        return any(type(value) is type(v) and value == v for v in condition.values)
-    if isinstance(value, bool | str):
-        return False
-    above = condition.at_least is None or value >= condition.at_least
-    return above and (condition.less_than is None or value < condition.less_than)
+def holds(filtered: Filter, metadata: Mapping[str, MetadataValue]) -> bool:
+    if isinstance(filtered, All):
+        return all(holds(part, metadata) for part in filtered.of)
+    if isinstance(filtered, AnyOf):
+        return any(holds(part, metadata) for part in filtered.of)
+    if isinstance(filtered, Not):
+        return not holds(filtered.of, metadata)
+    value = metadata.get(filtered.key, [])
+    if isinstance(value, str | int | float):
+        return passes(filtered, value)
+    return any(passes(filtered, one) for one in value)
 
 
-@settings(max_examples=25, deadline=None)
+def passes(test: Filter, value: Scalar) -> bool:
+    if isinstance(test, OneOf):
+        return any(kind(value) == kind(wanted) and value == wanted for wanted in test.values)
+    if isinstance(test, Range):
+        # Python compares integers with floats exactly.
+        return kind(value) is float and within(test, value)
+    if isinstance(test, TimeRange):
+        time = TIMES.get(value) if isinstance(value, str) else None
+        return time is not None and within(test, (time - EPOCH) // timedelta(microseconds=1))
+    return True
+
+
+def kind(value: Scalar) -> type:
+    return float if type(value) is int else type(value)
+
+
+def within(test: Range | TimeRange, value: Scalar) -> bool:
+    assert isinstance(value, int | float)
+    return (
+        (test.at_least is None or value >= test.at_least)
+        and (test.greater_than is None or value > test.greater_than)
+        and (test.at_most is None or value <= test.at_most)
+        and (test.less_than is None or value < test.less_than)
+    )
+
+
+@settings(max_examples=60, deadline=None)
 @given(
     items=st.lists(METADATA, min_size=1, max_size=25),
     changed=st.lists(METADATA, max_size=8),
     gone=st.integers(0, 10),
-    conditions=st.lists(CONDITIONS, min_size=1, max_size=3),
+    asked=st.lists(FILTERS, min_size=1, max_size=4),
 )
 def test_filters_let_through_what_the_predicate_does(
     tmp_path_factory: pytest.TempPathFactory,
     items: list[dict[str, MetadataValue]],
     changed: list[dict[str, MetadataValue]],
     gone: int,
-    conditions: list[Condition],
+    asked: list[Filter],
 ) -> None:
+    count = len(items)
+    there: dict[int, dict[str, MetadataValue]] = {}
+
+    def check(store: Store, filtering: Filtering) -> None:
+        for filtered in asked:
+            expected = [label for label, what in there.items() if holds(filtered, what)]
+            assert passing_labels(store, filtered).tolist() == expected
+            found = filtering.passing(filtered)
+            assert found.labels().tolist() == expected
+            assert len(found) == len(expected)
+            for index in (np.arange(1, 60), np.arange(1, 60, 7), np.array([*there], np.int64)):
+                assert index[found.mask(index)].tolist() == np.intersect1d(index, expected).tolist()
+
     with Store.create(tmp_path_factory.mktemp("g") / "g.sqlite", spec()) as store:
-        count = len(items)
+        filtering = Filtering(store)
+        check(store, filtering)
         digests = [str(n) for n in range(count)]
         new = NewVectors(spec().space, vectors(count, 1))
         store.put(ids(count), [new], digests=digests, metadata=items)
+        there = dict(enumerate(items, start=1))
+        check(store, filtering)
         # Metadata that changes while the content stays.
         items[: len(changed)] = changed[:count]
         store.put(ids(count), [new], digests=digests, metadata=items[:count])
         store.delete(ids(min(gone, count)))
-        expected = [
-            label
-            for label, metadata in enumerate(items[:count], start=1)
-            if label > gone and all(holds(condition, metadata) for condition in conditions)
-        ]
-        assert allowed_labels(store, conditions).tolist() == expected
+        there = {n: what for n, what in enumerate(items[:count], start=1) if n > gone}
+        check(store, filtering)
+        filtering.close()
         with store.reading() as connection:
             left = "SELECT count(*) FROM attributes WHERE label NOT IN (SELECT label FROM items)"
             assert connection.execute(left).fetchone() == (0,)
 
 
+@pytest.mark.parametrize("text", TIMES)
+def test_times_are_read_as_rfc_3339_says(text: str) -> None:
+    assert microseconds(text) == (TIMES[text] - EPOCH) // timedelta(microseconds=1)
+
+
+@pytest.mark.parametrize("text", [*NO_TIMES, "", "2026-01-02\n", "2026-W01-1", "٢٠٢٦-01-02"])
+def test_other_texts_are_no_times(text: str) -> None:
+    assert microseconds(text) is None
+
+
+def nested(levels: int) -> Filter:
+    filtered: Filter = Exists("a")
+    for _ in range(levels):
+        filtered = Not(filtered)
+    return filtered
+
+
 @pytest.mark.parametrize(
-    ("condition", "columns"),
+    ("filtered", "why"),
     [
-        (OneOf("k", ("a",)), "key=? AND kind=? AND value=?"),
-        (OneOf("k", ("a", "b", True, 2.0)), "key=? AND kind=? AND value=?"),
-        (Range("k", 3.0), "key=? AND kind=? AND value>?"),
-        (Range("k", None, 3.0), "key=? AND kind=? AND value<?"),
+        (Range("year", at_least=float("nan")), "NaN"),
+        (OneOf("year", (float("nan"),)), "NaN"),
+        (Range("year", at_most=2**63), "64 bits"),
+        (All((Exists("a"),) * (MOST_TESTS + 1)), "at most 500 conditions, got 501"),
+        (
+            AnyOf((OneOf("a", (1,) * MOST_VALUES), OneOf("b", ("x",)))),
+            "at most 10000 values, got 10001",
+        ),
+        (nested(MOST_DEPTH + 1), "levels"),
     ],
 )
-def test_a_filter_reads_its_stretch_of_the_index(
-    tmp_path: Path, condition: Condition, columns: str
-) -> None:
-    seen: list[str] = []
-    with filled(tmp_path / "g.sqlite", 3) as store:
-        with store.reading() as connection:
-            connection.set_trace_callback(seen.append)
-        allowed_labels(store, [condition])
-        (select,) = [statement for statement in seen if "attributes" in statement]
-        with store.reading() as connection:
-            plan = connection.execute(f"EXPLAIN QUERY PLAN {select}").fetchall()
-    searches = [row[-1] for row in plan if "attributes" in row[-1]]
-    assert searches and all(columns in search for search in searches), plan
-
-
-def test_a_filter_without_a_meaning_is_refused(tmp_path: Path) -> None:
+def test_filters_are_bounded(tmp_path: Path, filtered: Filter, why: str) -> None:
     with Store.create(tmp_path / "g.sqlite", spec()) as store:
-        with pytest.raises(InvalidInputError, match="NaN"):
-            allowed_labels(store, [Range("year", at_least=float("nan"))])
-        with pytest.raises(InvalidInputError, match="at least one"):
-            allowed_labels(store, [])
-        nothing = allowed_labels(store, [OneOf("a", (1.0,))])
-        assert nothing.dtype == np.int64 and len(nothing) == 0
+        with pytest.raises(InvalidInputError, match=why):
+            Filtering(store).passing(filtered)
+        with pytest.raises(InvalidInputError, match=why):
+            passing_labels(store, filtered)
+        assert not len(passing_labels(store, OneOf("a", (1.0,) * MOST_VALUES)))
+        assert not len(passing_labels(store, nested(MOST_DEPTH)))
+
+
+def test_what_changes_is_not_read_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change costs a filter what changed; many changes one reading of everything; and nobody is
+    followed who was never asked."""
+    monkeypatch.setattr(engine, "LEAST_CHANGED", 10)
+    monkeypatch.setattr(engine, "MOST_STALE", 30)
+    asked: list[str] = []
+    with filled(tmp_path / "g.sqlite", 50) as store:
+        filtering = Filtering(store)
+        changes: Callable[[int, int], int] = lambda first, count: len(  # noqa: E731
+            store.put(
+                ids(count, first),
+                [NewVectors(spec().space, vectors(count, 1))],
+                metadata=[{"n": n} for n in range(first, first + count)],
+            ).labels
+        )
+        changes(0, 50)
+        assert len(filtering.passing(Exists("n"))) == 50
+        with store.reading() as connection:
+            connection.set_trace_callback(asked.append)
+        changes(50, 5)
+        assert len(filtering.passing(Range("n", at_least=40))) == 15
+        assert not [one for one in asked if "attributes" in one and "SELECT label" in one]
+        assert not [one for one in asked if "FROM attributes" in one]
+        changes(60, 25)
+        assert len(filtering.passing(Exists("n"))) == 80
+        assert [one for one in asked if "FROM attributes" in one]
+        changes(100, 100)
+        assert len(filtering.passing(Exists("n"))) == 180
+        filtering.close()
+
+
+def test_columns_beyond_the_bound_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "MOST_BYTES", 3000)
+    with filled(tmp_path / "g.sqlite", 100) as store:
+        store.put(
+            ids(100),
+            [NewVectors(spec().space, vectors(100, 1))],
+            metadata=[{"a": n, "b": n, "c": n} for n in range(100)],
+        )
+        filtering = Filtering(store)
+        for _ in range(2):
+            for key in "abc":
+                assert len(filtering.passing(Range(key, at_least=90))) == 10
+        assert len(filtering.passing(All((Exists("a"), Exists("b"), Exists("c"))))) == 100
+        filtering.close()

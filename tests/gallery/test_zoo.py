@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from gallery import staging
-from gallery.filters import OneOf, allowed_labels
+from gallery.filters import OneOf
+from gallery.passing import passing_labels
 from gallery.store import Store
 from gallery.tables import FORMAT
 from tests.gallery.making import Linear, put, rows, spec, vectors
@@ -34,7 +35,7 @@ def test_an_old_file_is_read_written_and_rolled_back(file: Path, tmp_path: Path)
         assert rows(store, spec(2).space)[1][2] == "upgraded"
         item = store.get("item-3")
         assert item is not None and item.metadata == {"n": 3, "flag": True, "text": "ü"}
-        assert allowed_labels(store, [OneOf("n", (1.0, 3.0))]).tolist() == [2, 4]
+        assert passing_labels(store, OneOf("n", (1.0, 3.0))).tolist() == [2, 4]
         assert store.state_get("floor") == {"root": 1}
         assert put(store, ["new"], release=2, seed=3).tolist() == [5]
         assert staging.rollback(store, leave_behind=True) == spec(1).space

@@ -56,7 +56,8 @@ def judge(
     assert len(found) == min(k, len(names)), f"{len(found)} hits of {len(names)} items, k = {k}"
     for name, distance in hits:
         wrong = f"{name} at {distance}, is at {distances[name]}"
-        assert abs(distance - distances[name]) < TOLERANCE, wrong
+        # A gateway tells three digits.
+        assert abs(distance - distances[name]) < TOLERANCE + 0.005 * distances[name], wrong
     nearest = sorted(distances.values())[: len(found)]
     wanted, got = (nearest, [distance for _, distance in hits]) if exact else (nearest[:1], [])
     if not exact and hits:

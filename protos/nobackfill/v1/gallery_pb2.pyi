@@ -17,10 +17,17 @@ class SpaceState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SPACE_STATE_ACTIVE: _ClassVar[SpaceState]
     SPACE_STATE_STAGING: _ClassVar[SpaceState]
     SPACE_STATE_PREVIOUS: _ClassVar[SpaceState]
+
+class ItemOrder(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ITEM_ORDER_UNSPECIFIED: _ClassVar[ItemOrder]
+    ITEM_ORDER_LEAST_CERTAIN: _ClassVar[ItemOrder]
 SPACE_STATE_UNSPECIFIED: SpaceState
 SPACE_STATE_ACTIVE: SpaceState
 SPACE_STATE_STAGING: SpaceState
 SPACE_STATE_PREVIOUS: SpaceState
+ITEM_ORDER_UNSPECIFIED: ItemOrder
+ITEM_ORDER_LEAST_CERTAIN: ItemOrder
 
 class SpaceInfo(_message.Message):
     __slots__ = ("space", "release", "items", "state")
@@ -35,28 +42,46 @@ class SpaceInfo(_message.Message):
     def __init__(self, space: _Optional[str] = ..., release: _Optional[int] = ..., items: _Optional[int] = ..., state: _Optional[_Union[SpaceState, str]] = ...) -> None: ...
 
 class Gallery(_message.Message):
-    __slots__ = ("name", "items", "release", "spaces", "note", "created")
+    __slots__ = ("name", "items", "release", "spaces", "note", "created", "exact_distances")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     SPACES_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
+    EXACT_DISTANCES_FIELD_NUMBER: _ClassVar[int]
     name: str
     items: int
     release: int
     spaces: _containers.RepeatedCompositeFieldContainer[SpaceInfo]
     note: str
     created: _timestamp_pb2.Timestamp
-    def __init__(self, name: _Optional[str] = ..., items: _Optional[int] = ..., release: _Optional[int] = ..., spaces: _Optional[_Iterable[_Union[SpaceInfo, _Mapping]]] = ..., note: _Optional[str] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    exact_distances: bool
+    def __init__(self, name: _Optional[str] = ..., items: _Optional[int] = ..., release: _Optional[int] = ..., spaces: _Optional[_Iterable[_Union[SpaceInfo, _Mapping]]] = ..., note: _Optional[str] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., exact_distances: _Optional[bool] = ...) -> None: ...
 
 class CreateGalleryRequest(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "exact_distances")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    EXACT_DISTANCES_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    exact_distances: bool
+    def __init__(self, name: _Optional[str] = ..., exact_distances: _Optional[bool] = ...) -> None: ...
 
 class CreateGalleryResponse(_message.Message):
+    __slots__ = ("gallery",)
+    GALLERY_FIELD_NUMBER: _ClassVar[int]
+    gallery: Gallery
+    def __init__(self, gallery: _Optional[_Union[Gallery, _Mapping]] = ...) -> None: ...
+
+class UpdateGalleryRequest(_message.Message):
+    __slots__ = ("name", "exact_distances")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    EXACT_DISTANCES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    exact_distances: bool
+    def __init__(self, name: _Optional[str] = ..., exact_distances: _Optional[bool] = ...) -> None: ...
+
+class UpdateGalleryResponse(_message.Message):
     __slots__ = ("gallery",)
     GALLERY_FIELD_NUMBER: _ClassVar[int]
     gallery: Gallery
@@ -156,7 +181,7 @@ class GetItemRequest(_message.Message):
     def __init__(self, gallery: _Optional[str] = ..., id: _Optional[str] = ...) -> None: ...
 
 class GetItemResponse(_message.Message):
-    __slots__ = ("id", "metadata", "spaces")
+    __slots__ = ("id", "metadata", "spaces", "uncertainty", "origin")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -167,18 +192,108 @@ class GetItemResponse(_message.Message):
     ID_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
     SPACES_FIELD_NUMBER: _ClassVar[int]
+    UNCERTAINTY_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
     id: str
     metadata: _containers.MessageMap[str, _types_pb2.Value]
     spaces: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, id: _Optional[str] = ..., metadata: _Optional[_Mapping[str, _types_pb2.Value]] = ..., spaces: _Optional[_Iterable[str]] = ...) -> None: ...
+    uncertainty: float
+    origin: _types_pb2.Origin
+    def __init__(self, id: _Optional[str] = ..., metadata: _Optional[_Mapping[str, _types_pb2.Value]] = ..., spaces: _Optional[_Iterable[str]] = ..., uncertainty: _Optional[float] = ..., origin: _Optional[_Union[_types_pb2.Origin, str]] = ...) -> None: ...
 
-class DeleteItemsRequest(_message.Message):
-    __slots__ = ("gallery", "ids")
+class ListItemsRequest(_message.Message):
+    __slots__ = ("gallery", "filter", "page_size", "page_token", "order", "fields")
+    GALLERY_FIELD_NUMBER: _ClassVar[int]
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    gallery: str
+    filter: _types_pb2.Filter
+    page_size: int
+    page_token: str
+    order: ItemOrder
+    fields: _types_pb2.Fields
+    def __init__(self, gallery: _Optional[str] = ..., filter: _Optional[_Union[_types_pb2.Filter, _Mapping]] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., order: _Optional[_Union[ItemOrder, str]] = ..., fields: _Optional[_Union[_types_pb2.Fields, _Mapping]] = ...) -> None: ...
+
+class ListItemsResponse(_message.Message):
+    __slots__ = ("items", "next_page_token")
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[ListedItem]
+    next_page_token: str
+    def __init__(self, items: _Optional[_Iterable[_Union[ListedItem, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class ListedItem(_message.Message):
+    __slots__ = ("id", "metadata", "uncertainty", "origin")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: _types_pb2.Value
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_types_pb2.Value, _Mapping]] = ...) -> None: ...
+    ID_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    UNCERTAINTY_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    metadata: _containers.MessageMap[str, _types_pb2.Value]
+    uncertainty: float
+    origin: _types_pb2.Origin
+    def __init__(self, id: _Optional[str] = ..., metadata: _Optional[_Mapping[str, _types_pb2.Value]] = ..., uncertainty: _Optional[float] = ..., origin: _Optional[_Union[_types_pb2.Origin, str]] = ...) -> None: ...
+
+class CountItemsRequest(_message.Message):
+    __slots__ = ("gallery", "filter")
+    GALLERY_FIELD_NUMBER: _ClassVar[int]
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    gallery: str
+    filter: _types_pb2.Filter
+    def __init__(self, gallery: _Optional[str] = ..., filter: _Optional[_Union[_types_pb2.Filter, _Mapping]] = ...) -> None: ...
+
+class CountItemsResponse(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: int
+    def __init__(self, items: _Optional[int] = ...) -> None: ...
+
+class SetMetadataRequest(_message.Message):
+    __slots__ = ("gallery", "ids", "filter", "set", "remove")
+    class SetEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: _types_pb2.Value
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_types_pb2.Value, _Mapping]] = ...) -> None: ...
     GALLERY_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    SET_FIELD_NUMBER: _ClassVar[int]
+    REMOVE_FIELD_NUMBER: _ClassVar[int]
     gallery: str
     ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, gallery: _Optional[str] = ..., ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    filter: _types_pb2.Filter
+    set: _containers.MessageMap[str, _types_pb2.Value]
+    remove: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, gallery: _Optional[str] = ..., ids: _Optional[_Iterable[str]] = ..., filter: _Optional[_Union[_types_pb2.Filter, _Mapping]] = ..., set: _Optional[_Mapping[str, _types_pb2.Value]] = ..., remove: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SetMetadataResponse(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: int
+    def __init__(self, items: _Optional[int] = ...) -> None: ...
+
+class DeleteItemsRequest(_message.Message):
+    __slots__ = ("gallery", "ids", "filter")
+    GALLERY_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    gallery: str
+    ids: _containers.RepeatedScalarFieldContainer[str]
+    filter: _types_pb2.Filter
+    def __init__(self, gallery: _Optional[str] = ..., ids: _Optional[_Iterable[str]] = ..., filter: _Optional[_Union[_types_pb2.Filter, _Mapping]] = ...) -> None: ...
 
 class DeleteItemsResponse(_message.Message):
     __slots__ = ("deleted",)

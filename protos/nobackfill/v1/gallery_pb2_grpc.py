@@ -65,10 +65,30 @@ class GalleryServiceStub:
                 request_serializer=nobackfill_dot_v1_dot_gallery__pb2.GetItemRequest.SerializeToString,
                 response_deserializer=nobackfill_dot_v1_dot_gallery__pb2.GetItemResponse.FromString,
                 _registered_method=True)
+        self.ListItems = channel.unary_unary(
+                '/nobackfill.v1.GalleryService/ListItems',
+                request_serializer=nobackfill_dot_v1_dot_gallery__pb2.ListItemsRequest.SerializeToString,
+                response_deserializer=nobackfill_dot_v1_dot_gallery__pb2.ListItemsResponse.FromString,
+                _registered_method=True)
+        self.CountItems = channel.unary_unary(
+                '/nobackfill.v1.GalleryService/CountItems',
+                request_serializer=nobackfill_dot_v1_dot_gallery__pb2.CountItemsRequest.SerializeToString,
+                response_deserializer=nobackfill_dot_v1_dot_gallery__pb2.CountItemsResponse.FromString,
+                _registered_method=True)
+        self.SetMetadata = channel.unary_unary(
+                '/nobackfill.v1.GalleryService/SetMetadata',
+                request_serializer=nobackfill_dot_v1_dot_gallery__pb2.SetMetadataRequest.SerializeToString,
+                response_deserializer=nobackfill_dot_v1_dot_gallery__pb2.SetMetadataResponse.FromString,
+                _registered_method=True)
         self.DeleteItems = channel.unary_unary(
                 '/nobackfill.v1.GalleryService/DeleteItems',
                 request_serializer=nobackfill_dot_v1_dot_gallery__pb2.DeleteItemsRequest.SerializeToString,
                 response_deserializer=nobackfill_dot_v1_dot_gallery__pb2.DeleteItemsResponse.FromString,
+                _registered_method=True)
+        self.UpdateGallery = channel.unary_unary(
+                '/nobackfill.v1.GalleryService/UpdateGallery',
+                request_serializer=nobackfill_dot_v1_dot_gallery__pb2.UpdateGalleryRequest.SerializeToString,
+                response_deserializer=nobackfill_dot_v1_dot_gallery__pb2.UpdateGalleryResponse.FromString,
                 _registered_method=True)
 
 
@@ -117,8 +137,37 @@ class GalleryServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def DeleteItems(self, request, context):
+    def ListItems(self, request, context):
+        """Items by page, all or those that pass a filter.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CountItems(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetMetadata(self, request, context):
+        """Changes metadata, by ids or by filter, and nothing else of the items. Each item is changed whole
+        or not at all; INVALID_ARGUMENT where one would become larger than 64 KiB.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteItems(self, request, context):
+        """Removes items, by ids or by filter.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateGallery(self, request, context):
+        """Changes options of a gallery.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -156,10 +205,30 @@ def add_GalleryServiceServicer_to_server(servicer, server):
                     request_deserializer=nobackfill_dot_v1_dot_gallery__pb2.GetItemRequest.FromString,
                     response_serializer=nobackfill_dot_v1_dot_gallery__pb2.GetItemResponse.SerializeToString,
             ),
+            'ListItems': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListItems,
+                    request_deserializer=nobackfill_dot_v1_dot_gallery__pb2.ListItemsRequest.FromString,
+                    response_serializer=nobackfill_dot_v1_dot_gallery__pb2.ListItemsResponse.SerializeToString,
+            ),
+            'CountItems': grpc.unary_unary_rpc_method_handler(
+                    servicer.CountItems,
+                    request_deserializer=nobackfill_dot_v1_dot_gallery__pb2.CountItemsRequest.FromString,
+                    response_serializer=nobackfill_dot_v1_dot_gallery__pb2.CountItemsResponse.SerializeToString,
+            ),
+            'SetMetadata': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetMetadata,
+                    request_deserializer=nobackfill_dot_v1_dot_gallery__pb2.SetMetadataRequest.FromString,
+                    response_serializer=nobackfill_dot_v1_dot_gallery__pb2.SetMetadataResponse.SerializeToString,
+            ),
             'DeleteItems': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteItems,
                     request_deserializer=nobackfill_dot_v1_dot_gallery__pb2.DeleteItemsRequest.FromString,
                     response_serializer=nobackfill_dot_v1_dot_gallery__pb2.DeleteItemsResponse.SerializeToString,
+            ),
+            'UpdateGallery': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateGallery,
+                    request_deserializer=nobackfill_dot_v1_dot_gallery__pb2.UpdateGalleryRequest.FromString,
+                    response_serializer=nobackfill_dot_v1_dot_gallery__pb2.UpdateGalleryResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -336,6 +405,87 @@ class GalleryService:
             _registered_method=True)
 
     @staticmethod
+    def ListItems(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nobackfill.v1.GalleryService/ListItems',
+            nobackfill_dot_v1_dot_gallery__pb2.ListItemsRequest.SerializeToString,
+            nobackfill_dot_v1_dot_gallery__pb2.ListItemsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CountItems(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nobackfill.v1.GalleryService/CountItems',
+            nobackfill_dot_v1_dot_gallery__pb2.CountItemsRequest.SerializeToString,
+            nobackfill_dot_v1_dot_gallery__pb2.CountItemsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetMetadata(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nobackfill.v1.GalleryService/SetMetadata',
+            nobackfill_dot_v1_dot_gallery__pb2.SetMetadataRequest.SerializeToString,
+            nobackfill_dot_v1_dot_gallery__pb2.SetMetadataResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def DeleteItems(request,
             target,
             options=(),
@@ -352,6 +502,33 @@ class GalleryService:
             '/nobackfill.v1.GalleryService/DeleteItems',
             nobackfill_dot_v1_dot_gallery__pb2.DeleteItemsRequest.SerializeToString,
             nobackfill_dot_v1_dot_gallery__pb2.DeleteItemsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateGallery(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nobackfill.v1.GalleryService/UpdateGallery',
+            nobackfill_dot_v1_dot_gallery__pb2.UpdateGalleryRequest.SerializeToString,
+            nobackfill_dot_v1_dot_gallery__pb2.UpdateGalleryResponse.FromString,
             options,
             channel_credentials,
             insecure,

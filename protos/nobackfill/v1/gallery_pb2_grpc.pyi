@@ -46,7 +46,17 @@ class GalleryServiceStub:
     same content again changes nothing. An item that is refused is reported and the others go on.
     """
     GetItem: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.GetItemRequest, _gallery_pb2.GetItemResponse]
+    ListItems: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.ListItemsRequest, _gallery_pb2.ListItemsResponse]
+    """Items by page, all or those that pass a filter."""
+    CountItems: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.CountItemsRequest, _gallery_pb2.CountItemsResponse]
+    SetMetadata: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.SetMetadataRequest, _gallery_pb2.SetMetadataResponse]
+    """Changes metadata, by ids or by filter, and nothing else of the items. Each item is changed whole
+    or not at all; INVALID_ARGUMENT where one would become larger than 64 KiB.
+    """
     DeleteItems: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.DeleteItemsRequest, _gallery_pb2.DeleteItemsResponse]
+    """Removes items, by ids or by filter."""
+    UpdateGallery: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.UpdateGalleryRequest, _gallery_pb2.UpdateGalleryResponse]
+    """Changes options of a gallery."""
 
 @_typing.type_check_only
 class GalleryServiceAsyncStub(GalleryServiceStub):
@@ -66,7 +76,17 @@ class GalleryServiceAsyncStub(GalleryServiceStub):
     same content again changes nothing. An item that is refused is reported and the others go on.
     """
     GetItem: _aio.UnaryUnaryMultiCallable[_gallery_pb2.GetItemRequest, _gallery_pb2.GetItemResponse]  # type: ignore[assignment]
+    ListItems: _aio.UnaryUnaryMultiCallable[_gallery_pb2.ListItemsRequest, _gallery_pb2.ListItemsResponse]  # type: ignore[assignment]
+    """Items by page, all or those that pass a filter."""
+    CountItems: _aio.UnaryUnaryMultiCallable[_gallery_pb2.CountItemsRequest, _gallery_pb2.CountItemsResponse]  # type: ignore[assignment]
+    SetMetadata: _aio.UnaryUnaryMultiCallable[_gallery_pb2.SetMetadataRequest, _gallery_pb2.SetMetadataResponse]  # type: ignore[assignment]
+    """Changes metadata, by ids or by filter, and nothing else of the items. Each item is changed whole
+    or not at all; INVALID_ARGUMENT where one would become larger than 64 KiB.
+    """
     DeleteItems: _aio.UnaryUnaryMultiCallable[_gallery_pb2.DeleteItemsRequest, _gallery_pb2.DeleteItemsResponse]  # type: ignore[assignment]
+    """Removes items, by ids or by filter."""
+    UpdateGallery: _aio.UnaryUnaryMultiCallable[_gallery_pb2.UpdateGalleryRequest, _gallery_pb2.UpdateGalleryResponse]  # type: ignore[assignment]
+    """Changes options of a gallery."""
 
 class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
     """Named collections of items."""
@@ -121,10 +141,44 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_gallery_pb2.GetItemResponse, _abc.Awaitable[_gallery_pb2.GetItemResponse]]: ...
 
     @_abc_1.abstractmethod
+    def ListItems(
+        self,
+        request: _gallery_pb2.ListItemsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gallery_pb2.ListItemsResponse, _abc.Awaitable[_gallery_pb2.ListItemsResponse]]:
+        """Items by page, all or those that pass a filter."""
+
+    @_abc_1.abstractmethod
+    def CountItems(
+        self,
+        request: _gallery_pb2.CountItemsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gallery_pb2.CountItemsResponse, _abc.Awaitable[_gallery_pb2.CountItemsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def SetMetadata(
+        self,
+        request: _gallery_pb2.SetMetadataRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gallery_pb2.SetMetadataResponse, _abc.Awaitable[_gallery_pb2.SetMetadataResponse]]:
+        """Changes metadata, by ids or by filter, and nothing else of the items. Each item is changed whole
+        or not at all; INVALID_ARGUMENT where one would become larger than 64 KiB.
+        """
+
+    @_abc_1.abstractmethod
     def DeleteItems(
         self,
         request: _gallery_pb2.DeleteItemsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_gallery_pb2.DeleteItemsResponse, _abc.Awaitable[_gallery_pb2.DeleteItemsResponse]]: ...
+    ) -> _typing.Union[_gallery_pb2.DeleteItemsResponse, _abc.Awaitable[_gallery_pb2.DeleteItemsResponse]]:
+        """Removes items, by ids or by filter."""
+
+    @_abc_1.abstractmethod
+    def UpdateGallery(
+        self,
+        request: _gallery_pb2.UpdateGalleryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gallery_pb2.UpdateGalleryResponse, _abc.Awaitable[_gallery_pb2.UpdateGalleryResponse]]:
+        """Changes options of a gallery."""
 
 def add_GalleryServiceServicer_to_server(servicer: GalleryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

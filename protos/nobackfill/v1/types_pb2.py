@@ -22,29 +22,42 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19nobackfill/v1/types.proto\x12\rnobackfill.v1\"*\n\tEmbedding\x12\r\n\x05space\x18\x01 \x01(\t\x12\x0e\n\x06values\x18\x02 \x01(\x0c\")\n\x08SideInfo\x12\r\n\x05space\x18\x01 \x01(\t\x12\x0e\n\x06values\x18\x02 \x01(\x0c\"A\n\x05Value\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x10\n\x06number\x18\x02 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x03 \x01(\x08H\x00\x42\x06\n\x04kind\"\xad\x02\n\tCondition\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x06\x65quals\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.ValueH\x00\x12\x30\n\x06one_of\x18\x03 \x01(\x0b\x32\x1e.nobackfill.v1.Condition.OneOfH\x00\x12/\n\x05range\x18\x04 \x01(\x0b\x32\x1e.nobackfill.v1.Condition.RangeH\x00\x1a-\n\x05OneOf\x12$\n\x06values\x18\x01 \x03(\x0b\x32\x14.nobackfill.v1.Value\x1aQ\n\x05Range\x12\x15\n\x08\x61t_least\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tless_than\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\x0b\n\t_at_leastB\x0c\n\n_less_thanB\x06\n\x04test\"6\n\x06\x46ilter\x12,\n\nconditions\x18\x01 \x03(\x0b\x32\x18.nobackfill.v1.Condition*\x89\x01\n\x06Origin\x12\x16\n\x12ORIGIN_UNSPECIFIED\x10\x00\x12\x11\n\rORIGIN_NATIVE\x10\x01\x12\x11\n\rORIGIN_DIRECT\x10\x02\x12\x13\n\x0fORIGIN_UPGRADED\x10\x03\x12\x16\n\x12ORIGIN_RE_EMBEDDED\x10\x04\x12\x14\n\x10ORIGIN_OLD_MODEL\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19nobackfill/v1/types.proto\x12\rnobackfill.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"*\n\tEmbedding\x12\r\n\x05space\x18\x01 \x01(\t\x12\x0e\n\x06values\x18\x02 \x01(\x0c\")\n\x08SideInfo\x12\r\n\x05space\x18\x01 \x01(\t\x12\x0e\n\x06values\x18\x02 \x01(\x0c\"\x99\x01\n\x05Value\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x10\n\x06number\x18\x02 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x03 \x01(\x08H\x00\x12\x11\n\x07integer\x18\x04 \x01(\x03H\x00\x12+\n\x05texts\x18\x05 \x01(\x0b\x32\x1a.nobackfill.v1.Value.TextsH\x00\x1a\x16\n\x05Texts\x12\r\n\x05texts\x18\x01 \x03(\tB\x06\n\x04kind\"\xfb\x06\n\tCondition\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x06\x65quals\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.ValueH\x00\x12\x30\n\x06one_of\x18\x03 \x01(\x0b\x32\x1e.nobackfill.v1.Condition.OneOfH\x00\x12/\n\x05range\x18\x04 \x01(\x0b\x32\x1e.nobackfill.v1.Condition.RangeH\x00\x12>\n\rinteger_range\x18\x05 \x01(\x0b\x32%.nobackfill.v1.Condition.IntegerRangeH\x00\x12\x38\n\ntime_range\x18\x06 \x01(\x0b\x32\".nobackfill.v1.Condition.TimeRangeH\x00\x12\x10\n\x06\x65xists\x18\x07 \x01(\x08H\x00\x1a-\n\x05OneOf\x12$\n\x06values\x18\x01 \x03(\x0b\x32\x14.nobackfill.v1.Value\x1a\x9f\x01\n\x05Range\x12\x15\n\x08\x61t_least\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tless_than\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x19\n\x0cgreater_than\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x14\n\x07\x61t_most\x18\x04 \x01(\x01H\x03\x88\x01\x01\x42\x0b\n\t_at_leastB\x0c\n\n_less_thanB\x0f\n\r_greater_thanB\n\n\x08_at_most\x1a\xa6\x01\n\x0cIntegerRange\x12\x15\n\x08\x61t_least\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x16\n\tless_than\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x19\n\x0cgreater_than\x18\x03 \x01(\x03H\x02\x88\x01\x01\x12\x14\n\x07\x61t_most\x18\x04 \x01(\x03H\x03\x88\x01\x01\x42\x0b\n\t_at_leastB\x0c\n\n_less_thanB\x0f\n\r_greater_thanB\n\n\x08_at_most\x1a\xc7\x01\n\tTimeRange\x12,\n\x08\x61t_least\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\tless_than\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x30\n\x0cgreater_than\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x07\x61t_most\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x06\n\x04test\"\x8f\x02\n\nExpression\x12-\n\tcondition\x18\x01 \x01(\x0b\x32\x18.nobackfill.v1.ConditionH\x00\x12\x34\n\x03\x61ll\x18\x02 \x01(\x0b\x32%.nobackfill.v1.Expression.ExpressionsH\x00\x12\x34\n\x03\x61ny\x18\x03 \x01(\x0b\x32%.nobackfill.v1.Expression.ExpressionsH\x00\x12(\n\x03not\x18\x04 \x01(\x0b\x32\x19.nobackfill.v1.ExpressionH\x00\x1a\x34\n\x0b\x45xpressions\x12%\n\x02of\x18\x01 \x03(\x0b\x32\x19.nobackfill.v1.ExpressionB\x06\n\x04kind\"e\n\x06\x46ilter\x12,\n\nconditions\x18\x01 \x03(\x0b\x32\x18.nobackfill.v1.Condition\x12-\n\nexpression\x18\x02 \x01(\x0b\x32\x19.nobackfill.v1.Expression\"\x16\n\x06\x46ields\x12\x0c\n\x04keys\x18\x01 \x03(\t*\x89\x01\n\x06Origin\x12\x16\n\x12ORIGIN_UNSPECIFIED\x10\x00\x12\x11\n\rORIGIN_NATIVE\x10\x01\x12\x11\n\rORIGIN_DIRECT\x10\x02\x12\x13\n\x0fORIGIN_UPGRADED\x10\x03\x12\x16\n\x12ORIGIN_RE_EMBEDDED\x10\x04\x12\x14\n\x10ORIGIN_OLD_MODEL\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'nobackfill.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ORIGIN']._serialized_start=559
-  _globals['_ORIGIN']._serialized_end=696
-  _globals['_EMBEDDING']._serialized_start=44
-  _globals['_EMBEDDING']._serialized_end=86
-  _globals['_SIDEINFO']._serialized_start=88
-  _globals['_SIDEINFO']._serialized_end=129
-  _globals['_VALUE']._serialized_start=131
-  _globals['_VALUE']._serialized_end=196
-  _globals['_CONDITION']._serialized_start=199
-  _globals['_CONDITION']._serialized_end=500
-  _globals['_CONDITION_ONEOF']._serialized_start=364
-  _globals['_CONDITION_ONEOF']._serialized_end=409
-  _globals['_CONDITION_RANGE']._serialized_start=411
-  _globals['_CONDITION_RANGE']._serialized_end=492
-  _globals['_FILTER']._serialized_start=502
-  _globals['_FILTER']._serialized_end=556
+  _globals['_ORIGIN']._serialized_start=1616
+  _globals['_ORIGIN']._serialized_end=1753
+  _globals['_EMBEDDING']._serialized_start=77
+  _globals['_EMBEDDING']._serialized_end=119
+  _globals['_SIDEINFO']._serialized_start=121
+  _globals['_SIDEINFO']._serialized_end=162
+  _globals['_VALUE']._serialized_start=165
+  _globals['_VALUE']._serialized_end=318
+  _globals['_VALUE_TEXTS']._serialized_start=288
+  _globals['_VALUE_TEXTS']._serialized_end=310
+  _globals['_CONDITION']._serialized_start=321
+  _globals['_CONDITION']._serialized_end=1212
+  _globals['_CONDITION_ONEOF']._serialized_start=626
+  _globals['_CONDITION_ONEOF']._serialized_end=671
+  _globals['_CONDITION_RANGE']._serialized_start=674
+  _globals['_CONDITION_RANGE']._serialized_end=833
+  _globals['_CONDITION_INTEGERRANGE']._serialized_start=836
+  _globals['_CONDITION_INTEGERRANGE']._serialized_end=1002
+  _globals['_CONDITION_TIMERANGE']._serialized_start=1005
+  _globals['_CONDITION_TIMERANGE']._serialized_end=1204
+  _globals['_EXPRESSION']._serialized_start=1215
+  _globals['_EXPRESSION']._serialized_end=1486
+  _globals['_EXPRESSION_EXPRESSIONS']._serialized_start=1426
+  _globals['_EXPRESSION_EXPRESSIONS']._serialized_end=1478
+  _globals['_FILTER']._serialized_start=1488
+  _globals['_FILTER']._serialized_end=1589
+  _globals['_FIELDS']._serialized_start=1591
+  _globals['_FIELDS']._serialized_end=1613
 # @@protoc_insertion_point(module_scope)

@@ -1,0 +1,128 @@
+"""Pages of items, and changes by filter, against loops over everything."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gallery import edits, listing
+from gallery.filters import Exists, Not, OneOf, Range
+from gallery.index import Labels
+from gallery.listing import Place
+from gallery.passing import Filtering, passing_labels
+from gallery.put import MOST_METADATA_BYTES, NewVectors
+from gallery.store import Change, Store
+from release.errors import InvalidInputError
+from tests.gallery.making import filled, ids, spec, vectors
+
+COUNT = 30
+# Several are equal, some have none.
+UNCERTAINTY = [0.5, 0.25, 0.5, 1e-9, 2.0]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = filled(tmp_path / "g.sqlite", 0)
+    new = NewVectors(spec().space, vectors(COUNT, 1))
+    store.put(ids(COUNT), [new], metadata=[{"n": n, "odd": bool(n % 2)} for n in range(COUNT)])
+    with store.writing() as connection:
+        number = store.space(spec().space).number
+        connection.executemany(
+            f"UPDATE vectors_{number} SET uncertainty = ? WHERE label = ?",
+            [(UNCERTAINTY[n % 5], n + 1) for n in range(20)],
+        )
+    return store
+
+
+def pages(store: Store, size: int, allowed: Labels | None, *, least_certain: bool) -> list[int]:
+    """Every label, page by page, through the token's text."""
+    found: list[int] = []
+    after = None
+    while True:
+        items, last = listing.page(
+            store, spec().space, size, after=after, allowed=allowed, least_certain=least_certain
+        )
+        assert len(items) <= size
+        found += [item.label for item, _ in items]
+        if last is None:
+            return found
+        after = Place.read(last.token(), least_certain=least_certain)
+        assert after == last
+
+
+@pytest.mark.parametrize("size", [1, 3, 20, 100])
+@pytest.mark.parametrize("odd", [False, True])
+def test_pages_bring_every_item_once_in_order(store: Store, size: int, odd: bool) -> None:
+    labels = np.arange(1, COUNT + 1)
+    allowed = passing_labels(store, OneOf("odd", (True,))) if odd else None
+    if odd:
+        labels = labels[1::2]
+    assert pages(store, size, allowed, least_certain=False) == labels.tolist()
+    doubt = {label: UNCERTAINTY[(label - 1) % 5] for label in labels.tolist() if label <= 20}
+    expected = sorted(doubt, key=lambda label: (-doubt[label], label))
+    assert pages(store, size, allowed, least_certain=True) == expected
+    item, place = listing.page(store, spec().space, 1, least_certain=True)[0][0]
+    assert item.uncertainty == place.uncertainty == 2.0
+
+
+@pytest.mark.parametrize("token", ["x", "1:", "1:x", "-1", "9" * 20, "\u0661", "1:0.5:2"])
+def test_what_is_no_token_is_refused(token: str) -> None:
+    with pytest.raises(InvalidInputError, match="page_token"):
+        Place.read(token, least_certain=":" in token)
+    with pytest.raises(InvalidInputError, match="page_token"):
+        Place.read("5", least_certain=True)
+    with pytest.raises(InvalidInputError, match="page_token"):
+        Place.read("5:0.5", least_certain=False)
+
+
+def test_items_are_deleted_by_filter(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edits, "PIECE", 4)
+    filtering = Filtering(store)
+    chosen = edits.chosen_by_filter(filtering, Range("n", at_least=10, less_than=20))
+    # What ceases to pass before its turn stays.
+    edits.describe(store, edits.chosen_by_ids(store, ["item-12"]), {"n": 99}, ())
+    assert edits.delete(store, chosen) == 9
+    left = [n for n in range(COUNT) if not 10 <= n < 20 or n == 12]
+    assert passing_labels(store, Exists("n")).tolist() == [n + 1 for n in left]
+    assert filtering.passing(Exists("n")).labels().tolist() == [n + 1 for n in left]
+    assert store.count() == len(left)
+
+
+def test_metadata_is_set_and_removed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edits, "PIECE", 4)
+    filtering = Filtering(store)
+    told: list[Change] = []
+    store.subscribe(told.append)
+    chosen = edits.chosen_by_filter(filtering, Range("n", less_than=10))
+    assert edits.describe(store, chosen, {"tags": ["a", "b"], "n": 2**60}, ("odd", "none")) == 10
+    assert sorted(label for one in told for label in one.described.tolist()) == [*range(1, 11)]
+    assert not any(one.added or len(one.deleted) for one in told)
+    item = store.get("item-3")
+    assert item is not None and item.metadata == {"tags": ["a", "b"], "n": 2**60}
+    for filtered in (OneOf("tags", ("b",)), Not(Exists("odd")), OneOf("n", (2**60,))):
+        assert filtering.passing(filtered).labels().tolist() == [*range(1, 11)]
+        assert passing_labels(store, filtered).tolist() == [*range(1, 11)]
+
+
+def test_what_would_become_too_large_stays_as_it_is(store: Store) -> None:
+    many = edits.chosen_by_ids(store, ids(COUNT))
+    text = "x" * (MOST_METADATA_BYTES - 30)
+    edits.describe(store, edits.chosen_by_ids(store, ["item-3"]), {"text": text}, ())
+    with pytest.raises(InvalidInputError, match='item "item-3": metadata: expected at most 65536'):
+        edits.describe(store, many, {"more": "y" * 20}, ())
+    assert not len(passing_labels(store, Exists("more")))
+    assert edits.describe(store, many, {"more": "y" * 20}, ("text",)) == COUNT
+    assert len(passing_labels(store, Exists("more"))) == COUNT
+
+
+def test_giving_up_leaves_whole_pieces(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edits, "PIECE", 4)
+
+    def stop() -> None:
+        raise TimeoutError
+
+    chosen = edits.chosen_by_filter(Filtering(store), Exists("n"))
+    with pytest.raises(TimeoutError):
+        edits.delete(store, chosen, stop)
+    assert store.count() == COUNT - 4
+    assert edits.delete(store, chosen) == COUNT - 4
