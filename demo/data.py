@@ -2,7 +2,8 @@
 
 import random
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
@@ -21,6 +22,21 @@ PARTS = {
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
 MIN_CLASSES = 4
 MIN_IMAGES = 13  # of one class, so that every part gets one
+# Sides of the models' input, of which that nearest below the pictures is taken; none costs minutes
+# an epoch on two cores.
+SIZES = (16, 24, 32, 48, 64)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What was cut: classes that the old model learns, the first half of them, and all, which the
+    new one learns; images of the old ones, and of all, to train on; the side for the models."""
+
+    old: list[str]
+    new: list[str]
+    old_images: int
+    new_images: int
+    image_size: int
 
 
 def write_digits(folder: Path) -> None:
@@ -35,7 +51,7 @@ def write_digits(folder: Path) -> None:
 def classes_of(images: Path, limit: int | None) -> dict[str, list[Path]]:
     """Image files of each class folder, in alphabetical order, at most `limit` a class.
 
-    Raises DemoError (65) where there is no such folder, too few classes, or too few images of one.
+    Raises DemoError (65) where there is no such folder, too few classes, or too few images of some.
     """
     if not images.is_dir():
         raise DemoError(f"--images: expected a folder of class folders, {images} is none", 65)
@@ -50,35 +66,39 @@ def classes_of(images: Path, limit: int | None) -> dict[str, list[Path]]:
             "the old model learns the first half of them, the new model all",
             65,
         )
-    for name, files in classes.items():
-        if len(files) < MIN_IMAGES:
-            raise DemoError(
-                f"{images / name}: expected at least {MIN_IMAGES} PNG, JPEG or WebP images, "
-                f"found {len(files)}; add images, or move the folder away",
-                65,
-            )
+    small = [f"{name}: {len(files)}" for name, files in classes.items() if len(files) < MIN_IMAGES]
+    if small:
+        more = f" and {len(small) - 3} more" if len(small) > 3 else ""
+        raise DemoError(
+            f"{images}: {len(small)} of {len(classes)} class folders hold fewer than {MIN_IMAGES} "
+            f"PNG, JPEG or WebP images ({', '.join(small[:3])}{more}); training, gate, both "
+            "galleries and queries need some of each: add images, or move these folders away",
+            65,
+        )
     return classes
 
 
 def cut(files: Sequence[Path], seed: int) -> Iterator[tuple[str, list[Path]]]:
-    """Deal the files of one class out to PARTS, shuffled by seed; every part gets at least one."""
+    """Deal the files of one class out to PARTS, shuffled by seed.
+
+    Every part gets at least one, and "eval", which is halved into calibration and gate, at least
+    three, or four where there are 16.
+    """
+    least = dict.fromkeys(PARTS, 1) | {"eval": 4 if len(files) >= 16 else 3}
     shuffled = random.Random(seed).sample(list(files), len(files))  # noqa: S311 - no secret
     ends = [0]
     share = 0.0
-    for part_share in PARTS.values():
+    for part, part_share in PARTS.items():
         share += part_share
-        ends.append(max(ends[-1] + 1, round(share * len(shuffled))))
+        ends.append(max(ends[-1] + least[part], round(share * len(shuffled))))
     for part, start, end in zip(PARTS, ends, ends[1:], strict=False):
         yield part, shuffled[start:end]
 
 
-def prepare(
-    into: Path, images: Path | None, *, seed: int, limit: int | None
-) -> Mapping[str, Sequence[str]]:
-    """Copy images (None: the digits) to INTO/PART/CLASS/NAME. Returns the names of the classes.
+def prepare(into: Path, images: Path | None, *, seed: int, limit: int | None) -> Cut:
+    """Copy images (None: the digits) to INTO/PART/CLASS/NAME.
 
-    `old` are the classes the old model learns, the first half; `new` are all. A file that Pillow
-    cannot read is refused by name. The images given are only read.
+    A file that Pillow cannot read is refused by name. The images given are only read.
     """
     shutil.rmtree(into, ignore_errors=True)
     source = images
@@ -86,21 +106,33 @@ def prepare(
         source = into / "all"
         write_digits(source)
     classes = classes_of(source, limit)
+    sides: list[int] = []
+    trained: dict[str, int] = {}
     for name, files in classes.items():
         for part, chosen in cut(files, seed):
+            if part == "train":
+                trained[name] = len(chosen)
             target = into / part / name
             target.mkdir(parents=True)
             for file in chosen:
-                check_image(file)
+                sides.append(check_image(file))
                 shutil.copyfile(file, target / file.name)
-    names = list(classes)
-    return {"old": names[: len(names) // 2], "new": names}
+    new = list(trained)
+    old = new[: len(new) // 2]
+    return Cut(old, new, sum(trained[name] for name in old), sum(trained.values()), size_for(sides))
 
 
-def check_image(path: Path) -> None:
-    """Raise DemoError (65) unless Pillow can read the whole file."""
+def size_for(sides: Sequence[int]) -> int:
+    """The models' input for pictures of which half are no smaller."""
+    middle = sorted(sides)[len(sides) // 2]
+    return max((size for size in SIZES if size <= middle), default=SIZES[0])
+
+
+def check_image(path: Path) -> int:
+    """The shorter side in pixels. Raises DemoError (65) unless Pillow can read the whole file."""
     try:
         with Image.open(path, formats=("PNG", "JPEG", "WEBP")) as image:
             image.load()
+            return min(image.size)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DemoError(f"{path} is no image that can be read ({error}); remove it", 65) from error

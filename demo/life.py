@@ -74,8 +74,9 @@ def command(
     rollout: Annotated[Rollout, typer.Option(help="How release 2 comes into use.")] = "cutover",
     seed: Annotated[int, typer.Option(min=0, help="Cuts the images, seeds the training.")] = 0,
     image_size: Annotated[
-        int, typer.Option(min=8, max=224, help="Side of the models' input in pixels.")
-    ] = 16,
+        int | None,
+        typer.Option(min=8, max=224, help="Side of the models' input; else as the pictures are."),
+    ] = None,
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Epochs of every training; else as in configs/digits.")
     ] = None,

@@ -37,7 +37,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Recipes:
-    """Recipes for one run of the demo. `epochs`, `batch_size` None: as configured."""
+    """Recipes for one run of the demo. `epochs` None: as configured; `batch_size` None: likewise,
+    or half of the images where they are fewer than two batches."""
 
     images: Path
     runs: Path
@@ -51,8 +52,8 @@ class Recipes:
     def run(self, name: str) -> Path:
         return self.runs / name
 
-    def networks(self, release: int, classes: int) -> list[Recipe]:
-        """phi and psi of a release that knows the first `classes` classes."""
+    def networks(self, release: int, classes: int, images: int) -> list[Recipe]:
+        """phi and psi of a release that knows the first `classes` classes, of so many images."""
         backbone = "small" if self.image_size <= SMALL_SIDE else "small_resnet"
         shape: Settings = {"classes": classes, "image_size": self.image_size, "backbone": backbone}
         # Another seed a release: the new model knows nothing of the old one, unless it is told to.
@@ -61,11 +62,11 @@ class Recipes:
         if self.compatible and release > 1:
             method = COMPATIBLE | {"old": str(self.run(f"embedder-{release - 1}"))}
         return [
-            self._recipe(f"embedder-{release}", seed, shape | method),
-            self._recipe(f"side_encoder-{release}", seed, shape),
+            self._recipe(f"embedder-{release}", seed, images, shape | method),
+            self._recipe(f"side_encoder-{release}", seed, images, shape),
         ]
 
-    def upgrade(self) -> Recipe:
+    def upgrade(self, images: int) -> Recipe:
         """h, g and an uncertainty: release 1's vectors into release 2's space (FCT, FastFill)."""
         sources = {
             "old": "embedder-1",
@@ -74,19 +75,20 @@ class Recipes:
             "new_side": "side_encoder-2",
         }
         paths: Settings = {key: str(self.run(run)) for key, run in sources.items()}
-        return self._recipe("upgrade-1-2", self.seed, paths | {"method": UPGRADE})
+        return self._recipe("upgrade-1-2", self.seed, images, paths | {"method": UPGRADE})
 
-    def _recipe(self, name: str, seed: int, settings: Settings) -> Recipe:
+    def _recipe(self, name: str, seed: int, images: int, settings: Settings) -> Recipe:
         config = CONFIGS / f"{name}.yaml"
-        epochs = int(yaml.safe_load(config.read_text(encoding="utf-8"))["epochs"])
+        configured = yaml.safe_load(config.read_text(encoding="utf-8"))
+        epochs = int(configured["epochs"])
+        batch_size = self.batch_size or min(int(configured["batch_size"]), images // 2)
         common: Settings = {
             "run_dir": str(self.run(name)),
             "images": str(self.images),
             "seed": seed,
+            "batch_size": batch_size,
         }
         if self.epochs is not None:
             epochs = self.epochs
             common |= {"epochs": epochs, "warmup_epochs": 0}
-        if self.batch_size is not None:
-            common["batch_size"] = self.batch_size
         return Recipe(config, self.run(name), epochs, common | settings)

@@ -33,7 +33,7 @@ class Options:
     images: Path | None
     rollout: str
     seed: int
-    image_size: int
+    image_size: int | None
     epochs: int | None
     batch_size: int | None
     images_per_class: int | None
@@ -72,15 +72,6 @@ class Life:
         # Other ones in each run: nobody else may have taken them meanwhile.
         self.addresses = serve.free_addresses(2)
         self.device = Device(children, out / "device")
-        self.recipes = Recipes(
-            images=self.data / "train",
-            runs=self.runs,
-            image_size=options.image_size,
-            epochs=options.epochs,
-            batch_size=options.batch_size,
-            seed=options.seed,
-            compatible=options.rollout == "direct",
-        )
         self._gateway: Child | None = None
 
     def steps(self) -> list[tuple[str, str, Callable[[], Result]]]:
@@ -102,6 +93,19 @@ class Life:
             ("picture", "Draw the picture of the upgrade", self.picture),
         ]
 
+    def recipes(self) -> Recipes:
+        """How this life trains, once its images are cut."""
+        options = self.options
+        return Recipes(
+            images=self.data / "train",
+            runs=self.runs,
+            image_size=options.image_size or self.journal["data"]["image_size"],
+            epochs=options.epochs,
+            batch_size=options.batch_size,
+            seed=options.seed,
+            compatible=options.rollout == "direct",
+        )
+
     def address(self) -> str:
         """The gateway's address; it is started when it is first needed."""
         if self._gateway is None:
@@ -114,20 +118,22 @@ class Life:
 
     def cut_images(self) -> Result:
         options = self.options
-        names = data.prepare(
+        cut = data.prepare(
             self.data, options.images, seed=options.seed, limit=options.images_per_class
         )
-        return {"old": list(names["old"]), "new": list(names["new"])}
+        return dataclasses.asdict(cut)
 
     def train_1(self) -> Result:
-        known = len(self.journal["data"]["old"])
-        train.train(self.children, self.screen, self.recipes.networks(1, known))
+        cut = self.journal["data"]
+        networks = self.recipes().networks(1, len(cut["old"]), cut["old_images"])
+        train.train(self.children, self.screen, networks)
         return {}
 
     def train_2(self) -> Result:
-        known = len(self.journal["data"]["new"])
-        train.train(self.children, self.screen, self.recipes.networks(2, known))
-        train.train(self.children, self.screen, [self.recipes.upgrade()])
+        cut = self.journal["data"]
+        networks = self.recipes().networks(2, len(cut["new"]), cut["new_images"])
+        train.train(self.children, self.screen, networks)
+        train.train(self.children, self.screen, [self.recipes().upgrade(cut["new_images"])])
         return {}
 
     def publish(self, release: int) -> Result:

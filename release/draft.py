@@ -8,7 +8,7 @@ from tuf.api.exceptions import LengthOrHashMismatchError
 from tuf.api.metadata import TargetFile
 
 from release.digests import sha256_file, side_space_id, space_id
-from release.errors import GateFailedError, VerificationError
+from release.errors import GateFailedError, VerificationError, few
 from release.manifest import Embedder, Manifest, PublishedFile, Upgrade, parse_manifest
 from release.onnx_check import check_release
 from release.paths import (
@@ -73,7 +73,7 @@ def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -
     if strangers := set(manifest.searches_directly) - known:
         raise VerificationError(
             f"release {manifest.release}: searches_directly names spaces that no published release "
-            f"has: {sorted(strangers)}"
+            f"has: {few(sorted(strangers))}"
         )
     check_release(draft.files, manifest)
     check_probes(draft.files, manifest)

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from release.errors import VerificationError
+from release.errors import VerificationError, few
 from release.words import Metric as Metric
 from release.words import Origin as Origin
 
@@ -197,7 +197,7 @@ class Manifest(_Strict):
             raise ValueError("expected side_space and side_encoder together, or neither")
         sources = [upgrade.from_release for upgrade in self.upgrades]
         if len(set(sources)) != len(sources) or any(m >= self.release for m in sources):
-            raise ValueError(f"expected upgrades from distinct older releases, got {sources}")
+            raise ValueError(f"expected upgrades from distinct older releases, got {few(sources)}")
         if any(route.releases[-1] != self.release for route in self.routes):
             raise ValueError(f"expected routes that end in release {self.release}")
         return self

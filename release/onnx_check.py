@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from release.errors import VerificationError
+from release.errors import VerificationError, few
 from release.manifest import Manifest, PublishedFile
 from release.models import Files, locate
 from release.tensors import Ends, Tensor, embedder_ends, side_encoder_ends, upgrade_ends
@@ -58,11 +58,11 @@ def refusals_in_subprocess(files: Mapping[str, OnnxFile]) -> dict[str, str]:
         )
     except subprocess.TimeoutExpired as error:
         raise VerificationError(
-            f"{', '.join(files)}: checking took more than {_WALL_SECONDS} s, refused"
+            f"{few(files)}: checking took more than {_WALL_SECONDS} s, refused"
         ) from error
     if done.returncode != 0:
         raise VerificationError(
-            f"{', '.join(files)}: the checker died (exit status {done.returncode}) of too much "
+            f"{few(files)}: the checker died (exit status {done.returncode}) of too much "
             "memory, time or a damaged file, refused"
         )
     answer: dict[str, str] = json.loads(done.stdout)

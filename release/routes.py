@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from release.errors import InvalidInputError, NotFoundError
+from release.errors import InvalidInputError, NotFoundError, few
 from release.manifest import Manifest, Upgrade
 from release.models import Files, Upgraded, UpgradeModel, open_upgrade
 from release.vectors import Vectors
@@ -65,7 +65,8 @@ def plan_route(
     """
     if to_release not in manifests:
         raise NotFoundError(
-            f"release {to_release} is not known; newest: {max(manifests, default=0)}"
+            f"release {to_release} is not known; known: "
+            f"{few(sorted(manifests, reverse=True)) or 'none'}"
         )
     if from_release == to_release:
         return Route((), 1.0, True)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from release.durable import write_file
-from release.errors import NobackfillError, NotFoundError
+from release.errors import NobackfillError, NotFoundError, few
 from release.trust import TrustedFolder
 from report.comparison import compare, predecessor
 from report.page import render
@@ -29,7 +29,8 @@ def make(model_repo: Path, release: int, images: Path | None) -> str:
         manifests = dict(trusted.manifests())
         if release not in manifests:
             raise NotFoundError(
-                f"{model_repo} holds no release {release} in use; it holds {sorted(manifests)}"
+                f"{model_repo} holds no release {release} in use; it holds "
+                f"{few(sorted(manifests, reverse=True)) or 'none'}"
             )
         old = predecessor(manifests, release)
         comparison = basis = None

@@ -11,6 +11,7 @@ from release.errors import (
     NotFoundError,
     UnavailableError,
     VerificationError,
+    few,
 )
 from release.manifest import Manifest
 from release.trust import TrustedFolder
@@ -93,7 +94,7 @@ class Catalog:
         try:
             return self.manifests[release]
         except KeyError:
-            known = ", ".join(map(str, sorted(self.manifests))) or "none"
+            known = few(sorted(self.manifests, reverse=True)) or "none"
             if release in self.releases:
                 raise VerificationError(
                     f"release {release} is published, but its manifest is not what was signed; "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from release.digests import sha256_file
-from release.errors import ConfigurationError
+from release.errors import ConfigurationError, few
 from release.manifest import Manifest
 from training.config import EmbedderConfig, UpgradeConfig
 from training.drafting import Recipe, Release
@@ -196,4 +196,4 @@ def _flat(prefix: str, values: Mapping[str, object]) -> Recipe:
 
 
 def _numbers(published: Mapping[int, Manifest]) -> str:
-    return ", ".join(map(str, sorted(published))) or "none"
+    return few(sorted(published, reverse=True)) or "none"

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from release.errors import ConfigurationError, InvalidInputError
+from release.errors import ConfigurationError, InvalidInputError, few
 from release.images import decode_file
 
 Labels = NDArray[np.int64]
@@ -80,7 +80,7 @@ def require_classes(listing: Listing, least: int = 2) -> None:
     if len(listing.class_names) < least:
         raise InvalidInputError(
             f"{listing.root}: expected at least {least} class folders, got "
-            f"{len(listing.class_names)} ({', '.join(listing.class_names)})"
+            f"{len(listing.class_names)} ({few(listing.class_names)})"
         )
 
 
@@ -92,21 +92,20 @@ def hold_out(
 
     Rounded down for small classes, so a class of one image is trained on.
     """
-    digests = [_digest(path, seed) for path in listing.paths]
     held = np.zeros(len(listing), bool)
     for label in range(len(listing.class_names)):
-        rows = sorted(np.flatnonzero(listing.labels == label), key=lambda row: digests[row])
+        rows = by_digest(listing, label, seed)
         held[rows[: int(share * len(rows))]] = True
     return np.flatnonzero(~held), np.flatnonzero(held)
 
 
-def halves(listing: Listing, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Two disjoint halves of every class, by digest of name and seed: calibration and gate."""
-    return hold_out(listing, 0.5, seed)
+def by_digest(listing: Listing, label: int, seed: int) -> NDArray[np.int64]:
+    """The rows of a class, by the digest of the seed and each file's name."""
 
+    def digest(row: np.int64) -> bytes:
+        return hashlib.sha256(f"{seed}:{listing.paths[row]}".encode()).digest()
 
-def _digest(path: str, seed: int) -> bytes:
-    return hashlib.sha256(f"{seed}:{path}".encode()).digest()
+    return np.array(sorted(np.flatnonzero(listing.labels == label), key=digest), np.int64)
 
 
 def decode(listing: Listing, size: int) -> Images:

@@ -23,6 +23,7 @@ from training.command import command_app
 from training.data import Listing, list_images
 from training.drafting import Release
 from training.gate import Evidence, measure_release
+from training.halves import halves
 from training.probes import make_probes
 from training.published import Publication, read_publication
 from training.table import gate_table
@@ -110,7 +111,7 @@ def main(
         raise ConfigurationError("expected --side-encoder or --keep-side-encoder, not both")
     published = read_publication(model_repo)
     keys = _keys(model_repo, targets_key)
-    listing = None if evaluate is None else list_images(evaluate)
+    listing = None if evaluate is None else _evaluation(evaluate, split_seed)
     _check_number(release, published, measured=listing is not None, force=force)
     with tempfile.TemporaryDirectory(prefix="nobackfill-export-") as folder:
         draft = Release(release, Path(folder), published.manifests, model_repo)
@@ -128,6 +129,13 @@ def _keys(model_repo: Path, targets_key: Path | None) -> Keys:
     keys = Keys.beside(model_repo, {"targets": targets_key} if targets_key else None)
     check_keys(model_repo, keys)
     return keys
+
+
+def _evaluation(folder: Path, split_seed: int) -> Listing:
+    """The images to measure on: refused now, and not after minutes of exporting, if too few."""
+    listing = list_images(folder)
+    halves(listing, split_seed)
+    return listing
 
 
 def _add_runs(

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from metrics.bootstrap import Difference, paired_bootstrap
 from metrics.ranking import Relevance, same_label
 from metrics.retrieval import mean
-from release.errors import InvalidInputError, few
+from release.errors import few
 from release.manifest import Calibration, Cell, GateVerdict, Manifest, Origin, RouteEvidence
 from release.models import Files
 from training.calibrate import fit_calibration
-from training.data import Listing, halves
+from training.data import Listing
+from training.halves import halves
 from training.measure import CellName, Embedded, Measured, search_cell, served_cells
 from training.published import Publication
 
@@ -117,8 +118,6 @@ def measure_release(
     compare anything.
     """
     calibration_rows, gate_rows = halves(listing, seed)
-    for half in (calibration_rows, gate_rows):
-        _check_enough(listing.select(half))
     manifests = {**published.manifests, release.release: release}
     gate = Measuring(listing.select(gate_rows), files, manifests)
     new = _without_twins(release, _lossy_twins(gate, release, int8_loss))
@@ -263,12 +262,3 @@ def _verdict(published: Publication, rows: tuple[Row, ...]) -> GateVerdict:
         cmc1_gain_low=min((row.cmc1_gain.low for row in rows), default=None),
         detail="; ".join(problems),
     )
-
-
-def _check_enough(half: Listing) -> None:
-    counts = {name: int((half.labels == i).sum()) for i, name in enumerate(half.class_names)}
-    if sum(count >= 2 for count in counts.values()) < 2:
-        raise InvalidInputError(
-            f"--eval {half.root}: half of it is for calibration and half for the gate, and each "
-            f"needs two classes with two images; one got {counts}"
-        )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from release.durable import append, make_dir, write_file
-from release.errors import ConfigurationError, NobackfillError
+from release.errors import ConfigurationError, NobackfillError, few
 from training.config import Config
 from training.objective import Batch, Objective
 from training.precision import precision_of
@@ -257,7 +257,7 @@ def _begin(
     if done is not None:
         if done.class_names != class_names:
             raise ConfigurationError(
-                f"{config.run_dir} was begun on other classes ({', '.join(done.class_names)}); put "
+                f"{config.run_dir} was begun on other classes ({few(done.class_names)}); put "
                 "the images back, or remove that folder"
             )
         weights = {k: v for k, v in done.tensors.items() if not k.startswith("optimizer.")}

@@ -17,7 +17,7 @@ from gallery.index import Index, Neighbours
 from gallery.spec import SpaceSpec
 from metrics.ranking import Relevance, rank_neighbours
 from metrics.retrieval import PerQuery, average_precision, cmc
-from release.errors import ConfigurationError, InvalidInputError, NotFoundError
+from release.errors import ConfigurationError, InvalidInputError, NotFoundError, few
 from release.manifest import Manifest
 from release.models import Files, Upgraded
 from release.routes import Route, every_route, open_route
@@ -95,7 +95,8 @@ class Embedded:
         """Raises NotFoundError for a release that is not there."""
         if release not in self.manifests:
             raise NotFoundError(
-                f"release {release} is not published; known: {sorted(self.manifests)}"
+                f"release {release} is not published; known: "
+                f"{few(sorted(self.manifests, reverse=True)) or 'none'}"
             )
         return self.manifests[release]
 

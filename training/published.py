@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from release.errors import ConfigurationError, InvalidInputError
+from release.errors import ConfigurationError, InvalidInputError, few
 from release.manifest import Manifest
 from release.models import Files, open_embedder, open_side_encoder
 from release.trust import TrustedFolder
@@ -50,7 +50,7 @@ def require_release(number: int, published: Mapping[int, Manifest]) -> Manifest:
     if number not in published:
         raise ConfigurationError(
             f"release {number} is not published; published: "
-            f"{', '.join(map(str, sorted(published))) or 'none'}"
+            f"{few(sorted(published, reverse=True)) or 'none'}"
         )
     return published[number]
 

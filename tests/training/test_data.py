@@ -6,7 +6,8 @@ import pytest
 from PIL import Image
 
 from release.errors import ConfigurationError, InvalidInputError
-from training.data import decode, halves, hold_out, list_images, readable, require_classes
+from training.data import decode, hold_out, list_images, readable, require_classes
+from training.halves import halves
 
 
 def test_listing_is_ordered_by_class_then_name(digits: Path) -> None:

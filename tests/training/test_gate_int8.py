@@ -16,8 +16,9 @@ from release.manifest import Manifest, Upgrade
 from tests.support import graphs
 from tests.training.life import Life
 from training.calibrate import fit_calibration
-from training.data import halves, list_images
+from training.data import list_images
 from training.gate import Evidence, measure_release
+from training.halves import halves
 from training.measure import Embedded, parse_cell, search_cell
 from training.published import Publication, read_publication
 from training.table import gate_table

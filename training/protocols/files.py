@@ -4,7 +4,7 @@ import csv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from release.errors import InvalidInputError, NotFoundError
+from release.errors import InvalidInputError, NotFoundError, few
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -37,8 +37,7 @@ def table(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
     missing = [name for name in columns if name not in (reader.fieldnames or ())]
     if missing:
         raise InvalidInputError(
-            f"{path}: expected the columns {', '.join(columns)}, got "
-            f"{', '.join(reader.fieldnames or ())}"
+            f"{path}: expected the columns {', '.join(columns)}, got {few(reader.fieldnames or ())}"
         )
     for number, row in enumerate(reader, start=2):
         if any(row[name] is None for name in columns):
