@@ -21,6 +21,7 @@ from nobackfill.v1 import (
     vault_pb2_grpc,
 )
 from release.errors import BusyError
+from server.border.connections import Connections, allow_descriptors
 from server.border.interceptor import Border
 from server.border.tls import server_credentials
 from server.core import Core
@@ -55,7 +56,10 @@ _OPTIONS = [
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 3),
-    ("grpc.max_connection_idle_ms", 15 * 60_000),
+    ("grpc.max_connection_idle_ms", 5 * 60_000),
+    # Who connects has so long for TLS, and then for HTTP/2's first frame.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.http2.settings_timeout", 10_000),
     ("grpc.max_metadata_size", 16 * 1024),
 ]
 
@@ -75,7 +79,11 @@ class Listener:
             cast(ThreadPoolExecutor, border.pool),
             interceptors=[border],
             # Above the bound on calls, so that those too many are told RESOURCE_EXHAUSTED.
-            options=[*_OPTIONS, ("grpc.max_concurrent_streams", 1024 + settings.max_calls)],
+            options=[
+                *_OPTIONS,
+                ("grpc.max_concurrent_streams", 1024 + settings.max_calls),
+                ("grpc.max_allowed_incoming_connections", allow_descriptors()),
+            ],
         )
         server = self._server
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -111,6 +119,7 @@ class Listener:
                 "--address"
             ) from error
         self._server.start()
+        self._connections = Connections(port)
         host, _ = split_address(address, "address")
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -130,4 +139,5 @@ class Listener:
         time.sleep(min(_LAME_DUCK_S, drain_s))
         self._border.draining = True
         self._server.stop(drain_s).wait()
+        self._connections.close()
         self._border.close()
