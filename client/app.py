@@ -23,6 +23,7 @@ from nobackfill.v1 import (
     search_pb2_grpc,
     types_pb2,
 )
+from release.channel import open_channel
 from release.errors import InvalidInputError
 
 Image = bytes | str | Path
@@ -33,14 +34,14 @@ class Gateway:
     """A connection to one gateway, usable from several threads.
 
     `address` is HOST:PORT. With `tls`, certificates and a bearer token come from the variables that
-    `client.channel.open_channel` names. `seconds` bounds each call with all its retries. Methods
+    `release.channel` names. `seconds` bounds each call with all its retries. Methods
     raise the errors of release.errors.
     """
 
     def __init__(self, address: str, *, tls: bool = False, seconds: float = 30.0) -> None:
         self._address = address
         self._seconds = seconds
-        self._channel = channel.open_channel(address, tls=tls)
+        self._channel = open_channel(address, tls=tls)
         self._search = search_pb2_grpc.SearchServiceStub(self._channel)
         self._galleries = gallery_pb2_grpc.GalleryServiceStub(self._channel)
 

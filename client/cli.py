@@ -12,6 +12,7 @@ import typer
 
 from client import commands, commands_follow
 from release.errors import NobackfillError
+from release.terminal import visible
 
 _EPILOG = (
     "A gallery's life; only init, sync, push and pull need a network:\n"
@@ -72,5 +73,5 @@ def main() -> None:
     try:
         app()
     except NobackfillError as error:
-        print(f"edge-client: {error}", file=sys.stderr)
+        print(visible(f"edge-client: {error}"), file=sys.stderr)
         sys.exit(error.exit_code)

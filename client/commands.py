@@ -137,16 +137,16 @@ def search(
     one = answers[0].as_json() if len(answers) == 1 else None
     Output(json).result(
         one or {"answers": [answer.as_json() for answer in answers]},
-        "\n".join(_table(answer.as_json(), len(answers) > 1) for answer in answers),
+        *(line for answer in answers for line in _table(answer.as_json(), len(answers) > 1)),
     )
 
 
-def _table(answer: dict[str, Any], named: bool) -> str:
+def _table(answer: dict[str, Any], named: bool) -> list[str]:
     lines = [f"{answer['query']}:"] if named else []
     for hit in answer["hits"]:
         score = "" if hit["score"] is None else f"{hit['score']:7.1%}"
         lines.append(f"{hit['id']}  {hit['distance']:8.4f}{score}  {hit['path']}")
-    return "\n".join(lines) or "nothing found: the gallery is empty, or no item passes --where"
+    return lines or ["nothing found: the gallery is empty, or no item passes --where"]
 
 
 def list_items(
@@ -168,7 +168,7 @@ def list_items(
         for i in items
     ]
     lines = (f"{i.id}  {i.origin or 'not searchable':12}  {i.metadata.get('path')}" for i in items)
-    Output(json).result({"items": answer}, "\n".join(lines))
+    Output(json).result({"items": answer}, *lines)
     if more:
         Output(json).note(f"more: edge-client list --after {page[-1].label}")
 
@@ -206,7 +206,7 @@ def verify(context: typer.Context, json: Json = False) -> None:
     with Device(context.obj) as device:
         found = check(device)
     fine = f"{found['items']} items, {found['vectors']} vectors: all is well"
-    Output(json).result(found, "\n".join(found["problems"]) or fine)
+    Output(json).result(found, *(found["problems"] or [fine]))
     if found["problems"]:
         raise typer.Exit(InvalidInputError.exit_code)
 
@@ -235,4 +235,4 @@ def status(context: typer.Context, json: Json = False) -> None:
         f"  uncertain {i['uncertainty']:.4g}: {i['id']}  {i['path']}"
         for i in found["least_certain"]
     ]
-    Output(json).result(found, "\n".join(lines))
+    Output(json).result(found, *lines)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from release.terminal import visible
+
 Advance = Callable[[int, int], None]
 
 
@@ -15,16 +17,17 @@ class Output:
 
     json: bool = False
 
-    def result(self, answer: Mapping[str, object], lines: str) -> None:
+    def result(self, answer: Mapping[str, object], *lines: str) -> None:
         """Print `answer` as one JSON object, or `lines` for people."""
         if self.json:
             print(json.dumps(answer))
-        elif lines:
-            print(lines)
+            return
+        for line in lines:
+            print(visible(line))
 
     def note(self, line: str) -> None:
         """Tell a person, on stderr, something that is no part of the answer."""
-        print(line, file=sys.stderr)
+        print(visible(line), file=sys.stderr)
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Advance]:

@@ -11,7 +11,6 @@ from typing import Any
 from pyrage.x25519 import Recipient
 
 from client import crypto
-from client.channel import open_channel
 from client.device import Device, beside
 from client.files import local_image
 from client.identity import identity_for_push
@@ -22,6 +21,7 @@ from client.vault_queue import Entry, VaultQueue
 from gallery.store import Item
 from nobackfill.v1 import vault_pb2
 from release import durable
+from release.channel import open_channel
 from release.errors import ConfigurationError
 
 _PAGE = 500

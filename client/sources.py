@@ -41,8 +41,8 @@ def opened(source: str) -> Iterator[tuple[Fetcher, str]]:
     if gateway is None:
         yield fetcher_for(source)
         return
-    from client.channel import open_channel
     from client.fetcher import GrpcFetcher
+    from release.channel import open_channel
 
     address, tls = gateway
     with open_channel(address, tls=tls) as channel:

@@ -11,6 +11,7 @@ from client import channel
 from nobackfill.v1 import vault_pb2, vault_pb2_grpc
 from release import durable
 from release.errors import UnavailableError, VerificationError
+from release.statuses import error_of
 
 _CHUNK = 256 * 1024
 _SECONDS = 30.0
@@ -41,7 +42,7 @@ class Vault:
                 answer = self._stub.PutBlob(messages, timeout=STREAM_SECONDS).received
             except grpc.RpcError as error:
                 if error.code() not in channel.TRANSIENT:
-                    raise channel.from_rpc_error(error, self._where) from error
+                    raise error_of(error, self._where) from error
                 answer = self._held(blob)
             standstills = 0 if answer > held else standstills + 1
             if standstills == _STANDSTILLS:
@@ -74,7 +75,7 @@ class Vault:
                 self._download(blob, held, part)
             except grpc.RpcError as error:
                 if error.code() not in channel.TRANSIENT:
-                    raise channel.from_rpc_error(error, self._where) from error
+                    raise error_of(error, self._where) from error
             now = part.stat().st_size if part.exists() else 0
             standstills = 0 if now > held else standstills + 1
             if standstills == _STANDSTILLS:

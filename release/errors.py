@@ -90,6 +90,12 @@ class ReleaseRetiredError(PreconditionError):
     reason = "RELEASE_RETIRED"
 
 
+class QuotaExceededError(PreconditionError):
+    """The vault holds as much as it may under this name."""
+
+    reason = "QUOTA_EXCEEDED"
+
+
 class UnavailableError(NobackfillError):
     """A server, host or child process that does not answer."""
 

@@ -19,7 +19,7 @@ from release.errors import ConfigurationError
 
 VARIABLE = "NOBACKFILL_FAULT"
 
-_SPEC = re.compile(r"^(kill|short|eio|enospc)@([1-9][0-9]*)(\+?)$")
+_SPEC = re.compile(r"^(kill|short|eio|enospc)@([1-9][0-9]*)(\+?)\Z")
 
 
 @dataclass(frozen=True)

@@ -166,9 +166,9 @@ def leftovers(repo: Path, ledger: Ledger | None) -> list[Path]:
     )
 
 
-_MODEL = re.compile(r"^(embedder_\d+|side_encoder_\d+|upgrade_\d+_to_\d+)$")
-_FILE = re.compile(r"^(release-\d+\.json|probes-\d+\.npz)$")
-_VERSIONED = re.compile(r"^(\d+)\.(targets|snapshot)\.json$")
+_MODEL = re.compile(r"^(embedder_\d+|side_encoder_\d+|upgrade_\d+_to_\d+)\Z")
+_FILE = re.compile(r"^(release-\d+\.json|probes-\d+\.npz)\Z")
+_VERSIONED = re.compile(r"^(\d+)\.(targets|snapshot)\.json\Z")
 
 
 def _is_leftover(name: str, ledger: Ledger | None) -> bool:

@@ -20,7 +20,7 @@ SpaceId = Annotated[str, Field(pattern=r"^sp-[0-9a-f]{64}$")]
 SideSpaceId = Annotated[str, Field(pattern=r"^ss-[0-9a-f]{64}$")]
 ReleaseNumber = Annotated[int, Field(ge=1, le=1_000_000)]
 
-_PATH = re.compile(r"^[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)*$")
+_PATH = re.compile(r"^[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)*\Z")
 
 
 def _plain_path(path: str) -> str:

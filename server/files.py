@@ -14,8 +14,8 @@ from server.border.errors import OutOfRangeError
 CHUNK = 64 * 1024
 
 # TUF metadata at the root, manifests, probes, and files of whole models.
-_METADATA = re.compile(r"^(timestamp|[0-9]+\.(root|targets|snapshot))\.json$")
-_TARGET = re.compile(r"^[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)*$")
+_METADATA = re.compile(r"^(timestamp|[0-9]+\.(root|targets|snapshot))\.json\Z")
+_TARGET = re.compile(r"^[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)*\Z")
 
 
 @dataclass(frozen=True)

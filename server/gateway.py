@@ -86,7 +86,7 @@ class Gateway:
         activations = Activations(core)
         closing.callback(activations.interrupt)
         putting = Putting(core.embedding, core.upgrading.runner)
-        vault = Vault(settings.data / "vault")
+        vault = Vault(settings.data / "vault", settings.vault_quota)
         border = Border(metrics, tokens, settings.max_calls, settings.max_call_seconds)
         self._listener = Listener(core, putting, activations, vault, border, settings)
         self._begin(core, activations)

@@ -48,6 +48,8 @@ class Settings(BaseSettings):
     tokens_file: Path | None = None
     # Calls at once; more are refused with RESOURCE_EXHAUSTED.
     max_calls: int = Field(default=256, ge=8, le=10_000)
+    # Bytes that the vault keeps for one token's name.
+    vault_quota: int = Field(default=50 * 2**30, ge=2**20)
     # No call may take longer, whatever deadline it brings. Streams are exempt.
     max_call_seconds: float = Field(default=60, gt=0, le=3600)
     # After SIGTERM, how long calls under way may take to end.

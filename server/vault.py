@@ -13,15 +13,23 @@ from pathlib import Path
 
 from release import durable
 from release.digests import sha256_file
-from release.errors import AlreadyExistsError, BusyError, InvalidInputError, NotFoundError
+from release.errors import (
+    AlreadyExistsError,
+    BusyError,
+    InvalidInputError,
+    NotFoundError,
+    QuotaExceededError,
+)
 from server.border.errors import OutOfRangeError, TooLargeError
 
 LARGEST_BLOB = 64 * 2**20
 PAGE = 1000
 CHUNK = 256 * 1024
+# A file takes as much of a disk, however small it is.
+_LEAST = 4096
 # What every age file begins with: https://age-encryption.org/v1.
 _HEADER = b"age-encryption.org/v1\n"
-_HEX = re.compile(r"^[0-9a-f]{64}$")
+_HEX = re.compile(r"^[0-9a-f]{64}\Z")
 _PART = ".part"
 
 
@@ -35,21 +43,27 @@ class Blob:
 
 
 class Vault:
-    """A file for each blob, named by its id and digest, below a folder for each owner."""
+    """A file for each blob, named by its id and digest, below a folder for each owner.
 
-    def __init__(self, folder: Path) -> None:
+    No owner's files take more than `quota` bytes together, a file at least 4 KiB.
+    """
+
+    def __init__(self, folder: Path, quota: int) -> None:
         """Raises CannotWriteError."""
         durable.make_dir(folder, 0o700)
         self._folder = folder
+        self._quota = quota
         self._lock = threading.Lock()
         self._uploading: set[tuple[str, str]] = set()
+        # Bytes by owner, counted when one first writes; with what is promised to uploads under way.
+        self._used: dict[str, int] = {}
 
     def put(self, owner: str, blob: Blob, offset: int, chunks: Iterable[bytes]) -> int:
         """Store a blob, or the next piece of one; the bytes held, all of them durable.
 
         Raises InvalidInputError (id, digest, not age), TooLargeError, OutOfRangeError for an offset
         other than what is held, AlreadyExistsError for an id with another content, BusyError while
-        another upload of it runs, CannotWriteError.
+        another upload of it runs, QuotaExceededError, CannotWriteError.
         """
         _check(blob)
         with self._alone(owner, blob.id):
@@ -59,17 +73,8 @@ class Vault:
                     raise AlreadyExistsError("a blob of that id is stored; choose another id")
                 return existing.stat().st_size
             part = self._shard(owner, blob.id) / f"{blob.id}.{blob.sha256}{_PART}"
-            held = part.stat().st_size if part.exists() else 0
-            for chunk in chunks:
-                if not chunk:
-                    continue
-                if offset != held:
-                    raise OutOfRangeError(f"expected offset {held}, got {offset}; go on from there")
-                held = self._append(part, blob, held, chunk)
-                offset = held
-            if held == blob.size:
-                self._finish(part, blob)
-            return held
+            with self._room(owner, part, blob):
+                return self._receive(part, blob, offset, chunks)
 
     def get(self, owner: str, blob_id: str, offset: int) -> tuple[Blob, Iterator[bytes]]:
         """A blob and its bytes from an offset on. Raises NotFoundError, OutOfRangeError."""
@@ -94,8 +99,13 @@ class Vault:
             held = list(self._shard(owner, blob_id).glob(f"{blob_id}.*")) if plain else []
             if not held:
                 raise NotFoundError("no blob of that id is stored")
+            with self._lock:
+                self._usage(owner)
+            freed = sum(map(_cost, held))
             for path in held:
                 durable.remove_tree(path)
+            with self._lock:
+                self._used[owner] -= freed
 
     def page(self, owner: str, after: str) -> list[Blob]:
         """Up to PAGE blobs by id, those after id `after`. Raises InvalidInputError for a token."""
@@ -110,6 +120,19 @@ class Vault:
             if len(found) >= PAGE:
                 break
         return found[:PAGE]
+
+    def _receive(self, part: Path, blob: Blob, offset: int, chunks: Iterable[bytes]) -> int:
+        held = part.stat().st_size if part.exists() else 0
+        for chunk in chunks:
+            if not chunk:
+                continue
+            if offset != held:
+                raise OutOfRangeError(f"expected offset {held}, got {offset}; go on from there")
+            held = self._append(part, blob, held, chunk)
+            offset = held
+        if held == blob.size:
+            self._finish(part, blob)
+        return held
 
     def _append(self, part: Path, blob: Blob, held: int, chunk: bytes) -> int:
         if held + len(chunk) > blob.size:
@@ -127,6 +150,29 @@ class Vault:
             durable.remove_tree(part)
             raise InvalidInputError("the bytes have another SHA-256 than announced; upload again")
         durable.replace(part, part.with_suffix(""))
+
+    @contextmanager
+    def _room(self, owner: str, part: Path, blob: Blob) -> Iterator[None]:
+        """Room for the whole blob while it comes; after that, for what there is of it."""
+        whole = max(blob.size, _LEAST)
+        with self._lock:
+            used = self._usage(owner) - _cost(part) + whole
+            if used > self._quota:
+                raise QuotaExceededError(
+                    f"the vault keeps {self._quota} bytes under one name, this blob would make it "
+                    f"{used}; delete what is not needed, or ask its operator for more"
+                )
+            self._used[owner] = used
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._used[owner] += (_cost(part) or _cost(part.with_suffix(""))) - whole
+
+    def _usage(self, owner: str) -> int:
+        if owner not in self._used:
+            self._used[owner] = sum(map(_cost, self._owner(owner).glob("??/*")))
+        return self._used[owner]
 
     @contextmanager
     def _alone(self, owner: str, blob_id: str) -> Iterator[None]:
@@ -166,6 +212,13 @@ def _check(blob: Blob) -> None:
         raise TooLargeError(f"expected at most {LARGEST_BLOB} bytes, got {blob.size}")
     if blob.size < len(_HEADER):
         raise InvalidInputError("expected age ciphertext, got fewer bytes than its header")
+
+
+def _cost(path: Path) -> int:
+    try:
+        return max(path.stat().st_size, _LEAST)
+    except FileNotFoundError:
+        return 0
 
 
 def _blob(path: Path) -> Blob:

@@ -1,6 +1,7 @@
 """The arrows between the rooms (docs/architecture.md), read from the imports themselves."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -134,3 +135,39 @@ def test_functions_fit_a_screen() -> None:
                 if lines > MAX_FUNCTION_LINES:
                     long[f"{path.relative_to(ROOT)}:{node.name}"] = lines
     assert not long
+
+
+def test_patterns_end_at_the_end() -> None:
+    """`$` also matches before a newline at the end: "photos\\n" was the name of a gallery."""
+    seen = 0
+    for path in sources(*ARROWS, "bench", "tests"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for pattern in patterns(node):
+                seen += 1
+                assert not ends_loosely(pattern), (
+                    f"{path.relative_to(ROOT)}:{node.lineno}: write \\Z for $"
+                )
+    assert seen > 30
+
+
+def patterns(node: ast.AST) -> Iterator[str]:
+    """Regular expressions that a call of `re` gets written out, unless each line shall match."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return
+    of_re = isinstance(node.func.value, ast.Name) and node.func.value.id == "re"
+    if not of_re or not node.args or re.search(r"re\.M|\(\?m", ast.unparse(node)):
+        return
+    for part in ast.walk(node.args[0]):
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            yield part.value
+
+
+def ends_loosely(pattern: str) -> bool:
+    """Whether a `$` stands in `pattern` that is neither escaped nor one of a set."""
+    return "$" in re.sub(r"\\.|\[\^?\]?[^\]]*\]", "", pattern)
+
+
+def test_the_check_of_patterns_can_fail() -> None:
+    nodes = ast.walk(ast.parse('re.match("^[a-z]+$", name)'))
+    assert [ends_loosely(found) for node in nodes for found in patterns(node)] == [True]
+    assert not ends_loosely(r"^[a-z$]+\$\Z")

@@ -30,7 +30,7 @@ DEPTH = 1000
 # Answers asked for CMC, as a served search asks: a deeper search of a graph finds more.
 SERVED = 20
 _QUERIES = 256
-_CELL = re.compile(r"^(\d+)/(\d+(?:>\d+)*)$")
+_CELL = re.compile(r"^(\d+)/(\d+(?:>\d+)*)\Z")
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from release.errors import NobackfillError
+from release.terminal import visible
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,7 +35,7 @@ def exit_codes() -> Iterator[None]:
     try:
         yield
     except NobackfillError as error:
-        typer.echo(f"gateway: {error}", err=True)
+        typer.echo(visible(f"gateway: {error}"), err=True)
         raise typer.Exit(error.exit_code) from error
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -46,7 +48,7 @@ def show(as_json: bool, result: dict[str, Any], rows: list[list[str]]) -> None:
         return
     table = Table(*rows[0])
     for row in rows[1:]:
-        table.add_row(*row)
+        table.add_row(*(Text(visible(cell)) for cell in row))
     Console().print(table)
 
 

@@ -11,8 +11,10 @@ from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
 from nobackfill.v1.release_pb2_grpc import ReleaseServiceStub
 from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceStub
+from release.errors import PreconditionError
+from release.terminal import visible
 from server.commands.app import DEFAULT_SERVER, Json, Server, app, exit_codes, show
-from server.commands.remote import RemoteError, connected
+from server.commands.remote import connected
 
 # Calls that only look; activations and watches have no deadline.
 TIMEOUT_S = 30.0
@@ -78,9 +80,10 @@ def activate(
         event = release_pb2.ActivateReleaseResponse()
         for event in ReleaseServiceStub(channel).ActivateRelease(request):
             progress = f" {event.done}/{event.total}" if event.total else ""
-            typer.echo(f"{_word(_PHASE(event.phase))}{progress} {event.message}".rstrip(), err=True)
+            line = f"{_word(_PHASE(event.phase))}{progress} {event.message}"
+            typer.echo(visible(line.rstrip()), err=True)
         if event.phase == release_pb2.PHASE_FAILED:
-            raise RemoteError(f"release {number} is not activated: {event.message}", 65)
+            raise PreconditionError(f"release {number} is not activated: {event.message}")
         show(as_json, plain(event), [["release", "left behind"], [str(number), event.message]])
 
 
@@ -164,9 +167,9 @@ def watch(
                 continue
             text = f"{_word(upgrade_pb2.UpgradeState.Name(job.state))} {job.done}/{job.total}"
             rest = f"{job.items_per_second:.0f} items/s, {job.remaining.seconds} s left"
-            typer.echo(f"{text} {rest} {job.message}")
+            typer.echo(visible(f"{text} {rest} {job.message}"))
             for group in job.quality.subgroups if job.quality != quality else ():
-                typer.echo(_subgroup(group))
+                typer.echo(visible(_subgroup(group)))
             quality = job.quality
 
 

@@ -23,7 +23,7 @@ from server.state import State
 
 log = structlog.get_logger("server.galleries")
 
-_NAME = re.compile(r"^[a-z0-9_-]{1,64}$")
+_NAME = re.compile(r"^[a-z0-9_-]{1,64}\Z")
 _FILE = "gallery.sqlite"
 # A folder with this prefix is a gallery being made or deleted when the gateway died.
 _UNFINISHED = ".tmp-"

@@ -3,17 +3,23 @@
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from pathlib import Path
 
 import grpc
 import pytest
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
+from typer.testing import CliRunner
 
 from client.app import Gateway
-from client.channel import open_channel
-from nobackfill.v1 import search_pb2, search_pb2_grpc
+from client.cli import app as client_app
+from client.output import Output
+from nobackfill.v1 import release_pb2, release_pb2_grpc, search_pb2, search_pb2_grpc
 from release import errors
+from release.channel import open_channel
+from server.cli import app as server_app
+from server.commands.app import show
 
 Behaviour = Callable[[int, grpc.ServicerContext], None]
 
@@ -120,11 +126,80 @@ def test_nobody_there() -> None:
         ask("127.0.0.1:1", seconds=0.3)
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "grpc://127.0.0.1:1"])
 def test_a_token_never_travels_in_the_clear(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
-    token = tmp_path_factory.mktemp("token") / "token"
-    token.write_text("secret")
-    monkeypatch.setenv("NOBACKFILL_TOKEN_FILE", str(token))
+    (tmp_path / "token").write_text("secret")
+    monkeypatch.setenv("NOBACKFILL_TOKEN_FILE", str(tmp_path / "token"))
     with pytest.raises(errors.ConfigurationError, match="grpcs://"):
-        open_channel("127.0.0.1:1")
+        open_channel(address)
+
+
+def test_every_command_refuses_a_token_without_tls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text("secret")
+    monkeypatch.setenv("NOBACKFILL_TOKEN_FILE", str(tmp_path / "token"))
+    commands: list[list[str]] = [
+        ["releases"], ["status"], ["activate", "1"], ["rollback"], ["retire"],
+        ["estimate", "g", "1"], ["watch"],
+    ]  # fmt: skip
+    for command in commands:
+        said = CliRunner().invoke(server_app, [*command, "--server=127.0.0.1:1"])
+        assert said.exit_code == 78, command
+        assert "expected TLS for a bearer token" in said.output
+    gallery = tmp_path / "g.sqlite"
+    with pytest.raises(errors.ConfigurationError, match="expected TLS for a bearer token"):
+        client_app(
+            [f"--gallery={gallery}", "init", "--from=grpc://127.0.0.1:1"], standalone_mode=False
+        )
+
+
+@pytest.mark.parametrize("token", [b"", b"two words", b"\xff", b"a\nb"])
+def test_a_file_that_holds_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: bytes
+) -> None:
+    (tmp_path / "token").write_bytes(token)
+    monkeypatch.setenv("NOBACKFILL_TOKEN_FILE", str(tmp_path / "token"))
+    with pytest.raises(errors.ConfigurationError, match="one token"):
+        open_channel("grpcs://127.0.0.1:1")
+
+
+def test_an_unknown_scheme() -> None:
+    with pytest.raises(errors.ConfigurationError, match="https://"):
+        open_channel("https://127.0.0.1:1")
+
+
+def test_what_a_server_says_cannot_move_the_cursor() -> None:
+    """One line of text, and the exit code of the one table."""
+    evil = "\x1b]0;owned\x07\nall is well"
+
+    class Releases(release_pb2_grpc.ReleaseServiceServicer):
+        def ListReleases(  # noqa: N802
+            self, request: release_pb2.ListReleasesRequest, context: grpc.ServicerContext
+        ) -> release_pb2.ListReleasesResponse:
+            context.abort(grpc.StatusCode.OUT_OF_RANGE, evil)
+
+    running = grpc.server(futures.ThreadPoolExecutor(2))
+    release_pb2_grpc.add_ReleaseServiceServicer_to_server(Releases(), running)
+    port = running.add_insecure_port("127.0.0.1:0")
+    running.start()
+    try:
+        said = CliRunner().invoke(server_app, ["releases", f"--server=127.0.0.1:{port}"])
+    finally:
+        running.stop(None).wait()
+    assert said.exit_code == 65
+    assert said.output.count("\n") == 1
+    assert "\x1b" not in said.output
+    assert r"\x1b]0;owned\x07\nall is well" in said.output
+
+
+def test_names_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    Output().result({}, "a\x1b[2Jb", "c\nd")
+    Output().note("e\rf")
+    show(False, {}, [["gallery"], ["\x1b[31m[bold]g\n"]])
+    said = capsys.readouterr()
+    assert said.out.splitlines()[:2] == [r"a\x1b[2Jb", r"c\nd"]
+    assert said.err == "e\\rf\n"
+    assert r"\x1b[31m[bold]g\n" in said.out

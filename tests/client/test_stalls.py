@@ -8,10 +8,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from client.channel import open_channel
 from client.sync import Wishes
 from client.vault import Vault
 from nobackfill.v1 import release_pb2, vault_pb2
+from release.channel import open_channel
 from release.errors import UnavailableError
 from tests.support import edge
 from tests.support.edge import Setting

@@ -85,6 +85,6 @@ def test_the_quick_start_runs_as_it_stands(home: Path) -> None:
     assert process.returncode == 0, errors[-3000:]
     # The last block prints five hits, all of them of release 2, with their calibrated scores.
     hits = output.strip().splitlines()[-5:]
-    assert all(re.match(r"photos/server/\d/\d+\.png 2 \d+%$", hit) for hit in hits), hits
+    assert all(re.match(r"photos/server/\d/\d+\.png 2 \d+%\Z", hit) for hit in hits), hits
     assert not (home / "photos" / "server").exists()
     assert (home / "upgrade.html").stat().st_size > 10_000

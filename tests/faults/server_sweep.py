@@ -49,7 +49,7 @@ class Life:
         load(self.core)
         self.activations = Activations(self.core)
         self.putting = Putting(self.core.embedding, self.core.upgrading.runner)
-        self.vault = Vault(top / "data" / "vault")
+        self.vault = Vault(top / "data" / "vault", 2**30)
 
     def resume(self) -> None:
         """What a restarted gateway does by itself."""

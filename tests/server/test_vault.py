@@ -10,11 +10,18 @@ import pytest
 from pyrage import x25519
 
 from nobackfill.v1 import vault_pb2
-from release.errors import AlreadyExistsError, BusyError, InvalidInputError, NotFoundError
+from release.errors import (
+    AlreadyExistsError,
+    BusyError,
+    InvalidInputError,
+    NotFoundError,
+    QuotaExceededError,
+)
 from server.border.errors import OutOfRangeError, TooLargeError
 from server.vault import LARGEST_BLOB, Blob, Vault
 from tests.server.support import Client, random_id, refusal
 
+QUOTA = 10 * 2**20
 KEY = x25519.Identity.generate()
 
 
@@ -29,7 +36,7 @@ def blob_of(data: bytes, number: int = 1) -> Blob:
 
 @pytest.fixture
 def vault(tmp_path: Path) -> Vault:
-    return Vault(tmp_path / "vault")
+    return Vault(tmp_path / "vault", QUOTA)
 
 
 def read(vault: Vault, blob_id: str, offset: int = 0, owner: str = "a") -> bytes:
@@ -173,4 +180,57 @@ def test_over_the_wire(shared: Client) -> None:
     code, _, _ = refusal(lambda: list(shared.vault.GetBlob(request, timeout=30)))
     assert code is grpc.StatusCode.NOT_FOUND
     code, _, _ = refusal(lambda: shared.vault.PutBlob(iter([]), timeout=30))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_name_has_a_quota(vault: Vault, tmp_path: Path) -> None:
+    """What is there counts, whole or in part; what is deleted or refused does not."""
+    data = sealed(3 * 2**20 - 4096)
+    first, second = blob_of(data, 1), blob_of(data, 2)
+    third, fourth = blob_of(data, 3), blob_of(data, 4)
+    for blob in (first, second):
+        vault.put("a", blob, 0, [data])
+
+    def broken() -> Iterator[bytes]:
+        yield data[: 2**20]
+        # While it comes, all of it is promised.
+        with pytest.raises(QuotaExceededError, match="ask its operator"):
+            vault.put("a", fourth, 0, [])
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        vault.put("a", third, 0, broken())
+    assert vault.put("a", fourth, 0, [data[: 2**20]]) == 2**20
+    assert vault.put("a", third, 2**20, [data[2**20 :]]) == len(data)
+    with pytest.raises(QuotaExceededError):
+        vault.put("a", fourth, 2**20, [data[2**20 :]])
+    # Another name has a quota of its own, and a gateway that starts again counts the same.
+    vault.put("b", fourth, 0, [data])
+    again = Vault(tmp_path / "vault", QUOTA)
+    with pytest.raises(QuotaExceededError):
+        again.put("a", fourth, 2**20, [data[2**20 :]])
+    assert again.put("a", first, 0, [data]) == len(data)
+    again.delete("a", first.id)
+    assert again.put("a", fourth, 2**20, [data[2**20 :]]) == len(data)
+
+
+def test_a_small_blob_counts_what_a_file_takes(tmp_path: Path) -> None:
+    vault = Vault(tmp_path / "vault", 3 * 4096)
+    data = sealed(10)
+    for number in range(3):
+        vault.put("a", blob_of(data, number), 0, [data])
+    with pytest.raises(QuotaExceededError):
+        vault.put("a", blob_of(data, 3), 0, [data])
+
+
+def test_names_that_end_in_a_newline_are_none(vault: Vault, shared: Client) -> None:
+    data = sealed()
+    blob = blob_of(data)
+    for bad in (
+        Blob(f"{blob.id}\n", blob.size, blob.sha256),
+        Blob(blob.id, blob.size, f"{blob.sha256}\n"),
+    ):
+        with pytest.raises(InvalidInputError):
+            vault.put("a", bad, 0, [data])
+    code, _, _ = refusal(lambda: shared.create("photos\n"))
     assert code is grpc.StatusCode.INVALID_ARGUMENT

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from metrics.ranking import Relevance
 from release.errors import InvalidInputError, NotFoundError
 
-_NAME = re.compile(r"^(-1|\d{4})_c(\d)s\d_\d{6}_\d{2}\.jpg(\.jpg)?$")
+_NAME = re.compile(r"^(-1|\d{4})_c(\d)s\d_\d{6}_\d{2}\.jpg(\.jpg)?\Z")
 _BAD = -1
 
 

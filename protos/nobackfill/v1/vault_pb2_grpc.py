@@ -66,7 +66,8 @@ class VaultServiceServicer:
     def PutBlob(self, request_iterator, context):
         """Stores one blob. The first message names it; an upload that broke off resumes at the offset
         that a PutBlob with no chunk reports. Errors: INVALID_ARGUMENT (digest or size differs, not age
-        ciphertext), RESOURCE_EXHAUSTED (too large).
+        ciphertext), RESOURCE_EXHAUSTED (too large),
+        FAILED_PRECONDITION QUOTA_EXCEEDED (as much is kept under the token's name as may be).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,7 +38,8 @@ class VaultServiceStub:
     PutBlob: _grpc.StreamUnaryMultiCallable[_vault_pb2.PutBlobRequest, _vault_pb2.PutBlobResponse]
     """Stores one blob. The first message names it; an upload that broke off resumes at the offset
     that a PutBlob with no chunk reports. Errors: INVALID_ARGUMENT (digest or size differs, not age
-    ciphertext), RESOURCE_EXHAUSTED (too large).
+    ciphertext), RESOURCE_EXHAUSTED (too large),
+    FAILED_PRECONDITION QUOTA_EXCEEDED (as much is kept under the token's name as may be).
     """
     GetBlob: _grpc.UnaryStreamMultiCallable[_vault_pb2.GetBlobRequest, _vault_pb2.GetBlobResponse]
     """Sends a blob from an offset on."""
@@ -55,7 +56,8 @@ class VaultServiceAsyncStub(VaultServiceStub):
     PutBlob: _aio.StreamUnaryMultiCallable[_vault_pb2.PutBlobRequest, _vault_pb2.PutBlobResponse]  # type: ignore[assignment]
     """Stores one blob. The first message names it; an upload that broke off resumes at the offset
     that a PutBlob with no chunk reports. Errors: INVALID_ARGUMENT (digest or size differs, not age
-    ciphertext), RESOURCE_EXHAUSTED (too large).
+    ciphertext), RESOURCE_EXHAUSTED (too large),
+    FAILED_PRECONDITION QUOTA_EXCEEDED (as much is kept under the token's name as may be).
     """
     GetBlob: _aio.UnaryStreamMultiCallable[_vault_pb2.GetBlobRequest, _vault_pb2.GetBlobResponse]  # type: ignore[assignment]
     """Sends a blob from an offset on."""
@@ -75,7 +77,8 @@ class VaultServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_vault_pb2.PutBlobResponse, _abc.Awaitable[_vault_pb2.PutBlobResponse]]:
         """Stores one blob. The first message names it; an upload that broke off resumes at the offset
         that a PutBlob with no chunk reports. Errors: INVALID_ARGUMENT (digest or size differs, not age
-        ciphertext), RESOURCE_EXHAUSTED (too large).
+        ciphertext), RESOURCE_EXHAUSTED (too large),
+        FAILED_PRECONDITION QUOTA_EXCEEDED (as much is kept under the token's name as may be).
         """
 
     @_abc_1.abstractmethod
