@@ -144,9 +144,7 @@ def test_patterns_end_at_the_end() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for pattern in patterns(node):
                 seen += 1
-                assert not ends_loosely(pattern), (
-                    f"{path.relative_to(ROOT)}:{node.lineno}: write \\Z for $"
-                )
+                assert not ends_loosely(pattern), f"{path.relative_to(ROOT)}: {pattern}: write \\Z"
     assert seen > 30
 
 

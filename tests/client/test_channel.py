@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -15,10 +16,11 @@ from typer.testing import CliRunner
 from client.app import Gateway
 from client.cli import app as client_app
 from client.output import Output
-from nobackfill.v1 import release_pb2, release_pb2_grpc, search_pb2, search_pb2_grpc
+from nobackfill.v1 import release_pb2, search_pb2, search_pb2_grpc
 from release import errors
 from release.channel import open_channel
-from server.cli import app as server_app
+from server import cli  # noqa: F401 - it brings the commands
+from server.commands.app import app as server_app
 from server.commands.app import show
 
 Behaviour = Callable[[int, grpc.ServicerContext], None]
@@ -175,14 +177,16 @@ def test_what_a_server_says_cannot_move_the_cursor() -> None:
     """One line of text, and the exit code of the one table."""
     evil = "\x1b]0;owned\x07\nall is well"
 
-    class Releases(release_pb2_grpc.ReleaseServiceServicer):
-        def ListReleases(  # noqa: N802
-            self, request: release_pb2.ListReleasesRequest, context: grpc.ServicerContext
-        ) -> release_pb2.ListReleasesResponse:
-            context.abort(grpc.StatusCode.OUT_OF_RANGE, evil)
+    def refuse(_request: release_pb2.ListReleasesRequest, context: grpc.ServicerContext) -> None:
+        context.abort(grpc.StatusCode.OUT_OF_RANGE, evil)
 
+    handler: Any = grpc.unary_unary_rpc_method_handler(
+        refuse, release_pb2.ListReleasesRequest.FromString
+    )
+    service = "nobackfill.v1.ReleaseService"
     running = grpc.server(futures.ThreadPoolExecutor(2))
-    release_pb2_grpc.add_ReleaseServiceServicer_to_server(Releases(), running)
+    methods = {"ListReleases": handler}
+    running.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
     port = running.add_insecure_port("127.0.0.1:0")
     running.start()
     try:
