@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+from gallery.residents import Residents
 from gallery.tables import FORMAT
 from release import durable
 from release.errors import BusyError, NotFoundError, VerificationError
@@ -24,6 +25,8 @@ APPLICATION = 0x6E6F6266
 BUSY_TIMEOUT_MS = 5000
 # How long closing waits for the statements under way.
 _CLOSE_S = 60.0
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def lock_path(path: Path) -> Path:
@@ -48,11 +51,15 @@ def connect(path: Path) -> sqlite3.Connection:
 class Connections:
     """Every connection that this process has to one gallery file.
 
-    None is closed while a thread works with it: SQLite would read freed memory.
+    None is closed while a thread works with it: SQLite would read freed memory. After `rest` they
+    are opened again when somebody asks for one; `recent` is set whenever somebody does.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Raises NotFoundError, VerificationError (damaged, or no gallery), BusyError."""
+    def __init__(self, path: Path, residents: Residents | None = None) -> None:
+        """Raises NotFoundError, VerificationError (damaged, or no gallery), BusyError.
+
+        `residents` may close them while nobody uses them.
+        """
         if not path.is_file():
             raise NotFoundError(f"{path}: no gallery there; create or initialise one first")
         self.path = path
@@ -60,13 +67,21 @@ class Connections:
         self._users = threading.Condition()
         self._using = 0
         self._closed = False
+        self.recent = True
+        self._residents = residents
         self._idle: deque[sqlite3.Connection] = deque()
         self._all: list[sqlite3.Connection] = []
-        self._lock = os.open(lock_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._writer: sqlite3.Connection | None = None
+        self._lock = -1
+        with self.using():
+            pass
+
+    def _open(self) -> None:
         with contextlib.ExitStack() as undo:
-            undo.callback(self.close)
-            alone = _share(self._lock, path)
-            wal = path.with_name(path.name + "-wal")
+            undo.callback(self._shut)
+            self._lock = os.open(lock_path(self.path), _LOCK_FLAGS, 0o600)
+            alone = _share(self._lock, self.path)
+            wal = self.path.with_name(self.path.name + "-wal")
             unclean = alone and wal.exists() and wal.stat().st_size > 0
             self._writer = self._checked(unclean)
             fcntl.flock(self._lock, fcntl.LOCK_SH)
@@ -105,13 +120,28 @@ class Connections:
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
-        """Keep all open to the end of the block. Raises NotFoundError once they are closed."""
+        """Keep all open to the end of the block, opened and checked where they are not.
+
+        Raises NotFoundError once they are closed, VerificationError, BusyError.
+        """
         with self._users:
             if self._closed:
                 raise NotFoundError(f"{self.path}: the gallery was closed or deleted")
+            fresh = self._writer is None
+            if fresh:
+                self._open()
             self._using += 1
+        self.recent = True
         try:
+            if fresh and self._residents is not None:
+                self._residents.opened(self)
             yield
+        except sqlite3.DatabaseError as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _DAMAGED:
+                raise
+            raise VerificationError(
+                f"{self.path}: damaged ({error}); restore a backup, or make the gallery anew"
+            ) from error
         finally:
             with self._users:
                 self._using -= 1
@@ -120,19 +150,20 @@ class Connections:
     @contextlib.contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
         """The writer, in a transaction of its own. Raises BusyError, CannotWriteError."""
-        with self.using(), self._writing, durable.transaction(self._writer) as connection:
+        with self.writer() as writer, durable.transaction(writer) as connection:
             yield connection
 
     @contextlib.contextmanager
     def writer(self) -> Iterator[sqlite3.Connection]:
         """The writer, held but in no transaction."""
         with self.using(), self._writing:
+            assert self._writer is not None, "open while it is used"
             yield self._writer
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """A reader that sees one snapshot. Raises BusyError, VerificationError, NotFoundError once
-        all are closed."""
+        """A reader that sees one snapshot. Raises BusyError, VerificationError for a damaged file,
+        NotFoundError once all are closed."""
         with self.using(), self._snapshot() as connection:
             yield connection
 
@@ -161,14 +192,14 @@ class Connections:
 
         False if a reader prevents it just now.
         """
-        with self.writer():
-            self._writer.execute("PRAGMA busy_timeout = 0")
+        with self.writer() as writer:
+            writer.execute("PRAGMA busy_timeout = 0")
             try:
-                busy = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+                busy = writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
             except sqlite3.OperationalError:
                 return False
             finally:
-                self._writer.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+                writer.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
         return not busy
 
     def close(self) -> None:
@@ -179,6 +210,22 @@ class Connections:
             if not self._users.wait_for(lambda: not self._using, _CLOSE_S):
                 raise BusyError(f"{self.path}: still in use after {_CLOSE_S:.0f} s")
             self._closed = True
+            self._shut()
+
+    def rest(self) -> bool:
+        """Close them until one is asked for again; False if somebody works with one just now."""
+        if not self._users.acquire(blocking=False):
+            return False
+        try:
+            if not self._using:
+                self._shut()
+            return not self._using
+        finally:
+            self._users.release()
+
+    def _shut(self) -> None:
+        self._idle.clear()
+        self._writer = None
         while self._all:
             self._all.pop().close()
         if self._lock >= 0:

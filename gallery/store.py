@@ -27,6 +27,7 @@ from gallery.connections import APPLICATION, Connections, connect, lock_path
 from gallery.index import Labels
 from gallery.put import Metadata, NewVectors, PutResult
 from gallery.reading import Item
+from gallery.residents import Residents
 from gallery.spec import SpaceInfo, SpaceSpec
 from gallery.tables import add_space, find_space, read_spaces
 from release import durable
@@ -57,10 +58,10 @@ class Change:
 class Store:
     """Made by `create` or `open`; `close` it, or use it in a `with` statement."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, residents: Residents | None = None) -> None:
         """See `open`."""
         self.path = path
-        self._connections = Connections(path)
+        self._connections = Connections(path, residents)
         self._listeners: list[Callable[[Change], None]] = []
         # Held from before a commit until its listeners know, so that they hear commits in order.
         self._telling = threading.RLock()
@@ -87,17 +88,22 @@ class Store:
         return cls(path)
 
     @classmethod
-    def open(cls, path: Path) -> Self:
-        """Open a gallery; after an unclean end its pages are checked first.
+    def open(cls, path: Path, residents: Residents | None = None) -> Self:
+        """Open a gallery; after an unclean end its pages are checked first. Where `residents` are
+        given, they may close its files while nobody uses it.
 
         Raises NotFoundError, VerificationError for a damaged file or none of ours, BusyError.
         """
-        return cls(path)
+        return cls(path, residents)
 
     def close(self) -> None:
         """Close every connection, once nobody reads or writes. Twice is harmless. Raises BusyError
         when a statement does not end."""
         self._connections.close()
+
+    def rest(self) -> bool:
+        """Close every connection until one is needed; False if one is in use just now."""
+        return self._connections.rest()
 
     def __enter__(self) -> Self:
         return self

@@ -4,10 +4,12 @@ import threading
 
 import structlog
 
+from gallery.residents import Residents
 from release.errors import ConfigurationError, NotFoundError, VerificationError
 from server.border.metrics import Metrics
 from server.catalog import Catalog
 from server.core import Core
+from server.descriptors import open_galleries
 from server.embedding.embedding import Embedding
 from server.embedding.models import Models
 from server.galleries.galleries import Galleries
@@ -44,7 +46,7 @@ def assemble(settings: Settings, models: Models, metrics: Metrics) -> Core:
         data=settings.data,
         catalog=catalog,
         state=state,
-        galleries=Galleries(settings.data / "galleries"),
+        galleries=Galleries(settings.data / "galleries", Residents(open_galleries())),
         models=models,
         embedding=embedding,
         searching=Searching(embedding, catalog, state, metrics),

@@ -1,5 +1,6 @@
 """The parts of a running gateway, and the one place that brings plans, views and models in line."""
 
+import sqlite3
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import structlog
 
 from gallery import staging
 from gallery.spec import SpaceSpec
-from release.errors import PreconditionError
+from release.errors import NobackfillError, PreconditionError
 from release.manifest import Manifest
 from server.border.metrics import Metrics
 from server.catalog import Catalog
@@ -77,14 +78,13 @@ class Core:
         self.drop_unused(self.state.now.retired)
 
     def drop_unused(self, releases: Collection[int] | None = None) -> None:
-        """Remove from the files the spaces that no plan uses; only of `releases`, if given."""
+        """Remove from the files the spaces that no plan uses; only of `releases`, if given. What
+        one gallery does not let go of is tried again at the next start, or by another `retire`."""
         for hosted in self.galleries.all():
-            used = hosted.plan.searched() | {manifest.space for manifest in hosted.plan.writes}
-            for info in hosted.store.spaces():
-                chosen = releases is None or info.spec.release in releases
-                if chosen and info.state != "active" and info.spec.space not in used:
-                    staging.drop(hosted.store, info.spec.space)
-                    hosted.index_path(info.spec.space).unlink(missing_ok=True)
+            try:
+                _drop_unused(hosted, releases)
+            except (NobackfillError, OSError, sqlite3.Error) as error:
+                log.error("spaces not dropped", gallery=hosted.name, error=str(error))
 
     def needed(self) -> set[int]:
         """Releases whose models must be loaded: the galleries', the active one, and those that a
@@ -123,10 +123,22 @@ class Core:
         """Vectors of all galleries, by release and state of their space."""
         sizes: dict[tuple[int, str], int] = {}
         for hosted in self.galleries.all():
-            for info in () if hosted.leaving else hosted.store.spaces():
+            if hosted.leaving:
+                continue
+            counts = hosted.sizes()
+            for info in hosted.spaces():
                 key = (info.spec.release, info.state)
-                sizes[key] = sizes.get(key, 0) + hosted.store.count(info.spec.space)
+                sizes[key] = sizes.get(key, 0) + counts.get(info.spec.space, 0)
         return sizes
+
+
+def _drop_unused(hosted: Hosted, releases: Collection[int] | None) -> None:
+    used = hosted.plan.searched() | {manifest.space for manifest in hosted.plan.writes}
+    for info in hosted.spaces():
+        chosen = releases is None or info.spec.release in releases
+        if chosen and info.state != "active" and info.spec.space not in used:
+            staging.drop(hosted.store, info.spec.space)
+            hosted.index_path(info.spec.space).unlink(missing_ok=True)
 
 
 def _models_of(plan: Plan) -> list[Manifest]:

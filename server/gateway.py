@@ -18,6 +18,7 @@ from server.border.interceptor import Border
 from server.border.metrics import Metrics
 from server.border.survival import surviving
 from server.core import Core
+from server.descriptors import raise_limit
 from server.embedding.models import InProcessModels, Models
 from server.galleries.indexing import Indexing
 from server.galleries.puts import Putting
@@ -68,6 +69,7 @@ class Gateway:
                 f"expected the publication folder at {settings.model_repo}, found none; publish a "
                 "release with training/export.py, or give --model-repo"
             )
+        raise_limit()
         durable.make_dir(settings.data, 0o700)
         closing.enter_context(durable.lock(settings.data / "lock"))
         metrics = Metrics()

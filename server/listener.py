@@ -124,11 +124,14 @@ class Listener:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def set_health(self, *, serving: bool, embedding: bool) -> None:
-        """ "" says that the gateway answers; the services that embed follow the model server."""
+        """ "" says that the gateway answers; the services that embed follow the model server,
+        and a gallery that is set aside has a name of its own."""
         status = health_pb2.HealthCheckResponse
         for name in ("", *SERVICES):
             good = serving and (embedding or name not in EMBEDDING_SERVICES)
             self._health.set(name, status.SERVING if good else status.NOT_SERVING)
+        for name in self._core.galleries.aside():
+            self._health.set(f"gallery/{name}", status.NOT_SERVING)
 
     def stop(self, drain_s: float) -> None:
         """Let calls under way end within `drain_s` seconds, then cut them; refuse new ones."""

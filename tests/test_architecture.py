@@ -22,8 +22,9 @@ ARROWS = {
 }
 # The parts of the server, lowest first: each may import those before it.
 SERVER = (
-    "settings", "state", "border", "catalog", "files", "vault", "triton", "embedding", "galleries",
-    "upgrades", "core", "rollout", "services", "assembly", "listener", "gateway", "commands", "cli",
+    "settings", "descriptors", "state", "border", "catalog", "files", "vault", "triton",
+    "embedding", "galleries", "upgrades", "core", "rollout", "services", "assembly", "listener",
+    "gateway", "commands", "cli",
 )  # fmt: skip
 OURS = set(ARROWS) | {"nobackfill", "bench", "tests"}
 MAX_LINES = 300

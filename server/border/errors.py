@@ -97,7 +97,7 @@ def status_of(error: Exception, request_id: str) -> Status:
     """
     code = code_of(error)
     own = isinstance(error, NobackfillError)
-    message = _FOLDERS.sub("", str(error)) if own else _unspoken(code, request_id)
+    message = without_folders(str(error)) if own else _unspoken(code, request_id)
     status = Status(code=code.value[0], message=message)
     reason = error.reason if isinstance(error, PreconditionError) else _reason(type(error))
     if reason:
@@ -105,6 +105,11 @@ def status_of(error: Exception, request_id: str) -> Status:
         detail.Pack(ErrorInfo(reason=reason, domain=DOMAIN))
         status.details.append(detail)
     return status
+
+
+def without_folders(sentence: str) -> str:
+    """A sentence as clients may read it: files without the folders of this machine."""
+    return _FOLDERS.sub("", sentence)
 
 
 def _reason(kind: type[Exception]) -> str:

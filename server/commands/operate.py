@@ -45,7 +45,7 @@ def releases(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
 
 @app.command()
 def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """Galleries, their spaces, and why one stays behind."""
+    """Galleries, their spaces, and why one stays behind or is set aside."""
     with exit_codes(), connected(server) as channel:
         request = gallery_pb2.ListGalleriesRequest()
         answer = GalleryServiceStub(channel).ListGalleries(request, timeout=TIMEOUT_S)
@@ -55,7 +55,10 @@ def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
             f"{s.release}: {s.items} {_word(gallery_pb2.SpaceState.Name(s.state))}"
             for s in g.spaces
         )
-        rows.append([g.name, str(g.items), f"release {g.release}", spaces, g.note])
+        if g.set_aside:
+            rows.append([g.name, "?", "set aside", "", g.set_aside])
+        else:
+            rows.append([g.name, str(g.items), f"release {g.release}", spaces, g.note])
     show(as_json, plain(answer), rows)
 
 

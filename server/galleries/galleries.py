@@ -1,6 +1,7 @@
 """The galleries of a gateway: one folder each, opened at the start, made and deleted by name."""
 
 import re
+import sqlite3
 import threading
 import time
 import uuid
@@ -11,10 +12,18 @@ from pathlib import Path
 import structlog
 
 from gallery import staging
+from gallery.residents import Residents
 from gallery.spec import SpaceSpec
 from gallery.store import Store
 from release import durable
-from release.errors import AlreadyExistsError, BusyError, InvalidInputError, NotFoundError
+from release.errors import (
+    AlreadyExistsError,
+    BusyError,
+    InvalidInputError,
+    NobackfillError,
+    NotFoundError,
+    VerificationError,
+)
 from release.manifest import Manifest
 from server.galleries import order
 from server.galleries.hosted import Hosted
@@ -30,6 +39,10 @@ _UNFINISHED = ".tmp-"
 CREATED = "created"
 # How long a deletion waits for the calls that still work with the gallery.
 _LEAVE_S = 60.0
+# A gallery of more vectors is read at the start, others when they are first used.
+_SMALL = 1_000
+# What the files of one gallery can do to it, whatever is damaged.
+_UNUSABLE = (NobackfillError, OSError, sqlite3.Error, ValueError)
 
 
 class Galleries:
@@ -39,30 +52,60 @@ class Galleries:
     deletion closes it when the last of them has left.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, residents: Residents) -> None:
+        """`residents` bounds how many of their files are open at once."""
         self._folder = folder
+        self._residents = residents
         self._names = threading.Lock()
         self._hosted: Mapping[str, Hosted] = {}
+        # Galleries that could not be opened, with the reason.
+        self._aside: Mapping[str, str] = {}
 
     def open_all(self, state: State, manifests: Mapping[int, Manifest]) -> None:
-        """Open what is there and sweep what was never finished.
+        """Open what is there and sweep what was never finished. A gallery that cannot be served is
+        set aside.
 
-        Raises VerificationError for a damaged gallery, CannotWriteError.
+        Raises VerificationError when none of them can be, CannotWriteError.
         """
         durable.make_dir(self._folder, 0o700)
         durable.sweep(self._folder)
-        hosted = {}
+        hosted, aside = {}, {}
         for folder in sorted(self._folder.iterdir()):
             if _NAME.match(folder.name) and (folder / _FILE).is_file():
-                gallery = Hosted(folder.name, folder, Store.open(folder / _FILE))
-                gallery.replan(state, manifests)
-                hosted[folder.name] = gallery
-                log.info("serving gallery", gallery=folder.name)
-        self._hosted = hosted
+                try:
+                    hosted[folder.name] = self._open(folder.name, state, manifests)
+                except _UNUSABLE as error:
+                    log.error("gallery set aside", gallery=folder.name, error=str(error))
+                    aside[folder.name] = str(error)
+        log.info("serving galleries", count=len(hosted), set_aside=len(aside))
+        if aside and not hosted:
+            name, reason = next(iter(aside.items()))
+            raise VerificationError(
+                f"none of {len(aside)} galleries can be served, the first, {name!r}, because of: "
+                f"{reason}"
+            )
+        self._hosted, self._aside = hosted, aside
+
+    def _open(self, name: str, state: State, manifests: Mapping[int, Manifest]) -> Hosted:
+        folder = self._folder / name
+        store = Store.open(folder / _FILE, self._residents)
+        try:
+            hosted = Hosted(name, folder, store)
+            hosted.replan(state, manifests)
+            if sum(hosted.sizes().values()) > _SMALL:
+                hosted.wake()
+        except BaseException:
+            store.close()
+            raise
+        return hosted
+
+    def aside(self) -> Mapping[str, str]:
+        """Galleries that are set aside, with the reason."""
+        return self._aside
 
     @contextmanager
     def using(self, name: str) -> Iterator[Hosted]:
-        """A gallery, kept open to the end of the block. Raises NotFoundError."""
+        """A gallery, kept open to the end of the block. Raises like `get`."""
         hosted = self.get(name)
         if hosted.leaving or not hosted.users.enter():
             raise _unknown(name)
@@ -74,7 +117,7 @@ class Galleries:
 
     def names(self) -> set[str]:
         """Names that are taken."""
-        return set(self._hosted)
+        return {*self._hosted, *self._aside}
 
     def all(self) -> Iterator[Hosted]:
         """Every gallery, by name; each is kept open until the next is asked for."""
@@ -98,11 +141,16 @@ class Galleries:
             yield found
 
     def get(self, name: str) -> Hosted:
-        """A gallery that the caller does not work with. Raises NotFoundError."""
-        try:
-            return self._hosted[name]
-        except KeyError:
-            raise _unknown(name) from None
+        """A gallery that the caller does not work with. Raises NotFoundError, VerificationError for
+        one that is set aside."""
+        if hosted := self._hosted.get(name):
+            return hosted
+        if reason := self._aside.get(name):
+            raise VerificationError(
+                f"gallery {name!r} is set aside: {reason}; restore it from a backup and start the "
+                "gateway again, or delete it"
+            )
+        raise _unknown(name)
 
     def create(
         self, name: str, specs: list[SpaceSpec], state: State, manifests: Mapping[int, Manifest]
@@ -117,7 +165,7 @@ class Galleries:
                 f"expected a gallery name of 1 to 64 of a-z, 0-9, '-', '_', got {name[:80]!r}"
             )
         with self._taking():
-            if name in self._hosted:
+            if name in self.names():
                 raise AlreadyExistsError(f"gallery {name!r} exists already")
             unfinished = self._folder / f"{_UNFINISHED}{name}-{uuid.uuid4().hex}"
             durable.make_dir(unfinished, 0o700)
@@ -127,8 +175,8 @@ class Galleries:
                     staging.flip(store, spec.space)
                 store.state_set({CREATED: time.time()})
             durable.publish_dir(unfinished, self._folder / name)
-            hosted = Hosted(name, self._folder / name, Store.open(self._folder / name / _FILE))
-            hosted.replan(state, manifests)
+            hosted = self._open(name, state, manifests)
+            hosted.wake()
             self._hosted = {**self._hosted, name: hosted}
             return hosted
 
@@ -138,7 +186,13 @@ class Galleries:
 
         Raises NotFoundError, BusyError when they do not end (then it stays), CannotWriteError.
         """
+        gone = self._folder / f"{_UNFINISHED}{name}-{uuid.uuid4().hex}"
         with self._taking():
+            if name in self._aside:
+                durable.publish_dir(self._folder / name, gone)
+                self._aside = {n: why for n, why in self._aside.items() if n != name}
+                durable.remove_tree(gone)
+                return
             hosted = self.get(name)
             if hosted.leaving:
                 raise _unknown(name)
@@ -146,9 +200,9 @@ class Galleries:
         try:
             if not hosted.users.close(_LEAVE_S):
                 raise BusyError(f"gallery {name!r} is still in use; delete it again later")
-            gone = self._folder / f"{_UNFINISHED}{name}-{uuid.uuid4().hex}"
             with self._taking():
                 # Renamed first: from here on it is gone, whatever happens to the rest.
+                hosted.store.rest()
                 durable.publish_dir(hosted.folder, gone)
                 self._hosted = {n: h for n, h in self._hosted.items() if n != name}
         except BaseException:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gallery.passing import Filtering
-from gallery.spec import SpaceSpec
+from gallery.spec import SpaceInfo, SpaceSpec
 from gallery.store import Change, Item, Store
 from gallery.view import LiveView, Snapshot
 from release import durable
@@ -51,6 +51,8 @@ class Hosted:
         self.filtering = Filtering(store)
         self.exact = bool(store.state_get(EXACT))
         self._plan: Plan | None = None
+        self._spaces: tuple[SpaceInfo, ...] | None = None
+        self._sizes: dict[str, int] = {}
         self._rest: tuple[Snapshot, Snapshot, Snapshot] | None = None
 
     @property
@@ -76,10 +78,11 @@ class Hosted:
     def replan(self, state: State, manifests: Mapping[int, Manifest]) -> Plan:
         """Make the plan anew from the gallery's spaces; returns the one before.
 
-        Views of spaces that are searched now are made before it is seen; `forget_views` lets go of
-        the others. Raises ConfigurationError for a space of a release that is not published here.
+        Views of spaces that are searched now are made before it is seen, unless the gallery has
+        none yet; `forget_views` lets go of the others. Raises ConfigurationError for a space of a
+        release that is not published here.
         """
-        spaces = self.store.spaces()
+        spaces = self.spaces()
         missing = {info.spec.release for info in spaces} - set(manifests)
         if missing:
             raise ConfigurationError(
@@ -87,10 +90,20 @@ class Hosted:
                 "here; give the publication folder it was made with"
             )
         new = make_plan(spaces, state, manifests, self.store.state_get(ROLLOUT))
-        for space in new.searched():
-            self.view(space)
+        if self._views:
+            self._wake(new)
         old, self._plan = self._plan, new
         return old if old is not None else new
+
+    def wake(self) -> None:
+        """Make the views that the plan searches: of a gallery that is opened at the start they are
+        made at its first use, unless it is large."""
+        if not self._views:
+            self._wake(self.plan)
+
+    def _wake(self, plan: Plan) -> None:
+        for space in plan.searched():
+            self.view(space)
 
     def view(self, space: str) -> LiveView:
         """The live view of a space, made when it is first asked for."""
@@ -119,7 +132,7 @@ class Hosted:
 
     def spaces_of(self, label: int) -> list[str]:
         """Spaces in which an item has a vector."""
-        spaces = [info.spec.space for info in self.store.spaces()]
+        spaces = [info.spec.space for info in self.spaces()]
         return [space for space in spaces if self.store.vector(label, space) is not None]
 
     def rest(self, snapshot: Snapshot, other: Snapshot) -> Snapshot:
@@ -145,9 +158,27 @@ class Hosted:
             for space in set(self._items) - kept:
                 self._items.pop(space)
 
+    def spaces(self) -> tuple[SpaceInfo, ...]:
+        """All spaces, oldest first, as of the last commit: kept, so that looking over all galleries
+        opens no files."""
+        with self._lock:
+            if self._spaces is None:
+                self._spaces = tuple(self.store.spaces())
+            return self._spaces
+
+    def sizes(self) -> Mapping[str, int]:
+        """Vectors by space: counted by the views, and once after a commit where there are none."""
+        views = self.views()
+        spaces = [info.spec.space for info in self.spaces()]
+        with self._lock:
+            for space in spaces:
+                if space not in views and space not in self._sizes:
+                    self._sizes[space] = self.store.count(space)
+            return self._sizes | {space: len(view.snapshot()) for space, view in views.items()}
+
     def spec(self) -> SpaceSpec:
         """The space that is active in the file."""
-        return self.store.active().spec
+        return next(info.spec for info in self.spaces() if info.state == "active")
 
     def index_path(self, space: str) -> Path:
         """Where the index of a space is cached."""
@@ -171,6 +202,10 @@ class Hosted:
         self.store.close()
 
     def _forward(self, change: Change) -> None:
+        with self._lock:
+            self._sizes = {}
+            if change.spaces:
+                self._spaces = None
         for cache in list(self._items.values()):
             cache.on_change(change)
         if len(change.deleted):

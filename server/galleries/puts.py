@@ -79,6 +79,7 @@ class Putting:
         Raises UnavailableError, DeadlineError, CancelledError, BusyError, CannotWriteError; what
         was stored until then stays, and putting everything again is right.
         """
+        hosted.wake()
         outcome = Outcome()
         for group in _without_repeats(_affordable(puts, outcome)):
             while not self._try(hosted, group, outcome):

@@ -42,7 +42,7 @@ class SpaceInfo(_message.Message):
     def __init__(self, space: _Optional[str] = ..., release: _Optional[int] = ..., items: _Optional[int] = ..., state: _Optional[_Union[SpaceState, str]] = ...) -> None: ...
 
 class Gallery(_message.Message):
-    __slots__ = ("name", "items", "release", "spaces", "note", "created", "exact_distances")
+    __slots__ = ("name", "items", "release", "spaces", "note", "created", "exact_distances", "set_aside")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class Gallery(_message.Message):
     NOTE_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     EXACT_DISTANCES_FIELD_NUMBER: _ClassVar[int]
+    SET_ASIDE_FIELD_NUMBER: _ClassVar[int]
     name: str
     items: int
     release: int
@@ -57,7 +58,8 @@ class Gallery(_message.Message):
     note: str
     created: _timestamp_pb2.Timestamp
     exact_distances: bool
-    def __init__(self, name: _Optional[str] = ..., items: _Optional[int] = ..., release: _Optional[int] = ..., spaces: _Optional[_Iterable[_Union[SpaceInfo, _Mapping]]] = ..., note: _Optional[str] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., exact_distances: _Optional[bool] = ...) -> None: ...
+    set_aside: str
+    def __init__(self, name: _Optional[str] = ..., items: _Optional[int] = ..., release: _Optional[int] = ..., spaces: _Optional[_Iterable[_Union[SpaceInfo, _Mapping]]] = ..., note: _Optional[str] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., exact_distances: _Optional[bool] = ..., set_aside: _Optional[str] = ...) -> None: ...
 
 class CreateGalleryRequest(_message.Message):
     __slots__ = ("name", "exact_distances")

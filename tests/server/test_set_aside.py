@@ -1,0 +1,107 @@
+"""A gallery whose files cannot be served is set aside and named; all others serve."""
+
+import json
+import shutil
+import sqlite3
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from nobackfill.v1 import gallery_pb2
+from tests.server.process import command
+from tests.server.support import Client, images, refusal, running
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:20_000])
+
+
+def overwrite(file: Path) -> None:
+    file.write_bytes(b"\xa5" * file.stat().st_size)
+
+
+def lose_a_table(file: Path) -> None:
+    """It was a traceback: SQLite reports it as an error of the statement."""
+    with sqlite3.connect(file) as connection:
+        connection.execute("DROP TABLE spaces")
+
+
+def unknown_release(file: Path) -> None:
+    with sqlite3.connect(file) as connection:
+        connection.execute("UPDATE spaces SET release = 9")
+
+
+def bad_state(file: Path) -> None:
+    with sqlite3.connect(file) as connection:
+        connection.execute("INSERT OR REPLACE INTO state VALUES ('rollout', '{')")
+
+
+def garbled_page(file: Path) -> None:
+    """The first page stays good: it shows when items are counted."""
+    content = bytearray(file.read_bytes())
+    content[16384:] = b"\xa5" * (len(content) - 16384)
+    file.write_bytes(content)
+
+
+DAMAGES = (cut, overwrite, lose_a_table, unknown_release, bad_state, garbled_page)
+
+
+def test_damaged_galleries_are_set_aside_and_named(repo: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with running(repo, data) as gateway, Client(gateway.address) as client:
+        client.create("good")
+        client.put_images(images(3), "good")
+    for damage in DAMAGES:
+        copy(data, damage)
+    with running(repo, data) as gateway, Client(gateway.address) as client:
+        assert [hit.id for hit in client.search(images(3)[1], "good", 1).hits] == ["i1"]
+        listed = client.galleries.ListGalleries(gallery_pb2.ListGalleriesRequest(), timeout=30)
+        reasons = {gallery.name: gallery.set_aside for gallery in listed.galleries}
+        assert reasons.pop("good") == ""
+        assert reasons.keys() == {damage.__name__ for damage in DAMAGES}
+        assert all(reasons.values())
+        assert not any("/" in reason for reason in reasons.values()), "folders stay here"
+        name = "lose_a_table"
+        code, message, reason = refusal(lambda: client.search(images(1)[0], name))
+        assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "VERIFICATION_FAILED")
+        assert "set aside" in message
+        assert refusal(lambda: client.create(name))[0] is grpc.StatusCode.ALREADY_EXISTS
+        health = health_pb2_grpc.HealthStub(client.channel)
+        asked = health_pb2.HealthCheckRequest(service=f"gallery/{name}")
+        assert health.Check(asked).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        status = command("status", f"--server={gateway.address}", "--json")
+        told = json.loads(subprocess.run(status, capture_output=True, check=True).stdout)
+        assert name in {gallery["name"] for gallery in told["galleries"] if "set_aside" in gallery}
+        client.galleries.DeleteGallery(gallery_pb2.DeleteGalleryRequest(name=name), timeout=30)
+        client.create(name)
+        assert client.gallery(name).items == 0
+    with running(repo, data) as gateway:
+        assert gateway.core.galleries.aside().keys() == reasons.keys() - {name}
+
+
+def copy(data: Path, damage: Callable[[Path], None]) -> None:
+    folder = data / "galleries" / damage.__name__
+    shutil.copytree(data / "galleries" / "good", folder)
+    damage(folder / "gallery.sqlite")
+
+
+@pytest.mark.parametrize("damage", [lose_a_table, overwrite])
+def test_nothing_to_serve_is_exit_65_and_no_traceback(
+    repo: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    data = tmp_path / "data"
+    with running(repo, data) as gateway, Client(gateway.address) as client:
+        client.create("good")
+    damage(data / "galleries" / "good" / "gallery.sqlite")
+    serve = command(
+        "serve", f"--model-repo={repo}", f"--data={data}", "--address=127.0.0.1:0",
+        "--metrics-address=127.0.0.1:0", "--triton=in-process",
+    )  # fmt: skip
+    done = subprocess.run(serve, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 65
+    assert b"none of 1 galleries" in done.stderr
+    assert b"Traceback" not in done.stderr
