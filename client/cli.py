@@ -4,6 +4,7 @@ Modules that do the work are imported inside the commands, so that a search does
 libraries that only a sync needs.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -25,8 +26,8 @@ _EPILOG = (
     "Another gallery: edge-client --gallery FILE COMMAND. Whatever was interrupted: run it again. "
     "Every COMMAND has its own --help.\n\n"
     "Exit codes: 0 done, 1 failure, 2 wrong usage, 65 refused data or failed verification, "
-    "69 server unavailable, 73 cannot write, 75 busy, try again, 77 not permitted, "
-    "78 configuration, 130 interrupted."
+    "66 no such file, item or release, 69 server unavailable, 73 cannot write, 75 busy, try again, "
+    "77 not permitted, 78 configuration, 130 interrupted."
 )
 
 app = typer.Typer(
@@ -70,6 +71,8 @@ app.command("list")(commands.list_items)
 
 def main() -> None:
     """Run the command line; a refusal becomes one sentence on stderr and its exit code."""
+    # Its core would print lines of its own; what they mean is in the errors.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         app()
     except NobackfillError as error:

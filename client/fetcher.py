@@ -8,6 +8,7 @@ from tuf.api.exceptions import DownloadError, DownloadHTTPError, SlowRetrievalEr
 from nobackfill.v1 import release_pb2, release_pb2_grpc
 from release.errors import NotPermittedError
 from release.fetchers import SILENCE_SECONDS
+from release.statuses import sentence
 
 _STATUS = {grpc.StatusCode.NOT_FOUND: 404, grpc.StatusCode.OUT_OF_RANGE: 416}
 
@@ -45,7 +46,7 @@ class GrpcFetcher:
 
 def _translated(error: grpc.RpcError, path: str) -> DownloadError | NotPermittedError:
     code = error.code()
-    text = f"{path}: {error.details() or code.name}"
+    text = f"{path}: {sentence(error)}"
     if code in _STATUS:
         return DownloadHTTPError(text, _STATUS[code])
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):

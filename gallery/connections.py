@@ -101,11 +101,21 @@ class Connections:
         except sqlite3.OperationalError as error:
             raise BusyError(f"{self.path}: cannot be opened now ({error}); try again") from error
         except sqlite3.DatabaseError as error:
+            if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_NOTADB:
+                raise VerificationError(
+                    f"{self.path}: expected a gallery, got a file of another kind; name the "
+                    "gallery's file"
+                ) from error
             raise VerificationError(f"{damaged} ({error}); {advice}") from error
-        if application != APPLICATION or version > FORMAT:
+        if application != APPLICATION:
             raise VerificationError(
-                f"{self.path}: expected a gallery of format {FORMAT} or older, got application "
-                f"{application:#x} and format {version}; use a newer nobackfill, or another file"
+                f"{self.path}: expected a gallery, got a database of another program; name the "
+                "gallery's file"
+            )
+        if version > FORMAT:
+            raise VerificationError(
+                f"{self.path}: expected a gallery of format {FORMAT} or older, got format "
+                f"{version}; use a newer nobackfill"
             )
         if version < FORMAT:
             from gallery.schema import migrate

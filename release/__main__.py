@@ -30,9 +30,9 @@ python -m release withdraw 2 --reason "confuses cats" --targets-key usb/targets.
 Without them the first export makes all four in MODEL_REPO.keys. Devices need 1.root.json of the
 publication folder, and read the folder from a gateway or from any static HTTP host.
 
-Exit codes: 0 done, or nothing to do, 1 nothing published there, 2 wrong usage, 65 refused data or
-failed verification, 73 cannot write or exists already, 75 another publisher is at work, 78 a key is
-missing or the configuration is wrong.
+Exit codes: 0 done, or nothing to do, 2 wrong usage, 65 refused data or failed verification,
+66 nothing published there, 73 cannot write or exists already, 75 another publisher is at work,
+78 a key is missing or the configuration is wrong.
 """
 
 app = typer.Typer(

@@ -24,6 +24,8 @@ class NobackfillError(Exception):
 class NotFoundError(NobackfillError):
     """A release, gallery, item or file that does not exist."""
 
+    exit_code = 66
+
 
 class AlreadyExistsError(NobackfillError):
     """A name or number that is taken; releases are immutable."""

@@ -5,6 +5,7 @@ release/trust.py.
 """
 
 import http.client
+import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,11 +56,15 @@ class FolderFetcher:
 
 
 class HttpFetcher:
-    """Any static HTTP(S) host, with ranges where it serves them."""
+    """Any static HTTP(S) host, with ranges where it serves them.
+
+    $NOBACKFILL_CA_FILE may name its authority's certificate (PEM, else the system's).
+    """
 
     def __init__(self) -> None:
         self._pool = urllib3.PoolManager(
             timeout=urllib3.Timeout(SILENCE_SECONDS),
+            ca_certs=os.environ.get("NOBACKFILL_CA_FILE") or None,
             # A host's Retry-After would be slept through, however long it is.
             retries=urllib3.Retry(2, respect_retry_after_header=False),
         )
@@ -69,7 +74,7 @@ class HttpFetcher:
         try:
             response = self._answer(quote(url, safe=":/@%?=&[]"), offset)
         except _TROUBLE as error:
-            raise DownloadError(f"{url}: {error}") from error
+            raise DownloadError(f"{url}: {_sentence(error)}") from error
         whole = False
         try:
             if response.status not in (200, 206):
@@ -115,6 +120,24 @@ class HttpFetcher:
             if not url.startswith(("https://", before.partition("//")[0] + "//")):
                 raise DownloadError(f"{before}: redirects to {url}; expected https there")
         raise DownloadError(f"{url}: redirects more than {_REDIRECTS} times")
+
+
+def _sentence(error: Exception) -> str:
+    """What a person can use of a failed request, without the pools and retries of the library."""
+    reason = getattr(error, "reason", None)
+    cause = reason if isinstance(reason, Exception) else error
+    text = str(cause)
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return (
+            "its certificate is of no authority that is known here; name the authority's "
+            "certificate (PEM) in NOBACKFILL_CA_FILE"
+        )
+    if isinstance(cause, urllib3.exceptions.NameResolutionError):
+        return "no host of that name is known; check the address"
+    if isinstance(cause, urllib3.exceptions.NewConnectionError):
+        return "nothing answers there; check the address, and that the host runs"
+    # What follows the last colon is what happened; before it stand objects of the library.
+    return text.rpartition(": ")[2] if "object at 0x" in text or "Pool(" in text else text
 
 
 def fetcher_for(source: str) -> tuple[Fetcher, str]:

@@ -4,6 +4,7 @@ The class carries the exit code. The gateway's own mapping, server/border/errors
 way and is held to this one by a test.
 """
 
+import os
 from collections.abc import Mapping
 
 import grpc
@@ -25,17 +26,46 @@ ERRORS: Mapping[grpc.StatusCode, type[errors.NobackfillError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.UnavailableError,
     grpc.StatusCode.CANCELLED: errors.UnavailableError,
 }
+# How grpc's core begins what it says of a connection that was never made, and what it then means.
+_NEVER_CONNECTED = ("failed to connect", "errors resolving")
+_CONNECTING = (
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        "its certificate is of no authority that is known here; name the authority's certificate "
+        "(PEM) in NOBACKFILL_CA_FILE",
+    ),
+    (
+        "Hostname Verification",
+        "its certificate is another host's; use the name that it was made for",
+    ),
+    ("handshake failed", "TLS fails there; is the certificate in NOBACKFILL_CERT_FILE its own?"),
+    ("refused", "nothing listens there; start the gateway, or check the address"),
+    ("resolving", "no host of that name is known; check the address"),
+    ("Socket closed", "hangs up; does it expect TLS (grpcs://)?"),
+    ("HTTP/2", "no gateway listens there; check the address"),
+)
 
 
 def error_of(error: grpc.RpcError, asked: str) -> errors.NobackfillError:
     """The error of our taxonomy that a gRPC status stands for; `asked` names the server or call."""
-    code, details = error.code(), error.details()
+    code = error.code()
     found = ERRORS.get(code, errors.NobackfillError)
     if found is errors.PreconditionError:
         reason = _reason(error)
         subclasses = errors.PreconditionError.__subclasses__()
         found = next((c for c in subclasses if c.reason == reason), found)
-    return found(f"{asked}: {details or code.name}")
+    return found(f"{asked}: {sentence(error)}")
+
+
+def sentence(error: grpc.RpcError) -> str:
+    """What a failed call says to a person: the server's own words, or what to do about a
+    connection that was never made, in place of the library's lines."""
+    code, details = error.code(), error.details() or error.code().name
+    if code is grpc.StatusCode.UNAVAILABLE and details.startswith(_NEVER_CONNECTED):
+        return next((said for sign, said in _CONNECTING if sign in details), "cannot be reached")
+    if code is grpc.StatusCode.UNAUTHENTICATED and not os.environ.get("NOBACKFILL_TOKEN_FILE"):
+        return f"{details}; name the file that holds your token in NOBACKFILL_TOKEN_FILE"
+    return details
 
 
 def _reason(error: grpc.RpcError) -> str:

@@ -100,7 +100,7 @@ def test_withdraw_and_its_dry_run(commands: Commands, repo: Path) -> None:
     assert commands.json(*args)["written"] is True
     assert commands.json(*args)["news"] is False
     assert "WITHDRAWN: it confuses cats" in commands.run("list", "--model-repo", repo)
-    commands.run("withdraw", "5", "--model-repo", repo, "--reason", "x", code=1)
+    commands.run("withdraw", "5", "--model-repo", repo, "--reason", "x", code=66)
 
 
 def test_resign_and_rotate(commands: Commands, repo: Path, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_resign_and_rotate(commands: Commands, repo: Path, tmp_path: Path) -> No
 def test_nothing_published_is_said_and_nothing_is_made(
     args: tuple[str, ...], commands: Commands, tmp_path: Path
 ) -> None:
-    refusal = commands.run(*args, "--model-repo", tmp_path / "repo", code=1)
+    refusal = commands.run(*args, "--model-repo", tmp_path / "repo", code=66)
     assert str(tmp_path / "repo") in refusal
     assert list(tmp_path.iterdir()) == []
 
@@ -146,7 +146,7 @@ def test_it_is_a_command(repo: Path) -> None:
     assert listed.returncode == 0
     assert json.loads(listed.stdout)["releases"][0]["release"] == 1
     refused = run("withdraw", "9", "--reason", "x")
-    assert refused.returncode == 1
+    assert refused.returncode == 66
     assert refused.stdout == ""
     assert refused.stderr.startswith("release: ")
     assert "Traceback" not in refused.stderr
