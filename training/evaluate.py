@@ -1,6 +1,7 @@
 """`python training/evaluate.py`: cells of the compatibility matrix of published releases."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,7 @@ from training.criterion import criterion
 from training.data import Listing, list_images
 from training.matrix import MatrixCell, evaluate_cells, every_cell, neighbour_paths
 from training.measure import CellName, Embedded, parse_cell
+from training.overlap import digests, left_out
 from training.picture import write_picture
 from training.published import read_publication
 from training.table import matrix_table
@@ -26,12 +28,12 @@ A cell is written QUERY/GALLERY: 2/2 is release 2 on both sides (re-embedding ev
 bound), 1/1 the lower bound, 2/1 queries of release 2 against vectors of release 1 as they are,
 2/1>2 against vectors of release 1 carried along the upgrade 1 -> 2, 3/1>2>3 along two upgrades.
 
-Search is exact, by each release's own metric. Where queries and gallery are one folder, a query's
-own image is left out of its answers. JSON shares are 0..1:
-{"cells": {CELL: {"cmc1", "cmc5", "map", ...}}, "criterion": {CELL: {"compatible", "strict_apart",
-"strict_together", "update_gain", "upgrade_gain", "degradation", ...}}, "backfill": {CELL: {ORDER:
-{"mean_map", "shares", "map", ...}}}, "neighbours": {CELL: {QUERY PATH: [GALLERY PATHS, nearest
-first]}}}.
+Search is exact, by each release's own metric. A query's own picture, and copies of it, are left out
+of its answers, whatever they are named; "left_out" says of how many queries. JSON shares are 0..1:
+{"left_out": N, "cells": {CELL: {"cmc1", "cmc5", "map", ...}}, "criterion": {CELL: {"compatible",
+"strict_apart", "strict_together", "update_gain", "upgrade_gain", "degradation", ...}}, "backfill":
+{CELL: {ORDER: {"mean_map", "shares", "map", ...}}}, "neighbours": {CELL: {QUERY PATH: [GALLERY
+PATHS, nearest first]}}}.
 
 Update gain (BCT Eq. 9) and degradation (DMU Eq. 7) hold a model against one trained on its own:
 release N of --independent N, on the same images as the compatible one. Without it they are known
@@ -82,7 +84,7 @@ def main(
         raise ConfigurationError(f"--model-repo {model_repo}: nothing is published there")
     names = _names(cells, manifests, independent)
     asked, searched = list_images(queries), list_images(gallery)
-    relevance = _relevance(asked, searched)
+    relevance, own = _relevance(asked, searched)
     one_set = queries.resolve() == gallery.resolve()
     embedded = Embedded(asked, model_repo, manifests)
     other = embedded if one_set else Embedded(searched, model_repo, manifests)
@@ -93,6 +95,7 @@ def main(
         write_picture(measured, picture)
     if json_file is not None:
         report = {
+            "left_out": own,
             "cells": {
                 str(cell.name): {**cell.figures, "worst_class": cell.worst_class}
                 for cell in measured
@@ -128,8 +131,9 @@ def _curves(
     }
 
 
-def _relevance(queries: Listing, gallery: Listing) -> Relevance:
-    """Same class name = relevant; within one folder a query's own image is left out.
+def _relevance(queries: Listing, gallery: Listing) -> tuple[Relevance, int]:
+    """Same class name = relevant; a query's own picture, known by its digest, is left out: of how
+    many queries.
 
     Raises InvalidInputError where no class name is in both folders.
     """
@@ -139,9 +143,15 @@ def _relevance(queries: Listing, gallery: Listing) -> Relevance:
         raise InvalidInputError(
             f"{queries.root} and {gallery.root} have no class folder name in common"
         )
-    if queries.root.resolve() == gallery.root.resolve():
-        return same_label(labels, gallery.labels, queries.paths, gallery.paths)
-    return same_label(labels, gallery.labels)
+    asked, held = digests(queries), digests(gallery)
+    own = left_out(asked, held)
+    if own:
+        print(
+            f"{own} of {len(queries)} queries are in the gallery too: their own picture is left "
+            "out of their answers",
+            file=sys.stderr,
+        )
+    return same_label(labels, gallery.labels, asked, held), own
 
 
 app = command_app("evaluate.py", main, _EPILOG)

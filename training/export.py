@@ -24,6 +24,8 @@ from training.data import Listing, list_images
 from training.drafting import Release
 from training.gate import Evidence, measure_release
 from training.halves import halves
+from training.overlap import unseen
+from training.plain import plain_trouble
 from training.probes import make_probes
 from training.published import Publication, read_publication
 from training.table import gate_table
@@ -41,7 +43,8 @@ The gate: every way in which older vectors would be served (direct search, each 
 older release on its own, M(new, served old) > M(old, old), for mAP and CMC-1, with the paired
 bootstrap's 95 % lower bound above 0; with the int8 files that are served, and with float32 files
 alone. Otherwise nothing is published and the table shows why; --force publishes all the same, and
-the manifest says so. Release 1 has no predecessor and needs no --eval.
+the manifest says so. Release 1 has no predecessor and needs no --eval. Images of --eval that the
+runs were trained on, known by their content, are left out where they are few, else refused.
 
 A gallery takes the best measured route to the newest release, so each release needs an upgrade from
 its predecessor (the gate asks for it); one more from an older release makes a direct route.
@@ -109,17 +112,18 @@ def main(
         raise ConfigurationError("expected either --embedder RUN or --onnx FILE")
     if side_encoder is not None and keep_side_encoder:
         raise ConfigurationError("expected --side-encoder or --keep-side-encoder, not both")
-    published = read_publication(model_repo)
-    keys = _keys(model_repo, targets_key)
-    listing = None if evaluate is None else _evaluation(evaluate, split_seed)
-    _check_number(release, published, measured=listing is not None, force=force)
+    published, keys = read_publication(model_repo), _keys(model_repo, targets_key)
+    _check_number(release, published, measured=evaluate is not None, force=force)
+    runs = [embedder, side_encoder, *(upgrade or ())]
+    listing, learnt = _evaluation(evaluate, split_seed, runs, force=force)
     with tempfile.TemporaryDirectory(prefix="nobackfill-export-") as folder:
         draft = Release(release, Path(folder), published.manifests, model_repo)
         if onnx is not None:
             add_onnx_embedder(draft, onnx, Pixels(mean, std))
         _add_runs(draft, embedder, side_encoder, tuple(upgrade or ()), keep_side_encoder)
         manifest, evidence = _measured(draft, published, listing, split_seed, int8_loss)
-        manifest = _judged(manifest, evidence, force=force, first=not published.manifests)
+        first = not published.manifests
+        manifest = _judged(manifest, evidence, learnt, force=force, first=first)
         done = publish(model_repo, draft.finished(manifest), keys, dry_run)
     _report(manifest, evidence, done, as_json)
 
@@ -131,11 +135,17 @@ def _keys(model_repo: Path, targets_key: Path | None) -> Keys:
     return keys
 
 
-def _evaluation(folder: Path, split_seed: int) -> Listing:
-    """The images to measure on: refused now, and not after minutes of exporting, if too few."""
-    listing = list_images(folder)
+def _evaluation(
+    folder: Path | None, split_seed: int, runs: list[Path | None], *, force: bool
+) -> tuple[Listing | None, int]:
+    """The images to measure on, and how many of them were trained on: refused now, and not after
+    minutes of exporting, if too few or learnt.
+    """
+    if folder is None:
+        return None, 0
+    listing, learnt = unseen(list_images(folder), [run for run in runs if run], force=force)
     halves(listing, split_seed)
-    return listing
+    return listing, learnt
 
 
 def _add_runs(
@@ -182,6 +192,8 @@ def _measured(
 ) -> tuple[Manifest, Evidence | None]:
     """The manifest with probes, and with calibration and evidence where there are images."""
     manifest = draft.manifest(make_probes(draft))
+    for sentence in plain_trouble(manifest, draft.all_files()):
+        print(f"release {draft.number}: {sentence}", file=sys.stderr)
     if listing is None:
         # What nobody measured is not published quantised.
         bare = tuple(u.model_copy(update={"int8_file": None}) for u in manifest.upgrades)
@@ -202,9 +214,11 @@ def _measured(
     return manifest.model_copy(update=update), evidence
 
 
-def _judged(manifest: Manifest, evidence: Evidence | None, *, force: bool, first: bool) -> Manifest:
-    """The manifest with the gate's verdict. Raises GateFailedError with the table that
-    shows why.
+def _judged(
+    manifest: Manifest, evidence: Evidence | None, learnt: int, *, force: bool, first: bool
+) -> Manifest:
+    """The manifest with the gate's verdict; `learnt` of the images it was measured on were trained
+    on. Raises GateFailedError with the table that shows why.
     """
     if evidence is not None:
         verdict = evidence.verdict
@@ -220,6 +234,9 @@ def _judged(manifest: Manifest, evidence: Evidence | None, *, force: bool, first
                 "more, or publish with --force\n" + gate_table(evidence)
             )
         verdict = verdict.model_copy(update={"forced": True})
+    if learnt:
+        detail = f"{verdict.detail}; measured on {learnt} training images".removeprefix("; ")
+        verdict = verdict.model_copy(update={"forced": True, "detail": detail})
     return Manifest.model_validate(manifest.model_copy(update={"gate": verdict}).model_dump())
 
 
