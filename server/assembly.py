@@ -15,6 +15,7 @@ from server.embedding.models import Models
 from server.galleries.galleries import Galleries
 from server.galleries.indexing import load_index
 from server.galleries.searching import Searching
+from server.galleries.sizes import IndexSizes
 from server.rollout.recovery import return_galleries
 from server.settings import Settings
 from server.state import StateFile
@@ -55,6 +56,7 @@ def assemble(settings: Settings, models: Models, metrics: Metrics) -> Core:
         stopping=threading.Event(),
     )
     metrics.gallery_items = core.gallery_items
+    metrics.registry.register(IndexSizes(core.galleries.all))
     return core
 
 

@@ -1,5 +1,6 @@
 """A running gateway: everything started in order, stopped in reverse."""
 
+import shutil
 import sys
 import threading
 from contextlib import ExitStack
@@ -73,6 +74,7 @@ class Gateway:
         durable.make_dir(settings.data, 0o700)
         closing.enter_context(durable.lock(settings.data / "lock"))
         metrics = Metrics()
+        metrics.disk_free.set_function(lambda: shutil.disk_usage(settings.data).free)
         self.metrics_address = metrics.serve(settings.metrics_address)
         closing.callback(metrics.close)
         tokens = Tokens(settings.tokens_file) if settings.tokens_file else None

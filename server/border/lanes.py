@@ -49,6 +49,7 @@ _CHOSEN: Mapping[str, str] = {
     _PACKAGE + "ReleaseService/ActivateRelease": "watches",
     _PACKAGE + "UpgradeService/WatchUpgrade": "watches",
     _PACKAGE + "GalleryService/CreateGallery": "operations",
+    _PACKAGE + "GalleryService/UpdateGallery": "operations",
     _PACKAGE + "GalleryService/DeleteGallery": "operations",
     _PACKAGE + "ReleaseService/RollbackRelease": "operations",
     _PACKAGE + "ReleaseService/RetireRelease": "operations",

@@ -64,6 +64,18 @@ class Metrics:
             "nobackfill_unforeseen_errors_total", "Errors that nobody foresaw, by thread of work.",
             ["thread"], registry=self.registry,
         )  # fmt: skip
+        self.searches = Counter(
+            "nobackfill_searches_total", "Queries answered, by how their space is searched.",
+            ["searched"], registry=self.registry,
+        )  # fmt: skip
+        self.disk_free = Gauge(
+            "nobackfill_disk_free_bytes", "Free bytes where the data folder is.",
+            registry=self.registry,
+        )  # fmt: skip
+        self.triton_restarts = Counter(
+            "nobackfill_triton_restarts_total", "Times that the embedded Triton was started again.",
+            registry=self.registry,
+        )  # fmt: skip
         self.model_server_up = Gauge(
             "nobackfill_model_server_up", "1 while images can be embedded.",
             registry=self.registry,

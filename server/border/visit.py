@@ -9,6 +9,7 @@ import grpc
 import structlog
 from grpc_status import rpc_status
 
+from nobackfill.v1 import search_pb2
 from release.errors import NobackfillError
 from server.border import calls
 from server.border.auth import LOCAL, Principal
@@ -86,9 +87,11 @@ class Visit:
 
     def is_heavy(self, request: Any) -> bool:
         """Whether a small request asks for much: a model has to look at an image."""
-        query = getattr(request, "query", None)
-        queries = getattr(request, "queries", None) or ([query] if query is not None else [])
-        return any(query.HasField("image") for query in queries)
+        if isinstance(request, search_pb2.SearchRequest):
+            return request.query.HasField("image")
+        if isinstance(request, search_pb2.SearchBatchRequest):
+            return any(query.HasField("image") for query in request.queries)
+        return False
 
     def __call__(self, argument: Any, context: grpc.ServicerContext) -> Any:
         if self._kind.sends_stream:

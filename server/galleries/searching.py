@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gallery.exact import ExactIndex
 from gallery.filters import Filter
 from gallery.index import Neighbours
 from gallery.view import Allowed, Snapshot
@@ -69,6 +70,7 @@ class Searching:
         self._embedding = embedding
         self._catalog = catalog
         self._state = state
+        self._searches = {kind: metrics.searches.labels(kind) for kind in ("exact", "graph")}
         self._batcher = Batcher(
             _run, largest=_LARGEST_BATCH, observe=metrics.batch_size.labels("search").observe
         )
@@ -81,12 +83,18 @@ class Searching:
         """
         with hosted.using() as plan:
             question = self._question(hosted, plan, query, k)
+            self._count(question)
             for _ in range(_TRIES):
                 answer = self._answer(question, filtered)
                 found = _found(question, answer)
                 if not _lost(question, answer, found):
                     break
             return found
+
+    def _count(self, question: _Question) -> None:
+        for part in question.parts:
+            base = question.hosted.view(part.space).snapshot().base
+            self._searches["exact" if isinstance(base.index, ExactIndex) else "graph"].inc()
 
     def _answer(self, question: _Question, filtered: Filter | None) -> _Answer:
         if filtered is None and question.k <= _SMALL_K:
@@ -104,6 +112,8 @@ class Searching:
         with hosted.using() as plan:
             asked = self._questions(hosted, plan, queries, k)
             questions = [one for one in asked if isinstance(one, _Question)]
+            for question in questions:
+                self._count(question)
             answers = iter(_run(questions, _allowed(hosted, filtered)) if questions else ())
             return [
                 _found_or_refused(one, next(answers)) if isinstance(one, _Question) else one

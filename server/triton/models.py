@@ -185,6 +185,7 @@ class TritonModels:
         if self._starts.began:
             log.error("Triton is gone", log=process.log_tail())
             self._stopping.wait(self._starts.pause())
+            self._metrics.triton_restarts.inc()
         try:
             process.start()
         except (UnavailableError, CannotWriteError) as error:

@@ -1,0 +1,138 @@
+"""What the metrics tell: queues, how searches are answered, what indexes hold."""
+
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from server.border.auth import RULES
+from server.border.interceptor import Border
+from server.border.lanes import Lanes
+from server.border.metrics import Metrics
+from tests.server.support import Client, images, running
+
+METHOD = "/test.Sleeping/Sleep"
+SECONDS = 0.3
+THREADS = 8
+
+
+class Sleeping(grpc.GenericRpcHandler):
+    """One method, that takes a while; how often it ran."""
+
+    def __init__(self) -> None:
+        self.ran = 0
+        self._lock = threading.Lock()
+        self._handler = grpc.unary_unary_rpc_method_handler(
+            self._sleep,
+            health_pb2.HealthCheckRequest.FromString,
+            health_pb2.HealthCheckResponse.SerializeToString,
+        )
+
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> "grpc.RpcMethodHandler[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]":
+        return self._handler
+
+    def _sleep(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        with self._lock:
+            self.ran += 1
+        time.sleep(SECONDS)
+        return health_pb2.HealthCheckResponse()
+
+
+@contextmanager
+def serving(sleeping: Sleeping, metrics: Metrics, max_calls: int) -> Iterator[Client]:
+    """`sleeping` behind a border."""
+    border = Border(metrics, None, max_calls, max_call_seconds=60)
+    server = grpc.server(cast(ThreadPoolExecutor, border.pool), interceptors=[border])
+    server.add_generic_rpc_handlers((sleeping,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with Client(f"127.0.0.1:{port}") as client:
+            yield client
+    finally:
+        server.stop(None).wait()
+        border.close()
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    given = {"grpc_service": "test.Sleeping", "grpc_method": "Sleep", **labels}
+    return metrics.registry.get_sample_value(name, given) or 0.0
+
+
+def test_time_in_the_queue_counts_and_what_is_shed_is_counted() -> None:
+    metrics, sleeping = Metrics(), Sleeping()
+    with serving(sleeping, metrics, max_calls=3 * THREADS) as client:
+        call = client.channel.unary_unary(METHOD, bytes, bytes)
+        sent = [call.future(b"", timeout=60) for _ in range(4 * THREADS)]
+        codes = [one.code() for one in sent]
+    answered, shed = (
+        codes.count(grpc.StatusCode.OK),
+        codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED),
+    )
+    assert (answered, shed) == (3 * THREADS, THREADS)
+    counted = {
+        code: value(metrics, "grpc_server_handled_total", grpc_code=code)
+        for code in ("OK", "RESOURCE_EXHAUSTED")
+    }
+    assert counted == {"OK": answered, "RESOURCE_EXHAUSTED": shed}
+    # Three rounds of eight: the last waits for two others.
+    total = value(metrics, "grpc_server_handling_seconds_sum")
+    assert total > 1.5 * answered * SECONDS
+
+
+def test_calls_whose_callers_left_the_queue_are_not_worked_on() -> None:
+    metrics, sleeping = Metrics(), Sleeping()
+    with serving(sleeping, metrics, max_calls=64) as client:
+        call = client.channel.unary_unary(METHOD, bytes, bytes)
+        sent = [call.future(b"", timeout=60) for _ in range(5 * THREADS)]
+        while sleeping.ran < THREADS:
+            time.sleep(0.01)
+        for one in sent:
+            one.cancel()
+        call(b"", timeout=60)
+        # Those that ran when they were left, and ours; a few were begun meanwhile.
+        assert sleeping.ran <= 3 * THREADS
+        counted = value(metrics, "grpc_server_handled_total", grpc_code="CANCELLED")
+        assert counted >= 2 * THREADS
+
+
+def test_searches_indexes_and_the_disk_are_told(repo: Path, tmp_path: Path) -> None:
+    with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
+        client.create()
+        client.put_images(images(5))
+        client.search(images(5)[1])
+        with urllib.request.urlopen(f"http://{gateway.metrics_address}/metrics") as page:
+            lines = dict(line.rsplit(" ", 1) for line in page.read().decode().splitlines())
+    assert float(lines['nobackfill_searches_total{searched="exact"}']) == 1
+    # Put after the gallery was opened, so beside its base.
+    assert float(lines['nobackfill_index_vectors{searched="delta"}']) == 5
+    assert float(lines['nobackfill_index_vectors{searched="graph"}']) == 0
+    assert float(lines["nobackfill_index_age_seconds"]) == 0
+    assert float(lines["nobackfill_disk_free_bytes"]) > 0
+    assert float(lines["nobackfill_triton_restarts_total"]) == 0
+
+
+def test_what_needs_no_token_shares_no_lane_with_what_does() -> None:
+    lanes = Lanes(8, shared=True)
+    try:
+        of_strangers = {lanes.of(m, streams="Watch" in m).name for m in RULES if RULES[m] is None}
+        streams = ("PutItems", "FetchFile", "Blob", "Watch", "ActivateRelease", "Reflection")
+        of_others = {
+            lanes.of(m, streams=any(s in m for s in streams)).name
+            for m in RULES
+            if RULES[m] is not None
+        }
+        assert not of_strangers & of_others
+    finally:
+        lanes.close()
