@@ -47,7 +47,7 @@ class Border(grpc.ServerInterceptor):
         self.draining = False
         self._kinds: dict[str, tuple[Kind, Handler]] = {}
         awaited = self._reception.awaited
-        metrics.lanes = {
+        metrics.calls.lanes = {
             "message": (awaited, awaited),
             **{name: (lane.held, lane.waiting) for name, lane in self._lanes.all.items()},
         }
@@ -66,7 +66,7 @@ class Border(grpc.ServerInterceptor):
         if known is None:
             handler = continuation(handler_call_details)
             if handler is None:
-                self._metrics.count_unknown()
+                self._metrics.calls.count_unknown()
                 return None
             known = self._kinds[method] = (self._kind(method, handler), handler)
         metadata = dict(handler_call_details.invocation_metadata)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.gc_collector import GCCollector
@@ -10,9 +9,8 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from release.errors import BusyError
+from server.border.call_metrics import CallMetrics
 from server.settings import split_address
-
-_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
 class Metrics:
@@ -22,19 +20,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
-        call = ["grpc_service", "grpc_method"]
-        self.handled = Counter(
-            "grpc_server_handled_total", "Calls ended.", [*call, "grpc_code"],
-            registry=self.registry,
-        )  # fmt: skip
-        self.handling = Histogram(
-            "grpc_server_handling_seconds", "Time from a call's arrival to its end.", call,
-            buckets=_BUCKETS, registry=self.registry,
-        )  # fmt: skip
-        self._series: dict[str, tuple[Mapping[grpc.StatusCode, Counter], Histogram]] = {}
-        # Set by the border: calls that are open and those that wait, by lane, when asked.
-        self.lanes: Mapping[str, tuple[Callable[[], int], Callable[[], int]]] = {}
-        self.registry.register(_Calls(self))
+        self.calls = CallMetrics(self.registry)
         self.active_release = Gauge(
             "nobackfill_active_release", "Number of the release that answers; 0 when none does.",
             registry=self.registry,
@@ -81,20 +67,6 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
 
-    def count(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
-        """A call of `method` (/package.Service/Name) ended, so long after it arrived."""
-        series = self._series.get(method)
-        if series is None:
-            service, _, name = method.strip("/").rpartition("/")
-            handled = {c: self.handled.labels(service, name, c.name) for c in grpc.StatusCode}
-            series = self._series[method] = handled, self.handling.labels(service, name)
-        series[0][code].inc()
-        series[1].observe(seconds)
-
-    def count_unknown(self) -> None:
-        """A call of a method that does not exist; its name is the caller's, so no label."""
-        self.handled.labels("unknown", "unknown", grpc.StatusCode.UNIMPLEMENTED.name).inc()
-
     def serve(self, address: str) -> str:
         """Answer HTTP GET /metrics on `address`; returns where. Raises BusyError."""
         host, port = split_address(address, "metrics_address")
@@ -129,25 +101,3 @@ class _GalleryItems(Collector):
         for (release, state), count in self._metrics.gallery_items().items():
             family.add_metric([str(release), state], count)
         yield family
-
-
-class _Calls(Collector):
-    """How many calls there are, when somebody looks."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        is_open = GaugeMetricFamily(
-            "nobackfill_calls_open", "Calls that came and have not ended, by lane.", labels=["lane"]
-        )
-        waits = GaugeMetricFamily(
-            "nobackfill_calls_waiting",
-            "Calls that wait for a thread of their lane; in lane message, for their message.",
-            labels=["lane"],
-        )
-        for lane, (held, waiting) in self._metrics.lanes.items():
-            is_open.add_metric([lane], held())
-            waits.add_metric([lane], waiting())
-        yield is_open
-        yield waits

@@ -83,7 +83,7 @@ class Visit:
         """Count the call, and give back what it held."""
         for ending in self._endings:
             ending()
-        self._kind.metrics.count(self._kind.method, code, time.monotonic() - self._arrived)
+        self._kind.metrics.calls.count(self._kind.method, code, time.monotonic() - self._arrived)
 
     def is_heavy(self, request: Any) -> bool:
         """Whether a small request asks for much: a model has to look at an image."""
