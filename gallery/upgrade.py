@@ -3,8 +3,6 @@
 A run that was broken off and resumed gives the same bits as an unbroken one.
 """
 
-import contextlib
-import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,18 +13,13 @@ from numpy.typing import NDArray
 
 from gallery import staging
 from gallery.index import Labels
-from gallery.put import Checked, NewVectors, check, insert_vectors
 from gallery.remaining import Order, Remaining
-from gallery.spec import Origin, SpaceInfo, SpaceSpec
+from gallery.spec import Origin, SpaceSpec
 from gallery.store import Store
-from gallery.tables import VECTOR_TABLE, vector_table
 from release.errors import UnusableOutputError
 from release.vectors import Vectors
 
 CHUNK = 1024
-# Items carried to measure an estimate, and what SQLite adds to a row of vectors.
-PROBE_ITEMS = 512
-ROW_OVERHEAD_BYTES = 64
 
 
 class Upgraded(Protocol):
@@ -140,51 +133,3 @@ def _named(
         "them again from their images, or ask the publisher for another release",
         error.rows,
     )
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """From a short measured probe that changes nothing. `bytes`: what the space adds on disk."""
-
-    items: int
-    seconds: float
-    bytes: int
-    left_behind: int
-
-
-def estimate(
-    store: Store,
-    runner: Runner,
-    target: SpaceSpec,
-    *,
-    source: str | None = None,
-) -> Estimate:
-    """Cost of `run_upgrade`, before anything starts.
-
-    A few items are read, carried and written to a table in memory, so a slow disk adds to it.
-    Raises InvalidInputError for a bad output of the runner.
-    """
-    remaining = Remaining(store, source or store.active().spec.space, target, runner.reads_side)
-    todo = remaining.all_labels()
-    total = store.count()
-    done = 0 if remaining.target is None else store.count(target.space)
-    seconds = 0.0
-    if len(todo):
-        # Spread over the gallery; the first few rows make the runner ready.
-        probe = todo[:: max(1, len(todo) // PROBE_ITEMS)][:PROBE_ITEMS]
-        runner.run(*remaining.read(probe[:8], runner.reads_side)[1:])
-        started = time.perf_counter()
-        labels, embedding, side = remaining.read(probe, runner.reads_side)
-        upgraded = runner.run(embedding, side)
-        new = NewVectors(target.space, upgraded.embedding, upgraded.side)
-        _write_aside(check(SpaceInfo(target, "staging", 1, 0), new, len(labels)), labels)
-        seconds = (time.perf_counter() - started) / len(labels) * len(todo)
-    row = 4 * (target.dim + target.side_dim) + ROW_OVERHEAD_BYTES
-    return Estimate(len(todo), seconds, len(todo) * row, total - done - len(todo))
-
-
-def _write_aside(checked: Checked, labels: Labels) -> None:
-    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
-        connection.execute(VECTOR_TABLE.format(name=vector_table(checked.info.number)))
-        connection.execute("BEGIN")
-        insert_vectors(connection, checked, labels)

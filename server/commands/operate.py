@@ -4,6 +4,7 @@ import json
 from typing import Annotated, Any
 
 import typer
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
@@ -125,20 +126,23 @@ def retire(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
 def estimate(
     gallery: Annotated[str, typer.Argument(help="gallery")],
     number: Annotated[int, typer.Argument(help="release to carry it to")],
+    spare_cores: Annotated[float, typer.Option(help="share of cores left to searches")] = 0.0,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
     """Items, seconds and bytes of an upgrade, measured on a few items; nothing is changed."""
     with exit_codes(), connected(server) as channel:
-        request = upgrade_pb2.EstimateUpgradeRequest(gallery=gallery, release=number)
+        request = upgrade_pb2.EstimateUpgradeRequest(
+            gallery=gallery, release=number, spare_cores=spare_cores
+        )
         answer = UpgradeServiceStub(channel).EstimateUpgrade(request, timeout=TIMEOUT_S)
-    seconds = answer.duration.seconds + answer.duration.nanos / 1e9
     rows = [
-        ["items", "seconds", "bytes", "route", "kept of new/new", "left behind"],
+        ["items", "seconds", "then indexed", "bytes", "memory", "route", "kept of new/new",
+         "left behind"],
         [
-            str(answer.items), f"{seconds:.1f}", str(answer.bytes),
-            " > ".join(map(str, answer.route)), f"{answer.expected_kept:.1%}",
-            str(answer.left_behind),
+            str(answer.items), _seconds(answer.duration), _seconds(answer.index_duration),
+            str(answer.bytes), str(answer.memory_bytes), " > ".join(map(str, answer.route)),
+            f"{answer.expected_kept:.1%}", str(answer.left_behind),
         ],
     ]  # fmt: skip
     show(as_json, plain(answer), rows)
@@ -198,6 +202,10 @@ def _word(name: str) -> str:
     for prefix in ("RELEASE_STATE_", "SPACE_STATE_", "PHASE_", "ROLLOUT_", "UPGRADE_STATE_"):
         name = name.removeprefix(prefix)
     return name.lower()
+
+
+def _seconds(duration: Duration) -> str:
+    return f"{duration.ToTimedelta().total_seconds():.1f}"
 
 
 def _numbers(numbers: Any) -> str:

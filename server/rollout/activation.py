@@ -20,7 +20,7 @@ from server.rollout.recovery import recover
 from server.rollout.rollout import CancelledError, Phase, Rollout
 from server.rollout.run import Run
 from server.state import Activation, RolloutName
-from server.upgrades.upgrading import DEFAULT_SPARE_CORES
+from server.upgrades.throttle import DEFAULT_SPARE_CORES
 
 log = structlog.get_logger("server.activation")
 
@@ -153,7 +153,7 @@ class Activations:
         return run
 
     def _work(self, run: Run) -> tuple[Phase, str]:
-        phase, message = Phase.FAILED, "it ended for a reason nobody foresaw; see the log"
+        phase, message = Phase.FAILED, "unforeseen error; the gateway's log has its traceback"
         with surviving(self._core.metrics, "activation"):
             began = time.monotonic()
             phase, message = self._roll_out(run)

@@ -15,6 +15,7 @@ from server.rollout.activation import Activations
 from server.services.convert import to_value
 from server.upgrades.backfill import backfill
 from server.upgrades.subgroups import Subgroup, subgroups
+from server.upgrades.throttle import DEFAULT_SPARE_CORES
 from server.upgrades.upgrading import Job, JobState
 
 _STATES = {
@@ -36,18 +37,23 @@ class UpgradeService(UpgradeServiceServicer):
     def EstimateUpgrade(  # noqa: N802 - the contract's name
         self, request: pb.EstimateUpgradeRequest, context: grpc.ServicerContext
     ) -> pb.EstimateUpgradeResponse:
+        if not 0 <= request.spare_cores < 1:
+            raise InvalidInputError("spare_cores: expected 0 to below 1")
         target = self._core.catalog.find(request.release)
+        spare_cores = request.spare_cores or DEFAULT_SPARE_CORES
         with self._core.galleries.using(request.gallery) as hosted:
             self._core.catalog.verified(target.release)
-            estimate, route = self._core.upgrading.estimate(hosted, target)
+            cost, route = self._core.upgrading.estimate(hosted, target, spare_cores)
         response = pb.EstimateUpgradeResponse(
-            items=estimate.items,
-            bytes=estimate.bytes,
+            items=cost.items,
+            bytes=cost.bytes,
+            memory_bytes=cost.memory_bytes,
             route=route.releases or [target.release],
             expected_kept=route.kept or 0.0,
-            left_behind=estimate.left_behind,
+            left_behind=cost.left_behind,
         )
-        response.duration.FromMilliseconds(int(estimate.seconds * 1000))
+        response.duration.FromMilliseconds(int(cost.seconds * 1000))
+        response.index_duration.FromMilliseconds(int(cost.index_seconds * 1000))
         return response
 
     def StartUpgrade(  # noqa: N802

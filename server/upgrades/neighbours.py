@@ -11,6 +11,8 @@ from release.vectors import Vectors
 
 PROBES = 1000
 K = 10
+# An upgrade is looked at so often while it runs, at equal distances.
+LOOKS = 10
 
 
 def neighbours_kept(store: Store, old: SpaceSpec, new: SpaceSpec) -> float | None:

@@ -1,9 +1,8 @@
 """Carrying galleries into a release's space: one job a gallery at a time, throttled, stoppable."""
 
-import os
 import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -11,19 +10,20 @@ from pathlib import Path
 import structlog
 
 from gallery.spec import SpaceSpec
-from gallery.upgrade import Estimate, Outcome, Progress, estimate, run_upgrade
+from gallery.upgrade import Outcome, Progress, run_upgrade
 from release.errors import PreconditionError
 from release.manifest import Manifest
 from release.routes import Route, RouteRunner, open_route, plan_route
 from server.border.metrics import Metrics
 from server.catalog import Catalog, Changed
 from server.galleries.hosted import Hosted
+from server.galleries.indexing import give_way
 from server.state import StateFile
-from server.upgrades.neighbours import neighbours_kept
+from server.upgrades.cost import Cost, cost
+from server.upgrades.neighbours import LOOKS, neighbours_kept
+from server.upgrades.throttle import Throttle
 
 log = structlog.get_logger("server.upgrading")
-
-DEFAULT_SPARE_CORES = 0.5
 
 
 class JobState(StrEnum):
@@ -61,24 +61,6 @@ class Job:
         return left / self.items_per_second if self.items_per_second > 0 else 0.0
 
 
-class Throttle:
-    """Leaves a share of the cores to searches: fewer threads, then pauses between chunks."""
-
-    def __init__(self, spare_cores: float) -> None:
-        """`spare_cores`: 0 to just below 1."""
-        self.cores = len(os.sched_getaffinity(0))
-        share = max(0.05, 1 - spare_cores) * self.cores
-        self.threads = max(1, int(share))
-        self.pause_per_second = max(0.0, self.threads / share - 1)
-        self._last = time.monotonic()
-
-    def rest(self) -> None:
-        """Called after each chunk: pause in proportion to the work since the last call."""
-        worked = time.monotonic() - self._last
-        time.sleep(min(2.0, worked * self.pause_per_second))
-        self._last = time.monotonic()
-
-
 class Upgrading:
     """The jobs of all galleries. `changed` is notified at every chunk."""
 
@@ -101,13 +83,21 @@ class Upgrading:
         usable = self._catalog.usable(source)
         return plan_route(usable, source, target, has_side) if target in usable else None
 
-    def estimate(self, hosted: Hosted, target: Manifest) -> tuple[Estimate, Route]:
-        """Cost of an upgrade, measured on a few items. Raises PreconditionError without a route."""
+    def estimate(self, hosted: Hosted, target: Manifest, spare_cores: float) -> tuple[Cost, Route]:
+        """Cost of an upgrade, measured on a few items. Raises PreconditionError without a route,
+        CannotWriteError."""
         route = self._need_route(hosted, target.release)
         if not route.steps:
-            return Estimate(0, 0.0, 0, 0), route
-        runner = open_route(self._files, route, int8=True)
-        return estimate(hosted.store, runner, SpaceSpec.of(target)), route
+            return Cost(), route
+        throttle = Throttle(spare_cores)
+
+        def open_runner() -> RouteRunner:
+            return open_route(self._files, route, throttle.threads, int8=True)
+
+        # As an upgrade's, the probe's thread lets searches go before it.
+        with ThreadPoolExecutor(1, "estimate", initializer=give_way) as one:
+            probe = one.submit(cost, hosted, open_runner, SpaceSpec.of(target), throttle)
+            return probe.result(), route
 
     def run(
         self,
@@ -139,7 +129,7 @@ class Upgrading:
                 hosted.name, done=progress.done, total=progress.total, items_per_second=rate
             )
             nonlocal looked
-            if looked is None or 10 * (progress.done - looked) >= progress.total:
+            if looked is None or LOOKS * (progress.done - looked) >= progress.total:
                 looked = progress.done
                 self._look(hosted, source, spec)
             on_progress(progress.done)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from gallery import staging
+from gallery.estimate import estimate
 from gallery.remaining import Order
 from gallery.store import Store
-from gallery.upgrade import Progress, estimate, run_upgrade
+from gallery.upgrade import Progress, run_upgrade
 from release.errors import InvalidInputError
 from release.vectors import Vectors
 from tests.gallery.making import DIM, SIDE_DIM, Carried, Linear, filled, ids, put, rows, spec
@@ -176,7 +177,7 @@ def test_what_has_a_native_vector_already_is_not_overwritten(tmp_path: Path) -> 
 def test_items_without_side_information_stay_behind_and_are_named(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 5) as store:
         put(store, ["bare-1", "bare-2"], seed=4, side=False)
-        guess = estimate(store, Linear(), spec(2))
+        guess = estimate(store, Linear(), spec(2), tmp_path)
         assert (guess.items, guess.left_behind) == (5, 2)
         outcome = run_upgrade(store, Linear(), spec(2))
         assert (outcome.written, outcome.left_behind) == (5, 2)
@@ -243,12 +244,12 @@ def test_bad_outputs_are_refused_chunk_by_chunk(tmp_path: Path, kind: str) -> No
 def test_an_estimate_changes_nothing_and_grows_with_what_is_to_do(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 300) as store:
         before = (tmp_path / "g.sqlite").read_bytes()
-        guess = estimate(store, Linear(), spec(2))
+        guess = estimate(store, Linear(), spec(2), tmp_path)
         assert (tmp_path / "g.sqlite").read_bytes() == before and len(store.spaces()) == 1
         assert guess.items == 300 and guess.seconds > 0
         assert guess.bytes >= 300 * 4 * (DIM + SIDE_DIM)
         run_upgrade(store, Linear(), spec(2))
-        done = estimate(store, Linear(), spec(2))
+        done = estimate(store, Linear(), spec(2), tmp_path)
         assert (done.items, done.seconds, done.bytes, done.left_behind) == (0, 0, 0, 0)
 
 

@@ -17,10 +17,12 @@ from release.vectors import Vectors
 from server.embedding.embedding import LARGEST_BATCH
 from server.gateway import Gateway
 from server.upgrades.neighbours import neighbours_kept
-from server.upgrades.upgrading import Throttle
+from server.upgrades.throttle import Throttle
 from tests.server.conftest import Stages, publish_stage
-from tests.server.support import Client, ids, images, refusal
+from tests.server.support import TIMEOUT_S, Client, ids, images, refusal
+from tests.server.test_indexing import put
 from tests.support.blocks import png
+from tests.support.waiting import wait_until
 
 COUNT = 40
 
@@ -56,6 +58,38 @@ def test_an_image_put_again_after_an_upgrade_gets_its_own_vector(ready: Client) 
         (hit,) = ready.search(image, k=1).hits
         assert (hit.id, hit.origin) == (f"i{i}", types_pb2.ORIGIN_NATIVE)
     assert ready.gallery().items == COUNT
+
+
+def size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_an_estimate_is_near_what_it_then_takes(
+    gateway: Gateway, client: Client, repo: Path, stages: Stages, one: Manifest
+) -> None:
+    """Time until the new space answers, and the disk; both within generous factors."""
+    client.create()
+    put(client, one, 0, 6000)
+    hosted = gateway.core.galleries.get("g")
+    wait_until(hosted.index_path(one.space).exists, "no index file")
+    publish_stage(repo, stages[2])
+    request = upgrade_pb2.EstimateUpgradeRequest(gallery="g", release=2, spare_cores=0.9)
+    told = client.upgrades.EstimateUpgrade(request, timeout=TIMEOUT_S)
+    hosted.store.scrub()
+    before = size(hosted.folder)
+    call = release_pb2.ActivateReleaseRequest(number=2, rollout="ROLLOUT_CUTOVER", spare_cores=0.9)
+    times = {
+        event.phase: event.time.ToNanoseconds() / 1e9
+        for event in client.releases.ActivateRelease(call, timeout=TIMEOUT_S)
+        if not event.done or event.phase != release_pb2.PHASE_UPGRADING
+    }
+    took = times[release_pb2.PHASE_SWITCHING] - times[release_pb2.PHASE_UPGRADING]
+    hosted.store.scrub()
+    # Beside other work on two cores a probe may be slowed down many times; it must not be too low.
+    assert took / 4 < told.duration.ToTimedelta().total_seconds() < took * 15
+    assert 0.5 < told.bytes / (size(hosted.folder) - before) < 2
+    assert told.index_duration.ToNanoseconds() > 0
+    assert told.memory_bytes > told.items * 4 * one.embedder.dim
 
 
 def test_progress_is_streamed_through_pause_and_resume(ready: Client) -> None:

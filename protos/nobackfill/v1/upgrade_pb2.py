@@ -26,39 +26,39 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from nobackfill.v1 import types_pb2 as nobackfill_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bnobackfill/v1/upgrade.proto\x12\rnobackfill.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19nobackfill/v1/types.proto\":\n\x16\x45stimateUpgradeRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\x0f\n\x07release\x18\x02 \x01(\r\"\x9f\x01\n\x17\x45stimateUpgradeResponse\x12\r\n\x05items\x18\x01 \x01(\x04\x12+\n\x08\x64uration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\r\n\x05route\x18\x04 \x03(\r\x12\x15\n\rexpected_kept\x18\x05 \x01(\x01\x12\x13\n\x0bleft_behind\x18\x06 \x01(\x04\"\x95\x01\n\x13StartUpgradeRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\x0f\n\x07release\x18\x02 \x01(\r\x12\x13\n\x0bspare_cores\x18\x03 \x01(\x01\x12.\n\x08\x62\x61\x63kfill\x18\x04 \x03(\x0b\x32\x1c.nobackfill.v1.BackfillImage\x12\x17\n\x0f\x62\x61\x63kfill_budget\x18\x05 \x01(\r\"*\n\rBackfillImage\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05image\x18\x02 \x01(\x0c\"H\n\x14StartUpgradeResponse\x12\x30\n\x08progress\x18\x01 \x01(\x0b\x32\x1e.nobackfill.v1.UpgradeProgress\"8\n\x13WatchUpgradeRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\x10\n\x08group_by\x18\x02 \x01(\t\"H\n\x14WatchUpgradeResponse\x12\x30\n\x08progress\x18\x01 \x01(\x0b\x32\x1e.nobackfill.v1.UpgradeProgress\"&\n\x13PauseUpgradeRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\"H\n\x14PauseUpgradeResponse\x12\x30\n\x08progress\x18\x01 \x01(\x0b\x32\x1e.nobackfill.v1.UpgradeProgress\"\xe6\x02\n\x0fUpgradeProgress\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\x14\n\x0c\x66rom_release\x18\x02 \x01(\r\x12\x12\n\nto_release\x18\x03 \x01(\r\x12*\n\x05state\x18\x04 \x01(\x0e\x32\x1b.nobackfill.v1.UpgradeState\x12\x0c\n\x04\x64one\x18\x05 \x01(\x04\x12\r\n\x05total\x18\x06 \x01(\x04\x12\x18\n\x10items_per_second\x18\x07 \x01(\x01\x12,\n\tremaining\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bre_embedded\x18\t \x01(\x04\x12\x1c\n\x0fneighbours_kept\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07message\x18\x0b \x01(\t\x12/\n\x07quality\x18\x0c \x01(\x0b\x32\x1e.nobackfill.v1.SubgroupQualityB\x12\n\x10_neighbours_kept\"X\n\x0fSubgroupQuality\x12\x19\n\x11re_embedded_share\x18\x01 \x01(\x01\x12*\n\tsubgroups\x18\x02 \x03(\x0b\x32\x17.nobackfill.v1.Subgroup\"\xa9\x01\n\x08Subgroup\x12#\n\x05value\x18\x01 \x01(\x0b\x32\x14.nobackfill.v1.Value\x12\r\n\x05items\x18\x02 \x01(\x04\x12\x13\n\x0bre_embedded\x18\x03 \x01(\x04\x12\x0e\n\x06probes\x18\x04 \x01(\x04\x12\x11\n\x04\x63mc1\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x0b\x63mc1_before\x18\x06 \x01(\x01H\x01\x88\x01\x01\x42\x07\n\x05_cmc1B\x0e\n\x0c_cmc1_before*\xb0\x01\n\x0cUpgradeState\x12\x1d\n\x19UPGRADE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15UPGRADE_STATE_RUNNING\x10\x01\x12\x18\n\x14UPGRADE_STATE_PAUSED\x10\x02\x12\x1a\n\x16UPGRADE_STATE_INDEXING\x10\x03\x12\x16\n\x12UPGRADE_STATE_DONE\x10\x04\x12\x18\n\x14UPGRADE_STATE_FAILED\x10\x05\x32\xff\x02\n\x0eUpgradeService\x12`\n\x0f\x45stimateUpgrade\x12%.nobackfill.v1.EstimateUpgradeRequest\x1a&.nobackfill.v1.EstimateUpgradeResponse\x12W\n\x0cStartUpgrade\x12\".nobackfill.v1.StartUpgradeRequest\x1a#.nobackfill.v1.StartUpgradeResponse\x12Y\n\x0cWatchUpgrade\x12\".nobackfill.v1.WatchUpgradeRequest\x1a#.nobackfill.v1.WatchUpgradeResponse0\x01\x12W\n\x0cPauseUpgrade\x12\".nobackfill.v1.PauseUpgradeRequest\x1a#.nobackfill.v1.PauseUpgradeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bnobackfill/v1/upgrade.proto\x12\rnobackfill.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19nobackfill/v1/types.proto\"O\n\x16\x45stimateUpgradeRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\x0f\n\x07release\x18\x02 \x01(\r\x12\x13\n\x0bspare_cores\x18\x03 \x01(\x01\"\xe8\x01\n\x17\x45stimateUpgradeResponse\x12\r\n\x05items\x18\x01 \x01(\x04\x12+\n\x08\x64uration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\r\n\x05route\x18\x04 \x03(\r\x12\x15\n\rexpected_kept\x18\x05 \x01(\x01\x12\x13\n\x0bleft_behind\x18\x06 \x01(\x04\x12\x31\n\x0eindex_duration\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cmemory_bytes\x18\x08 \x01(\x04\"\x95\x01\n\x13StartUpgradeRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\x0f\n\x07release\x18\x02 \x01(\r\x12\x13\n\x0bspare_cores\x18\x03 \x01(\x01\x12.\n\x08\x62\x61\x63kfill\x18\x04 \x03(\x0b\x32\x1c.nobackfill.v1.BackfillImage\x12\x17\n\x0f\x62\x61\x63kfill_budget\x18\x05 \x01(\r\"*\n\rBackfillImage\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05image\x18\x02 \x01(\x0c\"H\n\x14StartUpgradeResponse\x12\x30\n\x08progress\x18\x01 \x01(\x0b\x32\x1e.nobackfill.v1.UpgradeProgress\"8\n\x13WatchUpgradeRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\x10\n\x08group_by\x18\x02 \x01(\t\"H\n\x14WatchUpgradeResponse\x12\x30\n\x08progress\x18\x01 \x01(\x0b\x32\x1e.nobackfill.v1.UpgradeProgress\"&\n\x13PauseUpgradeRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\"H\n\x14PauseUpgradeResponse\x12\x30\n\x08progress\x18\x01 \x01(\x0b\x32\x1e.nobackfill.v1.UpgradeProgress\"\xe6\x02\n\x0fUpgradeProgress\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\x14\n\x0c\x66rom_release\x18\x02 \x01(\r\x12\x12\n\nto_release\x18\x03 \x01(\r\x12*\n\x05state\x18\x04 \x01(\x0e\x32\x1b.nobackfill.v1.UpgradeState\x12\x0c\n\x04\x64one\x18\x05 \x01(\x04\x12\r\n\x05total\x18\x06 \x01(\x04\x12\x18\n\x10items_per_second\x18\x07 \x01(\x01\x12,\n\tremaining\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bre_embedded\x18\t \x01(\x04\x12\x1c\n\x0fneighbours_kept\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07message\x18\x0b \x01(\t\x12/\n\x07quality\x18\x0c \x01(\x0b\x32\x1e.nobackfill.v1.SubgroupQualityB\x12\n\x10_neighbours_kept\"X\n\x0fSubgroupQuality\x12\x19\n\x11re_embedded_share\x18\x01 \x01(\x01\x12*\n\tsubgroups\x18\x02 \x03(\x0b\x32\x17.nobackfill.v1.Subgroup\"\xa9\x01\n\x08Subgroup\x12#\n\x05value\x18\x01 \x01(\x0b\x32\x14.nobackfill.v1.Value\x12\r\n\x05items\x18\x02 \x01(\x04\x12\x13\n\x0bre_embedded\x18\x03 \x01(\x04\x12\x0e\n\x06probes\x18\x04 \x01(\x04\x12\x11\n\x04\x63mc1\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x0b\x63mc1_before\x18\x06 \x01(\x01H\x01\x88\x01\x01\x42\x07\n\x05_cmc1B\x0e\n\x0c_cmc1_before*\xb0\x01\n\x0cUpgradeState\x12\x1d\n\x19UPGRADE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15UPGRADE_STATE_RUNNING\x10\x01\x12\x18\n\x14UPGRADE_STATE_PAUSED\x10\x02\x12\x1a\n\x16UPGRADE_STATE_INDEXING\x10\x03\x12\x16\n\x12UPGRADE_STATE_DONE\x10\x04\x12\x18\n\x14UPGRADE_STATE_FAILED\x10\x05\x32\xff\x02\n\x0eUpgradeService\x12`\n\x0f\x45stimateUpgrade\x12%.nobackfill.v1.EstimateUpgradeRequest\x1a&.nobackfill.v1.EstimateUpgradeResponse\x12W\n\x0cStartUpgrade\x12\".nobackfill.v1.StartUpgradeRequest\x1a#.nobackfill.v1.StartUpgradeResponse\x12Y\n\x0cWatchUpgrade\x12\".nobackfill.v1.WatchUpgradeRequest\x1a#.nobackfill.v1.WatchUpgradeResponse0\x01\x12W\n\x0cPauseUpgrade\x12\".nobackfill.v1.PauseUpgradeRequest\x1a#.nobackfill.v1.PauseUpgradeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'nobackfill.v1.upgrade_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_UPGRADESTATE']._serialized_start=1467
-  _globals['_UPGRADESTATE']._serialized_end=1643
+  _globals['_UPGRADESTATE']._serialized_start=1561
+  _globals['_UPGRADESTATE']._serialized_end=1737
   _globals['_ESTIMATEUPGRADEREQUEST']._serialized_start=105
-  _globals['_ESTIMATEUPGRADEREQUEST']._serialized_end=163
-  _globals['_ESTIMATEUPGRADERESPONSE']._serialized_start=166
-  _globals['_ESTIMATEUPGRADERESPONSE']._serialized_end=325
-  _globals['_STARTUPGRADEREQUEST']._serialized_start=328
-  _globals['_STARTUPGRADEREQUEST']._serialized_end=477
-  _globals['_BACKFILLIMAGE']._serialized_start=479
-  _globals['_BACKFILLIMAGE']._serialized_end=521
-  _globals['_STARTUPGRADERESPONSE']._serialized_start=523
-  _globals['_STARTUPGRADERESPONSE']._serialized_end=595
-  _globals['_WATCHUPGRADEREQUEST']._serialized_start=597
-  _globals['_WATCHUPGRADEREQUEST']._serialized_end=653
-  _globals['_WATCHUPGRADERESPONSE']._serialized_start=655
-  _globals['_WATCHUPGRADERESPONSE']._serialized_end=727
-  _globals['_PAUSEUPGRADEREQUEST']._serialized_start=729
-  _globals['_PAUSEUPGRADEREQUEST']._serialized_end=767
-  _globals['_PAUSEUPGRADERESPONSE']._serialized_start=769
-  _globals['_PAUSEUPGRADERESPONSE']._serialized_end=841
-  _globals['_UPGRADEPROGRESS']._serialized_start=844
-  _globals['_UPGRADEPROGRESS']._serialized_end=1202
-  _globals['_SUBGROUPQUALITY']._serialized_start=1204
-  _globals['_SUBGROUPQUALITY']._serialized_end=1292
-  _globals['_SUBGROUP']._serialized_start=1295
-  _globals['_SUBGROUP']._serialized_end=1464
-  _globals['_UPGRADESERVICE']._serialized_start=1646
-  _globals['_UPGRADESERVICE']._serialized_end=2029
+  _globals['_ESTIMATEUPGRADEREQUEST']._serialized_end=184
+  _globals['_ESTIMATEUPGRADERESPONSE']._serialized_start=187
+  _globals['_ESTIMATEUPGRADERESPONSE']._serialized_end=419
+  _globals['_STARTUPGRADEREQUEST']._serialized_start=422
+  _globals['_STARTUPGRADEREQUEST']._serialized_end=571
+  _globals['_BACKFILLIMAGE']._serialized_start=573
+  _globals['_BACKFILLIMAGE']._serialized_end=615
+  _globals['_STARTUPGRADERESPONSE']._serialized_start=617
+  _globals['_STARTUPGRADERESPONSE']._serialized_end=689
+  _globals['_WATCHUPGRADEREQUEST']._serialized_start=691
+  _globals['_WATCHUPGRADEREQUEST']._serialized_end=747
+  _globals['_WATCHUPGRADERESPONSE']._serialized_start=749
+  _globals['_WATCHUPGRADERESPONSE']._serialized_end=821
+  _globals['_PAUSEUPGRADEREQUEST']._serialized_start=823
+  _globals['_PAUSEUPGRADEREQUEST']._serialized_end=861
+  _globals['_PAUSEUPGRADERESPONSE']._serialized_start=863
+  _globals['_PAUSEUPGRADERESPONSE']._serialized_end=935
+  _globals['_UPGRADEPROGRESS']._serialized_start=938
+  _globals['_UPGRADEPROGRESS']._serialized_end=1296
+  _globals['_SUBGROUPQUALITY']._serialized_start=1298
+  _globals['_SUBGROUPQUALITY']._serialized_end=1386
+  _globals['_SUBGROUP']._serialized_start=1389
+  _globals['_SUBGROUP']._serialized_end=1558
+  _globals['_UPGRADESERVICE']._serialized_start=1740
+  _globals['_UPGRADESERVICE']._serialized_end=2123
 # @@protoc_insertion_point(module_scope)

@@ -27,28 +27,34 @@ UPGRADE_STATE_DONE: UpgradeState
 UPGRADE_STATE_FAILED: UpgradeState
 
 class EstimateUpgradeRequest(_message.Message):
-    __slots__ = ("gallery", "release")
+    __slots__ = ("gallery", "release", "spare_cores")
     GALLERY_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    SPARE_CORES_FIELD_NUMBER: _ClassVar[int]
     gallery: str
     release: int
-    def __init__(self, gallery: _Optional[str] = ..., release: _Optional[int] = ...) -> None: ...
+    spare_cores: float
+    def __init__(self, gallery: _Optional[str] = ..., release: _Optional[int] = ..., spare_cores: _Optional[float] = ...) -> None: ...
 
 class EstimateUpgradeResponse(_message.Message):
-    __slots__ = ("items", "duration", "bytes", "route", "expected_kept", "left_behind")
+    __slots__ = ("items", "duration", "bytes", "route", "expected_kept", "left_behind", "index_duration", "memory_bytes")
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     DURATION_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     ROUTE_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_KEPT_FIELD_NUMBER: _ClassVar[int]
     LEFT_BEHIND_FIELD_NUMBER: _ClassVar[int]
+    INDEX_DURATION_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     items: int
     duration: _duration_pb2.Duration
     bytes: int
     route: _containers.RepeatedScalarFieldContainer[int]
     expected_kept: float
     left_behind: int
-    def __init__(self, items: _Optional[int] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., bytes: _Optional[int] = ..., route: _Optional[_Iterable[int]] = ..., expected_kept: _Optional[float] = ..., left_behind: _Optional[int] = ...) -> None: ...
+    index_duration: _duration_pb2.Duration
+    memory_bytes: int
+    def __init__(self, items: _Optional[int] = ..., duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., bytes: _Optional[int] = ..., route: _Optional[_Iterable[int]] = ..., expected_kept: _Optional[float] = ..., left_behind: _Optional[int] = ..., index_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
 
 class StartUpgradeRequest(_message.Message):
     __slots__ = ("gallery", "release", "spare_cores", "backfill", "backfill_budget")
