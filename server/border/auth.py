@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import re
 import threading
 import time
 from collections.abc import Mapping
@@ -9,9 +10,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
+
+import structlog
 
 from release.errors import ConfigurationError, NotPermittedError
 from server.border.errors import UnauthenticatedError
+
+log = structlog.get_logger("server.border")
 
 
 class Role(StrEnum):
@@ -23,10 +29,18 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Principal:
-    """Who calls. `name` owns vault blobs; it is the token's name, not the token."""
+    """Who calls. `name` owns vault blobs; it is the token's name, not the token.
+
+    `galleries` are those that the role is for; None: all.
+    """
 
     name: str
     role: Role
+    galleries: frozenset[str] | None = None
+
+    def may_use(self, gallery: str) -> bool:
+        """Whether the role is for this gallery, be there one or not."""
+        return self.galleries is None or gallery in self.galleries
 
 
 # Without a tokens file the gateway listens on loopback only, and whoever gets there is trusted.
@@ -75,6 +89,20 @@ RULES: Mapping[str, frozenset[Role] | None] = {
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ANY,
 }
 
+# Calls about no gallery, that a role for some of them may make; of ListGalleries it learns its own.
+UNBOUND = frozenset(
+    {
+        _PACKAGE + "GalleryService/ListGalleries",
+        _PACKAGE + "ReleaseService/ListReleases",
+        _PACKAGE + "ReleaseService/GetRelease",
+        _PACKAGE + "ReleaseService/WatchReleases",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    }
+)
+# Roles that may be for some galleries only: the others are about no gallery, or about all.
+_BY_GALLERY = {Role.READER, Role.WRITER}
+_GALLERIES = re.compile(r"[a-z0-9_-]{1,64}(,[a-z0-9_-]{1,64})*")
+
 
 @dataclass(frozen=True)
 class _Token:
@@ -86,8 +114,9 @@ class _Token:
 class Tokens:
     """The tokens file: `NAME ROLE SHA256-OF-THE-TOKEN [EXPIRES]` a line, '#' begins a comment.
 
-    The file holds digests only, so reading it gives nobody access. It is read again when it
-    changes; a change that cannot be read leaves the tokens as they were.
+    ROLE may be for some galleries only, like `writer:photos,cats`. The file holds digests only, so
+    reading it gives nobody access. It is read again when it changes; a change that cannot be read
+    is logged, and leaves the tokens as they were.
     Raises ConfigurationError at the start when a line is wrong, naming it.
     """
 
@@ -96,6 +125,7 @@ class Tokens:
         self._lock = threading.Lock()
         self._stamp, self._tokens = _read(path)
         self._looked = time.monotonic()
+        self._trouble = ""
 
     def principal(self, authorization: str | None) -> Principal:
         """Who the header `Bearer TOKEN` belongs to. Raises UnauthenticatedError."""
@@ -120,8 +150,12 @@ class Tokens:
             try:
                 if _stamp(self._path) != self._stamp:
                     self._stamp, self._tokens = _read(self._path)
-            except (OSError, ConfigurationError):
-                return
+            except (OSError, ConfigurationError) as error:
+                if str(error) != self._trouble:
+                    log.error("tokens not read again, the old ones go on", error=str(error))
+                self._trouble = str(error)
+            else:
+                self._trouble = ""
 
 
 def authorize(method: str, tokens: Tokens | None, authorization: str | None) -> Principal:
@@ -139,6 +173,25 @@ def authorize(method: str, tokens: Tokens | None, authorization: str | None) -> 
             f"role {principal.role} may not call {method}; it is for: {allowed}"
         )
     return principal
+
+
+def check_gallery(method: str, principal: Principal, request: Any) -> None:
+    """Raises NotPermittedError for a request about a gallery that the caller's role is not for.
+
+    The same with and without such a gallery. Requests name theirs as `gallery`, GalleryService's
+    own as `name`; what names none is refused to roles of some galleries, unless it is UNBOUND.
+    """
+    if principal.galleries is None or method in UNBOUND:
+        return
+    fields = request.DESCRIPTOR.fields_by_name
+    field = next((field for field in ("gallery", "name") if field in fields), None)
+    gallery = getattr(request, field) if field else None
+    # In a stream, only the first message names it. No gallery is called "".
+    if gallery is None or (gallery and not principal.may_use(gallery)):
+        raise NotPermittedError(
+            f"the token is for {', '.join(sorted(principal.galleries)[:3])} only, not for what "
+            f"{method} asks for"
+        )
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:
@@ -160,13 +213,17 @@ def _read(path: Path) -> tuple[tuple[int, int, int], tuple[_Token, ...]]:
 
 
 def _token(fields: list[str], where: str) -> _Token:
-    expected = "expected NAME ROLE SHA256 [EXPIRES as 2027-01-31T00:00:00+00:00]"
+    expected = "expected NAME ROLE[:GALLERY,...] SHA256 [EXPIRES as 2027-01-31T00:00:00+00:00]"
     if len(fields) not in (3, 4):
         raise ConfigurationError(f"{where}: {expected}")
     name, role, digest = fields[:3]
+    role, bound, names = role.partition(":")
+    if bound and (role not in _BY_GALLERY or not _GALLERIES.fullmatch(names)):
+        raise ConfigurationError(f"{where}: {expected}, galleries after reader or writer only")
+    galleries = frozenset(names.split(",")) if bound else None
     try:
         expires = datetime.fromisoformat(fields[3]) if len(fields) == 4 else None
-        token = _Token(Principal(name, Role(role)), bytes.fromhex(digest), expires)
+        token = _Token(Principal(name, Role(role), galleries), bytes.fromhex(digest), expires)
     except ValueError as error:
         raise ConfigurationError(f"{where}: {expected}; {error}") from error
     if len(token.digest) != 32 or (expires is not None and expires.tzinfo is None):

@@ -12,7 +12,7 @@ from grpc_status import rpc_status
 from nobackfill.v1 import search_pb2
 from release.errors import NobackfillError
 from server.border import calls
-from server.border.auth import LOCAL, Principal
+from server.border.auth import LOCAL, Principal, check_gallery
 from server.border.errors import DeadlineError, code_of, status_of
 from server.border.lanes import Lane
 from server.border.metrics import Metrics
@@ -137,9 +137,14 @@ class Visit:
         if self.lane.longest_s is not None:
             self.on_end(self._kind.stalls.end_after(self.lane.longest_s, context))
         if self._kind.reads_stream:
-            return map(self.read, self._kind.stalls.requests(argument, context))
-        # Small ones were read where they came.
-        return self.read(argument) if isinstance(argument, bytes) else argument
+            return map(self._message, self._kind.stalls.requests(argument, context))
+        return self._message(argument)
+
+    def _message(self, argument: Any) -> Any:
+        """A request that the caller may make. Small ones were read where they came."""
+        request = self.read(argument) if isinstance(argument, bytes) else argument
+        check_gallery(self._kind.method, self._principal, request)
+        return request
 
     def _code(self, error: Exception, context: grpc.ServicerContext) -> grpc.StatusCode:
         return code_of(error) if context.is_active() else grpc.StatusCode.CANCELLED

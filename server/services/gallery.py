@@ -7,6 +7,7 @@ import grpc
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceServicer
 from release.errors import BusyError, InvalidInputError
+from server.border import calls
 from server.border.errors import without_folders
 from server.core import Core
 from server.galleries.galleries import CREATED
@@ -61,11 +62,15 @@ class GalleryService(GalleryServiceServicer):
     def ListGalleries(  # noqa: N802
         self, request: pb.ListGalleriesRequest, context: grpc.ServicerContext
     ) -> pb.ListGalleriesResponse:
+        caller = calls.current().principal
         galleries = [
-            _gallery(hosted) for hosted in self._core.galleries.all() if not hosted.leaving
+            _gallery(hosted)
+            for hosted in self._core.galleries.all()
+            if not hosted.leaving and caller.may_use(hosted.name)
         ]
         for name, reason in sorted(self._core.galleries.aside().items()):
-            galleries.append(pb.Gallery(name=name, set_aside=without_folders(reason)))
+            if caller.may_use(name):
+                galleries.append(pb.Gallery(name=name, set_aside=without_folders(reason)))
         return pb.ListGalleriesResponse(galleries=galleries)
 
     def DeleteGallery(  # noqa: N802
