@@ -1,5 +1,6 @@
 """Roles for some galleries: each call of the contract is about one, or is known not to be."""
 
+import functools
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_over_the_wire(gateway: Gateway) -> None:
     ]
     assert seen == [["mine", "nobodys", "theirs"], ["mine"], ["mine", "theirs"]]
     denied = grpc.StatusCode.PERMISSION_DENIED
-    told = [refusal(lambda name=name: app.search(images(1)[0], name)) for name in ("theirs", "no")]
+    told = [refusal(functools.partial(app.search, images(1)[0], name)) for name in ("theirs", "no")]
     assert told[0] == told[1]
     assert told[0][0] is denied
     assert refusal(lambda: app.put_images(images(1), "theirs"))[0] is denied
