@@ -74,6 +74,15 @@ class State:
         stored = {"format": 1, "anchor": self.anchor, "seen": self.seen.isoformat(), **texts}
         durable.write_file(path, json.dumps(stored, indent=1).encode())
 
+    def expiries(self) -> dict[str, datetime]:
+        """When the metadata of each role expires."""
+        return {
+            "root": self.root.expires,
+            "timestamp": self.timestamp.expires,
+            "snapshot": self.snapshot.expires,
+            "targets": self.targets.expires,
+        }
+
     def floor(self) -> Floor:
         """The versions of this state, with the keys that they were signed by."""
         return Floor(

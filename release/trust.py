@@ -115,6 +115,10 @@ class Trust:
         """The versions seen, for the caller to keep with its installed release."""
         return self._trusted().floor()
 
+    def expiries(self) -> dict[str, datetime]:
+        """When the trusted metadata of each role expires. Raises NotFoundError before any."""
+        return self._trusted().expiries()
+
     def root(self) -> bytes:
         """The trusted root metadata of today, for the caller to keep in case the state is lost."""
         return self._trusted().texts["root"]

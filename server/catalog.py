@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 
 import structlog
@@ -76,6 +77,13 @@ class Catalog:
         self.manifests = manifests
         self.spaces = {manifest.space: manifest for manifest in self.manifests.values()}
         self.releases = releases
+
+    def expiries(self) -> Mapping[str, datetime]:
+        """When the metadata of each role expires; nothing before there is any."""
+        try:
+            return self._trust.expiries() if self._trust is not None else {}
+        except NotFoundError:
+            return {}
 
     def newest(self) -> int | None:
         """The newest release that is not withdrawn."""

@@ -18,6 +18,7 @@ from server.border.auth import Tokens
 from server.border.interceptor import Border
 from server.border.metrics import Metrics
 from server.border.survival import surviving
+from server.border.tls import certificates
 from server.core import Core
 from server.descriptors import raise_limit
 from server.embedding.models import InProcessModels, Models
@@ -78,6 +79,7 @@ class Gateway:
         self.metrics_address = metrics.serve(settings.metrics_address)
         closing.callback(metrics.close)
         tokens = Tokens(settings.tokens_file) if settings.tokens_file else None
+        chain = certificates(settings)
         models = self._models(metrics)
         closing.callback(models.close)
         core = self.core = assemble(settings, models, metrics)
@@ -92,7 +94,12 @@ class Gateway:
         putting = Putting(core.embedding, core.upgrading.runner)
         vault = Vault(settings.data / "vault", settings.vault_quota)
         border = Border(metrics, tokens, settings.max_calls, settings.max_call_seconds)
-        self._listener = Listener(core, putting, activations, vault, border, settings)
+        metrics.expiries.metadata = core.catalog.expiries
+        if tokens is not None:
+            metrics.expiries.tokens = tokens.first_expiry
+        if chain is not None:
+            metrics.expiries.certificates = chain.expiries
+        self._listener = Listener(core, putting, activations, vault, border, settings, chain)
         self._begin(core, activations)
         self.address = self._listener.start()
         closing.callback(self._listener.stop, settings.drain_seconds)

@@ -23,7 +23,7 @@ from nobackfill.v1 import (
 from release.errors import BusyError
 from server.border.connections import Connections, allow_descriptors
 from server.border.interceptor import Border
-from server.border.tls import server_credentials
+from server.border.tls import Certificates
 from server.core import Core
 from server.galleries.puts import Putting
 from server.rollout.activation import Activations
@@ -69,10 +69,11 @@ class Listener:
 
     def __init__(
         self, core: Core, putting: Putting, activations: Activations, vault: Vault,
-        border: Border, settings: Settings,
+        border: Border, settings: Settings, certificates: Certificates | None,
     ) -> None:  # fmt: skip
         self._core = core
         self._settings = settings
+        self._certificates = certificates
         self._border = border
         self._health = health.HealthServicer(experimental_non_blocking=False)
         self._server = grpc.server(
@@ -104,15 +105,15 @@ class Listener:
     def start(self) -> str:
         """Listen; the address, with the port that was chosen for port 0.
 
-        Raises BusyError for an address in use, ConfigurationError for unreadable certificates.
+        Raises BusyError for an address in use.
         """
         address = self._settings.address
-        credentials = server_credentials(self._settings)
+        certificates = self._certificates
         try:
-            if credentials is None:
+            if certificates is None:
                 port = self._server.add_insecure_port(address)
             else:
-                port = self._server.add_secure_port(address, credentials)
+                port = self._server.add_secure_port(address, certificates.credentials())
         except RuntimeError as error:
             raise BusyError(
                 f"address {address} cannot be used, another program may have it; give another with "

@@ -127,6 +127,13 @@ class Tokens:
         self._looked = time.monotonic()
         self._trouble = ""
 
+    def first_expiry(self) -> datetime | None:
+        """When the first token that is still good expires, if one does."""
+        self._refresh()
+        now = datetime.now(UTC)
+        ends = [known.expires for known in self._tokens if known.expires is not None]
+        return min((end for end in ends if end > now), default=None)
+
     def principal(self, authorization: str | None) -> Principal:
         """Who the header `Bearer TOKEN` belongs to. Raises UnauthenticatedError."""
         self._refresh()

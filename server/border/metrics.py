@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from release.errors import BusyError
 from server.border.call_metrics import CallMetrics
+from server.border.expiry import Expiries
 from server.settings import split_address
 
 
@@ -28,6 +29,9 @@ class Metrics:
         # Set by the gateway: vectors of all galleries by (release, state of space), when asked.
         self.gallery_items: Callable[[], Mapping[tuple[int, str], int]] = dict
         self.registry.register(_GalleryItems(self))
+        # Its sources are set by the gateway.
+        self.expiries = Expiries()
+        self.registry.register(self.expiries)
         self.upgrade_ratio = Gauge(
             "nobackfill_upgrade_ratio", "Share of the running upgrade that is done, 0 to 1.",
             registry=self.registry,
