@@ -41,7 +41,9 @@ class Certificates:
     def credentials(self) -> grpc.ServerCredentials:
         """What a port listens with; it follows the files."""
         return grpc.dynamic_ssl_server_credentials(
-            self._configuration, self._changed, require_client_authentication=bool(self._client_ca)
+            self._configuration,
+            self._changed,  # type: ignore[arg-type]
+            require_client_authentication=bool(self._client_ca),
         )
 
     def expiries(self) -> Mapping[str, datetime]:
