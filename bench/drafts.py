@@ -11,7 +11,7 @@ from bench import data
 from bench.models import Backboned, Projected, transform, write_encoder, write_transform
 from release import paths
 from release.digests import side_space_id
-from release.draft import Draft, described, space_of
+from release.draft import Draft, described
 from release.manifest import (
     Calibration,
     Embedder,
@@ -22,6 +22,7 @@ from release.manifest import (
     RouteEvidence,
     SideEncoder,
     Upgrade,
+    space_of,
 )
 from release.models import open_embedder, open_side_encoder, open_upgrade
 

@@ -96,7 +96,7 @@ class Device:
         """The manifest of an installed release. Raises like manifest_text."""
         from release.manifest import parse_manifest
 
-        return parse_manifest(self.manifest_text(release))
+        return parse_manifest(self.manifest_text(release), release)
 
     def manifest_text(self, release: int) -> bytes:
         """The manifest of an installed release, byte for byte as it was verified when it came.

@@ -10,15 +10,11 @@ from client.output import Output
 from client.plan import Plan, embedding_files
 from release import durable, paths
 from release.digests import sha256_file
-from release.errors import VerificationError
+from release.errors import UnfitError, VerificationError
 from release.manifest import Manifest, PublishedFile
 from release.onnx_check import check_release
 from release.probes import check_probes
 from release.trust import Trust
-
-
-class UnfitError(VerificationError):
-    """A release that came as it was signed, and yet must not run here."""
 
 
 def missing(models: Path, files: Iterable[PublishedFile]) -> list[PublishedFile]:

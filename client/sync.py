@@ -20,7 +20,7 @@ from client.plan import Plan, embedding_files, estimate_seconds, make_plan
 from client.retreat import confirm, return_to
 from client.sources import normalised, opened
 from release import durable
-from release.errors import BusyError, UnusableOutputError
+from release.errors import BusyError, UnfitError, UnusableOutputError
 from release.trust import Trust
 
 # Times that a sync begins anew because other commands changed the gallery meanwhile.
@@ -150,7 +150,7 @@ class _Sync:
                         raise _OvertakenError
                     if self._upgrade(plan):
                         return self._report
-            except (install.UnfitError, UnusableOutputError) as error:
+            except (UnfitError, UnusableOutputError) as error:
                 self._hold_back(release, str(error))
         return self._settle()
 
@@ -185,8 +185,14 @@ class _Sync:
                 continue
             if str(release) in held:
                 self._fall_behind(f"held back here: {held[str(release)]}")
-            else:
-                yield release
+                continue
+            try:
+                self._trust.manifest(release)
+            except UnfitError as error:
+                # Not held back: a newer version of this program may be able to.
+                self._fall_behind(str(error))
+                continue
+            yield release
         if releases.get(active) is not None:
             self._report.notes.append(f"release {active} was withdrawn: {releases[active]}")
             previous = self._device.previous()

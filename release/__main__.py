@@ -191,7 +191,9 @@ def list_command(model_repo: Repo = DEFAULT_REPO, as_json: Json = False) -> None
     """List the published releases."""
     entries = list_releases(model_repo)
     lines = [
-        f"{e.release:4d}  {e.created[:10]}  {e.method:12s} gate {e.gate:18s} "
+        f"{e.release:4d}  {e.unfit}"
+        if e.unfit is not None
+        else f"{e.release:4d}  {e.created[:10]}  {e.method:12s} gate {e.gate:18s} "
         f"{e.size / 1e6:8.1f} MB  upgrades from {', '.join(map(str, e.upgrades_from)) or '-'}"
         + (f"  WITHDRAWN: {e.withdrawn}" if e.withdrawn is not None else "")
         for e in entries

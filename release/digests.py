@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from release.errors import InvalidInputError
-from release.manifest import Metric
+from release.words import Metric
 
 
 def sha256_file(path: Path) -> str:

@@ -7,18 +7,12 @@ from pathlib import Path
 from tuf.api.exceptions import LengthOrHashMismatchError
 from tuf.api.metadata import TargetFile
 
-from release.digests import sha256_file, side_space_id, space_id
+from release.digests import sha256_file
 from release.errors import GateFailedError, VerificationError, few
-from release.manifest import Embedder, Manifest, PublishedFile, Upgrade, parse_manifest
+from release.manifest import Manifest, PublishedFile, Upgrade, parse_manifest
 from release.onnx_check import check_release
 from release.paths import (
-    embedder_path,
-    manifest_path,
-    probes_path,
     release_of_manifest,
-    side_encoder_path,
-    upgrade_int8_path,
-    upgrade_path,
 )
 from release.probes import check_probes
 
@@ -39,33 +33,20 @@ def described(path: str, local: Path) -> PublishedFile:
     return PublishedFile(path=path, sha256=sha256_file(local), length=local.stat().st_size)
 
 
-def space_of(embedder: Embedder) -> str:
-    """The id of the space that an embedder embeds into."""
-    return space_id(
-        embedder.file.sha256,
-        height=embedder.height,
-        width=embedder.width,
-        dim=embedder.dim,
-        metric=embedder.metric,
-        unit=embedder.unit,
-    )
-
-
 def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -> None:
     """Check a draft against what is published already.
 
-    In order: gate verdict, paths, spaces, predecessors, ONNX files, golden probes. Raises
+    In order: gate verdict, the rules of a manifest, predecessors, ONNX files, golden probes. Raises
     GateFailedError, VerificationError.
     """
     manifest = draft.manifest
     predecessors = {
-        number: read_manifest(repo, target)
+        number: read_manifest(repo, target, number)
         for path, target in published.items()
         if (number := release_of_manifest(path)) is not None
     }
     _check_gate(manifest, first=not predecessors)
-    _check_paths(manifest)
-    _check_spaces(manifest)
+    parse_manifest(manifest.model_dump_json(), manifest.release)
     for upgrade in manifest.upgrades:
         _check_source(upgrade, predecessors)
     _check_carried(manifest, predecessors)
@@ -79,14 +60,15 @@ def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -
     check_probes(draft.files, manifest)
 
 
-def read_manifest(repo: Path, target: TargetFile) -> Manifest:
-    """A published manifest. Raises VerificationError unless it is the one that was signed."""
+def read_manifest(repo: Path, target: TargetFile, release: int) -> Manifest:
+    """The manifest of a published release. Raises VerificationError unless it is the one that was
+    signed, UnfitError."""
     try:
         data = (repo / target.path).read_bytes()
         target.verify_length_and_hashes(data)
     except (OSError, LengthOrHashMismatchError) as error:
         raise VerificationError(f"{target.path}: is not the manifest that was signed") from error
-    return parse_manifest(data)
+    return parse_manifest(data, release)
 
 
 def _check_gate(manifest: Manifest, *, first: bool) -> None:
@@ -101,36 +83,6 @@ def _check_gate(manifest: Manifest, *, first: bool) -> None:
             f"release {manifest.release}: the gate says {gate.verdict} "
             f"({gate.detail or 'no detail'}); train a better one, or force it and "
             f"the manifest will say so"
-        )
-
-
-def _check_paths(manifest: Manifest) -> None:
-    """Every file lies where its meaning is known, so that no two releases can share a name."""
-    release, encoder = manifest.release, manifest.side_encoder
-    expected = {
-        embedder_path(release): manifest.embedder.file,
-        probes_path(release): manifest.probes.file,
-    }
-    if encoder is not None:
-        expected[side_encoder_path(encoder.origin_release)] = encoder.file
-    for upgrade in manifest.upgrades:
-        expected[upgrade_path(upgrade.from_release, release)] = upgrade.file
-        if upgrade.int8_file is not None:
-            expected[upgrade_int8_path(upgrade.from_release, release)] = upgrade.int8_file
-    for path, file in expected.items():
-        if file.path != path:
-            raise VerificationError(f"{manifest_path(release)}: expected {path}, got {file.path}")
-
-
-def _check_spaces(manifest: Manifest) -> None:
-    expected, encoder = space_of(manifest.embedder), manifest.side_encoder
-    if manifest.space != expected:
-        raise VerificationError(
-            f"release {manifest.release}: expected space {expected}, got {manifest.space}"
-        )
-    if encoder is not None and manifest.side_space != side_space_id(encoder.file.sha256):
-        raise VerificationError(
-            f"release {manifest.release}: side_space is not the digest of its side encoder"
         )
 
 

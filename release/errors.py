@@ -61,6 +61,11 @@ class UnusableOutputError(VerificationError):
         self.rows = tuple(rows)
 
 
+class UnfitError(VerificationError):
+    """A release that is as it was signed, and yet cannot be used here: it needs a newer version of
+    this program, or breaks the rules. Others can be; it is named and passed over."""
+
+
 class GateFailedError(NobackfillError):
     """The release does not beat what it replaces (BCT Eq. 2), or nobody measured it."""
 

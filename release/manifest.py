@@ -6,12 +6,21 @@ manifest holds verified digests.
 """
 
 import itertools
-import re
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
-from release.errors import VerificationError, few
+from release import paths
+from release.digests import side_space_id, space_id
+from release.errors import UnfitError, few
 from release.words import Metric as Metric
 from release.words import Origin as Origin
 
@@ -20,11 +29,9 @@ SpaceId = Annotated[str, Field(pattern=r"^sp-[0-9a-f]{64}$")]
 SideSpaceId = Annotated[str, Field(pattern=r"^ss-[0-9a-f]{64}$")]
 ReleaseNumber = Annotated[int, Field(ge=1, le=1_000_000)]
 
-_PATH = re.compile(r"^[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)*\Z")
-
 
 def _plain_path(path: str) -> str:
-    if not _PATH.match(path) or ".." in path:
+    if not paths.is_plain(path):
         raise ValueError(f"expected a plain relative path of a-z, 0-9, '_', '-', '.', got {path!r}")
     return path
 
@@ -202,23 +209,77 @@ class Manifest(_Strict):
             raise ValueError(f"expected routes that end in release {self.release}")
         return self
 
+    @model_validator(mode="after")
+    def _means_what_it_says(self) -> Self:
+        """Spaces are digests, and every file lies where its meaning is known: no two releases can
+        share a name, and none can take that of a file of ours."""
+        expected = space_of(self.embedder)
+        if self.space != expected:
+            raise ValueError(f"expected space {expected}, got {self.space}")
+        encoder = self.side_encoder
+        if encoder is not None and self.side_space != side_space_id(encoder.file.sha256):
+            raise ValueError("side_space is not the digest of its side encoder")
+        for path, file in self._places():
+            if file.path != path:
+                raise ValueError(f"expected {path}, got {file.path}")
+        return self
+
+    def _places(self) -> Iterator[tuple[str, PublishedFile]]:
+        """Where each file belongs, and what the manifest says of it."""
+        yield paths.embedder_path(self.release), self.embedder.file
+        yield paths.probes_path(self.release), self.probes.file
+        if self.side_encoder is not None:
+            yield paths.side_encoder_path(self.side_encoder.origin_release), self.side_encoder.file
+        for upgrade in self.upgrades:
+            yield paths.upgrade_path(upgrade.from_release, self.release), upgrade.file
+            if upgrade.int8_file is not None:
+                int8_path = paths.upgrade_int8_path(upgrade.from_release, self.release)
+                yield int8_path, upgrade.int8_file
+
     def upgrade_from(self, release: int) -> Upgrade | None:
         """The upgrade from `release` into this one, or None."""
         return next((u for u in self.upgrades if u.from_release == release), None)
 
     def files(self) -> tuple[PublishedFile, ...]:
         """Every ONNX and probe file that the manifest names."""
-        files = [self.embedder.file, self.probes.file]
-        if self.side_encoder is not None:
-            files.append(self.side_encoder.file)
-        for upgrade in self.upgrades:
-            files += [f for f in (upgrade.file, upgrade.int8_file) if f is not None]
-        return tuple(files)
+        return tuple(file for _, file in self._places())
 
 
-def parse_manifest(text: str | bytes) -> Manifest:
-    """Read a manifest. Raises VerificationError naming every key that is wrong."""
+def space_of(embedder: Embedder) -> str:
+    """The id of the space that an embedder embeds into."""
+    return space_id(
+        embedder.file.sha256,
+        height=embedder.height,
+        width=embedder.width,
+        dim=embedder.dim,
+        metric=embedder.metric,
+        unit=embedder.unit,
+    )
+
+
+def parse_manifest(text: str | bytes, release: int | None = None) -> Manifest:
+    """Read a manifest, of `release` where one is expected: the one reader of all.
+
+    Raises UnfitError in one line: it needs a newer version of this program (another format, or keys
+    that this one does not know), or it breaks the rules.
+    """
+    name = "this release" if release is None else f"release {release}"
     try:
-        return Manifest.model_validate_json(text)
-    except ValueError as error:
-        raise VerificationError(f"not a release manifest of format 1: {error}") from error
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError as error:
+        raise UnfitError(_refusal(name, error)) from error
+    if release not in (None, manifest.release):
+        raise UnfitError(f"{name}: its manifest says it is release {manifest.release}")
+    return manifest
+
+
+def _refusal(name: str, error: ValidationError) -> str:
+    problems = error.errors(include_url=False, include_context=False)
+    keys = {".".join(map(str, problem["loc"])): problem for problem in problems}
+    kind = keys.get("format")
+    if kind is not None and isinstance(kind["input"], int) and kind["input"] > 1:
+        return f"{name} needs a newer nobackfill: its manifest is of format {kind['input']}, not 1"
+    if all(problem["type"] == "extra_forbidden" for problem in problems):
+        return f"{name} needs a newer nobackfill: its manifest has the new keys {few(keys)}"
+    wrong = (f"{key}: {problem['msg']}".removeprefix(": ") for key, problem in keys.items())
+    return f"{name}: its manifest cannot be used ({few(wrong)})"

@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 from release.draft import read_manifest
-from release.errors import VerificationError
+from release.errors import UnfitError, VerificationError
 from release.keys import Role
 from release.ledger import Ledger, leftovers, require_ledger, withdrawn
 from release.onnx_check import check_release
@@ -18,16 +18,18 @@ from release.trust import TrustedFolder
 
 @dataclass(frozen=True)
 class Entry:
-    """One published release: `size` is the bytes of the files it added."""
+    """One published release: `size` is the bytes of the files it added. `unfit` says why nothing
+    but its number can be told, or is None."""
 
     release: int
-    created: str
-    method: str
-    gate: str
     withdrawn: str | None
-    upgrades_from: tuple[int, ...]
-    space: str
     size: int
+    created: str = ""
+    method: str = ""
+    gate: str = ""
+    upgrades_from: tuple[int, ...] = ()
+    space: str = ""
+    unfit: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,10 @@ def _entry(repo: Path, ledger: Ledger, path: str) -> Entry | None:
     if number is None:
         return None
     target = ledger.targets.targets[path]
-    manifest = read_manifest(repo, target)
+    try:
+        manifest = read_manifest(repo, target, number)
+    except UnfitError as error:
+        return Entry(number, withdrawn=withdrawn(target), size=target.length, unfit=str(error))
     own = {file.path: file.length for file in manifest.files()}
     encoder = manifest.side_encoder
     if encoder is not None and encoder.origin_release != number:

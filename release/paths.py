@@ -4,6 +4,15 @@ A model folder is called like its Triton model and holds version 1 only: a relea
 a new model is a new name.
 """
 
+import re
+
+_PLAIN = re.compile(r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)*")
+
+
+def is_plain(path: str) -> bool:
+    """Whether a name can be a file of a publication: relative, nothing hidden, no way up."""
+    return _PLAIN.fullmatch(path) is not None and ".." not in path
+
 
 def embedder_model(release: int) -> str:
     """Triton's name of phi_N."""

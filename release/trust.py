@@ -5,6 +5,7 @@ verified set replaces the trusted one, in one durable write (trusted.json), so t
 kill leaves the trusted state byte for byte as it was.
 """
 
+import contextlib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -14,12 +15,12 @@ from tuf.api.metadata import Root, TargetFile
 from release import durable
 from release.digests import sha256_bytes, sha256_file
 from release.download import download
-from release.errors import NotFoundError, VerificationError
+from release.errors import NotFoundError, UnfitError, VerificationError
 from release.fetchers import Fetcher, FolderFetcher
 from release.floor import Floor
 from release.ledger import verified, withdrawn
 from release.manifest import Manifest, parse_manifest
-from release.paths import manifest_path, release_of_manifest
+from release.paths import is_plain, manifest_path, release_of_manifest
 from release.state import State
 from release.triton import configs
 from release.tufclient import Paced, fetch_metadata, translated
@@ -130,31 +131,49 @@ class Trust:
         return {n: withdrawn(targets[path]) for n, path in sorted(_known(numbers).items())}
 
     def newest(self) -> int | None:
-        """The newest release that is not withdrawn."""
-        return max((n for n, reason in self.releases().items() if reason is None), default=None)
+        """The newest release that is neither withdrawn nor unfit, None where nothing is published.
+
+        Raises UnfitError if all are unfit; else like `manifest`.
+        """
+        unfit: UnfitError | None = None
+        for release, reason in sorted(self.releases().items(), reverse=True):
+            if reason is None:
+                try:
+                    return self.manifest(release).release
+                except UnfitError as error:
+                    unfit = unfit or error
+        if unfit is not None:
+            raise unfit
+        return None
 
     def manifest(self, release: int) -> Manifest:
         """A release's manifest, fetched once, then read offline.
 
-        Raises NotFoundError, VerificationError, UnavailableError, CannotWriteError.
+        Raises NotFoundError, VerificationError, UnfitError for one that is as it was signed and
+        cannot be used, UnavailableError, CannotWriteError.
         """
         path = manifest_path(release)
-        manifest = parse_manifest(self.download(path, self._folder).read_bytes())
-        if manifest.release != release:
-            raise VerificationError(f"{path}: says it is release {manifest.release}")
+        manifest = parse_manifest(self.download(path, self._folder).read_bytes(), release)
         for file in manifest.files():
-            target = self.target(file.path)
+            target = self._trusted().targets.targets.get(file.path)
+            if target is None:
+                raise UnfitError(f"{path}: {file.path} is not signed")
             if (target.length, target.hashes.get("sha256")) != (file.length, file.sha256):
-                raise VerificationError(f"{path}: {file.path} is signed with another digest")
+                raise UnfitError(f"{path}: {file.path} is signed with another digest")
         return manifest
 
     def manifests(self) -> dict[int, Manifest]:
-        """The manifests of every release that is not withdrawn, for planning routes."""
-        return {n: self.manifest(n) for n, reason in self.releases().items() if reason is None}
+        """The manifests of every release that is neither withdrawn nor unfit, to plan routes."""
+        manifests = {}
+        for release, reason in self.releases().items():
+            if reason is None:
+                with contextlib.suppress(UnfitError):
+                    manifests[release] = self.manifest(release)
+        return manifests
 
     def target(self, path: str) -> TargetFile:
         """The signed length and digest of a published file. Raises NotFoundError."""
-        target = self._trusted().targets.targets.get(path)
+        target = self._trusted().targets.targets.get(path) if is_plain(path) else None
         if target is None:
             raise NotFoundError(f"{path}: is not published")
         return target

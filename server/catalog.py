@@ -42,6 +42,8 @@ class Catalog:
         self._stamp: tuple[int, int] | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        # Why the manifest of a release is not used.
+        self._refused: Mapping[int, str] = {}
         self.releases: Mapping[int, str | None] = {}
         self.manifests: Mapping[int, Manifest] = {}
         self.spaces: Mapping[str, Manifest] = {}
@@ -67,15 +69,18 @@ class Catalog:
             releases = trust.releases()
         except NotFoundError:
             return
-        manifests = {}
+        manifests, refused = {}, {}
         for number in releases:
             try:
                 manifests[number] = trust.manifest(number)
             except (VerificationError, UnavailableError) as error:
                 # The others are served all the same.
-                log.error("manifest refused", release=number, error=str(error))
+                refused[number] = str(error)
+                if self._refused.get(number) != str(error):
+                    log.error("manifest refused", release=number, error=str(error))
         self.manifests = manifests
         self.spaces = {manifest.space: manifest for manifest in self.manifests.values()}
+        self._refused = refused
         self.releases = releases
 
     def expiries(self) -> Mapping[str, datetime]:
@@ -86,8 +91,8 @@ class Catalog:
             return {}
 
     def newest(self) -> int | None:
-        """The newest release that is not withdrawn."""
-        return max((n for n, reason in self.releases.items() if reason is None), default=None)
+        """The newest release that is not withdrawn and whose manifest can be used."""
+        return max((n for n in self.manifests if self.releases.get(n) is None), default=None)
 
     def usable(self, source: int) -> Mapping[int, Manifest]:
         """What routes from `source` may lead through: nothing that was withdrawn."""
@@ -98,16 +103,14 @@ class Catalog:
         }
 
     def manifest(self, release: int) -> Manifest:
-        """Raises NotFoundError naming what is published."""
+        """Raises NotFoundError naming what is published, VerificationError where the manifest is
+        refused."""
         try:
             return self.manifests[release]
         except KeyError:
             known = few(sorted(self.manifests, reverse=True)) or "none"
-            if release in self.releases:
-                raise VerificationError(
-                    f"release {release} is published, but its manifest is not what was signed; "
-                    "publish it again"
-                ) from None
+            if release in self._refused:
+                raise VerificationError(self._refused[release]) from None
             raise NotFoundError(f"release {release} is not published; published: {known}") from None
 
     def find(self, release: int) -> Manifest:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from release.errors import InvalidInputError, NotFoundError
+from release.paths import is_plain
 from server.border.errors import OutOfRangeError
 
 # A device gives up on a gateway that sends nothing for 10 s, so a piece must come through within
@@ -14,8 +15,7 @@ from server.border.errors import OutOfRangeError
 CHUNK = 64 * 1024
 
 # TUF metadata at the root, manifests, probes, and files of whole models.
-_METADATA = re.compile(r"^(timestamp|[0-9]+\.(root|targets|snapshot))\.json\Z")
-_TARGET = re.compile(r"^[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)*\Z")
+_METADATA = re.compile(r"(timestamp|[0-9]+\.(root|targets|snapshot))\.json")
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ def fetch(repo: Path, path: str, offset: int, signed: Callable[[str], bool]) -> 
 
     Raises InvalidInputError for a path that is none, NotFoundError, OutOfRangeError.
     """
-    if not _TARGET.match(path) or ".." in path:
+    if not is_plain(path):
         raise InvalidInputError("path: expected a file of the publication folder, as signed")
-    if not _METADATA.match(path) and not signed(path):
+    if not _METADATA.fullmatch(path) and not signed(path):
         raise NotFoundError(f"{path} is not published here")
     try:
         handle = (repo / path).open("rb")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from release.digests import side_space_id
-from release.draft import Draft, described, space_of
+from release.draft import Draft, described
 from release.errors import ConfigurationError
 from release.manifest import (
     Embedder,
@@ -23,6 +23,7 @@ from release.manifest import (
     PublishedFile,
     SideEncoder,
     Upgrade,
+    space_of,
 )
 from release.paths import (
     embedder_path,

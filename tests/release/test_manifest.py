@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from release import paths
-from release.errors import VerificationError
+from release.errors import UnfitError, VerificationError
 from release.manifest import parse_manifest
 from tests.support.releases import draft
 
@@ -74,6 +74,52 @@ def test_upgrades_come_from_distinct_older_releases(fields: dict[str, Any]) -> N
     fields["upgrades"][0]["from_release"] = 2
     with pytest.raises(VerificationError, match="older"):
         parse_manifest(json.dumps(fields))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"format": 2, "release": "three", "all": "new"}, "its manifest is of format 2, not 1"),
+        ({"surprise": 1, "gate": {"verdict": "passed", "by": "a person"}},
+         "its manifest has the new keys gate.by, surprise"),
+        ({f"key{n}": n for n in range(9)},
+         "its manifest has the new keys key0, key1, key2 and 6 more"),
+    ],
+)  # fmt: skip
+def test_what_is_newer_is_told_in_one_line(
+    change: dict[str, Any], sentence: str, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(UnfitError) as refusal:
+        parse_manifest(json.dumps(fields | change), 2)
+    assert str(refusal.value) == f"release 2 needs a newer nobackfill: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "sentence"),
+    [
+        (("space",), "sp-" + "0" * 64, "expected space sp-"),
+        (("space",), "sp-x", "space: String should match"),
+        (("side_space",), "ss-" + "0" * 64, "side_space is not the digest"),
+        (("space",), "sp-" + "0" * 64 + "\n", "space: String should match"),
+        (("embedder", "file", "path"), "trusted.json", "expected embedder_2/1/model.onnx"),
+        (("probes", "file", "path"), "sync.lock", "expected probes-2.npz, got sync.lock"),
+        (("side_encoder", "file", "path"), "release-1.json", "got release-1.json"),
+        (("upgrades", 0, "file", "path"), "1.root.json", "expected upgrade_1_to_2/1/model.onnx"),
+        (("embedder", "file", "path"), "embedder_2/1/model.onnx\n", "plain relative path"),
+    ],
+)  # fmt: skip
+def test_what_is_signed_but_wrong_is_refused_by_rules(
+    at: tuple[str | int, ...], value: str, sentence: str, fields: dict[str, Any]
+) -> None:
+    node: Any = fields
+    for key in at[:-1]:
+        node = node[key]
+    node[at[-1]] = value
+    with pytest.raises(UnfitError, match=sentence) as refusal:
+        parse_manifest(json.dumps(fields), 2)
+    assert str(refusal.value).startswith("release 2: its manifest cannot be used")
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 600
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", b"\xff\xfe", "[" * 5000])

@@ -6,11 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tuf.api.metadata import TargetFile
+
 from release.draft import Draft
-from release.ledger import leftovers, read_ledger
+from release.keys import Keys
+from release.ledger import leftovers, next_metadata, read_ledger, require_ledger
 from release.manifest import Manifest
 from release.overview import list_releases
-from release.publish import publish, staging
+from release.paths import manifest_path
+from release.publish import publish, put_metadata, signers_of, staging
 from release.trust import TrustedFolder
 from tests.support.releases import draft
 
@@ -91,3 +95,12 @@ def files_of(repo: Path, release: int) -> Callable[[], dict[str, tuple[int, str]
         }
 
     return look
+
+
+def publish_manifest(repo: Path, number: int, text: bytes) -> None:
+    """Sign any bytes as the manifest of a release, as somebody who holds the keys can."""
+    ledger, keys = require_ledger(repo), Keys.beside(repo)
+    path = manifest_path(number)
+    (repo / path).write_bytes(text)
+    targets = {**ledger.targets.targets, path: TargetFile.from_data(path, text, ["sha256"])}
+    put_metadata(repo, next_metadata(ledger, targets, signers_of(keys, ledger.root)))

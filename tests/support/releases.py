@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from release import paths
 from release.digests import side_space_id
-from release.draft import Draft, described, space_of
+from release.draft import Draft, described
 from release.manifest import (
     Calibration,
     Embedder,
@@ -20,6 +20,7 @@ from release.manifest import (
     RouteEvidence,
     SideEncoder,
     Upgrade,
+    space_of,
 )
 from release.models import open_embedder, open_side_encoder, open_upgrade
 from tests.support import graphs

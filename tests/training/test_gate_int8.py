@@ -11,8 +11,8 @@ from onnx import helper, numpy_helper
 
 from metrics.ranking import same_label
 from release import paths
-from release.draft import described, space_of
-from release.manifest import Manifest, Upgrade
+from release.draft import described
+from release.manifest import Manifest, Upgrade, space_of
 from tests.support import graphs
 from tests.training.life import Life
 from training.calibrate import fit_calibration
