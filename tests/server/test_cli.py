@@ -128,9 +128,9 @@ def test_a_data_folder_serves_one_gateway(served: Served, repo: Path, tmp_path: 
         (("serve", "--config=missing.toml"), 78, "missing.toml"),
         (("releases", "--server=127.0.0.1:1"), 69, "gateway serve"),
         (("activate", "2", "--server=127.0.0.1:1", "--json"), 69, "127.0.0.1:1"),
-        (("backup", "target", "--data=missing"), 1, "state.json"),
-        (("restore", "missing", "--data=new"), 1, "backup.json"),
-        (("verify", "missing"), 1, "state.json"),
+        (("backup", "target", "--data=missing"), 66, "state.json"),
+        (("restore", "missing", "--data=new"), 66, "backup.json"),
+        (("verify", "missing"), 66, "state.json"),
     ],
 )
 def test_refusals(
