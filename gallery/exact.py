@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gallery import distances
-from gallery.index import Labels, Mask, Neighbours, best, merge
+from gallery.index import Content, Labels, Mask, Neighbours, best, merge
 from gallery.spec import SpaceSpec
 from release.vectors import Vectors
 
@@ -25,9 +25,9 @@ WIDE_ROWS = 1 << 14
 class ExactIndex:
     """All vectors of a space in one float32 matrix."""
 
-    def __init__(self, spec: SpaceSpec, labels: Labels, vectors: Vectors) -> None:
+    def __init__(self, spec: SpaceSpec, labels: Labels, vectors: Content) -> None:
         """`labels` int64 [n] strictly increasing, `vectors` float32 [n, dim], checked."""
-        prepared = distances.prepare(spec.metric, vectors)
+        prepared = distances.prepare(spec.metric, np.asarray(vectors))
         self._set(spec, labels, prepared, offsets(spec, prepared))
 
     def _set(
@@ -43,7 +43,8 @@ class ExactIndex:
     def of_prepared(
         cls, spec: SpaceSpec, labels: Labels, prepared: Vectors, offsets_: NDArray[np.float32]
     ) -> "ExactIndex":
-        """The same from prepared vectors and their `offsets`, without computing anything."""
+        """The same from prepared vectors and their `offsets`, without computing anything. Labels
+        need not increase where it is only searched."""
         index = cls.__new__(cls)
         index._set(spec, labels, prepared, offsets_)
         return index
@@ -132,6 +133,13 @@ class ExactIndex:
             rough[:, barred] = np.inf
         return rough
 
+    def _rows(self, rows: NDArray[np.intp]) -> Vectors:
+        # Faster than an index, but for what is no whole array, which would be copied first.
+        if self.vectors.flags.c_contiguous:
+            return self.vectors.take(rows, axis=0)
+        taken: Vectors = self.vectors[rows]
+        return taken
+
     def _error(self, queries: Vectors) -> NDArray[np.float64]:
         """More than rounding can make of a query's rough values, [q]."""
         largest = 1.0
@@ -150,7 +158,7 @@ class ExactIndex:
             rows = np.argpartition(rough, taken - 1, axis=1)[:, :taken]
         else:
             rows = np.broadcast_to(np.arange(count), (len(queries), count))
-        apart = distances.between(self.spec.metric, queries, self.vectors.take(rows, axis=0))
+        apart = distances.between(self.spec.metric, queries, self._rows(rows))
         found = best(self.labels[rows], apart, k)
         if taken < allowed:
             self._settle(queries, k, rough, rows, found)

@@ -5,7 +5,7 @@ ordered by label. exact.py is the oracle of every other engine.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,64 @@ from release.vectors import Vectors
 Labels = NDArray[np.int64]
 Rows = NDArray[np.intp]
 Mask = NDArray[np.bool_]
+
+
+class Content(Protocol):
+    """Vectors float32 [n, dim] by row: an array, or what reads them when they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: Any, /) -> Vectors:
+        """Those of a slice or of an array of rows."""
+        ...
+
+    def __array__(self, dtype: Any = None, /) -> NDArray[Any]:
+        """All of them."""
+        ...
+
+
+class Picked:
+    """Rows of another content, in another order, read when they are asked for."""
+
+    def __init__(self, content: Content, rows: Rows) -> None:
+        self._content = content
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, rows: Any, /) -> Vectors:
+        return self._content[self._rows[rows]]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self[:], dtype)
+
+
+class Joined:
+    """One content after another."""
+
+    def __init__(self, first: Content, second: Content) -> None:
+        self._first = first
+        self._second = second
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._second)
+
+    def __getitem__(self, rows: Any, /) -> Vectors:
+        asked, border = np.arange(len(self))[rows], len(self._first)
+        later = asked >= border
+        if later.all():
+            return self._second[asked - border]
+        first = self._first[asked[~later]]
+        if not later.any():
+            return first
+        found = np.empty((len(asked), first.shape[1]), np.float32)
+        found[~later] = first
+        found[later] = self._second[asked[later] - border]
+        return found
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self[:], dtype)
 
 
 @dataclass(frozen=True)
@@ -43,7 +101,7 @@ class Index(Protocol):
         ...
 
     @property
-    def vectors(self) -> Vectors:
+    def vectors(self) -> Content:
         """The rows themselves, float32 [n, dim], as distances.prepare leaves them."""
         ...
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gallery.index import Labels
 from gallery.put import Metadata
 from gallery.spec import Origin, SpaceInfo
-from gallery.tables import find_space, from_blobs, vector_table
+from gallery.tables import among, find_space, from_blobs, label_column, vector_table
 from release.vectors import Vectors
 
 # Rows fetched at once: their Python objects stay small beside the array they end in.
@@ -116,6 +117,38 @@ def _chunks(connection: sqlite3.Connection, info: SpaceInfo) -> Iterator[tuple[L
     while chunk := rows.fetchmany(FETCH_ROWS):
         labels, blobs = zip(*chunk, strict=True)
         yield np.array(labels, np.int64), from_blobs(blobs, info.spec.dim)
+
+
+class Stored:
+    """The vectors of a space, by label, read where they are asked for: within one snapshot."""
+
+    def __init__(self, connection: sqlite3.Connection, info: SpaceInfo) -> None:
+        self._connection = connection
+        self._info = info
+        self._table = vector_table(info.number)
+        rows = connection.execute(f"SELECT label FROM {self._table} ORDER BY label")
+        self.labels = label_column(rows)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, rows: Any, /) -> Vectors:
+        wanted = self.labels[rows]
+        condition, parameters = among(wanted)
+        found = self._connection.execute(
+            f"SELECT label, embedding FROM {self._table} WHERE {condition} ORDER BY label",
+            parameters,
+        ).fetchall()
+        if not len(wanted):
+            return np.empty((0, self._info.spec.dim), np.float32)
+        labels, blobs = zip(*found, strict=True)
+        vectors = from_blobs(blobs, self._info.spec.dim)
+        # A range can hold others than those that were asked for.
+        places = np.searchsorted(np.array(labels, np.int64), wanted)
+        return vectors if np.array_equal(places, np.arange(len(labels))) else vectors[places]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self[:], dtype)
 
 
 def vector(connection: sqlite3.Connection, label: int, info: SpaceInfo) -> Vectors | None:

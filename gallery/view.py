@@ -3,6 +3,7 @@
 `LiveView` follows a store's commits; `snapshot` is one reference, held by a search to its end.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,15 +12,31 @@ import numpy as np
 
 from gallery import distances
 from gallery.exact import ExactIndex
-from gallery.index import Index, Labels, Mask, Neighbours, merge, rows_of
+from gallery.index import (
+    Content,
+    Index,
+    Joined,
+    Labels,
+    Mask,
+    Neighbours,
+    Picked,
+    Rows,
+    merge,
+    rows_of,
+)  # fmt: skip
+from gallery.reading import Stored
 from gallery.spec import SpaceSpec
 from gallery.store import Change, Store
+from gallery.tables import find_space
+from release.errors import NotFoundError, VerificationError
 from release.vectors import Vectors, check_vectors
 
 # Which of an index's labels (increasing) may be found: bool, one for each.
 Allowed = Callable[[Labels], Mask]
 # Makes a base of live vectors; gallery.hnsw.build is one, ExactIndex another.
-Builder = Callable[[SpaceSpec, Labels, Vectors], Index]
+Builder = Callable[[SpaceSpec, Labels, Content], Index]
+# What a view begins with: a base of labels and vectors, and the rows that are not in it.
+Opener = Callable[[SpaceSpec, Labels, Content], tuple[Index, Rows]]
 
 
 @dataclass(frozen=True)
@@ -61,10 +78,12 @@ class Part:
         """What selects the live rows."""
         return slice(None) if self.live is None else self.live
 
-    def content(self) -> tuple[Labels, Vectors]:
+    def content(self) -> tuple[Labels, Content]:
         """Live labels and vectors."""
-        rows = self.live_rows()
-        return self.index.labels[rows], self.index.vectors[rows]
+        if self.live is None:
+            return self.index.labels, self.index.vectors
+        rows = np.flatnonzero(self.live)
+        return self.index.labels[rows], Picked(self.index.vectors, rows)
 
 
 @dataclass(frozen=True)
@@ -98,15 +117,14 @@ class Snapshot:
         """The same state less `labels`: in a dual rollout, those that another space answers for."""
         return replace(self, base=self.base.less(labels), delta=self.delta.less(labels))
 
-    def content(self) -> tuple[Labels, Vectors]:
-        """Every live label, increasing, and its vector, as engines hold them."""
+    def content(self) -> tuple[Labels, Content]:
+        """Every live label, increasing, and its vector, as engines hold them, not copied."""
         if not len(self.delta):
             return self.base.content()
         (old, old_vectors), (new, new_vectors) = self.base.content(), self.delta.content()
         labels = np.concatenate([old, new])
-        vectors = np.concatenate([old_vectors, new_vectors])
         order = np.argsort(labels)
-        return labels[order], vectors[order]
+        return labels[order], Picked(Joined(old_vectors, new_vectors), order)
 
     def labels(self) -> Labels:
         """Every live label, increasing."""
@@ -118,6 +136,24 @@ def snapshot_of(spec: SpaceSpec, base: Index) -> Snapshot:
     """A base alone."""
     nothing = ExactIndex(spec, np.empty(0, np.int64), np.empty((0, spec.dim), np.float32))
     return Snapshot(spec, Part(base), Part(nothing))
+
+
+def _exact(store: Store, spec: SpaceSpec) -> Snapshot:
+    return snapshot_of(spec, ExactIndex(spec, *store.load(spec.space)))
+
+
+def _begun(store: Store, spec: SpaceSpec, begin: Opener | None) -> Snapshot | None:
+    if begin is None:
+        return None
+    with (
+        contextlib.suppress(VerificationError, NotFoundError),
+        store.reading() as connection,
+    ):
+        stored = Stored(connection, find_space(connection, spec.space))
+        base, rest = begin(spec, stored.labels, stored)
+        delta = ExactIndex(spec, stored.labels[rest], stored[rest])
+        return replace(snapshot_of(spec, base), delta=Part(delta))
+    return None
 
 
 def changed(snapshot: Snapshot, change: Change) -> Snapshot:
@@ -142,7 +178,9 @@ def _with(delta: Part, labels: Labels, vectors: Vectors) -> Part:
         return Part(index.extended(labels, vectors), live, delta.dead)
     old_labels, old_vectors = delta.content()
     labels = np.concatenate([old_labels, labels])
-    vectors = np.concatenate([old_vectors, distances.prepare(index.spec.metric, vectors)])
+    vectors = np.concatenate(
+        [np.asarray(old_vectors), distances.prepare(index.spec.metric, vectors)]
+    )
     order = np.argsort(labels)
     return Part(ExactIndex(index.spec, labels[order], vectors[order]))
 
@@ -150,8 +188,11 @@ def _with(delta: Part, labels: Labels, vectors: Vectors) -> Part:
 class LiveView:
     """The current snapshot of one space: exact as soon as it is made, indexed once compacted."""
 
-    def __init__(self, store: Store, space: str) -> None:
-        """Raises IncompatibleSpaceError if the gallery does not have the space."""
+    def __init__(self, store: Store, space: str, begin: Opener | None = None) -> None:
+        """`begin` makes the first base; without it, or where it raises VerificationError or
+        NotFoundError, that is exact. Raises IncompatibleSpaceError if the gallery does not have
+        the space.
+        """
         self.spec = store.space(space).spec
         self._changing = threading.Lock()
         self._compacting = threading.Lock()
@@ -160,8 +201,11 @@ class LiveView:
         self._snapshot: Snapshot | None = None
         self._store = store
         store.subscribe(self._apply)
-        labels, vectors = store.load(space)
-        self._swap(snapshot_of(self.spec, ExactIndex(self.spec, labels, vectors)))
+        try:
+            self._swap(_begun(store, self.spec, begin) or _exact(store, self.spec))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Stop following the store. Nothing here then refers to itself: what a view holds goes with

@@ -13,7 +13,6 @@ from server.descriptors import open_galleries
 from server.embedding.embedding import Embedding
 from server.embedding.models import Models
 from server.galleries.galleries import Galleries
-from server.galleries.indexing import load_index
 from server.galleries.searching import Searching
 from server.galleries.sizes import IndexSizes
 from server.rollout.recovery import return_galleries
@@ -61,7 +60,7 @@ def assemble(settings: Settings, models: Models, metrics: Metrics) -> Core:
 
 
 def load(core: Core) -> None:
-    """Open the galleries, load the models that are needed, and the indexes.
+    """Open the galleries, with their indexes, and load the models that are needed.
 
     Raises VerificationError, ConfigurationError for a gallery of an unknown release,
     UnavailableError, CannotWriteError.
@@ -75,9 +74,6 @@ def load(core: Core) -> None:
         core.catalog.verified(release)
         core.models.load(core.catalog.manifest(release))
     core.drop_unused(now.retired)
-    for hosted in core.galleries.all():
-        for space, view in hosted.views().items():
-            load_index(hosted, space, view)
 
 
 def _root(settings: Settings) -> bytes | None:

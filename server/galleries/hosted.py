@@ -1,7 +1,7 @@
 """A gallery being served: its store, a live view of each space it is searched in, its plan."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,10 +9,10 @@ from gallery.passing import Filtering
 from gallery.spec import SpaceInfo, SpaceSpec
 from gallery.store import Change, Item, Store
 from gallery.view import LiveView, Snapshot
-from release import durable
 from release.errors import ConfigurationError
 from release.manifest import Manifest
 from server.galleries import order
+from server.galleries.beginnings import beginning
 from server.galleries.gate import Gate, Users
 from server.galleries.items import ItemCache
 from server.galleries.order import Level
@@ -105,8 +105,14 @@ class Hosted:
         for space in plan.searched():
             self.view(space)
 
-    def view(self, space: str) -> LiveView:
-        """The live view of a space, made when it is first asked for."""
+    def view(
+        self,
+        space: str,
+        source: LiveView | None = None,
+        between: Callable[[], None] = lambda: None,
+    ) -> LiveView:
+        """The live view of a space, made when it is first asked for: with the index that is kept of
+        it, or that it inherits from `source`. `between` may raise to give up."""
         view = self._views.get(space)
         if view is not None:
             return view
@@ -114,7 +120,8 @@ class Hosted:
         with self._making, order.holding(Level.VIEW, self.name):
             view = self._views.get(space)
             if view is None:
-                view = LiveView(self.store, space)
+                begin = beginning(self.index_path(space), source, between)
+                view = LiveView(self.store, space, begin)
                 self._views = {**self._views, space: view}
             return view
 
@@ -184,11 +191,6 @@ class Hosted:
         """Where the index of a space is cached."""
         return self.folder / f"{space}.hnsw"
 
-    def forget_index_files(self) -> None:
-        """Remove the cached indexes: they hold what was deleted. Raises CannotWriteError."""
-        for path in self.folder.glob("*.hnsw"):
-            durable.remove_tree(path)
-
     def answer_exactly(self, exact: bool) -> None:
         """Whether answers bring distances as they were computed, from now on."""
         self.store.state_set({EXACT: exact})
@@ -208,5 +210,3 @@ class Hosted:
                 self._spaces = None
         for cache in list(self._items.values()):
             cache.on_change(change)
-        if len(change.deleted):
-            self.forget_index_files()

@@ -11,19 +11,17 @@ import structlog
 
 from gallery import hnsw
 from gallery.hnsw import HnswIndex
-from gallery.index import Index, Labels
+from gallery.index import Content, Index, Labels
 from gallery.spec import SpaceSpec
 from gallery.view import LiveView, Snapshot
-from release.errors import CannotWriteError, VerificationError
-from release.vectors import Vectors
+from release.errors import CannotWriteError
 from server.border.metrics import Metrics
 from server.border.survival import surviving
+from server.galleries.beginnings import SMALL
 from server.galleries.hosted import Hosted
 
 log = structlog.get_logger("server.indexing")
 
-# Fewer vectors than this are searched exactly, faster than by a graph.
-SMALL = 2_000
 # A base is made anew when so many vectors lie beside it or so large a share of it is dead.
 _LARGEST_DELTA = 4_000
 _LARGEST_SHARE = 0.2
@@ -34,9 +32,8 @@ _QUIET_S = 1.0
 # A space that an upgrade fills is searched exactly up to here.
 _LARGEST_FILLING = 200_000
 _EVERY_S = 0.5
-# Deleting removes the cached index file, for it holds what was deleted. It is written anew when a
-# gallery has not changed for so long.
-_SETTLED_S = 20.0
+# An index that could not be written, on a full disk say, is tried again after so long.
+_UNWRITTEN_S = 20.0
 _NICE = 10
 # A gallery whose index cannot be made for a reason nobody foresaw is tried again after so long.
 _REST_S = 30.0
@@ -109,7 +106,7 @@ class Indexing:
         if seen is None or seen() is not snapshot:
             self._since[view] = (weakref.ref(snapshot), time.monotonic())
             return False
-        if time.monotonic() - since < (_QUIET_S if behind else _SETTLED_S):
+        if time.monotonic() - since < (_QUIET_S if behind else _UNWRITTEN_S):
             return False
         # A disk that is full is tried again after another while.
         del self._since[view]
@@ -141,23 +138,11 @@ def due(view: LiveView) -> bool:
         return False
     if not isinstance(base, HnswIndex) or not base.fresh:
         return True
-    dead = len(base.labels) - len(snapshot.base)
+    # Also what was deleted before the gateway started.
+    dead = base.graph.get_current_count() - len(snapshot.base)
     return len(snapshot.delta) > max(_LARGEST_DELTA, _LARGEST_SHARE * len(base.labels)) or (
         dead > _LARGEST_SHARE * len(base.labels)
     )
-
-
-def load_index(hosted: Hosted, space: str, view: LiveView) -> None:
-    """Take the cached index if it is good. Loading stalls searches, 40 ms for 100,000 items."""
-    path = hosted.index_path(space)
-    if not path.exists() or not due(view):
-        return
-    try:
-        old = hnsw.load(path, view.spec)
-    except VerificationError as error:
-        log.warning("index file refused, building anew", error=str(error))
-        return
-    _compact(hosted, view, old)
 
 
 def make_index(
@@ -170,7 +155,7 @@ def make_index(
     base = view.snapshot().base.index
     old = base if isinstance(base, HnswIndex) and base.fresh else None
     _compact(hosted, view, old, between)
-    _save(hosted, space, view)
+    save_index(hosted, space, view)
 
 
 def inherit_index(
@@ -180,11 +165,15 @@ def inherit_index(
     source: LiveView,
     between: Callable[[], None] = lambda: None,
 ) -> None:
-    """After an upgrade: the graph of the space before, over the new vectors. It serves at once; a
-    fresh one follows in the background. `between` as in `make_index`."""
+    """After an upgrade: the graph of the space before, over the new vectors, unless the view began
+    with one. It serves at once; a fresh one follows in the background. `between` as in
+    `make_index`."""
+    if isinstance(view.snapshot().base.index, HnswIndex) or not due(view):
+        save_index(hosted, space, view)
+        return
     base = source.snapshot().base.index
     _compact(hosted, view, base if isinstance(base, HnswIndex) else None, between)
-    _save(hosted, space, view)
+    save_index(hosted, space, view)
 
 
 def _compact(
@@ -195,7 +184,7 @@ def _compact(
 ) -> None:
     began = time.monotonic()
 
-    def build(spec: SpaceSpec, labels: Labels, vectors: Vectors) -> Index:
+    def build(spec: SpaceSpec, labels: Labels, vectors: Content) -> Index:
         return hnsw.renew(spec, labels, vectors, old=old, between=between)
 
     view.compact(build)
@@ -203,14 +192,12 @@ def _compact(
     log.info("indexed", gallery=hosted.name, items=len(view.snapshot()), seconds=seconds)
 
 
-def _save(hosted: Hosted, space: str, view: LiveView) -> None:
+def save_index(hosted: Hosted, space: str, view: LiveView) -> None:
+    """Keep the base for the next start: changes since are found in the gallery itself."""
     index = view.snapshot().base.index
     try:
         if isinstance(index, HnswIndex):
             index.save(hosted.index_path(space))
-            if len(view.snapshot().base) < len(index.labels):
-                # Something was deleted while it was written.
-                hosted.forget_index_files()
     except CannotWriteError as error:
         # It is a cache: the next start builds again.
         log.warning("index not saved", error=str(error))

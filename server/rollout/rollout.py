@@ -16,7 +16,7 @@ from release.onnx_check import check_release
 from release.probes import check_probes
 from server.core import Core
 from server.galleries.hosted import NOTE, ROLLOUT, Hosted
-from server.galleries.indexing import due, inherit_index, load_index
+from server.galleries.indexing import inherit_index
 from server.galleries.plan import Plan, old_model_part, own_part
 from server.rollout.probing import check_models
 from server.state import Activation
@@ -157,13 +157,11 @@ class Rollout:
             core.upgrading.finish(hosted.name, JobState.FAILED, note)
             return False
         core.upgrading.finish(hosted.name, JobState.INDEXING)
-        view = hosted.view(manifest.space)
-        # Where the release was active before a rollback, its own index is still there.
-        load_index(hosted, manifest.space, view)
-        if due(view):
-            # Where nothing can be inherited it is built, which takes minutes: also given up then.
-            source = hosted.view(hosted.spec().space)
-            inherit_index(hosted, manifest.space, view, source, self._stop_if_cancelled)
+        # Where the release was active before a rollback, its own index is still there. What cannot
+        # be inherited is built, which takes minutes: also given up when called off.
+        source = hosted.view(hosted.spec().space)
+        view = hosted.view(manifest.space, source, self._stop_if_cancelled)
+        inherit_index(hosted, manifest.space, view, source, self._stop_if_cancelled)
         if self._record.rollout != "cutover":
             self._flip([hosted], manifest, active=False)
         return True

@@ -11,8 +11,8 @@ from gallery.estimate import estimate
 from gallery.hnsw import HnswIndex
 from gallery.spec import SpaceSpec
 from gallery.upgrade import CHUNK, Runner
+from server.galleries.beginnings import SMALL
 from server.galleries.hosted import Hosted
-from server.galleries.indexing import SMALL
 from server.upgrades.neighbours import LOOKS, neighbours_kept
 from server.upgrades.throttle import Throttle
 

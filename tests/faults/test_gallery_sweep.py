@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gallery import hnsw, staging
+from gallery import hnsw, skeleton, staging
 from gallery.store import NewVectors, Store
 from gallery.upgrade import run_upgrade
 from gallery.view import LiveView
@@ -156,11 +156,11 @@ def recover(folder: Path, unbroken: list[Dump], acknowledged: int) -> None:
     elif found != before:
         assert LIFE[acknowledged] is upgrade and is_part_of(found, before, after)
     if acknowledged > LIFE.index(index):
-        assert len(hnsw.load(folder / "index", spec(2)).labels) == len(after["items"])
+        assert len(skeleton.read(folder / "index", spec(2)).labels) == len(after["items"])
     live(folder, done)
     with Store.open(folder / "g.sqlite") as store:
         assert dump(store) == unbroken[-1]
-    assert hnsw.load(folder / "index", spec(2)).spec == spec(2)
+    assert skeleton.read(folder / "index", spec(2)).spec == spec(2)
     names = {path.name for path in folder.iterdir()}
     assert names - {"acknowledged"} == {"g.sqlite", "g.sqlite.lock", "index"}
 

@@ -22,16 +22,17 @@ CHILD = """
 import sys
 from pathlib import Path
 import numpy as np
-from gallery import hnsw
+from gallery import graph_index, hnsw
 from release.errors import NotFoundError, VerificationError
 from tests.gallery.making import spec, vectors
-hnsw._GRAPH_QUERY = hnsw._GRAPH_CANDIDATE = 0
+graph_index._GRAPH_QUERY = graph_index._GRAPH_CANDIDATE = 0
 folder = Path(sys.argv[1])
 queries = vectors(200, 3)
-truth = hnsw.load(folder / "good", spec()).search(queries, 10).labels
+content = np.arange(2500) + 1, vectors(2500, 1)
+truth = hnsw.load(folder / "good", spec(), *content)[0].search(queries, 10).labels
 for path in sorted(folder.glob("mutated-*")):
     try:
-        found = hnsw.load(path, spec()).search(queries, 10).labels
+        found = hnsw.load(path, spec(), *content)[0].search(queries, 10).labels
     except (VerificationError, NotFoundError):
         print(path.name, "refused", flush=True)
     else:

@@ -223,5 +223,7 @@ class GalleryModel(RuleBasedStateMachine):
             found = {label: row[0] for label, row in rows(self.store, spec(release).space).items()}
             assert found == expected
             labels, content = self.views[release].snapshot().content()
-            assert dict(zip(labels.tolist(), map(bytes, content), strict=True)) == expected
+            assert (
+                dict(zip(labels.tolist(), map(bytes, np.asarray(content)), strict=True)) == expected
+            )
             assert staging.left_behind(self.store, spec(release).space) == self.behind(release)

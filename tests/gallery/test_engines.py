@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gallery import exact, hnsw
+from gallery import exact, graph_index, hnsw
 from gallery.exact import ExactIndex
 from gallery.index import Index, Labels, Mask, Neighbours
 from gallery.spec import Metric, SpaceSpec
@@ -81,7 +81,9 @@ def make_hnsw(spec_: SpaceSpec, labels: Labels, content: Vectors, _: Path) -> In
 
 def make_loaded(spec_: SpaceSpec, labels: Labels, content: Vectors, folder: Path) -> Index:
     hnsw.build(spec_, labels, content).save(folder / "index")
-    return hnsw.load(folder / "index", spec_)
+    index, rest = hnsw.load(folder / "index", spec_, labels, content)
+    assert not len(rest)
+    return index
 
 
 def make_carried(spec_: SpaceSpec, labels: Labels, content: Vectors, _: Path) -> Index:
@@ -110,8 +112,8 @@ APPROXIMATE = {"hnsw", "loaded", "carried"}
 @pytest.fixture(params=MAKERS)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     # At this size exact search is the cheaper way always; it is the graph that is to be tested.
-    monkeypatch.setattr(hnsw, "_GRAPH_QUERY", 0)
-    monkeypatch.setattr(hnsw, "_GRAPH_CANDIDATE", 0)
+    monkeypatch.setattr(graph_index, "_GRAPH_QUERY", 0)
+    monkeypatch.setattr(graph_index, "_GRAPH_CANDIDATE", 0)
     return str(request.param)
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gallery import graph_state, hnsw, index_file
+from gallery import distances, graph_index, graph_memory, graph_state, hnsw, index_file, skeleton
 from gallery.exact import ExactIndex
 from gallery.index import Labels
-from gallery.spec import SpaceSpec
+from gallery.spec import Metric, SpaceSpec
 from release.errors import CannotWriteError, NotFoundError, VerificationError
 from release.faults import FAULTS
 from release.vectors import Vectors
@@ -24,8 +24,8 @@ LABELS = np.arange(COUNT, dtype=np.int64) * 2 + 5
 
 @pytest.fixture(autouse=True)
 def always_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hnsw, "_GRAPH_QUERY", 0)
-    monkeypatch.setattr(hnsw, "_GRAPH_CANDIDATE", 0)
+    monkeypatch.setattr(graph_index, "_GRAPH_QUERY", 0)
+    monkeypatch.setattr(graph_index, "_GRAPH_CANDIDATE", 0)
 
 
 def rotated(content: Vectors, to_dim: int = DIM) -> Vectors:
@@ -52,7 +52,7 @@ def old() -> hnsw.HnswIndex:
 @pytest.mark.parametrize("to_dim", [DIM, DIM + 7, DIM - 4])
 def test_a_graph_serves_the_vectors_after_an_upgrade(old: hnsw.HnswIndex, to_dim: int) -> None:
     target = spec(2, dim=to_dim)
-    content = rotated(old.vectors, to_dim)
+    content = rotated(np.asarray(old.vectors), to_dim)
     before = old.search(old.vectors[:20], 5)
     new = hnsw.carry(old, target, LABELS, content)
     assert not new.fresh and new.spec == target
@@ -68,7 +68,7 @@ def test_carrying_leaves_out_what_has_no_vector_and_adds_what_is_new(old: hnsw.H
     added = LABELS[rng.permutation(COUNT)[:100]] + 1
     labels = np.sort(np.concatenate([LABELS[kept], added]))
     content = np.empty((len(labels), DIM), np.float32)
-    content[np.isin(labels, LABELS)] = rotated(old.vectors)[kept]
+    content[np.isin(labels, LABELS)] = rotated(np.asarray(old.vectors))[kept]
     content[~np.isin(labels, LABELS)] = vectors(100, 9)
     new = hnsw.carry(old, spec(2), labels, content)
     everything = new.search(content[:50], 60).labels
@@ -79,7 +79,7 @@ def test_carrying_leaves_out_what_has_no_vector_and_adds_what_is_new(old: hnsw.H
 
 
 def test_within_a_space_a_replaced_vector_moves(old: hnsw.HnswIndex) -> None:
-    content = old.vectors.copy()
+    content = np.asarray(old.vectors).copy()
     content[100:110] = 30 + vectors(10, 5)
     new = hnsw.carry(old, spec(), LABELS, content)
     assert new.fresh
@@ -87,12 +87,12 @@ def test_within_a_space_a_replaced_vector_moves(old: hnsw.HnswIndex) -> None:
     assert found_share(new, content, LABELS) >= 0.98
 
 
-def test_what_is_gone_is_forgotten_by_the_state(old: hnsw.HnswIndex) -> None:
+def test_what_is_gone_is_forgotten_by_the_memory(old: hnsw.HnswIndex) -> None:
     new = hnsw.carry(old, spec(), LABELS[1:], old.vectors[1:])
-    state = new.graph.__getstate__()[0]
-    assert graph_state.deleted(state).sum() == 1
-    assert old.vectors[0].tobytes() not in state["data_level0"].tobytes()
-    assert old.vectors[1].tobytes() in state["data_level0"].tobytes()
+    memory = graph_memory.records(new.graph).tobytes()
+    assert old.vectors[0].tobytes() not in memory
+    assert old.vectors[1].tobytes() in memory
+    assert len(new.labels) == COUNT - 1 and new.graph.get_current_count() == COUNT
 
 
 def test_an_unrelated_space_is_built_afresh(old: hnsw.HnswIndex) -> None:
@@ -105,28 +105,23 @@ def test_an_unrelated_space_is_built_afresh(old: hnsw.HnswIndex) -> None:
         hnsw.carry(old, spec(2, metric="cosine"), LABELS, old.vectors)
 
 
-def test_renewing_takes_the_cheapest_good_way(old: hnsw.HnswIndex, tmp_path: Path) -> None:
-    path = tmp_path / "index"
+def test_renewing_takes_the_cheapest_good_way(old: hnsw.HnswIndex) -> None:
     assert hnsw.renew(spec(), LABELS, old.vectors, old=old) is old
-    fresh = hnsw.renew(spec(), LABELS[:500], old.vectors[:500], old=old, file=path)
+    fresh = hnsw.renew(spec(), LABELS[:500], old.vectors[:500], old=old)
     assert fresh.graph.get_current_count() == 500
-    old.save(path)
-    loaded = hnsw.renew(spec(), LABELS, old.vectors, file=path)
-    assert loaded.graph.get_current_count() == COUNT and loaded.fresh
-    carried = hnsw.renew(spec(), LABELS[50:], old.vectors[50:], file=path)
+    carried = hnsw.renew(spec(), LABELS[50:], old.vectors[50:], old=old)
     assert carried.graph.get_current_count() == COUNT and len(carried.labels) == COUNT - 50
-    upgraded = hnsw.renew(spec(2), LABELS, rotated(old.vectors), old=old)
+    upgraded = hnsw.renew(spec(2), LABELS, rotated(np.asarray(old.vectors)), old=old)
     assert not upgraded.fresh
-    path.write_bytes(b"rubbish")
-    assert len(hnsw.renew(spec(), LABELS[:60], old.vectors[:60], file=path).labels) == 60
 
 
 def test_a_file_gives_the_same_answers(old: hnsw.HnswIndex, tmp_path: Path) -> None:
     path = tmp_path / "index"
-    for index in (old, hnsw.carry(old, spec(2), LABELS[9:], rotated(old.vectors)[9:])):
+    for index in (old, hnsw.carry(old, spec(2), LABELS[9:], rotated(np.asarray(old.vectors))[9:])):
         index.save(path)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        loaded = hnsw.load(path, index.spec)
+        loaded, rest = hnsw.load(path, index.spec, index.labels, index.vectors)
+        assert not len(rest)
         np.testing.assert_array_equal(loaded.labels, index.labels)
         np.testing.assert_array_equal(loaded.vectors, index.vectors)
         assert (loaded.fresh, loaded.ef) == (index.fresh, index.ef)
@@ -139,9 +134,66 @@ def test_a_file_gives_the_same_answers(old: hnsw.HnswIndex, tmp_path: Path) -> N
             )
     assert [p.name for p in tmp_path.iterdir()] == ["index"]
     with pytest.raises(NotFoundError):
-        hnsw.load(tmp_path / "nothing", spec())
+        hnsw.load(tmp_path / "nothing", spec(), LABELS, old.vectors)
     with pytest.raises(VerificationError):
-        hnsw.load(tmp_path, spec())
+        hnsw.load(tmp_path, spec(), LABELS, old.vectors)
+
+
+def test_a_file_outlives_churn_and_holds_no_vector(old: hnsw.HnswIndex, tmp_path: Path) -> None:
+    """What was deleted is passed through, what came or was replaced is told; nothing is built."""
+    path = tmp_path / "index"
+    old.save(path)
+    content = np.asarray(old.vectors)
+    assert not any(row.tobytes()[:16] in path.read_bytes() for row in content[:50])
+    assert path.stat().st_size < 0.6 * content.nbytes + 160 * COUNT
+    kept = np.flatnonzero(np.arange(COUNT) % 8)
+    labels = np.concatenate([LABELS[kept], LABELS[-1] + 1 + np.arange(40)])
+    now = np.concatenate([content[kept], vectors(40, 6)])
+    now[7] = 40 + vectors(1, 8)
+    loaded, rest = hnsw.load(path, spec(), labels, now)
+    assert rest.tolist() == [7, *range(len(kept), len(labels))]
+    there = np.delete(np.arange(len(labels)), rest)
+    np.testing.assert_array_equal(loaded.labels, labels[there])
+    np.testing.assert_array_equal(loaded.vectors, now[there])
+    assert loaded.fresh and found_share(loaded, now[there], labels[there]) >= 0.98
+    with pytest.raises(VerificationError, match="changed"):
+        hnsw.load(path, spec(), labels[::2], now[::2])
+
+
+@pytest.mark.parametrize("metric", ["squared_l2", "cosine"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_vectors_are_held_once_in_the_graphs_memory(metric: Metric, threads: int) -> None:
+    content, target = vectors(COUNT, 1), spec(metric=metric)
+    index = hnsw.build(target, LABELS, content, threads=threads)
+    assert graph_memory.graph_words(index.graph) is not None
+    memory = graph_state.vectors_of(index.graph)
+    assert memory.base is not None and not memory.flags.owndata
+    np.testing.assert_array_equal(index.vectors, distances.prepare(metric, content))
+    queries, mask = vectors(9, 3), np.arange(COUNT) % 5 == 0
+    oracle = ExactIndex(target, LABELS, content)
+    for allowed in (None, mask):
+        np.testing.assert_array_equal(
+            index.exact(queries, 7, allowed).labels, oracle.search(queries, 7, allowed).labels
+        )
+    # The memory lives for as long as anybody looks at it.
+    want = memory[5].copy()
+    del index
+    np.testing.assert_array_equal(memory[5], want)
+
+
+def test_another_build_of_the_library_is_served_from_copies(
+    old: hnsw.HnswIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links and scalars seen in memory are those the library tells; without, nothing changes."""
+    seen = old.skeleton()
+    monkeypatch.setattr(graph_memory, "graph_words", lambda graph: None)
+    told = old.skeleton()
+    assert dict(seen.links.parameters) == dict(told.links.parameters)
+    for name in ("ground", "levels", "upper"):
+        np.testing.assert_array_equal(getattr(seen.links, name), getattr(told.links, name))
+    np.testing.assert_array_equal(seen.sums, told.sums)
+    new = hnsw.carry(old, spec(), LABELS[9:], old.vectors[9:])
+    assert found_share(new, np.asarray(new.vectors), new.labels) >= 0.98
 
 
 def test_a_file_that_cannot_be_written_is_said_and_the_old_one_stays(
@@ -163,7 +215,7 @@ def test_a_file_that_cannot_be_written_is_said_and_the_old_one_stays(
         finally:
             FAULTS.arm(None)
         # Only the last step, after the rename, finds the new one there: whole.
-        assert path.read_bytes() == before or len(hnsw.load(path, spec()).labels) == COUNT - 1
+        assert path.read_bytes() == before or len(skeleton.read(path, spec()).labels) == COUNT - 1
     assert step > 10
     with pytest.raises(CannotWriteError):
         old.save(tmp_path / "no" / "folder")
@@ -205,7 +257,8 @@ def test_searches_go_on_while_a_graph_is_built() -> None:
 
 def test_a_filter_that_the_graph_cannot_reach_is_answered_exactly(old: hnsw.HnswIndex) -> None:
     """Allowed rows far from the query: none of the candidates passes."""
-    far = np.argsort(((old.vectors - old.vectors[0]) ** 2).sum(axis=1))[-200:]
+    content = np.asarray(old.vectors)
+    far = np.argsort(((content - content[0]) ** 2).sum(axis=1))[-200:]
     mask = np.zeros(COUNT, np.bool_)
     mask[far] = True
     found = old.search(old.vectors[:1], 10, mask)

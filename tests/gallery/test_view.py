@@ -9,7 +9,7 @@ import pytest
 
 from gallery import hnsw, staging
 from gallery.exact import ExactIndex
-from gallery.index import Index, Labels
+from gallery.index import Content, Index, Labels
 from gallery.spec import SpaceSpec
 from gallery.store import NewVectors, Store
 from gallery.view import LiveView, snapshot_of
@@ -87,7 +87,7 @@ def test_a_snapshot_stays_what_it_was(tmp_path: Path) -> None:
 def test_searches_and_writes_go_on_while_a_base_is_built(tmp_path: Path) -> None:
     building, go_on = threading.Event(), threading.Event()
 
-    def slow(spec_: SpaceSpec, labels: Labels, content: Vectors) -> Index:
+    def slow(spec_: SpaceSpec, labels: Labels, content: Content) -> Index:
         building.set()
         assert go_on.wait(20)
         return ExactIndex(spec_, labels, content)
@@ -108,7 +108,7 @@ def test_searches_and_writes_go_on_while_a_base_is_built(tmp_path: Path) -> None
 
 
 def test_a_build_that_fails_changes_nothing(tmp_path: Path) -> None:
-    def broken(spec_: SpaceSpec, labels: Labels, content: Vectors) -> Index:
+    def broken(spec_: SpaceSpec, labels: Labels, content: Content) -> Index:
         raise MemoryError("no room")
 
     with filled(tmp_path / "g.sqlite", 20) as store:

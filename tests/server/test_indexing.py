@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gallery import hnsw
+from gallery import hnsw, skeleton
 from gallery.spec import SpaceSpec
 from nobackfill.v1 import gallery_pb2, types_pb2
 from release.manifest import Manifest
@@ -56,7 +56,7 @@ def swapped(
     client.activate(2)
     hosted = gateway.core.galleries.get("g")
     path, spec = hosted.index_path(two.space), SpaceSpec.of(two)
-    wait_until(lambda: hnsw.load(path, spec).fresh, "no graph of its own")
+    wait_until(lambda: path.exists() and skeleton.read(path, spec).fresh, "no graph of its own")
     return hosted
 
 

@@ -1,0 +1,112 @@
+"""The memory of an hnswlib graph seen as arrays, where its state would be a copy of all of it.
+
+hnswlib 0.8 keeps one record an element: links of the ground level (their count in 2 bytes, a delete
+mark in the third), the vector, and an 8-byte label. Where the library keeps them is read from the
+object itself, at offsets whose neighbours must agree with what the graph tells of itself; a build
+of the library that lays things out otherwise is seen, and its state copied instead: the same
+answers, with one copy more of the vectors.
+"""
+
+import ctypes
+import struct
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+
+_WORD = 8
+_LABEL_BYTES = 8
+# 8-byte words from the start of pybind11's object, of its Index, and of hnswlib's graph.
+_INSTANCE, _INDEX_DIM, _INDEX_GRAPH, _INDEX_WORDS = 2, 4, 9, 11
+_MAX_LEVEL, _MULT, _ENTRY, _RECORDS, _UPPER, _LEVELS, _GRAPH_WORDS = 13, 11, 26, 31, 32, 33, 36
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Bytes of a record: links up to `vector`, the vector up to `label`, a label up to `size`."""
+
+    vector: int
+    label: int
+    size: int
+    upper: int
+
+    @classmethod
+    def of(cls, dim: int, m: int) -> "Layout":
+        """hnswlib's for this dimension and M. `upper`: bytes of a list of links higher up."""
+        vector = 4 + 4 * 2 * m
+        return cls(vector, vector + 4 * dim, vector + 4 * dim + _LABEL_BYTES, 4 + 4 * m)
+
+
+class _Memory:
+    """What numpy makes an array of; the graph lives for as long as the array."""
+
+    def __init__(self, graph: Any, address: int, shape: tuple[int, ...], kind: str) -> None:
+        self.graph = graph
+        self.__array_interface__ = {
+            "version": 3, "data": (address, False), "shape": shape, "typestr": kind,
+        }  # fmt: skip
+
+
+def _words(address: int, count: int) -> tuple[int, ...]:
+    return struct.unpack(f"={count}Q", ctypes.string_at(address, count * _WORD))
+
+
+def graph_words(graph: Any) -> tuple[int, ...] | None:
+    """The graph's own fields as 8-byte words; None if they are not where they should be."""
+    if sys.platform != "linux" or struct.calcsize("P") != _WORD:
+        return None
+    index = _words(_words(id(graph) + _INSTANCE * _WORD, 1)[0], _INDEX_WORDS)
+    if index[_INDEX_DIM] & 0xFFFFFFFF != graph.dim or not index[_INDEX_GRAPH]:
+        return None
+    words = _words(index[_INDEX_GRAPH], _GRAPH_WORDS)
+    layout, m = Layout.of(graph.dim, graph.M), graph.M
+    told = (
+        (1, graph.max_elements), (2, graph.element_count), (3, layout.size), (4, layout.upper),
+        (6, m), (7, m), (8, 2 * m), (9, graph.ef_construction), (27, layout.vector),
+        (28, layout.vector), (29, 0), (30, layout.label),
+    )  # fmt: skip
+    room = words[_LEVELS + 1] - words[_LEVELS]
+    agree = all(words[place] == value for place, value in told) and room == 4 * graph.max_elements
+    return words if agree else None
+
+
+def records(graph: Any) -> Bytes:
+    """One record an element, uint8 [count, bytes]: the memory itself, or a copy of it."""
+    size, count = Layout.of(graph.dim, graph.M).size, graph.element_count
+    words = graph_words(graph)
+    if words is None or not count:
+        found: Bytes = graph.__getstate__()[0]["data_level0"].view(np.uint8)
+        return found.reshape(-1, size)
+    return np.asarray(_Memory(graph, words[_RECORDS], (count, size), "|u1"))
+
+
+def parameters(graph: Any) -> dict[str, Any] | None:
+    """The scalars of the graph's state that vary; None where they cannot be seen."""
+    if (words := graph_words(graph)) is None:
+        return None
+    (mult,) = struct.unpack("=d", struct.pack("=Q", words[_MULT]))
+    return {
+        "max_level": ctypes.c_int(words[_MAX_LEVEL] & 0xFFFFFFFF).value,
+        "enterpoint_node": words[_ENTRY] & 0xFFFFFFFF,
+        "mult": mult,
+    }
+
+
+def upper(graph: Any) -> tuple[NDArray[np.int32], NDArray[np.int8]] | None:
+    """Levels of each element [count] and, by element, its lists of links above the ground."""
+    words, count = graph_words(graph), graph.element_count
+    if words is None or not count:
+        return None
+    levels = np.asarray(_Memory(graph, words[_LEVELS], (count,), "<i4")).copy()
+    lists = np.asarray(_Memory(graph, words[_UPPER], (count,), "<u8"))
+    size = Layout.of(graph.dim, graph.M).upper
+    raised = np.flatnonzero(levels > 0)
+    parts = [
+        ctypes.string_at(address, size * level)
+        for address, level in zip(lists[raised].tolist(), levels[raised].tolist(), strict=True)
+    ]
+    return levels, np.frombuffer(b"".join(parts), np.int8)
