@@ -16,6 +16,7 @@ from release.errors import ConfigurationError, NobackfillError
 from release.keys import ROLES, Keys, Role
 from release.overview import list_releases
 from release.overview import verify as verify_publication
+from release.terminal import visible
 from release.trust import fingerprint
 
 _EPILOG = """
@@ -226,7 +227,7 @@ def _day(when: datetime) -> str:
 
 
 def _answer(as_json: bool, answer: Mapping[str, object], lines: list[str]) -> None:
-    print(json.dumps(answer) if as_json else "\n".join(lines))
+    print(json.dumps(answer) if as_json else "\n".join(map(visible, lines)))
 
 
 def main() -> None:
@@ -234,7 +235,7 @@ def main() -> None:
     try:
         app()
     except NobackfillError as error:
-        print(f"release: {error}", file=sys.stderr)
+        print(visible(f"release: {error}"), file=sys.stderr)
         sys.exit(error.exit_code)
 
 

@@ -9,6 +9,7 @@ import typer
 
 from release.durable import write_file
 from release.errors import NobackfillError, NotFoundError, few
+from release.terminal import visible
 from release.trust import TrustedFolder
 from report.comparison import compare, predecessor
 from report.page import render
@@ -67,5 +68,5 @@ if __name__ == "__main__":
     try:
         typer.run(command)
     except NobackfillError as error:
-        print(f"report: {error}", file=sys.stderr)
+        print(visible(f"report: {error}"), file=sys.stderr)
         sys.exit(error.exit_code)

@@ -1,11 +1,14 @@
 """Nothing that comes from elsewhere moves a terminal's cursor, hides, or begins a line."""
 
 import unicodedata
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from release.terminal import visible
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_controls_are_written_out() -> None:
@@ -19,3 +22,14 @@ def test_what_is_left_can_be_shown(text: str) -> None:
     shown = visible(text)
     shown.encode()
     assert not {unicodedata.category(char) for char in shown} & {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+
+def test_no_command_prints_an_error_as_it_came() -> None:
+    """What a refusal says may hold names and a server's words: every command line escapes it."""
+    bare = [
+        path
+        for path in ("client/cli.py", "server/commands/app.py", "release/__main__.py",
+                     "report/__main__.py")
+        if 'visible(f"' not in (ROOT / path).read_text("utf-8")
+    ]  # fmt: skip
+    assert not bare
