@@ -141,7 +141,7 @@ class Listener:
         self._core.catalog.changed.notify()
         # gRPC would cut calls that have arrived but not been looked at yet.
         time.sleep(min(_LAME_DUCK_S, drain_s))
-        self._border.draining = True
+        self._border.drain()
         self._server.stop(drain_s).wait()
         self._connections.close()
         self._border.close()

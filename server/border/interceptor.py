@@ -43,8 +43,7 @@ class Border(grpc.ServerInterceptor):
         self._lanes = Lanes(max_calls, shared=tokens is not None)
         self._reception = Reception(self._lanes, max_calls, patience_s)
         self._stalls = Stalls()
-        # Set when the gateway ends: calls that come now are refused.
-        self.draining = False
+        self._draining = False
         self._kinds: dict[str, tuple[Kind, Handler]] = {}
         awaited = self._reception.awaited
         metrics.calls.lanes = {
@@ -72,7 +71,7 @@ class Border(grpc.ServerInterceptor):
         metadata = dict(handler_call_details.invocation_metadata)
         visit = Visit(known[0], begin_request(_text(metadata.get("x-request-id"))))
         try:
-            if self.draining:
+            if self._draining:
                 raise UnavailableError("the gateway is stopping; try again elsewhere")
             principal = authorize(method, self._tokens, _text(metadata.get("authorization")))
             named = self._tokens is not None and RULES[method] is not None
@@ -80,6 +79,12 @@ class Border(grpc.ServerInterceptor):
         except NobackfillError as error:
             visit.refusal = error
         return _handler(known[1], visit)
+
+    def drain(self) -> None:
+        """The gateway ends: calls that come now are refused, and those that nobody works on end."""
+        self._draining = True
+        self._reception.give_up()
+        self._stalls.end_all()
 
     def close(self) -> None:
         """End the threads once their calls have ended."""

@@ -8,6 +8,7 @@ message first (ADR 0007). That is no public interface of grpcio, so what is reli
 import inspect
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
@@ -28,7 +29,8 @@ log = structlog.get_logger("server.reception")
 # For so long a unary call may take to send its message.
 PATIENCE_S = 20.0
 _EVERY_S = 0.5
-# Calls whose message is awaited, for each one that may wait for a thread: they cost no thread.
+# Calls of one caller whose message is awaited, for each one that may wait for a thread: they cost
+# no thread. Of more, the longest awaited is ended: who sends a message at once is never in the way.
 _AWAITED = 4
 # Bytes of large messages that have come and are worked on, or wait for it.
 _LARGEST_HELD = 512 * 2**20
@@ -83,6 +85,7 @@ class _Arrival:
         """End a call whose message has not come; its receiving ends with None."""
         with self.state.condition:
             if not self.state.statused:
+                self.visit.code = code
                 number = _server._application_code(code)
                 _server._abort(self.state, self.event.call, number, sentence.encode())
 
@@ -102,7 +105,8 @@ class Reception(Executor):
         self._most = _AWAITED * max_calls
         self._patience_s = patience_s
         self._lock = threading.Lock()
-        self._awaited: dict[_Arrival, None] = {}
+        # By caller, the longest awaited first; strangers are one.
+        self._awaited: defaultdict[str, dict[_Arrival, None]] = defaultdict(dict)
         self._held = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="reception", daemon=True)
@@ -124,27 +128,38 @@ class Reception(Executor):
 
     def awaited(self) -> int:
         """Calls whose message has not come yet."""
-        return len(self._awaited)
+        with self._lock:
+            return sum(map(len, self._awaited.values()))
+
+    def give_up(self) -> None:
+        """The gateway ends: nothing more is awaited."""
+        with self._lock:
+            left = [arrival for some in self._awaited.values() for arrival in some]
+        for arrival in left:
+            arrival.end_unread(grpc.StatusCode.UNAVAILABLE, "the gateway is stopping")
 
     def close(self) -> None:
         self._stopping.set()
         self._thread.join()
 
     def _await(self, arrival: _Arrival) -> None:
+        longest = None
         with self._lock:
-            full = len(self._awaited) >= self._most
-            if not full:
-                self._awaited[arrival] = None
-        if full:
-            arrival.refuse(
-                OverloadedError("too many calls have sent no message yet; try again later")
+            awaited = self._awaited[arrival.visit.caller]
+            if len(awaited) >= self._most:
+                longest = next(iter(awaited))
+                del awaited[longest]
+            awaited[arrival] = None
+        if longest is not None:
+            longest.end_unread(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"expected at most {self._most} calls that have sent no message; send it at once",
             )
-            return
         arrival.receive(lambda message: self._received(arrival, message))
 
     def _received(self, arrival: _Arrival, message: bytes | None) -> None:
         with self._lock:
-            del self._awaited[arrival]
+            self._awaited[arrival.visit.caller].pop(arrival, None)
         visit = arrival.visit
         if message is None:
             self._nothing_came(arrival)
@@ -199,9 +214,8 @@ class Reception(Executor):
         while not self._stopping.wait(_EVERY_S):
             limit = time.monotonic() - self._patience_s
             with self._lock:
-                silent = [arrival for arrival in self._awaited if arrival.began < limit]
+                silent = [a for some in self._awaited.values() for a in some if a.began < limit]
             for arrival in silent:
-                arrival.visit.code = grpc.StatusCode.DEADLINE_EXCEEDED
                 arrival.end_unread(
                     grpc.StatusCode.DEADLINE_EXCEEDED,
                     f"the request did not come within {self._patience_s:g} s; send it at once",

@@ -57,6 +57,13 @@ class Stalls:
             self._ends[context] = time.monotonic() + seconds
         return lambda: self._forget(context)
 
+    def end_all(self) -> None:
+        """End the streams that may not last for ever, now."""
+        with self._lock:
+            contexts = list(self._ends)
+        for context in contexts:
+            context.cancel()
+
     def close(self) -> None:
         self._stopping.set()
         self._thread.join()

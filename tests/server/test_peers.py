@@ -55,9 +55,14 @@ class Guarded:
 
     def series(self, start: str) -> float:
         """The sum of the metrics' lines that begin so."""
-        with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=30) as page:
-            lines = page.read().decode().splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(start))
+        return series(self.metrics, start)
+
+
+def series(metrics: str, start: str) -> float:
+    """The sum of the metrics' lines that begin so."""
+    with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=30) as page:
+        lines = page.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(start))
 
 
 def tokens_file(path: Path) -> Path:
@@ -163,6 +168,31 @@ def test_watching_the_health_takes_no_place_of_others(guarded: Guarded) -> None:
         refused = grpc.StatusCode.RESOURCE_EXHAUSTED
         assert codes == {grpc.StatusCode.OK: share, refused: MANY - share}
         everything_is_served(guarded)
+
+
+def test_strangers_who_send_headers_only_keep_no_health_check_out(guarded: Guarded) -> None:
+    """More of them than are awaited: the longest awaited end, the others go on."""
+    most = 4 * 256
+    with Peer(guarded.address) as peer, Peer(guarded.address) as another:
+        for one in (peer, another):
+            for _ in range(most - 100):
+                one.begin("/grpc.health.v1.Health/Check")
+        wait_for(lambda: guarded.series(f'{OPEN}{{lane="message"}}') == most)
+        everything_is_served(guarded)
+
+
+def test_peers_who_do_nothing_keep_no_gateway_from_ending(repo: Path, tmp_path: Path) -> None:
+    with running(repo, tmp_path / "data", drain_seconds=60) as gateway:
+        peer = Peer(gateway.address)
+        for _ in range(MANY):
+            peer.begin("/nobackfill.v1.SearchService/Search")
+        stream = peer.begin("/grpc.health.v1.Health/Watch")
+        peer.send(stream, prefixed(b""))
+        wait_for(lambda: series(gateway.metrics_address, f'{OPEN}{{lane="public"}}') == 1)
+        began = time.monotonic()
+    # Half of the time that it would have given to calls that are worked on.
+    assert time.monotonic() - began < 30
+    peer.socket.close()
 
 
 def test_what_is_silent_or_old_is_ended_and_counted(guarded: Guarded) -> None:
