@@ -1,12 +1,10 @@
 """Peers that send headers only, drip, stand still or never read: everybody else is served."""
 
-import hashlib
 import shutil
 import socket
 import time
-import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, vault_pb2
+from nobackfill.v1 import gallery_pb2, search_pb2
 from server.border.auth import RULES
 from server.border.connections import LARGEST_PEER
 from server.border.interceptor import Border
@@ -25,8 +23,16 @@ from server.border.lanes import STREAMS
 from server.border.metrics import Metrics
 from tests.server import process
 from tests.server.conftest import Stages
+from tests.server.guarded import (
+    Guarded,
+    everything_is_served,
+    series,
+    silence,
+    tokens_file,
+    wait_for,
+)
 from tests.server.peers import Peer, prefixed
-from tests.server.support import Client, code_of, ids, images, refusal, running
+from tests.server.support import Client, code_of, images, refusal, running
 from tests.support.blocks import png
 
 # More than the threads of any lane, and than the calls that today's pool of eight took.
@@ -39,37 +45,6 @@ READING = (
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
 )
 OPEN = "nobackfill_calls_open"
-NAMES = ("admin", "other")
-
-
-class Guarded:
-    """A gateway with tokens, without TLS."""
-
-    def __init__(self, address: str, metrics: str) -> None:
-        self.address = address
-        self.metrics = metrics
-
-    def client(self, name: str | None) -> Client:
-        """A client with the token of `name`, or without one."""
-        return Client(self.address, token=name)
-
-    def series(self, start: str) -> float:
-        """The sum of the metrics' lines that begin so."""
-        return series(self.metrics, start)
-
-
-def series(metrics: str, start: str) -> float:
-    """The sum of the metrics' lines that begin so."""
-    with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=30) as page:
-        lines = page.read().decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(start))
-
-
-def tokens_file(path: Path) -> Path:
-    path.write_text(
-        "".join(f"{name} admin {hashlib.sha256(name.encode()).hexdigest()}\n" for name in NAMES)
-    )
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -83,24 +58,6 @@ def guarded(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             admin.create()
             admin.put_images(images(3))
         yield guarded
-
-
-def everything_is_served(guarded: Guarded, name: str = "other") -> None:
-    """A call of each kind, each within seconds."""
-    with guarded.client(name) as client:
-        health = health_pb2_grpc.HealthStub(client.channel)
-        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=10)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        assert ids(client.search(images(3)[1]))[0] == "i1"
-        item = gallery_pb2.PutItem(id="i2", image=png(images(3)[2]))
-        put = gallery_pb2.PutItemsRequest(gallery="g", items=[item])
-        assert next(iter(client.galleries.PutItems(iter([put]), timeout=10))).stored == 1
-        fetch = release_pb2.FetchFileRequest(path="timestamp.json")
-        assert list(client.releases.FetchFile(fetch, timeout=10))
-        client.vault.ListBlobs(vault_pb2.ListBlobsRequest(), timeout=10)
-        watch = client.releases.WatchReleases(release_pb2.WatchReleasesRequest(), timeout=10)
-        assert next(watch).releases
-        watch.cancel()
 
 
 def test_without_a_token_headers_alone_are_refused(guarded: Guarded) -> None:
@@ -289,19 +246,6 @@ def is_open(connection: socket.socket) -> bool:
     except OSError:
         pass
     return False
-
-
-def silence(over: Event) -> Iterator[bytes]:
-    """A client's messages, none of which comes."""
-    over.wait(60)
-    yield from ()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def resident_mib(pid: int) -> float:
