@@ -30,11 +30,12 @@ def releases(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     with exit_codes(), connected(server) as channel:
         request = release_pb2.ListReleasesRequest()
         answer = ReleaseServiceStub(channel).ListReleases(request, timeout=TIMEOUT_S)
-    rows = [["release", "state", "dim", "metric", "upgrades from", "searches directly", "reason"]]
+    rows = [["release", "state", "dim", "metric", "upgrades from", "searches directly"]]
+    rows[0] += ["old queries until", "reason"]
     rows += [
         [
             str(r.number), _word(_STATE(r.state)), str(r.dim), r.metric,
-            _numbers(r.upgrades_from), _numbers(r.searches_directly), r.reason,
+            _numbers(r.upgrades_from), _numbers(r.searches_directly), _end(r), r.reason,
         ]
         for r in answer.releases
     ]  # fmt: skip
@@ -54,6 +55,7 @@ def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     for g in answer.galleries:
         spaces = ", ".join(
             f"{s.release}: {s.items} {_word(gallery_pb2.SpaceState.Name(s.state))}"
+            + (f" until {_end(s)}" if _end(s) else "")
             for s in g.spaces
         )
         if g.set_aside:
@@ -202,6 +204,13 @@ def _word(name: str) -> str:
     for prefix in ("RELEASE_STATE_", "SPACE_STATE_", "PHASE_", "ROLLOUT_", "UPGRADE_STATE_"):
         name = name.removeprefix(prefix)
     return name.lower()
+
+
+def _end(message: release_pb2.Release | gallery_pb2.SpaceInfo) -> str:
+    """When queries in a space are refused, in UTC; empty where no end is announced."""
+    if not message.HasField("ends_at"):
+        return ""
+    return f"{message.ends_at.ToDatetime():%Y-%m-%d %H:%M} UTC"
 
 
 def _seconds(duration: Duration) -> str:

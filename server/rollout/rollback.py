@@ -92,7 +92,14 @@ class Rollbacks:
         if now.active == target:
             return Rollback(target, 0, [])
         result = _plan(self._core)
-        self._core.state.change(active=target, previous=now.previous[:-1], rolled_back=time.time())
+        # What answers by default has no end.
+        space = self._core.catalog.manifest(target).space
+        self._core.state.change(
+            active=target,
+            previous=now.previous[:-1],
+            ends={other: end for other, end in now.ends.items() if other != space},
+            rolled_back=time.time(),
+        )
         self._looked = False
         return result
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Mapping
 
 from google.protobuf.internal.containers import MessageMap
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from gallery.filters import (
     All,
@@ -138,3 +139,9 @@ def _moments(bounds: types.Condition.TimeRange, key: str) -> dict[str, int]:
         after = rest and field.name in ("at_least", "less_than")
         found[field.name] = moment.seconds * 1_000_000 + whole + bool(after)
     return found
+
+
+def to_end(space: str, ends: Mapping[str, float], message: Timestamp) -> None:
+    """Set when a space ends, where that is announced; `ends` in Unix time, by space."""
+    if space in ends:
+        message.FromNanoseconds(int(ends[space] * 1e9))

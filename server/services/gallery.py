@@ -1,6 +1,6 @@
 """GalleryService."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import grpc
 
@@ -15,7 +15,7 @@ from server.galleries.hosted import NOTE, Hosted
 from server.galleries.puts import Bare, Put, Putting
 from server.rollout.activation import Activations
 from server.services import items
-from server.services.convert import from_value
+from server.services.convert import from_value, to_end
 
 # Refused items that an answer names.
 LISTED_ERRORS = 1_000
@@ -43,7 +43,7 @@ class GalleryService(GalleryServiceServicer):
             hosted = self._core.create_gallery(request.name)
         if request.exact_distances:
             hosted.answer_exactly(True)
-        return pb.CreateGalleryResponse(gallery=_gallery(hosted))
+        return pb.CreateGalleryResponse(gallery=self._gallery(hosted))
 
     def UpdateGallery(  # noqa: N802
         self, request: pb.UpdateGalleryRequest, context: grpc.ServicerContext
@@ -51,20 +51,20 @@ class GalleryService(GalleryServiceServicer):
         with self._core.galleries.using(request.name) as hosted:
             if request.HasField("exact_distances"):
                 hosted.answer_exactly(request.exact_distances)
-            return pb.UpdateGalleryResponse(gallery=_gallery(hosted))
+            return pb.UpdateGalleryResponse(gallery=self._gallery(hosted))
 
     def GetGallery(  # noqa: N802
         self, request: pb.GetGalleryRequest, context: grpc.ServicerContext
     ) -> pb.GetGalleryResponse:
         with self._core.galleries.using(request.name) as hosted:
-            return pb.GetGalleryResponse(gallery=_gallery(hosted))
+            return pb.GetGalleryResponse(gallery=self._gallery(hosted))
 
     def ListGalleries(  # noqa: N802
         self, request: pb.ListGalleriesRequest, context: grpc.ServicerContext
     ) -> pb.ListGalleriesResponse:
         caller = calls.current().principal
         galleries = [
-            _gallery(hosted)
+            self._gallery(hosted)
             for hosted in self._core.galleries.all()
             if not hosted.leaving and caller.may_use(hosted.name)
         ]
@@ -132,6 +132,9 @@ class GalleryService(GalleryServiceServicer):
         with self._core.galleries.using(request.gallery) as hosted:
             return pb.DeleteItemsResponse(deleted=items.delete(hosted, request))
 
+    def _gallery(self, hosted: Hosted) -> pb.Gallery:
+        return _gallery(hosted, self._core.state.now.ends)
+
     def _refuse_during_activation(self, what: str) -> None:
         run = self._activations.running()
         if run is not None:
@@ -155,7 +158,7 @@ def _put(item: pb.PutItem) -> Put:
     return Put(item.id, Bare(embedding.space, embedding.values, side.space, side.values), metadata)
 
 
-def _gallery(hosted: Hosted) -> pb.Gallery:
+def _gallery(hosted: Hosted, ends: Mapping[str, float]) -> pb.Gallery:
     store = hosted.store
     gallery = pb.Gallery(
         name=hosted.name,
@@ -166,10 +169,11 @@ def _gallery(hosted: Hosted) -> pb.Gallery:
     )
     gallery.created.FromSeconds(int(store.state_get(CREATED) or 0))
     for info in store.spaces():
-        gallery.spaces.add(
+        space = gallery.spaces.add(
             space=info.spec.space,
             release=info.spec.release,
             items=store.count(info.spec.space),
             state=_STATES[info.state],
         )
+        to_end(info.spec.space, ends, space.ends_at)
     return gallery

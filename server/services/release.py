@@ -15,6 +15,7 @@ from server.rollout.activation import Activations
 from server.rollout.rollback import Rollbacks, retire
 from server.rollout.rollout import Phase
 from server.rollout.run import Event
+from server.services.convert import to_end
 from server.state import RolloutName, State
 
 _ROLLOUTS: dict[int, RolloutName | None] = {
@@ -122,7 +123,7 @@ class ReleaseService(ReleaseServiceServicer):
         withdrawn = self._core.catalog.releases.get(manifest.release)
         state, reason = state_of(manifest.release, self._core.state.now, withdrawn)
         spaces = {m.space: m.release for m in self._core.catalog.manifests.values()}
-        return pb.Release(
+        release = pb.Release(
             number=manifest.release,
             space=manifest.space,
             side_space=manifest.side_space or "",
@@ -135,6 +136,8 @@ class ReleaseService(ReleaseServiceServicer):
             upgrades_from=[upgrade.from_release for upgrade in manifest.upgrades],
             manifest=manifest.model_dump_json(),
         )
+        to_end(manifest.space, self._core.state.now.ends, release.ends_at)
+        return release
 
 
 def state_of(number: int, now: State, withdrawn: str | None) -> tuple[pb.ReleaseState, str]:

@@ -1,6 +1,7 @@
 """SearchService."""
 
 import math
+from collections.abc import Mapping
 
 import grpc
 
@@ -10,7 +11,7 @@ from release.errors import InvalidInputError
 from server.border.errors import TooLargeError
 from server.core import Core
 from server.galleries.searching import Found, Query
-from server.services.convert import ORIGINS, from_filter, keys_of, to_metadata
+from server.services.convert import ORIGINS, from_filter, keys_of, to_end, to_metadata
 
 DEFAULT_K = 10
 LARGEST_K = 1000
@@ -30,7 +31,7 @@ class SearchService(SearchServiceServicer):
             found = self._core.searching.search(
                 hosted, _query(request.query), _k(request.k), from_filter(request.filter)
             )
-        return _response(found, request)
+        return _response(found, request, self._core.state.now.ends)
 
     def SearchBatch(  # noqa: N802
         self, request: pb.SearchBatchRequest, context: grpc.ServicerContext
@@ -51,7 +52,7 @@ class SearchService(SearchServiceServicer):
             responses=[
                 pb.SearchResponse(error=str(one))
                 if isinstance(one, InvalidInputError)
-                else _response(one, request)
+                else _response(one, request, self._core.state.now.ends)
                 for one in found
             ]
         )
@@ -84,8 +85,11 @@ def _farthest(request: pb.SearchRequest | pb.SearchBatchRequest) -> float:
     return request.max_distance
 
 
-def _response(found: Found, request: pb.SearchRequest | pb.SearchBatchRequest) -> pb.SearchResponse:
+def _response(
+    found: Found, request: pb.SearchRequest | pb.SearchBatchRequest, ends: Mapping[str, float]
+) -> pb.SearchResponse:
     response = pb.SearchResponse(release=found.release, space=found.space)
+    to_end(found.space, ends, response.space_ends_at)
     farthest = _farthest(request)
     keys = keys_of(request.fields if request.HasField("fields") else None)
     for hit in found.hits:

@@ -149,7 +149,9 @@ class Client:
         self, number: int, rollout: str = "UNSPECIFIED", old_space_seconds: int = 0
     ) -> release_pb2.ActivateReleaseResponse:
         """Activate to the end; the last event."""
-        request = release_pb2.ActivateReleaseRequest(number=number, rollout=f"ROLLOUT_{rollout}")
+        request = release_pb2.ActivateReleaseRequest(
+            number=number, rollout=f"ROLLOUT_{rollout}", old_space_seconds=old_space_seconds
+        )
         event = release_pb2.ActivateReleaseResponse()
         for event in self.releases.ActivateRelease(request, timeout=TIMEOUT_S):  # noqa: B007
             pass

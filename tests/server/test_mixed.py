@@ -4,18 +4,32 @@ The upgrade is paused before it carries anything, so items put before the activa
 space, and those put after it in both.
 """
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
+from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2
 from release.manifest import Manifest
+from server.commands import operate  # noqa: F401 - puts its commands into app
+from server.commands.app import app
 from server.gateway import Gateway
 from tests.server.conftest import Stages, publish_stage
-from tests.server.support import Client, embedding, ids, images, refusal, running, side_info, vector
+from tests.server.support import (
+    TIMEOUT_S,
+    Client,
+    embedding,
+    ids,
+    images,
+    refusal,
+    running,
+    side_info,
+    vector,
+)
 from tests.support.blocks import png
 
 OLD, ALL = 6, 12
@@ -185,6 +199,20 @@ def test_old_queries_are_answered_until_the_end(
     old = embedding(one, images(4)[1])
     answer = client.search_by(old)
     assert (answer.release, answer.space, answer.hits[0].id) == (1, one.space, "i1")
+    # Whoever asks is told until when, and so is whoever looks.
+    end = answer.space_ends_at
+    assert 3000 < end.ToSeconds() - time.time() <= 3600
+    listed = client.releases.ListReleases(release_pb2.ListReleasesRequest(), timeout=TIMEOUT_S)
+    assert [release.ends_at for release in listed.releases if release.HasField("ends_at")] == [end]
+    spaces = {space.release: space for space in client.gallery().spaces}
+    assert spaces[1].ends_at == end
+    assert not spaces[2].HasField("ends_at")
+    assert not client.search(images(4)[1]).HasField("space_ends_at")
+    wide = CliRunner(env={"COLUMNS": "200"})
+    status = wide.invoke(app, ["status", "--server", gateway.address])
+    assert "1: 4 previous until 20" in status.stdout
+    shown = wide.invoke(app, ["releases", "--server", gateway.address])
+    assert end.ToDatetime().strftime("%Y-%m-%d %H:%M") in shown.stdout
     client.put_images(images(5)[4:], first=4)
     assert client.search_by(embedding(one, images(5)[4])).hits[0].id == "i4"
     gateway.core.state.change(ends={one.space: 1.0})
@@ -193,6 +221,7 @@ def test_old_queries_are_answered_until_the_end(
     # The end was that of one swap; the next announces none.
     client.rollback(confirm=True)
     assert client.search_by(old).release == 1
+    assert not client.search_by(old).HasField("space_ends_at")
     client.activate(2)
     assert client.search_by(old).release == 1
     client.retire()

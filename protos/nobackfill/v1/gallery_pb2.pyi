@@ -30,16 +30,18 @@ ITEM_ORDER_UNSPECIFIED: ItemOrder
 ITEM_ORDER_LEAST_CERTAIN: ItemOrder
 
 class SpaceInfo(_message.Message):
-    __slots__ = ("space", "release", "items", "state")
+    __slots__ = ("space", "release", "items", "state", "ends_at")
     SPACE_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    ENDS_AT_FIELD_NUMBER: _ClassVar[int]
     space: str
     release: int
     items: int
     state: SpaceState
-    def __init__(self, space: _Optional[str] = ..., release: _Optional[int] = ..., items: _Optional[int] = ..., state: _Optional[_Union[SpaceState, str]] = ...) -> None: ...
+    ends_at: _timestamp_pb2.Timestamp
+    def __init__(self, space: _Optional[str] = ..., release: _Optional[int] = ..., items: _Optional[int] = ..., state: _Optional[_Union[SpaceState, str]] = ..., ends_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class Gallery(_message.Message):
     __slots__ = ("name", "items", "release", "spaces", "note", "created", "exact_distances", "set_aside")

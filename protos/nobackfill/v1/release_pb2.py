@@ -25,51 +25,51 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bnobackfill/v1/release.proto\x12\rnobackfill.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xeb\x01\n\x07Release\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\r\n\x05space\x18\x02 \x01(\t\x12\x12\n\nside_space\x18\x03 \x01(\t\x12\x0b\n\x03\x64im\x18\x04 \x01(\r\x12\x10\n\x08side_dim\x18\x05 \x01(\r\x12\x0e\n\x06metric\x18\x06 \x01(\t\x12*\n\x05state\x18\x07 \x01(\x0e\x32\x1b.nobackfill.v1.ReleaseState\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\x19\n\x11searches_directly\x18\t \x03(\r\x12\x15\n\rupgrades_from\x18\n \x03(\r\x12\x10\n\x08manifest\x18\x0b \x01(\t\"\x15\n\x13ListReleasesRequest\"@\n\x14ListReleasesResponse\x12(\n\x08releases\x18\x01 \x03(\x0b\x32\x16.nobackfill.v1.Release\"#\n\x11GetReleaseRequest\x12\x0e\n\x06number\x18\x01 \x01(\r\"=\n\x12GetReleaseResponse\x12\'\n\x07release\x18\x01 \x01(\x0b\x32\x16.nobackfill.v1.Release\"\x16\n\x14WatchReleasesRequest\"A\n\x15WatchReleasesResponse\x12(\n\x08releases\x18\x01 \x03(\x0b\x32\x16.nobackfill.v1.Release\"0\n\x10\x46\x65tchFileRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"0\n\x11\x46\x65tchFileResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\x12\x0c\n\x04size\x18\x02 \x01(\x04\"\x81\x01\n\x16\x41\x63tivateReleaseRequest\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\'\n\x07rollout\x18\x02 \x01(\x0e\x32\x16.nobackfill.v1.Rollout\x12\x13\n\x0bspare_cores\x18\x03 \x01(\x01\x12\x19\n\x11old_space_seconds\x18\x04 \x01(\x04\"\x96\x01\n\x17\x41\x63tivateReleaseResponse\x12#\n\x05phase\x18\x01 \x01(\x0e\x32\x14.nobackfill.v1.Phase\x12\x0c\n\x04\x64one\x18\x02 \x01(\x04\x12\r\n\x05total\x18\x03 \x01(\x04\x12\x0f\n\x07message\x18\x04 \x01(\t\x12(\n\x04time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"=\n\x16RollbackReleaseRequest\x12\x0f\n\x07\x63onfirm\x18\x01 \x01(\x08\x12\x12\n\nto_release\x18\x02 \x01(\r\"r\n\x17RollbackReleaseResponse\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x12\n\nlost_items\x18\x02 \x01(\x04\x12%\n\x04lost\x18\x03 \x03(\x0b\x32\x17.nobackfill.v1.LostItem\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\"\'\n\x08LostItem\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\"\x16\n\x14RetireReleaseRequest\"(\n\x15RetireReleaseResponse\x12\x0f\n\x07retired\x18\x01 \x03(\r*\xf0\x01\n\x0cReleaseState\x12\x1d\n\x19RELEASE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17RELEASE_STATE_PUBLISHED\x10\x01\x12\x1c\n\x18RELEASE_STATE_ACTIVATING\x10\x02\x12\x18\n\x14RELEASE_STATE_ACTIVE\x10\x03\x12\x1a\n\x16RELEASE_STATE_PREVIOUS\x10\x04\x12\x19\n\x15RELEASE_STATE_RETIRED\x10\x05\x12\x18\n\x14RELEASE_STATE_FAILED\x10\x06\x12\x1b\n\x17RELEASE_STATE_WITHDRAWN\x10\x07*]\n\x07Rollout\x12\x17\n\x13ROLLOUT_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLLOUT_DIRECT\x10\x01\x12\x10\n\x0cROLLOUT_DUAL\x10\x02\x12\x13\n\x0fROLLOUT_CUTOVER\x10\x03*\xa5\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPHASE_VERIFYING\x10\x01\x12\x11\n\rPHASE_LOADING\x10\x02\x12\x11\n\rPHASE_PROBING\x10\x03\x12\x13\n\x0fPHASE_UPGRADING\x10\x04\x12\x13\n\x0fPHASE_SWITCHING\x10\x05\x12\x0e\n\nPHASE_DONE\x10\x06\x12\x10\n\x0cPHASE_FAILED\x10\x07\x32\x8e\x05\n\x0eReleaseService\x12W\n\x0cListReleases\x12\".nobackfill.v1.ListReleasesRequest\x1a#.nobackfill.v1.ListReleasesResponse\x12Q\n\nGetRelease\x12 .nobackfill.v1.GetReleaseRequest\x1a!.nobackfill.v1.GetReleaseResponse\x12\\\n\rWatchReleases\x12#.nobackfill.v1.WatchReleasesRequest\x1a$.nobackfill.v1.WatchReleasesResponse0\x01\x12P\n\tFetchFile\x12\x1f.nobackfill.v1.FetchFileRequest\x1a .nobackfill.v1.FetchFileResponse0\x01\x12\x62\n\x0f\x41\x63tivateRelease\x12%.nobackfill.v1.ActivateReleaseRequest\x1a&.nobackfill.v1.ActivateReleaseResponse0\x01\x12`\n\x0fRollbackRelease\x12%.nobackfill.v1.RollbackReleaseRequest\x1a&.nobackfill.v1.RollbackReleaseResponse\x12Z\n\rRetireRelease\x12#.nobackfill.v1.RetireReleaseRequest\x1a$.nobackfill.v1.RetireReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bnobackfill/v1/release.proto\x12\rnobackfill.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x98\x02\n\x07Release\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\r\n\x05space\x18\x02 \x01(\t\x12\x12\n\nside_space\x18\x03 \x01(\t\x12\x0b\n\x03\x64im\x18\x04 \x01(\r\x12\x10\n\x08side_dim\x18\x05 \x01(\r\x12\x0e\n\x06metric\x18\x06 \x01(\t\x12*\n\x05state\x18\x07 \x01(\x0e\x32\x1b.nobackfill.v1.ReleaseState\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\x19\n\x11searches_directly\x18\t \x03(\r\x12\x15\n\rupgrades_from\x18\n \x03(\r\x12\x10\n\x08manifest\x18\x0b \x01(\t\x12+\n\x07\x65nds_at\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x15\n\x13ListReleasesRequest\"@\n\x14ListReleasesResponse\x12(\n\x08releases\x18\x01 \x03(\x0b\x32\x16.nobackfill.v1.Release\"#\n\x11GetReleaseRequest\x12\x0e\n\x06number\x18\x01 \x01(\r\"=\n\x12GetReleaseResponse\x12\'\n\x07release\x18\x01 \x01(\x0b\x32\x16.nobackfill.v1.Release\"\x16\n\x14WatchReleasesRequest\"A\n\x15WatchReleasesResponse\x12(\n\x08releases\x18\x01 \x03(\x0b\x32\x16.nobackfill.v1.Release\"0\n\x10\x46\x65tchFileRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"0\n\x11\x46\x65tchFileResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\x12\x0c\n\x04size\x18\x02 \x01(\x04\"\x81\x01\n\x16\x41\x63tivateReleaseRequest\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\'\n\x07rollout\x18\x02 \x01(\x0e\x32\x16.nobackfill.v1.Rollout\x12\x13\n\x0bspare_cores\x18\x03 \x01(\x01\x12\x19\n\x11old_space_seconds\x18\x04 \x01(\x04\"\x96\x01\n\x17\x41\x63tivateReleaseResponse\x12#\n\x05phase\x18\x01 \x01(\x0e\x32\x14.nobackfill.v1.Phase\x12\x0c\n\x04\x64one\x18\x02 \x01(\x04\x12\r\n\x05total\x18\x03 \x01(\x04\x12\x0f\n\x07message\x18\x04 \x01(\t\x12(\n\x04time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"=\n\x16RollbackReleaseRequest\x12\x0f\n\x07\x63onfirm\x18\x01 \x01(\x08\x12\x12\n\nto_release\x18\x02 \x01(\r\"r\n\x17RollbackReleaseResponse\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x12\n\nlost_items\x18\x02 \x01(\x04\x12%\n\x04lost\x18\x03 \x03(\x0b\x32\x17.nobackfill.v1.LostItem\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\"\'\n\x08LostItem\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\"\x16\n\x14RetireReleaseRequest\"(\n\x15RetireReleaseResponse\x12\x0f\n\x07retired\x18\x01 \x03(\r*\xf0\x01\n\x0cReleaseState\x12\x1d\n\x19RELEASE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17RELEASE_STATE_PUBLISHED\x10\x01\x12\x1c\n\x18RELEASE_STATE_ACTIVATING\x10\x02\x12\x18\n\x14RELEASE_STATE_ACTIVE\x10\x03\x12\x1a\n\x16RELEASE_STATE_PREVIOUS\x10\x04\x12\x19\n\x15RELEASE_STATE_RETIRED\x10\x05\x12\x18\n\x14RELEASE_STATE_FAILED\x10\x06\x12\x1b\n\x17RELEASE_STATE_WITHDRAWN\x10\x07*]\n\x07Rollout\x12\x17\n\x13ROLLOUT_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLLOUT_DIRECT\x10\x01\x12\x10\n\x0cROLLOUT_DUAL\x10\x02\x12\x13\n\x0fROLLOUT_CUTOVER\x10\x03*\xa5\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPHASE_VERIFYING\x10\x01\x12\x11\n\rPHASE_LOADING\x10\x02\x12\x11\n\rPHASE_PROBING\x10\x03\x12\x13\n\x0fPHASE_UPGRADING\x10\x04\x12\x13\n\x0fPHASE_SWITCHING\x10\x05\x12\x0e\n\nPHASE_DONE\x10\x06\x12\x10\n\x0cPHASE_FAILED\x10\x07\x32\x8e\x05\n\x0eReleaseService\x12W\n\x0cListReleases\x12\".nobackfill.v1.ListReleasesRequest\x1a#.nobackfill.v1.ListReleasesResponse\x12Q\n\nGetRelease\x12 .nobackfill.v1.GetReleaseRequest\x1a!.nobackfill.v1.GetReleaseResponse\x12\\\n\rWatchReleases\x12#.nobackfill.v1.WatchReleasesRequest\x1a$.nobackfill.v1.WatchReleasesResponse0\x01\x12P\n\tFetchFile\x12\x1f.nobackfill.v1.FetchFileRequest\x1a .nobackfill.v1.FetchFileResponse0\x01\x12\x62\n\x0f\x41\x63tivateRelease\x12%.nobackfill.v1.ActivateReleaseRequest\x1a&.nobackfill.v1.ActivateReleaseResponse0\x01\x12`\n\x0fRollbackRelease\x12%.nobackfill.v1.RollbackReleaseRequest\x1a&.nobackfill.v1.RollbackReleaseResponse\x12Z\n\rRetireRelease\x12#.nobackfill.v1.RetireReleaseRequest\x1a$.nobackfill.v1.RetireReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'nobackfill.v1.release_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RELEASESTATE']._serialized_start=1269
-  _globals['_RELEASESTATE']._serialized_end=1509
-  _globals['_ROLLOUT']._serialized_start=1511
-  _globals['_ROLLOUT']._serialized_end=1604
-  _globals['_PHASE']._serialized_start=1607
-  _globals['_PHASE']._serialized_end=1772
+  _globals['_RELEASESTATE']._serialized_start=1314
+  _globals['_RELEASESTATE']._serialized_end=1554
+  _globals['_ROLLOUT']._serialized_start=1556
+  _globals['_ROLLOUT']._serialized_end=1649
+  _globals['_PHASE']._serialized_start=1652
+  _globals['_PHASE']._serialized_end=1817
   _globals['_RELEASE']._serialized_start=80
-  _globals['_RELEASE']._serialized_end=315
-  _globals['_LISTRELEASESREQUEST']._serialized_start=317
-  _globals['_LISTRELEASESREQUEST']._serialized_end=338
-  _globals['_LISTRELEASESRESPONSE']._serialized_start=340
-  _globals['_LISTRELEASESRESPONSE']._serialized_end=404
-  _globals['_GETRELEASEREQUEST']._serialized_start=406
-  _globals['_GETRELEASEREQUEST']._serialized_end=441
-  _globals['_GETRELEASERESPONSE']._serialized_start=443
-  _globals['_GETRELEASERESPONSE']._serialized_end=504
-  _globals['_WATCHRELEASESREQUEST']._serialized_start=506
-  _globals['_WATCHRELEASESREQUEST']._serialized_end=528
-  _globals['_WATCHRELEASESRESPONSE']._serialized_start=530
-  _globals['_WATCHRELEASESRESPONSE']._serialized_end=595
-  _globals['_FETCHFILEREQUEST']._serialized_start=597
-  _globals['_FETCHFILEREQUEST']._serialized_end=645
-  _globals['_FETCHFILERESPONSE']._serialized_start=647
-  _globals['_FETCHFILERESPONSE']._serialized_end=695
-  _globals['_ACTIVATERELEASEREQUEST']._serialized_start=698
-  _globals['_ACTIVATERELEASEREQUEST']._serialized_end=827
-  _globals['_ACTIVATERELEASERESPONSE']._serialized_start=830
-  _globals['_ACTIVATERELEASERESPONSE']._serialized_end=980
-  _globals['_ROLLBACKRELEASEREQUEST']._serialized_start=982
-  _globals['_ROLLBACKRELEASEREQUEST']._serialized_end=1043
-  _globals['_ROLLBACKRELEASERESPONSE']._serialized_start=1045
-  _globals['_ROLLBACKRELEASERESPONSE']._serialized_end=1159
-  _globals['_LOSTITEM']._serialized_start=1161
-  _globals['_LOSTITEM']._serialized_end=1200
-  _globals['_RETIRERELEASEREQUEST']._serialized_start=1202
-  _globals['_RETIRERELEASEREQUEST']._serialized_end=1224
-  _globals['_RETIRERELEASERESPONSE']._serialized_start=1226
-  _globals['_RETIRERELEASERESPONSE']._serialized_end=1266
-  _globals['_RELEASESERVICE']._serialized_start=1775
-  _globals['_RELEASESERVICE']._serialized_end=2429
+  _globals['_RELEASE']._serialized_end=360
+  _globals['_LISTRELEASESREQUEST']._serialized_start=362
+  _globals['_LISTRELEASESREQUEST']._serialized_end=383
+  _globals['_LISTRELEASESRESPONSE']._serialized_start=385
+  _globals['_LISTRELEASESRESPONSE']._serialized_end=449
+  _globals['_GETRELEASEREQUEST']._serialized_start=451
+  _globals['_GETRELEASEREQUEST']._serialized_end=486
+  _globals['_GETRELEASERESPONSE']._serialized_start=488
+  _globals['_GETRELEASERESPONSE']._serialized_end=549
+  _globals['_WATCHRELEASESREQUEST']._serialized_start=551
+  _globals['_WATCHRELEASESREQUEST']._serialized_end=573
+  _globals['_WATCHRELEASESRESPONSE']._serialized_start=575
+  _globals['_WATCHRELEASESRESPONSE']._serialized_end=640
+  _globals['_FETCHFILEREQUEST']._serialized_start=642
+  _globals['_FETCHFILEREQUEST']._serialized_end=690
+  _globals['_FETCHFILERESPONSE']._serialized_start=692
+  _globals['_FETCHFILERESPONSE']._serialized_end=740
+  _globals['_ACTIVATERELEASEREQUEST']._serialized_start=743
+  _globals['_ACTIVATERELEASEREQUEST']._serialized_end=872
+  _globals['_ACTIVATERELEASERESPONSE']._serialized_start=875
+  _globals['_ACTIVATERELEASERESPONSE']._serialized_end=1025
+  _globals['_ROLLBACKRELEASEREQUEST']._serialized_start=1027
+  _globals['_ROLLBACKRELEASEREQUEST']._serialized_end=1088
+  _globals['_ROLLBACKRELEASERESPONSE']._serialized_start=1090
+  _globals['_ROLLBACKRELEASERESPONSE']._serialized_end=1204
+  _globals['_LOSTITEM']._serialized_start=1206
+  _globals['_LOSTITEM']._serialized_end=1245
+  _globals['_RETIRERELEASEREQUEST']._serialized_start=1247
+  _globals['_RETIRERELEASEREQUEST']._serialized_end=1269
+  _globals['_RETIRERELEASERESPONSE']._serialized_start=1271
+  _globals['_RETIRERELEASERESPONSE']._serialized_end=1311
+  _globals['_RELEASESERVICE']._serialized_start=1820
+  _globals['_RELEASESERVICE']._serialized_end=2474
 # @@protoc_insertion_point(module_scope)

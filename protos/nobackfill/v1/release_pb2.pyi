@@ -60,7 +60,7 @@ PHASE_DONE: Phase
 PHASE_FAILED: Phase
 
 class Release(_message.Message):
-    __slots__ = ("number", "space", "side_space", "dim", "side_dim", "metric", "state", "reason", "searches_directly", "upgrades_from", "manifest")
+    __slots__ = ("number", "space", "side_space", "dim", "side_dim", "metric", "state", "reason", "searches_directly", "upgrades_from", "manifest", "ends_at")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     SPACE_FIELD_NUMBER: _ClassVar[int]
     SIDE_SPACE_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class Release(_message.Message):
     SEARCHES_DIRECTLY_FIELD_NUMBER: _ClassVar[int]
     UPGRADES_FROM_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    ENDS_AT_FIELD_NUMBER: _ClassVar[int]
     number: int
     space: str
     side_space: str
@@ -83,7 +84,8 @@ class Release(_message.Message):
     searches_directly: _containers.RepeatedScalarFieldContainer[int]
     upgrades_from: _containers.RepeatedScalarFieldContainer[int]
     manifest: str
-    def __init__(self, number: _Optional[int] = ..., space: _Optional[str] = ..., side_space: _Optional[str] = ..., dim: _Optional[int] = ..., side_dim: _Optional[int] = ..., metric: _Optional[str] = ..., state: _Optional[_Union[ReleaseState, str]] = ..., reason: _Optional[str] = ..., searches_directly: _Optional[_Iterable[int]] = ..., upgrades_from: _Optional[_Iterable[int]] = ..., manifest: _Optional[str] = ...) -> None: ...
+    ends_at: _timestamp_pb2.Timestamp
+    def __init__(self, number: _Optional[int] = ..., space: _Optional[str] = ..., side_space: _Optional[str] = ..., dim: _Optional[int] = ..., side_dim: _Optional[int] = ..., metric: _Optional[str] = ..., state: _Optional[_Union[ReleaseState, str]] = ..., reason: _Optional[str] = ..., searches_directly: _Optional[_Iterable[int]] = ..., upgrades_from: _Optional[_Iterable[int]] = ..., manifest: _Optional[str] = ..., ends_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class ListReleasesRequest(_message.Message):
     __slots__ = ()

@@ -1,3 +1,6 @@
+import datetime
+
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from nobackfill.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -38,16 +41,18 @@ class SearchRequest(_message.Message):
     def __init__(self, gallery: _Optional[str] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., k: _Optional[int] = ..., filter: _Optional[_Union[_types_pb2.Filter, _Mapping]] = ..., max_distance: _Optional[float] = ..., fields: _Optional[_Union[_types_pb2.Fields, _Mapping]] = ...) -> None: ...
 
 class SearchResponse(_message.Message):
-    __slots__ = ("hits", "release", "space", "error")
+    __slots__ = ("hits", "release", "space", "error", "space_ends_at")
     HITS_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     SPACE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    SPACE_ENDS_AT_FIELD_NUMBER: _ClassVar[int]
     hits: _containers.RepeatedCompositeFieldContainer[Hit]
     release: int
     space: str
     error: str
-    def __init__(self, hits: _Optional[_Iterable[_Union[Hit, _Mapping]]] = ..., release: _Optional[int] = ..., space: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+    space_ends_at: _timestamp_pb2.Timestamp
+    def __init__(self, hits: _Optional[_Iterable[_Union[Hit, _Mapping]]] = ..., release: _Optional[int] = ..., space: _Optional[str] = ..., error: _Optional[str] = ..., space_ends_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class Hit(_message.Message):
     __slots__ = ("id", "distance", "score", "release", "origin", "metadata")
