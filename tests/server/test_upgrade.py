@@ -134,6 +134,31 @@ def test_backfill_takes_the_least_certain_first(
     assert ready.start_upgrade(backfill=backfill, backfill_budget=5).re_embedded == 10
 
 
+def test_a_client_backfills_the_least_certain_of_the_whole_gallery(
+    gateway: Gateway, ready: Client, two: Manifest
+) -> None:
+    """A call with few images at a time, as a client with a folder of millions makes it."""
+    ready.activate(2)
+    store = gateway.core.galleries.get("g").store
+    doubtful = [item.id for item in staging.least_certain(store, two.space, COUNT)]
+    request = gallery_pb2.ListItemsRequest(
+        gallery="g", page_size=4, order=gallery_pb2.ITEM_ORDER_LEAST_CERTAIN
+    )
+    again: list[str] = []
+    for _ in range(3):
+        page = [item.id for item in ready.galleries.ListItems(request, timeout=TIMEOUT_S).items]
+        sent = [
+            upgrade_pb2.BackfillImage(id=name, image=png(images(COUNT)[int(name[1:])]))
+            for name in page
+        ]
+        ready.start_upgrade(backfill=sent)
+        again += page
+    assert again == doubtful[:12]
+    hits = ready.search(images(1)[0], k=COUNT).hits
+    fresh = {hit.id for hit in hits if hit.origin == types_pb2.ORIGIN_RE_EMBEDDED}
+    assert fresh == set(again)
+
+
 def test_backfill_refuses_what_is_no_image_and_takes_the_rest(
     gateway: Gateway, ready: Client, two: Manifest
 ) -> None:
