@@ -1,12 +1,19 @@
 """Items by page and by filter, and what answers bring of them, over gRPC."""
 
+from pathlib import Path
+
 import grpc
 import numpy as np
 import pytest
 
+from gallery.put import NewVectors
+from gallery.store import Store
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1.types_pb2 import Condition, Filter, Value
 from release.manifest import Manifest
+from server.galleries import items as cached
+from server.galleries.items import ItemCache, size_of
+from tests.gallery import making
 from tests.server.support import TIMEOUT_S, Client, ids, images, metadata, refusal, vector
 from tests.server.test_filters import every, has, listed, where
 from tests.support.blocks import png
@@ -100,3 +107,24 @@ def test_distances_are_told_to_three_digits_unless_asked_otherwise(
     assert told() == pytest.approx(distances[order], rel=1e-5)
     assert not option(False).exact_distances
     assert told() == rounded
+
+
+def test_items_in_memory_are_bounded_by_their_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = NewVectors(making.spec().space, making.vectors(50, 1))
+    texts = [{"text": "x" * (1000 * (n % 7)), "tags": ["y" * n] * 3} for n in range(50)]
+    monkeypatch.setattr(cached, "MOST_BYTES", 40_000)
+    with Store.create(tmp_path / "g.sqlite", making.spec()) as store:
+        store.put(making.ids(50), [new], metadata=texts)
+        cache = ItemCache(store, making.spec().space)
+        store.subscribe(cache.on_change)
+        for start in (0, 10, 20, 30, 40, 0):
+            found = cache.get(range(start + 1, start + 11))
+            assert [item and item.metadata for item in found] == texts[start : start + 10]
+            held = [*cache._items.values()]
+            assert 3 <= len(held) < 50
+            assert sum(map(size_of, held)) == cache._bytes <= 40_000
+        store.delete(making.ids(10))
+        assert cache.get(range(1, 11)) == [None] * 10
+        assert sum(map(size_of, cache._items.values())) == cache._bytes
