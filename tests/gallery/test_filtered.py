@@ -1,0 +1,31 @@
+"""Filtered searches through the graph against exact ones."""
+
+import numpy as np
+import pytest
+
+from gallery import hnsw
+from tests.gallery.making import spec
+
+
+@pytest.mark.parametrize("share", [0.002, 0.02, 0.05, 0.1, 0.3, 0.6, 0.95])
+@pytest.mark.parametrize("far", [False, True])
+def test_filtered_searches_find_what_an_exact_one_does(share: float, far: bool) -> None:
+    """At any selectivity; also where everything near a query is what the filter keeps out, and the
+    few that pass at the far end of a wide search are not the nearest of them."""
+    rng = np.random.default_rng(3)
+    centres = rng.standard_normal((40, 16)).astype(np.float32)
+    of = rng.integers(0, 40, 6000)
+    content = centres[of] + 0.2 * rng.standard_normal((6000, 16), dtype=np.float32)
+    queries = centres[rng.integers(0, 40, 40)] + 0.2 * rng.standard_normal(
+        (40, 16), dtype=np.float32
+    )
+    index = hnsw.build(spec(dim=16), np.arange(1, 6001), content)
+    # Whole clusters, or rows here and there.
+    allowed = of < max(1, share * 40) if far else rng.random(6000) < share
+    true = index.exact(queries, 10, allowed)
+    for found in (
+        index.search(queries, 10, allowed).labels,
+        np.concatenate([index.search(query[None], 10, allowed).labels for query in queries]),
+    ):
+        hits = (found[:, :, None] == true.labels[:, None, :]) & (found[:, :, None] >= 0)
+        assert hits.sum() >= 0.98 * (true.labels >= 0).sum()
