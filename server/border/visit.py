@@ -15,10 +15,13 @@ from server.border import calls
 from server.border.auth import LOCAL, Principal, check_gallery
 from server.border.errors import DeadlineError, code_of, status_of
 from server.border.lanes import Lane
+from server.border.logs import Sparing
 from server.border.metrics import Metrics
 from server.border.stalls import Stalls
 
 log = structlog.get_logger("server.border")
+# For refusals that cost their callers nothing: not let in, or shed.
+_unworked = Sparing(10)
 
 Behavior = Callable[[Any, grpc.ServicerContext], Any]
 
@@ -154,7 +157,8 @@ class Visit:
     ) -> NoReturn:
         unforeseen = code is grpc.StatusCode.INTERNAL
         level = log.exception if unforeseen else log.warning
-        level("refused", method=self._kind.method, code=code.name, error=type(error).__name__)
+        if self.refusal is None or _unworked.allows():
+            level("refused", method=self._kind.method, code=code.name, error=type(error).__name__)
         status = rpc_status.to_status(status_of(error, self._request_id))
         metadata = (*status.trailing_metadata, ("x-request-id", self._request_id))
         context.abort_with_status(_Status(status.code, status.details, metadata))

@@ -7,6 +7,7 @@ import pytest
 from server.border.auth import LOCAL
 from server.border.calls import Call
 from server.border.errors import CancelledError, DeadlineError
+from server.border.logs import Sparing
 
 
 def test_a_call_is_wanted_until_its_deadline_or_its_caller_has_gone() -> None:
@@ -18,3 +19,11 @@ def test_a_call_is_wanted_until_its_deadline_or_its_caller_has_gone() -> None:
         call.check()
     with pytest.raises(DeadlineError):
         Call(LOCAL, time.monotonic() - 1).check()
+
+
+def test_a_flood_of_refusals_writes_few_lines() -> None:
+    sparing = Sparing(10)
+    began = time.monotonic()
+    written = sum(sparing.allows() for _ in range(10_000))
+    # The flood may begin and end within other seconds.
+    assert 10 <= written <= 10 * (time.monotonic() - began + 2)
