@@ -31,6 +31,7 @@ from release.ledger import (
 from release.manifest import PublishedFile
 from release.models import read_verified
 from release.paths import manifest_path, release_of_manifest
+from release.staging import lock_path, staging, tidy
 from release.triton import configs
 
 __all__ = ["Draft", "Published", "publish", "withdraw"]
@@ -112,16 +113,11 @@ def _is_news(ledger: Ledger, path: str, reason: str) -> bool:
     return withdrawn(ledger.targets.targets[path]) != reason
 
 
-def staging(repo: Path) -> Path:
-    """Where a release is put together: beside the folder, as Triton trips over any other folder."""
-    return repo.absolute().parent / f"{repo.absolute().name}.staging"
-
-
 @contextmanager
 def locked(repo: Path) -> Iterator[None]:
     """Hold the lock of a publication folder that exists. Raises BusyError, CannotWriteError."""
     folder = repo.absolute()
-    with durable.lock(folder.parent / f"{folder.name}.lock"):
+    with durable.lock(lock_path(repo)):
         if folder.stat().st_dev != folder.parent.stat().st_dev:
             raise CannotWriteError(
                 f"{folder}: is on another file system than the folder around it, so nothing can be "
@@ -133,7 +129,7 @@ def locked(repo: Path) -> Iterator[None]:
 def clean(repo: Path) -> Ledger | None:
     """Remove what a killed publish left, under the lock; the committed metadata."""
     ledger = read_ledger(repo)
-    durable.remove_tree(staging(repo))
+    tidy(repo)
     durable.sweep(repo)
     for path in leftovers(repo, ledger):
         durable.remove_tree(path)
@@ -147,7 +143,7 @@ def put_metadata(repo: Path, files: list[tuple[str, bytes]]) -> None:
         durable.write_file(staging(repo) / name, data)
     for name, _ in files:
         durable.replace(staging(repo) / name, repo / name)
-    durable.remove_tree(staging(repo))
+    tidy(repo)
 
 
 def _checked_files(repo: Path, draft: Draft, ledger: Ledger | None) -> dict[str, bytes]:

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from release.errors import AlreadyExistsError, ConfigurationError, GateFailedErr
 from release.keys import Keys
 from release.manifest import GateVerdict, Manifest
 from release.publish import Published, check_keys, publish
+from release.staging import drafting
 from training.assemble import (
     add_embedder_run,
     add_forward_head,
@@ -112,12 +112,12 @@ def main(
         raise ConfigurationError("expected either --embedder RUN or --onnx FILE")
     if side_encoder is not None and keep_side_encoder:
         raise ConfigurationError("expected --side-encoder or --keep-side-encoder, not both")
-    published, keys = read_publication(model_repo), _keys(model_repo, targets_key)
-    _check_number(release, published, measured=evaluate is not None, force=force)
-    runs = [embedder, side_encoder, *(upgrade or ())]
-    listing, learnt = _evaluation(evaluate, split_seed, runs, force=force)
-    with tempfile.TemporaryDirectory(prefix="nobackfill-export-") as folder:
-        draft = Release(release, Path(folder), published.manifests, model_repo)
+    keys, runs = _keys(model_repo, targets_key), [embedder, side_encoder, *(upgrade or ())]
+    with drafting(model_repo) as folder:
+        published = read_publication(model_repo, folder / "trusted")
+        _check_number(release, published, measured=evaluate is not None, force=force)
+        listing, learnt = _evaluation(evaluate, split_seed, runs, force=force)
+        draft = Release(release, folder, published.manifests, model_repo)
         if onnx is not None:
             add_onnx_embedder(draft, onnx, Pixels(mean, std))
         _add_runs(draft, embedder, side_encoder, tuple(upgrade or ()), keep_side_encoder)

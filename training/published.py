@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,15 +29,15 @@ class Publication:
     withdrawn: frozenset[int]
 
 
-def read_publication(model_repo: Path) -> Publication:
+def read_publication(model_repo: Path, state: Path | None = None) -> Publication:
     """What is published, every file checked in place; empty where nothing is.
 
-    Raises VerificationError.
+    `state` holds what is found trustworthy; None: a temporary folder. Raises VerificationError.
     """
     if not (model_repo / "timestamp.json").is_file():
         return Publication({}, frozenset())
-    with tempfile.TemporaryDirectory() as state:
-        folder = TrustedFolder(model_repo, Path(state))
+    with nullcontext(state) if state else tempfile.TemporaryDirectory() as place:
+        folder = TrustedFolder(model_repo, Path(place))
         folder.refresh()
         reasons = folder.releases()
         for release in reasons:

@@ -14,7 +14,8 @@ from release.ledger import leftovers, next_metadata, read_ledger, require_ledger
 from release.manifest import Manifest
 from release.overview import list_releases
 from release.paths import manifest_path
-from release.publish import publish, put_metadata, signers_of, staging
+from release.publish import publish, put_metadata, signers_of
+from release.staging import staging
 from release.trust import TrustedFolder
 from tests.support.releases import draft
 
