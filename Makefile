@@ -13,7 +13,7 @@ CHROMA_READY := build/chroma/.ready
 PROTOS := $(wildcard protos/nobackfill/v1/*.proto)
 CODE := metrics release gallery training server client report demo bench tests protos/generate.py
 
-.PHONY: help setup demo test faults random soak lint fmt proto bench clean
+.PHONY: help setup demo test faults numerics random soak lint fmt proto bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -46,6 +46,16 @@ test: setup ## the whole suite, CPU only, no network
 
 faults: setup ## the long crash and fault sweeps
 	$(BIN)/python -m pytest -q -m faults tests
+
+# What is compared with oracles in other arithmetic, or hangs on what a small network learnt.
+NUMERICAL := tests/metrics tests/training/losses tests/training/methods $(addprefix tests/training/test_,heads.py \
+	transform.py maps.py simclr.py frozen.py onnx_export.py fixed_classifier.py backbones.py)
+
+numerics: setup ## the numerical tests with this processor's newer instructions turned off in turn
+	for lowered in ATEN_CPU_CAPABILITY=default 'ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2' \
+		ONEDNN_MAX_CPU_ISA=AVX2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=DEFAULT; do \
+		echo "$$lowered"; env $$lowered $(BIN)/python -m pytest -q $(NUMERICAL); \
+	done
 
 random: setup ## long random lives of the whole system against a model; SEEDS=20 OPS=10000 FIRST=1
 	$(BIN)/python -m tests.lives.run --seeds $(or $(SEEDS),20) --operations $(or $(OPS),10000) --first $(or $(FIRST),1)

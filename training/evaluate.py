@@ -45,8 +45,8 @@ Example:
 python training/evaluate.py --model-repo model_repo --queries photos/queries --gallery photos/all
 --cells "1/1,2/1,2/1>2,2/2" --json build/cells.json --picture build/cells.png
 
-Exit codes: 0 measured, 1 a cell names what is not published, 65 refused data or failed
-verification, 78 wrong configuration.
+Exit codes: 0 measured, 65 refused data or failed verification, 66 a cell names what is not
+published, 78 wrong configuration.
 """
 
 

@@ -106,7 +106,7 @@ def test_stored_vectors_are_matched_by_path(digits: Path, stored: StoredVectors)
 
 
 def test_an_image_without_a_vector_is_named(digits: Path, stored: StoredVectors) -> None:
-    with pytest.raises(InvalidInputError, match=r"no vector for 240 of 240 images"):
+    with pytest.raises(InvalidInputError, match=r"no vector for 800 of 800 images"):
         read_stored(stored, list_images(digits / "eval"))
 
 

@@ -74,8 +74,8 @@ def test_calibrations_cover_every_origin_a_search_can_meet(life: Life) -> None:
         (new, new, "upgraded"),
         (old, old, "old-model"),
     }
-    # Half of the 240 evaluation images, each searched among them.
-    assert {c.items for c in manifests[2].calibration} == {120}
+    # Half of the 800 evaluation images, each searched among them.
+    assert {c.items for c in manifests[2].calibration} == {400}
 
 
 def test_golden_probes_hold_and_show_no_real_image(life: Life, digits: Path) -> None:

@@ -108,7 +108,7 @@ def test_an_upgrade_from_a_release_is_published_from_that_release(
         2,
         *("--embedder", life.runs / "embedder-2", "--side-encoder", life.runs / "side-2"),
         *("--upgrade", tmp_path / "u", "--eval", life.data / "eval"),
-        # Whose release it starts from is asked here: the gate's 120 queries are few.
+        # Whose release it starts from is asked here: the gate's queries are few.
         "--force",
     )
     assert result.exit_code == 0, result.output

@@ -79,7 +79,9 @@ def test_dmus_weights_are_the_old_classifiers_answers_to_old_embeddings(
         weights = softmax(answers[np.arange(16), labels.numpy()] / 0.1)
     assert weights.sum() == pytest.approx(1) and weights.max() > 1.1 * weights.min()
     terms = made(batch)
-    assert made.statistics["weight_spread"] == pytest.approx(weights.max() / weights.min())
+    # The temperature of 0.1 makes ten of each float32 rounding of 8 times a cosine.
+    spread = weights.max() / weights.min()
+    assert made.statistics["weight_spread"] == pytest.approx(spread, rel=1e-4)
     embedding = made.embedder.encode(pixels).detach()
     losses = cosface(cosines(embedding, classifier), labels, 0.2, 16.0).double().numpy()
     assert float(terms["selective"].detach()) == pytest.approx(0.5 * weights @ losses, rel=1e-4)
