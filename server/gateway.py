@@ -93,7 +93,10 @@ class Gateway:
         closing.callback(activations.interrupt)
         putting = Putting(core.embedding, core.upgrading.runner)
         vault = Vault(settings.data / "vault", settings.vault_quota)
-        border = Border(metrics, tokens, settings.max_calls, settings.max_call_seconds)
+        border = Border(
+            metrics, tokens, settings.max_calls, settings.max_call_seconds,
+            slow=core.galleries.slow,
+        )  # fmt: skip
         metrics.expiries.metadata = core.catalog.expiries
         if tokens is not None:
             metrics.expiries.tokens = tokens.first_expiry

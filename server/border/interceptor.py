@@ -35,8 +35,11 @@ class Border(grpc.ServerInterceptor):
         max_calls: int,
         max_call_seconds: float,
         patience_s: float = PATIENCE_S,
+        slow: Callable[[str], bool] = lambda _gallery: False,
     ) -> None:
-        """`patience_s`: how long a unary call may take to send its message."""
+        """`patience_s`: how long a unary call may take to send its message. `slow`: whether
+        searches of a gallery take long, which then take no threads of the others."""
+        self._slow = slow
         self._metrics = metrics
         self._tokens = tokens
         self._max_call_seconds = max_call_seconds
@@ -112,6 +115,7 @@ class Border(grpc.ServerInterceptor):
             stalls=self._stalls,
             metrics=self._metrics,
             max_call_seconds=self._max_call_seconds,
+            slow=self._slow,
         )
 
 

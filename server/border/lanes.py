@@ -114,7 +114,10 @@ class Lanes:
 
     def __init__(self, max_calls: int, *, shared: bool) -> None:
         calls = Size(_THREADS, max_calls)
-        sizes = {"health": _HEALTH, "calls": calls, "heavy": calls, "operations": _OPERATIONS}
+        sizes = {
+            "health": _HEALTH, "calls": calls, "heavy": calls, "slow": calls,
+            "operations": _OPERATIONS,
+        }  # fmt: skip
         self._shared = shared
         self.all = {
             # Strangers are told apart by their address, with or without tokens.
@@ -130,6 +133,10 @@ class Lanes:
     def heavier(self, lane: Lane) -> Lane:
         """Where a call of `lane` goes whose message is large or brings an image."""
         return self.all["heavy"] if lane.name == "calls" else lane
+
+    def slower(self, lane: Lane) -> Lane:
+        """Where a call of `lane` goes that searches a gallery in which searches take long."""
+        return self.all["slow"] if lane.name == "calls" else lane
 
     def close(self) -> None:
         for lane in self.all.values():

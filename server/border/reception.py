@@ -172,6 +172,8 @@ class Reception(Executor):
                 request = visit.read(message)
             if large or visit.is_heavy(request):
                 lane = self._lanes.heavier(lane)
+            elif visit.is_slow(request):
+                lane = self._lanes.slower(lane)
         except NobackfillError as error:
             arrival.refuse(error)
             return

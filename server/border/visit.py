@@ -47,6 +47,8 @@ class Kind:
     stalls: Stalls
     metrics: Metrics
     max_call_seconds: float
+    # Whether searches of a gallery of that name take long.
+    slow: Callable[[str], bool]
 
     @property
     def streams(self) -> bool:
@@ -95,6 +97,11 @@ class Visit:
         if isinstance(request, search_pb2.SearchBatchRequest):
             return any(query.HasField("image") for query in request.queries)
         return False
+
+    def is_slow(self, request: Any) -> bool:
+        """Whether it searches a gallery in which searches take long at present."""
+        searches = hasattr(request, "query") or hasattr(request, "queries")
+        return searches and self._kind.slow(request.gallery)
 
     def __call__(self, argument: Any, context: grpc.ServicerContext) -> Any:
         if self._kind.sends_stream:

@@ -115,6 +115,11 @@ class Galleries:
         finally:
             hosted.users.leave()
 
+    def slow(self, name: str) -> bool:
+        """Whether searches of a gallery take long at present; False for one that is not there."""
+        hosted = self._hosted.get(name)
+        return hosted is not None and hosted.slow
+
     def names(self) -> set[str]:
         """Names that are taken."""
         return {*self._hosted, *self._aside}

@@ -1,7 +1,7 @@
 """A gallery being served: its store, a live view of each space it is searched in, its plan."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from server.galleries.beginnings import beginning
 from server.galleries.gate import Gate, Users
 from server.galleries.items import ItemCache
 from server.galleries.order import Level
-from server.galleries.plan import Plan, make_plan
+from server.galleries.plan import Part, Plan, make_plan
 from server.state import State
 
 # Keys of Store.state_get: how the gallery came to its staging space, and why it stays behind.
@@ -24,6 +24,12 @@ ROLLOUT = "rollout"
 NOTE = "note"
 # Whether answers bring distances as they were computed.
 EXACT = "exact_distances"
+
+
+# A gallery whose searches take longer than this, in the mean of the last few, keeps to a lane of
+# its kind.
+_SLOW_S = 0.02
+_SMOOTHING = 0.2
 
 
 class Hosted:
@@ -53,6 +59,7 @@ class Hosted:
         self._plan: Plan | None = None
         self._spaces: tuple[SpaceInfo, ...] | None = None
         self._sizes: dict[str, int] = {}
+        self._took = 0.0
         self._rest: tuple[Snapshot, Snapshot, Snapshot] | None = None
 
     @property
@@ -141,6 +148,28 @@ class Hosted:
         """Spaces in which an item has a vector."""
         spaces = [info.spec.space for info in self.spaces()]
         return [space for space in spaces if self.store.vector(label, space) is not None]
+
+    def took(self, seconds: float) -> None:
+        """Tell how long a search of it took."""
+        self._took += _SMOOTHING * (seconds - self._took)
+
+    @property
+    def slow(self) -> bool:
+        """Whether searches of it take long at present: most have no graph yet."""
+        return self._took > _SLOW_S
+
+    def snapshots(self, parts: Sequence[Part]) -> list[Snapshot]:
+        """One snapshot a part, each item in the first part that has it.
+
+        The later part is taken first: what moves to the earlier part between the two is then left
+        out of the later one, and never missing from both.
+        """
+        if len(parts) == 1:
+            return [self.view(parts[0].space).snapshot()]
+        new, old = parts
+        before = self.view(old.space).snapshot()
+        upgraded = self.view(new.space).snapshot()
+        return [upgraded, self.rest(before, upgraded)]
 
     def rest(self, snapshot: Snapshot, other: Snapshot) -> Snapshot:
         """What `snapshot` has and `other` has not; kept for the next search of the same two."""

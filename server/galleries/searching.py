@@ -3,13 +3,14 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from gallery.exact import ExactIndex
 from gallery.filters import Filter
 from gallery.index import Neighbours
-from gallery.view import Allowed, Snapshot
+from gallery.view import Allowed
 from release.errors import (
     IncompatibleSpaceError,
     InvalidInputError,
@@ -71,9 +72,9 @@ class Searching:
         self._catalog = catalog
         self._state = state
         self._searches = {kind: metrics.searches.labels(kind) for kind in ("exact", "graph")}
-        self._batcher = Batcher(
-            _run, largest=_LARGEST_BATCH, observe=metrics.batch_size.labels("search").observe
-        )
+        self._observe = metrics.batch_size.labels("search").observe
+        # One a gallery: who asks a small one waits for no batch of a large one.
+        self._batchers: WeakKeyDictionary[Hosted, Batcher[_Question, _Answer]] = WeakKeyDictionary()
 
     def search(self, hosted: Hosted, query: Query, k: int, filtered: Filter | None) -> Found:
         """The `k` nearest items to one query.
@@ -98,8 +99,15 @@ class Searching:
 
     def _answer(self, question: _Question, filtered: Filter | None) -> _Answer:
         if filtered is None and question.k <= _SMALL_K:
-            return self._batcher(question)
+            return self._batcher(question.hosted)(question)
         return _run([question], _allowed(question.hosted, filtered))[0]
+
+    def _batcher(self, hosted: Hosted) -> Batcher[_Question, _Answer]:
+        batcher = self._batchers.get(hosted)
+        if batcher is None:
+            made = Batcher(_run, largest=_LARGEST_BATCH, observe=self._observe)
+            batcher = self._batchers.setdefault(hosted, made)
+        return batcher
 
     def batch(
         self, hosted: Hosted, queries: Sequence[Query], k: int, filtered: Filter | None
@@ -275,22 +283,11 @@ def _search(
             np.concatenate([question.vectors[i] for question in questions])
             for i in range(len(parts))
         ]
-    snapshots = _snapshots(hosted, parts)
-    return [
+    snapshots = hosted.snapshots(parts)
+    began = time.monotonic()
+    found = [
         snapshot.search(column, k, allowed)
         for snapshot, column in zip(snapshots, columns, strict=True)
     ]
-
-
-def _snapshots(hosted: Hosted, parts: tuple[Part, ...]) -> list[Snapshot]:
-    """One snapshot a part, each item in the first part that has it.
-
-    The later part is taken first: what moves to the earlier part between the two is then left out
-    of the later one, and never missing from both.
-    """
-    if len(parts) == 1:
-        return [hosted.view(parts[0].space).snapshot()]
-    new, old = parts
-    before = hosted.view(old.space).snapshot()
-    upgraded = hosted.view(new.space).snapshot()
-    return [upgraded, hosted.rest(before, upgraded)]
+    hosted.took(time.monotonic() - began)
+    return found

@@ -1,0 +1,117 @@
+"""One slow gallery, or a slow model, keeps nobody else waiting."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from gallery.exact import ExactIndex
+from gallery.index import Content, Index, Labels, Mask, Neighbours
+from gallery.spec import SpaceSpec
+from nobackfill.v1 import search_pb2
+from release.manifest import Manifest
+from release.models import Images
+from release.vectors import Vectors
+from server.galleries.hosted import Hosted
+from server.gateway import Gateway
+from tests.server.support import Client, embedding, ids, images
+
+# More than a lane of calls has threads.
+ASKERS = 20
+
+
+class Held(ExactIndex):
+    """Answers once it may."""
+
+    open: threading.Event
+
+    def search(
+        self, queries: Vectors, k: int, allowed: Mask | None = None, passing: int | None = None
+    ) -> Neighbours:
+        assert self.open.wait(60)
+        return super().search(queries, k, allowed, passing)
+
+
+@contextmanager
+def held(hosted: Hosted) -> Iterator[None]:
+    """Searches of a gallery wait to the end of the block."""
+    opened = threading.Event()
+
+    def build(spec: SpaceSpec, labels: Labels, vectors: Content) -> Index:
+        index = Held(spec, labels, vectors)
+        index.open = opened
+        return index
+
+    (view,) = hosted.views().values()
+    view.compact(build)
+    try:
+        yield
+    finally:
+        opened.set()
+
+
+@pytest.mark.parametrize("askers", [3, ASKERS])
+def test_a_slow_gallery_delays_no_other(
+    gateway: Gateway, client: Client, one: Manifest, askers: int
+) -> None:
+    for name in ("slow", "quick"):
+        client.create(name)
+        client.put_images(images(5), name)
+    query = embedding(one, images(5)[2])
+    slow = gateway.core.galleries.get("slow")
+    # As its last searches did; nobody knows of one that was never searched.
+    slow.took(10.0)
+
+    def ask() -> search_pb2.SearchResponse:
+        return client.search_by(query, name="slow", k=1)
+
+    with ThreadPoolExecutor(askers) as pool:
+        with held(slow):
+            asked = [pool.submit(ask) for _ in range(askers)]
+            for _ in range(20):
+                assert ids(client.search_by(query, name="quick", k=1)) == ["i2"]
+            assert not any(future.done() for future in asked)
+        assert all(ids(future.result(60)) == ["i2"] for future in asked)
+    while slow.slow:
+        ask()
+
+
+def test_searches_by_embedding_wait_for_no_model(
+    gateway: Gateway, client: Client, one: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.create()
+    client.put_images(images(5))
+    opened = threading.Event()
+    models = gateway.core.models
+    embed = models.embed
+
+    def wait(manifest: Manifest, pixels: Images) -> Vectors:
+        assert opened.wait(60)
+        return embed(manifest, pixels)
+
+    monkeypatch.setattr(models, "embed", wait)
+    query = embedding(one, images(5)[2])
+    with ThreadPoolExecutor(ASKERS) as pool:
+        asked = [pool.submit(client.search, images(5)[1], "g", 1) for _ in range(ASKERS)]
+        try:
+            for _ in range(20):
+                assert ids(client.search_by(query, k=1)) == ["i2"]
+            assert not any(future.done() for future in asked)
+        finally:
+            opened.set()
+        assert all(ids(future.result(60)) == ["i1"] for future in asked)
+
+
+def test_searches_go_on_while_the_view_of_a_new_space_is_read(
+    gateway: Gateway, client: Client, one: Manifest
+) -> None:
+    client.create()
+    client.put_images(images(5))
+    hosted = gateway.core.galleries.get("g")
+    space = hosted.plan.parts[0].space
+    # As who makes another view holds it for as long as that is read.
+    with hosted._making:
+        assert ids(client.search_by(embedding(one, images(5)[2]), k=1)) == ["i2"]
+        assert hosted.view(space) is hosted.views()[space]
