@@ -21,7 +21,7 @@ PICKED_ELEMENTS = 1 << 15
 # Rows of spare room at least, in an index that grows.
 LEAST_ROOM = 256
 # Rows widened to float64 at once.
-WIDE_ROWS = 1 << 14
+WIDE_ROWS = 1 << 10
 
 
 class ExactIndex:

@@ -30,7 +30,7 @@ EF_CONSTRUCTION = 100
 TRIED_EF = (64, 128, 256, 512)
 LEAST_RECALL = 0.99
 # Queries of such a probe, and how many neighbours of each.
-PROBES = 64
+PROBES, PROBES_AT_ONCE = 64, 4
 K = 10
 # Rows that came or went, as a share of all, up to which a graph is carried rather than built.
 LARGEST_CHANGE = 0.3
@@ -200,7 +200,7 @@ def _alike(old: HnswIndex, spec: SpaceSpec, labels: Labels, vectors: Content) ->
 
 def _tune(index: HnswIndex, between: Callable[[], None] = lambda: None) -> float:
     """Set the smallest ef that finds enough, or the largest; returns the recall it gives."""
-    probes, farthest = _truth(index)
+    probes, farthest = _truth(index, between)
     found = 0.0
     for ef in TRIED_EF:
         between()
@@ -210,12 +210,18 @@ def _tune(index: HnswIndex, between: Callable[[], None] = lambda: None) -> float
     return found
 
 
-def _truth(index: HnswIndex) -> tuple[Vectors, Vectors]:
+def _truth(index: HnswIndex, between: Callable[[], None]) -> tuple[Vectors, Vectors]:
     """Some of its own vectors [q, dim], and how far the last of the K nearest lies [q, 1]."""
     probes = index.vectors[:: max(1, len(index.labels) // PROBES)][:PROBES]
     if not len(probes):
         return probes, np.empty((0, 1), np.float32)
-    return probes, index.exact(probes, min(K, len(index.labels))).distances[:, -1:]
+    farthest = []
+    # A few at a time: each brings its distance to every row into memory.
+    for start in range(0, len(probes), PROBES_AT_ONCE):
+        piece = probes[start : start + PROBES_AT_ONCE]
+        farthest.append(index.exact(piece, min(K, len(index.labels))).distances[:, -1:])
+        between()
+    return probes, np.concatenate(farthest)
 
 
 def _recall(index: HnswIndex, probes: Vectors, farthest: Vectors) -> float:

@@ -22,7 +22,7 @@ from release.vectors import Vectors
 
 ENGINE = f"hnswlib {version('hnswlib')}, links"
 # Vectors read at once.
-_READ_ROWS = 2048
+_READ_ROWS = 512
 
 Sums = NDArray[np.uint64]
 
