@@ -143,9 +143,9 @@ def _evaluation(
     """
     if folder is None:
         return None, 0
-    listing, learnt = unseen(list_images(folder), [run for run in runs if run], force=force)
+    listing = list_images(folder)
     halves(listing, split_seed)
-    return listing, learnt
+    return unseen(listing, [run for run in runs if run], force=force)
 
 
 def _add_runs(
