@@ -9,7 +9,7 @@ State kept in the SQLite file: `source`, `root` (the root metadata trusted first
 newest metadata versions seen), `installed` (release -> SHA-256 of its manifest), `held_back`
 (release -> why this device does not follow it), `keep_original` (whether vectors that were embedded
 from images outlive their release), `return_to` (the space before the last upgrade),
-`passed` (version of the ONNX gate -> digests of the files it let through),
+`tried` (version of the trial -> digests of the files that passed it),
 `vault` (where it is), `identity` (the public key of the identity file), `recipients` (public keys
 that every pushed image is encrypted to, too).
 """

@@ -1,6 +1,6 @@
-"""Bringing a release to the device: downloads, the ONNX gate, golden probes on its runtime."""
+"""Bringing a release to the device: downloads, and a trial of its models on this runtime."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from release import durable, paths
 from release.digests import sha256_file
 from release.errors import UnfitError, VerificationError
 from release.manifest import Manifest, PublishedFile
-from release.onnx_check import check_release
 from release.probes import check_probes
+from release.trial import try_release
 from release.trust import Trust
 
 
@@ -43,32 +43,46 @@ def download(models: Path, trust: Trust, files: Iterable[PublishedFile], output:
 
 
 def check(device: Device, plan: Plan) -> None:
-    """Pass every model of a plan through the ONNX gate, then run its golden probes.
+    """Try every model of a plan in a child with limits, golden probes included.
 
-    Which files this version's gate let through is remembered by their digests, as it takes longer
-    than the rest of a small sync. Raises UnfitError with the reason.
+    Which files passed this version's trial is remembered by their digests, as it takes longer than
+    the rest of a small sync. Raises UnfitError with the reason.
     """
-    gate = f"nobackfill {version('nobackfill')}"
-    passed = set(device.state("passed", {}).get(gate, []))
+    version_of_trial = f"nobackfill {version('nobackfill')}"
+    passed = set(device.state("tried", {}).get(version_of_trial, []))
     used: dict[int, tuple[Manifest, set[int]]] = {plan.target.release: (plan.target, set())}
     for leg in plan.legs:
         for manifest, upgrade in leg.route.steps:
             used.setdefault(manifest.release, (manifest, set()))[1].add(upgrade.from_release)
     for manifest, sources in used.values():
-        here = {file.sha256 for file in manifest.files() if (device.models / file.path).is_file()}
-        check_models(device.models, manifest, sources, gate=not here <= passed)
+        here = {
+            file.sha256
+            for file in _tried(manifest, sources)
+            if (device.models / file.path).is_file()
+        }
+        check_models(device.models, manifest, sources, tried=here <= passed)
         passed |= here
-    device.store.state_set({"passed": {gate: sorted(passed)}})
+    device.store.state_set({"tried": {version_of_trial: sorted(passed)}})
+
+
+def _tried(manifest: Manifest, upgrades_from: set[int]) -> Iterator[PublishedFile]:
+    """The files that a trial of these upgrades loads, if they are here."""
+    yield from embedding_files(manifest)
+    for upgrade in manifest.upgrades:
+        if upgrade.from_release in upgrades_from:
+            yield upgrade.file
+            if upgrade.int8_file is not None:
+                yield upgrade.int8_file
 
 
 def check_models(
-    models: Path, manifest: Manifest, upgrades_from: set[int], *, gate: bool = True
+    models: Path, manifest: Manifest, upgrades_from: set[int], *, tried: bool = False
 ) -> None:
-    """The same for one release's encoders and some of its upgrades. Raises UnfitError."""
+    """The same for one release's encoders and some of its upgrades; what was `tried` in a child
+    before is probed in this process. Raises UnfitError."""
     try:
-        if gate:
-            check_release(models, manifest)
-        check_probes(models, manifest, upgrades=upgrades_from, threads=threads())
+        check = check_probes if tried else try_release
+        check(models, manifest, upgrades=upgrades_from, threads=threads())
     except VerificationError as error:
         raise UnfitError(f"release {manifest.release}: {error}") from error
 

@@ -10,11 +10,10 @@ from tuf.api.metadata import TargetFile
 from release.digests import sha256_file
 from release.errors import GateFailedError, VerificationError, few
 from release.manifest import Manifest, PublishedFile, Upgrade, parse_manifest
-from release.onnx_check import check_release
 from release.paths import (
     release_of_manifest,
 )
-from release.probes import check_probes
+from release.trial import try_release
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -
             f"release {manifest.release}: searches_directly names spaces that no published release "
             f"has: {few(sorted(strangers))}"
         )
-    check_release(draft.files, manifest)
-    check_probes(draft.files, manifest)
+    try_release(draft.files, manifest)
 
 
 def read_manifest(repo: Path, target: TargetFile, release: int) -> Manifest:

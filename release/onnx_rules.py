@@ -11,7 +11,16 @@ from pathlib import Path
 
 import onnx
 from google.protobuf.message import DecodeError
-from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, ValueInfoProto
+from onnx import (
+    AttributeProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    TypeProto,
+    ValueInfoProto,
+    numpy_helper,
+)
 
 from release.tensors import Tensor
 
@@ -64,6 +73,7 @@ def inspect(path: Path, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...])
     graph = model.graph
     _check_tensors([*graph.initializer, *_constants(graph)])
     for node in graph.node:
+        _check_mode(node)
         if node.domain not in ("", "ai.onnx") or node.op_type not in OPERATORS:
             name = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
             raise RefusedError(f"uses the operator {name}, which is not on the list")
@@ -73,7 +83,8 @@ def inspect(path: Path, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...])
         raise RefusedError("gives an input a default value")
     try:
         onnx.checker.check_model(model, full_check=True)
-        _check_values(model)
+        inferred = _check_values(model)
+        _check_arithmetic(inferred)
     # ValueError: names that are no text end in a UnicodeDecodeError inside of the checker.
     except (
         onnx.checker.ValidationError,
@@ -155,7 +166,7 @@ def _check_ends(what: str, values: Iterable[ValueInfoProto], expected: tuple[Ten
             )
 
 
-def _check_values(model: ModelProto) -> None:
+def _check_values(model: ModelProto) -> GraphProto:
     """No value of one item, as far as shapes are known, may be so large that it fills a device."""
     single = ModelProto()
     single.CopyFrom(model)
@@ -166,6 +177,66 @@ def _check_values(model: ModelProto) -> None:
         sizes = [d.dim_value for d in value.type.tensor_type.shape.dim if d.HasField("dim_value")]
         if math.prod(sizes) > LARGEST_VALUE:
             raise RefusedError(f"value {value.name!r} has {math.prod(sizes)} elements for one item")
+    return inferred.graph
+
+
+def _check_mode(node: NodeProto) -> None:
+    """Nothing trains here: Dropout would draw numbers, BatchNormalization return statistics."""
+    if node.op_type == "Dropout" and len([name for name in node.input if name]) > 2:
+        raise RefusedError("has a Dropout with a training mode")
+    training = (a.i for a in node.attribute if a.name == "training_mode")
+    if any(training) or (node.op_type == "BatchNormalization" and len(node.output) > 1):
+        raise RefusedError(f"has a {node.op_type} in training mode")
+
+
+def _check_arithmetic(graph: GraphProto) -> None:
+    """What a runtime computes while it loads the graph is bounded, and cannot end the process."""
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
+        if (
+            node.op_type == "Constant"
+            and len(node.attribute) == 1
+            and node.attribute[0].HasField("t")
+        ):
+            tensors[node.output[0]] = node.attribute[0].t
+    values = {v.name: v.type.tensor_type for v in (*graph.value_info, *graph.input, *graph.output)}
+    constant = set(tensors)
+    folded = 0
+    for node in graph.node:
+        if node.op_type in ("Div", "Mod"):
+            _check_division(node, tensors, values)
+        if not node.input or set(filter(None, node.input)) <= constant:
+            constant |= set(node.output)
+            folded += sum(_elements(values.get(name)) for name in node.output if name)
+    if folded > LARGEST_VALUE:
+        raise RefusedError(
+            f"computes {folded} elements from constants alone; fold them when it is exported"
+        )
+
+
+def _elements(kind: TypeProto.Tensor | None) -> int:
+    """Elements of a value that is made of constants; one of unknown size counts as too many."""
+    if kind is None or not kind.HasField("shape"):
+        return LARGEST_VALUE + 1
+    if not all(d.HasField("dim_value") for d in kind.shape.dim):
+        return LARGEST_VALUE + 1
+    return math.prod(d.dim_value for d in kind.shape.dim)
+
+
+def _check_division(
+    node: NodeProto, tensors: dict[str, TensorProto], values: dict[str, TypeProto.Tensor]
+) -> None:
+    """Integers divided by 0, or the smallest by -1, end the process: SIGFPE."""
+    by = node.input[1]
+    kind = values[by].elem_type if by in values else None
+    if by in tensors:
+        kind = tensors[by].data_type
+    if kind in (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16):
+        return
+    if by not in tensors or not (numpy_helper.to_array(tensors[by]) > 0).all():
+        raise RefusedError(
+            f"has a {node.op_type} of integers by {by!r}, which is not known to be more than 0"
+        )
 
 
 def _span(numbers: range) -> str:

@@ -9,10 +9,9 @@ from release.draft import read_manifest
 from release.errors import UnfitError, VerificationError
 from release.keys import Role
 from release.ledger import Ledger, leftovers, require_ledger, withdrawn
-from release.onnx_check import check_release
 from release.paths import release_of_manifest
-from release.probes import check_probes
 from release.renew import expiries
+from release.trial import try_release
 from release.trust import TrustedFolder
 
 
@@ -62,8 +61,7 @@ def verify(repo: Path, root: bytes | None = None, release: int | None = None) ->
             folder = trust.verified(number)
             manifest = trust.manifest(number)
             try:
-                check_release(folder, manifest)
-                check_probes(folder, manifest)
+                try_release(folder, manifest)
             except VerificationError as error:
                 raise VerificationError(f"release {number}: {error}") from error
     ledger = require_ledger(repo)

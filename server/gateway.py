@@ -136,7 +136,8 @@ class Gateway:
         """Resume an activation, or begin the first: now, or when something is published."""
         if activations.resume() is not None or core.state.now.active is not None:
             return
-        if core.catalog.newest() is not None:
+        newest = core.catalog.newest()
+        if newest is not None and newest not in core.state.now.failed:
             self._activate_first(core, activations)
             return
         thread = threading.Thread(

@@ -25,6 +25,8 @@ class Activation(_Strict):
     old_space_seconds: int
     # One gallery alone, which stayed behind before; None: all.
     only: str | None = None
+    # Times that it was resumed since it last got past its models' trial, or ended in order.
+    resumed: int = 0
 
 
 class State(_Strict):

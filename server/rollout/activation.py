@@ -26,6 +26,8 @@ log = structlog.get_logger("server.activation")
 
 # How long a call waits for another that begins, undoes or retires; then it is refused.
 _BRIEF_S = 5.0
+# An activation that ended the gateway so many times after it was resumed is not resumed again.
+_MOST_RESUMED = 2
 
 
 class Activations:
@@ -84,13 +86,24 @@ class Activations:
             return self._launch(record)
 
     def resume(self) -> Run | None:
-        """Go on with what was under way when the gateway ended; None if nothing was."""
+        """Go on with what was under way when the gateway ended; None if nothing was, or if it ended
+        the gateway again and again: that is a failed release now."""
         record = self._core.state.now.activation
         if record is None:
+            return None
+        if record.resumed >= _MOST_RESUMED:
+            reason = (
+                f"the gateway ended {1 + record.resumed} times while it was tried; activate it "
+                "again if that had another cause"
+            )
+            log.error("activation given up", release=record.release, reason=reason)
+            self._fail(record.release, reason)
             return None
         with self.held():
             self._refuse_second()
             log.info("resuming activation", release=record.release)
+            record = record.model_copy(update={"resumed": record.resumed + 1})
+            self._core.state.change(activation=record)
             return self._launch(record)
 
     def running(self) -> Run | None:
@@ -124,6 +137,10 @@ class Activations:
         run = self.running()
         if run is not None:
             run.cancel()
+        record = self._core.state.now.activation
+        if record is not None and record.resumed:
+            # Ended in order: its models are not to blame.
+            self._core.state.change(activation=record.model_copy(update={"resumed": 0}))
 
     def _choose(self, manifest: Manifest) -> RolloutName:
         active = self._core.state.now.active

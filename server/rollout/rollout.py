@@ -12,8 +12,6 @@ from gallery import staging
 from gallery.spec import SpaceSpec
 from release.errors import GateFailedError, NobackfillError, PreconditionError
 from release.manifest import Manifest
-from release.onnx_check import check_release
-from release.probes import check_probes
 from server.core import Core
 from server.galleries.hosted import NOTE, ROLLOUT, Hosted
 from server.galleries.indexing import inherit_index
@@ -87,14 +85,16 @@ class Rollout:
         if gate.verdict not in ("first", "passed") and not gate.forced:
             raise GateFailedError(f"release {number} did not pass its gate: {gate.detail}")
         folder = core.catalog.verified(number)
-        check_release(folder, manifest)
+        sources = {hosted.spec().release for hosted in core.galleries.all()}
+        core.upgrading.trials.release(manifest, sources, self._stop_if_cancelled)
         self._tell(Phase.LOADING, 0, 0, "")
         core.models.load(manifest)
         self._tell(Phase.PROBING, 0, 0, "")
-        sources = {hosted.spec().release for hosted in core.galleries.all()}
-        check_probes(folder, manifest, upgrades=sources)
         check_models(folder, manifest, core.models)
         self._stop_if_cancelled()
+        if self._record.resumed:
+            # They did no harm: what ends the gateway from here on is something else.
+            core.state.change(activation=self._record.model_copy(update={"resumed": 0}))
         return manifest
 
     def _sort_galleries(self, manifest: Manifest) -> list[Hosted]:

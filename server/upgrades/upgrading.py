@@ -22,6 +22,7 @@ from server.state import StateFile
 from server.upgrades.cost import Cost, cost
 from server.upgrades.neighbours import LOOKS, neighbours_kept
 from server.upgrades.throttle import Throttle
+from server.upgrades.trials import Trials
 
 log = structlog.get_logger("server.upgrading")
 
@@ -72,6 +73,7 @@ class Upgrading:
         self._lock = threading.Lock()
         self._jobs: dict[str, Job] = {}
         self._runners: dict[tuple[int, ...], RouteRunner] = {}
+        self.trials = Trials(catalog)
         self.changed = Changed()
 
     def route(self, hosted: Hosted, target: int) -> Route | None:
@@ -92,7 +94,7 @@ class Upgrading:
         throttle = Throttle(spare_cores)
 
         def open_runner() -> RouteRunner:
-            return open_route(self._files, route, throttle.threads, int8=True)
+            return self._open(route, throttle.threads)
 
         # As an upgrade's, the probe's thread lets searches go before it.
         with ThreadPoolExecutor(1, "estimate", initializer=give_way) as one:
@@ -119,7 +121,7 @@ class Upgrading:
         total = hosted.store.count()
         state = self._first_state(hosted.name)
         self._set(Job(hosted.name, source.release, target.release, state, total=total))
-        runner = open_route(self._files, route, throttle.threads, int8=True)
+        runner = self._open(route, throttle.threads)
         # How many were done when the neighbours were last looked at.
         looked: int | None = None
 
@@ -152,10 +154,16 @@ class Upgrading:
         route = self._route(source.release, target.release, has_side)
         if route is None:
             return None
+        # Not under the lock: it may take a while.
+        self.trials.steps(route.steps)
         with self._lock:
             if route.releases not in self._runners:
-                self._runners[route.releases] = open_route(self._files, route, int8=True)
+                self._runners[route.releases] = self._open(route, 1)
             return self._runners[route.releases]
+
+    def _open(self, route: Route, threads: int) -> RouteRunner:
+        self.trials.steps(route.steps)
+        return open_route(self._files, route, threads, int8=True)
 
     def pause(self, gallery: str) -> None:
         """Stop the job of a gallery after its present chunk, and those to come, until `resume`;

@@ -18,6 +18,7 @@ from client.upkeep import collect, remove, verify
 from gallery.spec import SpaceSpec
 from gallery.store import NewVectors
 from release.errors import AlreadyExistsError, CannotWriteError, NotFoundError
+from release.probes import check_probes
 from tests.support import blocks, edge, graphs
 from tests.support.crash import KILLED, sweep
 
@@ -70,7 +71,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 @pytest.fixture(autouse=True)
 def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("client.install.check_release", lambda files, manifest: None)
+    monkeypatch.setattr("client.install.try_release", check_probes)
 
 
 def failures(kind: str, action: Callable[[], object], scene: Scene) -> Iterator[int]:

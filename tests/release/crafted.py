@@ -179,6 +179,44 @@ def huge_value(model: onnx.ModelProto) -> None:
     model.graph.node.append(helper.make_node("ConstantOfShape", ["shape"], ["unused"]))
 
 
+def folded_bomb(model: onnx.ModelProto) -> None:
+    """Many constants, each of a size that is allowed."""
+    shape = numpy_helper.from_array(np.array([2**13, 2**12], np.int64), "shape")
+    model.graph.initializer.append(shape)
+    for number in range(4):
+        node = helper.make_node("ConstantOfShape", ["shape"], [f"unused{number}"])
+        model.graph.node.append(node)
+
+
+def smallest_by_minus_one(model: onnx.ModelProto) -> None:
+    """What a runtime folds when it loads the graph: SIGFPE."""
+    for name, value in (("smallest", -(2**31)), ("minus_one", -1)):
+        model.graph.initializer.append(numpy_helper.from_array(np.array([value], np.int32), name))
+    model.graph.node.append(helper.make_node("Div", ["smallest", "minus_one"], ["unused"]))
+
+
+def division_by_what_comes(model: onnx.ModelProto) -> None:
+    seven = numpy_helper.from_array(np.array([7], np.int32), "seven")
+    model.graph.initializer.append(seven)
+    model.graph.node.append(helper.make_node("Cast", ["product"], ["whole"], to=TensorProto.INT32))
+    model.graph.node.append(helper.make_node("Mod", ["seven", "whole"], ["unused"]))
+
+
+def dropout_in_training(model: onnx.ModelProto) -> None:
+    model.graph.initializer.append(numpy_helper.from_array(np.array(0.5, np.float32), "ratio"))
+    model.graph.initializer.append(numpy_helper.from_array(np.array(True), "training"))
+    model.graph.node.append(
+        helper.make_node("Dropout", ["product", "ratio", "training"], ["unused"])
+    )
+
+
+def batch_norm_in_training(model: onnx.ModelProto) -> None:
+    for name in ("scale", "bias", "mean", "variance"):
+        model.graph.initializer.append(numpy_helper.from_array(np.ones(3, np.float32), name))
+    ins, outs = ["product", "scale", "bias", "mean", "variance"], ["unused", "means", "variances"]
+    model.graph.node.append(helper.make_node("BatchNormalization", ins, outs, training_mode=1))
+
+
 def cycle(model: onnx.ModelProto) -> None:
     model.graph.node[0].input[0] = "upgraded"
 
@@ -193,7 +231,8 @@ CRAFTED: list[Craft] = [
     hidden_subgraph, randomness, strings, other_input, further_output, other_type,
     other_dimension, fixed_batch, input_with_a_default, old_opset, future_opset, future_format,
     huge_tensor, many_large_tensors, negative_dimension, too_few_bytes, sparse_tensor, training,
-    huge_value, cycle, missing_value,
+    huge_value, folded_bomb, smallest_by_minus_one, division_by_what_comes, dropout_in_training,
+    batch_norm_in_training, cycle, missing_value,
 ]  # fmt: skip
 
 

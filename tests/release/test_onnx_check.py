@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from release import onnx_check, paths
+from release import paths
 from release.digests import sha256_bytes
 from release.errors import VerificationError
 from release.models import open_embedder
@@ -48,20 +48,12 @@ def test_crafted_files_are_refused_each_for_its_own_reason(tmp_path: Path) -> No
     assert grown < 200_000, f"{grown} kB more"
 
 
-def test_the_subprocess_refuses_by_name(tmp_path: Path) -> None:
+def test_a_refusal_names_the_file(tmp_path: Path) -> None:
     crafted = write_all(tmp_path)
     bad = OnnxFile(crafted["control_flow"], INPUTS, OUTPUTS)
     fine = OnnxFile(graphs.save(good(), tmp_path / "good.onnx"), INPUTS, OUTPUTS)
     with pytest.raises(VerificationError, match=r"second\.onnx: .*subgraph"):
         check_onnx({"first.onnx": fine, "second.onnx": bad})
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("craft", CRAFTED, ids=lambda craft: craft.__name__)
-def test_the_subprocess_refuses_each_crafted_file(craft: object, tmp_path: Path) -> None:
-    name = getattr(craft, "__name__", "")
-    with pytest.raises(VerificationError, match=name):
-        check_onnx({name: OnnxFile(write_all(tmp_path)[name], INPUTS, OUTPUTS)})
 
 
 @pytest.mark.parametrize(
@@ -83,30 +75,10 @@ def test_files_that_are_missing_or_too_large_are_refused(tmp_path: Path) -> None
             check_onnx({"model": OnnxFile(path, INPUTS, OUTPUTS)})
 
 
-@pytest.mark.faults
-def test_memory_is_limited(tmp_path: Path) -> None:
-    """A file that parses to far more than its size must not take the machine with it."""
-    # Empty names of inputs: two bytes each in the file, some forty in memory.
-    names = b"\x0a\x00" * 2**27
-    node = b"\x0a" + varint(len(names)) + names
-    path = tmp_path / "model.onnx"
-    path.write_bytes(b"\x3a" + varint(len(node)) + node)
-    with pytest.raises(VerificationError, match=r"cannot be checked|checker died|no ONNX"):
-        check_onnx({"model": OnnxFile(path, INPUTS, OUTPUTS)})
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 3.5 * 2**20
-
-
 def varint(number: int) -> bytes:
     """A number as protobuf writes it."""
     low, rest = number & 0x7F, number >> 7
     return bytes([low | 0x80]) + varint(rest) if rest else bytes([low])
-
-
-def test_time_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_check, "_WALL_SECONDS", 0.01)
-    fine = graphs.save(good(), tmp_path / "good.onnx")
-    with pytest.raises(VerificationError, match="took more"):
-        check_onnx({"model": OnnxFile(fine, INPUTS, OUTPUTS)})
 
 
 def mutations(data: bytes, count: int, seed: int) -> list[bytes]:

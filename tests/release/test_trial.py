@@ -1,0 +1,140 @@
+"""Trials of releases: whatever its models do to a process, they do it to a child."""
+
+import os
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from release import paths, trial
+from release.draft import Draft, described
+from release.errors import VerificationError
+from release.manifest import space_of
+from release.trial import try_release
+from tests.release.crafted import smallest_by_minus_one
+from tests.support import graphs
+from tests.support.releases import draft, published
+
+# The child without the rules: what onnxruntime does with a graph that passes them.
+NO_RULES = (
+    "import release.onnx_check as rules; rules.check_release = lambda files, manifest: None\n"
+    "import release.trial as trial; trial.main()"
+)
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Draft:
+    return draft(tmp_path, 1)
+
+
+@pytest.fixture
+def no_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_COMMAND", [sys.executable, "-c", NO_RULES])
+
+
+def with_embedder(made: Draft, change: Callable[[onnx.ModelProto], None]) -> Draft:
+    """The same release, validly described, with another embedder."""
+    path = paths.embedder_path(1)
+    model = onnx.load(made.files[path])
+    change(model)
+    graphs.save(model, made.files[path])
+    folder = made.files[path].parents[2]
+    embedder = made.manifest.embedder.model_copy(update={"file": published(folder, path)})
+    update = {"embedder": embedder, "space": space_of(embedder)}
+    return replace(made, manifest=made.manifest.model_copy(update=update))
+
+
+def tried(made: Draft) -> None:
+    try_release(made.files, made.manifest)
+
+
+def filled(elements: int) -> Callable[[onnx.ModelProto], None]:
+    """Adds constants of so many elements to an output that is added to the embedding."""
+
+    def change(model: onnx.ModelProto) -> None:
+        shape = numpy_helper.from_array(np.array([elements], np.int64), "filling")
+        model.graph.initializer.append(shape)
+        last = model.graph.node[-1]
+        wanted, last.output[0] = last.output[0], "unfilled"
+        model.graph.node.extend(
+            [
+                helper.make_node("ConstantOfShape", ["filling"], ["filler"]),
+                helper.make_node("ReduceSum", ["filler"], ["nothing"], keepdims=0),
+                helper.make_node("Add", ["unfilled", "nothing"], [wanted]),
+            ]
+        )
+
+    return change
+
+
+def test_a_good_release_passes_and_costs_this_process_nothing(first: Draft) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try_release(first.files, first.manifest)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+
+def test_the_child_runs_rules_and_probes(first: Draft) -> None:
+    def shift(model: onnx.ModelProto) -> None:
+        middle = next(t for t in model.graph.initializer if t.name == "middle")
+        middle.CopyFrom(numpy_helper.from_array(np.array(0.9, np.float32), "middle"))
+
+    with pytest.raises(VerificationError, match=r"golden probe embedding: .* differ"):
+        tried(with_embedder(first, shift))
+    with pytest.raises(VerificationError, match=r"embedder_1/1/model.onnx: .*not known to be"):
+        tried(with_embedder(first, smallest_by_minus_one))
+
+
+@pytest.mark.usefixtures("no_rules")
+def test_a_graph_that_kills_its_loader_is_refused_with_the_signal(first: Draft) -> None:
+    def bomb(model: onnx.ModelProto) -> None:
+        smallest_by_minus_one(model)
+        # Used, so that it is folded and not left out.
+        model.graph.node.append(helper.make_node("Cast", ["unused"], ["number"], to=1))
+        last = next(node for node in model.graph.node if "embedding" in node.output)
+        last.output[0] = "before"
+        model.graph.node.append(helper.make_node("Add", ["before", "number"], ["embedding"]))
+
+    with pytest.raises(VerificationError, match="SIGFPE"):
+        tried(with_embedder(first, bomb))
+
+
+@pytest.mark.usefixtures("no_rules")
+def test_memory_is_limited(first: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "MEMORY_BYTES", 2**30)
+    with pytest.raises(VerificationError, match=r"memory|bad allocation|bad_alloc|allocate"):
+        tried(with_embedder(first, filled(2**30)))
+
+
+def test_time_is_limited(first: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "WALL_SECONDS", 0.01)
+    with pytest.raises(VerificationError, match="took more than"):
+        try_release(first.files, first.manifest)
+
+
+def test_who_no_longer_wants_the_answer_ends_the_child(first: Draft) -> None:
+    class EnoughError(Exception):
+        pass
+
+    def enough() -> None:
+        raise EnoughError
+
+    with pytest.raises(EnoughError):
+        try_release(first.files, first.manifest, meanwhile=enough)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_probes_that_unpack_to_more_than_they_may_are_refused(first: Draft) -> None:
+    path = paths.probes_path(1)
+    target = first.files[path]
+    np.savez_compressed(target, image=np.zeros((2**17, graphs.SIZE, graphs.SIZE, 64), np.uint8))
+    assert target.stat().st_size < 2**20
+    probes = first.manifest.probes.model_copy(update={"file": described(path, target)})
+    with pytest.raises(VerificationError, match="at most"):
+        try_release(first.files, first.manifest.model_copy(update={"probes": probes}))

@@ -1,0 +1,62 @@
+"""Models that would end the gateway: tried in a child, given up after two resumptions."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from nobackfill.v1 import release_pb2, upgrade_pb2
+from release import trial
+from server.state import Activation, StateFile
+from tests.server.conftest import Stages, publish_stage
+from tests.server.support import Client, ids, images, running
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def deadly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every trial ends in its child's death, as by a graph that passes the rules and kills."""
+    code = "import os, signal, sys; sys.stdin.read(); os.kill(os.getpid(), signal.SIGFPE)"
+    monkeypatch.setattr(trial, "_COMMAND", [sys.executable, "-c", code])
+
+
+def test_models_that_kill_their_trial_fail_the_release_and_nothing_else(
+    client: Client, repo: Path, stages: Stages, deadly: None
+) -> None:
+    client.create()
+    client.put_images(images(3))
+    publish_stage(repo, stages[2])
+    event = client.activate(2)
+    assert event.phase == release_pb2.PHASE_FAILED
+    assert "SIGFPE" in event.message
+    assert client.states() == {1: "ACTIVE", 2: "FAILED"}
+    assert ids(client.search(images(3)[1]))[0] == "i1"
+    request = upgrade_pb2.EstimateUpgradeRequest(gallery="g", release=2)
+    with pytest.raises(Exception, match="SIGFPE"):
+        client.upgrades.EstimateUpgrade(request, timeout=60)
+
+
+def test_an_activation_that_ends_the_gateway_again_and_again_is_not_resumed(
+    repo: Path, stages: Stages, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    with running(repo, data) as gateway:
+        assert gateway.core.state.now.active == 1
+    publish_stage(repo, stages[2])
+    record = Activation(release=2, rollout="cutover", spare_cores=1.0, old_space_seconds=0)
+
+    def restarted(resumed: int) -> tuple[int | None, dict[int, str]]:
+        """What a start after so many deaths in a trial makes of it."""
+        StateFile(data / "state.json").change(
+            activation=record.model_copy(update={"resumed": resumed}), active=1, failed={}
+        )
+        with running(repo, data) as gateway:
+            run = gateway.core.state.now.activation
+            wait_until(lambda: gateway.core.state.now.activation is None, "it goes on")
+            assert (run is None) == (resumed == 2)
+            return gateway.core.state.now.active, dict(gateway.core.state.now.failed)
+
+    active, failed = restarted(2)
+    assert active == 1
+    assert "ended 3 times" in failed[2]
+    assert restarted(1)[0] == 2
