@@ -114,12 +114,12 @@ def test_wrong_input_gets_a_sentence_and_its_exit_code(
 ) -> None:
     output = tmp_path / "none.html"
     unknown = run("--model-repo", model_repo, "--release", "7", "-o", output)
-    assert (unknown.returncode, "holds no release 7" in unknown.stderr) == (1, True)
+    assert (unknown.returncode, "holds no release 7" in unknown.stderr) == (66, True)
     missing = run(
         *("--model-repo", model_repo, "--release", "2"),
         *("--images", tmp_path / "nowhere", "-o", output),
     )
-    assert (missing.returncode, "no folder" in missing.stderr) == (1, True)
+    assert (missing.returncode, "no folder" in missing.stderr) == (66, True)
     (tmp_path / "broken" / "a").mkdir(parents=True)
     shutil.copytree(images, tmp_path / "broken", dirs_exist_ok=True)
     (tmp_path / "broken" / "a" / "0.png").write_bytes(b"no image")
