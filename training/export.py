@@ -112,9 +112,10 @@ def main(
         raise ConfigurationError("expected either --embedder RUN or --onnx FILE")
     if side_encoder is not None and keep_side_encoder:
         raise ConfigurationError("expected --side-encoder or --keep-side-encoder, not both")
-    keys, runs = _keys(model_repo, targets_key), [embedder, side_encoder, *(upgrade or ())]
+    runs = [embedder, side_encoder, *(upgrade or ())]
     with drafting(model_repo) as folder:
         published = read_publication(model_repo, folder / "trusted")
+        keys, first = _keys(model_repo, targets_key), not published.manifests
         _check_number(release, published, measured=evaluate is not None, force=force)
         listing, learnt = _evaluation(evaluate, split_seed, runs, force=force)
         draft = Release(release, folder, published.manifests, model_repo)
@@ -122,7 +123,6 @@ def main(
             add_onnx_embedder(draft, onnx, Pixels(mean, std))
         _add_runs(draft, embedder, side_encoder, tuple(upgrade or ()), keep_side_encoder)
         manifest, evidence = _measured(draft, published, listing, split_seed, int8_loss)
-        first = not published.manifests
         manifest = _judged(manifest, evidence, learnt, force=force, first=first)
         done = publish(model_repo, draft.finished(manifest), keys, dry_run)
     _report(manifest, evidence, done, as_json)
