@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from release import errors
@@ -71,9 +72,13 @@ def sentence(error: grpc.RpcError) -> str:
 def _reason(error: grpc.RpcError) -> str:
     from google.rpc.error_details_pb2 import ErrorInfo
 
-    status = rpc_status.from_call(error)
-    for detail in status.details if status is not None else ():
-        info = ErrorInfo()
-        if detail.Unpack(info):
-            return str(info.reason)
+    try:
+        status = rpc_status.from_call(error)
+        for detail in status.details if status is not None else ():
+            info = ErrorInfo()
+            if detail.Unpack(info):
+                return str(info.reason)
+    except (ValueError, DecodeError):
+        # A server may send anything as its details; the status stands without them.
+        pass
     return ""
