@@ -4,15 +4,16 @@ Modules that do the work are imported inside the commands, so that a search does
 libraries that only a sync needs.
 """
 
+import errno
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from client import commands, commands_follow
-from release.errors import NobackfillError
+from release.errors import CannotWriteError, NobackfillError
 from release.terminal import visible
 
 _EPILOG = (
@@ -29,6 +30,9 @@ _EPILOG = (
     "66 no such file, item or release, 69 server unavailable, 73 cannot write, 75 busy, try again, "
     "77 not permitted, 78 configuration, 130 interrupted."
 )
+
+# Met outside the modules that write: the folder of a command's own output, say.
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 app = typer.Typer(
     help="An image gallery in one file that follows new models without its images.",
@@ -76,5 +80,14 @@ def main() -> None:
     try:
         app()
     except NobackfillError as error:
-        print(visible(f"edge-client: {error}"), file=sys.stderr)
-        sys.exit(error.exit_code)
+        _refuse(error)
+    except OSError as error:
+        if error.errno not in _NOT_WRITABLE:
+            raise
+        named = f"{error.filename}: " if error.filename else ""
+        _refuse(CannotWriteError(f"{named}{error.strerror}; free some space, or get the right to"))
+
+
+def _refuse(error: NobackfillError) -> NoReturn:
+    print(visible(f"edge-client: {error}"), file=sys.stderr)
+    sys.exit(error.exit_code)

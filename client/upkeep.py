@@ -14,7 +14,6 @@ from client.retreat import confirm
 from client.status import disk_bytes
 from client.vault_queue import VaultQueue
 from gallery import staging
-from gallery.connections import connect
 from gallery.spec import SpaceInfo
 from gallery.tables import from_blobs, vector_table
 from release import durable
@@ -94,13 +93,8 @@ def _sweep_boxes(device: Device) -> None:
 
 def _compact(device: Device) -> None:
     """Give free pages back to the file system; not urgent, so not now if others hold the file."""
-    refused = contextlib.suppress(sqlite3.OperationalError)
-    with contextlib.closing(connect(device.path)) as connection, refused:
-        free = connection.execute("PRAGMA freelist_count").fetchone()[0]
-        for _ in range(0, free, _PAGES):
-            # executescript runs the statement to its end; execute would free a single page.
-            connection.executescript(f"PRAGMA incremental_vacuum({_PAGES})")
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with contextlib.suppress(BusyError):
+        device.store.compact(_PAGES)
 
 
 def verify(device: Device) -> dict[str, Any]:

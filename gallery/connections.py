@@ -9,15 +9,23 @@ import fcntl
 import os
 import sqlite3
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+from gallery.access import SHARED, Access, accesses
+from gallery.file_lock import lock_path, open_lock, share
 from gallery.residents import Residents
 from gallery.tables import FORMAT
 from release import durable
-from release.errors import BusyError, NotFoundError, VerificationError
+from release.errors import (
+    BusyError,
+    CannotWriteError,
+    DamagedError,
+    NotFoundError,
+    VerificationError,
+)
+from release.sqlite_errors import refusal, refusing_sqlite
 
 # Marks the file as ours: "nobf".
 APPLICATION = 0x6E6F6266
@@ -25,26 +33,25 @@ APPLICATION = 0x6E6F6266
 BUSY_TIMEOUT_MS = 5000
 # How long closing waits for the statements under way.
 _CLOSE_S = 60.0
-_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+# Where shared memory or the log's file could not be made after all.
+_NO_ROOM = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN)
 
 
-def lock_path(path: Path) -> Path:
-    """The lock file beside a gallery file."""
-    return path.with_name(path.name + ".lock")
+class _NoRoomError(Exception):
+    """What SQLite makes beside the gallery could not be made."""
 
 
-def connect(path: Path) -> sqlite3.Connection:
+def connect(path: Path, access: Access = SHARED) -> sqlite3.Connection:
     """A connection as every one of ours is set up: explicit transactions, full durability."""
-    connection = sqlite3.connect(
-        path, isolation_level=None, check_same_thread=False, cached_statements=256
-    )
-    connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
-    connection.execute("PRAGMA synchronous = FULL")
-    connection.execute("PRAGMA foreign_keys = ON")
-    connection.execute("PRAGMA secure_delete = ON")
-    # Sorted rows hold ids; they stay out of files that outlive them.
-    connection.execute("PRAGMA temp_store = MEMORY")
+    with contextlib.ExitStack() as undo:
+        connection = undo.enter_context(contextlib.closing(access.connect(path)))
+        connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA secure_delete = ON")
+        # Sorted rows hold ids; they stay out of files that outlive them.
+        connection.execute("PRAGMA temp_store = MEMORY")
+        undo.pop_all()
     return connection
 
 
@@ -56,7 +63,8 @@ class Connections:
     """
 
     def __init__(self, path: Path, residents: Residents | None = None) -> None:
-        """Raises NotFoundError, VerificationError (damaged, or no gallery), BusyError.
+        """Raises NotFoundError, VerificationError (damaged, or no gallery), BusyError,
+        CannotWriteError (cannot even be read).
 
         `residents` may close them while nobody uses them.
         """
@@ -73,40 +81,54 @@ class Connections:
         self._all: list[sqlite3.Connection] = []
         self._writer: sqlite3.Connection | None = None
         self._lock = -1
+        self._access = SHARED
         with self.using():
             pass
 
     def _open(self) -> None:
         with contextlib.ExitStack() as undo:
             undo.callback(self._shut)
-            self._lock = os.open(lock_path(self.path), _LOCK_FLAGS, 0o600)
-            alone = _share(self._lock, self.path)
+            self._lock = open_lock(lock_path(self.path), self.path)
+            alone = self._lock >= 0 and share(self._lock, self.path, BUSY_TIMEOUT_MS / 1000)
             wal = self.path.with_name(self.path.name + "-wal")
             unclean = alone and wal.exists() and wal.stat().st_size > 0
-            self._writer = self._checked(unclean)
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            for access in accesses(self.path, alone):
+                self._access = access
+                try:
+                    self._writer = self._checked(unclean)
+                    break
+                except _NoRoomError:
+                    while self._all:
+                        self._all.pop().close()
+            else:
+                raise CannotWriteError(f"{self.path}: cannot be opened; free some space")
+            # Who is sole keeps all others out: they would need the shared memory.
+            if self._lock >= 0 and not self._access.sole:
+                fcntl.flock(self._lock, fcntl.LOCK_SH)
             undo.pop_all()
 
     def _checked(self, unclean: bool) -> sqlite3.Connection:
-        damaged = f"{self.path}: not a whole gallery file"
-        advice = "restore a backup, or make the gallery anew"
         try:
             connection = self._connect()
             if unclean:
-                found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-                if found != "ok":
-                    raise VerificationError(f"{damaged} ({found}); {advice}")
+                verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+                if verdict != "ok":
+                    raise DamagedError(self.path, verdict)
             application = connection.execute("PRAGMA application_id").fetchone()[0]
             version = connection.execute("PRAGMA user_version").fetchone()[0]
-        except sqlite3.OperationalError as error:
-            raise BusyError(f"{self.path}: cannot be opened now ({error}); try again") from error
         except sqlite3.DatabaseError as error:
-            if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_NOTADB:
+            code = getattr(error, "sqlite_errorcode", 0)
+            if code & 0xFF in _NO_ROOM and code != sqlite3.SQLITE_IOERR_SHORT_READ:
+                raise _NoRoomError from error
+            if code == sqlite3.SQLITE_NOTADB:
                 raise VerificationError(
                     f"{self.path}: expected a gallery, got a file of another kind; name the "
                     "gallery's file"
                 ) from error
-            raise VerificationError(f"{damaged} ({error}); {advice}") from error
+            found = refusal(self.path, error)
+            if found is None:
+                raise
+            raise found from error
         if application != APPLICATION:
             raise VerificationError(
                 f"{self.path}: expected a gallery, got a database of another program; name the "
@@ -120,11 +142,12 @@ class Connections:
         if version < FORMAT:
             from gallery.schema import migrate
 
+            self._access.check_writable()
             migrate(connection)
         return connection
 
     def _connect(self) -> sqlite3.Connection:
-        connection = connect(self.path)
+        connection = connect(self.path, self._access)
         self._all.append(connection)
         return connection
 
@@ -147,11 +170,10 @@ class Connections:
                 self._residents.opened(self)
             yield
         except sqlite3.DatabaseError as error:
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _DAMAGED:
+            found = refusal(self.path, error)
+            if found is None:
                 raise
-            raise VerificationError(
-                f"{self.path}: damaged ({error}); restore a backup, or make the gallery anew"
-            ) from error
+            raise found from error
         finally:
             with self._users:
                 self._using -= 1
@@ -160,8 +182,10 @@ class Connections:
     @contextlib.contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
         """The writer, in a transaction of its own. Raises BusyError, CannotWriteError."""
-        with self.writer() as writer, durable.transaction(writer) as connection:
-            yield connection
+        with self.writer() as writer:
+            self._access.check_writable()
+            with durable.transaction(writer) as connection:
+                yield connection
 
     @contextlib.contextmanager
     def writer(self) -> Iterator[sqlite3.Connection]:
@@ -172,37 +196,33 @@ class Connections:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """A reader that sees one snapshot. Raises BusyError, VerificationError for a damaged file,
+        """A reader that sees one snapshot. Raises BusyError, DamagedError for a damaged file,
         NotFoundError once all are closed."""
-        with self.using(), self._snapshot() as connection:
-            yield connection
-
-    @contextlib.contextmanager
-    def _snapshot(self) -> Iterator[sqlite3.Connection]:
-        try:
-            connection = self._idle.pop()
-        except IndexError:
-            connection = self._connect()
-            connection.execute("PRAGMA query_only = ON")
-        try:
-            connection.execute("BEGIN")
-            yield connection
-        except sqlite3.OperationalError as error:
-            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-            if code not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-                raise
-            raise BusyError(f"{self.path}: cannot be read now ({error}); try again") from error
-        finally:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-            self._idle.append(connection)
+        with self.using():
+            if self._access.sole:
+                # There is no other connection to be had.
+                with self.writer() as connection, _snapshot(connection):
+                    yield connection
+                return
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                connection = self._connect()
+                connection.execute("PRAGMA query_only = ON")
+            try:
+                with _snapshot(connection):
+                    yield connection
+                self._access.check_unchanged(self.path)
+            finally:
+                self._idle.append(connection)
 
     def scrub(self) -> bool:
         """Empty the write-ahead log into the file, so that no deleted byte stays in it.
 
-        False if a reader prevents it just now.
+        False if a reader prevents it just now. Raises CannotWriteError.
         """
         with self.writer() as writer:
+            self._access.check_writable()
             writer.execute("PRAGMA busy_timeout = 0")
             try:
                 busy = writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
@@ -211,6 +231,17 @@ class Connections:
             finally:
                 writer.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
         return not busy
+
+    def compact(self, pages: int) -> None:
+        """Give free pages back to the file system, so many a transaction. Raises BusyError,
+        CannotWriteError."""
+        with self.writer() as writer, refusing_sqlite(self.path):
+            self._access.check_writable()
+            free = writer.execute("PRAGMA freelist_count").fetchone()[0]
+            for _ in range(0, free, pages):
+                # executescript runs the statement to its end; execute would free a single page.
+                writer.executescript(f"PRAGMA incremental_vacuum({pages})")
+            writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
         """Close them all, once nobody works with one; the last process to close leaves no
@@ -243,14 +274,15 @@ class Connections:
             self._lock = -1
 
 
-def _share(handle: int, path: Path) -> bool:
-    """Lock exclusively if nobody else has the gallery open, else shared; whether alone."""
-    deadline = time.monotonic() + BUSY_TIMEOUT_MS / 1000
-    while True:
-        for kind, alone in ((fcntl.LOCK_EX, True), (fcntl.LOCK_SH, False)):
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(handle, kind | fcntl.LOCK_NB)
-                return alone
-        if time.monotonic() >= deadline:
-            raise BusyError(f"{path}: another process is checking the gallery; try again")
-        time.sleep(0.02)
+@contextlib.contextmanager
+def _snapshot(connection: sqlite3.Connection) -> Iterator[None]:
+    if connection.in_transaction:
+        # The sole connection, asked for by who has it already.
+        yield
+        return
+    connection.execute("BEGIN")
+    try:
+        yield
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")

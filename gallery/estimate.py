@@ -8,12 +8,13 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from gallery.blank import PAGE_BYTES
 from gallery.connections import connect
 from gallery.index import Labels
 from gallery.put import Checked, NewVectors, check, insert_vectors
 from gallery.remaining import Remaining
 from gallery.spec import SpaceInfo, SpaceSpec
-from gallery.store import PAGE_BYTES, Store
+from gallery.store import Store
 from gallery.tables import VECTOR_TABLE, vector_table
 from gallery.upgrade import CHUNK, Runner
 from release import durable

@@ -4,7 +4,7 @@ import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,10 @@ from gallery.index import Labels
 from gallery.put import Metadata
 from gallery.spec import Origin, SpaceInfo
 from gallery.tables import among, find_space, from_blobs, label_column, vector_table
+from release.errors import DamagedError
 from release.vectors import Vectors
 
+_ORIGINS = (None, *get_args(Origin))
 # Rows fetched at once: their Python objects stay small beside the array they end in.
 FETCH_ROWS = 4096
 
@@ -51,7 +53,24 @@ def items(
 
 def _item(row: tuple[Any, ...]) -> Item:
     label, item_id, digest, metadata, origin, uncertainty = row
-    return Item(label, item_id, digest, json.loads(metadata), origin, uncertainty)
+    fields = _json(metadata, f"item {label}")
+    sound = isinstance(item_id, str) and isinstance(digest, str | None) and origin in _ORIGINS
+    if not (sound and isinstance(fields, dict) and isinstance(uncertainty, float | None)):
+        raise DamagedError("the gallery file", f"item {label} is not as it was written")
+    return Item(label, item_id, digest, fields, origin, uncertainty)
+
+
+def _json(text: Any, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError) as error:
+        raise DamagedError("the gallery file", f"{what} is not as it was written") from error
+
+
+def state(connection: sqlite3.Connection, key: str) -> Any:
+    """A value of the state; None if there is none."""
+    row = connection.execute("SELECT value FROM state WHERE key = ?", (key,)).fetchone()
+    return _json(row[0], f"state {key}") if row else None
 
 
 def page(connection: sqlite3.Connection, after: int, limit: int, where: str = "TRUE") -> list[Item]:
@@ -104,9 +123,13 @@ def load(connection: sqlite3.Connection, info: SpaceInfo) -> tuple[Labels, Vecto
     vectors = np.empty((most, info.spec.dim), np.float32)
     end = 0
     for some_labels, some in _chunks(connection, info):
+        if end + len(some) > most:
+            raise DamagedError("the gallery file", f"more vectors than its {most} items")
         labels[end : end + len(some)] = some_labels
         vectors[end : end + len(some)] = some
         end += len(some)
+    if (np.diff(labels[:end]) <= 0).any():
+        raise DamagedError("the gallery file", "vectors are not in the order of their labels")
     return labels[:end], vectors[:end]
 
 

@@ -9,8 +9,6 @@ for one another up to the busy timeout, then BusyError. Files are 0600, on a loc
 """
 
 import contextlib
-import json
-import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,19 +21,18 @@ from typing import Any, Self
 import numpy as np
 
 from gallery import put, reading
-from gallery.connections import APPLICATION, Connections, connect, lock_path
+from gallery.blank import make_blank
+from gallery.connections import Connections
+from gallery.file_lock import lock_path
 from gallery.index import Labels
 from gallery.put import Metadata, NewVectors, PutResult
 from gallery.reading import Item
 from gallery.residents import Residents
 from gallery.spec import SpaceInfo, SpaceSpec
-from gallery.tables import add_space, find_space, read_spaces
+from gallery.tables import find_space, read_spaces
 from release import durable
-from release.errors import AlreadyExistsError, CannotWriteError
+from release.errors import AlreadyExistsError, DamagedError
 from release.vectors import Vectors
-
-# Bulk writes are twice as fast as with SQLite's 4 KiB, of which a vector row leaves much empty.
-PAGE_BYTES = 16384
 
 __all__ = ["Change", "Item", "Metadata", "NewVectors", "PutResult", "Store"]
 
@@ -81,7 +78,7 @@ class Store:
                 durable.remove_tree(stale)
             temporary = path.parent / f"{durable.TEMPORARY}{path.name}-{uuid.uuid4().hex}"
             try:
-                _make(temporary, spec)
+                make_blank(temporary, spec)
                 durable.replace(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
@@ -153,6 +150,10 @@ class Store:
         self._unscrubbed = not self._connections.scrub()
         return not self._unscrubbed
 
+    def compact(self, pages: int) -> None:
+        """Give free pages back to the file system, so many a transaction. Raises BusyError."""
+        self._connections.compact(pages)
+
     def subscribe(self, listener: Callable[[Change], None]) -> None:
         """Call `listener` after each commit of this process, in order, in the writer's thread."""
         with self._telling:
@@ -169,7 +170,10 @@ class Store:
 
     def active(self) -> SpaceInfo:
         """The space that queries are answered in."""
-        return next(info for info in self.spaces() if info.state == "active")
+        active = [info for info in self.spaces() if info.state == "active"]
+        if len(active) != 1:
+            raise DamagedError(self.path, f"{len(active)} active spaces, expected one")
+        return active[0]
 
     def space(self, space: str) -> SpaceInfo:
         """One space. Raises IncompatibleSpaceError if the gallery does not have it."""
@@ -261,8 +265,7 @@ class Store:
     def state_get(self, key: str) -> Any:
         """A small JSON value kept with the gallery; None if there is none."""
         with self.reading() as connection:
-            row = connection.execute("SELECT value FROM state WHERE key = ?", (key,)).fetchone()
-        return json.loads(row[0]) if row else None
+            return reading.state(connection, key)
 
     def state_set(self, values: Mapping[str, Any]) -> None:
         """Keep small JSON values, all in one transaction; None removes."""
@@ -273,24 +276,3 @@ class Store:
 def _commits(connection: Connection) -> int:
     count: int = connection.execute("SELECT count FROM commits").fetchone()[0]
     return count
-
-
-def _make(path: Path, spec: SpaceSpec) -> None:
-    # Imported here because it costs the edge a large part of a search's start.
-    from gallery.schema import migrate
-
-    try:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    except OSError as error:
-        raise CannotWriteError(f"{path.parent}: cannot write there ({error.strerror})") from error
-    with contextlib.closing(connect(path)) as connection:
-        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-        # Free pages can be given back a few at a time, where VACUUM would copy the whole file.
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
-        if mode != "wal":
-            raise CannotWriteError(f"{path}: no write-ahead log possible here; use a local disk")
-        connection.execute(f"PRAGMA application_id = {APPLICATION}")
-        migrate(connection)
-        with durable.transaction(connection):
-            add_space(connection, spec, "active")

@@ -4,12 +4,13 @@ import json
 import sqlite3
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import get_args
 
 import numpy as np
 
 from gallery.index import Labels
 from gallery.spec import SpaceInfo, SpaceSpec, State
-from release.errors import IncompatibleSpaceError, VerificationError
+from release.errors import DamagedError, IncompatibleSpaceError
 from release.vectors import Vectors
 
 # Of the tables; PRAGMA user_version of every gallery file. schema.py leads there.
@@ -21,6 +22,10 @@ VECTOR_TABLE = (
 )
 
 _SPACE_COLUMNS = "space, release, dim, metric, unit, side_space, side_dim, state, number, activated"
+
+_SPACE_KINDS = (str, int, int, str, int, str, int, str, int, int)
+# Of a release without side-information.
+_SPACE_KINDS_ALONE = (str, int, int, str, int, type(None), int, str, int, int)
 
 
 def vector_table(number: int) -> str:
@@ -45,7 +50,11 @@ def add_space(connection: sqlite3.Connection, spec: SpaceSpec, state: State) -> 
 def read_spaces(connection: sqlite3.Connection) -> list[SpaceInfo]:
     """All spaces, oldest table first."""
     rows = connection.execute(f"SELECT {_SPACE_COLUMNS} FROM spaces ORDER BY number").fetchall()
-    # In the order of _SPACE_COLUMNS.
+    for row in rows:
+        # In the order of _SPACE_COLUMNS.
+        kinds = tuple(map(type, row))
+        if kinds not in (_SPACE_KINDS, _SPACE_KINDS_ALONE) or row[7] not in get_args(State):
+            raise DamagedError("the gallery file", "a space is not as it was written")
     return [
         SpaceInfo(SpaceSpec(space, release, dim, metric, bool(unit), side_space, side_dim), *rest)
         for space, release, dim, metric, unit, side_space, side_dim, *rest in rows
@@ -75,12 +84,15 @@ def to_blobs(vectors: Vectors | None, rows: int) -> Sequence[bytes | None]:
 
 
 def from_blobs(blobs: Sequence[bytes], dim: int) -> Vectors:
-    """The rows [n, dim] of n blobs; read-only. Raises VerificationError for another length."""
-    joined = b"".join(blobs)
+    """The rows [n, dim] of n blobs; read-only. Raises DamagedError for another length."""
+    try:
+        joined = b"".join(blobs)
+    except TypeError as error:
+        raise DamagedError("the gallery file", "a vector that is none") from error
     if len(joined) != 4 * dim * len(blobs):
-        raise VerificationError(
-            f"expected {4 * dim} bytes in each stored vector, got {len(joined)} in {len(blobs)}; "
-            "the gallery file is damaged: restore a backup"
+        raise DamagedError(
+            "the gallery file",
+            f"expected {4 * dim} bytes in each stored vector, got {len(joined)} in {len(blobs)}",
         )
     return np.frombuffer(joined, "<f4").reshape(len(blobs), dim)
 

@@ -17,8 +17,16 @@ from pathlib import Path
 
 from release.errors import AlreadyExistsError, BusyError, CannotWriteError
 from release.faults import FAULTS, Operation
+from release.sqlite_errors import refusing_sqlite
 
 TEMPORARY = ".tmp-"
+
+_ADVICE = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EACCES: "check its permissions",
+    errno.EROFS: "copy it to a file system that is not read-only",
+}
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
@@ -136,12 +144,12 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     """
     name = connection.execute("PRAGMA database_list").fetchone()[2]
     path = Path(name or ":memory:")
-    with _refusing(path), _sqlite_refusing(path), _step("begin", path):
+    with _refusing(path), refusing_sqlite(path), _step("begin", path):
         connection.execute("BEGIN IMMEDIATE")
     try:
-        with _sqlite_refusing(path):
+        with refusing_sqlite(path):
             yield connection
-        with _refusing(path), _sqlite_refusing(path):
+        with _refusing(path), refusing_sqlite(path):
             with _step("before_commit", path):
                 pass
             connection.execute("COMMIT")
@@ -187,28 +195,10 @@ def _refusing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = {errno.ENOSPC: "free some space", errno.EACCES: "check its permissions"}
         raise CannotWriteError(
             f"{path}: cannot be written ({error.strerror}); "
-            f"{advice.get(error.errno or 0, 'check the disk')} and run it again"
+            f"{_ADVICE.get(error.errno or 0, 'check the disk')} and run it again"
         ) from error
-
-
-@contextlib.contextmanager
-def _sqlite_refusing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.OperationalError as error:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            raise BusyError(f"{path}: another process is writing; try again") from error
-        unwritable = (
-            sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY,
-            sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM,
-        )  # fmt: skip
-        if code in unwritable:
-            raise CannotWriteError(f"{path}: cannot be written ({error})") from error
-        raise
 
 
 @contextlib.contextmanager

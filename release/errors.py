@@ -53,6 +53,13 @@ class VerificationError(NobackfillError):
     exit_code = 65
 
 
+class DamagedError(VerificationError):
+    """A gallery file with pages or rows that are no longer what was written."""
+
+    def __init__(self, path: object, found: object) -> None:
+        super().__init__(f"{path}: damaged ({found}); restore a backup, or make the gallery anew")
+
+
 class UnusableOutputError(VerificationError):
     """A model gave no vectors for some of its inputs; `rows` are their numbers."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from gallery import connections, staging
+from gallery.access import Access
 from gallery.store import NewVectors, Store
 from gallery.upgrade import run_upgrade
 from release.errors import AlreadyExistsError, BusyError, VerificationError
@@ -211,8 +212,8 @@ def test_nobody_checks_while_another_has_it_open(
     checks: list[str] = []
     connect = connections.connect
 
-    def traced(where: Path) -> sqlite3.Connection:
-        connection = connect(where)
+    def traced(where: Path, access: Access) -> sqlite3.Connection:
+        connection = connect(where, access)
         connection.set_trace_callback(checks.append)
         return connection
 
