@@ -72,7 +72,7 @@ def load(core: Core) -> None:
     core.replan()
     for release in sorted(core.needed()):
         core.catalog.verified(release)
-        core.models.load(core.catalog.manifest(release))
+        core.models.want(core.catalog.manifest(release))
     core.drop_unused(now.retired)
 
 

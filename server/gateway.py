@@ -42,6 +42,8 @@ class Gateway:
         self._settings = settings
         self._closing = ExitStack()
         self._listener: Listener | None = None
+        # Held to look at the model server and to tell it: what is told last was seen last.
+        self._health = threading.Lock()
         # What it works on; set by `start`.
         self.core: Core
         self.address = ""
@@ -51,8 +53,9 @@ class Gateway:
         """Return once calls are answered.
 
         Raises BusyError (data folder or address in use), ConfigurationError, VerificationError
-        (damaged data or publication), UnavailableError (Triton), CannotWriteError; then everything
-        that was started is stopped again.
+        (damaged data or publication), UnavailableError (no Triton in the venv that was given),
+        CannotWriteError; then everything that was started is stopped again. A Triton that does not
+        start is waited for beside what serves without it.
         """
         with ExitStack() as closing:
             self._start(closing)
@@ -106,7 +109,7 @@ class Gateway:
         self._begin(core, activations)
         self.address = self._listener.start()
         closing.callback(self._listener.stop, settings.drain_seconds)
-        self._set_health(models.ready())
+        self._set_health()
         core.catalog.watch()
         log.info("serving", address=self.address, metrics=self.metrics_address)
 
@@ -116,7 +119,7 @@ class Gateway:
 
         def on_change(up: bool) -> None:
             metrics.model_server_up.set(up)
-            self._set_health(up)
+            self._set_health()
 
         if settings.triton is not None and settings.triton != IN_PROCESS:
             client = remote_client(settings.triton, settings.triton_ca, settings.triton_token_file)
@@ -133,11 +136,12 @@ class Gateway:
         return models
 
     def _begin(self, core: Core, activations: Activations) -> None:
-        """Resume an activation, or begin the first: now, or when something is published."""
+        """Resume an activation, or begin the first: now, or when something is published and the
+        model server is there."""
         if activations.resume() is not None or core.state.now.active is not None:
             return
-        newest = core.catalog.newest()
-        if newest is not None and newest not in core.state.now.failed:
+        newest, ready = core.catalog.newest(), core.models.ready()
+        if newest is not None and newest not in core.state.now.failed and ready:
             self._activate_first(core, activations)
             return
         thread = threading.Thread(
@@ -165,6 +169,7 @@ class Gateway:
         except NobackfillError as error:
             log.error("first activation refused", release=newest, error=str(error))
 
-    def _set_health(self, embedding: bool) -> None:
-        if self._listener is not None:
-            self._listener.set_health(serving=True, embedding=embedding)
+    def _set_health(self) -> None:
+        with self._health:
+            if self._listener is not None:
+                self._listener.set_health(serving=True, embedding=self.core.models.ready())

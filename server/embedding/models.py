@@ -26,6 +26,10 @@ class Models(Protocol):
         """Make a release ready; returns when it is. Loading it again does nothing."""
         ...
 
+    def want(self, manifest: Manifest) -> None:
+        """Make a release ready now, or as soon as the model server is there; never waits for it."""
+        ...
+
     def unload(self, release: int) -> None:
         """Let go of a release; nobody may use it any more."""
         ...
@@ -62,6 +66,9 @@ class InProcessModels:
             encoder = open_side_encoder(self._files, manifest) if manifest.side_encoder else None
             self._loaded[manifest.release] = (open_embedder(self._files, manifest), encoder)
         log.info("loaded in process", release=manifest.release)
+
+    def want(self, manifest: Manifest) -> None:
+        self.load(manifest)
 
     def unload(self, release: int) -> None:
         with self._lock:

@@ -52,7 +52,8 @@ class Rollbacks:
         Repeated, it changes nothing: with `to` once that answers; without it for some minutes, as
         long as nobody looked what a rollback would cost and no activation began. Raises BusyError
         while another is done, PreconditionError if a rollback does not lead to `to`,
-        UnavailableError if its models cannot be loaded; then nothing has changed.
+        UnavailableError if its models cannot be loaded; then nothing has changed. A model server
+        that is away loads them when it comes.
         """
         core = self._core
         with self._activations.held():
@@ -82,7 +83,8 @@ class Rollbacks:
             raise PreconditionError(
                 f"a rollback leads to release {target}, not to {to}; look again what it would cost"
             )
-        self._core.models.load(self._core.catalog.manifest(target))
+        models = self._core.models
+        (models.load if models.ready() else models.want)(self._core.catalog.manifest(target))
         self._activations.call_off()
         return target
 

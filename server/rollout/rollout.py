@@ -87,7 +87,7 @@ class Rollout:
         folder = core.catalog.verified(number)
         sources = {hosted.spec().release for hosted in core.galleries.all()}
         core.upgrading.trials.release(manifest, sources, self._stop_if_cancelled)
-        self._tell(Phase.LOADING, 0, 0, "")
+        self._wait_for_models()
         core.models.load(manifest)
         self._tell(Phase.PROBING, 0, 0, "")
         check_models(folder, manifest, core.models)
@@ -96,6 +96,15 @@ class Rollout:
             # They did no harm: what ends the gateway from here on is something else.
             core.state.change(activation=self._record.model_copy(update={"resumed": 0}))
         return manifest
+
+    def _wait_for_models(self) -> None:
+        """A model server that is away says nothing about the release: it is waited for."""
+        self._tell(Phase.LOADING, 0, 0, "")
+        if not self._core.models.ready():
+            self._tell(Phase.LOADING, 0, 0, "waiting for the model server")
+        while not self._core.models.ready():
+            self._cancelled.wait(0.2)
+            self._stop_if_cancelled()
 
     def _sort_galleries(self, manifest: Manifest) -> list[Hosted]:
         """Those that can go; the others are told why they stay."""

@@ -42,6 +42,10 @@ _FRESH_S = 1.0
 _UNREADY = 2
 _KILL = 4
 _START_S = 60.0
+# The gateway's start waits so long for a child that neither answers nor ends, or for somebody
+# else's Triton.
+_FIRST_S = 30.0
+_FOUND_S = 5.0
 _LOAD_S = 120.0
 _LOADS_AT_ONCE = 4
 _LONGEST_PAUSE_S = 5.0
@@ -73,21 +77,22 @@ class TritonModels:
         self._missed = 0
         self._starts = _Starts()
         self._up = threading.Event()
+        # Set once it was up, or a child of ours has ended without.
+        self._tried = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="triton", daemon=True)
 
     def start(self) -> None:
-        """Start Triton, or find it. Raises UnavailableError saying why, and where its log is."""
+        """Start Triton, or look for it. Returns once it answers, or is known not to at first: then
+        it is tried again and again beside what serves without it."""
         self._thread.start()
-        if not self._up.wait(_START_S):
-            if self._process is None:
-                self.close()
-                raise UnavailableError(f"no Triton answers at {self._client.address}")
-            tail = self._process.log_tail()
-            self.close()
-            raise UnavailableError(
-                f"Triton does not start; its log is {self._process.log_path}: {tail}"
-            )
+        self._tried.wait(_FIRST_S if self._process is not None else _FOUND_S)
+        if not self._up.is_set():
+            tail = "" if self._process is None else self._process.log_tail()
+            log.error(
+                "no model server yet; searches by embedding are answered without it",
+                address=self._client.address, log=tail,
+            )  # fmt: skip
 
     def load(self, manifest: Manifest) -> None:
         if not self._up.wait(min(_START_S, calls.current().remaining())):
@@ -97,6 +102,16 @@ class TritonModels:
         with self._lock:
             self._wanted[manifest.release] = manifest
         log.info("loaded in Triton", release=manifest.release)
+
+    def want(self, manifest: Manifest) -> None:
+        if self._up.is_set():
+            try:
+                self.load(manifest)
+            except UnavailableError as error:
+                log.error("not loaded yet", release=manifest.release, error=str(error))
+        with self._lock:
+            # Whatever is wanted is loaded before Triton counts as up.
+            self._wanted[manifest.release] = manifest
 
     def unload(self, release: int) -> None:
         with self._lock:
@@ -184,12 +199,14 @@ class TritonModels:
         self._set_up(False)
         if self._starts.began:
             log.error("Triton is gone", log=process.log_tail())
+            self._tried.set()
             self._stopping.wait(self._starts.pause())
             self._metrics.triton_restarts.inc()
         try:
             process.start()
-        except (UnavailableError, CannotWriteError) as error:
+        except (UnavailableError, CannotWriteError, OSError) as error:
             log.error("Triton cannot be started", error=str(error))
+            self._tried.set()
         self._missed = 0
         self._starts.began = time.monotonic()
 
@@ -233,6 +250,8 @@ class TritonModels:
             log.info("model server", up=up)
             (self._up.set if up else self._up.clear)()
             self._on_change(up)
+            if up:
+                self._tried.set()
 
 
 class _Starts:

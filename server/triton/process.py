@@ -40,8 +40,7 @@ class TritonProcess:
                 f"expected nvidia-pytriton in {venv}, found none; run `make setup`, or give "
                 "--triton-venv"
             )
-        self._libraries = [site / "nvidia_pytriton.libs", Path(_ask(self._python, _LIBDIR))]
-        self._version = _ask(self._python, _VERSION)
+        self._libraries = site / "nvidia_pytriton.libs"
         self._model_repo = model_repo.absolute()
         self._folder = folder.absolute()
         self.log_path = folder / "triton.log"
@@ -131,7 +130,7 @@ class TritonProcess:
         return {
             **kept,
             "PATH": f"{self._python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-            "LD_LIBRARY_PATH": os.pathsep.join(str(path) for path in self._libraries),
+            "LD_LIBRARY_PATH": f"{self._libraries}{os.pathsep}{_ask(self._python, _LIBDIR)}",
             "OMP_NUM_THREADS": "1",
         }
 
@@ -140,9 +139,10 @@ class TritonProcess:
         if backends.exists():
             shutil.rmtree(backends)
         shutil.copytree(self._triton / "backends", backends)
-        stub = self._triton / "python_backend_stubs" / self._version / "triton_python_backend_stub"
+        version = _ask(self._python, _VERSION)
+        stub = self._triton / "python_backend_stubs" / version / "triton_python_backend_stub"
         if not stub.is_file():
-            raise UnavailableError(f"the wheel has no python backend for Python {self._version}")
+            raise UnavailableError(f"the wheel has no python backend for Python {version}")
         shutil.copy(stub, backends / "python")
         shutil.copytree(
             Path(__file__).with_name("backends") / "onnxruntime", backends / "onnxruntime",
