@@ -63,14 +63,20 @@ class Gateway:
         embeddings: Mapping[str, Sequence[float]] | None = None,
         k: int = 10,
         where: Mapping[str, MetadataValue] | None = None,
+        ef: int | None = None,
+        exact: bool = False,
     ) -> search_pb2.SearchResponse:
         """The `k` (1 to 1000) items of `gallery` nearest to an image, or to embeddings by space id.
 
-        `where` lets only items pass whose metadata equals the given values. Raises
-        InvalidInputError, NotFoundError, a PreconditionError with its reason, UnavailableError.
+        `where` lets only items pass whose metadata equals the given values. `ef` (1 to 4096)
+        candidates at least are looked at, with `exact` all items: that finds more, and takes
+        longer. Raises InvalidInputError, NotFoundError, a PreconditionError with its reason,
+        UnavailableError.
         """
         if (image is None) == (embeddings is None):
             raise InvalidInputError("expected either image= or embeddings=")
+        if exact and ef is not None:
+            raise InvalidInputError("expected ef= or exact=, not both: exact looks at all items")
         query = search_pb2.Query()
         if image is not None:
             query.image = _bytes(image)
@@ -80,6 +86,10 @@ class Gateway:
         request = search_pb2.SearchRequest(gallery=gallery, query=query, k=k)
         for key, value in (where or {}).items():
             request.filter.conditions.add(key=key, equals=_value(value))
+        if exact:
+            request.accuracy.exact = True
+        elif ef is not None:
+            request.accuracy.ef = ef
         return channel.retried(
             lambda timeout: self._search.Search(request, timeout=timeout),
             self._address,

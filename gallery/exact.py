@@ -73,7 +73,12 @@ class ExactIndex:
         return index
 
     def search(
-        self, queries: Vectors, k: int, allowed: Mask | None = None, passing: int | None = None
+        self,
+        queries: Vectors,
+        k: int,
+        allowed: Mask | None = None,
+        passing: int | None = None,
+        ef: int = 0,
     ) -> Neighbours:
         """See Index.search. Every row is compared, so that counting is nothing beside it."""
         if allowed is None:

@@ -1,5 +1,6 @@
 """The index that searches an hnswlib graph, which is never changed once it is made."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class HnswIndex:
         `fresh`: its links were made for these vectors, not for those of a space before an upgrade.
         """
         self.fresh = fresh
+        self._least = 0
         self.spec = spec
         self.labels = labels
         self.graph = graph
@@ -62,7 +64,7 @@ class HnswIndex:
     @property
     def ef(self) -> int:
         """Candidates of a search."""
-        return int(self.graph.ef)
+        return max(self._least, int(self.graph.ef))
 
     def exact(self, queries: Vectors, k: int, allowed: Mask | None = None) -> Neighbours:
         """The same search, comparing every row."""
@@ -76,35 +78,58 @@ class HnswIndex:
         mask[self._elements if allowed is None else self._elements[allowed]] = True
         return self._exact.search(queries, k, mask)
 
+    def seeking(self, ef: int) -> "HnswIndex":
+        """The same index with at least `ef` candidates a search. The graph stays as it is: it may
+        be searched at this moment, and its own ef is every search's."""
+        index = copy.copy(self)
+        index._least = ef
+        return index
+
     def search(
-        self, queries: Vectors, k: int, allowed: Mask | None = None, passing: int | None = None
+        self,
+        queries: Vectors,
+        k: int,
+        allowed: Mask | None = None,
+        passing: int | None = None,
+        ef: int = 0,
     ) -> Neighbours:
         """See Index.search. Distances are the graph's own, float32."""
         count = len(self.labels)
+        if ef >= count:
+            return self.exact(queries, k, allowed)
+        # A graph that is asked for more neighbours looks at as many candidates.
+        wide = max(ef, self._least)
+        wide = wide if wide > self.graph.ef else 0
         if allowed is None:
-            asked = min(k, count)
+            asked = min(max(k, wide), count)
             found = None
             if not _exact_is_cheaper(count, len(queries), asked):
                 found = self._near(distances.prepare(self.spec.metric, queries), asked)
             if found is None:
                 return self.exact(queries, k)
-            return _answer(self.labels[found[0]], found[1], k)
+            return _answer(self.labels[found[0][:, :k]], found[1][:, :k], k)
         if passing is None:
             passing = int(np.count_nonzero(allowed))
         answer = Neighbours(
             np.full((len(queries), k), -1, np.int64), np.full((len(queries), k), np.inf, np.float32)
         )
-        left = self._filtered(queries, k, allowed, passing, answer)
+        left = self._filtered(queries, k, allowed, passing, wide, answer)
         if len(left):
             exact = self.exact(queries[left], k, allowed)
             answer.labels[left], answer.distances[left] = exact.labels, exact.distances
         return answer
 
     def _filtered(
-        self, queries: Vectors, k: int, allowed: Mask, passing: int, answer: Neighbours
+        self,
+        queries: Vectors,
+        k: int,
+        allowed: Mask,
+        passing: int,
+        wide: int,
+        answer: Neighbours,
     ) -> Rows:
-        """Fill the answers that the graph gives cheaper than comparing every row that passes;
-        returns the queries without one.
+        """Fill the answers that the graph gives cheaper than comparing every row that passes, with
+        `wide` candidates at least; returns the queries without one.
 
         Rows met on the way that may not be found make the search wider: so wide that, where the
         filter has nothing to do with what is near, one query in two hundred finds too few. Where it
@@ -112,7 +137,7 @@ class HnswIndex:
         """
         count, wanted = len(self.labels), min(k, passing)
         some = (wanted + 2.5 * wanted**0.5 + 2) / _NEAR_END
-        asked = min(count, int(some * count / max(1, passing)))
+        asked = min(count, max(wide, int(some * count / max(1, passing))))
         every = np.arange(len(queries))
         if _exact_is_cheaper(passing, len(queries), asked):
             return every

@@ -19,7 +19,7 @@ from gallery.spec import SpaceSpec
 from release.errors import VerificationError
 from release.vectors import Vectors
 
-__all__ = ["HnswIndex", "build", "carry", "load", "renew", "revive"]
+__all__ = ["HnswIndex", "build", "carry", "load", "renew", "revive", "tuned"]
 
 # Rows that are added at a time; a build can be given up between two pieces.
 PIECE = 500
@@ -28,6 +28,8 @@ M = 16
 EF_CONSTRUCTION = 100
 # Candidates while searching: the first that finds LEAST_RECALL of the 10 nearest in a probe.
 TRIED_EF = (64, 128, 256, 512)
+# The same for queries that were asked.
+WIDEST_EF = (*TRIED_EF, 1024, 2048, 4096)
 LEAST_RECALL = 0.99
 # Queries of such a probe, and how many neighbours of each.
 PROBES, PROBES_AT_ONCE = 64, 4
@@ -198,36 +200,55 @@ def _alike(old: HnswIndex, spec: SpaceSpec, labels: Labels, vectors: Content) ->
     )
 
 
-def _tune(index: HnswIndex, between: Callable[[], None] = lambda: None) -> float:
-    """Set the smallest ef that finds enough, or the largest; returns the recall it gives."""
-    probes, farthest = _truth(index, between)
-    found = 0.0
-    for ef in TRIED_EF:
-        between()
-        index.graph.set_ef(ef)
-        if (found := _recall(index, probes, farthest)) >= LEAST_RECALL:
+def tuned(
+    index: HnswIndex, queries: Vectors, between: Callable[[], None] = lambda: None
+) -> HnswIndex:
+    """The same index, wide enough for `queries` [q, dim] that were really asked: they may be of
+    another distribution than the vectors, and then find far less. `between` may raise to give up.
+    """
+    index = index.seeking(0)
+    farthest = _farthest(index, queries, between)
+    for ef in (index.ef, *(ef for ef in WIDEST_EF if ef > index.ef)):
+        found = index.seeking(ef)
+        if _recall(found, queries, farthest, between) >= LEAST_RECALL:
             break
     return found
 
 
-def _truth(index: HnswIndex, between: Callable[[], None]) -> tuple[Vectors, Vectors]:
-    """Some of its own vectors [q, dim], and how far the last of the K nearest lies [q, 1]."""
+def _tune(index: HnswIndex, between: Callable[[], None] = lambda: None) -> float:
+    """Set the smallest ef that finds enough of its own vectors, or the largest; returns the recall
+    it gives. Nobody searches it yet."""
     probes = index.vectors[:: max(1, len(index.labels) // PROBES)][:PROBES]
-    if not len(probes):
-        return probes, np.empty((0, 1), np.float32)
-    farthest = []
+    farthest = _farthest(index, probes, between)
+    found = 0.0
+    for ef in TRIED_EF:
+        index.graph.set_ef(ef)
+        if (found := _recall(index, probes, farthest, between)) >= LEAST_RECALL:
+            break
+    return found
+
+
+def _farthest(index: HnswIndex, probes: Vectors, between: Callable[[], None]) -> Vectors:
+    """How far the last of the K nearest lies of each, [q, 1]."""
+    farthest = [np.empty((0, 1), np.float32)]
     # A few at a time: each brings its distance to every row into memory.
     for start in range(0, len(probes), PROBES_AT_ONCE):
         piece = probes[start : start + PROBES_AT_ONCE]
         farthest.append(index.exact(piece, min(K, len(index.labels))).distances[:, -1:])
         between()
-    return probes, np.concatenate(farthest)
+    return np.concatenate(farthest)
 
 
-def _recall(index: HnswIndex, probes: Vectors, farthest: Vectors) -> float:
-    """Share of the true K nearest of the probes that `index` finds."""
+def _recall(
+    index: HnswIndex, probes: Vectors, farthest: Vectors, between: Callable[[], None]
+) -> float:
+    """Share of the true K nearest of the probes that `index` finds for one query at a time: many
+    at once are cheaper compared with every row, and would tell nothing of the graph."""
     if not len(probes):
         return 1.0
-    found = index.search(probes, min(K, len(index.labels))).distances
+    found = []
+    for probe in probes:
+        found.append(index.search(probe[None], min(K, len(index.labels))).distances)
+        between()
     # By distance, not by label: one of several equal vectors is as good as another.
-    return float((found <= farthest * (1 + 1e-5) + 1e-6).mean())
+    return float((np.concatenate(found) <= farthest * (1 + 1e-5) + 1e-6).mean())

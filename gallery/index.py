@@ -4,6 +4,7 @@ Distances are smaller for nearer vectors, everywhere: squared L2, or 1 - cosine.
 ordered by label. exact.py is the oracle of every other engine.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +17,8 @@ from release.vectors import Vectors
 Labels = NDArray[np.int64]
 Rows = NDArray[np.intp]
 Mask = NDArray[np.bool_]
+# An `ef` that asks for an exact search.
+EVERY = sys.maxsize
 
 
 class Content(Protocol):
@@ -106,12 +109,19 @@ class Index(Protocol):
         ...
 
     def search(
-        self, queries: Vectors, k: int, allowed: Mask | None = None, passing: int | None = None
+        self,
+        queries: Vectors,
+        k: int,
+        allowed: Mask | None = None,
+        passing: int | None = None,
+        ef: int = 0,
     ) -> Neighbours:
         """The `k` nearest rows to each of `queries` (checked float32 [q, dim]), k >= 1.
 
         `allowed` bool [n], one for each of `labels`: rows that may be found; None means all.
         `passing`: how many that are, where it is known: counting them takes longer than a search.
+        `ef`: candidates that are looked at, at least; EVERY, or as many as there are: an exact
+        search. An index that is exact anyway takes no notice.
         """
         ...
 

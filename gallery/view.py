@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gallery import distances
+from gallery.asked import Asked
 from gallery.exact import ExactIndex
 from gallery.index import (
     Content,
@@ -69,10 +70,10 @@ class Part:
         chosen = allowed(self.index.labels)
         return chosen if self.live is None else chosen & self.live
 
-    def search(self, queries: Vectors, k: int, allowed: Allowed | None) -> Neighbours:
+    def search(self, queries: Vectors, k: int, allowed: Allowed | None, ef: int = 0) -> Neighbours:
         """The nearest of them."""
         passing = len(self) if allowed is None else None
-        return self.index.search(queries, k, self.mask(allowed), passing)
+        return self.index.search(queries, k, self.mask(allowed), passing, ef)
 
     def live_rows(self) -> Mask | slice:
         """What selects the live rows."""
@@ -97,15 +98,18 @@ class Snapshot:
     def __len__(self) -> int:
         return len(self.base) + len(self.delta)
 
-    def search(self, queries: Vectors, k: int, allowed: Allowed | None = None) -> Neighbours:
-        """The `k` nearest live vectors; `allowed` says which may be found; None: all.
+    def search(
+        self, queries: Vectors, k: int, allowed: Allowed | None = None, ef: int = 0
+    ) -> Neighbours:
+        """The `k` nearest live vectors; `allowed` says which may be found; None: all. `ef` as in
+        Index.search.
 
         Raises InvalidInputError for queries that are not float32 [q, dim] and finite.
         """
         checked = check_vectors(queries, self.spec.dim, what="queries", unit=self.spec.unit)
         if not len(self.base):
             return self.delta.search(checked, k, allowed)
-        found = self.base.search(checked, k, allowed)
+        found = self.base.search(checked, k, allowed, ef)
         if not len(self.delta):
             return found
         if np.isinf(found.distances[:, -1]).any():
@@ -200,6 +204,7 @@ class LiveView:
         self._log: list[Change] | None = []
         self._snapshot: Snapshot | None = None
         self._store = store
+        self.asked = Asked(self.spec.dim)
         store.subscribe(self._apply)
         try:
             self._swap(_begun(store, self.spec, begin) or _exact(store, self.spec))
@@ -228,6 +233,15 @@ class LiveView:
             finally:
                 with self._changing:
                     self._log = None
+
+    def tune(self, tuned: Callable[[Index], Index]) -> None:
+        """Search the base as `tuned` gives it, the same vectors, unless another came meanwhile."""
+        before = self.snapshot().base.index
+        index = tuned(before)
+        with self._changing:
+            snapshot = self.snapshot()
+            if index is not before and snapshot.base.index is before:
+                self._snapshot = replace(snapshot, base=replace(snapshot.base, index=index))
 
     def _apply(self, change: Change) -> None:
         with self._changing:

@@ -99,9 +99,9 @@ class Visit:
         return False
 
     def is_slow(self, request: Any) -> bool:
-        """Whether it searches a gallery in which searches take long at present."""
+        """Whether it asks for a search that takes long, or of a gallery in which they do now."""
         searches = hasattr(request, "query") or hasattr(request, "queries")
-        return searches and self._kind.slow(request.gallery)
+        return searches and (request.HasField("accuracy") or self._kind.slow(request.gallery))
 
     def __call__(self, argument: Any, context: grpc.ServicerContext) -> Any:
         if self._kind.sends_stream:

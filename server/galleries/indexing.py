@@ -34,6 +34,11 @@ _LARGEST_FILLING = 200_000
 _EVERY_S = 0.5
 # An index that could not be written, on a full disk say, is tried again after so long.
 _UNWRITTEN_S = 20.0
+# An index is tuned on queries once so many more were asked, at most so often, and in no more than
+# one part of its time in so many.
+_ENOUGH_ASKED = 32
+_TUNED_EVERY_S = 30.0
+_TUNED_SHARE = 50
 _NICE = 10
 # A gallery whose index cannot be made for a reason nobody foresaw is tried again after so long.
 _REST_S = 30.0
@@ -48,6 +53,11 @@ class Indexing:
         # Views whose index is not on the disk: the snapshot last seen, and since when. Weak: a view
         # that a swap left behind must not keep its vectors and its graph here.
         self._since: weakref.WeakKeyDictionary[LiveView, tuple[weakref.ref[Snapshot], float]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Views whose index was tuned on what was asked: how much had been by then, and from when on
+        # that is worth its time again.
+        self._tuned: weakref.WeakKeyDictionary[LiveView, tuple[int, float]] = (
             weakref.WeakKeyDictionary()
         )
         # Galleries that failed for a reason nobody foresaw: left alone until then.
@@ -92,6 +102,8 @@ class Indexing:
             wanted = due(view) or self._settled(hosted, space, view)
             if wanted and not self._stopping.is_set():
                 self._make(hosted, space, view)
+            elif self._asked_anew(view):
+                self._tune(hosted, view)
 
     def _settled(self, hosted: Hosted, space: str, view: LiveView) -> bool:
         """Whether a graph has no file or much beside it, and nothing changed for a while that would
@@ -112,13 +124,31 @@ class Indexing:
         del self._since[view]
         return True
 
+    def _asked_anew(self, view: LiveView) -> bool:
+        """Whether a graph was asked enough since it was tuned, and that is not long ago."""
+        if not isinstance(view.snapshot().base.index, HnswIndex):
+            return False
+        seen, rested = self._tuned.get(view, (0, 0.0))
+        return view.asked.seen - seen >= _ENOUGH_ASKED and time.monotonic() >= rested
+
+    def _tune(self, hosted: Hosted, view: LiveView) -> None:
+        began, seen = time.monotonic(), view.asked.seen
+        with contextlib.suppress(_StoppedError):
+            view.tune(lambda base: tuned(base, view, self._giving_up(hosted)))
+        ended = time.monotonic()
+        rest = max(_TUNED_EVERY_S, _TUNED_SHARE * (ended - began))
+        self._tuned[view] = seen, ended + rest
+
     def _make(self, hosted: Hosted, space: str, view: LiveView) -> None:
+        with contextlib.suppress(_StoppedError):
+            make_index(hosted, space, view, self._giving_up(hosted))
+
+    def _giving_up(self, hosted: Hosted) -> Callable[[], None]:
         def give_up() -> None:
             if self._stopping.is_set() or hosted.leaving:
                 raise _StoppedError
 
-        with contextlib.suppress(_StoppedError):
-            make_index(hosted, space, view, give_up)
+        return give_up
 
 
 class _StoppedError(Exception):
@@ -185,11 +215,22 @@ def _compact(
     began = time.monotonic()
 
     def build(spec: SpaceSpec, labels: Labels, vectors: Content) -> Index:
-        return hnsw.renew(spec, labels, vectors, old=old, between=between)
+        return tuned(hnsw.renew(spec, labels, vectors, old=old, between=between), view, between)
 
     view.compact(build)
     seconds = round(time.monotonic() - began, 3)
     log.info("indexed", gallery=hosted.name, items=len(view.snapshot()), seconds=seconds)
+
+
+def tuned(base: Index, view: LiveView, between: Callable[[], None]) -> Index:
+    """A graph as wide as finds what is really asked of the view; `between` as in `make_index`."""
+    queries = view.asked.sample()
+    if not isinstance(base, HnswIndex) or not len(queries):
+        return base
+    index = hnsw.tuned(base, queries, between)
+    if index.ef != base.ef:
+        log.info("tuned", ef=index.ef, before=base.ef)
+    return index
 
 
 def save_index(hosted: Hosted, space: str, view: LiveView) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 
 from gallery.exact import ExactIndex
 from gallery.filters import Filter
-from gallery.index import Neighbours
 from gallery.view import Allowed
 from release.errors import (
     IncompatibleSpaceError,
@@ -25,6 +24,7 @@ from server.embedding.batching import Batcher
 from server.embedding.embedding import Embedding
 from server.galleries.hosted import Hosted
 from server.galleries.plan import Part, Plan, direct_part
+from server.galleries.questions import Answer, Question, run
 from server.galleries.ranking import Hit, rank
 from server.state import StateFile
 
@@ -48,20 +48,6 @@ class Found:
     space: str
 
 
-@dataclass(frozen=True)
-class _Question:
-    """A query's vectors float32 [1,dim], one for each of `parts`."""
-
-    hosted: Hosted
-    parts: tuple[Part, ...]
-    vectors: tuple[Vectors, ...]
-    k: int
-
-
-# Each part's neighbours of a batch, and the row of one query in them; or why it was refused.
-_Answer = tuple[Sequence[Neighbours], int] | InvalidInputError
-
-
 class Searching:
     """Answers queries by image and by embedding."""
 
@@ -74,16 +60,18 @@ class Searching:
         self._searches = {kind: metrics.searches.labels(kind) for kind in ("exact", "graph")}
         self._observe = metrics.batch_size.labels("search").observe
         # One a gallery: who asks a small one waits for no batch of a large one.
-        self._batchers: WeakKeyDictionary[Hosted, Batcher[_Question, _Answer]] = WeakKeyDictionary()
+        self._batchers: WeakKeyDictionary[Hosted, Batcher[Question, Answer]] = WeakKeyDictionary()
 
-    def search(self, hosted: Hosted, query: Query, k: int, filtered: Filter | None) -> Found:
-        """The `k` nearest items to one query.
+    def search(
+        self, hosted: Hosted, query: Query, k: int, filtered: Filter | None, ef: int = 0
+    ) -> Found:
+        """The `k` nearest items to one query; `ef` as in Index.search.
 
         Raises InvalidInputError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError,
         UnavailableError (only for images), DeadlineError.
         """
         with hosted.using() as plan:
-            question = self._question(hosted, plan, query, k)
+            question = self._question(hosted, plan, query, k, ef)
             self._count(question)
             for _ in range(_TRIES):
                 answer = self._answer(question, filtered)
@@ -92,25 +80,31 @@ class Searching:
                     break
             return found
 
-    def _count(self, question: _Question) -> None:
+    def _count(self, question: Question) -> None:
         for part in question.parts:
             base = question.hosted.view(part.space).snapshot().base
-            self._searches["exact" if isinstance(base.index, ExactIndex) else "graph"].inc()
+            compared = isinstance(base.index, ExactIndex) or question.ef >= len(base.index.labels)
+            self._searches["exact" if compared else "graph"].inc()
 
-    def _answer(self, question: _Question, filtered: Filter | None) -> _Answer:
-        if filtered is None and question.k <= _SMALL_K:
+    def _answer(self, question: Question, filtered: Filter | None) -> Answer:
+        if filtered is None and question.k <= _SMALL_K and not question.ef:
             return self._batcher(question.hosted)(question)
-        return _run([question], _allowed(question.hosted, filtered))[0]
+        return run([question], _allowed(question.hosted, filtered))[0]
 
-    def _batcher(self, hosted: Hosted) -> Batcher[_Question, _Answer]:
+    def _batcher(self, hosted: Hosted) -> Batcher[Question, Answer]:
         batcher = self._batchers.get(hosted)
         if batcher is None:
-            made = Batcher(_run, largest=_LARGEST_BATCH, observe=self._observe)
+            made = Batcher(run, largest=_LARGEST_BATCH, observe=self._observe)
             batcher = self._batchers.setdefault(hosted, made)
         return batcher
 
     def batch(
-        self, hosted: Hosted, queries: Sequence[Query], k: int, filtered: Filter | None
+        self,
+        hosted: Hosted,
+        queries: Sequence[Query],
+        k: int,
+        filtered: Filter | None,
+        ef: int = 0,
     ) -> list[Found | InvalidInputError]:
         """Several queries on one snapshot; what is no image or no vector is refused by itself.
 
@@ -118,48 +112,48 @@ class Searching:
         cost too much together.
         """
         with hosted.using() as plan:
-            asked = self._questions(hosted, plan, queries, k)
-            questions = [one for one in asked if isinstance(one, _Question)]
+            asked = self._questions(hosted, plan, queries, k, ef)
+            questions = [one for one in asked if isinstance(one, Question)]
             for question in questions:
                 self._count(question)
-            answers = iter(_run(questions, _allowed(hosted, filtered)) if questions else ())
+            answers = iter(run(questions, _allowed(hosted, filtered)) if questions else ())
             return [
-                _found_or_refused(one, next(answers)) if isinstance(one, _Question) else one
+                _found_or_refused(one, next(answers)) if isinstance(one, Question) else one
                 for one in asked
             ]
 
     def _questions(
-        self, hosted: Hosted, plan: Plan, queries: Sequence[Query], k: int
-    ) -> list[_Question | InvalidInputError]:
+        self, hosted: Hosted, plan: Plan, queries: Sequence[Query], k: int, ef: int
+    ) -> list[Question | InvalidInputError]:
         images = [query for query in queries if isinstance(query, bytes)]
         made = iter(self._embedding.queries([part.query for part in plan.parts], images))
-        questions: list[_Question | InvalidInputError] = []
+        questions: list[Question | InvalidInputError] = []
         for query in queries:
             try:
                 if not isinstance(query, bytes):
-                    questions.append(self._question(hosted, plan, query, k))
+                    questions.append(self._question(hosted, plan, query, k, ef))
                     continue
                 vectors = next(made)
                 questions.append(
                     vectors
                     if isinstance(vectors, InvalidInputError)
-                    else _Question(hosted, plan.parts, vectors, k)
+                    else Question(hosted, plan.parts, vectors, k, ef)
                 )
             except InvalidInputError as error:
                 questions.append(error)
         return questions
 
-    def _question(self, hosted: Hosted, plan: Plan, query: Query, k: int) -> _Question:
+    def _question(self, hosted: Hosted, plan: Plan, query: Query, k: int, ef: int) -> Question:
         if isinstance(query, bytes):
             made = {
                 manifest.release: self._embedding.query(manifest, query)
                 for manifest in {part.query.release: part.query for part in plan.parts}.values()
             }
             vectors = tuple(made[part.query.release] for part in plan.parts)
-            return _Question(hosted, plan.parts, vectors, k)
+            return Question(hosted, plan.parts, vectors, k, ef)
         parts = self._parts(plan, query)
         vectors = tuple(_read(part.query, query[part.query.space]) for part in parts)
-        return _Question(hosted, parts, vectors, k)
+        return Question(hosted, parts, vectors, k, ef)
 
     def _parts(self, plan: Plan, query: ByEmbedding) -> tuple[Part, ...]:
         """What a query by embedding may be compared with, in the spaces that it brings."""
@@ -217,7 +211,7 @@ def _read(manifest: Manifest, values: bytes) -> Vectors:
     return np.frombuffer(values, "<f4").reshape(1, dim)
 
 
-def _found(question: _Question, answer: _Answer) -> Found:
+def _found(question: Question, answer: Answer) -> Found:
     if isinstance(answer, InvalidInputError):
         raise answer
     found, row = answer
@@ -227,7 +221,7 @@ def _found(question: _Question, answer: _Answer) -> Found:
     return Found(hits, query.release, query.space)
 
 
-def _found_or_refused(question: _Question, answer: _Answer) -> Found | InvalidInputError:
+def _found_or_refused(question: Question, answer: Answer) -> Found | InvalidInputError:
     return answer if isinstance(answer, InvalidInputError) else _found(question, answer)
 
 
@@ -235,59 +229,10 @@ def _allowed(hosted: Hosted, filtered: Filter | None) -> Allowed | None:
     return None if filtered is None else hosted.filtering.passing(filtered).mask
 
 
-def _lost(question: _Question, answer: _Answer, found: Found) -> bool:
+def _lost(question: Question, answer: Answer, found: Found) -> bool:
     """Whether there are fewer hits than were asked for, because one was deleted meanwhile."""
     if len(found.hits) == question.k or isinstance(answer, InvalidInputError):
         return False
     neighbours, row = answer
     there = sum(int(np.count_nonzero(part.labels[row] >= 0)) for part in neighbours)
     return len(found.hits) < min(question.k, there)
-
-
-def _run(questions: Sequence[_Question], allowed: Allowed | None = None) -> Sequence[_Answer]:
-    """Answer questions together, those with the same parts by one search a part."""
-    if len(questions) == 1:
-        question = questions[0]
-        return [(_search(question.hosted, question.parts, questions, allowed), 0)]
-    groups: dict[tuple[Part, ...], list[int]] = {}
-    for i, question in enumerate(questions):
-        groups.setdefault(question.parts, []).append(i)
-    answers: dict[int, _Answer] = {}
-    for parts, members in groups.items():
-        group = [questions[i] for i in members]
-        try:
-            found = _search(group[0].hosted, parts, group, allowed)
-        except InvalidInputError:
-            # One of them is no vector of its space: find out which.
-            answers.update({i: _alone(questions[i], allowed) for i in members})
-        else:
-            answers.update({i: (found, row) for row, i in enumerate(members)})
-    return [answers[i] for i in range(len(questions))]
-
-
-def _alone(question: _Question, allowed: Allowed | None) -> _Answer:
-    try:
-        return _search(question.hosted, question.parts, [question], allowed), 0
-    except InvalidInputError as error:
-        return error
-
-
-def _search(
-    hosted: Hosted, parts: tuple[Part, ...], questions: Sequence[_Question], allowed: Allowed | None
-) -> list[Neighbours]:
-    k = max(question.k for question in questions)
-    if len(questions) == 1:
-        columns = list(questions[0].vectors)
-    else:
-        columns = [
-            np.concatenate([question.vectors[i] for question in questions])
-            for i in range(len(parts))
-        ]
-    snapshots = hosted.snapshots(parts)
-    began = time.monotonic()
-    found = [
-        snapshot.search(column, k, allowed)
-        for snapshot, column in zip(snapshots, columns, strict=True)
-    ]
-    hosted.took(time.monotonic() - began)
-    return found

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import grpc
 
+from gallery.index import EVERY
 from nobackfill.v1 import search_pb2 as pb
 from nobackfill.v1.search_pb2_grpc import SearchServiceServicer
 from release.errors import InvalidInputError
@@ -16,6 +17,7 @@ from server.services.convert import ORIGINS, from_filter, keys_of, to_end, to_me
 DEFAULT_K = 10
 LARGEST_K = 1000
 LARGEST_BATCH = 256
+LARGEST_EF = 4096
 
 
 class SearchService(SearchServiceServicer):
@@ -29,7 +31,11 @@ class SearchService(SearchServiceServicer):
     ) -> pb.SearchResponse:
         with self._core.galleries.using(request.gallery) as hosted:
             found = self._core.searching.search(
-                hosted, _query(request.query), _k(request.k), from_filter(request.filter)
+                hosted,
+                _query(request.query),
+                _k(request.k),
+                from_filter(request.filter),
+                _ef(request.accuracy),
             )
         return _response(found, request, self._core.state.now.ends)
 
@@ -46,7 +52,7 @@ class SearchService(SearchServiceServicer):
         queries = [_query(query) for query in request.queries]
         with self._core.galleries.using(request.gallery) as hosted:
             found = self._core.searching.batch(
-                hosted, queries, _k(request.k), from_filter(request.filter)
+                hosted, queries, _k(request.k), from_filter(request.filter), _ef(request.accuracy)
             )
         return pb.SearchBatchResponse(
             responses=[
@@ -62,6 +68,13 @@ def _k(k: int) -> int:
     if k > LARGEST_K:
         raise InvalidInputError(f"k: expected 1 to {LARGEST_K}, got {k}")
     return k or DEFAULT_K
+
+
+def _ef(accuracy: pb.Accuracy) -> int:
+    kind = accuracy.WhichOneof("accuracy")
+    if kind == "ef" and not 1 <= accuracy.ef <= LARGEST_EF:
+        raise InvalidInputError(f"accuracy.ef: expected 1 to {LARGEST_EF}, got {accuracy.ef}")
+    return EVERY if accuracy.exact else accuracy.ef
 
 
 def _query(query: pb.Query) -> Query:

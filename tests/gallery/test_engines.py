@@ -56,12 +56,17 @@ class Viewed:
         self.state = state
 
     def search(
-        self, queries: Vectors, k: int, allowed: Mask | None = None, passing: int | None = None
+        self,
+        queries: Vectors,
+        k: int,
+        allowed: Mask | None = None,
+        passing: int | None = None,
+        ef: int = 0,
     ) -> Neighbours:
         if allowed is None:
-            return self.state.search(queries, k)
+            return self.state.search(queries, k, ef=ef)
         chosen = self.labels[allowed]
-        return self.state.search(queries, k, lambda labels: np.isin(labels, chosen))
+        return self.state.search(queries, k, lambda labels: np.isin(labels, chosen), ef)
 
 
 def make_exact(spec_: SpaceSpec, labels: Labels, content: Vectors, _: Path) -> Index:

@@ -28,10 +28,15 @@ class Held(ExactIndex):
     open: threading.Event
 
     def search(
-        self, queries: Vectors, k: int, allowed: Mask | None = None, passing: int | None = None
+        self,
+        queries: Vectors,
+        k: int,
+        allowed: Mask | None = None,
+        passing: int | None = None,
+        ef: int = 0,
     ) -> Neighbours:
         assert self.open.wait(60)
-        return super().search(queries, k, allowed, passing)
+        return super().search(queries, k, allowed, passing, ef)
 
 
 @contextmanager

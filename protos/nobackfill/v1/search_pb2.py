@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from nobackfill.v1 import types_pb2 as nobackfill_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1anobackfill/v1/search.proto\x12\rnobackfill.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19nobackfill/v1/types.proto\"R\n\x05Query\x12\x0f\n\x05image\x18\x01 \x01(\x0cH\x00\x12/\n\nembeddings\x18\x02 \x01(\x0b\x32\x19.nobackfill.v1.EmbeddingsH\x00\x42\x07\n\x05query\":\n\nEmbeddings\x12,\n\nembeddings\x18\x01 \x03(\x0b\x32\x18.nobackfill.v1.Embedding\"\xca\x01\n\rSearchRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12#\n\x05query\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Query\x12\t\n\x01k\x18\x03 \x01(\r\x12%\n\x06\x66ilter\x18\x04 \x01(\x0b\x32\x15.nobackfill.v1.Filter\x12\x19\n\x0cmax_distance\x18\x06 \x01(\x02H\x00\x88\x01\x01\x12%\n\x06\x66ields\x18\x07 \x01(\x0b\x32\x15.nobackfill.v1.FieldsB\x0f\n\r_max_distance\"\x94\x01\n\x0eSearchResponse\x12 \n\x04hits\x18\x01 \x03(\x0b\x32\x12.nobackfill.v1.Hit\x12\x0f\n\x07release\x18\x02 \x01(\r\x12\r\n\x05space\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x31\n\rspace_ends_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xf4\x01\n\x03Hit\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08\x64istance\x18\x02 \x01(\x02\x12\x12\n\x05score\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07release\x18\x04 \x01(\r\x12%\n\x06origin\x18\x05 \x01(\x0e\x32\x15.nobackfill.v1.Origin\x12\x32\n\x08metadata\x18\x06 \x03(\x0b\x32 .nobackfill.v1.Hit.MetadataEntry\x1a\x45\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Value:\x02\x38\x01\x42\x08\n\x06_score\"\xd1\x01\n\x12SearchBatchRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12%\n\x07queries\x18\x02 \x03(\x0b\x32\x14.nobackfill.v1.Query\x12\t\n\x01k\x18\x03 \x01(\r\x12%\n\x06\x66ilter\x18\x04 \x01(\x0b\x32\x15.nobackfill.v1.Filter\x12\x19\n\x0cmax_distance\x18\x06 \x01(\x02H\x00\x88\x01\x01\x12%\n\x06\x66ields\x18\x07 \x01(\x0b\x32\x15.nobackfill.v1.FieldsB\x0f\n\r_max_distance\"G\n\x13SearchBatchResponse\x12\x30\n\tresponses\x18\x01 \x03(\x0b\x32\x1d.nobackfill.v1.SearchResponse2\xac\x01\n\rSearchService\x12\x45\n\x06Search\x12\x1c.nobackfill.v1.SearchRequest\x1a\x1d.nobackfill.v1.SearchResponse\x12T\n\x0bSearchBatch\x12!.nobackfill.v1.SearchBatchRequest\x1a\".nobackfill.v1.SearchBatchResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1anobackfill/v1/search.proto\x12\rnobackfill.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19nobackfill/v1/types.proto\"R\n\x05Query\x12\x0f\n\x05image\x18\x01 \x01(\x0cH\x00\x12/\n\nembeddings\x18\x02 \x01(\x0b\x32\x19.nobackfill.v1.EmbeddingsH\x00\x42\x07\n\x05query\":\n\nEmbeddings\x12,\n\nembeddings\x18\x01 \x03(\x0b\x32\x18.nobackfill.v1.Embedding\"\xf5\x01\n\rSearchRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12#\n\x05query\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Query\x12\t\n\x01k\x18\x03 \x01(\r\x12%\n\x06\x66ilter\x18\x04 \x01(\x0b\x32\x15.nobackfill.v1.Filter\x12\x19\n\x0cmax_distance\x18\x06 \x01(\x02H\x00\x88\x01\x01\x12%\n\x06\x66ields\x18\x07 \x01(\x0b\x32\x15.nobackfill.v1.Fields\x12)\n\x08\x61\x63\x63uracy\x18\x08 \x01(\x0b\x32\x17.nobackfill.v1.AccuracyB\x0f\n\r_max_distance\"5\n\x08\x41\x63\x63uracy\x12\x0c\n\x02\x65\x66\x18\x01 \x01(\rH\x00\x12\x0f\n\x05\x65xact\x18\x02 \x01(\x08H\x00\x42\n\n\x08\x61\x63\x63uracy\"\x94\x01\n\x0eSearchResponse\x12 \n\x04hits\x18\x01 \x03(\x0b\x32\x12.nobackfill.v1.Hit\x12\x0f\n\x07release\x18\x02 \x01(\r\x12\r\n\x05space\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x31\n\rspace_ends_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xf4\x01\n\x03Hit\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08\x64istance\x18\x02 \x01(\x02\x12\x12\n\x05score\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07release\x18\x04 \x01(\r\x12%\n\x06origin\x18\x05 \x01(\x0e\x32\x15.nobackfill.v1.Origin\x12\x32\n\x08metadata\x18\x06 \x03(\x0b\x32 .nobackfill.v1.Hit.MetadataEntry\x1a\x45\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Value:\x02\x38\x01\x42\x08\n\x06_score\"\xfc\x01\n\x12SearchBatchRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12%\n\x07queries\x18\x02 \x03(\x0b\x32\x14.nobackfill.v1.Query\x12\t\n\x01k\x18\x03 \x01(\r\x12%\n\x06\x66ilter\x18\x04 \x01(\x0b\x32\x15.nobackfill.v1.Filter\x12\x19\n\x0cmax_distance\x18\x06 \x01(\x02H\x00\x88\x01\x01\x12%\n\x06\x66ields\x18\x07 \x01(\x0b\x32\x15.nobackfill.v1.Fields\x12)\n\x08\x61\x63\x63uracy\x18\x08 \x01(\x0b\x32\x17.nobackfill.v1.AccuracyB\x0f\n\r_max_distance\"G\n\x13SearchBatchResponse\x12\x30\n\tresponses\x18\x01 \x03(\x0b\x32\x1d.nobackfill.v1.SearchResponse2\xac\x01\n\rSearchService\x12\x45\n\x06Search\x12\x1c.nobackfill.v1.SearchRequest\x1a\x1d.nobackfill.v1.SearchResponse\x12T\n\x0bSearchBatch\x12!.nobackfill.v1.SearchBatchRequest\x1a\".nobackfill.v1.SearchBatchResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,17 +40,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EMBEDDINGS']._serialized_start=189
   _globals['_EMBEDDINGS']._serialized_end=247
   _globals['_SEARCHREQUEST']._serialized_start=250
-  _globals['_SEARCHREQUEST']._serialized_end=452
-  _globals['_SEARCHRESPONSE']._serialized_start=455
-  _globals['_SEARCHRESPONSE']._serialized_end=603
-  _globals['_HIT']._serialized_start=606
-  _globals['_HIT']._serialized_end=850
-  _globals['_HIT_METADATAENTRY']._serialized_start=771
-  _globals['_HIT_METADATAENTRY']._serialized_end=840
-  _globals['_SEARCHBATCHREQUEST']._serialized_start=853
-  _globals['_SEARCHBATCHREQUEST']._serialized_end=1062
-  _globals['_SEARCHBATCHRESPONSE']._serialized_start=1064
-  _globals['_SEARCHBATCHRESPONSE']._serialized_end=1135
-  _globals['_SEARCHSERVICE']._serialized_start=1138
-  _globals['_SEARCHSERVICE']._serialized_end=1310
+  _globals['_SEARCHREQUEST']._serialized_end=495
+  _globals['_ACCURACY']._serialized_start=497
+  _globals['_ACCURACY']._serialized_end=550
+  _globals['_SEARCHRESPONSE']._serialized_start=553
+  _globals['_SEARCHRESPONSE']._serialized_end=701
+  _globals['_HIT']._serialized_start=704
+  _globals['_HIT']._serialized_end=948
+  _globals['_HIT_METADATAENTRY']._serialized_start=869
+  _globals['_HIT_METADATAENTRY']._serialized_end=938
+  _globals['_SEARCHBATCHREQUEST']._serialized_start=951
+  _globals['_SEARCHBATCHREQUEST']._serialized_end=1203
+  _globals['_SEARCHBATCHRESPONSE']._serialized_start=1205
+  _globals['_SEARCHBATCHRESPONSE']._serialized_end=1276
+  _globals['_SEARCHSERVICE']._serialized_start=1279
+  _globals['_SEARCHSERVICE']._serialized_end=1451
 # @@protoc_insertion_point(module_scope)

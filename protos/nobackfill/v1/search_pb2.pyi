@@ -25,20 +25,30 @@ class Embeddings(_message.Message):
     def __init__(self, embeddings: _Optional[_Iterable[_Union[_types_pb2.Embedding, _Mapping]]] = ...) -> None: ...
 
 class SearchRequest(_message.Message):
-    __slots__ = ("gallery", "query", "k", "filter", "max_distance", "fields")
+    __slots__ = ("gallery", "query", "k", "filter", "max_distance", "fields", "accuracy")
     GALLERY_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     K_FIELD_NUMBER: _ClassVar[int]
     FILTER_FIELD_NUMBER: _ClassVar[int]
     MAX_DISTANCE_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
+    ACCURACY_FIELD_NUMBER: _ClassVar[int]
     gallery: str
     query: Query
     k: int
     filter: _types_pb2.Filter
     max_distance: float
     fields: _types_pb2.Fields
-    def __init__(self, gallery: _Optional[str] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., k: _Optional[int] = ..., filter: _Optional[_Union[_types_pb2.Filter, _Mapping]] = ..., max_distance: _Optional[float] = ..., fields: _Optional[_Union[_types_pb2.Fields, _Mapping]] = ...) -> None: ...
+    accuracy: Accuracy
+    def __init__(self, gallery: _Optional[str] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., k: _Optional[int] = ..., filter: _Optional[_Union[_types_pb2.Filter, _Mapping]] = ..., max_distance: _Optional[float] = ..., fields: _Optional[_Union[_types_pb2.Fields, _Mapping]] = ..., accuracy: _Optional[_Union[Accuracy, _Mapping]] = ...) -> None: ...
+
+class Accuracy(_message.Message):
+    __slots__ = ("ef", "exact")
+    EF_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
+    ef: int
+    exact: bool
+    def __init__(self, ef: _Optional[int] = ..., exact: _Optional[bool] = ...) -> None: ...
 
 class SearchResponse(_message.Message):
     __slots__ = ("hits", "release", "space", "error", "space_ends_at")
@@ -78,20 +88,22 @@ class Hit(_message.Message):
     def __init__(self, id: _Optional[str] = ..., distance: _Optional[float] = ..., score: _Optional[float] = ..., release: _Optional[int] = ..., origin: _Optional[_Union[_types_pb2.Origin, str]] = ..., metadata: _Optional[_Mapping[str, _types_pb2.Value]] = ...) -> None: ...
 
 class SearchBatchRequest(_message.Message):
-    __slots__ = ("gallery", "queries", "k", "filter", "max_distance", "fields")
+    __slots__ = ("gallery", "queries", "k", "filter", "max_distance", "fields", "accuracy")
     GALLERY_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
     K_FIELD_NUMBER: _ClassVar[int]
     FILTER_FIELD_NUMBER: _ClassVar[int]
     MAX_DISTANCE_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
+    ACCURACY_FIELD_NUMBER: _ClassVar[int]
     gallery: str
     queries: _containers.RepeatedCompositeFieldContainer[Query]
     k: int
     filter: _types_pb2.Filter
     max_distance: float
     fields: _types_pb2.Fields
-    def __init__(self, gallery: _Optional[str] = ..., queries: _Optional[_Iterable[_Union[Query, _Mapping]]] = ..., k: _Optional[int] = ..., filter: _Optional[_Union[_types_pb2.Filter, _Mapping]] = ..., max_distance: _Optional[float] = ..., fields: _Optional[_Union[_types_pb2.Fields, _Mapping]] = ...) -> None: ...
+    accuracy: Accuracy
+    def __init__(self, gallery: _Optional[str] = ..., queries: _Optional[_Iterable[_Union[Query, _Mapping]]] = ..., k: _Optional[int] = ..., filter: _Optional[_Union[_types_pb2.Filter, _Mapping]] = ..., max_distance: _Optional[float] = ..., fields: _Optional[_Union[_types_pb2.Fields, _Mapping]] = ..., accuracy: _Optional[_Union[Accuracy, _Mapping]] = ...) -> None: ...
 
 class SearchBatchResponse(_message.Message):
     __slots__ = ("responses",)

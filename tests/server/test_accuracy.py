@@ -1,0 +1,160 @@
+"""How hard a search looks: by what was really asked, and as a request says."""
+
+import grpc
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from client import app
+from gallery import graph_index, hnsw
+from gallery.exact import ExactIndex
+from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
+from release.errors import InvalidInputError
+from release.manifest import Manifest
+from release.vectors import Vectors
+from server.gateway import Gateway
+from tests.server.support import TIMEOUT_S, Client, refusal
+from tests.support import graphs
+from tests.support.waiting import wait_until
+
+COUNT, CLUSTERS, K = 2_500, 8, 10
+
+
+@pytest.fixture(autouse=True)
+def always_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gallery as small as this one would soon be searched exactly."""
+    monkeypatch.setattr(graph_index, "_GRAPH_QUERY", 0)
+    monkeypatch.setattr(graph_index, "_GRAPH_CANDIDATE", 0)
+
+
+def unit(content: NDArray[np.float64]) -> Vectors:
+    made: Vectors = (content / np.linalg.norm(content, axis=1, keepdims=True)).astype("<f4")
+    return made
+
+
+@pytest.fixture
+def index(gateway: Gateway, client: Client, one: Manifest) -> ExactIndex:
+    """Gallery g, tight clusters, with a graph; the same, exactly, by row."""
+    rng = np.random.default_rng(1)
+    centres = rng.standard_normal((CLUSTERS, graphs.DIM))
+    near = 0.05 * rng.standard_normal((COUNT, graphs.DIM))
+    content = unit(centres[rng.integers(0, CLUSTERS, COUNT)] + near)
+    client.create()
+    client.put(
+        gallery_pb2.PutItem(
+            id=f"i{row}",
+            vectors=gallery_pb2.Vectors(
+                embedding=types_pb2.Embedding(space=one.space, values=vector.tobytes())
+            ),
+        )
+        for row, vector in enumerate(content)
+    )
+    hosted = gateway.core.galleries.get("g")
+    view = hosted.view(one.space)
+    wait_until(hosted.index_path(one.space).exists, "no graph")
+    assert isinstance(view.snapshot().base.index, hnsw.HnswIndex)
+    return ExactIndex(view.spec, np.arange(COUNT), content)
+
+
+def recall(
+    client: Client,
+    one: Manifest,
+    index: ExactIndex,
+    queries: Vectors,
+    accuracy: search_pb2.Accuracy | None = None,
+) -> float:
+    """Recall at 10 of the gateway, asked one query after another."""
+    true = index.search(queries, K).labels
+    found = 0
+    for query, labels in zip(queries, true, strict=True):
+        request = search_pb2.SearchRequest(
+            gallery="g",
+            query=search_pb2.Query(
+                embeddings=search_pb2.Embeddings(
+                    embeddings=[types_pb2.Embedding(space=one.space, values=query.tobytes())]
+                )
+            ),
+            k=K,
+            accuracy=accuracy,
+        )
+        hits = client.searches.Search(request, timeout=TIMEOUT_S).hits
+        found += len({hit.id for hit in hits} & {f"i{label}" for label in labels})
+    return found / (K * len(queries))
+
+
+def test_queries_of_another_distribution_are_answered_once_some_were_asked(
+    gateway: Gateway, client: Client, one: Manifest, index: ExactIndex
+) -> None:
+    queries = unit(np.random.default_rng(2).standard_normal((200, graphs.DIM)))
+    view = gateway.core.galleries.get("g").view(one.space)
+    base = view.snapshot().base.index
+    assert isinstance(base, hnsw.HnswIndex)
+    before = base.ef
+    first = recall(client, one, index, queries[:40])
+
+    def ef() -> int:
+        found = view.snapshot().base.index
+        assert isinstance(found, hnsw.HnswIndex)
+        return found.ef
+
+    wait_until(lambda: ef() > before, f"not tuned: recall {first}, ef {before}")
+    later = recall(client, one, index, queries[40:])
+    assert first < 0.95 <= later
+
+
+def test_a_request_says_how_hard_to_look(
+    gateway: Gateway, client: Client, one: Manifest, index: ExactIndex
+) -> None:
+    queries = unit(np.random.default_rng(3).standard_normal((30, graphs.DIM)))
+    view = gateway.core.galleries.get("g").view(one.space)
+    plain = recall(client, one, index, queries[:10])
+    seen = view.asked.seen
+    wide = recall(client, one, index, queries, search_pb2.Accuracy(ef=1500))
+    assert plain < 1 and wide >= 0.99
+    assert recall(client, one, index, queries, search_pb2.Accuracy(exact=True)) == 1
+    # What a request looks harder for says nothing about the others.
+    assert view.asked.seen == seen == 10
+    batch = search_pb2.SearchBatchRequest(
+        gallery="g",
+        queries=[
+            search_pb2.Query(
+                embeddings=search_pb2.Embeddings(
+                    embeddings=[types_pb2.Embedding(space=one.space, values=query.tobytes())]
+                )
+            )
+            for query in queries
+        ],
+        k=K,
+        accuracy=search_pb2.Accuracy(exact=True),
+    )
+    with app.Gateway(gateway.address) as stock:
+        for query, labels in zip(queries[:3], index.search(queries[:3], K).labels, strict=True):
+            for exact, ef in ((True, None), (False, 4096)):
+                found = stock.search(
+                    "g", embeddings={one.space: query.tolist()}, exact=exact, ef=ef
+                )
+                assert [hit.id for hit in found.hits] == [f"i{label}" for label in labels]
+        with pytest.raises(InvalidInputError, match="not both"):
+            stock.search("g", embeddings={one.space: queries[0].tolist()}, exact=True, ef=9)
+        with pytest.raises(InvalidInputError, match="expected 1 to 4096, got 5000"):
+            stock.search("g", embeddings={one.space: queries[0].tolist()}, ef=5000)
+    answers = client.searches.SearchBatch(batch, timeout=TIMEOUT_S).responses
+    true = index.search(queries, K).labels
+    assert [[hit.id for hit in answer.hits] for answer in answers] == [
+        [f"i{label}" for label in labels] for labels in true
+    ]
+
+
+@pytest.mark.parametrize("ef", [0, 4097, 2**32 - 1])
+def test_an_ef_out_of_range_is_refused(shared: Client, one: Manifest, ef: int) -> None:
+    shared.create(f"accuracy-{ef}")
+    vector = np.eye(1, graphs.DIM, dtype="<f4").tobytes()
+    embedding = types_pb2.Embedding(space=one.space, values=vector)
+    request = search_pb2.SearchRequest(
+        gallery=f"accuracy-{ef}",
+        query=search_pb2.Query(embeddings=search_pb2.Embeddings(embeddings=[embedding])),
+        accuracy=search_pb2.Accuracy(ef=ef),
+    )
+    code, sentence, _ = refusal(lambda: shared.searches.Search(request, timeout=TIMEOUT_S))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"expected 1 to 4096, got {ef}" in sentence
