@@ -21,6 +21,7 @@ from client.retreat import confirm, return_to
 from client.sources import normalised, opened
 from release import durable
 from release.errors import BusyError, UnfitError, UnusableOutputError
+from release.routes import twin_of
 from release.trust import Trust
 
 # Times that a sync begins anew because other commands changed the gallery meanwhile.
@@ -187,7 +188,10 @@ class _Sync:
                 self._fall_behind(f"held back here: {held[str(release)]}")
                 continue
             try:
-                self._trust.manifest(release)
+                manifest = self._trust.manifest(release)
+                twin = twin_of(manifest, self._trust.manifests().values())
+                if twin is not None:
+                    raise UnfitError(twin)
             except UnfitError as error:
                 # Not held back: a newer version of this program may be able to.
                 self._fall_behind(str(error))

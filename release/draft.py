@@ -13,6 +13,7 @@ from release.manifest import Manifest, PublishedFile, Upgrade, parse_manifest
 from release.paths import (
     release_of_manifest,
 )
+from release.routes import twin_of
 from release.trial import try_release
 
 
@@ -49,6 +50,8 @@ def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -
     for upgrade in manifest.upgrades:
         _check_source(upgrade, predecessors)
     _check_carried(manifest, predecessors)
+    if (twin := twin_of(manifest, predecessors.values())) is not None:
+        raise VerificationError(twin)
     known = {predecessor.space for predecessor in predecessors.values()}
     if strangers := set(manifest.searches_directly) - known:
         raise VerificationError(

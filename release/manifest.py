@@ -37,7 +37,8 @@ def _plain_path(path: str) -> str:
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # A number that is none passes every comparison by which it would be refused.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class PublishedFile(_Strict):

@@ -6,6 +6,8 @@ a new model is a new name.
 
 import re
 
+# No more digits than a manifest may declare.
+_MANIFEST = re.compile(r"release-(0|[1-9][0-9]{0,6})\.json")
 _PLAIN = re.compile(r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)*")
 
 
@@ -66,6 +68,5 @@ def probes_path(release: int) -> str:
 
 def release_of_manifest(path: str) -> int | None:
     """N of `release-N.json`, None for every other path."""
-    number = path.removeprefix("release-").removesuffix(".json")
-    plain = number.isascii() and number.isdigit()
-    return int(number) if plain and path == manifest_path(int(number)) else None
+    named = _MANIFEST.fullmatch(path)
+    return int(named[1]) if named is not None else None

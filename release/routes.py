@@ -5,7 +5,7 @@ chained (1->2->3); which is better is measured when a release is published (Rout
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -244,3 +244,17 @@ class _Search:
             if chain[-1] == self._end:
                 kept = self._kept.get(chain, kept)
             yield _Way(chain, (*way.steps, step), side, kept)
+
+
+def twin_of(manifest: Manifest, others: Iterable[Manifest]) -> str | None:
+    """Why a release cannot be used beside `others`: one has its space; None if none has.
+
+    What is stored of a space is one release's: the older keeps it.
+    """
+    for other in others:
+        if other.space == manifest.space and other.release < manifest.release:
+            return (
+                f"release {manifest.release} has the space of release {other.release}; no two may "
+                "share one: publish a changed embedder"
+            )
+    return None

@@ -21,6 +21,7 @@ from release.floor import Floor
 from release.ledger import verified, withdrawn
 from release.manifest import Manifest, parse_manifest
 from release.paths import is_plain, manifest_path, release_of_manifest
+from release.routes import twin_of
 from release.state import State
 from release.triton import configs
 from release.tufclient import Paced, fetch_metadata, translated
@@ -164,11 +165,13 @@ class Trust:
 
     def manifests(self) -> dict[int, Manifest]:
         """The manifests of every release that is neither withdrawn nor unfit, to plan routes."""
-        manifests = {}
+        manifests: dict[int, Manifest] = {}
         for release, reason in self.releases().items():
             if reason is None:
                 with contextlib.suppress(UnfitError):
-                    manifests[release] = self.manifest(release)
+                    manifest = self.manifest(release)
+                    if twin_of(manifest, manifests.values()) is None:
+                        manifests[release] = manifest
         return manifests
 
     def target(self, path: str) -> TargetFile:

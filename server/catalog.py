@@ -11,10 +11,12 @@ from release.errors import (
     NobackfillError,
     NotFoundError,
     UnavailableError,
+    UnfitError,
     VerificationError,
     few,
 )
 from release.manifest import Manifest
+from release.routes import twin_of
 from release.trust import TrustedFolder
 from server.border.metrics import Metrics
 from server.border.survival import surviving
@@ -69,10 +71,14 @@ class Catalog:
             releases = trust.releases()
         except NotFoundError:
             return
-        manifests, refused = {}, {}
+        manifests: dict[int, Manifest] = {}
+        refused: dict[int, str] = {}
         for number in releases:
             try:
-                manifests[number] = trust.manifest(number)
+                manifest = trust.manifest(number)
+                if (twin := twin_of(manifest, manifests.values())) is not None:
+                    raise UnfitError(twin)
+                manifests[number] = manifest
             except (VerificationError, UnavailableError) as error:
                 # The others are served all the same.
                 refused[number] = str(error)

@@ -1,0 +1,51 @@
+"""Validly signed releases that are wrong: each fails by name, and the active one serves on."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+
+from nobackfill.v1 import release_pb2
+from tests.server.support import Client, ids, images, running
+from tests.support.bad_releases import BAD, QUICK, ROUTELESS, publish_bad
+from tests.support.blocks import publish_block_release
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("names", [QUICK, pytest.param(list(BAD), marks=pytest.mark.faults)])
+def test_bad_releases_fail_and_the_active_one_serves_on(
+    tmp_path: Path, names: Sequence[str]
+) -> None:
+    repo, data = tmp_path / "repo", tmp_path / "data"
+    publish_block_release(repo, 1)
+    publish_block_release(repo, 2, [1])
+    with running(repo, data) as gateway, Client(gateway.address) as client:
+        client.create()
+        client.put_images(images(5))
+        for number, name in enumerate(names, 3):
+            publish_bad(repo, number, name, tmp_path / "drafts")
+            said = _why(client, number, name in ROUTELESS)
+            print(name, "->", said)
+            assert said
+            assert ids(client.search(images(5)[1]))[0] == "i1"
+            assert client.gallery().release == 2
+    # And a restart, which looks at all of them again.
+    with running(repo, data) as gateway, Client(gateway.address) as client:
+        assert ids(client.search(images(5)[1]))[0] == "i1"
+        assert "ACTIVATING" not in client.states().values()
+
+
+def _why(client: Client, number: int, routeless: bool) -> str:
+    """What is said of the release, which must not become what answers in the gallery."""
+    try:
+        event = client.activate(number)
+    except grpc.RpcError as error:
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        return error.details() or ""
+    if routeless:
+        assert "g: no upgrade leads from release 2" in event.message
+        return event.message
+    assert event.phase == release_pb2.PHASE_FAILED, event
+    assert client.states()[number] == "FAILED"
+    return event.message
