@@ -141,9 +141,10 @@ def assert_alike(
         assert [hit.id.split("/")[-1] for hit in online.hits] == [
             Path(hit["path"]).name for hit in offline["hits"]
         ]
+        # A gateway tells three digits of a distance, and scores are of what it tells.
         assert [hit.distance for hit in online.hits] == pytest.approx(
-            [hit["distance"] for hit in offline["hits"]], abs=1e-5
+            [hit["distance"] for hit in offline["hits"]], rel=0.005
         )
         assert [hit.score for hit in online.hits] == pytest.approx(
-            [hit["score"] for hit in offline["hits"]], abs=1e-5
+            [hit["score"] for hit in offline["hits"]], abs=0.02
         )

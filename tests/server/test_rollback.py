@@ -109,6 +109,8 @@ def test_nothing_begins_beside_a_rollback(
 def test_an_upgrade_just_begun_is_the_one_that_is_watched(third: Client) -> None:
     """Its gallery has a finished job from before."""
     third.rollback(confirm=True, to=2)
+    # What a pause holds: an item that is still to be carried.
+    third.put_images(images(4)[3:], first=3)
     third.pause()
     request = release_pb2.ActivateReleaseRequest(number=3, rollout="ROLLOUT_CUTOVER")
     events = third.releases.ActivateRelease(request, timeout=TIMEOUT_S)
@@ -130,6 +132,8 @@ def test_an_upgrade_just_begun_is_the_one_that_is_watched(third: Client) -> None
 
 def test_a_watch_ends_with_an_activation_that_is_called_off(third: Client) -> None:
     third.rollback(confirm=True, to=2)
+    # What a pause holds: an item that is still to be carried.
+    third.put_images(images(4)[3:], first=3)
     third.pause()
     third.begin(3, "CUTOVER")
     watched = third.upgrades.WatchUpgrade(
