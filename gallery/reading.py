@@ -73,6 +73,12 @@ def state(connection: sqlite3.Connection, key: str) -> Any:
     return _json(row[0], f"state {key}") if row else None
 
 
+def states(connection: sqlite3.Connection) -> dict[str, Any]:
+    """Every value of the state."""
+    rows = connection.execute("SELECT key, value FROM state").fetchall()
+    return {key: _json(value, f"state {key}") for key, value in rows}
+
+
 def page(connection: sqlite3.Connection, after: int, limit: int, where: str = "TRUE") -> list[Item]:
     """Items `i` with label > after for which `where` holds, by label."""
     rows = connection.execute(

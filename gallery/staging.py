@@ -125,8 +125,8 @@ def flip(
         target = find_space(connection, space)
         if target.state != "active":
             _activate(connection, target, "previous", leave_behind)
-            changes.append(_SPACES_CHANGED)
         reading.set_state(connection, state or {})
+        changes.append(_SPACES_CHANGED)
 
 
 def rollback(

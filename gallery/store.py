@@ -267,6 +267,11 @@ class Store:
         with self.reading() as connection:
             return reading.state(connection, key)
 
+    def state(self) -> dict[str, Any]:
+        """All the small JSON values kept with the gallery."""
+        with self.reading() as connection:
+            return reading.states(connection)
+
     def state_set(self, values: Mapping[str, Any]) -> None:
         """Keep small JSON values, all in one transaction; None removes."""
         with self.writing() as connection:

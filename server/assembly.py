@@ -68,7 +68,8 @@ def load(core: Core) -> None:
     now = core.state.now
     core.galleries.open_all(now, core.catalog.manifests)
     core.forget_missing()
-    return_galleries(core)
+    for name, error in return_galleries(core).items():
+        core.galleries.set_aside(name, error)
     core.replan()
     for release in sorted(core.needed()):
         core.catalog.verified(release)

@@ -114,7 +114,7 @@ class Core:
         """Galleries whose active space is not the active release's, with the reason."""
         active = self.state.now.active
         return {
-            hosted.name: str(hosted.store.state_get(NOTE) or "its upgrade is under way")
+            hosted.name: str(hosted.state(NOTE) or "its upgrade is under way")
             for hosted in self.galleries.all()
             if hosted.spec().release != active
         }

@@ -1,6 +1,7 @@
 """What the gateway remembers over a restart: one small file, replaced atomically."""
 
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -68,8 +69,12 @@ class StateFile:
 
     def change(self, **values: object) -> State:
         """Replace some values. Raises CannotWriteError; then nothing has changed."""
+        return self.revise(lambda _now: values)
+
+    def revise(self, values_of: Callable[[State], Mapping[str, object]]) -> State:
+        """The same with values that follow from those of now, which nobody changes meanwhile."""
         with self._lock:
-            new = State.model_validate({**dict(self._now), **values})
+            new = State.model_validate({**dict(self._now), **values_of(self._now)})
             durable.write_file(self._path, new.model_dump_json(indent=1).encode() + b"\n", 0o600)
             self._now = new
             return new

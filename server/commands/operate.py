@@ -49,8 +49,7 @@ def releases(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
 def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """Galleries, their spaces, and why one stays behind or is set aside."""
     with exit_codes(), connected(server) as channel:
-        request = gallery_pb2.ListGalleriesRequest()
-        answer = GalleryServiceStub(channel).ListGalleries(request, timeout=TIMEOUT_S)
+        answer = _galleries(GalleryServiceStub(channel))
     rows = [["gallery", "items", "answers with", "spaces", "note"]]
     for g in answer.galleries:
         spaces = ", ".join(
@@ -63,6 +62,18 @@ def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
         else:
             rows.append([g.name, str(g.items), f"release {g.release}", spaces, g.note])
     show(as_json, plain(answer), rows)
+
+
+def _galleries(calls: GalleryServiceStub) -> gallery_pb2.ListGalleriesResponse:
+    """All of them, asked for by page: thousands are too many for one answer."""
+    request = gallery_pb2.ListGalleriesRequest(page_size=500)
+    found: list[gallery_pb2.Gallery] = []
+    while True:
+        answer = calls.ListGalleries(request, timeout=TIMEOUT_S)
+        found += answer.galleries
+        if not answer.next_page_token:
+            return gallery_pb2.ListGalleriesResponse(galleries=found)
+        request.page_token = answer.next_page_token
 
 
 @app.command()

@@ -42,7 +42,7 @@ _LEAVE_S = 60.0
 # A gallery of more vectors is read at the start, others when they are first used.
 _SMALL = 1_000
 # What the files of one gallery can do to it, whatever is damaged.
-_UNUSABLE = (NobackfillError, OSError, sqlite3.Error, ValueError)
+UNUSABLE = (NobackfillError, OSError, sqlite3.Error, ValueError)
 
 
 class Galleries:
@@ -74,7 +74,7 @@ class Galleries:
             if _NAME.match(folder.name) and (folder / _FILE).is_file():
                 try:
                     hosted[folder.name] = self._open(folder.name, state, manifests)
-                except _UNUSABLE as error:
+                except UNUSABLE as error:
                     log.error("gallery set aside", gallery=folder.name, error=str(error))
                     aside[folder.name] = str(error)
         log.info("serving galleries", count=len(hosted), set_aside=len(aside))
@@ -94,10 +94,20 @@ class Galleries:
             hosted.replan(state, manifests)
             if sum(hosted.sizes().values()) > _SMALL:
                 hosted.wake()
+            # Kept for whoever lists them: the file is open now, and may be closed again soon.
+            hosted.count()
         except BaseException:
             store.close()
             raise
         return hosted
+
+    def set_aside(self, name: str, error: Exception) -> None:
+        """At the start, before anybody uses it: close a gallery that cannot be served after all."""
+        with self._taking():
+            hosted = self._hosted[name]
+            self._hosted = {n: h for n, h in self._hosted.items() if n != name}
+            self._aside = {**self._aside, name: str(error)}
+        hosted.close()
 
     def aside(self) -> Mapping[str, str]:
         """Galleries that are set aside, with the reason."""

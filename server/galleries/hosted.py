@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from gallery.passing import Filtering
 from gallery.spec import SpaceInfo, SpaceSpec
@@ -19,7 +20,7 @@ from server.galleries.order import Level
 from server.galleries.plan import Part, Plan, make_plan
 from server.state import State
 
-# Keys of Store.state_get: how the gallery came to its staging space, and why it stays behind.
+# Keys of `Hosted.state`: how the gallery came to its staging space, and why it stays behind.
 ROLLOUT = "rollout"
 NOTE = "note"
 # Whether answers bring distances as they were computed.
@@ -55,10 +56,13 @@ class Hosted:
         self._items: dict[str, ItemCache] = {}
         store.subscribe(self._forward)
         self.filtering = Filtering(store)
-        self.exact = bool(store.state_get(EXACT))
-        self._plan: Plan | None = None
+        # What the file says, kept so that looking over all galleries opens no files.
         self._spaces: tuple[SpaceInfo, ...] | None = None
-        self._sizes: dict[str, int] = {}
+        self._state: Mapping[str, Any] | None = None
+        # Replaced at each change: what was counted before it lands in a mapping nobody reads.
+        self._counts: dict[str | None, int] = {}
+        self.exact = bool(self.state(EXACT))
+        self._plan: Plan | None = None
         self._took = 0.0
         self._rest: tuple[Snapshot, Snapshot, Snapshot] | None = None
 
@@ -96,7 +100,7 @@ class Hosted:
                 f"gallery {self.name!r} lives in release {max(missing)}, which is not published "
                 "here; give the publication folder it was made with"
             )
-        new = make_plan(spaces, state, manifests, self.store.state_get(ROLLOUT))
+        new = make_plan(spaces, state, manifests, self.state(ROLLOUT))
         if self._views:
             self._wake(new)
         old, self._plan = self._plan, new
@@ -195,22 +199,46 @@ class Hosted:
                 self._items.pop(space)
 
     def spaces(self) -> tuple[SpaceInfo, ...]:
-        """All spaces, oldest first, as of the last commit: kept, so that looking over all galleries
-        opens no files."""
+        """All spaces, oldest first, as of the last commit."""
         with self._lock:
             if self._spaces is None:
                 self._spaces = tuple(self.store.spaces())
             return self._spaces
 
+    def state(self, key: str) -> Any:
+        """A small JSON value kept with the gallery; None if there is none."""
+        with self._lock:
+            if self._state is None:
+                self._state = self.store.state()
+            return self._state.get(key)
+
+    def remember(self, values: Mapping[str, Any]) -> None:
+        """Keep small JSON values with the gallery, durably; None removes. Raises BusyError,
+        CannotWriteError."""
+        try:
+            self.store.state_set(values)
+        finally:
+            with self._lock:
+                self._state = None
+
+    def count(self) -> int:
+        """Items, counted once after a commit."""
+        return self._count(None)
+
     def sizes(self) -> Mapping[str, int]:
         """Vectors by space: counted by the views, and once after a commit where there are none."""
-        views = self.views()
-        spaces = [info.spec.space for info in self.spaces()]
-        with self._lock:
-            for space in spaces:
-                if space not in views and space not in self._sizes:
-                    self._sizes[space] = self.store.count(space)
-            return self._sizes | {space: len(view.snapshot()) for space, view in views.items()}
+        views, spaces = self.views(), [info.spec.space for info in self.spaces()]
+        return {
+            space: len(views[space].snapshot()) if space in views else self._count(space)
+            for space in spaces
+        }
+
+    def _count(self, space: str | None) -> int:
+        counts = self._counts
+        found = counts.get(space)
+        if found is None:
+            found = counts[space] = self.store.count(space)
+        return found
 
     def spec(self) -> SpaceSpec:
         """The space that is active in the file."""
@@ -222,7 +250,7 @@ class Hosted:
 
     def answer_exactly(self, exact: bool) -> None:
         """Whether answers bring distances as they were computed, from now on."""
-        self.store.state_set({EXACT: exact})
+        self.remember({EXACT: exact})
         self.exact = exact
 
     def close(self) -> None:
@@ -234,8 +262,9 @@ class Hosted:
 
     def _forward(self, change: Change) -> None:
         with self._lock:
-            self._sizes = {}
+            self._counts = {}
             if change.spaces:
-                self._spaces = None
+                # Whoever moves spaces may set state with it.
+                self._spaces = self._state = None
         for cache in list(self._items.values()):
             cache.on_change(change)

@@ -225,5 +225,5 @@ class Activations:
     def _end_jobs(self, phase: Phase, message: str) -> None:
         """No upgrade is under way any more: those that did not get to their end say why."""
         for hosted in self._core.galleries.all():
-            why = str(hosted.store.state_get(NOTE) or "") if phase is Phase.DONE else message
+            why = str(hosted.state(NOTE) or "") if phase is Phase.DONE else message
             self._core.upgrading.give_up(hosted.name, why)

@@ -3,24 +3,42 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import structlog
+
 from gallery import staging
 from server.core import Core
-from server.galleries.hosted import NOTE, ROLLOUT
+from server.galleries.galleries import UNUSABLE
+from server.galleries.hosted import NOTE, ROLLOUT, Hosted
 from server.galleries.plan import Plan
 
+log = structlog.get_logger("server.recovery")
 
-def return_galleries(core: Core) -> None:
+
+def return_galleries(core: Core) -> dict[str, Exception]:
     """Bring every gallery back to the active release, where one is ahead of it; does nothing while
-    an activation is recorded, which goes on from there. Plans are to be made anew afterwards."""
-    now = core.state.now
+    an activation is recorded, which goes on from there. Plans are to be made anew afterwards.
+
+    Returns what keeps a gallery from it, by name: it stays where it is, the others do not wait.
+    """
+    kept: dict[str, Exception] = {}
     for hosted in core.galleries.all():
+        now = core.state.now
         if now.activation is not None or now.active is None:
-            return
-        state = {ROLLOUT: None, NOTE: None}
-        if hosted.spec().release > now.active:
-            staging.rollback(hosted.store, leave_behind=True, state=state)
-        elif hosted.spec().release == now.active and any(map(hosted.store.state_get, state)):
-            hosted.store.state_set(state)
+            break
+        try:
+            _return(hosted, now.active)
+        except UNUSABLE as error:
+            log.error("gallery not brought back", gallery=hosted.name, error=str(error))
+            kept[hosted.name] = error
+    return kept
+
+
+def _return(hosted: Hosted, active: int) -> None:
+    state = {ROLLOUT: None, NOTE: None}
+    if hosted.spec().release > active:
+        staging.rollback(hosted.store, leave_behind=True, state=state)
+    elif hosted.spec().release == active and any(map(hosted.state, state)):
+        hosted.remember(state)
 
 
 def recover(core: Core) -> list[Plan]:

@@ -121,7 +121,7 @@ class Rollout:
                     f"no upgrade leads from release {spec.release} to {manifest.release} with the "
                     "side-information it has"
                 )
-                hosted.store.state_set({NOTE: note})
+                hosted.remember({NOTE: note})
         return going
 
     def _stage(self, going: list[Hosted], manifest: Manifest) -> None:
@@ -135,7 +135,7 @@ class Rollout:
                 continue
             with hosted.writes.alone():
                 staging.begin(hosted.store, SpaceSpec.of(manifest))
-                hosted.store.state_set({ROLLOUT: self._record.rollout, NOTE: None})
+                hosted.remember({ROLLOUT: self._record.rollout, NOTE: None})
                 self._replan(hosted)
 
     def _refuse_rollout(self, new: Manifest, old: Manifest) -> None:
@@ -155,14 +155,14 @@ class Rollout:
         """Upgrade one gallery's vectors; whether all of them got there."""
         core = self._core
         if core.upgrading.route(hosted, manifest.release) is None:
-            hosted.store.state_set({NOTE: "served directly; no upgrade was published"})
+            hosted.remember({NOTE: "served directly; no upgrade was published"})
             return False
         before = self._done
         left = self._upgrade(hosted, manifest)
         self._done = before + hosted.store.count() - left
         if left:
             note = _stuck(left, hosted)
-            hosted.store.state_set({NOTE: note})
+            hosted.remember({NOTE: note})
             core.upgrading.finish(hosted.name, JobState.FAILED, note)
             return False
         core.upgrading.finish(hosted.name, JobState.INDEXING)
@@ -215,7 +215,7 @@ class Rollout:
                     core.upgrading.run(hosted, manifest, 0.0, self._cancelled.is_set)
                     self._stop_if_cancelled()
                 if left := staging.left_behind(hosted.store, manifest.space):
-                    hosted.store.state_set({NOTE: _stuck(left, hosted)})
+                    hosted.remember({NOTE: _stuck(left, hosted)})
                     continue
                 flipped.append(hosted)
             for hosted in flipped:

@@ -1,12 +1,13 @@
 """GalleryService."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 import grpc
 
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceServicer
-from release.errors import BusyError, InvalidInputError
+from release.errors import BusyError, InvalidInputError, NotFoundError
 from server.border import calls
 from server.border.errors import without_folders
 from server.core import Core
@@ -40,10 +41,11 @@ class GalleryService(GalleryServiceServicer):
     ) -> pb.CreateGalleryResponse:
         with self._activations.held():
             self._refuse_during_activation("make a gallery")
-            hosted = self._core.create_gallery(request.name)
-        if request.exact_distances:
-            hosted.answer_exactly(True)
-        return pb.CreateGalleryResponse(gallery=self._gallery(hosted))
+            self._core.create_gallery(request.name)
+        with self._core.galleries.using(request.name) as hosted:
+            if request.exact_distances:
+                hosted.answer_exactly(True)
+            return pb.CreateGalleryResponse(gallery=self._gallery(hosted))
 
     def UpdateGallery(  # noqa: N802
         self, request: pb.UpdateGalleryRequest, context: grpc.ServicerContext
@@ -62,16 +64,25 @@ class GalleryService(GalleryServiceServicer):
     def ListGalleries(  # noqa: N802
         self, request: pb.ListGalleriesRequest, context: grpc.ServicerContext
     ) -> pb.ListGalleriesResponse:
-        caller = calls.current().principal
-        galleries = [
-            self._gallery(hosted)
-            for hosted in self._core.galleries.all()
-            if not hosted.leaving and caller.may_use(hosted.name)
-        ]
-        for name, reason in sorted(self._core.galleries.aside().items()):
-            if caller.may_use(name):
-                galleries.append(pb.Gallery(name=name, set_aside=without_folders(reason)))
-        return pb.ListGalleriesResponse(galleries=galleries)
+        galleries, caller = self._core.galleries, calls.current().principal
+        if request.page_size > items.LARGEST_PAGE:
+            raise InvalidInputError(
+                f"page_size: expected at most {items.LARGEST_PAGE}, got {request.page_size}"
+            )
+        left = sorted(n for n in galleries.names() if n > request.page_token and caller.may_use(n))
+        page = left[: request.page_size or None]
+        response = pb.ListGalleriesResponse()
+        for name in page:
+            calls.current().check()
+            if reason := galleries.aside().get(name):
+                response.galleries.add(name=name, set_aside=without_folders(reason))
+                continue
+            # Deleted since the names were looked at.
+            with suppress(NotFoundError), galleries.using(name) as hosted:
+                response.galleries.append(self._gallery(hosted))
+        if len(left) > len(page):
+            response.next_page_token = page[-1]
+        return response
 
     def DeleteGallery(  # noqa: N802
         self, request: pb.DeleteGalleryRequest, context: grpc.ServicerContext
@@ -159,20 +170,20 @@ def _put(item: pb.PutItem) -> Put:
 
 
 def _gallery(hosted: Hosted, ends: Mapping[str, float]) -> pb.Gallery:
-    store = hosted.store
+    counts = hosted.sizes()
     gallery = pb.Gallery(
         name=hosted.name,
-        items=store.count(),
+        items=hosted.count(),
         release=hosted.plan.query.release,
-        note=str(store.state_get(NOTE) or ""),
+        note=str(hosted.state(NOTE) or ""),
         exact_distances=hosted.exact,
     )
-    gallery.created.FromSeconds(int(store.state_get(CREATED) or 0))
-    for info in store.spaces():
+    gallery.created.FromSeconds(int(hosted.state(CREATED) or 0))
+    for info in hosted.spaces():
         space = gallery.spaces.add(
             space=info.spec.space,
             release=info.spec.release,
-            items=store.count(info.spec.space),
+            items=counts.get(info.spec.space, 0),
             state=_STATES[info.state],
         )
         to_end(info.spec.space, ends, space.ends_at)

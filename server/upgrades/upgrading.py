@@ -1,7 +1,7 @@
 """Carrying galleries into a release's space: one job a gallery at a time, throttled, stoppable."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -168,14 +168,13 @@ class Upgrading:
     def pause(self, gallery: str) -> None:
         """Stop the job of a gallery after its present chunk, and those to come, until `resume`;
         remembered over a restart. Raises CannotWriteError."""
-        self._state.change(paused=tuple({*self._state.now.paused, gallery}))
+        self._state.revise(lambda now: {"paused": tuple({*now.paused, gallery})})
         self._go_on(gallery, JobState.PAUSED)
 
     def resume(self, gallery: str) -> None:
         """Let the jobs of a gallery go on. Raises CannotWriteError."""
         if gallery in self._state.now.paused:
-            paused = tuple(name for name in self._state.now.paused if name != gallery)
-            self._state.change(paused=paused)
+            self._unpause({gallery})
             self._go_on(gallery, JobState.RUNNING)
 
     def forget(self, galleries: set[str]) -> None:
@@ -183,10 +182,14 @@ class Upgrading:
         with self._lock:
             for gallery in galleries:
                 self._jobs.pop(gallery, None)
-        paused = self._state.now.paused
-        if galleries & set(paused):
-            self._state.change(paused=tuple(name for name in paused if name not in galleries))
+        if galleries & set(self._state.now.paused):
+            self._unpause(galleries)
         self.changed.notify()
+
+    def _unpause(self, galleries: Collection[str]) -> None:
+        self._state.revise(
+            lambda now: {"paused": tuple(name for name in now.paused if name not in galleries)}
+        )
 
     def wait_resumed(self, gallery: str, should_stop: Callable[[], bool]) -> None:
         """Wait while a gallery is paused."""

@@ -46,12 +46,16 @@ def triton_venv() -> Path | None:
 
 
 def start(repo: Path, data: Path, *arguments: str, **environment: str) -> Served:
-    """Start on free ports; returns when it serves. Fails with its log when it does not."""
+    """Start on free ports; returns when it serves. Fails with its log when it does not.
+
+    OPEN_FILES in its environment bounds how many files it may have open.
+    """
+    limited = ["sh", "-c", '[ -z "$OPEN_FILES" ] || ulimit -n "$OPEN_FILES"; exec "$@"', "sh"]
     data.mkdir(parents=True, exist_ok=True)
     log = data.parent / f"{data.name}.log"
     with log.open("wb") as stderr:
         process = subprocess.Popen(
-            command(
+            limited + command(
                 "serve", f"--model-repo={repo}", f"--data={data}", "--address=127.0.0.1:0",
                 "--metrics-address=127.0.0.1:0", *arguments,
             ),
@@ -73,7 +77,7 @@ def start(repo: Path, data: Path, *arguments: str, **environment: str) -> Served
 
 @contextmanager
 def serving(repo: Path, data: Path, *arguments: str, **environment: str) -> Iterator[Served]:
-    """A gateway process, ended with the block."""
+    """A gateway process, ended with the block; see `start`."""
     served = start(repo, data, *arguments, **environment)
     try:
         yield served

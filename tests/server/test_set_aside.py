@@ -12,6 +12,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from nobackfill.v1 import gallery_pb2
+from server.state import StateFile
+from tests.server.conftest import Stages, publish_stage
 from tests.server.process import command
 from tests.server.support import Client, images, refusal, running
 
@@ -81,6 +83,27 @@ def test_damaged_galleries_are_set_aside_and_named(repo: Path, tmp_path: Path) -
         assert client.gallery(name).items == 0
     with running(repo, data) as gateway:
         assert gateway.core.galleries.aside().keys() == reasons.keys() - {name}
+
+
+def test_one_that_cannot_be_brought_back_is_set_aside(
+    repo: Path, stages: Stages, tmp_path: Path
+) -> None:
+    """A restart after a broken swap brings galleries back; one without its old space ended it."""
+    data = tmp_path / "data"
+    publish_stage(repo, stages[2])
+    with running(stages[1], data) as gateway, Client(gateway.address) as client:
+        for name in ("bad", "good"):
+            client.create(name)
+            client.put_images(images(3), name)
+    with running(repo, data) as gateway, Client(gateway.address) as client:
+        client.activate(2)
+    StateFile(data / "state.json").change(active=1, previous=())
+    with sqlite3.connect(data / "galleries" / "bad" / "gallery.sqlite") as connection:
+        connection.execute("DELETE FROM spaces WHERE state = 'previous'")
+    with running(repo, data) as gateway, Client(gateway.address) as client:
+        assert gateway.core.galleries.aside().keys() == {"bad"}
+        hit = client.search(images(3)[1], "good", 1).hits[0]
+        assert (hit.id, hit.release) == ("i1", 1)
 
 
 def copy(data: Path, damage: Callable[[Path], None]) -> None:

@@ -104,14 +104,20 @@ class GetGalleryResponse(_message.Message):
     def __init__(self, gallery: _Optional[_Union[Gallery, _Mapping]] = ...) -> None: ...
 
 class ListGalleriesRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class ListGalleriesResponse(_message.Message):
-    __slots__ = ("galleries",)
+    __slots__ = ("galleries", "next_page_token")
     GALLERIES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     galleries: _containers.RepeatedCompositeFieldContainer[Gallery]
-    def __init__(self, galleries: _Optional[_Iterable[_Union[Gallery, _Mapping]]] = ...) -> None: ...
+    next_page_token: str
+    def __init__(self, galleries: _Optional[_Iterable[_Union[Gallery, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class DeleteGalleryRequest(_message.Message):
     __slots__ = ("name",)

@@ -1,0 +1,22 @@
+"""The gateway's small state: what several threads change at once, each by what was there."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from server.gateway import Gateway
+from server.state import StateFile
+
+NAMES = [f"g{i}" for i in range(24)]
+
+
+def test_no_pause_is_lost_beside_others(gateway: Gateway) -> None:
+    """Two that paused at once both wrote what they had read before: one was forgotten."""
+    upgrading, state = gateway.core.upgrading, gateway.core.state
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(upgrading.pause, NAMES))
+        assert sorted(state.now.paused) == sorted(NAMES)
+        list(pool.map(upgrading.resume, NAMES[::2]))
+        assert sorted(state.now.paused) == sorted(NAMES[1::2])
+        list(pool.map(lambda name: upgrading.forget({name}), NAMES[1::2]))
+        assert state.now.paused == ()
+    upgrading.pause("g1")
+    assert StateFile(gateway.core.data / "state.json").now == state.now
