@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from client import commands, commands_follow
+from client import commands, commands_follow, commands_repair
 from release.errors import CannotWriteError, NobackfillError
 from release.terminal import visible
 
@@ -67,7 +67,7 @@ def common(
 for command in (
     commands.init, commands.add, commands.search, commands_follow.sync, commands.status,
     commands_follow.rollback, commands.remove, commands_follow.push, commands_follow.pull,
-    commands.gc, commands.verify,
+    commands.gc, commands.verify, commands_repair.rescue,
 ):  # fmt: skip
     app.command()(command)
 app.command("list")(commands.list_items)

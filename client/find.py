@@ -17,12 +17,14 @@ from gallery.passing import passing_labels
 from gallery.spec import SpaceSpec
 from release.calibration import scores
 from release.errors import (
+    DamagedError,
     IncompatibleSpaceError,
     InvalidInputError,
     NotFoundError,
     UnusableOutputError,
+    UnusableRowsError,
 )
-from release.vectors import Vectors
+from release.vectors import Vectors, check_vectors
 
 LARGEST_K = 1000
 
@@ -67,6 +69,14 @@ class Search:
     def __init__(self, device: Device, where: Mapping[str, Scalar]) -> None:
         self._device = device
         self.spec, labels, vectors = self._load()
+        if len(labels) < device.store.count():
+            # Items may lack a vector, and pages may have lost some: only their bytes tell which.
+            device.store.check_pages()
+        try:
+            check_vectors(vectors, self.spec.dim, what="stored vectors", unit=self.spec.unit)
+        except UnusableRowsError as error:
+            # Found elsewhere than they are, they would be wrong answers.
+            raise DamagedError(device.path, error) from error
         self._curves = _curves(device.manifest_text(self.spec.release), self.spec.space)
         self._index = ExactIndex(self.spec, labels, vectors)
         self._allowed = None
@@ -121,6 +131,9 @@ class Search:
 
     def _hits(self, labels: Any, distances: Any) -> list[Hit]:
         items = self._device.store.items(labels[labels >= 0], self.spec.space)
+        if None in items:
+            # Removed since, or no longer found on a damaged page.
+            self._device.store.check_pages()
         return [
             Hit(
                 id=item.id,

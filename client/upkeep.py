@@ -1,7 +1,6 @@
 """Keeping a gallery in order: remove, gc, verify."""
 
 import contextlib
-import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from gallery.spec import SpaceInfo
 from gallery.tables import from_blobs, vector_table
 from release import durable
 from release.digests import sha256_file
-from release.errors import BusyError, NobackfillError, NotFoundError
+from release.errors import BusyError, DamagedError, NobackfillError, NotFoundError, few
 from release.vectors import check_vectors
 
 _ROWS = 4096
@@ -104,15 +103,21 @@ def verify(device: Device) -> dict[str, Any]:
     """
     problems: list[str] = []
     vectors = 0
-    with device.store.reading() as connection:
-        try:
-            pages = connection.execute("PRAGMA integrity_check").fetchone()[0]
+    try:
+        with device.store.reading() as connection:
+            rows = connection.execute("PRAGMA integrity_check(4)").fetchall()
+            pages = [line for (text,) in rows for line in text.splitlines()]
             strays = connection.execute("PRAGMA foreign_key_check").fetchall()
-        except sqlite3.DatabaseError as error:
-            pages, strays = str(error), []
-    if pages != "ok" or strays:
-        problems.append(f"{device.path}: damaged ({pages}); restore a copy, or make it anew")
-    for space in device.store.spaces():
+        if pages != ["ok"] or strays:
+            found = few(pages) if pages != ["ok"] else f"{len(strays)} rows of no item"
+            raise DamagedError(device.path, found)
+        items = device.store.count()
+        spaces = device.store.spaces()
+        device.store.active()
+    except DamagedError as error:
+        # What follows would say the same again, row by row.
+        return {"items": None, "vectors": None, "problems": [str(error)]}
+    for space in spaces:
         if space.state == "staging" and not device.state("installed", {}).get(
             str(space.spec.release)
         ):
@@ -130,7 +135,7 @@ def verify(device: Device) -> dict[str, Any]:
             for file in missing(device.models, embedding_files(manifest))
         ]
     problems += _check_vault(device)
-    return {"items": device.store.count(), "vectors": vectors, "problems": problems}
+    return {"items": items, "vectors": vectors, "problems": problems}
 
 
 def _check_space(device: Device, space: SpaceInfo) -> int:

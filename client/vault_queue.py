@@ -23,7 +23,8 @@ _ROWS = (
     "WHERE state = ifnull(?, state) AND item = ifnull(?, item) ORDER BY item, rowid"
 )
 _ROWS_WITHOUT_KEY = _ROWS.replace("state, key", "state, NULL")
-_TABLE = """
+# Made by the first image that is sealed.
+TABLE = """
 CREATE TABLE IF NOT EXISTS vault (
     blob TEXT PRIMARY KEY,
     item TEXT NOT NULL,
@@ -121,7 +122,7 @@ class VaultQueue:
 
 def _prepare(connection: Connection) -> None:
     """Make the table, or bring that of an older version up to date."""
-    connection.execute(_TABLE)
+    connection.execute(TABLE)
     connection.execute(_INDEX)
     if "key" not in {name for (name,) in connection.execute(_COLUMNS)}:
         connection.execute("ALTER TABLE vault ADD COLUMN key TEXT")

@@ -113,7 +113,7 @@ class Connections:
             if unclean:
                 verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
                 if verdict != "ok":
-                    raise DamagedError(self.path, verdict)
+                    raise DamagedError(self.path, verdict.splitlines()[-1])
             application = connection.execute("PRAGMA application_id").fetchone()[0]
             version = connection.execute("PRAGMA user_version").fetchone()[0]
         except sqlite3.DatabaseError as error:

@@ -47,11 +47,12 @@ def items(
         " WHERE i.label IN (SELECT value FROM json_each(?))",
         (json.dumps(wanted),),
     )
-    found = {item.label: item for item in map(_item, rows)}
+    found = {item.label: item for item in map(item_of, rows)}
     return [found.get(label) for label in wanted]
 
 
-def _item(row: tuple[Any, ...]) -> Item:
+def item_of(row: tuple[Any, ...]) -> Item:
+    """A row (label, id, digest, metadata, origin, uncertainty). Raises DamagedError for none."""
     label, item_id, digest, metadata, origin, uncertainty = row
     fields = _json(metadata, f"item {label}")
     sound = isinstance(item_id, str) and isinstance(digest, str | None) and origin in _ORIGINS
@@ -86,7 +87,7 @@ def page(connection: sqlite3.Connection, after: int, limit: int, where: str = "T
         f" WHERE i.label > ? AND {where} ORDER BY i.label LIMIT ?",
         (after, limit),
     )
-    return [_item(row) for row in rows]
+    return [item_of(row) for row in rows]
 
 
 def least_certain(connection: sqlite3.Connection, space: str, limit: int) -> list[Item]:
@@ -98,7 +99,7 @@ def least_certain(connection: sqlite3.Connection, space: str, limit: int) -> lis
         " ORDER BY v.uncertainty DESC, v.label LIMIT ?",
         (limit,),
     )
-    return [_item(row) for row in rows]
+    return [item_of(row) for row in rows]
 
 
 def upgraded(connection: sqlite3.Connection, space: str, ids: Sequence[str]) -> list[Item]:
@@ -111,7 +112,7 @@ def upgraded(connection: sqlite3.Connection, space: str, ids: Sequence[str]) -> 
         " ORDER BY v.uncertainty IS NULL, v.uncertainty DESC, v.label",
         (json.dumps(list(ids)),),
     )
-    return [_item(row) for row in rows]
+    return [item_of(row) for row in rows]
 
 
 def count(connection: sqlite3.Connection, space: str | None) -> int:

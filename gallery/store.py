@@ -262,6 +262,16 @@ class Store:
         with self.reading() as connection:
             return reading.vector(connection, label, find_space(connection, space))
 
+    def check_pages(self) -> None:
+        """Read every page, for rows that are not found are missed by nobody. Raises DamagedError.
+
+        A part would not do: only among all can a page be seen that no table has any more.
+        """
+        with self.reading() as connection:
+            verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if verdict != "ok":
+            raise DamagedError(self.path, verdict.splitlines()[-1])
+
     def state_get(self, key: str) -> Any:
         """A small JSON value kept with the gallery; None if there is none."""
         with self.reading() as connection:
@@ -279,5 +289,7 @@ class Store:
 
 
 def _commits(connection: Connection) -> int:
-    count: int = connection.execute("SELECT count FROM commits").fetchone()[0]
-    return count
+    rows = connection.execute("SELECT count FROM commits").fetchall()
+    if len(rows) != 1 or not isinstance(rows[0][0], int):
+        raise DamagedError("the gallery file", "it does not count its commits any more")
+    return int(rows[0][0])
