@@ -17,7 +17,14 @@ from gallery.spec import SpaceInfo
 from gallery.tables import from_blobs, vector_table
 from release import durable
 from release.digests import sha256_file
-from release.errors import BusyError, DamagedError, NobackfillError, NotFoundError, few
+from release.errors import (
+    BusyError,
+    DamagedError,
+    NobackfillError,
+    NotFoundError,
+    UnusableRowsError,
+    few,
+)
 from release.vectors import check_vectors
 
 _ROWS = 4096
@@ -146,7 +153,10 @@ def _check_space(device: Device, space: SpaceInfo) -> int:
         while some := rows.fetchmany(_ROWS):
             vectors = from_blobs([blob for (blob,) in some], spec.dim)
             what = f"vectors of release {spec.release}"
-            check_vectors(vectors, spec.dim, what=what, unit=spec.unit)
+            try:
+                check_vectors(vectors, spec.dim, what=what, unit=spec.unit)
+            except UnusableRowsError as error:
+                raise DamagedError(device.path, error) from error
             count += len(vectors)
     if space.state == "active" and count < device.store.count():
         lacking = device.store.count() - count
