@@ -4,8 +4,9 @@ import math
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,113 +32,131 @@ Numbers = NDArray[np.int64] | NDArray[np.float64]
 Rows = NDArray[np.int32]
 Bound = int | float
 
-# A number, its value and its row in a column, measured: a text costs more.
-_TEXT_BYTES = 64
 
-
-class _Sorted(NamedTuple):
+class Sorted(NamedTuple):
     """`values` increasing, each with the row that has it."""
 
     values: Numbers
     rows: Rows
 
 
-class Column:
-    """What a segment's items have under one key; a list counts as each of its elements."""
+class Texts(NamedTuple):
+    """`values` increasing; rows of value i lie from starts[i] to starts[i + 1]."""
 
-    def __init__(self, values: Iterable[tuple[Scalar, int]]) -> None:
-        """`values` with their rows, in any order."""
-        texts: list[tuple[str, int]] = []
-        integers: list[int] = []
-        integer_rows: list[int] = []
-        floats: list[float] = []
-        float_rows: list[int] = []
-        flags: tuple[list[int], list[int]] = ([], [])
-        for value, row in values:
-            if isinstance(value, bool):
-                flags[value].append(row)
-            elif isinstance(value, str):
-                texts.append((value, row))
-            elif isinstance(value, int) and LEAST_INTEGER <= value <= LARGEST_INTEGER:
-                integers.append(value)
-                integer_rows.append(row)
-            else:
-                # A larger integer is to SQLite what it is here.
-                floats.append(float(value))
-                float_rows.append(row)
-        texts.sort()
-        self._texts = list(dict(texts))
-        text_rows = np.array([row for _, row in texts], np.int32)
-        changes = [i for i in range(1, len(texts)) if texts[i][0] != texts[i - 1][0]]
-        # Rows of text i lie from start i to start i + 1.
-        self._starts = np.array([0, *changes, len(texts)] if texts else [0], np.int64)
-        self._text_rows = text_rows
-        self._integers = _sorted(np.array(integers, np.int64), integer_rows)
-        self._floats = _sorted(np.array(floats, np.float64), float_rows)
-        self._flags = (np.array(flags[0], np.int32), np.array(flags[1], np.int32))
+    values: list[str]
+    starts: NDArray[np.int64]
+    rows: Rows
+
+
+@dataclass
+class Column:
+    """What a segment's items have under one key; a list counts as each of its elements. Flags are
+    the rows that have False, and those that have True."""
+
+    texts: Texts
+    integers: Sorted
+    floats: Sorted
+    flags: tuple[Rows, Rows]
 
     @cached_property
-    def _times(self) -> _Sorted:
+    def _times(self) -> Sorted:
         """Those of the texts that are dates or times, in microseconds."""
         found = [
             (time, row)
-            for i, time in enumerate(map(microseconds, self._texts))
+            for i, time in enumerate(map(microseconds, self.texts.values))
             if time is not None
-            for row in self._text_rows[self._starts[i] : self._starts[i + 1]].tolist()
+            for row in self._with_text(i).tolist()
         ]
-        return _sorted(np.array([time for time, _ in found], np.int64), [row for _, row in found])
+        times = np.array([time for time, _ in found], np.int64)
+        return in_order(times, np.array([row for _, row in found], np.int32))
 
     @cached_property
     def bytes(self) -> int:
         """About how much memory it takes."""
-        arrays = (self._starts, self._text_rows, *self._integers, *self._floats, *self._flags)
-        texts = sum(map(sys.getsizeof, self._texts)) + _TEXT_BYTES // 8 * len(self._texts)
+        arrays = (*self.texts[1:], *self.integers, *self.floats, *self.flags)
+        texts = sum(map(sys.getsizeof, self.texts.values)) + 8 * len(self.texts.values)
         # A time for each text is reckoned with, for it may come to that.
-        return texts + 12 * len(self._text_rows) + sum(array.nbytes for array in arrays)
+        return texts + 12 * len(self.texts.rows) + sum(array.nbytes for array in arrays)
 
     def rows(self, test: Test) -> Sequence[Rows]:
         """The rows for which `test` holds, in pieces; a row may come twice."""
         if isinstance(test, OneOf):
             return self._one_of(test.values)
         if isinstance(test, Range):
-            return [_between(column, test) for column in (self._integers, self._floats)]
+            return [_between(column, test) for column in (self.integers, self.floats)]
         if isinstance(test, TimeRange):
             return [_between(self._times, test)]
-        return [self._text_rows, self._integers.rows, self._floats.rows, *self._flags]
+        return [self.texts.rows, self.integers.rows, self.floats.rows, *self.flags]
 
     def _one_of(self, values: Sequence[Scalar]) -> list[Rows]:
         found = []
         numbers: list[int | float] = []
         for value in values:
             if isinstance(value, bool):
-                found.append(self._flags[value])
+                found.append(self.flags[value])
             elif isinstance(value, str):
-                i = bisect_left(self._texts, value)
-                if i < len(self._texts) and self._texts[i] == value:
-                    found.append(self._text_rows[self._starts[i] : self._starts[i + 1]])
+                i = bisect_left(self.texts.values, value)
+                if i < len(self.texts.values) and self.texts.values[i] == value:
+                    found.append(self._with_text(i))
             else:
                 numbers.append(value)
         if numbers:
             whole = [int(n) for n in numbers if math.isfinite(n) and n == int(n)]
             whole = [n for n in whole if LEAST_INTEGER <= n <= LARGEST_INTEGER]
-            found += _equal(self._integers, np.array(whole, np.int64))
+            found += _equal(self.integers, np.array(whole, np.int64))
             exact = [float(n) for n in numbers if float(n) == n]
-            found += _equal(self._floats, np.array(exact, np.float64))
+            found += _equal(self.floats, np.array(exact, np.float64))
         return found
 
+    def _with_text(self, i: int) -> Rows:
+        return self.texts.rows[self.texts.starts[i] : self.texts.starts[i + 1]]
 
-def _sorted(values: Numbers, rows: Sequence[int]) -> _Sorted:
+
+def column_of(values: Iterable[tuple[Scalar, int]]) -> Column:
+    """Of values with their rows, in any order."""
+    texts: list[tuple[str, int]] = []
+    integers: list[tuple[int, int]] = []
+    floats: list[tuple[float, int]] = []
+    flags: tuple[list[int], list[int]] = ([], [])
+    for value, row in values:
+        if isinstance(value, bool):
+            flags[value].append(row)
+        elif isinstance(value, str):
+            texts.append((value, row))
+        elif isinstance(value, int) and LEAST_INTEGER <= value <= LARGEST_INTEGER:
+            integers.append((value, row))
+        else:
+            # A larger integer is to SQLite what it is here.
+            floats.append((float(value), row))
+    texts.sort()
+    changes = [i for i in range(1, len(texts)) if texts[i][0] != texts[i - 1][0]]
+    starts = np.array([0, *changes, len(texts)] if texts else [0], np.int64)
+    return Column(
+        Texts(list(dict(texts)), starts, np.array([row for _, row in texts], np.int32)),
+        _in_order(integers, np.dtype(np.int64)),
+        _in_order(floats, np.dtype(np.float64)),
+        (np.array(flags[0], np.int32), np.array(flags[1], np.int32)),
+    )
+
+
+def _in_order(pairs: Sequence[tuple[float, int]], kind: np.dtype[Any]) -> Sorted:
+    values = np.array([value for value, _ in pairs], kind)
+    return in_order(values, np.array([row for _, row in pairs], np.int32))
+
+
+def in_order(values: Numbers, rows: Rows) -> Sorted:
+    """Sorted by value."""
     order = np.argsort(values, kind="stable")
-    return _Sorted(values[order], np.array(rows, np.int32)[order])
+    return Sorted(values[order], rows[order])
 
 
-def _equal(column: _Sorted, wanted: Numbers) -> list[Rows]:
+def _equal(column: Sorted, wanted: Numbers) -> list[Rows]:
     starts = np.searchsorted(column.values, wanted, "left").tolist()
     ends = np.searchsorted(column.values, wanted, "right").tolist()
     return [column.rows[start:end] for start, end in zip(starts, ends, strict=True) if start < end]
 
 
-def _between(column: _Sorted, test: Range | TimeRange) -> Rows:
+def _between(column: Sorted, test: Range | TimeRange) -> Rows:
     start, end = 0, len(column.values)
     if test.at_least is not None:
         start = max(start, _position(column.values, test.at_least, after=False))

@@ -1,26 +1,17 @@
 """Some items of a gallery, with their metadata as columns that are read when they are asked for."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gallery import columns, reading
-from gallery.columns import Column
+from gallery import columns, reading, stored_columns
+from gallery.columns import Column, column_of
 from gallery.filters import Filter, Scalar
 from gallery.index import Labels, Mask
 from gallery.put import Metadata
 from gallery.store import Store
-from gallery.tables import label_column
-
-
-def find(labels: Labels, wanted: Labels) -> tuple[NDArray[np.intp], Mask]:
-    """For each of `wanted` its row in `labels` (increasing), and whether it is there at all."""
-    rows = np.searchsorted(labels, wanted)
-    there = rows < len(labels)
-    rows[~there] = 0
-    there[there] = labels[rows[there]] == wanted[there]
-    return rows, there
 
 
 class Segment:
@@ -37,7 +28,7 @@ class Segment:
 
     def _column(self, key: str) -> Column:
         if key not in self._columns:
-            self._columns[key] = Column(self._values(key))
+            self._columns[key] = column_of(self._values(key))
         return self._columns[key]
 
     def _values(self, key: str) -> Iterator[tuple[Scalar, int]]:
@@ -65,38 +56,62 @@ def read_metadata(store: Store, labels: Sequence[int]) -> dict[int, Metadata]:
 
 
 class StoredSegment:
-    """Every item of a gallery at one moment; columns are read from the file, and forgotten, the
-    longest unused first, beyond `most_bytes`.
+    """Every item of a gallery at one moment, from any thread; columns are read from the file, and
+    forgotten, the longest unused first, beyond `most_bytes`.
 
-    Not for several threads at once. An item that was changed since is as it was, or as it is now.
+    Who asks for a column that another thread reads waits for that one alone. An item that was
+    changed since is as it was, or as it is now.
     """
 
     def __init__(self, store: Store, most_bytes: int) -> None:
         self._store = store
         self._most = most_bytes
-        self._columns: dict[str, Column] = {}
+        # Of _columns. Nothing is read while it is held.
+        self._lock = threading.Lock()
+        # The last was used last.
+        self._columns: dict[str, Future[Column]] = {}
         with store.reading() as connection:
-            self.labels = label_column(connection.execute("SELECT label FROM items ORDER BY label"))
+            self.labels = stored_columns.labels(connection)
 
-    def passing(self, filtered: Filter, keys: frozenset[str]) -> Mask:
+    def passing(self, filtered: Filter, keys: Iterable[str]) -> Mask:
         """Which of the labels pass, bool [n]; `keys` are those that the checked filter asks for."""
-        for key in sorted(keys):
-            # The last of the dict is what was used last.
-            known = self._columns.pop(key, None)
-            self._columns[key] = Column(self._read(key)) if known is None else known
-        mask = columns.mask(filtered, self._columns.__getitem__, len(self.labels))
-        held = sum(column.bytes for column in self._columns.values())
-        while held > self._most and self._columns:
-            held -= self._columns.pop(next(iter(self._columns))).bytes
-        return mask
+        found = {key: self.column(key) for key in sorted(keys)}
+        return columns.mask(filtered, found.__getitem__, len(self.labels))
 
-    def _read(self, key: str) -> Iterator[tuple[Scalar, int]]:
-        with self._store.reading() as connection:
-            found = connection.execute(
-                "SELECT kind, value, label FROM attributes WHERE key = ?", (key,)
-            ).fetchall()
-        kinds, values, labels = zip(*found, strict=True) if found else ((), (), ())
-        rows, there = find(self.labels, np.array(labels, np.int64))
-        # What came after the labels were read is another segment's.
-        for i in np.flatnonzero(there).tolist():
-            yield bool(values[i]) if kinds[i] == "flag" else values[i], int(rows[i])
+    def held(self) -> list[str]:
+        """Keys whose columns are in memory."""
+        with self._lock:
+            return [*self._columns]
+
+    def column(self, key: str) -> Column:
+        """That of one key."""
+        with self._lock:
+            column = self._columns.pop(key, None)
+            first = column is None
+            if column is None:
+                column = Future()
+            self._columns[key] = column
+        if first:
+            self._read(key, column)
+        return column.result()
+
+    def _read(self, key: str, column: "Future[Column]") -> None:
+        try:
+            with self._store.reading() as connection:
+                found = stored_columns.read(connection, key, self.labels)
+        except BaseException as error:
+            with self._lock:
+                if self._columns.get(key) is column:
+                    del self._columns[key]
+            # Told to all who wait for it; the next one tries again.
+            column.set_exception(error)
+            raise
+        column.set_result(found)
+        with self._lock:
+            done = {key: one.result().bytes for key, one in self._columns.items() if one.done()}
+            held = sum(done.values())
+            for oldest, size in done.items():
+                if held <= self._most:
+                    break
+                del self._columns[oldest]
+                held -= size

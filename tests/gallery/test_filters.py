@@ -1,6 +1,6 @@
 """The filter engine against a slow predicate that goes through the items one by one."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gallery import passing as engine
 from gallery.filters import (
     MOST_DEPTH,
     MOST_TESTS,
@@ -29,7 +28,7 @@ from gallery.passing import Filtering, passing_labels
 from gallery.put import MetadataValue
 from gallery.store import NewVectors, Store
 from release.errors import InvalidInputError
-from tests.gallery.making import filled, ids, spec, vectors
+from tests.gallery.making import ids, spec, vectors
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # Texts that are times, with the time they are, and others that are nearly.
@@ -199,54 +198,3 @@ def test_filters_are_bounded(tmp_path: Path, filtered: Filter, why: str) -> None
             passing_labels(store, filtered)
         assert not len(passing_labels(store, OneOf("a", (1.0,) * MOST_VALUES)))
         assert not len(passing_labels(store, nested(MOST_DEPTH)))
-
-
-def test_what_changes_is_not_read_again_and_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A change costs a filter what changed; many changes one reading of everything; and nobody is
-    followed who was never asked."""
-    monkeypatch.setattr(engine, "LEAST_CHANGED", 10)
-    monkeypatch.setattr(engine, "MOST_STALE", 30)
-    asked: list[str] = []
-    with filled(tmp_path / "g.sqlite", 50) as store:
-        filtering = Filtering(store)
-        changes: Callable[[int, int], int] = lambda first, count: len(  # noqa: E731
-            store.put(
-                ids(count, first),
-                [NewVectors(spec().space, vectors(count, 1))],
-                metadata=[{"n": n} for n in range(first, first + count)],
-            ).labels
-        )
-        changes(0, 50)
-        assert len(filtering.passing(Exists("n"))) == 50
-        with store.reading() as connection:
-            connection.set_trace_callback(asked.append)
-        changes(50, 5)
-        assert len(filtering.passing(Range("n", at_least=40))) == 15
-        assert not [one for one in asked if "attributes" in one and "SELECT label" in one]
-        assert not [one for one in asked if "FROM attributes" in one]
-        changes(60, 25)
-        assert len(filtering.passing(Exists("n"))) == 80
-        assert [one for one in asked if "FROM attributes" in one]
-        changes(100, 100)
-        assert len(filtering.passing(Exists("n"))) == 180
-        filtering.close()
-
-
-def test_columns_beyond_the_bound_are_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "MOST_BYTES", 3000)
-    with filled(tmp_path / "g.sqlite", 100) as store:
-        store.put(
-            ids(100),
-            [NewVectors(spec().space, vectors(100, 1))],
-            metadata=[{"a": n, "b": n, "c": n} for n in range(100)],
-        )
-        filtering = Filtering(store)
-        for _ in range(2):
-            for key in "abc":
-                assert len(filtering.passing(Range(key, at_least=90))) == 10
-        assert len(filtering.passing(All((Exists("a"), Exists("b"), Exists("c"))))) == 100
-        filtering.close()

@@ -1,0 +1,221 @@
+"""What the filter engine holds, who waits for what it reads, and what is read again."""
+
+import sqlite3
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from gallery import passing as engine
+from gallery import segment, stored_columns
+from gallery.columns import Column
+from gallery.filters import All, Exists, OneOf, Range, TimeRange
+from gallery.index import Labels
+from gallery.passing import Filtering
+from gallery.segment import StoredSegment
+from gallery.store import NewVectors, Store
+from release.errors import BusyError
+from tests.gallery.making import filled, ids, spec, vectors
+
+WAIT_S = 60
+
+
+class Gate:
+    """Reads columns as the engine does, and stops before a key until it is let go on."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+        self.read: list[str] = []
+
+    def __call__(self, connection: sqlite3.Connection, key: str, labels: Labels) -> Column:
+        self.read.append(key)
+        if key == self.key:
+            self.reached.set()
+            assert self.go_on.wait(WAIT_S)
+        return stored_columns.read(connection, key, labels)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """50 items with their number under `a`, `b` and `n`."""
+    with filled(tmp_path / "g.sqlite", 50) as made:
+        put(made, 0, 50)
+        yield made
+
+
+def put(store: Store, first: int, count: int) -> None:
+    numbers = range(first, first + count)
+    store.put(
+        ids(count, first),
+        [NewVectors(spec().space, vectors(count, 1))],
+        metadata=[{"a": n, "b": n, "n": n} for n in numbers],
+    )
+
+
+def gated(monkeypatch: pytest.MonkeyPatch, key: str) -> Gate:
+    gate = Gate(key)
+
+    class Stored:
+        labels = staticmethod(stored_columns.labels)
+        read = staticmethod(gate)
+
+    monkeypatch.setattr(segment, "stored_columns", Stored)
+    return gate
+
+
+def test_who_asks_for_another_key_does_not_wait(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = gated(monkeypatch, "a")
+    filtering = Filtering(store)
+    with ThreadPoolExecutor(3) as pool:
+        slow = [pool.submit(filtering.passing, Range("a", at_least=40)) for _ in range(2)]
+        assert gate.reached.wait(WAIT_S)
+        assert len(filtering.passing(Range("b", at_least=45))) == 5
+        put(store, 50, 3)
+        assert len(filtering.passing(Exists("b"))) == 53
+        assert not any(one.done() for one in slow)
+        gate.go_on.set()
+        # As it was when they asked.
+        assert [len(one.result(WAIT_S)) for one in slow] == [10, 10]
+    assert gate.read.count("a") == 1
+    assert len(filtering.passing(Range("a", at_least=40))) == 13
+    filtering.close()
+
+
+def test_a_reading_that_fails_is_told_and_tried_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filtering = Filtering(store)
+    assert len(filtering.passing(Exists("a"))) == 50
+
+    def busy(*_: object) -> Column:
+        raise BusyError("try again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stored_columns, "read", busy)
+        with pytest.raises(BusyError):
+            filtering.passing(Exists("b"))
+        assert len(filtering.passing(Range("a", at_least=49))) == 1
+    assert len(filtering.passing(Exists("b"))) == 50
+    filtering.close()
+
+
+def test_many_changes_are_read_anew_while_others_are_answered(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change costs a filter what changed; many changes one reading of everything, for which
+    nobody waits, and which misses nothing that came meanwhile."""
+    monkeypatch.setattr(engine, "LEAST_CHANGED", 10)
+    gate = gated(monkeypatch, "n")
+    gate.go_on.set()
+    filtering = Filtering(store)
+    assert len(filtering.passing(Exists("n"))) == 50
+    put(store, 50, 5)
+    assert len(filtering.passing(Range("n", at_least=40))) == 15
+    assert gate.read == ["n"]
+    gate.reached.clear()
+    gate.go_on.clear()
+    put(store, 60, 25)
+    assert len(filtering.passing(Exists("n"))) == 80
+    assert gate.reached.wait(WAIT_S)
+    put(store, 100, 100)
+    store.delete(ids(10))
+    assert len(filtering.passing(Exists("n"))) == 170
+    assert len(filtering.passing(Range("n", less_than=60))) == 45
+    store.delete(ids(10, 100))
+    (work,) = (thread for thread in threading.enumerate() if thread.name == "filters")
+    gate.go_on.set()
+    work.join(WAIT_S)
+    assert gate.read == ["n", "n"]
+    for _ in range(2):
+        assert len(filtering.passing(Exists("n"))) == 160
+        assert len(filtering.passing(Range("n", less_than=60))) == 45
+    filtering.close()
+
+
+def test_more_changes_than_are_remembered_are_read_with_the_rest(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "MOST_STALE", 30)
+    filtering = Filtering(store)
+    assert len(filtering.passing(Exists("n"))) == 50
+    put(store, 100, 100)
+    assert len(filtering.passing(Exists("n"))) == 150
+    filtering.close()
+
+
+def test_an_answer_is_kept_until_something_changes(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filtering = Filtering(store)
+    first = filtering.passing(OneOf("n", (1,)))
+    assert filtering.passing(OneOf("n", (1,))) is first
+    # Equal to Python, not here.
+    assert len(first) == 1
+    assert not len(filtering.passing(OneOf("n", (True,))))
+    put(store, 50, 1)
+    assert filtering.passing(OneOf("n", (1,))) is not first
+    size = 1 + engine.KNOWN_INDEXES
+    monkeypatch.setattr(engine, "MOST_ANSWER_BYTES", 3 * size * 50)
+    for n in range(10):
+        assert len(filtering.passing(OneOf("n", (n, 1)))) == 1 + (n != 1)
+    state = filtering._state
+    assert state is not None and len(state.answers) == 3
+    filtering.close()
+
+
+def test_columns_beyond_the_bound_are_forgotten(store: Store) -> None:
+    numbers = stored_bytes(StoredSegment(store, 1 << 30), ["a"])
+    stored = StoredSegment(store, 2 * numbers)
+    for _ in range(2):
+        for key in ("a", "b", "n"):
+            assert stored.passing(Range(key, at_least=40), [key]).sum() == 10
+            assert stored_bytes(stored, stored.held()) <= 2 * numbers
+    # The longest unused goes first.
+    assert stored.held() == ["b", "n"]
+    every = All((Exists("a"), Exists("b"), Exists("n")))
+    assert stored.passing(every, ["a", "b", "n"]).sum() == 50
+    assert stored_bytes(stored, stored.held()) <= 2 * numbers
+
+
+def stored_bytes(stored: StoredSegment, keys: list[str]) -> int:
+    return sum(stored.column(key).bytes for key in keys)
+
+
+@pytest.mark.parametrize("key", ["flag", "whole", "part", "text", "time", "tags"])
+def test_a_column_takes_about_the_memory_it_says(tmp_path: Path, key: str) -> None:
+    count = 5000
+    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+        store.put(
+            ids(count),
+            [NewVectors(spec().space, vectors(count, 1))],
+            metadata=[
+                {
+                    "flag": n % 2 == 0,
+                    "whole": n,
+                    "part": n / 7,
+                    "text": f"number {n}",
+                    "time": f"{1000 + n}-01-02T03:04:05Z",
+                    "tags": ["all", f"t{n % 50}"],
+                }
+                for n in range(count)
+            ],
+        )
+        stored = StoredSegment(store, 1 << 30)
+        tracemalloc.start()
+        try:
+            column = stored.column(key)
+            # As it may come to.
+            column.rows(TimeRange(key, at_least=0))
+            held = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+    assert held <= 1.25 * column.bytes + 10_000
+    # It reckons with a time for each text.
+    assert column.bytes <= 4 * held + 10_000
