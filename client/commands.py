@@ -114,21 +114,26 @@ def search(
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
-            help="Only items with this metadata: folder, name, or what add --set gave "
-            "(repeatable).",
+            help="Only items with this metadata: folder, name, or what add --set gave; also "
+            "KEY!=VALUE, KEY>VALUE (or <, >=, <=) and 'KEY exists' (repeatable).",
         ),
     ] = None,
     sheet: Sheet = None,
     json: Json = False,
 ) -> None:
     """Find the items nearest to images, or to an item of the gallery. Exact and offline."""
+    from client.conditions import read
     from client.device import Device
     from client.find import Search
 
     if bool(images) == (item is not None):
         raise typer.BadParameter("expected either images or --id")
+    try:
+        conditions = read(where or [])
+    except InvalidInputError as error:
+        raise typer.BadParameter(f"--where: {error}") from error
     with Device(context.obj) as device:
-        view = Search(device, metadata_values(where))
+        view = Search(device, conditions if where else {})
         answers = [view.by_id(item, k)] if item is not None else view.by_images(images or [], k)
         if sheet is not None:
             from client.sheet import write_sheet

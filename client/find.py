@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from client.conditions import every
 from client.device import Device
 from gallery.exact import ExactIndex
-from gallery.filters import All, OneOf, Scalar
+from gallery.filters import Filter, Scalar
 from gallery.index import Labels, mask_of
 from gallery.passing import passing_labels
 from gallery.spec import SpaceSpec
@@ -66,7 +67,9 @@ class Answer:
 class Search:
     """One gallery at one moment: the active space's vectors, read once, searched many times."""
 
-    def __init__(self, device: Device, where: Mapping[str, Scalar]) -> None:
+    def __init__(self, device: Device, where: Mapping[str, Scalar] | Filter) -> None:
+        """Only items that pass `where` are found: a filter, or values by key that they all have.
+        Raises InvalidInputError for a filter that `gallery.filters.check` refuses."""
         self._device = device
         self.spec, labels, vectors = self._load()
         if len(labels) < device.store.count():
@@ -80,8 +83,7 @@ class Search:
         self._curves = _curves(device.manifest_text(self.spec.release), self.spec.space)
         self._index = ExactIndex(self.spec, labels, vectors)
         self._allowed = None
-        if where:
-            filtered = All(tuple(OneOf(key, (value,)) for key, value in where.items()))
+        if (filtered := every(where)) is not None:
             self._allowed = mask_of(labels, passing_labels(device.store, filtered))
 
     def _load(self) -> tuple[SpaceSpec, Labels, Vectors]:

@@ -69,6 +69,9 @@ def test_a_life(world: edge.World, tmp_path: Path) -> None:
     assert nearest["distance"] < 1e-5
     assert nearest["score"] == pytest.approx(1)
     assert ask(gallery, "search", images[2], "--where", "trip=sea")["hits"] == []
+    for condition, count in {"trip!=alps": 0, "trip exists": 3, "trip>=2020-01-01": 0}.items():
+        answer = ask(gallery, "search", images[2], "-k", "3", "--where", condition)
+        assert len(answer["hits"]) == count
     both = ask(gallery, "search", *images[:2], "--sheet", tmp_path / "sheet.png")
     assert [a["hits"][0]["path"] for a in both["answers"]] == [str(p) for p in images[:2]]
     with Image.open(tmp_path / "sheet.png") as sheet:
@@ -109,6 +112,7 @@ REFUSALS = [
     (["add", "MISSING"], 65, "no such file"),
     (["search", "TEXT"], 65, "text.png"),
     (["search", "--id", "x", "--where", "trip"], 2, "KEY=VALUE"),
+    (["search", "--id", "x", "--where", "trip>alps"], 2, "a number, a date or a time"),
     (["remove", "x"], 66, "neither an id nor a path"),
     (["rollback"], 66, "nothing to return to"),
     (["init", "--from", "REPO"], 73, "exists already"),

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from client.app import Gateway, MetadataValue
+from client.app import Gateway
 from client.device import Device
 from client.find import Search
+from gallery.filters import AnyOf, Exists, Filter, Not, OneOf, Range, Scalar
 from nobackfill.v1.gallery_pb2 import UpdateGalleryRequest
 from release.errors import NotFoundError
 from tests.server.support import Client, running
@@ -20,6 +21,17 @@ from tests.support import blocks, edge
 # (file name, distance, score, release, origin) of each hit.
 Hits = list[tuple[str, float, float, int, str]]
 ORIGINS = {1: "native", 3: "upgraded"}
+# What no float64 is.
+BIG = 2**53 + 1
+# Filters, and whether the one picture that has `stars` passes, alone.
+FILTERED: dict[Filter, bool] = {
+    Range("stars", greater_than=4, less_than=5.5): True,
+    Range("big", at_least=BIG, at_most=BIG): True,
+    Range("big", greater_than=BIG): False,
+    OneOf("big", (BIG - 1, BIG + 1)): False,
+    Not(Exists("stars")): False,
+    AnyOf((OneOf("trip", ("sea",)), Not(Not(OneOf("raw", (True,)))))): True,
+}
 
 
 @dataclass(frozen=True)
@@ -99,14 +111,17 @@ def test_the_same_life_gives_the_same_answers(pair: Pair, world: edge.World) -> 
 
 def test_the_app_client_filters_and_names_what_is_missing(pair: Pair) -> None:
     with Gateway(pair.address) as app:
-        noted: dict[str, dict[str, MetadataValue]] = {
-            "again": {"trip": "alps", "stars": 5.0, "raw": True}
+        noted: dict[str, dict[str, Scalar]] = {
+            "again": {"trip": "alps", "stars": 5, "raw": True, "big": BIG}
         }
         assert app.put("photos", {"again": pair.images[0]}, noted) == {}
         for key, value in noted["again"].items():
             data = pair.images[0].read_bytes()
             hits = app.search("photos", image=data, where={key: value}).hits
             assert [hit.id for hit in hits] == ["again"]
+        for filtered, found in FILTERED.items():
+            hits = app.search("photos", image=pair.images[0], k=1000, where=filtered).hits
+            assert ([hit.id for hit in hits] == ["again"]) is found
         refused = app.put("photos", {"text": b"not an image"})
         assert list(refused) == ["text"]
         with pytest.raises(NotFoundError):

@@ -1,0 +1,104 @@
+"""Filters as people type them, and as apps send them, against the language itself."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from client.conditions import read
+from client.device import Device
+from client.expressions import to_expression, to_value
+from client.find import Search
+from client.options import metadata_values
+from gallery.filters import All, Exists, Filter, Not, OneOf, Range, Scalar, TimeRange, microseconds
+from gallery.put import MetadataValue
+from gallery.store import NewVectors
+from nobackfill.v1 import types_pb2 as types
+from release.errors import InvalidInputError
+from server.services.convert import from_filter
+from tests.gallery.test_filters import FILTERS, METADATA, holds
+from tests.support import graphs
+from tests.support.edge import Setting
+
+TYPED: list[tuple[str, Filter]] = [
+    ("trip=alps", OneOf("trip", ("alps",))),
+    ("trip=", OneOf("trip", ("",))),
+    ("a note=it exists", OneOf("a note", ("it exists",))),
+    ("formula=a<b", OneOf("formula", ("a<b",))),
+    ("blue=true", OneOf("blue", (True,))),
+    ("trip!=alps", Not(OneOf("trip", ("alps",)))),
+    ("n=9007199254740993", OneOf("n", (2**53 + 1,))),
+    ("n=5.0", OneOf("n", (5.0,))),
+    ("n>5", Range("n", greater_than=5)),
+    ("n>=-1.5", Range("n", at_least=-1.5)),
+    ("n<5", Range("n", less_than=5)),
+    ("n<=99999999999999999999", Range("n", at_most=1e20)),
+    ("day>=2026-06-01", TimeRange("day", at_least=microseconds("2026-06-01"))),
+    ("day<2026-06-01T12:00:00Z", TimeRange("day", less_than=microseconds("2026-06-01T12:00:00Z"))),
+    ("trip exists", Exists("trip")),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), TYPED)
+def test_conditions_mean_what_they_say(text: str, expected: Filter) -> None:
+    # By text, for to Python True equals 1.
+    assert repr(read([text])) == repr(All((expected,)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "trip", "=alps", "exists", " exists", ">5", "n>alps", "n>true", "n>nan", "n>"],
+)
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(InvalidInputError, match="expected"):
+        read([text])
+
+
+def test_values_are_told_from_text() -> None:
+    pairs = ["a=5", "b=5.5", "c=nan", "d=1e999", "e=true", "f=True", "g=1" + "0" * 5000, "h=x=y"]
+    found = metadata_values(pairs)
+    whole = found["a"], found["b"], found["e"]
+    assert [type(value) for value in whole] == [int, float, bool]
+    expected = {"a": 5, "b": 5.5, "c": "nan", "d": "1e999", "e": True, "f": "True"}
+    assert found == expected | {"g": pairs[6][2:], "h": "x=y"}
+
+
+@settings(max_examples=200, deadline=None)
+@given(FILTERS, METADATA)
+def test_a_gateway_reads_what_an_app_wrote(
+    filtered: Filter, metadata: Mapping[str, MetadataValue]
+) -> None:
+    message = types.Filter(expression=to_expression(filtered)).SerializeToString()
+    told = from_filter(types.Filter.FromString(message))
+    assert told is not None
+    assert holds(told, metadata) == holds(filtered, metadata)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(True, "flag"), (2**63 - 1, "integer"), (2**63, "number"), (5.0, "number"), ("5", "text")],
+)
+def test_integers_stay_integers(value: Scalar, kind: str) -> None:
+    made = to_value(value)
+    assert made.WhichOneof("kind") == kind
+    assert getattr(made, kind) == value
+
+
+def test_a_device_is_searched_by_any_filter(setting: Setting) -> None:
+    rows = np.random.default_rng(1).standard_normal((40, graphs.DIM)).astype(np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    with Device(setting.gallery) as device:
+        device.store.delete([item.id for item in device.store.listing()])
+        device.store.put(
+            [f"item-{row}" for row in range(40)],
+            [NewVectors(device.store.active().spec.space, rows)],
+            metadata=[{"row": row} if row else {} for row in range(40)],
+        )
+        for conditions, expected in {
+            ("row>=5", "row<8", "row!=6"): {5, 7},
+            ("row!=6",): {*range(40)} - {6},
+            ("row exists",): {*range(1, 40)},
+        }.items():
+            hits = Search(device, read(conditions)).by_id("item-39", 100).hits
+            assert {hit.id for hit in hits} == {f"item-{row}" for row in expected - {39}}
