@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gallery.exact import ExactIndex
 from gallery.passing import Filtering
 from gallery.spec import SpaceInfo, SpaceSpec
 from gallery.store import Change, Item, Store
@@ -31,6 +32,8 @@ EXACT = "exact_distances"
 # its kind.
 _SLOW_S = 0.02
 _SMOOTHING = 0.2
+# So many numbers compared by each search take as long: known before the first is asked.
+_SLOW_ELEMENTS = 1 << 24
 
 
 class Hosted:
@@ -160,7 +163,17 @@ class Hosted:
     @property
     def slow(self) -> bool:
         """Whether searches of it take long at present: most have no graph yet."""
-        return self._took > _SLOW_S
+        return self._took > _SLOW_S or self._compared() > _SLOW_ELEMENTS
+
+    def _compared(self) -> int:
+        """Numbers that a search compares one by one: without a graph, and beside one."""
+        numbers = 0
+        for view in self.views().values():
+            snapshot = view.snapshot()
+            alone = isinstance(snapshot.base.index, ExactIndex)
+            rows = len(snapshot.delta) + alone * len(snapshot.base)
+            numbers += rows * snapshot.spec.dim
+        return numbers
 
     def snapshots(self, parts: Sequence[Part]) -> list[Snapshot]:
         """One snapshot a part, each item in the first part that has it.

@@ -133,6 +133,10 @@ class Rollout:
             if hosted.plan.query.release == manifest.release:
                 # Mixed already, by an activation that did not end: it goes on as it began.
                 continue
+            kept = {info.spec.space for info in hosted.spaces()}
+            if self._record.rollout != "cutover" and manifest.space in kept:
+                # Searched from now on: read before puts have to wait.
+                hosted.view(manifest.space)
             with hosted.writes.alone():
                 staging.begin(hosted.store, SpaceSpec.of(manifest))
                 hosted.remember({ROLLOUT: self._record.rollout, NOTE: None})

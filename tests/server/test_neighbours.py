@@ -14,6 +14,7 @@ from nobackfill.v1 import search_pb2
 from release.manifest import Manifest
 from release.models import Images
 from release.vectors import Vectors
+from server.galleries import hosted
 from server.galleries.hosted import Hosted
 from server.gateway import Gateway
 from tests.server.support import Client, embedding, ids, images
@@ -55,6 +56,19 @@ def held(hosted: Hosted) -> Iterator[None]:
         yield
     finally:
         opened.set()
+
+
+def test_a_large_gallery_without_a_graph_is_slow_before_it_is_searched(
+    gateway: Gateway, client: Client, one: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first burst on it held every thread of the quick lane once."""
+    client.create()
+    client.put_images(images(5))
+    asked = gateway.core.galleries.slow
+    monkeypatch.setattr(hosted, "_SLOW_ELEMENTS", 5 * one.embedder.dim)
+    assert not asked("g")
+    client.put_images(images(6)[5:], first=5)
+    assert asked("g")
 
 
 @pytest.mark.parametrize("askers", [3, ASKERS])
