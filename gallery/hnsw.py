@@ -37,18 +37,27 @@ K = 10
 # Rows that came or went, as a share of all, up to which a graph is carried rather than built.
 LARGEST_CHANGE = 0.3
 
+# How many threads may be busy now.
+Threads = Callable[[], int]
+
+
+def one_thread() -> int:
+    """Adds all rows in the same order each time: the same graph."""
+    return 1
+
 
 def build(
     spec: SpaceSpec,
     labels: Labels,
     vectors: Content,
     *,
-    threads: int = 1,
+    threads: Threads = one_thread,
     between: Callable[[], None] = lambda: None,
 ) -> HnswIndex:
     """A fresh graph of `vectors` float32 [n, dim]; other threads search on meanwhile.
 
-    `between` is called after each PIECE of rows, and may raise to give up.
+    `threads` is asked before each PIECE of rows how many may add it; `between` is called after it,
+    and may raise to give up.
     """
     graph = hnswlib.Index("l2" if spec.metric == "squared_l2" else "ip", spec.dim)
     graph.init_index(max(1, len(labels)), M=M, ef_construction=EF_CONSTRUCTION, random_seed=1)
@@ -65,14 +74,14 @@ def _add(
     vectors: Content,
     rows: Rows,
     names: Rows,
-    threads: int,
+    threads: Threads,
     between: Callable[[], None],
 ) -> None:
     """Add `rows` of `vectors` in pieces, under `names`."""
     for start in range(0, len(rows), PIECE):
         piece = slice(start, start + PIECE)
         prepared = distances.prepare(spec.metric, vectors[rows[piece]])
-        graph.add_items(prepared, names[piece], num_threads=threads)
+        graph.add_items(prepared, names[piece], num_threads=threads())
         between()
 
 
@@ -135,7 +144,7 @@ def carry(
     labels: Labels,
     vectors: Content,
     *,
-    threads: int = 1,
+    threads: Threads = one_thread,
     between: Callable[[], None] = lambda: None,
 ) -> HnswIndex:
     """The graph of `old` over new content, 40 times faster than a fresh one.
@@ -168,7 +177,7 @@ def renew(
     vectors: Content,
     *,
     old: HnswIndex | None = None,
-    threads: int = 1,
+    threads: Threads = one_thread,
     between: Callable[[], None] = lambda: None,
 ) -> HnswIndex:
     """The cheapest good index of this content: `old`, as it is or carried to what changed; else a

@@ -89,7 +89,7 @@ class Gateway:
         closing.callback(core.galleries.close)
         closing.callback(core.catalog.close)
         load(core)
-        indexing = Indexing(core.galleries.all, metrics)
+        indexing = Indexing(core.galleries.all, metrics, settings.index_threads)
         closing.callback(indexing.close)
         indexing.start()
         activations = Activations(core)

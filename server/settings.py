@@ -1,6 +1,7 @@
 """Settings: flag > environment (NOBACKFILL_*) > file (TOML) > default."""
 
 import ipaddress
+import os
 import tomllib
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +18,11 @@ from release.errors import ConfigurationError
 
 IN_PROCESS = "in-process"
 TLS = "grpcs://"
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 class Settings(BaseSettings):
@@ -52,6 +58,8 @@ class Settings(BaseSettings):
     vault_quota: int = Field(default=50 * 2**30, ge=2**20)
     # No call may take longer, whatever deadline it brings. Streams are exempt.
     max_call_seconds: float = Field(default=60, gt=0, le=3600)
+    # Cores that builds of indexes may keep busy together, behind all else.
+    index_threads: int = Field(default_factory=lambda: max(1, cores() // 2), ge=1, le=256)
     # After SIGTERM, how long calls under way may take to end.
     drain_seconds: float = Field(default=10, ge=0, le=600)
 

@@ -42,7 +42,9 @@ def run(bench: Bench) -> list[Table]:
     with Store.create(bench.folder / "gallery.sqlite", SPEC) as store:
         _fill(store, vectors)
         view = LiveView(store, SPEC.space)
-        view.compact(lambda spec, labels, content: hnsw.build(spec, labels, content, threads=2))
+        view.compact(
+            lambda spec, labels, content: hnsw.build(spec, labels, content, threads=lambda: 2)
+        )
         filtering = Filtering(store)
         firsts = _firsts(store, filtering, items)
         tables = [_searches(bench, view, filtering, vectors, queries), firsts]

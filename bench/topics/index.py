@@ -76,7 +76,7 @@ def _engines(vectors: Vectors) -> list[Engine]:
     bare = hnswlib.Index("l2", data.DIM)
     bare.init_index(len(vectors), M=hnsw.M, ef_construction=hnsw.EF_CONSTRUCTION, random_seed=1)
     bare.add_items(vectors, labels, num_threads=2)
-    base = hnsw.build(SPEC, labels, vectors, threads=2)
+    base = hnsw.build(SPEC, labels, vectors, threads=lambda: 2)
     view = snapshot_of(SPEC, base)
     exact = ExactIndex(SPEC, labels, vectors)
 

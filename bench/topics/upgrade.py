@@ -87,7 +87,7 @@ def run(bench: Bench) -> list[Table]:
     original = bench.folder / "gallery.sqlite"
     with fill(original, pair.manifests[1], items) as store:
         labels, vectors = store.load(pair.manifests[1].space)
-    old = hnsw.build(SpaceSpec.of(pair.manifests[1]), labels, vectors, threads=THREADS)
+    old = hnsw.build(SpaceSpec.of(pair.manifests[1]), labels, vectors, threads=lambda: THREADS)
     work = Work(bench.folder, pair, original, old)
     measured = _measured(bench, work)
     rows = [_row(name, figures, measured, count) for name, figures in measured.items()]
@@ -165,7 +165,9 @@ def _ours(work: Work, kind: str) -> Seconds:
             "whole, index inherited": opened + upgraded + flipped + loaded + inherited,
         }
         if kind == "int8":
-            fresh = seconds(lambda: answers(hnsw.build(target, labels, vectors, threads=THREADS)))
+            fresh = seconds(
+                lambda: answers(hnsw.build(target, labels, vectors, threads=lambda: THREADS))
+            )
             parts["index fresh"] = fresh
             parts["whole, index fresh"] = parts["whole, index inherited"] - inherited + fresh
         return parts
@@ -184,8 +186,8 @@ def _indexes(bench: Bench, work: Work, items: data.Vectored) -> list[Table]:
     labels = work.old.labels
     made: dict[str, HnswIndex] = {}
     ways: dict[str, Callable[[], HnswIndex]] = {
-        "fresh, 1 thread": lambda: hnsw.build(target, labels, upgraded, threads=1),
-        "fresh, 2 threads": lambda: hnsw.build(target, labels, upgraded, threads=2),
+        "fresh, 1 thread": lambda: hnsw.build(target, labels, upgraded, threads=lambda: 1),
+        "fresh, 2 threads": lambda: hnsw.build(target, labels, upgraded, threads=lambda: 2),
         "inherited": lambda: hnsw.carry(work.old, target, labels, upgraded),
     }
     rows: list[Row] = []

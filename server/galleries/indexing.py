@@ -1,30 +1,21 @@
 """Indexes of live views, made in the background: loaded if good, else built; compacted if due."""
 
 import contextlib
+import functools
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
-import structlog
-
-from gallery import hnsw
 from gallery.hnsw import HnswIndex
-from gallery.index import Content, Index, Labels
-from gallery.spec import SpaceSpec
 from gallery.view import LiveView, Snapshot
-from release.errors import CannotWriteError
 from server.border.metrics import Metrics
 from server.border.survival import surviving
-from server.galleries.beginnings import SMALL
+from server.galleries.bases import due, make_index, tuned
 from server.galleries.hosted import Hosted
 
-log = structlog.get_logger("server.indexing")
-
-# A base is made anew when so many vectors lie beside it or so large a share of it is dead.
-_LARGEST_DELTA = 4_000
-_LARGEST_SHARE = 0.2
 # While a gallery is filled, that keeps its graph from being made over and over. Once nothing
 # changed for so long, fewer than this lie beside it: every search compares each of them.
 _QUIET_DELTA = 1_000
@@ -45,11 +36,19 @@ _REST_S = 30.0
 
 
 class Indexing:
-    """Looks after every view of every gallery, from one thread."""
+    """Looks after every view of every gallery: one thread finds what is due, and makers make it, as
+    many galleries at a time as there may be threads. Those that are not many share them."""
 
-    def __init__(self, galleries: Callable[[], Iterable[Hosted]], metrics: Metrics) -> None:
+    def __init__(
+        self, galleries: Callable[[], Iterable[Hosted]], metrics: Metrics, threads: int
+    ) -> None:
+        """`threads`: how many cores all builds together may keep busy."""
         self._galleries = galleries
         self._metrics = metrics
+        self._makers = ThreadPoolExecutor(threads, "index", initializer=self._give_way)
+        self._sharing = Sharing(threads)
+        # Galleries that wait for a maker, or have one.
+        self._busy: weakref.WeakSet[Hosted] = weakref.WeakSet()
         # Views whose index is not on the disk: the snapshot last seen, and since when. Weak: a view
         # that a swap left behind must not keep its vectors and its graph here.
         self._since: weakref.WeakKeyDictionary[LiveView, tuple[weakref.ref[Snapshot], float]] = (
@@ -75,35 +74,61 @@ class Indexing:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
+        self._makers.shutdown(cancel_futures=True)
 
-    def _work(self) -> None:
+    def _give_way(self) -> None:
         with surviving(self._metrics, "indexing"):
             give_way()
+
+    def _work(self) -> None:
+        self._give_way()
         while not self._stopping.is_set():
             with surviving(self._metrics, "indexing"):
                 for hosted in self._galleries():
-                    self._try(hosted)
+                    self._look_at(hosted)
             self._wake.wait(_EVERY_S)
 
-    def _try(self, hosted: Hosted) -> None:
+    @contextlib.contextmanager
+    def _alone(self, hosted: Hosted) -> Iterator[None]:
         """What fails in one gallery keeps no other from its index, and is tried again later."""
-        if time.monotonic() < self._resting.get(hosted, 0.0):
-            return
         self._resting[hosted] = time.monotonic() + _REST_S
         with surviving(self._metrics, "indexing"):
-            self._look_after(hosted)
+            yield
             del self._resting[hosted]
 
+    def _look_at(self, hosted: Hosted) -> None:
+        if hosted in self._busy or time.monotonic() < self._resting.get(hosted, 0.0):
+            return
+        there_is = False
+        with self._alone(hosted):
+            there_is = next(self._due(hosted), None) is not None
+        if there_is:
+            self._busy.add(hosted)
+            self._makers.submit(self._look_after, hosted)
+
     def _look_after(self, hosted: Hosted) -> None:
+        """A maker's turn: all that is due in one gallery."""
+        try:
+            if hosted.users.enter():
+                try:
+                    with self._alone(hosted), contextlib.suppress(_StoppedError):
+                        for work in self._due(hosted):
+                            work()
+                finally:
+                    hosted.users.leave()
+        finally:
+            self._busy.discard(hosted)
+
+    def _due(self, hosted: Hosted) -> Iterator[Callable[[], None]]:
+        """What there is to do, one after another; asked again, the same."""
         for space, view in hosted.views().items():
             if space not in hosted.plan.alone and len(view.snapshot()) < _LARGEST_FILLING:
                 # An upgrade fills it; it inherits an index when it is whole.
                 continue
-            wanted = due(view) or self._settled(hosted, space, view)
-            if wanted and not self._stopping.is_set():
-                self._make(hosted, space, view)
+            if due(view) or self._settled(hosted, space, view):
+                yield functools.partial(self._make, hosted, space, view)
             elif self._asked_anew(view):
-                self._tune(hosted, view)
+                yield functools.partial(self._tune, hosted, view)
 
     def _settled(self, hosted: Hosted, space: str, view: LiveView) -> bool:
         """Whether a graph has no file or much beside it, and nothing changed for a while that would
@@ -118,11 +143,7 @@ class Indexing:
         if seen is None or seen() is not snapshot:
             self._since[view] = (weakref.ref(snapshot), time.monotonic())
             return False
-        if time.monotonic() - since < (_QUIET_S if behind else _UNWRITTEN_S):
-            return False
-        # A disk that is full is tried again after another while.
-        del self._since[view]
-        return True
+        return time.monotonic() - since >= (_QUIET_S if behind else _UNWRITTEN_S)
 
     def _asked_anew(self, view: LiveView) -> bool:
         """Whether a graph was asked enough since it was tuned, and that is not long ago."""
@@ -133,15 +154,16 @@ class Indexing:
 
     def _tune(self, hosted: Hosted, view: LiveView) -> None:
         began, seen = time.monotonic(), view.asked.seen
-        with contextlib.suppress(_StoppedError):
-            view.tune(lambda base: tuned(base, view, self._giving_up(hosted)))
+        view.tune(lambda base: tuned(base, view, self._giving_up(hosted)))
         ended = time.monotonic()
         rest = max(_TUNED_EVERY_S, _TUNED_SHARE * (ended - began))
         self._tuned[view] = seen, ended + rest
 
     def _make(self, hosted: Hosted, space: str, view: LiveView) -> None:
-        with contextlib.suppress(_StoppedError):
-            make_index(hosted, space, view, self._giving_up(hosted))
+        with self._sharing.one():
+            make_index(hosted, space, view, self._giving_up(hosted), self._sharing.threads)
+        # A disk that is full is tried again after another while.
+        self._since.pop(view, None)
 
     def _giving_up(self, hosted: Hosted) -> Callable[[], None]:
         def give_up() -> None:
@@ -151,6 +173,30 @@ class Indexing:
         return give_up
 
 
+class Sharing:
+    """Threads that builds have together."""
+
+    def __init__(self, threads: int) -> None:
+        self._all = threads
+        self._lock = threading.Lock()
+        self._builds = 0
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """One more build, to the end of the block."""
+        with self._lock:
+            self._builds += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._builds -= 1
+
+    def threads(self) -> int:
+        """How many each of the builds may use now: hnsw.Threads."""
+        return max(1, self._all // max(1, self._builds))
+
+
 class _StoppedError(Exception):
     """The gateway ends, and the index is made at the next start; or the gallery is deleted."""
 
@@ -158,87 +204,3 @@ class _StoppedError(Exception):
 def give_way() -> None:
     """Let searches go before this thread, and before the processes that it starts from now on."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-
-
-def due(view: LiveView) -> bool:
-    """Whether a view has changed enough since its base was made, or its base was only carried."""
-    snapshot = view.snapshot()
-    total, base = len(snapshot), snapshot.base.index
-    if total < SMALL:
-        return False
-    if not isinstance(base, HnswIndex) or not base.fresh:
-        return True
-    # Also what was deleted before the gateway started.
-    dead = base.graph.get_current_count() - len(snapshot.base)
-    return len(snapshot.delta) > max(_LARGEST_DELTA, _LARGEST_SHARE * len(base.labels)) or (
-        dead > _LARGEST_SHARE * len(base.labels)
-    )
-
-
-def make_index(
-    hosted: Hosted, space: str, view: LiveView, between: Callable[[], None] = lambda: None
-) -> None:
-    """Give the view a base of all its vectors: its own, renewed, or a fresh graph.
-
-    `between` is called now and then, and may raise to give up.
-    """
-    base = view.snapshot().base.index
-    old = base if isinstance(base, HnswIndex) and base.fresh else None
-    _compact(hosted, view, old, between)
-    save_index(hosted, space, view)
-
-
-def inherit_index(
-    hosted: Hosted,
-    space: str,
-    view: LiveView,
-    source: LiveView,
-    between: Callable[[], None] = lambda: None,
-) -> None:
-    """After an upgrade: the graph of the space before, over the new vectors, unless the view began
-    with one. It serves at once; a fresh one follows in the background. `between` as in
-    `make_index`."""
-    if isinstance(view.snapshot().base.index, HnswIndex) or not due(view):
-        save_index(hosted, space, view)
-        return
-    base = source.snapshot().base.index
-    _compact(hosted, view, base if isinstance(base, HnswIndex) else None, between)
-    save_index(hosted, space, view)
-
-
-def _compact(
-    hosted: Hosted,
-    view: LiveView,
-    old: HnswIndex | None,
-    between: Callable[[], None] = lambda: None,
-) -> None:
-    began = time.monotonic()
-
-    def build(spec: SpaceSpec, labels: Labels, vectors: Content) -> Index:
-        return tuned(hnsw.renew(spec, labels, vectors, old=old, between=between), view, between)
-
-    view.compact(build)
-    seconds = round(time.monotonic() - began, 3)
-    log.info("indexed", gallery=hosted.name, items=len(view.snapshot()), seconds=seconds)
-
-
-def tuned(base: Index, view: LiveView, between: Callable[[], None]) -> Index:
-    """A graph as wide as finds what is really asked of the view; `between` as in `make_index`."""
-    queries = view.asked.sample()
-    if not isinstance(base, HnswIndex) or not len(queries):
-        return base
-    index = hnsw.tuned(base, queries, between)
-    if index.ef != base.ef:
-        log.info("tuned", ef=index.ef, before=base.ef)
-    return index
-
-
-def save_index(hosted: Hosted, space: str, view: LiveView) -> None:
-    """Keep the base for the next start: changes since are found in the gallery itself."""
-    index = view.snapshot().base.index
-    try:
-        if isinstance(index, HnswIndex):
-            index.save(hosted.index_path(space))
-    except CannotWriteError as error:
-        # It is a cache: the next start builds again.
-        log.warning("index not saved", error=str(error))

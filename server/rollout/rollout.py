@@ -13,8 +13,8 @@ from gallery.spec import SpaceSpec
 from release.errors import GateFailedError, NobackfillError, PreconditionError
 from release.manifest import Manifest
 from server.core import Core
+from server.galleries.bases import inherit_index
 from server.galleries.hosted import NOTE, ROLLOUT, Hosted
-from server.galleries.indexing import inherit_index
 from server.galleries.plan import Plan, old_model_part, own_part
 from server.rollout.probing import check_models
 from server.state import Activation

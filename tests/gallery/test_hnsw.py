@@ -164,7 +164,7 @@ def test_a_file_outlives_churn_and_holds_no_vector(old: hnsw.HnswIndex, tmp_path
 @pytest.mark.parametrize("threads", [1, 2])
 def test_vectors_are_held_once_in_the_graphs_memory(metric: Metric, threads: int) -> None:
     content, target = vectors(COUNT, 1), spec(metric=metric)
-    index = hnsw.build(target, LABELS, content, threads=threads)
+    index = hnsw.build(target, LABELS, content, threads=lambda: threads)
     assert graph_memory.graph_words(index.graph) is not None
     memory = graph_state.vectors_of(index.graph)
     assert memory.base is not None and not memory.flags.owndata

@@ -17,7 +17,7 @@ from gallery import hnsw, skeleton
 from gallery.spec import SpaceSpec
 from nobackfill.v1 import gallery_pb2, types_pb2
 from release.manifest import Manifest
-from server.galleries import indexing
+from server.galleries import bases, indexing
 from server.galleries.hosted import Hosted
 from server.gateway import Gateway
 from tests.server.conftest import Stages, publish_stage
@@ -96,7 +96,7 @@ def test_what_was_put_joins_the_graph_when_puts_end(
 ) -> None:
     more = indexing._QUIET_DELTA + 100
     # Too few to make the graph anew while puts go on.
-    assert more < indexing._LARGEST_DELTA
+    assert more < bases.LARGEST_DELTA
     client.create()
     put(client, one)
     hosted = gateway.core.galleries.get("g")
