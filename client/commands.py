@@ -32,6 +32,7 @@ def init(
     json: Json = False,
 ) -> None:
     """Make an empty gallery that follows the releases published at SOURCE."""
+    from client import reserve
     from client.start import init as make
 
     try:
@@ -40,6 +41,7 @@ def init(
         raise ConfigurationError(f"--root {root}: cannot be read ({error.strerror})") from error
     output = Output(json)
     made = make(context.obj, source, trusted, _confirm, output)
+    reserve.keep(context.obj)
     output.result(
         made,
         f"{made['gallery']}: made in the space of release {made['release']} "
@@ -195,11 +197,14 @@ def remove(
 
 def gc(context: typer.Context, json: Json = False) -> None:
     """Confirm the active release and free what only a rollback would need."""
+    from client import reserve
     from client.device import Device
     from client.upkeep import collect
 
+    reserve.give_back(context.obj)
     with Device(context.obj) as device:
         done = collect(device)
+    reserve.keep(context.obj)
     Output(json).result(done, f"{size(done['freed_bytes'])} freed")
 
 

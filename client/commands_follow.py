@@ -51,6 +51,7 @@ def sync(
     json: Json = False,
 ) -> None:
     """Follow the newest release: verify, download, upgrade every vector without its image, flip."""
+    from client import reserve
     from client.device import Device
     from client.sync import Wishes
     from client.sync import sync as follow
@@ -59,6 +60,7 @@ def sync(
     wishes = Wishes(dry_run, backfill, keep_original, int8, retry, source)
     with Device(context.obj) as device:
         report = follow(device, wishes, output)
+    reserve.keep(context.obj)
     for note in report.notes:
         output.note(note)
     output.result(report.as_json(), _told(report))

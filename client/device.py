@@ -4,6 +4,7 @@
     gallery.sqlite.models/    published files of the releases in use, and the trusted metadata
     gallery.sqlite.identity   the age secret key, made by the first push
     gallery.sqlite.outbox/    ciphertext on its way to the vault
+    gallery.sqlite.reserve    room on the disk that gc gives back
 
 State kept in the SQLite file: `source`, `root` (the root metadata trusted first), `floor` (the
 newest metadata versions seen), `installed` (release -> SHA-256 of its manifest), `held_back`

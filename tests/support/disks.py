@@ -39,11 +39,20 @@ def read_only(folder: Path) -> Iterator[None]:
 
 
 def fill(folder: Path, but: int) -> None:
-    """Write a file until `but` bytes are free, or a little less."""
+    """Write a file until about `but` bytes are free, in pieces that grow smaller."""
     filler = os.open(folder / "filler", os.O_RDWR | os.O_CREAT)
     try:
-        found = os.fstatvfs(filler)
-        os.posix_fallocate(filler, 0, max(found.f_bfree * found.f_frsize - but, 1))
+        size, piece = 0, 1 << 20
+        while piece >= 1024:
+            found = os.fstatvfs(filler)
+            if found.f_bfree * found.f_frsize - piece < but:
+                piece //= 2
+                continue
+            try:
+                os.posix_fallocate(filler, size, piece)
+                size += piece
+            except OSError:
+                piece //= 2
     finally:
         os.close(filler)
 
