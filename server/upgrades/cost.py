@@ -50,7 +50,7 @@ def cost(
     found = estimate(hosted.store, runner, target, hosted.folder.parent)
     count = hosted.store.count() - found.left_behind
     vectors = 4 * target.dim * count
-    graph = (4 * target.dim + _ELEMENT_BYTES) * count if count >= SMALL else 0
+    links = _ELEMENT_BYTES * count if count >= SMALL else 0
     chunks = math.ceil(found.items / CHUNK)
     carrying = found.seconds + looking * min(chunks, LOOKS)
     inherited, built = _index_seconds(hosted, target, count)
@@ -58,9 +58,10 @@ def cost(
         items=found.items,
         seconds=opening + carrying * (1 + throttle.pause_per_second) + looking + inherited,
         index_seconds=built,
-        bytes=found.bytes + graph,
-        # A view, the graph that it inherits, and beside both the next one.
-        memory_bytes=2 * vectors + 2 * graph,
+        # An index file holds links only.
+        bytes=found.bytes + links,
+        # Graphs hold the vectors: the one that is inherited, and beside it the next one.
+        memory_bytes=2 * (vectors + links) if links else vectors,
         left_behind=found.left_behind,
     )
 
