@@ -25,9 +25,8 @@ from release.errors import (
     UnusableOutputError,
     UnusableRowsError,
 )
+from release.limits import LARGEST_K
 from release.vectors import Vectors, check_vectors
-
-LARGEST_K = 1000
 
 
 @dataclass(frozen=True)

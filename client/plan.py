@@ -68,12 +68,6 @@ def embedding_files(manifest: Manifest) -> list[PublishedFile]:
     return [manifest.embedder.file, manifest.probes.file, *([] if side is None else [side.file])]
 
 
-def newest_followed(releases: Mapping[int, str | None], held_back: Mapping[str, str]) -> int | None:
-    """The newest release that is neither withdrawn nor held back on this device."""
-    allowed = (n for n, withdrawn in releases.items() if not withdrawn and str(n) not in held_back)
-    return max(allowed, default=None)
-
-
 def make_plan(device: Device, trust: Trust, target: int, *, int8: bool) -> Plan | None:
     """How to reach release `target` from the active space, or None if no route leads there.
 

@@ -11,6 +11,7 @@ from client import channel
 from nobackfill.v1 import vault_pb2, vault_pb2_grpc
 from release import durable
 from release.errors import UnavailableError, VerificationError
+from release.limits import LARGEST_BLOB
 from release.statuses import error_of
 
 _CHUNK = 256 * 1024
@@ -19,8 +20,7 @@ _SECONDS = 30.0
 # breaks off goes on from where it was; one that never moves on is given up.
 STREAM_SECONDS = 30.0
 _STANDSTILLS = 5
-# What a vault may claim: nothing it says is used before it is held to these.
-LARGEST_BLOB = 64 * 2**20
+# What a vault may list: nothing it says is used before it is held to this.
 _MOST_BLOBS = 1_000_000
 _HEX = re.compile(r"[0-9a-f]{64}")
 

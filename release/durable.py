@@ -129,12 +129,6 @@ def sweep(folder: Path, name: str = "") -> list[Path]:
     return stale
 
 
-def fsync_dir(path: Path) -> None:
-    """Bring a folder's names to the disk. Raises CannotWriteError."""
-    with _refusing(path):
-        _fsync_dir(path)
-
-
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     """`BEGIN IMMEDIATE` … `COMMIT`, rolled back on any error. Not to be nested.

@@ -20,9 +20,9 @@ from release.errors import (
     NotFoundError,
     QuotaExceededError,
 )
+from release.limits import LARGEST_BLOB
 from server.border.errors import OutOfRangeError, TooLargeError
 
-LARGEST_BLOB = 64 * 2**20
 PAGE = 1000
 CHUNK = 256 * 1024
 # A file takes as much of a disk, however small it is.

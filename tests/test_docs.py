@@ -17,6 +17,12 @@ NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_no_half_of_a_merge_is_left(page: Path) -> None:
+    left = re.findall(r"^(?:<{7} |>{7} |={7}$).*", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert not left, f"{page.name}: {left}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_links_lead_to_files_that_are_there(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if "://" not in target:

@@ -118,7 +118,6 @@ class Lanes:
             "health": _HEALTH, "calls": calls, "heavy": calls, "slow": calls,
             "operations": _OPERATIONS,
         }  # fmt: skip
-        self._shared = shared
         self.all = {
             # Strangers are told apart by their address, with or without tokens.
             name: Lane(name, size, shared=shared or name == "public")

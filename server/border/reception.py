@@ -2,7 +2,7 @@
 
 gRPC's threaded server takes a thread of its pool and then waits there for the message, so that
 callers who send none hold the pool. This stands in the place of that pool: it lets gRPC receive the
-message first (ADR 0007). That is no public interface of grpcio, so what is relied upon is checked.
+message first (ADR 0008). That is no public interface of grpcio, so what is relied upon is checked.
 """
 
 import inspect

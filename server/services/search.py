@@ -9,13 +9,13 @@ from gallery.index import EVERY
 from nobackfill.v1 import search_pb2 as pb
 from nobackfill.v1.search_pb2_grpc import SearchServiceServicer
 from release.errors import InvalidInputError
+from release.limits import LARGEST_K
 from server.border.errors import TooLargeError
 from server.core import Core
 from server.galleries.searching import Found, Query
 from server.services.convert import ORIGINS, from_filter, keys_of, to_end, to_metadata
 
 DEFAULT_K = 10
-LARGEST_K = 1000
 LARGEST_BATCH = 256
 LARGEST_EF = 4096
 

@@ -17,8 +17,9 @@ from release.errors import (
     NotFoundError,
     QuotaExceededError,
 )
+from release.limits import LARGEST_BLOB
 from server.border.errors import OutOfRangeError, TooLargeError
-from server.vault import LARGEST_BLOB, Blob, Vault
+from server.vault import Blob, Vault
 from tests.server.support import Client, random_id, refusal
 
 QUOTA = 10 * 2**20
