@@ -21,10 +21,11 @@ from nobackfill.v1 import (
     vault_pb2_grpc,
 )
 from release.errors import BusyError
-from server.border.connections import Connections, allow_descriptors
+from server.border.connections import Connections
 from server.border.interceptor import Border
 from server.border.tls import Certificates
 from server.core import Core
+from server.descriptors import open_connections
 from server.galleries.puts import Putting
 from server.rollout.activation import Activations
 from server.services.gallery import GalleryService
@@ -83,7 +84,7 @@ class Listener:
             options=[
                 *_OPTIONS,
                 ("grpc.max_concurrent_streams", 1024 + settings.max_calls),
-                ("grpc.max_allowed_incoming_connections", allow_descriptors()),
+                ("grpc.max_allowed_incoming_connections", open_connections()),
             ],
         )
         server = self._server

@@ -7,7 +7,6 @@ are found through /proc, so this does nothing where there is none.
 import contextlib
 import errno
 import os
-import resource
 import socket
 import struct
 import threading
@@ -20,25 +19,10 @@ log = structlog.get_logger("server.connections")
 
 # Of one address. A client needs one, for all its calls; a proxy some for each that it serves.
 LARGEST_PEER = 512
-# Of all; gRPC refuses more.
-LARGEST = 4096
-# Open files wanted: connections and galleries take a few each.
-_FILES = 65_536
 _EVERY_S = 0.5
 _DESCRIPTORS = Path("/proc/self/fd")
 # In the kernel's struct tcp_info: milliseconds since data came.
 _LAST_DATA = struct.Struct("52xI")
-
-
-def allow_descriptors() -> int:
-    """Raise this process's soft limit of open files towards its hard one; how many connections
-    may be taken, half of it at most."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    return LARGEST if soft == resource.RLIM_INFINITY else min(LARGEST, soft // 2)
 
 
 class Connections:
