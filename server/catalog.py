@@ -42,6 +42,7 @@ class Catalog:
         self._lock = threading.Lock()
         self._trust: TrustedFolder | None = None
         self._stamp: tuple[int, int] | None = None
+        self._trouble = ""
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         # Why the manifest of a release is not used.
@@ -164,12 +165,16 @@ class Catalog:
             stamp = self._look()
             if stamp is None or stamp == self._stamp:
                 continue
-            self._stamp = stamp
             with surviving(self._metrics, "catalog"):
                 try:
                     self.refresh()
                 except NobackfillError as error:
-                    log.error("publication folder refused", error=str(error))
+                    # Looked at again: a full disk, say, has room some time later.
+                    if str(error) != self._trouble:
+                        log.error("publication folder refused", error=str(error))
+                    self._trouble = str(error)
+                    continue
+            self._stamp, self._trouble = stamp, ""
 
     def _look(self) -> tuple[int, int] | None:
         try:

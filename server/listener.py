@@ -121,7 +121,7 @@ class Listener:
                 "--address"
             ) from error
         self._server.start()
-        self._connections = Connections(port)
+        self._connections = Connections(port, self._core.metrics)
         host, _ = split_address(address, "address")
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -80,9 +80,15 @@ class Vault:
         """A blob and its bytes from an offset on. Raises NotFoundError, OutOfRangeError."""
         path = self._need(owner, blob_id)
         blob = _blob(path)
+        if blob is None:
+            raise _none()
         if offset > blob.size:
             raise OutOfRangeError(f"the blob has {blob.size} bytes, asked for offset {offset}")
-        handle = path.open("rb")
+        try:
+            handle = path.open("rb")
+        except FileNotFoundError:
+            # Deleted between the two.
+            raise _none() from None
 
         def chunks() -> Iterator[bytes]:
             with handle:
@@ -98,7 +104,7 @@ class Vault:
             plain = _HEX.match(blob_id)
             held = list(self._shard(owner, blob_id).glob(f"{blob_id}.*")) if plain else []
             if not held:
-                raise NotFoundError("no blob of that id is stored")
+                raise _none()
             with self._lock:
                 self._usage(owner)
             freed = sum(map(_cost, held))
@@ -116,7 +122,7 @@ class Vault:
             if shard.name < after[:2]:
                 continue
             paths = [p for p in shard.iterdir() if p.suffix != _PART and p.name[:64] > after]
-            found += [_blob(path) for path in sorted(paths)]
+            found += filter(None, map(_blob, sorted(paths)))
             if len(found) >= PAGE:
                 break
         return found[:PAGE]
@@ -190,7 +196,7 @@ class Vault:
     def _need(self, owner: str, blob_id: str) -> Path:
         path = self._find(owner, blob_id) if _HEX.match(blob_id) else None
         if path is None:
-            raise NotFoundError("no blob of that id is stored")
+            raise _none()
         return path
 
     def _find(self, owner: str, blob_id: str) -> Path | None:
@@ -221,6 +227,14 @@ def _cost(path: Path) -> int:
         return 0
 
 
-def _blob(path: Path) -> Blob:
+def _blob(path: Path) -> Blob | None:
+    """None for one that was deleted since its name was read."""
     blob_id, _, sha256 = path.name.partition(".")
-    return Blob(blob_id, path.stat().st_size, sha256)
+    try:
+        return Blob(blob_id, path.stat().st_size, sha256)
+    except FileNotFoundError:
+        return None
+
+
+def _none() -> NotFoundError:
+    return NotFoundError("no blob of that id is stored")

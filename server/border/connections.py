@@ -15,6 +15,9 @@ from pathlib import Path
 
 import structlog
 
+from server.border.metrics import Metrics
+from server.border.survival import surviving
+
 log = structlog.get_logger("server.connections")
 
 # Of one address. A client needs one, for all its calls; a proxy some for each that it serves.
@@ -28,9 +31,9 @@ _LAST_DATA = struct.Struct("52xI")
 class Connections:
     """Watches the connections to one port, from a thread of its own."""
 
-    def __init__(self, port: int, most: int = LARGEST_PEER) -> None:
+    def __init__(self, port: int, metrics: Metrics) -> None:
         self._port = port
-        self._most = most
+        self._metrics = metrics
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="connections", daemon=True)
         self._thread.start()
@@ -49,8 +52,9 @@ class Connections:
             except OSError:
                 # No descriptor is left to look with; silent connections are ended by gRPC.
                 continue
-            if len(descriptors) > self._most:
-                self._bound(descriptors)
+            if len(descriptors) > LARGEST_PEER:
+                with surviving(self._metrics, "connections"):
+                    self._bound(descriptors)
 
     def _bound(self, descriptors: list[int]) -> None:
         """Close what one peer has too many of."""
@@ -61,7 +65,7 @@ class Connections:
                 peer, silent_ms = found
                 peers[peer].append((silent_ms, descriptor))
         for peer, connections in peers.items():
-            excess = len(connections) - self._most
+            excess = len(connections) - LARGEST_PEER
             if excess > 0:
                 for _, descriptor in sorted(connections, reverse=True)[:excess]:
                     self._shut(descriptor, peer)

@@ -44,8 +44,8 @@ class Border(grpc.ServerInterceptor):
         self._tokens = tokens
         self._max_call_seconds = max_call_seconds
         self._lanes = Lanes(max_calls, shared=tokens is not None)
-        self._reception = Reception(self._lanes, max_calls, patience_s)
-        self._stalls = Stalls()
+        self._reception = Reception(self._lanes, max_calls, patience_s, metrics)
+        self._stalls = Stalls(metrics)
         self._draining = False
         self._kinds: dict[str, tuple[Kind, Handler]] = {}
         awaited = self._reception.awaited

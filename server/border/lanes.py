@@ -10,7 +10,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import structlog
+
 from server.border.errors import OverloadedError
+
+log = structlog.get_logger("server.lanes")
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ class Lane:
         self._callers: Counter[str] = Counter()
         self._held = 0
         self._pool = ThreadPoolExecutor(size.threads, thread_name_prefix=name)
+        # One thread from the start: what `run` queues is always done by somebody.
+        self._pool.submit(int)
 
     def enter(self, caller: str) -> None:
         """Take a place. Raises OverloadedError when the lane, or the caller's share, is full."""
@@ -93,8 +99,13 @@ class Lane:
                 del self._callers[caller]
 
     def run(self, work: Callable[[], object]) -> None:
-        """Do `work`, for which a place was taken, on the next free thread."""
-        self._pool.submit(work)
+        """Do `work`, for which a place was taken, on the next free thread. Raises nothing: gRPC's
+        own thread calls this, and would end."""
+        try:
+            self._pool.submit(work)
+        except RuntimeError as error:
+            # The system gives no further thread: one that is there does it. Or the lane is closed.
+            log.warning("no thread started", lane=self.name, error=str(error))
 
     def waiting(self) -> int:
         """Calls that have a place and no thread yet."""

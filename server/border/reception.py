@@ -22,6 +22,8 @@ from release.errors import ConfigurationError, InvalidInputError, NobackfillErro
 from server.border.errors import OverloadedError
 from server.border.lanes import Lane, Lanes
 from server.border.messages import LARGE
+from server.border.metrics import Metrics
+from server.border.survival import surviving
 from server.border.visit import Visit
 
 log = structlog.get_logger("server.reception")
@@ -93,7 +95,7 @@ class _Arrival:
 class Reception(Executor):
     """Takes the place of gRPC's thread pool."""
 
-    def __init__(self, lanes: Lanes, max_calls: int, patience_s: float) -> None:
+    def __init__(self, lanes: Lanes, max_calls: int, patience_s: float, metrics: Metrics) -> None:
         """Raises ConfigurationError for a grpcio that works otherwise."""
         for respond in (_server._unary_response_in_pool, _server._stream_response_in_pool):
             if tuple(inspect.signature(respond).parameters) != _PARAMETERS:
@@ -102,6 +104,7 @@ class Reception(Executor):
                     "the version that constraints.txt names"
                 )
         self._lanes = lanes
+        self._metrics = metrics
         self._most = _AWAITED * max_calls
         self._patience_s = patience_s
         self._lock = threading.Lock()
@@ -214,16 +217,20 @@ class Reception(Executor):
 
     def _watch(self) -> None:
         while not self._stopping.wait(_EVERY_S):
-            limit = time.monotonic() - self._patience_s
-            with self._lock:
-                silent = [a for some in self._awaited.values() for a in some if a.began < limit]
-            for arrival in silent:
-                arrival.end_unread(
-                    grpc.StatusCode.DEADLINE_EXCEEDED,
-                    f"the request did not come within {self._patience_s:g} s; send it at once",
-                )
-            if silent:
-                log.warning("calls ended that sent no message", calls=len(silent))
+            with surviving(self._metrics, "reception"):
+                self._end_silent()
+
+    def _end_silent(self) -> None:
+        limit = time.monotonic() - self._patience_s
+        with self._lock:
+            silent = [a for some in self._awaited.values() for a in some if a.began < limit]
+        for arrival in silent:
+            arrival.end_unread(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"the request did not come within {self._patience_s:g} s; send it at once",
+            )
+        if silent:
+            log.warning("calls ended that sent no message", calls=len(silent))
 
 
 def _address(peer: bytes | str) -> str:

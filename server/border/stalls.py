@@ -9,6 +9,9 @@ from typing import Any
 import grpc
 import structlog
 
+from server.border.metrics import Metrics
+from server.border.survival import surviving
+
 log = structlog.get_logger("server.stalls")
 
 # A client that neither sends nor reads for so long has gone, or means harm.
@@ -19,7 +22,8 @@ _EVERY_S = 1.0
 class Stalls:
     """Watches streams from one thread. Time that the gateway itself takes does not count."""
 
-    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, metrics: Metrics, patience_s: float = PATIENCE_S) -> None:
+        self._metrics = metrics
         self._patience_s = patience_s
         self._lock = threading.Lock()
         # When each began to wait for its client.
@@ -82,13 +86,17 @@ class Stalls:
 
     def _watch(self) -> None:
         while not self._stopping.wait(_EVERY_S):
-            now = time.monotonic()
-            limit = now - self._patience_s
-            with self._lock:
-                stalled = [context for context, since in self._waiting.items() if since < limit]
-                old = [context for context, end in self._ends.items() if end < now]
-            for context in old:
-                context.cancel()
-            for context in stalled:
-                log.warning("transfer ended, its client stands still")
-                context.cancel()
+            with surviving(self._metrics, "stalls"):
+                self._end_stalled()
+
+    def _end_stalled(self) -> None:
+        now = time.monotonic()
+        limit = now - self._patience_s
+        with self._lock:
+            stalled = [context for context, since in self._waiting.items() if since < limit]
+            old = [context for context, end in self._ends.items() if end < now]
+        for context in old:
+            context.cancel()
+        for context in stalled:
+            log.warning("transfer ended, its client stands still")
+            context.cancel()

@@ -72,16 +72,15 @@ class Activations:
 
         Raises BusyError while another activation runs, CannotWriteError.
         """
-        active = self._core.active()
-        record = Activation(
-            release=active.release,
-            rollout="cutover",
-            spare_cores=spare_cores or DEFAULT_SPARE_CORES,
-            old_space_seconds=0,
-            only=gallery,
-        )
         with self.held():
             self._refuse_second()
+            record = Activation(
+                release=self._core.active().release,
+                rollout="cutover",
+                spare_cores=spare_cores or DEFAULT_SPARE_CORES,
+                old_space_seconds=0,
+                only=gallery,
+            )
             self._core.state.change(activation=record, rolled_back=None)
             return self._launch(record)
 

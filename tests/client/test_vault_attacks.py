@@ -14,6 +14,7 @@ from client.restore import Pulled, pull
 from nobackfill.v1 import vault_pb2 as pb
 from nobackfill.v1 import vault_pb2_grpc
 from release.errors import UnavailableError, VerificationError
+from release.limits import LARGEST_BLOB
 from tests.support import edge
 from tests.support.edge import Setting
 
@@ -113,7 +114,7 @@ def test_an_id_that_is_a_path_touches_no_file(setting: Setting, evil: EvilVault)
     assert tree(top) == before
 
 
-@pytest.mark.parametrize("size", [0, vault.LARGEST_BLOB + 1, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("size", [0, LARGEST_BLOB + 1, 2**63, 2**64 - 1])
 def test_a_size_that_no_blob_has_is_refused(setting: Setting, evil: EvilVault, size: int) -> None:
     evil.lists(blob("0" * 64, b"", size))
     with pytest.raises(VerificationError, match="expected a size"):

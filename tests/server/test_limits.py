@@ -14,6 +14,7 @@ import pytest
 
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
 from server.border.lanes import STREAMS
+from server.border.metrics import Metrics
 from server.border.stalls import Stalls
 from server.services.gallery import LISTED_ERRORS
 from tests.server.support import Client, ids, images, random_id, refusal, running
@@ -148,7 +149,7 @@ class _Context:
 
 
 def test_a_client_that_stands_still_is_cut_and_a_slow_gateway_is_not() -> None:
-    stalls = Stalls(patience_s=0.5)
+    stalls = Stalls(Metrics(), patience_s=0.5)
     try:
         stuck, busy = _Context(), _Context()
 

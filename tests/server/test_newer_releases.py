@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from release.errors import VerificationError
+from release.errors import CannotWriteError, VerificationError
+from release.trust import TrustedFolder
 from server.border.metrics import Metrics
 from server.catalog import Catalog
 from tests.support import blocks
 from tests.support.publication import publish_manifest
+from tests.support.waiting import wait_until
 
 
 def test_a_release_for_newer_versions_is_not_the_newest(tmp_path: Path) -> None:
@@ -21,3 +23,26 @@ def test_a_release_for_newer_versions_is_not_the_newest(tmp_path: Path) -> None:
     assert set(catalog.manifests) == {1}
     with pytest.raises(VerificationError, match="release 2 needs a newer nobackfill"):
         catalog.find(2)
+
+
+def test_a_release_that_could_not_be_read_for_a_moment_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo = tmp_path / "repo"
+    blocks.publish_block_release(repo, 1)
+    catalog, refused = Catalog(repo, tmp_path / "state", None, Metrics()), list[int]()
+    refresh = TrustedFolder.refresh
+
+    def full_at_first(trust: TrustedFolder) -> None:
+        if not refused:
+            refused.append(1)
+            raise CannotWriteError("the disk is full")
+        refresh(trust)
+
+    monkeypatch.setattr(TrustedFolder, "refresh", full_at_first)
+    catalog.watch()
+    try:
+        wait_until(lambda: catalog.newest() == 1, "release 1 was not read")
+    finally:
+        catalog.close()
+    assert refused

@@ -1,6 +1,7 @@
 """The vault: ciphertext only, whole or resumable, each owner's apart."""
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -160,6 +161,37 @@ def test_pages(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(page) <= 7
         seen += [blob.id for blob in page]
     assert seen == sorted(blob.id for blob in blobs)
+
+
+def test_a_blob_that_is_deleted_while_it_is_listed_or_opened_is_not_there(
+    vault: Vault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = [sealed(seed=i) for i in range(3)]
+    blobs = [blob_of(data, i) for i, data in enumerate(contents)]
+    for blob, data in zip(blobs, contents, strict=True):
+        vault.put("a", blob, 0, [data])
+    listed, stat = blobs[1], Path.stat
+
+    def deleted_first(path: Path, **follow: bool) -> os.stat_result:
+        if path.name.startswith(listed.id):
+            path.unlink(missing_ok=True)
+        return stat(path, **follow)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", deleted_first)
+        assert {blob.id for blob in vault.page("a", "")} == {b.id for b in blobs if b != listed}
+
+    def deleted_after(path: Path, **follow: bool) -> os.stat_result:
+        found = stat(path, **follow)
+        if path.name.startswith(opened.id):
+            path.unlink()
+        return found
+
+    opened = next(blob for blob in blobs if blob != listed)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", deleted_after)
+        with pytest.raises(NotFoundError):
+            vault.get("a", opened.id, 0)
 
 
 def test_over_the_wire(shared: Client) -> None:
