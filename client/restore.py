@@ -193,6 +193,8 @@ def _write(target: Path | None, image: Callable[[], bytes], report: Pulled) -> N
     if target is None:
         report.held += 1
         return
+    # The folder is the user's: of what a killed pull left there, only what was to be this file.
+    durable.sweep(target.parent, f"{target.name}-")
     durable.write_file(target, image(), 0o600)
     report.restored.append(str(target))
 

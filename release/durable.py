@@ -8,6 +8,7 @@ processes. OSError becomes CannotWriteError here, so callers need no handling of
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import sqlite3
 import time
@@ -123,7 +124,7 @@ def sweep(folder: Path, name: str = "") -> list[Path]:
     With `name`, only those that were to become this file. Returns what was removed. Raises
     CannotWriteError.
     """
-    stale = sorted(folder.glob(f"{TEMPORARY}{name}*"))
+    stale = sorted(folder.glob(f"{TEMPORARY}{glob.escape(name)}*"))
     for path in stale:
         remove_tree(path)
     return stale

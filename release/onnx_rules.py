@@ -27,6 +27,8 @@ from release.tensors import Tensor
 LARGEST_FILE = 512 * 2**20
 # Elements of any one intermediate value for one item: 256 MiB in float32.
 LARGEST_VALUE = 2**26
+# Of a tensor.
+_MOST_AXES = 16
 OPSETS = range(13, 25)
 IR_VERSIONS = range(7, 14)
 
@@ -77,6 +79,7 @@ def inspect(path: Path, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...])
         if node.domain not in ("", "ai.onnx") or node.op_type not in OPERATORS:
             name = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
             raise RefusedError(f"uses the operator {name}, which is not on the list")
+        _check_node(node, model.opset_import[0].version)
     _check_ends("inputs", graph.input, inputs)
     _check_ends("outputs", graph.output, outputs)
     if {i.name for i in graph.input} & {t.name for t in graph.initializer}:
@@ -178,6 +181,24 @@ def _check_values(model: ModelProto) -> GraphProto:
         if math.prod(sizes) > LARGEST_VALUE:
             raise RefusedError(f"value {value.name!r} has {math.prod(sizes)} elements for one item")
     return inferred.graph
+
+
+def _check_node(node: NodeProto, opset: int) -> None:
+    """What the checker lets pass and the runtime reads or writes beyond its memory for."""
+    if not onnx.defs.has(node.op_type, opset, ""):
+        return  # the checker says so
+    formal = onnx.defs.get_schema(node.op_type, opset, "").inputs
+    optional = onnx.defs.OpSchema.FormalParameterOption.Optional
+    for place, name in enumerate(node.input):
+        left_out = place < len(formal) and formal[place].option == optional
+        # onnxruntime takes a bias that is left out by an empty name for one that is there.
+        if not name and (not left_out or node.op_type == "LayerNormalization"):
+            raise RefusedError(f"leaves out input {place} of a {node.op_type}, which needs it")
+    for attribute in node.attribute:
+        if attribute.name == "axis" and abs(attribute.i) > _MOST_AXES:
+            raise RefusedError(f"has a {node.op_type} along axis {attribute.i}")
+        if attribute.name == "num_outputs" and attribute.i != len(node.output):
+            raise RefusedError(f"has a {node.op_type} into other than its {attribute.i} outputs")
 
 
 def _check_mode(node: NodeProto) -> None:

@@ -217,6 +217,26 @@ def batch_norm_in_training(model: onnx.ModelProto) -> None:
     model.graph.node.append(helper.make_node("BatchNormalization", ins, outs, training_mode=1))
 
 
+def missing_input(model: onnx.ModelProto) -> None:
+    """Of a Mean of several: the runtime reads where it stands, and dies."""
+    model.graph.node.append(helper.make_node("Mean", ["product", ""], ["unused"]))
+
+
+def missing_bias(model: onnx.ModelProto) -> None:
+    node = helper.make_node("LayerNormalization", ["product", "product", ""], ["unused"])
+    model.graph.node.append(node)
+
+
+def axis_nowhere(model: onnx.ModelProto) -> None:
+    node = helper.make_node("LayerNormalization", ["product", "product"], ["unused"], axis=2**62)
+    model.graph.node.append(node)
+
+
+def split_into_more(model: onnx.ModelProto) -> None:
+    node = helper.make_node("Split", ["product"], ["first", "second"], num_outputs=1, axis=1)
+    model.graph.node.append(node)
+
+
 def cycle(model: onnx.ModelProto) -> None:
     model.graph.node[0].input[0] = "upgraded"
 
@@ -232,7 +252,8 @@ CRAFTED: list[Craft] = [
     other_dimension, fixed_batch, input_with_a_default, old_opset, future_opset, future_format,
     huge_tensor, many_large_tensors, negative_dimension, too_few_bytes, sparse_tensor, training,
     huge_value, folded_bomb, smallest_by_minus_one, division_by_what_comes, dropout_in_training,
-    batch_norm_in_training, cycle, missing_value,
+    batch_norm_in_training, missing_input, missing_bias,
+    axis_nowhere, split_into_more, cycle, missing_value,
 ]  # fmt: skip
 
 
