@@ -25,8 +25,9 @@ def init(
     root: Annotated[
         Path | None,
         typer.Option(
-            help="Root metadata to trust: the publisher's 1.root.json. Without it you are shown "
-            "its fingerprint and asked."
+            help="Root metadata to trust: the publisher's 1.root.json, got by another way than "
+            "SOURCE (with the app, over HTTPS, by hand). Without it you are shown its fingerprint: "
+            "compare it with what the publisher told you."
         ),
     ] = None,
     json: Json = False,

@@ -54,5 +54,7 @@ def _copy(path: Path, to: Path, what: str) -> list[str]:
             continue
         copied = target if name == source else target / name.relative_to(source)
         durable.make_dir(copied.parent, mode=0o700)
+        # What a rescue that was killed left of this file.
+        durable.sweep(copied.parent, f"{copied.name}-")
         durable.write_file(copied, data, _MODE)
     return left

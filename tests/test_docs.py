@@ -38,6 +38,20 @@ def test_files_that_are_named_are_there(page: Path) -> None:
         assert (ROOT / name).exists() or "NAME" in name, f"{page.name} names {name}"
 
 
+def test_every_party_of_the_threat_model_names_tests_that_are_there() -> None:
+    text = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8")
+    rows = text.split("## The parties, one by one")[1].split("\n## ")[0].splitlines()
+    parties = [row for row in rows if row.startswith("| **")]
+    assert len(parties) == 7
+    for row in parties:
+        assert re.search(r"`tests/\w+/test_\w+\.py`", row), row
+    for name in re.findall(r"`(tests/[\w/]+\.py)`", text):
+        assert re.search(r"^def test_", (ROOT / name).read_text("utf-8"), re.MULTILINE), name
+    everything = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in everything, name
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_make_targets_that_are_named_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
