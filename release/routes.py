@@ -5,6 +5,7 @@ chained (1->2->3); which is better is measured when a release is published (Rout
 """
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -78,18 +79,21 @@ def plan_route(
 def every_route(
     manifests: Mapping[int, Manifest], from_release: int, to_release: int, has_side: bool
 ) -> Iterator[Route]:
-    """All routes whose upgrades find the side-information that they read, by the releases on the
-    way. There can be exponentially many: to choose one is `plan_route`'s."""
-    kept = kept_by_chain(manifests)
+    """All routes whose upgrades find the side-information that they read, the shortest first.
 
-    def onward(at: int, steps: Steps, side: "_Side") -> Iterator[Route]:
+    There can be exponentially many: take some, and leave the choice of one to `plan_route`.
+    """
+    kept = kept_by_chain(manifests)
+    begun: deque[tuple[int, Steps, _Side]] = deque(
+        [(from_release, (), _first_side(manifests, from_release, has_side))]
+    )
+    while begun:
+        at, steps, side = begun.popleft()
         for step, then in _steps(manifests, at, to_release, side):
             if step[0].release == to_release:
                 yield _route((*steps, step), kept)
             else:
-                yield from onward(step[0].release, (*steps, step), then)
-
-    return onward(from_release, (), _first_side(manifests, from_release, has_side))
+                begun.append((step[0].release, (*steps, step), then))
 
 
 def kept_by_chain(manifests: Mapping[int, Manifest]) -> dict[Chain, float]:
