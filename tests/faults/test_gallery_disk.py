@@ -78,7 +78,7 @@ def test_a_read_only_gallery_says_so(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 3) as store:
         with store.writing() as connection:
             connection.execute("PRAGMA query_only = ON")
-        with pytest.raises(CannotWriteError, match="cannot be written"):
+        with pytest.raises(CannotWriteError, match="cannot be read or written"):
             put(store, ids(1, 9), seed=1)
         with store._connections.writer() as connection:
             connection.execute("PRAGMA query_only = OFF")
