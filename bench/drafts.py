@@ -43,7 +43,7 @@ def draft(
     encoder = (
         Projected(size, data.DIM, number, unit=True)
         if backbone is None
-        else Backboned(backbone, data.DIM)
+        else Backboned(backbone, data.DIM, number)
     )
     write_encoder(encoder, size, "embedding", files[path])
     embedder = Embedder(

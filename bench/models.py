@@ -114,13 +114,13 @@ class Projected(nn.Module):
 
 
 class Backboned(nn.Module):
-    """A torchvision network, random weights, then a linear layer to `dim`; pixels uint8."""
+    """A torchvision network, random weights of `seed`, a linear layer to `dim`; pixels uint8."""
 
-    def __init__(self, name: str, dim: int) -> None:
+    def __init__(self, name: str, dim: int, seed: int) -> None:
         super().__init__()
         import torchvision
 
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.network = torchvision.models.get_model(name, weights=None, num_classes=dim)
 
     def forward(self, image: Tensor) -> Tensor:
