@@ -14,7 +14,8 @@ class Trials:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._lock = threading.Lock()
-        self._tried: set[tuple[str, int | None]] = set()
+        # Replaced, never changed: what was tried is told without waiting for a trial that runs.
+        self._tried: frozenset[tuple[str, int | None]] = frozenset()
 
     def release(
         self,
@@ -24,6 +25,8 @@ class Trials:
     ) -> None:
         """Try a release's encoders, and its upgrades from `sources`; see try_release."""
         wanted = {(manifest.space, source) for source in (None, *sources)}
+        if wanted <= self._tried:
+            return
         with self._lock:
             if wanted <= self._tried:
                 return
