@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 TRITON_READY := $(TRITON_VENV)/.ready
 CHROMA_READY := build/chroma/.ready
 PROTOS := $(wildcard protos/nobackfill/v1/*.proto)
-CODE := metrics release gallery training server client report demo bench tests protos/generate.py
+CODE := core server client training demo bench tests protos/generate.py
 
 .PHONY: help setup demo test faults numerics random soak lint fmt proto bench clean
 
@@ -39,7 +39,7 @@ $(TRITON_READY): constraints-triton.txt $(VENV)/bin/uv
 setup: $(READY) $(TRITON_READY) ## virtual environments and packages
 
 demo: setup ## the whole life of an embedding; IMAGES=folder for your own, ROLLOUT=cutover|dual|direct
-	$(BIN)/python demo/life.py --out build/demo $(if $(IMAGES),--images '$(IMAGES)') $(if $(ROLLOUT),--rollout $(ROLLOUT)) $(DEMO_ARGS)
+	$(BIN)/python -m demo.life --out build/demo $(if $(IMAGES),--images '$(IMAGES)') $(if $(ROLLOUT),--rollout $(ROLLOUT)) $(DEMO_ARGS)
 
 test: setup ## the whole suite, CPU only, no network
 	$(BIN)/python -m pytest -m 'not faults' --numprocesses 2 --dist loadfile tests
@@ -84,7 +84,7 @@ $(CHROMA_READY): bench/constraints-chroma.txt $(VENV)/bin/uv
 	touch $@
 
 bench: setup $(CHROMA_READY) ## side-by-side benchmarks; FULL=1 for the large sizes, TOPICS='edge swap' for some
-	$(BIN)/python bench/run.py $(TOPICS) $(if $(filter-out 0,$(FULL)),--full)
+	$(BIN)/python -m bench.run $(TOPICS) $(if $(filter-out 0,$(FULL)),--full)
 
 clean: ## remove what was built and installed
 	rm -rf build $(VENV) $(TRITON_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -13,10 +13,10 @@ import onnxruntime
 from PIL import Image
 
 from bench.published import Publication
-from gallery import staging
-from gallery.spec import SpaceSpec
-from gallery.store import Store
-from gallery.upgrade import CHUNK
+from nobackfill.gallery import staging
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.store import Store
+from nobackfill.gallery.upgrade import CHUNK
 
 ADD_BATCH = 32
 

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from bench import data
 from bench.models import Backboned, Projected, transform, write_encoder, write_transform
-from release import paths
-from release.digests import side_space_id
-from release.draft import Draft, described
-from release.manifest import (
+from nobackfill.release import paths
+from nobackfill.release.digests import side_space_id
+from nobackfill.release.draft import Draft, described
+from nobackfill.release.manifest import (
     Calibration,
     Embedder,
     GateVerdict,
@@ -24,7 +24,7 @@ from release.manifest import (
     Upgrade,
     space_of,
 )
-from release.models import open_embedder, open_side_encoder, open_upgrade
+from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
 
 CREATED = "2026-01-01T00:00:00+00:00"
 

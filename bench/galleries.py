@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from bench.data import Vectored
-from gallery.spec import SpaceSpec
-from gallery.store import NewVectors, Store
-from release.manifest import Manifest
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.release.manifest import Manifest
 
 PUT_ROWS = 2000
 

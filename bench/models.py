@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from bench.data import DIM, SIDE_DIM, things
-from release.vectors import Vectors
-from training.onnx_export import export_onnx, quantise
-from training.transform import FctTransform, Upgrade
+from nobackfill.release.vectors import Vectors
+from nobackfill.training.onnx_export import export_onnx, quantise
+from nobackfill.training.transform import FctTransform, Upgrade
 
 # FCT, D.1.
 PROJECTION = 256

@@ -4,10 +4,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from release import paths
-from release.draft import Draft
-from release.manifest import Manifest, parse_manifest
-from release.publish import publish
+from nobackfill.release import paths
+from nobackfill.release.draft import Draft
+from nobackfill.release.manifest import Manifest, parse_manifest
+from nobackfill.release.publish import publish
 
 SIZE = 32
 # Inner widths of the upgrade: FCT's (D.1), and a cheap one.

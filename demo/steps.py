@@ -237,7 +237,7 @@ class Life:
         self.children.run(
             "report",
             [
-                *(sys.executable, "-m", "report", "--model-repo", self.model_repo),
+                *(sys.executable, "-m", "nobackfill.report", "--model-repo", self.model_repo),
                 *("--release", "2", "--images", self.copies / "server"),
                 *("-o", self.options.out / "upgrade.html"),
             ],

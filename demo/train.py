@@ -44,7 +44,7 @@ def published(children: Children, model_repo: Path) -> set[int]:
         return set()
     listed = children.run(
         "release-list",
-        [sys.executable, "-m", "release", "list", "--model-repo", model_repo, "--json"],
+        [sys.executable, "-m", "nobackfill.release", "list", "--model-repo", model_repo, "--json"],
     )
     return {release["release"] for release in json.loads(listed)["releases"]}
 

@@ -11,6 +11,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.fixture
 def near_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials of releases in this process: they write nothing, and a process costs a second."""
-    from release import trial
+    from nobackfill.release import trial
 
     monkeypatch.setattr(trial, "refusal_in_child", lambda request, _: trial.refusal(request))

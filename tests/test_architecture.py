@@ -10,15 +10,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+# The source roots of the namespace package `nobackfill`, and the rooms in each (docs/adr/0010).
+ROOTS = {
+    "core": ("metrics", "release", "gallery", "report"),
+    "server": ("server",),
+    "client": ("client",),
+    "training": ("training",),
+    "protos": ("v1",),
+}
 ARROWS = {
     "metrics": set[str](),
     "release": set[str](),
     "gallery": {"release"},
     "training": {"release", "gallery", "metrics"},
-    "server": {"gallery", "release", "metrics", "nobackfill"},
-    "client": {"gallery", "release", "nobackfill"},
+    "server": {"gallery", "release", "metrics", "v1"},
+    "client": {"gallery", "release", "v1"},
     "report": {"release", "gallery", "metrics"},
-    "demo": {"nobackfill"},
 }
 # The parts of the server, lowest first: each may import those before it.
 SERVER = (
@@ -26,13 +33,25 @@ SERVER = (
     "embedding", "galleries", "upgrades", "core", "rollout", "services", "assembly", "listener",
     "gateway", "commands", "cli",
 )  # fmt: skip
-OURS = set(ARROWS) | {"nobackfill", "bench", "tests"}
 MAX_LINES = 300
 MAX_FUNCTION_LINES = 60
 
 
+def folder(room: str) -> Path:
+    """Of a room of the package, or of what is never installed: demo, bench, tests."""
+    roots = [root for root, rooms in ROOTS.items() if room in rooms]
+    return ROOT / roots[0] / "nobackfill" / room if roots else ROOT / room
+
+
 def sources(*rooms: str) -> list[Path]:
-    return [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
+    return [path for room in rooms for path in sorted(folder(room).rglob("*.py"))]
+
+
+def module(path: Path) -> str:
+    """The name that a file is imported by."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    name = ".".join(parts[1:] if parts[0] in ROOTS else parts)
+    return name.removesuffix(".__init__")
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -51,26 +70,57 @@ def packages(path: Path) -> set[str]:
     return {name.split(".")[0] for name in imports(path)}
 
 
+def rooms_of(path: Path) -> set[str]:
+    """Rooms of ours that a file imports."""
+    names = [name.split(".") for name in imports(path)]
+    inside = {name[1] for name in names if name[0] == "nobackfill" and len(name) > 1}
+    return inside | {name[0] for name in names if name[0] in ("demo", "bench", "tests")}
+
+
 @pytest.mark.parametrize("room", ARROWS)
 def test_rooms_import_only_what_their_arrows_allow(room: str) -> None:
+    assert sources(room)
     for path in sources(room):
-        strangers = (packages(path) & OURS) - ARROWS[room] - {room}
+        strangers = rooms_of(path) - ARROWS[room] - {room}
         assert not strangers, f"{path.relative_to(ROOT)} imports {sorted(strangers)}"
 
 
-def test_arrows_name_every_room_that_is_packaged() -> None:
-    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert folders == set(ARROWS) | {"bench", "tests"}
+def test_the_demo_uses_what_an_app_uses() -> None:
+    for path in sources("demo"):
+        strangers = rooms_of(path) - {"demo", "v1"}
+        assert not strangers, f"{path.relative_to(ROOT)} imports {sorted(strangers)}"
+
+
+def test_every_room_has_its_arrows() -> None:
+    rooms = {
+        path.parent.name for root in ROOTS for path in ROOT.glob(f"{root}/nobackfill/*/__init__.py")
+    }
+    assert rooms == set(ARROWS) | {"v1"} == {room for rooms in ROOTS.values() for room in rooms}
+
+
+def test_no_root_hides_the_others() -> None:
+    """An `__init__.py` in `nobackfill` of one root, and Python sees no other root (PEP 420)."""
+    assert not list(ROOT.glob("*/nobackfill/__init__.py"))
+    script = "import nobackfill.client, nobackfill.gallery, nobackfill.server, nobackfill.v1"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT / "docs", check=True)
+
+
+def test_doors_hold_no_code() -> None:
+    """What `python training/train.py` runs is in the package; the door stays at the top."""
+    doors = sorted((ROOT / "training").glob("*.py"))
+    assert [door.stem for door in doors] == ["compare", "evaluate", "export", "train"]
+    assert all(len(door.read_text("utf-8").splitlines()) < 10 for door in doors)
 
 
 def test_the_parts_of_the_server_import_one_way() -> None:
     def part_of(name: str) -> str:
-        return name.split(".")[1] if name.startswith("server.") else ""
+        inside = name.removeprefix("nobackfill.server.")
+        return "" if inside == name else inside.split(".")[0]
 
     seen = set()
     for path in sources("server"):
-        part = part_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
-        if part == "__init__":
+        part = part_of(module(path))
+        if not part:
             continue
         seen.add(part)
         wanted = {part_of(name) for name in imports(path)} - {"", part}
@@ -87,22 +137,23 @@ def test_only_training_imports_torch() -> None:
 
 def test_only_graphs_import_hnswlib() -> None:
     users = {path for path in sources(*ARROWS) if "hnswlib" in packages(path)}
-    assert users == {ROOT / "gallery" / "hnsw.py", ROOT / "gallery" / "graph_state.py"}
+    assert {path.relative_to(folder("gallery")).name for path in users} == {
+        "hnsw.py",
+        "graph_state.py",
+    }
 
 
 def test_hnsw_is_imported_by_server_training_and_report_only() -> None:
     for path in sources("gallery", "client", "release", "metrics", "demo"):
         if path.name not in ("hnsw.py", "graph_index.py", "skeleton.py"):
-            graphs = {"gallery.hnsw", "gallery.graph_state", "gallery.graph_index"}
+            graphs = {
+                f"nobackfill.gallery.{name}" for name in ("hnsw", "graph_state", "graph_index")
+            }
             assert not graphs & set(imports(path)), path.relative_to(ROOT)
 
 
 def test_the_edge_client_loads_no_torch_no_tritonclient_no_hnswlib() -> None:
-    modules = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in sources("client")
-        if not path.name.startswith("__")
-    ]
+    modules = [module(path) for path in sources("client")]
     script = (
         f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
         "print(sorted({'torch', 'tritonclient', 'hnswlib', 'sklearn'} & set(sys.modules)))"
@@ -123,14 +174,14 @@ def test_generated_protos_are_fresh() -> None:
 def test_files_are_short() -> None:
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
-        for path in sources(*ARROWS, "bench", "tests")
+        for path in sources(*ARROWS, "demo", "bench", "tests")
     }
     assert not {name: n for name, n in lengths.items() if n > MAX_LINES}
 
 
 def test_functions_fit_a_screen() -> None:
     long = {}
-    for path in sources(*ARROWS, "bench"):
+    for path in sources(*ARROWS, "demo", "bench"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -142,7 +193,7 @@ def test_functions_fit_a_screen() -> None:
 def test_patterns_end_at_the_end() -> None:
     """`$` also matches before a newline at the end: "photos\\n" was the name of a gallery."""
     seen = 0
-    for path in sources(*ARROWS, "bench", "tests"):
+    for path in sources(*ARROWS, "demo", "bench", "tests"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for pattern in patterns(node):
                 seen += 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from release import errors
+from nobackfill.release import errors
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -31,9 +31,7 @@ def test_links_lead_to_files_that_are_there(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_files_that_are_named_are_there(page: Path) -> None:
-    rooms = (
-        "bench|client|configs|demo|docs|gallery|metrics|protos|release|report|server|tests|training"
-    )
+    rooms = "bench|client|configs|core|demo|docs|protos|server|tests|training"
     for name in re.findall(rf"`((?:{rooms})/[\w./-]*)`", page.read_text(encoding="utf-8")):
         assert (ROOT / name).exists() or "NAME" in name, f"{page.name} names {name}"
 
@@ -62,7 +60,8 @@ def test_make_targets_that_are_named_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "module"), [("edge-client", "client.cli"), ("gateway", "server.cli")]
+    ("name", "module"),
+    [("edge-client", "nobackfill.client.cli"), ("gateway", "nobackfill.server.cli")],
 )
 def test_subcommands_that_are_named_exist(name: str, module: str) -> None:
     script = f"from {module} import main; main()"

@@ -16,12 +16,12 @@ from bench.published import INNER, Publication, publication
 from bench.serving import SEARCH, by_embedding, copy_filled, serving
 from bench.topics.index import SPEC, recall
 from demo import gateway as calls
-from gallery import hnsw
-from gallery.exact import ExactIndex
-from gallery.index import Labels
-from gallery.spec import SpaceSpec
+from nobackfill.gallery import hnsw
+from nobackfill.gallery.exact import ExactIndex
+from nobackfill.gallery.index import Labels
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.release.vectors import Vectors
 from nobackfill.v1 import search_pb2, search_pb2_grpc
-from release.vectors import Vectors
 
 K = 10
 QUERIES = 200

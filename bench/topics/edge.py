@@ -12,7 +12,7 @@ from bench.commands import Done, edge, size_mib
 from bench.galleries import put
 from bench.harness import Bench, Contender, Measured, Row, Table, interleave
 from bench.published import INNER, SIZE, Publication, publication
-from gallery.store import Store
+from nobackfill.gallery.store import Store
 
 THREADS = 2
 ADDED = (

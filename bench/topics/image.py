@@ -14,11 +14,11 @@ from bench.loaded import table
 from bench.published import INNER, SIZE, publication
 from bench.record import ROOT
 from bench.serving import SEARCH, by_image, copy_filled, serving
-from release import paths
-from release.images import decode
-from server.triton.client import TritonClient
-from server.triton.configuration import model_config
-from server.triton.process import TritonProcess
+from nobackfill.release import paths
+from nobackfill.release.images import decode
+from nobackfill.server.triton.client import TritonClient
+from nobackfill.server.triton.configuration import model_config
+from nobackfill.server.triton.process import TritonProcess
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 QUERIES = 64

@@ -9,12 +9,12 @@ import numpy as np
 
 from bench import data
 from bench.harness import Bench, Contender, Row, Table, Value, interleave, rate
-from gallery import hnsw
-from gallery.exact import ExactIndex
-from gallery.index import Labels
-from gallery.spec import SpaceSpec
-from gallery.view import snapshot_of
-from release.vectors import Vectors
+from nobackfill.gallery import hnsw
+from nobackfill.gallery.exact import ExactIndex
+from nobackfill.gallery.index import Labels
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.view import snapshot_of
+from nobackfill.release.vectors import Vectors
 
 K = 10
 RECALLS = (0.95, 0.99)

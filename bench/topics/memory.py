@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 
 from bench.harness import Bench, Row, Table
-from gallery import hnsw, staging
-from gallery.spec import SpaceSpec
-from gallery.store import NewVectors, Store
-from gallery.view import LiveView
-from release.vectors import Vectors
-from server.galleries.beginnings import beginning
+from nobackfill.gallery import hnsw, staging
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.view import LiveView
+from nobackfill.release.vectors import Vectors
+from nobackfill.server.galleries.beginnings import beginning
 
 NOTE = (
     "Resident memory beyond that of a process with the gallery's file open and BLAS in use, over 4 "

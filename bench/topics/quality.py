@@ -16,15 +16,15 @@ from bench.harness import Bench, Contender, Row, Table, Value, interleave, rate
 from bench.models import First, int8_path, multiplications
 from bench.record import ROOT
 from demo.data import prepare
-from metrics import retrieval
-from metrics.compatibility import share_kept
-from metrics.ranking import same_label
-from release.vectors import Vectors
-from training.data import Listing, decode, list_images
-from training.frozen import of_run
-from training.onnx_export import export_onnx, quantise
-from training.transform import Upgrade
-from training.upgrade import read_upgrade
+from nobackfill.metrics import retrieval
+from nobackfill.metrics.compatibility import share_kept
+from nobackfill.metrics.ranking import same_label
+from nobackfill.release.vectors import Vectors
+from nobackfill.training.data import Listing, decode, list_images
+from nobackfill.training.frozen import of_run
+from nobackfill.training.onnx_export import export_onnx, quantise
+from nobackfill.training.transform import Upgrade
+from nobackfill.training.upgrade import read_upgrade
 
 CONFIGS = ROOT / "configs" / "digits"
 SETS = {"embedder-1": "embedder", "embedder-2": "embedder", "side_encoder-1": "side_encoder"}

@@ -17,7 +17,7 @@ from bench.published import INNER, SIZE, Publication, publication
 from bench.serving import by_image, copy_filled
 from demo import gateway, serve
 from demo.children import Children
-from gallery.store import Store
+from nobackfill.gallery.store import Store
 from nobackfill.v1 import search_pb2, search_pb2_grpc
 
 DEVICE = (

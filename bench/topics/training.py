@@ -8,13 +8,13 @@ from torch.nn import functional as F
 
 from bench import data
 from bench.harness import Bench, Contender, Row, Table, compared, interleave
-from metrics import retrieval
-from metrics.ranking import same_label
-from training.config import Augmentation, EmbedderConfig
-from training.embedder import EmbedderObjective
-from training.frozen import FrozenEncoder, features
-from training.loop import fit
-from training.progress import Progress
+from nobackfill.metrics import retrieval
+from nobackfill.metrics.ranking import same_label
+from nobackfill.training.config import Augmentation, EmbedderConfig
+from nobackfill.training.embedder import EmbedderObjective
+from nobackfill.training.frozen import FrozenEncoder, features
+from nobackfill.training.loop import fit
+from nobackfill.training.progress import Progress
 
 PIXELS = 32
 CLASSES = 10

@@ -11,7 +11,7 @@ from bench import bare, data
 from bench.harness import Bench, Contender, Table, compared, interleave, rate
 from bench.models import multiplications, transform
 from bench.published import INNER, NARROW, publication
-from release.models import UpgradeModel, open_upgrade
+from nobackfill.release.models import UpgradeModel, open_upgrade
 
 Engine = Callable[[data.Vectored], object]
 

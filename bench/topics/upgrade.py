@@ -14,16 +14,16 @@ from bench.galleries import fill
 from bench.harness import Bench, Contender, Measured, Row, Table, interleave, seconds
 from bench.published import INNER, Publication, publication
 from bench.topics.index import recall
-from gallery import hnsw, staging
-from gallery.exact import ExactIndex
-from gallery.hnsw import HnswIndex
-from gallery.index import Labels
-from gallery.spec import SpaceSpec
-from gallery.store import Store
-from gallery.upgrade import CHUNK, Runner, Upgraded, run_upgrade
-from release.errors import VerificationError
-from release.routes import RouteRunner, open_route, plan_route
-from release.vectors import Vectors
+from nobackfill.gallery import hnsw, staging
+from nobackfill.gallery.exact import ExactIndex
+from nobackfill.gallery.hnsw import HnswIndex
+from nobackfill.gallery.index import Labels
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.store import Store
+from nobackfill.gallery.upgrade import CHUNK, Runner, Upgraded, run_upgrade
+from nobackfill.release.errors import VerificationError
+from nobackfill.release.routes import RouteRunner, open_route, plan_route
+from nobackfill.release.vectors import Vectors
 
 THREADS = 2
 EFS = (16, 32, 64, 128, 256, 512)

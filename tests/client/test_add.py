@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from client import files
-from client.add import Added, add
-from client.device import Device
-from client.files import find_images
-from client.find import Search
-from release import images
-from release.errors import InvalidInputError
+from nobackfill.client import files
+from nobackfill.client.add import Added, add
+from nobackfill.client.device import Device
+from nobackfill.client.files import find_images
+from nobackfill.client.find import Search
+from nobackfill.release import images
+from nobackfill.release.errors import InvalidInputError
 from tests.support import blocks, edge, pictures, releases
 from tests.support.edge import Setting
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from client.device import Device
-from client.find import Search
-from client.upkeep import verify
-from release.paths import release_of_manifest
+from nobackfill.client.device import Device
+from nobackfill.client.find import Search
+from nobackfill.client.upkeep import verify
+from nobackfill.release.paths import release_of_manifest
 from tests.support import edge
 from tests.support.bad_releases import BAD, QUICK, publish_bad, sign
 from tests.support.edge import Setting

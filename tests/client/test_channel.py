@@ -13,15 +13,15 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 from typer.testing import CliRunner
 
-from client.app import Gateway
-from client.cli import app as client_app
-from client.output import Output
+from nobackfill.client.app import Gateway
+from nobackfill.client.cli import app as client_app
+from nobackfill.client.output import Output
+from nobackfill.release import errors
+from nobackfill.release.channel import open_channel
+from nobackfill.server import cli  # noqa: F401 - it brings the commands
+from nobackfill.server.commands.app import app as server_app
+from nobackfill.server.commands.app import show
 from nobackfill.v1 import release_pb2, search_pb2, search_pb2_grpc
-from release import errors
-from release.channel import open_channel
-from server import cli  # noqa: F401 - it brings the commands
-from server.commands.app import app as server_app
-from server.commands.app import show
 
 Behaviour = Callable[[int, grpc.ServicerContext], None]
 

@@ -6,17 +6,27 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from client.conditions import read
-from client.device import Device
-from client.expressions import to_expression, to_value
-from client.find import Search
-from client.options import metadata_values
-from gallery.filters import All, Exists, Filter, Not, OneOf, Range, Scalar, TimeRange, microseconds
-from gallery.put import MetadataValue
-from gallery.store import NewVectors
+from nobackfill.client.conditions import read
+from nobackfill.client.device import Device
+from nobackfill.client.expressions import to_expression, to_value
+from nobackfill.client.find import Search
+from nobackfill.client.options import metadata_values
+from nobackfill.gallery.filters import (
+    All,
+    Exists,
+    Filter,
+    Not,
+    OneOf,
+    Range,
+    Scalar,
+    TimeRange,
+    microseconds,
+)
+from nobackfill.gallery.put import MetadataValue
+from nobackfill.gallery.store import NewVectors
+from nobackfill.release.errors import InvalidInputError
+from nobackfill.server.services.convert import from_filter
 from nobackfill.v1 import types_pb2 as types
-from release.errors import InvalidInputError
-from server.services.convert import from_filter
 from tests.gallery.test_filters import FILTERS, METADATA, holds
 from tests.support import graphs
 from tests.support.edge import Setting

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from client.app import Gateway
-from client.device import Device
-from client.find import Search
-from gallery.filters import AnyOf, Exists, Filter, Not, OneOf, Range, Scalar
+from nobackfill.client.app import Gateway
+from nobackfill.client.device import Device
+from nobackfill.client.find import Search
+from nobackfill.gallery.filters import AnyOf, Exists, Filter, Not, OneOf, Range, Scalar
+from nobackfill.release.errors import NotFoundError
 from nobackfill.v1.gallery_pb2 import UpdateGalleryRequest
-from release.errors import NotFoundError
 from tests.server.support import Client, running
 from tests.support import blocks, edge
 

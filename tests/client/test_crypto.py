@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyrage.x25519 import Identity
 
-from client import crypto
-from release.errors import ConfigurationError, VerificationError
+from nobackfill.client import crypto
+from nobackfill.release.errors import ConfigurationError, VerificationError
 
 # age encrypts in chunks of 64 KiB, each with a tag of 16 bytes.
 CHUNK = 65536 + 16

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client.cli import main
-from client.device import Device
-from client.vault_queue import Entry, VaultQueue
-from gallery.blank import PAGE_BYTES
-from gallery.store import NewVectors
+from nobackfill.client.cli import main
+from nobackfill.client.device import Device
+from nobackfill.client.vault_queue import Entry, VaultQueue
+from nobackfill.gallery.blank import PAGE_BYTES
+from nobackfill.gallery.store import NewVectors
 from tests.support import edge
 from tests.support.edge import Setting
 

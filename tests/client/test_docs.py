@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from client import crypto
-from client.cli import app, main
-from client.device import Device
+from nobackfill.client import crypto
+from nobackfill.client.cli import app, main
+from nobackfill.client.device import Device
 from tests.server.support import running
 from tests.support import blocks, edge, releases
 
@@ -45,7 +45,7 @@ def test_every_option_in_the_page_exists() -> None:
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
-    from release import errors
+    from nobackfill.release import errors
 
     used = {c.exit_code for c in vars(errors).values() if hasattr(c, "exit_code")}
     documented = set(map(int, re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)))

@@ -8,15 +8,15 @@ from concurrent import futures
 import grpc
 import pytest
 
-from client import fetcher
-from client.app import Gateway
-from client.cli import main
-from client.device import Device
-from client.find import Search
-from client.upkeep import verify
+from nobackfill.client import fetcher
+from nobackfill.client.app import Gateway
+from nobackfill.client.cli import main
+from nobackfill.client.device import Device
+from nobackfill.client.find import Search
+from nobackfill.client.upkeep import verify
+from nobackfill.release import pace, tufclient
+from nobackfill.release.errors import NobackfillError, UnavailableError
 from nobackfill.v1 import search_pb2, search_pb2_grpc
-from release import pace, tufclient
-from release.errors import NobackfillError, UnavailableError
 from tests.support import edge
 from tests.support.edge import Setting
 from tests.support.evil_gateway import BEHAVIOURS, ESCAPES, EvilGateway, evil_gateway

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from client.device import Device
-from client.find import Search
-from gallery.store import NewVectors
-from release.errors import InvalidInputError, NotFoundError
+from nobackfill.client.device import Device
+from nobackfill.client.find import Search
+from nobackfill.gallery.store import NewVectors
+from nobackfill.release.errors import InvalidInputError, NotFoundError
 from tests.support import blocks, edge, graphs
 from tests.support.edge import Setting
 

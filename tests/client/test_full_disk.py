@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from client import reserve
-from client.cli import main
-from client.device import Device
+from nobackfill.client import reserve
+from nobackfill.client.cli import main
+from nobackfill.client.device import Device
 from tests.support import blocks, disks, edge
 from tests.support.edge import Setting
 

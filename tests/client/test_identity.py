@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from client import crypto
-from client.device import Device, beside
-from client.push import Pushed, push
-from client.restore import pull
-from client.status import status
-from client.sync import Wishes
-from client.upkeep import verify
-from release.errors import ConfigurationError
+from nobackfill.client import crypto
+from nobackfill.client.device import Device, beside
+from nobackfill.client.push import Pushed, push
+from nobackfill.client.restore import pull
+from nobackfill.client.status import status
+from nobackfill.client.sync import Wishes
+from nobackfill.client.upkeep import verify
+from nobackfill.release.errors import ConfigurationError
 from tests.server.support import running
 from tests.support import edge
 from tests.support.edge import Setting

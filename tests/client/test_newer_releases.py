@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from client.device import Device
-from release import paths
-from release.errors import UnfitError
-from release.overview import list_releases
-from release.trust import TrustedFolder
+from nobackfill.client.device import Device
+from nobackfill.release import paths
+from nobackfill.release.errors import UnfitError
+from nobackfill.release.overview import list_releases
+from nobackfill.release.trust import TrustedFolder
 from tests.support import blocks, edge
 from tests.support.edge import Setting
 from tests.support.publication import publish_manifest

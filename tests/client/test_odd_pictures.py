@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from client.add import add
-from client.device import Device
-from client.files import find_images
-from client.upkeep import verify
+from nobackfill.client.add import add
+from nobackfill.client.device import Device
+from nobackfill.client.files import find_images
+from nobackfill.client.upkeep import verify
 from tests.support.edge import Setting
 from tests.support.odd_pictures import ODD
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from client.device import Device
-from gallery.tables import vector_table
+from nobackfill.client.device import Device
+from nobackfill.gallery.tables import vector_table
 from tests.support import edge, graphs
 from tests.support.edge import Setting
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from client.cli import main
-from client.device import Device
-from gallery.store import Store
-from release.errors import BusyError, CannotWriteError
+from nobackfill.client.cli import main
+from nobackfill.client.device import Device
+from nobackfill.gallery.store import Store
+from nobackfill.release.errors import BusyError, CannotWriteError
 from tests.gallery.making import filled, put
 from tests.support import blocks, disks
 from tests.support.edge import Setting
@@ -142,7 +142,7 @@ def test_a_file_read_without_locks_is_not_read_while_it_changes(
 ) -> None:
     path = tmp_path / "g.sqlite"
     filled(path, 10).close()
-    monkeypatch.setattr("gallery.access.unwritable", lambda _: "not here")
+    monkeypatch.setattr("nobackfill.gallery.access.unwritable", lambda _: "not here")
     reader = Store.open(path)
     monkeypatch.undo()
     assert reader.count() == 10

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client.device import Device
-from client.find import Search
-from client.status import status
-from client.sync import Wishes
-from gallery.tables import vector_table
-from release.manifest import GateVerdict
+from nobackfill.client.device import Device
+from nobackfill.client.find import Search
+from nobackfill.client.status import status
+from nobackfill.client.sync import Wishes
+from nobackfill.gallery.tables import vector_table
+from nobackfill.release.manifest import GateVerdict
 from tests.server.support import running
 from tests.support import blocks, edge, graphs
 from tests.support.edge import Setting

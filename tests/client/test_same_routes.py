@@ -8,22 +8,22 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from client import install
-from client.carry import carry
-from client.device import Device
-from client.plan import make_plan
-from client.sources import opened
-from gallery import staging
-from gallery.spec import SpaceSpec
-from gallery.store import NewVectors, Store
-from release.manifest import Manifest
-from release.publish import publish
-from release.routes import Route
-from server.border.metrics import Metrics
-from server.catalog import Catalog
-from server.galleries.hosted import Hosted
-from server.state import StateFile
-from server.upgrades.upgrading import Upgrading
+from nobackfill.client import install
+from nobackfill.client.carry import carry
+from nobackfill.client.device import Device
+from nobackfill.client.plan import make_plan
+from nobackfill.client.sources import opened
+from nobackfill.gallery import staging
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.release.manifest import Manifest
+from nobackfill.release.publish import publish
+from nobackfill.release.routes import Route
+from nobackfill.server.border.metrics import Metrics
+from nobackfill.server.catalog import Catalog
+from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.state import StateFile
+from nobackfill.server.upgrades.upgrading import Upgrading
 from tests.gallery.making import rows
 from tests.support import edge, graphs
 from tests.support.blocks import Side

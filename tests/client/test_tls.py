@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import trustme
 
-from client import start
-from client.app import Gateway
-from client.device import Device
-from client.push import push
-from client.restore import pull
-from release.errors import NotPermittedError, UnavailableError
+from nobackfill.client import start
+from nobackfill.client.app import Gateway
+from nobackfill.client.device import Device
+from nobackfill.client.push import push
+from nobackfill.client.restore import pull
+from nobackfill.release.errors import NotPermittedError, UnavailableError
 from tests.server.support import running
 from tests.support import edge
 from tests.support.edge import Setting

@@ -15,11 +15,11 @@ from typing import Self
 
 import pytest
 
-from client.device import Device
-from client.find import Search
-from client.sync import Wishes
-from release import durable
-from release.errors import BusyError, UnavailableError, VerificationError
+from nobackfill.client.device import Device
+from nobackfill.client.find import Search
+from nobackfill.client.sync import Wishes
+from nobackfill.release import durable
+from nobackfill.release.errors import BusyError, UnavailableError, VerificationError
 from tests.client.test_cli import ask, run
 from tests.support import blocks, edge
 from tests.support.edge import Setting
@@ -111,7 +111,7 @@ def test_a_clock_that_is_wrong_by_years_stops_news_and_nothing_else(
             return cls.fromtimestamp(time.time() + 365 * 86_400 * years, tz)
 
     with monkeypatch.context() as wrong:
-        for module in ("release.trust", "release.state"):
+        for module in ("nobackfill.release.trust", "nobackfill.release.state"):
             wrong.setattr(f"{module}.datetime", Clock)
         if years > 0:
             with pytest.raises(VerificationError, match="clock"):
@@ -152,7 +152,7 @@ def test_a_locked_database_is_waited_for_then_named(
     setting: Setting, world: edge.World, monkeypatch: pytest.MonkeyPatch, begin: str
 ) -> None:
     world.publish(setting.repo, 2)
-    monkeypatch.setattr("gallery.connections.BUSY_TIMEOUT_MS", 200)
+    monkeypatch.setattr("nobackfill.gallery.connections.BUSY_TIMEOUT_MS", 200)
     with held(setting.gallery, begin):
         with pytest.raises(BusyError, match="another process is writing"):
             edge.follow(setting.gallery)

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from client import crypto
-from client.device import Device
-from client.push import Pushed, push
-from client.restore import Pulled, pull
-from client.status import status
-from client.sync import Wishes
-from client.upkeep import remove, verify
+from nobackfill.client import crypto
+from nobackfill.client.device import Device
+from nobackfill.client.push import Pushed, push
+from nobackfill.client.restore import Pulled, pull
+from nobackfill.client.status import status
+from nobackfill.client.sync import Wishes
+from nobackfill.client.upkeep import remove, verify
+from nobackfill.release.errors import ConfigurationError, NotFoundError, UnavailableError
 from nobackfill.v1 import vault_pb2
-from release.errors import ConfigurationError, NotFoundError, UnavailableError
 from tests.server.support import running
 from tests.support import edge
 from tests.support.crash import KILLED
@@ -149,8 +149,8 @@ def test_half_an_upload_leaves_the_vault_too(
             chunk = source.read_bytes()[offset:300]
             yield vault_pb2.PutBlobRequest(blob=blob, offset=offset, chunk=chunk)
 
-        broken.setattr("client.vault._upload", half)
-        broken.setattr("client.vault._STANDSTILLS", 1)
+        broken.setattr("nobackfill.client.vault._upload", half)
+        broken.setattr("nobackfill.client.vault._STANDSTILLS", 1)
         with pytest.raises(UnavailableError):
             vaulted.push()
     assert [path.stat().st_size for path in vaulted.blobs()] == [300]
@@ -180,8 +180,8 @@ def test_damage_in_the_vault_is_named_and_leaves_no_plaintext(
 
 def test_a_push_killed_at_any_step_loses_and_doubles_nothing(vaulted: Vaulted) -> None:
     code = (
-        "import sys; from pathlib import Path; from client.device import Device\n"
-        "from client.push import push; from client.output import Output\n"
+        "import sys; from pathlib import Path; from nobackfill.client.device import Device\n"
+        "from nobackfill.client.push import push; from nobackfill.client.output import Output\n"
         "with Device(Path(sys.argv[1])) as d: push(d, [], sys.argv[2], Output())"
     )
 
@@ -244,6 +244,6 @@ def test_an_item_removed_during_its_push_leaves_nothing_behind(vaulted: Vaulted)
 
 
 def test_a_vault_that_is_away(vaulted: Vaulted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("client.vault._SECONDS", 0.3)
+    monkeypatch.setattr("nobackfill.client.vault._SECONDS", 0.3)
     with Device(vaulted.gallery) as device, pytest.raises(UnavailableError):
         push(device, [], "grpc://127.0.0.1:1", edge.QUIET)

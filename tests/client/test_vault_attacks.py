@@ -8,13 +8,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from client import crypto, vault
-from client.device import Device, beside
-from client.restore import Pulled, pull
+from nobackfill.client import crypto, vault
+from nobackfill.client.device import Device, beside
+from nobackfill.client.restore import Pulled, pull
+from nobackfill.release.errors import UnavailableError, VerificationError
+from nobackfill.release.limits import LARGEST_BLOB
 from nobackfill.v1 import vault_pb2 as pb
 from nobackfill.v1 import vault_pb2_grpc
-from release.errors import UnavailableError, VerificationError
-from release.limits import LARGEST_BLOB
 from tests.support import edge
 from tests.support.edge import Setting
 

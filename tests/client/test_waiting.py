@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from client.device import Device
-from client.find import Search
-from client.retreat import roll_back
-from client.sync import Report, Wishes
-from client.upkeep import collect
-from release.errors import BusyError
+from nobackfill.client.device import Device
+from nobackfill.client.find import Search
+from nobackfill.client.retreat import roll_back
+from nobackfill.client.sync import Report, Wishes
+from nobackfill.client.upkeep import collect
+from nobackfill.release.errors import BusyError
 from tests.support import edge
 from tests.support.edge import Setting
 

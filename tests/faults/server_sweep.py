@@ -14,21 +14,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gallery.store import Store
-from release import trial
-from release.errors import NobackfillError, NotFoundError
-from release.faults import FAULTS
-from server.assembly import assemble, load
-from server.border.metrics import Metrics
-from server.core import Core
-from server.embedding.models import InProcessModels
-from server.galleries.puts import Put, Putting
-from server.rollout.activation import Activations
-from server.rollout.rollback import Rollbacks, retire
-from server.rollout.rollout import Phase
-from server.settings import Settings
-from server.state import RolloutName
-from server.vault import Blob, Vault
+from nobackfill.gallery.store import Store
+from nobackfill.release import trial
+from nobackfill.release.errors import NobackfillError, NotFoundError
+from nobackfill.release.faults import FAULTS
+from nobackfill.server.assembly import assemble, load
+from nobackfill.server.border.metrics import Metrics
+from nobackfill.server.core import Core
+from nobackfill.server.embedding.models import InProcessModels
+from nobackfill.server.galleries.puts import Put, Putting
+from nobackfill.server.rollout.activation import Activations
+from nobackfill.server.rollout.rollback import Rollbacks, retire
+from nobackfill.server.rollout.rollout import Phase
+from nobackfill.server.settings import Settings
+from nobackfill.server.state import RolloutName
+from nobackfill.server.vault import Blob, Vault
 from tests.support import releases
 from tests.support.blocks import png, publish_block_release
 from tests.support.crash import KILLED, run_with_fault, sweep

@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client import start
-from client.device import Device
-from client.retreat import roll_back
-from client.upkeep import collect, remove, verify
-from gallery.spec import SpaceSpec
-from gallery.store import NewVectors
-from release.errors import AlreadyExistsError, CannotWriteError, NotFoundError
-from release.probes import check_probes
+from nobackfill.client import start
+from nobackfill.client.device import Device
+from nobackfill.client.retreat import roll_back
+from nobackfill.client.upkeep import collect, remove, verify
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.store import NewVectors
+from nobackfill.release.errors import AlreadyExistsError, CannotWriteError, NotFoundError
+from nobackfill.release.probes import check_probes
 from tests.support import blocks, edge, graphs
 from tests.support.crash import KILLED, sweep
 
@@ -71,7 +71,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 @pytest.fixture(autouse=True)
 def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("client.install.try_release", check_probes)
+    monkeypatch.setattr("nobackfill.client.install.try_release", check_probes)
 
 
 def failures(kind: str, action: Callable[[], object], scene: Scene) -> Iterator[int]:

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gallery import hnsw
-from gallery.store import Store
-from gallery.upgrade import run_upgrade
-from release.errors import CannotWriteError
+from nobackfill.gallery import hnsw
+from nobackfill.gallery.store import Store
+from nobackfill.gallery.upgrade import run_upgrade
+from nobackfill.release.errors import CannotWriteError
 from tests.gallery.making import Linear, filled, ids, put, rows, spec
 
 FULL = """
@@ -18,9 +18,9 @@ import resource, sys
 from pathlib import Path
 import numpy as np
 from gallery import hnsw, staging
-from gallery.store import Store
-from gallery.upgrade import run_upgrade
-from release.errors import CannotWriteError
+from nobackfill.gallery.store import Store
+from nobackfill.gallery.upgrade import run_upgrade
+from nobackfill.release.errors import CannotWriteError
 from tests.gallery.making import Linear, ids, put, spec, vectors
 
 folder, action = Path(sys.argv[1]), sys.argv[2]

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gallery import hnsw, skeleton, staging
-from gallery.store import NewVectors, Store
-from gallery.upgrade import run_upgrade
-from gallery.view import LiveView
-from release.errors import CannotWriteError, NotFoundError
-from release.faults import FAULTS
+from nobackfill.gallery import hnsw, skeleton, staging
+from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.upgrade import run_upgrade
+from nobackfill.gallery.view import LiveView
+from nobackfill.release.errors import CannotWriteError, NotFoundError
+from nobackfill.release.faults import FAULTS
 from tests.gallery.making import SIDE_DIM, Linear, ids, spec, vectors
 from tests.support.crash import KILLED, count_steps, sweep
 

@@ -4,8 +4,8 @@ import contextlib
 
 import pytest
 
-from release.errors import InvalidInputError
-from release.images import decode
+from nobackfill.release.errors import InvalidInputError
+from nobackfill.release.images import decode
 from tests.support import pictures
 
 pytestmark = pytest.mark.faults

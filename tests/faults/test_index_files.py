@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gallery import hnsw
+from nobackfill.gallery import hnsw
 from tests.gallery.making import DIM, spec, vectors
 
 Mutation = Callable[[bytearray, np.random.Generator], bytes]
@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from gallery import graph_index, hnsw
-from release.errors import NotFoundError, VerificationError
+from nobackfill.release.errors import NotFoundError, VerificationError
 from tests.gallery.making import spec, vectors
 graph_index._GRAPH_QUERY = graph_index._GRAPH_CANDIDATE = 0
 folder = Path(sys.argv[1])

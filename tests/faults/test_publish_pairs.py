@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from release.errors import AlreadyExistsError, BusyError, NobackfillError
-from release.publish import publish
+from nobackfill.release.errors import AlreadyExistsError, BusyError, NobackfillError
+from nobackfill.release.publish import publish
 from tests.support.publication import Workshop, seen, workshop
 
 PAIRS = [3, pytest.param(20, marks=pytest.mark.faults)]

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from client import start
-from client.device import Device
-from client.push import push
-from client.rescue import rescue
-from client.restore import pull
-from client.retreat import roll_back
-from client.upkeep import collect, remove, verify
-from release.errors import AlreadyExistsError, NotFoundError
-from release.probes import check_probes
+from nobackfill.client import start
+from nobackfill.client.device import Device
+from nobackfill.client.push import push
+from nobackfill.client.rescue import rescue
+from nobackfill.client.restore import pull
+from nobackfill.client.retreat import roll_back
+from nobackfill.client.upkeep import collect, remove, verify
+from nobackfill.release.errors import AlreadyExistsError, NotFoundError
+from nobackfill.release.probes import check_probes
 from tests.server.process import serving
 from tests.support import blocks, edge
 from tests.support.random_kills import Scene, alone, killed, prepared
@@ -46,7 +46,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 @pytest.fixture(autouse=True)
 def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed sync would leave its trial to end by itself, and be a second slower."""
-    monkeypatch.setattr("client.install.try_release", check_probes)
+    monkeypatch.setattr("nobackfill.client.install.try_release", check_probes)
 
 
 def follow(scene: Scene) -> None:

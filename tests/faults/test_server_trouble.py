@@ -18,8 +18,8 @@ import grpc
 import numpy as np
 import pytest
 
+from nobackfill.release.manifest import Manifest
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
-from release.manifest import Manifest
 from tests.server.conftest import Stages, make_stages, publish_stage
 from tests.server.process import Served, children, serving, triton_venv
 from tests.server.support import Client, embedding, ids, images

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gallery import staging
-from gallery.exact import ExactIndex
-from gallery.filters import OneOf
-from gallery.passing import passing_labels
-from gallery.store import NewVectors, Store
-from gallery.upgrade import run_upgrade
-from gallery.view import LiveView
-from release.errors import NotFoundError, PreconditionError
+from nobackfill.gallery import staging
+from nobackfill.gallery.exact import ExactIndex
+from nobackfill.gallery.filters import OneOf
+from nobackfill.gallery.passing import passing_labels
+from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.upgrade import run_upgrade
+from nobackfill.gallery.view import LiveView
+from nobackfill.release.errors import NotFoundError, PreconditionError
 from tests.gallery.making import SIDE_DIM, Linear, rows, spec, vectors
 from tests.support.memory import MEMORY
 

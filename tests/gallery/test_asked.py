@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from gallery import asked as asked_queries
-from gallery import graph_index, hnsw
-from gallery.asked import Asked
-from gallery.index import EVERY
-from release.vectors import Vectors
+from nobackfill.gallery import asked as asked_queries
+from nobackfill.gallery import graph_index, hnsw
+from nobackfill.gallery.asked import Asked
+from nobackfill.gallery.index import EVERY
+from nobackfill.release.vectors import Vectors
 from tests.gallery.making import spec
 
 

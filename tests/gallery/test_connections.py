@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from gallery import connections, staging
-from gallery.access import Access
-from gallery.store import NewVectors, Store
-from gallery.upgrade import run_upgrade
-from release.errors import AlreadyExistsError, BusyError, VerificationError
+from nobackfill.gallery import connections, staging
+from nobackfill.gallery.access import Access
+from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.upgrade import run_upgrade
+from nobackfill.release.errors import AlreadyExistsError, BusyError, VerificationError
 from tests.gallery.making import Linear, filled, ids, put, rows, spec, vectors
 
 ONE, TWO = spec(1).space, spec(2).space
@@ -173,7 +173,7 @@ DIES = """
 import os, signal, sys
 from pathlib import Path
 from tests.gallery.making import put, ids
-from gallery.store import Store
+from nobackfill.gallery.store import Store
 store = Store.open(Path(sys.argv[1]))
 put(store, ids(int(sys.argv[2]), start=100), seed=3)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gallery import exact, graph_index, hnsw
-from gallery.exact import ExactIndex
-from gallery.index import Index, Labels, Mask, Neighbours
-from gallery.spec import Metric, SpaceSpec
-from gallery.store import Change
-from gallery.view import changed, snapshot_of
-from release.vectors import Vectors
+from nobackfill.gallery import exact, graph_index, hnsw
+from nobackfill.gallery.exact import ExactIndex
+from nobackfill.gallery.index import Index, Labels, Mask, Neighbours
+from nobackfill.gallery.spec import Metric, SpaceSpec
+from nobackfill.gallery.store import Change
+from nobackfill.gallery.view import changed, snapshot_of
+from nobackfill.release.vectors import Vectors
 from tests.gallery.making import DIM, spec, vectors
 
 COUNT = 3000

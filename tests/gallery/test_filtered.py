@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gallery import hnsw
+from nobackfill.gallery import hnsw
 from tests.gallery.making import spec
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gallery.filters import (
+from nobackfill.gallery.filters import (
     MOST_DEPTH,
     MOST_TESTS,
     MOST_VALUES,
@@ -24,10 +24,10 @@ from gallery.filters import (
     TimeRange,
     microseconds,
 )
-from gallery.passing import Filtering, passing_labels
-from gallery.put import MetadataValue
-from gallery.store import NewVectors, Store
-from release.errors import InvalidInputError
+from nobackfill.gallery.passing import Filtering, passing_labels
+from nobackfill.gallery.put import MetadataValue
+from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.release.errors import InvalidInputError
 from tests.gallery.making import ids, spec, vectors
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

@@ -9,13 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gallery import distances, graph_index, graph_memory, graph_state, hnsw, index_file, skeleton
-from gallery.exact import ExactIndex
-from gallery.index import Labels
-from gallery.spec import Metric, SpaceSpec
-from release.errors import CannotWriteError, NotFoundError, VerificationError
-from release.faults import FAULTS
-from release.vectors import Vectors
+from nobackfill.gallery import (
+    distances,
+    graph_index,
+    graph_memory,
+    graph_state,
+    hnsw,
+    index_file,
+    skeleton,
+)
+from nobackfill.gallery.exact import ExactIndex
+from nobackfill.gallery.index import Labels
+from nobackfill.gallery.spec import Metric, SpaceSpec
+from nobackfill.release.errors import CannotWriteError, NotFoundError, VerificationError
+from nobackfill.release.faults import FAULTS
+from nobackfill.release.vectors import Vectors
 from tests.gallery.making import DIM, spec, vectors
 
 COUNT = 3000

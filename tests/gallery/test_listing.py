@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gallery import edits, listing
-from gallery.filters import Exists, Not, OneOf, Range
-from gallery.index import Labels
-from gallery.listing import Place
-from gallery.passing import Filtering, passing_labels
-from gallery.put import MOST_METADATA_BYTES, NewVectors
-from gallery.store import Change, Store
-from release.errors import InvalidInputError
+from nobackfill.gallery import edits, listing
+from nobackfill.gallery.filters import Exists, Not, OneOf, Range
+from nobackfill.gallery.index import Labels
+from nobackfill.gallery.listing import Place
+from nobackfill.gallery.passing import Filtering, passing_labels
+from nobackfill.gallery.put import MOST_METADATA_BYTES, NewVectors
+from nobackfill.gallery.store import Change, Store
+from nobackfill.release.errors import InvalidInputError
 from tests.gallery.making import filled, ids, spec, vectors
 
 COUNT = 30

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gallery import staging
-from gallery.store import NewVectors, Store
-from gallery.upgrade import run_upgrade
-from release.vectors import Vectors
+from nobackfill.gallery import staging
+from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.upgrade import run_upgrade
+from nobackfill.release.vectors import Vectors
 from tests.gallery.making import SIDE_DIM, Linear, filled, ids, put, rows, spec, vectors
 
 ONE, TWO = spec(1).space, spec(2).space

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gallery import staging
-from gallery.spec import State
-from gallery.store import Change, NewVectors, Store
-from release.errors import (
+from nobackfill.gallery import staging
+from nobackfill.gallery.spec import State
+from nobackfill.gallery.store import Change, NewVectors, Store
+from nobackfill.release.errors import (
     IncompatibleSpaceError,
     InvalidInputError,
     NotFoundError,

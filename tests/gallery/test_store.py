@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gallery import staging
-from gallery.spec import Origin, SpaceSpec
-from gallery.store import Change, NewVectors, Store
-from release.errors import (
+from nobackfill.gallery import staging
+from nobackfill.gallery.spec import Origin, SpaceSpec
+from nobackfill.gallery.store import Change, NewVectors, Store
+from nobackfill.release.errors import (
     AlreadyExistsError,
     CannotWriteError,
     IncompatibleSpaceError,

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gallery import staging
-from gallery.estimate import estimate
-from gallery.remaining import Order
-from gallery.store import Store
-from gallery.upgrade import Progress, run_upgrade
-from release.errors import InvalidInputError
-from release.vectors import Vectors
+from nobackfill.gallery import staging
+from nobackfill.gallery.estimate import estimate
+from nobackfill.gallery.remaining import Order
+from nobackfill.gallery.store import Store
+from nobackfill.gallery.upgrade import Progress, run_upgrade
+from nobackfill.release.errors import InvalidInputError
+from nobackfill.release.vectors import Vectors
 from tests.gallery.making import DIM, SIDE_DIM, Carried, Linear, filled, ids, put, rows, spec
 
 ONE, TWO = spec(1).space, spec(2).space
@@ -98,9 +98,9 @@ MEASURED = """
 import resource, sys
 from pathlib import Path
 import numpy as np
-from gallery.spec import SpaceSpec
-from gallery.store import NewVectors, Store
-from gallery.upgrade import run_upgrade
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.upgrade import run_upgrade
 from tests.gallery.making import Carried
 
 class Same:

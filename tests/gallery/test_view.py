@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gallery import hnsw, staging
-from gallery.exact import ExactIndex
-from gallery.index import Content, Index, Labels
-from gallery.spec import SpaceSpec
-from gallery.store import NewVectors, Store
-from gallery.view import LiveView, snapshot_of
-from release.errors import IncompatibleSpaceError, InvalidInputError
-from release.vectors import Vectors
+from nobackfill.gallery import hnsw, staging
+from nobackfill.gallery.exact import ExactIndex
+from nobackfill.gallery.index import Content, Index, Labels
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.view import LiveView, snapshot_of
+from nobackfill.release.errors import IncompatibleSpaceError, InvalidInputError
+from nobackfill.release.vectors import Vectors
 from tests.gallery.making import filled, ids, put, spec, vectors
 
 ONE, TWO = spec(1).space, spec(2).space

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gallery import staging
-from gallery.filters import OneOf
-from gallery.passing import passing_labels
-from gallery.store import Store
-from gallery.tables import FORMAT
+from nobackfill.gallery import staging
+from nobackfill.gallery.filters import OneOf
+from nobackfill.gallery.passing import passing_labels
+from nobackfill.gallery.store import Store
+from nobackfill.gallery.tables import FORMAT
 from tests.gallery.making import Linear, put, rows, spec, vectors
 
 ZOO = sorted((Path(__file__).parent / "zoo").glob("format-*.gz"))

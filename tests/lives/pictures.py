@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from release.manifest import Manifest
-from release.vectors import Vectors
+from nobackfill.release.manifest import Manifest
+from nobackfill.release.vectors import Vectors
 from tests.support import blocks, graphs, releases
 
 # Pictures below IMAGES are images; the others exist as vectors only.

@@ -10,10 +10,10 @@ from typing import TypeVar
 import grpc
 import numpy as np
 
-from client.device import Device
+from nobackfill.client.device import Device
+from nobackfill.release.ledger import require_ledger
+from nobackfill.release.manifest import Manifest
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2
-from release.ledger import require_ledger
-from release.manifest import Manifest
 from tests.lives.pictures import IMAGES, PICTURES, Pictures
 from tests.server import process
 from tests.server.support import Client, metadata

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from metrics.ranking import Relevance
+from nobackfill.metrics.ranking import Relevance
 
 
 def distance(a: Sequence[float], b: Sequence[float], metric: str) -> float:

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from metrics.backfill import (
+from nobackfill.metrics.backfill import (
     backfill_curve,
     class_order,
     class_shares,
@@ -13,8 +13,8 @@ from metrics.backfill import (
     random_order,
     uncertainty_order,
 )
-from metrics.ranking import same_label
-from metrics.retrieval import mean, score
+from nobackfill.metrics.ranking import same_label
+from nobackfill.metrics.retrieval import mean, score
 
 
 def mixed() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -33,7 +33,7 @@ def test_each_point_is_the_mixed_gallery(monkeypatch: pytest.MonkeyPatch) -> Non
     queries, served, backfilled, query_labels, labels = mixed()
     relevance = same_label(query_labels, labels)
     order = random_order(50, seed=3)
-    monkeypatch.setattr("metrics.distances.BLOCK_VALUES", 7 * 50)
+    monkeypatch.setattr("nobackfill.metrics.distances.BLOCK_VALUES", 7 * 50)
     curve = backfill_curve(
         queries, served, backfilled, order, relevance, shares=[0, 0.5, 1], metric="cosine"
     )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import bootstrap as scipy_bootstrap
 
-from metrics.bootstrap import Difference, paired_bootstrap
+from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
 
 
 def test_one_run_agrees_with_scipys_percentile_bootstrap() -> None:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from metrics.classes import by_class, in_range, worst_class
-from metrics.compatibility import (
+from nobackfill.metrics.classes import by_class, in_range, worst_class
+from nobackfill.metrics.compatibility import (
     degradation,
     gap_closed,
     is_compatible,
@@ -14,8 +14,8 @@ from metrics.compatibility import (
     update_gain,
     upgrade_gain,
 )
-from metrics.distances import Metric
-from metrics.ranking import same_label
+from nobackfill.metrics.distances import Metric
+from nobackfill.metrics.ranking import same_label
 from tests.metrics import slow
 
 
@@ -82,7 +82,7 @@ def test_the_strict_criterion_agrees_with_a_loop(
             same = bool(query_labels[i] == gallery_labels[j])
             pairs[same] += 1
             kept[same] += crossed <= before if same else crossed >= before
-    monkeypatch.setattr("metrics.distances.BLOCK_VALUES", 5 * 31)
+    monkeypatch.setattr("nobackfill.metrics.distances.BLOCK_VALUES", 5 * 31)
     images = (np.arange(23), np.arange(31)) if own else (None, None)
     relevance = same_label(query_labels, gallery_labels, *images)
     ours = strict_criterion(new, old, gallery, relevance, metric)

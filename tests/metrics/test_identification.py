@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from metrics.identification import OpenSetSearch, open_set_search, tpir_at_fpir
-from metrics.ranking import Relevance, same_label
+from nobackfill.metrics.identification import OpenSetSearch, open_set_search, tpir_at_fpir
+from nobackfill.metrics.ranking import Relevance, same_label
 from tests.metrics import slow
 
 

@@ -5,16 +5,16 @@ import pytest
 from scipy.stats import skew
 from sklearn.neighbors import NearestNeighbors
 
-from metrics.cka import linear_cka
-from metrics.hubness import hubness
-from metrics.neighbours import nearest
+from nobackfill.metrics.cka import linear_cka
+from nobackfill.metrics.hubness import hubness
+from nobackfill.metrics.neighbours import nearest
 
 
 def test_nearest_is_scikit_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     queries, gallery = rng.normal(size=(37, 5)), rng.normal(size=(60, 5))
     expected = NearestNeighbors(algorithm="brute").fit(gallery)
-    monkeypatch.setattr("metrics.distances.BLOCK_VALUES", 10 * 60)
+    monkeypatch.setattr("nobackfill.metrics.distances.BLOCK_VALUES", 10 * 60)
     for k in (1, 7, 60):
         distances, positions = expected.kneighbors(queries, n_neighbors=k)
         ours, values = nearest(queries, gallery, k)

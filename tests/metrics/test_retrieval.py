@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score
 
-from metrics import ranking as ranking_module
-from metrics.distances import BLOCK_VALUES, Metric, distances, unit
-from metrics.ranking import Ranking, Relevance, rank, rank_neighbours, same_label
-from metrics.retrieval import average_precision, average_precision_at, cmc, mean, score
+from nobackfill.metrics import ranking as ranking_module
+from nobackfill.metrics.distances import BLOCK_VALUES, Metric, distances, unit
+from nobackfill.metrics.ranking import Ranking, Relevance, rank, rank_neighbours, same_label
+from nobackfill.metrics.retrieval import average_precision, average_precision_at, cmc, mean, score
 from tests.metrics import slow
 
 METRICS: list[Metric] = ["l2", "cosine"]
@@ -104,7 +104,7 @@ def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> Non
     queries, query_labels, gallery, gallery_labels = data(2)
     relevance = same_label(query_labels, gallery_labels)
     whole = rank(queries, gallery, relevance)
-    monkeypatch.setattr("metrics.distances.BLOCK_VALUES", 7 * len(gallery))
+    monkeypatch.setattr("nobackfill.metrics.distances.BLOCK_VALUES", 7 * len(gallery))
     pieces = rank(queries, gallery, relevance)
     for a, b in zip(whole.ranks, pieces.ranks, strict=True):
         np.testing.assert_array_equal(a, b)

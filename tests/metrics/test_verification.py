@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_curve
 
-from metrics.verification import tar_at_far, threshold_at
+from nobackfill.metrics.verification import tar_at_far, threshold_at
 
 RATES = [0.0, 0.001, 0.01, 0.05, 0.1, 0.29, 0.5, 1.0]
 

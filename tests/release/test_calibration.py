@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from release.calibration import find, scores
-from release.manifest import Calibration
+from nobackfill.release.calibration import find, scores
+from nobackfill.release.manifest import Calibration
 from tests.support.releases import draft
 
 SPACE = "sp-" + "0" * 64

@@ -1,4 +1,4 @@
-"""`python -m release`: what it prints and how it exits, as a real process."""
+"""`publication`: what it prints and how it exits, as a real process."""
 
 import json
 import subprocess
@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from release.__main__ import main
-from release.errors import AlreadyExistsError, ConfigurationError, VerificationError
-from release.keys import Keys
-from release.publish import publish
+from nobackfill.release.__main__ import main
+from nobackfill.release.errors import AlreadyExistsError, ConfigurationError, VerificationError
+from nobackfill.release.keys import Keys
+from nobackfill.release.publish import publish
 from tests.support.releases import draft
 
 pytestmark = pytest.mark.usefixtures("near_gate")
 
 
 class Commands:
-    """`python -m release` in this process; one test starts it as a real one."""
+    """`publication` in this process; one test starts it as a real one."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self._capsys = capsys
@@ -139,7 +139,7 @@ def test_wrong_usage_exits_2(commands: Commands, args: tuple[str, ...]) -> None:
 
 def test_it_is_a_command(repo: Path) -> None:
     def run(*args: str) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "release", *args, "--model-repo", str(repo)]
+        words = [sys.executable, "-m", "nobackfill.release", *args, "--model-repo", str(repo)]
         return subprocess.run(words, capture_output=True, text=True, check=False)
 
     listed = run("list", "--json")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from release.digests import sha256_file, side_space_id, space_id
-from release.errors import InvalidInputError
-from release.manifest import Metric
+from nobackfill.release.digests import sha256_file, side_space_id, space_id
+from nobackfill.release.errors import InvalidInputError
+from nobackfill.release.words import Metric
 
 EMBEDDER = hashlib.sha256(b"embedder").hexdigest()
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from release.__main__ import main
-from release.errors import UnavailableError
-from release.fetchers import fetcher_for
-from release.keys import ROLES, Keys
-from release.ledger import TERM, require_ledger
-from release.publish import publish
-from release.trust import first_root
+from nobackfill.release.__main__ import main
+from nobackfill.release.errors import UnavailableError
+from nobackfill.release.fetchers import fetcher_for
+from nobackfill.release.keys import ROLES, Keys
+from nobackfill.release.ledger import TERM, require_ledger
+from nobackfill.release.publish import publish
+from nobackfill.release.trust import first_root
 from tests.support.releases import draft
 
 ROOT = Path(__file__).parent.parent.parent
@@ -34,14 +34,14 @@ def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "offline").mkdir()
     monkeypatch.chdir(tmp_path)
     lines = [line for block in blocks() for line in block]
-    keys_line = next(line for line in lines if line.startswith("python -m release keys"))
+    keys_line = next(line for line in lines if line.startswith("publication keys"))
     run(keys_line, monkeypatch)
     keys = Keys.beside(Path("model_repo"), {"targets": Path("offline/targets.pem")})
     first = draft(tmp_path / "drafts", 1)
     publish(Path("model_repo"), first, keys)
     publish(Path("model_repo"), draft(tmp_path / "drafts", 2, [first.manifest]), keys)
     # Exporting needs training runs: tests/training/test_releases_page.py.
-    elsewhere = ("python training/export.py", "python -m release keys")
+    elsewhere = ("python training/export.py", "publication keys")
     others = [line for line in lines if not line.startswith(elsewhere)]
     for line in others:
         run(line, monkeypatch)
@@ -55,9 +55,8 @@ def run(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     match words[0]:
         case "python" if words[2] == "http.server":
             serve(words)
-        case "python":
-            assert words[1:3] == ["-m", "release"]
-            monkeypatch.setattr(sys, "argv", words[2:])
+        case "publication":
+            monkeypatch.setattr(sys, "argv", words)
             with pytest.raises(SystemExit) as ended:
                 main()
                 raise SystemExit(0)
@@ -106,4 +105,4 @@ def test_the_page_tells_the_terms_that_are_signed() -> None:
 
 def test_every_command_is_on_the_page() -> None:
     for name in ("keys", "resign", "rotate", "withdraw", "verify", "list"):
-        assert f"python -m release {name}" in PAGE
+        assert f"publication {name}" in PAGE

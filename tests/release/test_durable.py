@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from release import durable
-from release.errors import (
+from nobackfill.release import durable
+from nobackfill.release.errors import (
     AlreadyExistsError,
     BusyError,
     CannotWriteError,
     ConfigurationError,
 )
-from release.faults import FAULTS, Faults, Operation
+from nobackfill.release.faults import FAULTS, Faults, Operation
 from tests.support.crash import KILLED, run_with_fault, sweep
 
 

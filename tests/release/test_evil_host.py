@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from tuf.api.metadata import TargetFile
 
-from release import fetchers, pace, tufclient
-from release.download import download
-from release.errors import NotFoundError, UnavailableError, VerificationError
-from release.fetchers import fetcher_for
-from release.trust import first_root
+from nobackfill.release import fetchers, pace, tufclient
+from nobackfill.release.download import download
+from nobackfill.release.errors import NotFoundError, UnavailableError, VerificationError
+from nobackfill.release.fetchers import fetcher_for
+from nobackfill.release.trust import first_root
 from tests.support.evil_host import BEHAVIOURS, evil_host
 from tests.support.waiting import wait_until
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from release.errors import InvalidInputError
-from release.image_header import LONGEST_SIDE, MOST_PIECES, MOST_SCANS, read_header
-from release.images import decode
+from nobackfill.release.errors import InvalidInputError
+from nobackfill.release.image_header import LONGEST_SIDE, MOST_PIECES, MOST_SCANS, read_header
+from nobackfill.release.images import decode
 from tests.support import pictures
 from tests.support.pictures import encoded
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
-from release.errors import InvalidInputError
-from release.images import LARGEST_BYTES, decode, decode_file
+from nobackfill.release.errors import InvalidInputError
+from nobackfill.release.images import LARGEST_BYTES, decode, decode_file
 from tests.support import pictures
 from tests.support.pictures import encoded
 
@@ -207,7 +207,7 @@ def test_the_largest_pictures_take_two_copies_of_memory_not_five(
     path = tmp_path / "large.png"
     path.write_bytes(pictures.blank_png(5000, 5000, mode, depth))
     program = (
-        "import sys, pathlib\nfrom release.images import decode\n"
+        "import sys, pathlib\nfrom nobackfill.release.images import decode\n"
         "def peak(): return int(next(line for line in open('/proc/self/status') "
         "if line.startswith('VmHWM')).split()[1]) // 1000\n"
         "before = peak()\ndecode(pathlib.Path(sys.argv[1]).read_bytes(), 224, 224)\n"

@@ -8,12 +8,12 @@ import pytest
 import time_machine
 from tuf.api.metadata import Metadata, Root
 
-from release.errors import ConfigurationError, NotFoundError, VerificationError
-from release.keys import ROLES, Keys, Role
-from release.ledger import require_ledger
-from release.publish import publish, withdraw
-from release.renew import expiries, resign, rotate
-from release.trust import TrustedFolder
+from nobackfill.release.errors import ConfigurationError, NotFoundError, VerificationError
+from nobackfill.release.keys import ROLES, Keys, Role
+from nobackfill.release.ledger import require_ledger
+from nobackfill.release.publish import publish, withdraw
+from nobackfill.release.renew import expiries, resign, rotate
+from nobackfill.release.trust import TrustedFolder
 from tests.support.publication import seen
 from tests.support.releases import draft
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from release import paths
-from release.errors import UnfitError, VerificationError
-from release.manifest import parse_manifest
+from nobackfill.release import paths
+from nobackfill.release.errors import UnfitError, VerificationError
+from nobackfill.release.manifest import parse_manifest
 from tests.support.releases import draft
 
 

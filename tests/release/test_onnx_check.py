@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from release import paths
-from release.digests import sha256_bytes
-from release.errors import VerificationError
-from release.models import open_embedder
-from release.onnx_check import OnnxFile, check_onnx, check_release
-from release.onnx_rules import RefusedError, inspect
-from release.tensors import Tensor
+from nobackfill.release import paths
+from nobackfill.release.digests import sha256_bytes
+from nobackfill.release.errors import VerificationError
+from nobackfill.release.models import open_embedder
+from nobackfill.release.onnx_check import OnnxFile, check_onnx, check_release
+from nobackfill.release.onnx_rules import RefusedError, inspect
+from nobackfill.release.tensors import Tensor
 from tests.release.crafted import CRAFTED, good, write_all
 from tests.support import graphs
 from tests.support.releases import draft, published

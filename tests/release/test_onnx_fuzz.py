@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from release.errors import VerificationError
-from release.models import _Session
-from release.onnx_rules import RefusedError, inspect
-from release.tensors import Tensor
+from nobackfill.release.errors import VerificationError
+from nobackfill.release.models import _Session
+from nobackfill.release.onnx_rules import RefusedError, inspect
+from nobackfill.release.tensors import Tensor
 from tests.support.fuzzed import DIM, fuzzed
 
 INPUTS: tuple[Tensor, ...] = (("embedding", "float32", (DIM,)),)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from release.manifest import Manifest, RouteEvidence, Upgrade
-from release.routes import Route, every_route, plan_route
+from nobackfill.release.manifest import Manifest, RouteEvidence, Upgrade
+from nobackfill.release.routes import Route, every_route, plan_route
 from tests.support.releases import draft
 
 RELEASES = range(1, 7)

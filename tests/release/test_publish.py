@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from release import durable, paths
-from release.draft import Draft
-from release.errors import (
+from nobackfill.release import durable, paths
+from nobackfill.release.draft import Draft
+from nobackfill.release.errors import (
     AlreadyExistsError,
     BusyError,
     ConfigurationError,
@@ -15,11 +15,11 @@ from release.errors import (
     PreconditionError,
     VerificationError,
 )
-from release.keys import Keys
-from release.manifest import GateVerdict
-from release.overview import list_releases, verify
-from release.publish import publish, withdraw
-from release.trust import TrustedFolder
+from nobackfill.release.keys import Keys
+from nobackfill.release.manifest import GateVerdict
+from nobackfill.release.overview import list_releases, verify
+from nobackfill.release.publish import publish, withdraw
+from nobackfill.release.trust import TrustedFolder
 from tests.support.publication import files_of, seen
 from tests.support.releases import draft
 

@@ -5,12 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from release import paths
-from release.draft import Draft
-from release.errors import GateFailedError, NobackfillError, NotFoundError, VerificationError
-from release.manifest import GateVerdict, Manifest
-from release.publish import publish
-from release.trust import TrustedFolder
+from nobackfill.release import paths
+from nobackfill.release.draft import Draft
+from nobackfill.release.errors import (
+    GateFailedError,
+    NobackfillError,
+    NotFoundError,
+    VerificationError,
+)
+from nobackfill.release.manifest import GateVerdict, Manifest
+from nobackfill.release.publish import publish
+from nobackfill.release.trust import TrustedFolder
 from tests.release.test_publish import chain, content
 from tests.support.releases import draft
 

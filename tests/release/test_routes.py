@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from release.errors import InvalidInputError, NotFoundError
-from release.manifest import Manifest, RouteEvidence, Upgrade
-from release.models import open_embedder, open_side_encoder
-from release.routes import open_route, plan_route
+from nobackfill.release.errors import InvalidInputError, NotFoundError
+from nobackfill.release.manifest import Manifest, RouteEvidence, Upgrade
+from nobackfill.release.models import open_embedder, open_side_encoder
+from nobackfill.release.routes import open_route, plan_route
 from tests.support.releases import draft, images
 
 

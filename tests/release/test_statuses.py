@@ -2,9 +2,9 @@
 
 import grpc
 
-from release.errors import NobackfillError, NotFoundError
-from release.statuses import ERRORS
-from server.border.errors import CODES
+from nobackfill.release.errors import NobackfillError, NotFoundError
+from nobackfill.release.statuses import ERRORS
+from nobackfill.server.border.errors import CODES
 
 # Of these a caller learns less than the gateway knew: a full disk or a message too large is a
 # RESOURCE_EXHAUSTED like any other, and to be tried again later.

@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from release.terminal import visible
+from nobackfill.release.terminal import visible
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,8 +28,12 @@ def test_no_command_prints_an_error_as_it_came() -> None:
     """What a refusal says may hold names and a server's words: every command line escapes it."""
     bare = [
         path
-        for path in ("client/cli.py", "server/commands/app.py", "release/__main__.py",
-                     "report/__main__.py")
+        for path in (
+            "client/nobackfill/client/cli.py",
+            "server/nobackfill/server/commands/app.py",
+            "core/nobackfill/release/__main__.py",
+            "core/nobackfill/report/__main__.py",
+        )
         if 'visible(f"' not in (ROOT / path).read_text("utf-8")
-    ]  # fmt: skip
+    ]
     assert not bare

@@ -13,19 +13,20 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from release import paths, trial
-from release.draft import Draft, described
-from release.errors import VerificationError
-from release.manifest import space_of
-from release.trial import try_release
+from nobackfill.release import paths, trial
+from nobackfill.release.draft import Draft, described
+from nobackfill.release.errors import VerificationError
+from nobackfill.release.manifest import space_of
+from nobackfill.release.trial import try_release
 from tests.release.crafted import smallest_by_minus_one
 from tests.support import graphs
 from tests.support.releases import draft, published
 
 # The child without the rules: what onnxruntime does with a graph that passes them.
 NO_RULES = (
-    "import release.onnx_check as rules; rules.check_release = lambda files, manifest: None\n"
-    "import release.trial as trial; trial.main()"
+    "import nobackfill.release.onnx_check as rules\n"
+    "rules.check_release = lambda files, manifest: None\n"
+    "import nobackfill.release.trial as trial; trial.main()"
 )
 
 
@@ -47,7 +48,7 @@ def trials() -> list[Path]:
             parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
             if (
                 int(parent) == os.getpid()
-                and b"release.trial" in (process / "cmdline").read_bytes()
+                and b"nobackfill.release.trial" in (process / "cmdline").read_bytes()
             ):
                 found.append(process)
     return found

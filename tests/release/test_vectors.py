@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from release.errors import InvalidInputError
-from release.vectors import check_vectors, from_bytes
+from nobackfill.release.errors import InvalidInputError
+from nobackfill.release.vectors import check_vectors, from_bytes
 
 DIM = 3
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from release.manifest import Manifest
-from release.publish import publish
+from nobackfill.release.manifest import Manifest
+from nobackfill.release.publish import publish
 from tests.support import releases
 
 CLASSES, EACH = 4, 6

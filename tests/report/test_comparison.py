@@ -6,13 +6,13 @@ import onnxruntime as ort
 import pytest
 from sklearn.metrics import average_precision_score
 
-from release.errors import InvalidInputError, NotFoundError
-from release.models import Embedder, open_side_encoder
-from release.paths import upgrade_int8_path, upgrade_path
-from report import pictures
-from report.comparison import HITS, Comparison, compare, predecessor
-from report.figures import Flips, flips, kept, matrix_of_pictures
-from report.pictures import Picture, read_folder
+from nobackfill.release.errors import InvalidInputError, NotFoundError
+from nobackfill.release.models import Embedder, open_side_encoder
+from nobackfill.release.paths import upgrade_int8_path, upgrade_path
+from nobackfill.report import pictures
+from nobackfill.report.comparison import HITS, Comparison, compare, predecessor
+from nobackfill.report.figures import Flips, flips, kept, matrix_of_pictures
+from nobackfill.report.pictures import Picture, read_folder
 from tests.support.publication import manifests_of
 
 
@@ -136,7 +136,7 @@ def test_images_are_embedded_a_few_at_a_time(
         sizes.append(len(pixels))
         return run(self, pixels)
 
-    monkeypatch.setattr("report.comparison.BATCH", 5)
+    monkeypatch.setattr("nobackfill.report.comparison.BATCH", 5)
     monkeypatch.setattr(Embedder, "run", spied)
     manifests = manifests_of(model_repo, tmp_path)
     again = compare(model_repo, manifests, manifests[1], manifests[2], comparison.pictures)

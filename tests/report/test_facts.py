@@ -2,12 +2,12 @@ from pathlib import Path
 
 import pytest
 
-from client.plan import Leg, Plan, embedding_files
-from gallery.spec import SpaceInfo, SpaceSpec
-from release.manifest import Cell, Manifest, RouteEvidence
-from release.routes import plan_route
-from report.facts import downloads, facts
-from report.page import render
+from nobackfill.client.plan import Leg, Plan, embedding_files
+from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
+from nobackfill.release.manifest import Cell, Manifest, RouteEvidence
+from nobackfill.release.routes import plan_route
+from nobackfill.report.facts import downloads, facts
+from nobackfill.report.page import render
 from tests.support.publication import manifests_of
 
 

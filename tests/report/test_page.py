@@ -19,7 +19,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "report", *map(str, arguments)],
+        [sys.executable, "-m", "nobackfill.report", *map(str, arguments)],
         cwd=ROOT,
         capture_output=True,
         text=True,

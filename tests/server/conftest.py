@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from release.manifest import Manifest
-from release.publish import withdraw
-from server.gateway import Gateway
+from nobackfill.release.manifest import Manifest
+from nobackfill.release.publish import withdraw
+from nobackfill.server.gateway import Gateway
 from tests.server.support import Client, running
 from tests.support.blocks import manifest, publish_block_release
 

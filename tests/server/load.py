@@ -12,8 +12,8 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
+from nobackfill.release.manifest import Manifest
 from nobackfill.v1 import search_pb2
-from release.manifest import Manifest
 from tests.server.support import Client, embedding, images
 from tests.support.blocks import png
 

@@ -14,15 +14,15 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_status import rpc_status
 from numpy.typing import NDArray
 
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.gateway import Gateway
+from nobackfill.server.settings import Settings
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2, upgrade_pb2
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
 from nobackfill.v1.release_pb2_grpc import ReleaseServiceStub
 from nobackfill.v1.search_pb2_grpc import SearchServiceStub
 from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceStub
 from nobackfill.v1.vault_pb2_grpc import VaultServiceStub
-from release.manifest import Manifest
-from server.gateway import Gateway
-from server.settings import Settings
 from tests.support import graphs, releases
 from tests.support.blocks import png
 

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from client import app
-from gallery import graph_index, hnsw
-from gallery.exact import ExactIndex
+from nobackfill.client import app
+from nobackfill.gallery import graph_index, hnsw
+from nobackfill.gallery.exact import ExactIndex
+from nobackfill.release.errors import InvalidInputError
+from nobackfill.release.manifest import Manifest
+from nobackfill.release.vectors import Vectors
+from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
-from release.errors import InvalidInputError
-from release.manifest import Manifest
-from release.vectors import Vectors
-from server.gateway import Gateway
 from tests.server.support import TIMEOUT_S, Client, refusal
 from tests.support import graphs
 from tests.support.waiting import wait_until

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gallery import hnsw
-from release.manifest import Manifest
-from server.galleries.indexing import Sharing
-from server.settings import Settings, cores
+from nobackfill.gallery import hnsw
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.galleries.indexing import Sharing
+from nobackfill.server.settings import Settings, cores
 from tests.server.support import Client, running
 from tests.server.test_indexing import put
 from tests.support.waiting import wait_until

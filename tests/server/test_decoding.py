@@ -6,12 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from release.errors import InvalidInputError
-from server.border import calls
-from server.border.auth import LOCAL
-from server.border.errors import CancelledError, DeadlineError, OverloadedError, TooLargeError
-from server.embedding import decoding
-from server.embedding.decoding import Decoding
+from nobackfill.release.errors import InvalidInputError
+from nobackfill.server.border import calls
+from nobackfill.server.border.auth import LOCAL
+from nobackfill.server.border.errors import (
+    CancelledError,
+    DeadlineError,
+    OverloadedError,
+    TooLargeError,
+)
+from nobackfill.server.embedding import decoding
+from nobackfill.server.embedding.decoding import Decoding
 from tests.support import pictures
 
 SIZE = (8, 8)

@@ -10,15 +10,15 @@ from pathlib import Path
 import grpc
 import pytest
 
-from gallery.spec import SpaceSpec
-from gallery.store import Store
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.store import Store
+from nobackfill.release.errors import BusyError, NotFoundError
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.galleries import order
+from nobackfill.server.galleries.gate import Gate, Users
+from nobackfill.server.galleries.order import Level, LockOrderError
+from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
-from release.errors import BusyError, NotFoundError
-from release.manifest import Manifest
-from server.galleries import order
-from server.galleries.gate import Gate, Users
-from server.galleries.order import Level, LockOrderError
-from server.gateway import Gateway
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import serving
 from tests.server.support import Client, code_of, embedding, images, refusal, running
@@ -109,7 +109,7 @@ def test_a_deletion_and_a_put_under_way_wait_for_each_other_in_one_order(
 def test_a_gallery_that_stays_in_use_stays(
     gateway: Gateway, client: Client, monkeypatch: pytest.MonkeyPatch, one: Manifest
 ) -> None:
-    monkeypatch.setattr("server.galleries.galleries._LEAVE_S", 0.05)
+    monkeypatch.setattr("nobackfill.server.galleries.galleries._LEAVE_S", 0.05)
     client.create()
     with gateway.core.galleries.using("g"):
         assert refusal(lambda: delete(client))[0] is grpc.StatusCode.ABORTED
@@ -152,7 +152,7 @@ def test_closing_waits_for_who_reads(tmp_path: Path, one: Manifest) -> None:
 def test_closing_gives_up_where_a_reader_never_ends(
     tmp_path: Path, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gallery.connections._CLOSE_S", 0.05)
+    monkeypatch.setattr("nobackfill.gallery.connections._CLOSE_S", 0.05)
     with Store.create(tmp_path / "g.sqlite", SpaceSpec.of(one)) as store:
         with store.reading(), pytest.raises(BusyError, match="in use"):
             store.close()

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from nobackfill.release.manifest import Manifest
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1 import search_pb2
 from nobackfill.v1.types_pb2 import Condition, Expression, Fields, Filter, Value
-from release.manifest import Manifest
 from tests.server.support import (
     TIMEOUT_S,
     Client,

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from gallery import hnsw
+from nobackfill.gallery import hnsw
+from nobackfill.server.galleries import beginnings
 from nobackfill.v1 import gallery_pb2, types_pb2
-from server.galleries import beginnings
 from tests.server.support import TIMEOUT_S, Client, running
 from tests.support import graphs
 from tests.support.blocks import manifest

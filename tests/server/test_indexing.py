@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gallery import hnsw, skeleton
-from gallery.spec import SpaceSpec
+from nobackfill.gallery import hnsw, skeleton
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.galleries import bases, indexing
+from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import gallery_pb2, types_pb2
-from release.manifest import Manifest
-from server.galleries import bases, indexing
-from server.galleries.hosted import Hosted
-from server.gateway import Gateway
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import TIMEOUT_S, Client
 from tests.server.test_forgetting import COUNT, unit_vectors

@@ -6,13 +6,13 @@ import grpc
 import numpy as np
 import pytest
 
-from gallery.put import NewVectors
-from gallery.store import Store
+from nobackfill.gallery.put import NewVectors
+from nobackfill.gallery.store import Store
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.galleries import items as cached
+from nobackfill.server.galleries.items import ItemCache, size_of
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1.types_pb2 import Condition, Filter, Value
-from release.manifest import Manifest
-from server.galleries import items as cached
-from server.galleries.items import ItemCache, size_of
 from tests.gallery import making
 from tests.server.support import TIMEOUT_S, Client, ids, images, metadata, refusal, vector
 from tests.server.test_filters import every, has, listed, where

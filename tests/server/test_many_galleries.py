@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from gallery.connections import Connections
+from nobackfill.gallery.connections import Connections
+from nobackfill.release.manifest import Manifest
 from nobackfill.v1 import gallery_pb2
-from release.manifest import Manifest
 from tests.server.process import Served, serving
 from tests.server.support import Client, embedding, ids, images, refusal, running
 
@@ -71,7 +71,7 @@ def test_a_start_opens_each_once_and_listing_none(
         really(connections)
 
     fill(repo, data, 40)
-    monkeypatch.setattr("server.assembly.open_galleries", lambda: 8)
+    monkeypatch.setattr("nobackfill.server.assembly.open_galleries", lambda: 8)
     monkeypatch.setattr(Connections, "_open", counted)
     with running(repo, data) as gateway, Client(gateway.address) as client:
         assert len(opened) == len(set(opened)) == 40

@@ -5,10 +5,10 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nobackfill.release.errors import InvalidInputError
+from nobackfill.server.border import messages
+from nobackfill.server.border.errors import TooLargeError
 from nobackfill.v1 import gallery_pb2, types_pb2
-from release.errors import InvalidInputError
-from server.border import messages
-from server.border.errors import TooLargeError
 
 READ = messages.reader(gallery_pb2.PutItemsRequest.FromString)
 

@@ -12,10 +12,10 @@ from typing import cast
 import grpc
 from grpc_health.v1 import health_pb2
 
-from server.border.auth import RULES
-from server.border.interceptor import Border
-from server.border.lanes import Lanes
-from server.border.metrics import Metrics
+from nobackfill.server.border.auth import RULES
+from nobackfill.server.border.interceptor import Border
+from nobackfill.server.border.lanes import Lanes
+from nobackfill.server.border.metrics import Metrics
 from tests.server.support import Client, images, running
 
 METHOD = "/test.Sleeping/Sleep"

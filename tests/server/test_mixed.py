@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.commands import operate  # noqa: F401 - puts its commands into app
+from nobackfill.server.commands.app import app
+from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2
-from release.manifest import Manifest
-from server.commands import operate  # noqa: F401 - puts its commands into app
-from server.commands.app import app
-from server.gateway import Gateway
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import (
     TIMEOUT_S,

@@ -7,16 +7,16 @@ from contextlib import contextmanager
 
 import pytest
 
-from gallery.exact import ExactIndex
-from gallery.index import Content, Index, Labels, Mask, Neighbours
-from gallery.spec import SpaceSpec
+from nobackfill.gallery.exact import ExactIndex
+from nobackfill.gallery.index import Content, Index, Labels, Mask, Neighbours
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.release.manifest import Manifest
+from nobackfill.release.models import Images
+from nobackfill.release.vectors import Vectors
+from nobackfill.server.galleries import hosted
+from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import search_pb2
-from release.manifest import Manifest
-from release.models import Images
-from release.vectors import Vectors
-from server.galleries import hosted
-from server.galleries.hosted import Hosted
-from server.gateway import Gateway
 from tests.server.support import Client, embedding, ids, images
 
 # More than a lane of calls has threads.

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from release.errors import CannotWriteError, VerificationError
-from release.trust import TrustedFolder
-from server.border.metrics import Metrics
-from server.catalog import Catalog
+from nobackfill.release.errors import CannotWriteError, VerificationError
+from nobackfill.release.trust import TrustedFolder
+from nobackfill.server.border.metrics import Metrics
+from nobackfill.server.catalog import Catalog
 from tests.support import blocks
 from tests.support.publication import publish_manifest
 from tests.support.waiting import wait_until

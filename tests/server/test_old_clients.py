@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+from nobackfill.release.manifest import Manifest
 from nobackfill.v1 import gallery_pb2, search_pb2
-from release.manifest import Manifest
 from tests.server.support import TIMEOUT_S, Client, embedding, images, metadata
 from tests.support.blocks import png
 

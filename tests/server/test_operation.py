@@ -15,8 +15,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
+from nobackfill.server.listener import SERVICES
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
-from server.listener import SERVICES
 from tests.server.process import serving
 from tests.server.support import Client, images
 from tests.support.blocks import png

@@ -14,10 +14,10 @@ import pytest
 from google.protobuf import json_format
 from google.protobuf.message_factory import GetMessageClass
 
+from nobackfill.server.border import auth
+from nobackfill.server.border.metrics import Metrics
+from nobackfill.server.settings import Settings
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
-from server.border import auth
-from server.border.metrics import Metrics
-from server.settings import Settings
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import ROOT
 from tests.server.support import images

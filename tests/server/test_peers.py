@@ -15,12 +15,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from nobackfill.server.border.auth import RULES
+from nobackfill.server.border.connections import LARGEST_PEER
+from nobackfill.server.border.interceptor import Border
+from nobackfill.server.border.lanes import STREAMS
+from nobackfill.server.border.metrics import Metrics
 from nobackfill.v1 import gallery_pb2, search_pb2
-from server.border.auth import RULES
-from server.border.connections import LARGEST_PEER
-from server.border.interceptor import Border
-from server.border.lanes import STREAMS
-from server.border.metrics import Metrics
 from tests.server import process
 from tests.server.conftest import Stages
 from tests.server.guarded import (

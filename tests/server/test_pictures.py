@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from nobackfill.server.embedding import decoding
 from nobackfill.v1 import gallery_pb2, search_pb2
-from server.embedding import decoding
 from tests.server.support import Client, code_of, ids, images, refusal, running
 from tests.support import pictures
 from tests.support.blocks import png, publish_block_release

@@ -7,9 +7,9 @@ import grpc
 import numpy as np
 import pytest
 
-from gallery.store import Store
+from nobackfill.gallery.store import Store
+from nobackfill.release.manifest import Manifest
 from nobackfill.v1 import gallery_pb2, types_pb2
-from release.manifest import Manifest
 from tests.server.support import (
     Client,
     embedding,

@@ -10,10 +10,10 @@ import pytest
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from nobackfill.release.errors import ConfigurationError, NotPermittedError
+from nobackfill.server.border.auth import RULES, UNBOUND, Principal, Role, Tokens, check_gallery
+from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import gallery_pb2
-from release.errors import ConfigurationError, NotPermittedError
-from server.border.auth import RULES, UNBOUND, Principal, Role, Tokens, check_gallery
-from server.gateway import Gateway
 from tests.server.support import Client, images, refusal, running
 from tests.server.test_rules import FILES, METHODS
 

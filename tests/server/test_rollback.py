@@ -6,9 +6,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from nobackfill.server.gateway import Gateway
+from nobackfill.server.rollout import rollback
 from nobackfill.v1 import release_pb2, upgrade_pb2
-from server.gateway import Gateway
-from server.rollout import rollback
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import TIMEOUT_S, Client, images, refusal, running
 
@@ -73,7 +73,7 @@ def test_a_retry_after_a_restart_goes_back_no_further(stages: Stages, tmp_path: 
 def test_nothing_begins_beside_a_rollback(
     third: Client, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from server.rollout import activation
+    from nobackfill.server.rollout import activation
 
     monkeypatch.setattr(activation, "_BRIEF_S", 0.1)
     core = gateway.core

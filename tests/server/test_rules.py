@@ -13,11 +13,11 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+from nobackfill.release.errors import ConfigurationError, NotPermittedError
+from nobackfill.server.border.auth import RULES, Role, Tokens, authorize
+from nobackfill.server.border.errors import UnauthenticatedError
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, upgrade_pb2, vault_pb2
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
-from release.errors import ConfigurationError, NotPermittedError
-from server.border.auth import RULES, Role, Tokens, authorize
-from server.border.errors import UnauthenticatedError
 from tests.server.conftest import Stages
 from tests.server.support import refusal, running
 

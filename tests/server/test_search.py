@@ -7,10 +7,10 @@ import grpc
 import numpy as np
 import pytest
 
-from gallery.store import Item
+from nobackfill.gallery.store import Item
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.galleries.items import ItemCache
 from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
-from release.manifest import Manifest
-from server.galleries.items import ItemCache
 from tests.server.support import (
     Client,
     embedding,

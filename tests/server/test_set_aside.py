@@ -11,8 +11,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from nobackfill.server.state import StateFile
 from nobackfill.v1 import gallery_pb2
-from server.state import StateFile
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import command
 from tests.server.support import Client, images, refusal, running

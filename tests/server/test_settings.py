@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from release.errors import ConfigurationError
-from server.settings import is_loopback, load_settings
+from nobackfill.release.errors import ConfigurationError
+from nobackfill.server.settings import is_loopback, load_settings
 
 
 def test_flag_before_environment_before_file_before_default(

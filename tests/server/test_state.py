@@ -2,8 +2,8 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from server.gateway import Gateway
-from server.state import StateFile
+from nobackfill.server.gateway import Gateway
+from nobackfill.server.state import StateFile
 
 NAMES = [f"g{i}" for i in range(24)]
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import gallery_pb2, upgrade_pb2
-from release.manifest import Manifest
-from server.gateway import Gateway
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import command
 from tests.server.support import Client, images, metadata, refusal

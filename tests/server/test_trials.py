@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from nobackfill.release import trial
+from nobackfill.server.state import Activation, StateFile
 from nobackfill.v1 import release_pb2, upgrade_pb2
-from release import trial
-from server.state import Activation, StateFile
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, ids, images, running
 from tests.support.waiting import wait_until

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import trustme
 
-from release.errors import ConfigurationError, UnavailableError, VerificationError
-from server.settings import load_settings
-from server.triton.client import TritonClient, remote_client
-from server.triton.configuration import model_config
+from nobackfill.release.errors import ConfigurationError, UnavailableError, VerificationError
+from nobackfill.server.settings import load_settings
+from nobackfill.server.triton.client import TritonClient, remote_client
+from nobackfill.server.triton.configuration import model_config
 from tests.server.conftest import Stages
 from tests.server.process import ROOT, Served, children, serving, triton_venv
 from tests.server.support import Client, images

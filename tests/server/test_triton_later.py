@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from release.manifest import Manifest
+from nobackfill.release.manifest import Manifest
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import serving, triton_venv
 from tests.server.support import Client, embedding, ids, images, refusal, running

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from gallery.view import LiveView
+from nobackfill.gallery.view import LiveView
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.galleries import indexing
+from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import release_pb2, upgrade_pb2
-from release.manifest import Manifest
-from server.galleries import indexing
-from server.gateway import Gateway
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import TIMEOUT_S, Client, images, running
 from tests.server.test_forgetting import COUNT
@@ -145,7 +145,11 @@ def test_an_error_at_any_call_ends_an_activation_with_its_reason(
 ) -> None:
     published = stages if rollout == "CUTOVER" else direct_stages
     publish_stage(tmp_path / "repo", published[1])
-    calls = Calls("activation", "server/rollout", "server/upgrades/upgrading.py")
+    calls = Calls(
+        "activation",
+        "server/nobackfill/server/rollout",
+        "server/nobackfill/server/upgrades/upgrading.py",
+    )
     with (
         running(tmp_path / "repo", tmp_path / "data") as gateway,
         Client(gateway.address) as client,
@@ -201,7 +205,7 @@ def test_the_indexing_thread_outlives_what_nobody_foresaw(
 
 def test_a_log_tells_where_and_holds_no_values() -> None:
     code = """
-from server.border import logs
+from nobackfill.server.border import logs
 import structlog
 logs.configure()
 vector = [0.123456789]

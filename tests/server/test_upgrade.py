@@ -6,19 +6,19 @@ import grpc
 import numpy as np
 import pytest
 
-from gallery import staging
-from gallery.put import NewVectors
-from gallery.spec import SpaceSpec
-from gallery.store import Change, Store
+from nobackfill.gallery import staging
+from nobackfill.gallery.put import NewVectors
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.store import Change, Store
+from nobackfill.release.manifest import Manifest
+from nobackfill.release.models import Images
+from nobackfill.release.vectors import Vectors
+from nobackfill.server.embedding.embedding import LARGEST_BATCH
+from nobackfill.server.gateway import Gateway
+from nobackfill.server.upgrades import cost
+from nobackfill.server.upgrades.neighbours import neighbours_kept
+from nobackfill.server.upgrades.throttle import Throttle
 from nobackfill.v1 import gallery_pb2, release_pb2, types_pb2, upgrade_pb2
-from release.manifest import Manifest
-from release.models import Images
-from release.vectors import Vectors
-from server.embedding.embedding import LARGEST_BATCH
-from server.gateway import Gateway
-from server.upgrades import cost
-from server.upgrades.neighbours import neighbours_kept
-from server.upgrades.throttle import Throttle
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import TIMEOUT_S, Client, ids, images, refusal
 from tests.server.test_indexing import put

@@ -10,17 +10,17 @@ import pyrage
 import pytest
 from pyrage import x25519
 
-from nobackfill.v1 import vault_pb2
-from release.errors import (
+from nobackfill.release.errors import (
     AlreadyExistsError,
     BusyError,
     InvalidInputError,
     NotFoundError,
     QuotaExceededError,
 )
-from release.limits import LARGEST_BLOB
-from server.border.errors import OutOfRangeError, TooLargeError
-from server.vault import Blob, Vault
+from nobackfill.release.limits import LARGEST_BLOB
+from nobackfill.server.border.errors import OutOfRangeError, TooLargeError
+from nobackfill.server.vault import Blob, Vault
+from nobackfill.v1 import vault_pb2
 from tests.server.support import Client, random_id, refusal
 
 QUOTA = 10 * 2**20
@@ -150,7 +150,7 @@ def test_bad_names_and_sizes(vault: Vault, blob: Blob) -> None:
 
 
 def test_pages(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.vault.PAGE", 7)
+    monkeypatch.setattr("nobackfill.server.vault.PAGE", 7)
     blobs = [blob_of(sealed(10, i % 250), i) for i in range(30)]
     for i, blob in enumerate(blobs):
         data = sealed(10, i % 250)

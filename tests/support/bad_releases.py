@@ -17,12 +17,12 @@ import onnx
 from onnx import helper, numpy_helper
 from tuf.api.metadata import TargetFile
 
-from release import paths
-from release.digests import sha256_bytes, side_space_id, space_id
-from release.keys import Keys
-from release.ledger import next_metadata, require_ledger
-from release.publish import put_metadata, signers_of
-from release.triton import configs
+from nobackfill.release import paths
+from nobackfill.release.digests import sha256_bytes, side_space_id, space_id
+from nobackfill.release.keys import Keys
+from nobackfill.release.ledger import next_metadata, require_ledger
+from nobackfill.release.publish import put_metadata, signers_of
+from nobackfill.release.triton import configs
 from tests.release.crafted import smallest_by_minus_one
 from tests.support import blocks, graphs, releases
 

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from release.manifest import GateVerdict, Manifest, parse_manifest
-from release.paths import manifest_path
-from release.publish import publish
+from nobackfill.release.manifest import GateVerdict, Manifest, parse_manifest
+from nobackfill.release.paths import manifest_path
+from nobackfill.release.publish import publish
 from tests.support import graphs, releases
 
 Side = Literal["maps", "carries", "none"]

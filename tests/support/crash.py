@@ -6,8 +6,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from release.errors import NobackfillError
-from release.faults import FAULTS
+from nobackfill.release.errors import NobackfillError
+from nobackfill.release.faults import FAULTS
 
 KILLED = -9
 

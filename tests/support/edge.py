@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from client import start
-from client.add import add
-from client.device import Device
-from client.files import find_images
-from client.output import Output
-from client.sync import Report, Wishes, sync
-from release.images import decode_file
-from release.models import open_embedder
+from nobackfill.client import start
+from nobackfill.client.add import add
+from nobackfill.client.device import Device
+from nobackfill.client.files import find_images
+from nobackfill.client.output import Output
+from nobackfill.client.sync import Report, Wishes, sync
+from nobackfill.release.images import decode_file
+from nobackfill.release.models import open_embedder
 from tests.support import blocks, graphs
 
 # Release -> the releases that it carries upgrades from, and whether they have int8 twins.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from onnx import AttributeProto, TensorProto, defs, helper, numpy_helper
 from onnx.defs import OpSchema
 
-from release.onnx_rules import OPERATORS
+from nobackfill.release.onnx_rules import OPERATORS
 from tests.support import graphs
 
 DIM = 16

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from tuf.api.metadata import TargetFile
 
-from release.draft import Draft
-from release.keys import Keys
-from release.ledger import leftovers, next_metadata, read_ledger, require_ledger
-from release.manifest import Manifest
-from release.overview import list_releases
-from release.paths import manifest_path
-from release.publish import publish, put_metadata, signers_of
-from release.staging import staging
-from release.trust import TrustedFolder
+from nobackfill.release.draft import Draft
+from nobackfill.release.keys import Keys
+from nobackfill.release.ledger import leftovers, next_metadata, read_ledger, require_ledger
+from nobackfill.release.manifest import Manifest
+from nobackfill.release.overview import list_releases
+from nobackfill.release.paths import manifest_path
+from nobackfill.release.publish import publish, put_metadata, signers_of
+from nobackfill.release.staging import staging
+from nobackfill.release.trust import TrustedFolder
 from tests.support.releases import draft
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from client.device import Device
-from client.find import Search
-from client.upkeep import verify
+from nobackfill.client.device import Device
+from nobackfill.client.find import Search
+from nobackfill.client.upkeep import verify
 from tests.support import edge
 from tests.support.crash import KILLED
 

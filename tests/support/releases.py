@@ -7,10 +7,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from release import paths
-from release.digests import side_space_id
-from release.draft import Draft, described
-from release.manifest import (
+from nobackfill.release import paths
+from nobackfill.release.digests import side_space_id
+from nobackfill.release.draft import Draft, described
+from nobackfill.release.manifest import (
     Calibration,
     Embedder,
     GateVerdict,
@@ -22,7 +22,7 @@ from release.manifest import (
     Upgrade,
     space_of,
 )
-from release.models import open_embedder, open_side_encoder, open_upgrade
+from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
 from tests.support import graphs
 
 # Whether an upgrade reads side-information, and what becomes of it.

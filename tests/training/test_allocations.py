@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from release.errors import ConfigurationError
-from training.allocations import ALLOCATIONS, allocate
+from nobackfill.release.errors import ConfigurationError
+from nobackfill.training.allocations import ALLOCATIONS, allocate
 
 LABELS = np.repeat(np.arange(10), np.arange(4, 14))
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from nobackfill.training.published import read_publication
 from tests.training.life import Life, config_of, copy_publication, run_export, train_quietly
-from training.published import read_publication
 
 
 def test_a_compatible_embedder_of_another_dimension_says_what_it_cannot_search(

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from training.augment import Augment, affine_matrices, erase, recolour, small_crops, warp
-from training.config import Augmentation
+from nobackfill.training.augment import Augment, affine_matrices, erase, recolour, small_crops, warp
+from nobackfill.training.config import Augmentation
 
 
 @pytest.fixture

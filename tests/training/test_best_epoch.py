@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from release.errors import ConfigurationError
+from nobackfill.release.errors import ConfigurationError
+from nobackfill.training.best_epoch import BestEpoch
+from nobackfill.training.method import UpgradeInputs
+from nobackfill.training.progress import Progress
+from nobackfill.training.run import STATS, read_checkpoint, read_finished
+from nobackfill.training.upgrade import fit_upgrade, load_upgrade
 from tests.training.methods import features
 from tests.training.test_loop import StopAfter
-from training.best_epoch import BestEpoch
-from training.method import UpgradeInputs
-from training.progress import Progress
-from training.run import STATS, read_checkpoint, read_finished
-from training.upgrade import fit_upgrade, load_upgrade
 
 
 def overfitting(run_dir: Path, **changes: Any) -> UpgradeInputs:

@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from metrics.ranking import Relevance
-from release.calibration import scores
-from training.calibrate import PAIRS_A_QUERY, fit_calibration, fit_curve, retrieved_pairs
+from nobackfill.metrics.ranking import Relevance
+from nobackfill.release.calibration import scores
+from nobackfill.training.calibrate import PAIRS_A_QUERY, fit_calibration, fit_curve, retrieved_pairs
 
 SPACE = "sp-" + "0" * 64
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from nobackfill.training.data import decode, list_images
+from nobackfill.training.frozen import load_encoder, of_run
+from nobackfill.training.upgrade import read_upgrade
 from tests.training.life import config_of, train_quietly, upgrade_config
-from training.data import decode, list_images
-from training.frozen import load_encoder, of_run
-from training.upgrade import read_upgrade
 
 
 def test_a_swin_learns_beside_a_cnn_and_an_upgrade_leads_to_it(

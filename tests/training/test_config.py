@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from release.errors import ConfigurationError
-from training.comparison.presets import PRESETS as PRESETS_OF_COMPARE
-from training.config import EmbedderConfig, UpgradeConfig
-from training.config_file import load_config, parse_config
+from nobackfill.release.errors import ConfigurationError
+from nobackfill.training.comparison.presets import PRESETS as PRESETS_OF_COMPARE
+from nobackfill.training.config import EmbedderConfig, UpgradeConfig
+from nobackfill.training.config_file import load_config, parse_config
 
 PRESETS = sorted(Path("configs").rglob("*.yaml"))
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import yaml
 
+from nobackfill.training.run import STATS, read_finished
 from tests.training.life import config_of
 from tests.training.two_devices import fit_line
-from training.run import STATS, read_finished
 
 # Rendezvous and traffic stay on this machine.
 ENV = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}

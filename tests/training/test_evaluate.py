@@ -4,15 +4,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from metrics.ranking import same_label
-from release.models import open_embedder, open_side_encoder, open_upgrade
-from release.vectors import Vectors
+from nobackfill.metrics.ranking import same_label
+from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
+from nobackfill.release.vectors import Vectors
+from nobackfill.training.criterion import criterion
+from nobackfill.training.data import decode, list_images
+from nobackfill.training.matrix import MatrixCell
+from nobackfill.training.measure import Embedded, parse_cell
+from nobackfill.training.published import read_publication
 from tests.training.life import SIZE, Life, run_evaluate
-from training.criterion import criterion
-from training.data import decode, list_images
-from training.matrix import MatrixCell
-from training.measure import Embedded, parse_cell
-from training.published import read_publication
 
 
 def slow_cell(

@@ -4,13 +4,19 @@ import numpy as np
 import pytest
 import torch
 
-from release.errors import ConfigurationError, InvalidInputError
+from nobackfill.release.errors import ConfigurationError, InvalidInputError
+from nobackfill.training.config import Augmentation, StoredVectors
+from nobackfill.training.data import Images, decode, list_images
+from nobackfill.training.frozen import (
+    FrozenEncoder,
+    augmented_views,
+    features,
+    load_encoder,
+    of_run,
+)
+from nobackfill.training.published import of_manifest, read_publication
+from nobackfill.training.stored import read_stored
 from tests.training.life import SIZE, Life
-from training.config import Augmentation, StoredVectors
-from training.data import Images, decode, list_images
-from training.frozen import FrozenEncoder, augmented_views, features, load_encoder, of_run
-from training.published import of_manifest, read_publication
-from training.stored import read_stored
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ import pytest
 from torch import nn
 from typer.testing import Result
 
-from release.probes import check_probes
+from nobackfill.release.probes import check_probes
+from nobackfill.training.data import list_images
+from nobackfill.training.gate import measure_release
+from nobackfill.training.measure import CellName, parse_cell, served_cells
+from nobackfill.training.published import Publication, read_publication
+from nobackfill.training.run import Checkpoint, read_finished, write_checkpoint, write_config
 from tests.training.life import Life, copy_publication, run_export, train_quietly, upgrade_config
-from training.data import list_images
-from training.gate import measure_release
-from training.measure import CellName, parse_cell, served_cells
-from training.published import Publication, read_publication
-from training.run import Checkpoint, read_finished, write_checkpoint, write_config
 
 
 @pytest.fixture

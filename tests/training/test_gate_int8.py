@@ -9,19 +9,19 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from metrics.ranking import same_label
-from release import paths
-from release.draft import described
-from release.manifest import Manifest, Upgrade, space_of
+from nobackfill.metrics.ranking import same_label
+from nobackfill.release import paths
+from nobackfill.release.draft import described
+from nobackfill.release.manifest import Manifest, Upgrade, space_of
+from nobackfill.training.calibrate import fit_calibration
+from nobackfill.training.data import list_images
+from nobackfill.training.gate import Evidence, measure_release
+from nobackfill.training.halves import halves
+from nobackfill.training.measure import Embedded, parse_cell, search_cell
+from nobackfill.training.published import Publication, read_publication
+from nobackfill.training.table import gate_table
 from tests.support import graphs
 from tests.training.life import Life
-from training.calibrate import fit_calibration
-from training.data import list_images
-from training.gate import Evidence, measure_release
-from training.halves import halves
-from training.measure import Embedded, parse_cell, search_cell
-from training.published import Publication, read_publication
-from training.table import gate_table
 
 
 @dataclass(frozen=True)

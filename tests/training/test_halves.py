@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from release.errors import InvalidInputError
+from nobackfill.release.errors import InvalidInputError
+from nobackfill.training.data import Listing
+from nobackfill.training.halves import halves
 from tests.training.life import run_export
-from training.data import Listing
-from training.halves import halves
 
 
 def listing(sizes: list[int]) -> Listing:

@@ -13,15 +13,15 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from release.errors import CannotWriteError, ConfigurationError, VerificationError
-from release.faults import FAULTS
+from nobackfill.release.errors import CannotWriteError, ConfigurationError, VerificationError
+from nobackfill.release.faults import FAULTS
+from nobackfill.training.config import Config
+from nobackfill.training.loop import DivergedError, fit, learning_rate
+from nobackfill.training.objective import Batch, Objective, Terms
+from nobackfill.training.progress import Progress
+from nobackfill.training.run import CHECKPOINT, STATS, read_checkpoint, read_finished
+from nobackfill.training.train import train
 from tests.training.life import config_of, train_quietly, upgrade_config
-from training.config import Config
-from training.loop import DivergedError, fit, learning_rate
-from training.objective import Batch, Objective, Terms
-from training.progress import Progress
-from training.run import CHECKPOINT, STATS, read_checkpoint, read_finished
-from training.train import train
 
 
 class Line(Objective):

@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
 
-from metrics.ranking import same_label
-from release.errors import ConfigurationError, InvalidInputError
-from release.vectors import Vectors
+from nobackfill.metrics.ranking import same_label
+from nobackfill.release.errors import ConfigurationError, InvalidInputError
+from nobackfill.release.vectors import Vectors
+from nobackfill.training.data import Listing, list_images
+from nobackfill.training.measure import Embedded, parse_cell, search_cell
+from nobackfill.training.published import read_publication
 from tests.training.life import Life
-from training.data import Listing, list_images
-from training.measure import Embedded, parse_cell, search_cell
-from training.published import read_publication
 
 N, QUERIES = 2100, 150
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from release.errors import InvalidInputError
-from release.manifest import parse_manifest
-from release.paths import manifest_path
+from nobackfill.release.errors import InvalidInputError
+from nobackfill.release.manifest import parse_manifest
+from nobackfill.release.paths import manifest_path
+from nobackfill.training import evaluate
+from nobackfill.training.data import list_images
+from nobackfill.training.overlap import digests, left_out, unseen
 from tests.training.life import Life, copy_publication, invoke, run_export
-from training import evaluate
-from training.data import list_images
-from training.overlap import digests, left_out, unseen
 
 
 def copy_of(part: Path, target: Path, every: int = 1) -> Path:

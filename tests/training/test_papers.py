@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from training.comparison.catalogue import rows_of
-from training.comparison.presets import DIGITS
-from training.comparison.recipe import Place
+from nobackfill.training.comparison.catalogue import rows_of
+from nobackfill.training.comparison.presets import DIGITS
+from nobackfill.training.comparison.recipe import Place
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
@@ -37,7 +37,7 @@ def test_every_path_exists(path: str) -> None:
 def test_paths_are_found_at_all() -> None:
     assert len(PATHS) > 60
     with pytest.raises(AttributeError):
-        resolve("training.maps.procrustus")
+        resolve("nobackfill.training.maps.procrustus")
 
 
 @pytest.mark.parametrize("paper", ["bct", "unibct", "dmu"])
@@ -63,9 +63,9 @@ def test_every_section_of_fct_has_a_line() -> None:
 
 
 def test_every_loss_module_is_named() -> None:
-    for module in (ROOT / "training" / "losses").glob("*.py"):
+    for module in (ROOT / "training/nobackfill/training/losses").glob("*.py"):
         if module.stem != "__init__":
-            assert f"training.losses.{module.stem}." in TEXT, module.stem
+            assert f"nobackfill.training.losses.{module.stem}." in TEXT, module.stem
 
 
 def test_rows_that_it_names_exist(tmp_path: Path) -> None:

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from release.manifest import Manifest
+from nobackfill.release.manifest import Manifest
+from nobackfill.training.plain import plain_trouble
+from nobackfill.training.published import read_publication
 from tests.support import graphs, releases
 from tests.training.life import Life
-from training.plain import plain_trouble
-from training.published import read_publication
 
 
 def draft(folder: Path, middle: float) -> tuple[Manifest, dict[str, Path]]:

@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from release.errors import ConfigurationError
-from release.keys import Keys
-from release.manifest import Manifest
-from release.models import open_embedder, open_upgrade
-from release.probes import check_probes
-from release.publish import begin_publication
-from release.routes import open_route, plan_route
+from nobackfill.release.errors import ConfigurationError
+from nobackfill.release.keys import Keys
+from nobackfill.release.manifest import Manifest
+from nobackfill.release.models import open_embedder, open_upgrade
+from nobackfill.release.probes import check_probes
+from nobackfill.release.publish import begin_publication
+from nobackfill.release.routes import open_route, plan_route
+from nobackfill.training.data import decode, list_images
+from nobackfill.training.published import read_publication
 from tests.training.life import (
     SIZE,
     Life,
@@ -26,8 +28,6 @@ from tests.training.life import (
     train_quietly,
     upgrade_config,
 )
-from training.data import decode, list_images
-from training.published import read_publication
 
 
 def published(repo: Path, release: int) -> Manifest:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from release.keys import Keys, Role
-from release.overview import verify
-from release.publish import begin_publication
+from nobackfill.release.keys import Keys, Role
+from nobackfill.release.overview import verify
+from nobackfill.release.publish import begin_publication
+from nobackfill.training import export
 from tests.training.life import Life, invoke
-from training import export
 
 PAGE = Path(__file__).parents[2] / "docs" / "releases.md"
 EXPORTS = re.findall(r"^python training/export\.py (.*)$", PAGE.read_text("utf-8"), re.MULTILINE)

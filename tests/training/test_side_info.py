@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from nobackfill.training.alternate import mix_images
+from nobackfill.training.autoencoder import AutoencoderObjective, Decoder
+from nobackfill.training.binarise import Binarise
+from nobackfill.training.config import SideEncoderConfig
+from nobackfill.training.loop import fit
+from nobackfill.training.progress import Progress
+from nobackfill.training.side_info import side_objective
 from tests.training.methods import tiny
-from training.alternate import mix_images
-from training.autoencoder import AutoencoderObjective, Decoder
-from training.binarise import Binarise
-from training.config import SideEncoderConfig
-from training.loop import fit
-from training.progress import Progress
-from training.side_info import side_objective
 
 KINDS = ("simclr", "autoencoder", "alternate", "mixup", "binary_simclr")
 

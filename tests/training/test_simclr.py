@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from pytorch_metric_learning.losses import NTXentLoss, SelfSupervisedLoss
 from torch import Tensor
 
+from nobackfill.training.config import SideEncoderConfig
+from nobackfill.training.simclr import SimclrObjective, nt_xent, one_sided
 from tests.training.life import config_of
-from training.config import SideEncoderConfig
-from training.simclr import SimclrObjective, nt_xent, one_sided
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import pytest
 import torch
 import yaml
 
+from nobackfill.training import evaluate, export, train
+from nobackfill.training.config import Config
+from nobackfill.training.run import read_finished
 from tests.training.life import config_of, invoke, upgrade_config
-from training import evaluate, export, train
-from training.config import Config
-from training.run import read_finished
 
 
 def run(config: Config, tmp_path: Path, *arguments: str) -> tuple[int, str]:

@@ -2,11 +2,11 @@ import pytest
 import torch
 from torch import nn
 
+from nobackfill.training.config import UpgradeConfig
+from nobackfill.training.method import UpgradeShape
+from nobackfill.training.methods.fct import build_fct, draw_view, squared_l2
+from nobackfill.training.transform import FctTransform
 from tests.training.life import config_of
-from training.config import UpgradeConfig
-from training.method import UpgradeShape
-from training.methods.fct import build_fct, draw_view, squared_l2
-from training.transform import FctTransform
 
 
 def transform(old_dim: int, side_dim: int, *, unit: bool = False) -> FctTransform:

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from release.errors import ConfigurationError
+from nobackfill.release.errors import ConfigurationError
+from nobackfill.training.config import UpgradeConfig
+from nobackfill.training.data import hold_out, list_images
+from nobackfill.training.frozen import of_run
+from nobackfill.training.published import read_publication
+from nobackfill.training.upgrade import open_sources, read_upgrade, repeat_unseen, upgrade_rows
 from tests.training.life import Life, copy_publication, run_export, train_quietly, upgrade_config
-from training.config import UpgradeConfig
-from training.data import hold_out, list_images
-from training.frozen import of_run
-from training.published import read_publication
-from training.upgrade import open_sources, read_upgrade, repeat_unseen, upgrade_rows
 
 
 def of_kind(config: object) -> UpgradeConfig:
@@ -34,7 +34,7 @@ def test_features_of_one_row_are_of_one_view(runs: Path, digits: Path, tmp_path:
         "new_side": (16, 3, 12),
         "labels": (16,),
     }
-    from training.frozen import augmented_views
+    from nobackfill.training.frozen import augmented_views
 
     views = augmented_views(listing, (8, 8, 8, 8), 3, config.augmentation, config.split_seed)
     for number, images in enumerate(views):

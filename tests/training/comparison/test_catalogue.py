@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from release.errors import ConfigurationError, InvalidInputError
-from training.compare import compare
-from training.comparison.catalogue import GROUPS, rows_of
-from training.comparison.cells import Cells
-from training.comparison.claims import CLAIMS, Claim, judge
-from training.comparison.presets import (
+from nobackfill.release.errors import ConfigurationError, InvalidInputError
+from nobackfill.training.compare import compare
+from nobackfill.training.comparison.catalogue import GROUPS, rows_of
+from nobackfill.training.comparison.cells import Cells
+from nobackfill.training.comparison.claims import CLAIMS, Claim, judge
+from nobackfill.training.comparison.presets import (
     CIFAR100,
     CIFAR100_CPU,
     DIGITS,
@@ -19,10 +19,10 @@ from training.comparison.presets import (
     folder_preset,
     preset_named,
 )
-from training.comparison.recipe import Place
-from training.comparison.rows import independent_of
-from training.comparison.work import tasks
-from training.config_file import parse_config
+from nobackfill.training.comparison.recipe import Place
+from nobackfill.training.comparison.rows import independent_of
+from nobackfill.training.comparison.work import tasks
+from nobackfill.training.config_file import parse_config
 
 
 def place(tmp_path: Path, split: int = 0) -> Place:

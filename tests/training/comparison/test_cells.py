@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from nobackfill.training.comparison.cells import evaluation, measure
+from nobackfill.training.comparison.recipe import Run
+from nobackfill.training.comparison.rows import Row
+from nobackfill.training.data import decode, list_images
+from nobackfill.training.frozen import load_encoder
+from nobackfill.training.upgrade import read_upgrade
 from tests.metrics import slow
-from training.comparison.cells import evaluation, measure
-from training.comparison.recipe import Run
-from training.comparison.rows import Row
-from training.data import decode, list_images
-from training.frozen import load_encoder
-from training.upgrade import read_upgrade
 
 
 def gram_cka(x: np.ndarray, y: np.ndarray) -> float:

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from training.comparison.catalogue import rows_of
-from training.comparison.cells import Cells
-from training.comparison.cost import stored
-from training.comparison.curve import Point, draw, front
-from training.comparison.exported import exported
-from training.comparison.presets import DIGITS
-from training.comparison.ranges import by_range, known_to_old
-from training.comparison.recipe import Place, Run
-from training.data import list_images
-from training.transform import FctTransform, Upgrade
+from nobackfill.training.comparison.catalogue import rows_of
+from nobackfill.training.comparison.cells import Cells
+from nobackfill.training.comparison.cost import stored
+from nobackfill.training.comparison.curve import Point, draw, front
+from nobackfill.training.comparison.exported import exported
+from nobackfill.training.comparison.presets import DIGITS
+from nobackfill.training.comparison.ranges import by_range, known_to_old
+from nobackfill.training.comparison.recipe import Place, Run
+from nobackfill.training.data import list_images
+from nobackfill.training.transform import FctTransform, Upgrade
 
 
 def random_points(seed: int, n: int = 40) -> list[Point]:

@@ -8,18 +8,18 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-from metrics.distances import unit
-from metrics.retrieval import mean, score
-from training.comparison.catalogue import rows_of
-from training.comparison.cells import evaluation, read_cells
-from training.comparison.cost import costs
-from training.comparison.data import train_and_test, write_digits
-from training.comparison.domains import SHIFTS, write_foreign
-from training.comparison.presets import DIGITS
-from training.comparison.recipe import Place, Run
-from training.comparison.work import do, images_of
-from training.data import list_images
-from training.run import CHECKPOINT, read_finished
+from nobackfill.metrics.distances import unit
+from nobackfill.metrics.retrieval import mean, score
+from nobackfill.training.comparison.catalogue import rows_of
+from nobackfill.training.comparison.cells import evaluation, read_cells
+from nobackfill.training.comparison.cost import costs
+from nobackfill.training.comparison.data import train_and_test, write_digits
+from nobackfill.training.comparison.domains import SHIFTS, write_foreign
+from nobackfill.training.comparison.presets import DIGITS
+from nobackfill.training.comparison.recipe import Place, Run
+from nobackfill.training.comparison.work import do, images_of
+from nobackfill.training.data import list_images
+from nobackfill.training.run import CHECKPOINT, read_finished
 
 SHORT = {
     "embedder": {"epochs": 2, "batch_size": 16},

@@ -5,8 +5,12 @@ import math
 import pytest
 import torch
 
-from training.losses.discriminativeness import confidence_weights, entropy_weights, selective_loss
-from training.losses.margins import cosines, spread
+from nobackfill.training.losses.discriminativeness import (
+    confidence_weights,
+    entropy_weights,
+    selective_loss,
+)
+from nobackfill.training.losses.margins import cosines, spread
 
 
 def old_cosines(n: int = 64, classes: int = 50) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from scipy.stats import entropy as scipy_entropy
 from torch.distributions import Categorical, kl_divergence
 
-from training.losses.distillation import (
+from nobackfill.training.losses.distillation import (
     distillation,
     entropy,
     focal_distillation,

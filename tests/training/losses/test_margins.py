@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from pytorch_metric_learning.losses import ArcFaceLoss, CosFaceLoss
 
-from training.losses.margins import arcface, cosface, cosines, share_of_batch, spread
+from nobackfill.training.losses.margins import arcface, cosface, cosines, share_of_batch, spread
 
 
 def setting(n: int = 12) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -5,7 +5,12 @@ import math
 import pytest
 import torch
 
-from training.losses.pairwise import contrastive, cosine_regression, half_squared_l2, regress
+from nobackfill.training.losses.pairwise import (
+    contrastive,
+    cosine_regression,
+    half_squared_l2,
+    regress,
+)
 
 
 def pair() -> tuple[torch.Tensor, torch.Tensor]:

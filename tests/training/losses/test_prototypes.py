@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from training.losses.prototypes import (
+from nobackfill.training.losses.prototypes import (
     by_class,
     class_average,
     drop_average,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from training.losses.gaussian import gaussian_nll, variance_factor
-from training.losses.lce import boundary, centre_alignment
-from training.losses.listwise import listwise, mean_squared_distance, squared_distances
+from nobackfill.training.losses.gaussian import gaussian_nll, variance_factor
+from nobackfill.training.losses.lce import boundary, centre_alignment
+from nobackfill.training.losses.listwise import listwise, mean_squared_distance, squared_distances
 
 
 def sides(n: int = 10, dim: int = 6) -> tuple[torch.Tensor, torch.Tensor]:

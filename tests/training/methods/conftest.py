@@ -2,8 +2,8 @@
 
 import pytest
 
+from nobackfill.training.method import Classifier
 from tests.training.methods import tiny
-from training.method import Classifier
 
 
 @pytest.fixture(scope="module")

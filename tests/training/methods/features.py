@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from training.config import UpgradeConfig
-from training.heads import Head, build_head
-from training.method import UpgradeInputs, UpgradeShape
-from training.methods import upgrade_method
-from training.objective import Objective
+from nobackfill.training.config import UpgradeConfig
+from nobackfill.training.heads import Head, build_head
+from nobackfill.training.method import UpgradeInputs, UpgradeShape
+from nobackfill.training.methods import upgrade_method
+from nobackfill.training.objective import Objective
 
 NAMES = ("ant", "bee", "cat", "dog", "elk")
 

@@ -8,12 +8,12 @@ import torch
 from scipy.special import softmax
 from scipy.stats import entropy
 
+from nobackfill.training.embedder import to_pixels
+from nobackfill.training.losses.margins import cosface, cosines
+from nobackfill.training.method import Classifier
+from nobackfill.training.methods.bct import BctSynthesizedObjective
+from nobackfill.training.methods.dmu import DmuObjective
 from tests.training.methods import tiny
-from training.embedder import to_pixels
-from training.losses.margins import cosface, cosines
-from training.method import Classifier
-from training.methods.bct import BctSynthesizedObjective
-from training.methods.dmu import DmuObjective
 
 
 def test_dmu_logs_how_uniform_its_weights_are(tmp_path: Path, old: Classifier) -> None:

@@ -8,18 +8,18 @@ import pytest
 import torch
 from scipy.special import softmax
 
-from release.errors import ConfigurationError
+from nobackfill.release.errors import ConfigurationError
+from nobackfill.training.embedder import to_pixels
+from nobackfill.training.fixed_classifier import FixedClassifier
+from nobackfill.training.loop import fit
+from nobackfill.training.losses.margins import cosface, cosines
+from nobackfill.training.method import Classifier
+from nobackfill.training.methods import EMBEDDER_METHODS, embedder_method
+from nobackfill.training.methods.bct import BctObjective, BctSynthesizedObjective
+from nobackfill.training.methods.compatible import CompatibleObjective, encode_all
+from nobackfill.training.methods.unibct import UniBctObjective, UniBctOptions, refresh_epochs
+from nobackfill.training.progress import Progress
 from tests.training.methods import tiny
-from training.embedder import to_pixels
-from training.fixed_classifier import FixedClassifier
-from training.loop import fit
-from training.losses.margins import cosface, cosines
-from training.method import Classifier
-from training.methods import EMBEDDER_METHODS, embedder_method
-from training.methods.bct import BctObjective, BctSynthesizedObjective
-from training.methods.compatible import CompatibleObjective, encode_all
-from training.methods.unibct import UniBctObjective, UniBctOptions, refresh_epochs
-from training.progress import Progress
 
 COMPATIBLE = [name for name in EMBEDDER_METHODS if name != "independent"]
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from release.errors import ConfigurationError
+from nobackfill.release.errors import ConfigurationError
+from nobackfill.training.method import UpgradeInputs
+from nobackfill.training.methods import UPGRADE_METHODS, upgrade_method
+from nobackfill.training.methods.forward import new_classifier
+from nobackfill.training.methods.residual import ResidualMap, ResidualObjective
+from nobackfill.training.methods.soft_prototypes import SoftPrototypes
+from nobackfill.training.progress import Progress
+from nobackfill.training.run import read_checkpoint
+from nobackfill.training.transform import Upgrade
+from nobackfill.training.upgrade import fit_upgrade, load_upgrade
 from tests.training.methods import features
-from training.method import UpgradeInputs
-from training.methods import UPGRADE_METHODS, upgrade_method
-from training.methods.forward import new_classifier
-from training.methods.residual import ResidualMap, ResidualObjective
-from training.methods.soft_prototypes import SoftPrototypes
-from training.progress import Progress
-from training.run import read_checkpoint
-from training.transform import Upgrade
-from training.upgrade import fit_upgrade, load_upgrade
 
 OPTIONS: dict[str, dict[str, int]] = {"soft_prototypes": {"classes": 5}, "low_rank": {"rank": 5}}
 DIVERGENCES = ("kl", "reversed_kl", "lce")

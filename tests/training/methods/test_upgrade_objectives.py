@@ -8,15 +8,15 @@ import torch
 from scipy.special import softmax
 from scipy.stats import entropy
 
+from nobackfill.training.losses.lce import boundary, centre_alignment
+from nobackfill.training.methods.fastfill import FastFillObjective
+from nobackfill.training.methods.fct import FctObjective
+from nobackfill.training.methods.forward import ForwardObjective
+from nobackfill.training.methods.residual import ResidualObjective
+from nobackfill.training.progress import Progress
+from nobackfill.training.transform import Upgraded
+from nobackfill.training.upgrade import fit_upgrade
 from tests.training.methods import features
-from training.losses.lce import boundary, centre_alignment
-from training.methods.fastfill import FastFillObjective
-from training.methods.fct import FctObjective
-from training.methods.forward import ForwardObjective
-from training.methods.residual import ResidualObjective
-from training.progress import Progress
-from training.transform import Upgraded
-from training.upgrade import fit_upgrade
 
 
 def view(n: int) -> dict[str, torch.Tensor]:

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import torch
 
-from training.config import EmbedderConfig
-from training.embedder import EmbedderObjective
-from training.loop import fit
-from training.method import Classifier, EmbedderInputs
-from training.methods import embedder_method
-from training.methods.compatible import CompatibleObjective
-from training.progress import Progress
+from nobackfill.training.config import EmbedderConfig
+from nobackfill.training.embedder import EmbedderObjective
+from nobackfill.training.loop import fit
+from nobackfill.training.method import Classifier, EmbedderInputs
+from nobackfill.training.methods import embedder_method
+from nobackfill.training.methods.compatible import CompatibleObjective
+from nobackfill.training.progress import Progress
 
 NAMES = ("ant", "bee", "cat", "dog")
 

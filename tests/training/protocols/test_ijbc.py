@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from release.errors import InvalidInputError, NotFoundError
-from training.protocols.ijbc import (
+from nobackfill.release.errors import InvalidInputError, NotFoundError
+from nobackfill.training.protocols.ijbc import (
     Faces,
     pool,
     read_enrolled,

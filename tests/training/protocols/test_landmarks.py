@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from metrics.ranking import Ranking, rank
-from metrics.retrieval import average_precision, average_precision_at
-from release.errors import InvalidInputError, NotFoundError
-from training.protocols.gldv2 import MAP_AT, image_path, read_landmarks
-from training.protocols.pickles import read_plain
-from training.protocols.revisited import (
+from nobackfill.metrics.ranking import Ranking, rank
+from nobackfill.metrics.retrieval import average_precision, average_precision_at
+from nobackfill.release.errors import InvalidInputError, NotFoundError
+from nobackfill.training.protocols.gldv2 import MAP_AT, image_path, read_landmarks
+from nobackfill.training.protocols.pickles import read_plain
+from nobackfill.training.protocols.revisited import (
     Difficulty,
     precision_at,
     read_revisited,

@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from metrics.ranking import rank
-from metrics.retrieval import average_precision, cmc
-from release.errors import InvalidInputError, NotFoundError
-from training.data import Listing
-from training.protocols.market1501 import read_sightings, relevance
-from training.protocols.vggface2 import subsample
+from nobackfill.metrics.ranking import rank
+from nobackfill.metrics.retrieval import average_precision, cmc
+from nobackfill.release.errors import InvalidInputError, NotFoundError
+from nobackfill.training.data import Listing
+from nobackfill.training.protocols.market1501 import read_sightings, relevance
+from nobackfill.training.protocols.vggface2 import subsample
 
 GALLERY = [
     "-1_c1s1_000001_00.jpg",

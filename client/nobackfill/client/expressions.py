@@ -1,0 +1,73 @@
+"""Filters as a gateway takes them: messages of nobackfill.gallery.filters."""
+
+from nobackfill.gallery.filters import (
+    All,
+    AnyOf,
+    Exists,
+    Filter,
+    Not,
+    OneOf,
+    Range,
+    Scalar,
+    TimeRange,
+)
+from nobackfill.v1 import types_pb2 as types
+
+_BOUNDS = ("at_least", "less_than", "greater_than", "at_most")
+
+
+def to_value(value: Scalar) -> types.Value:
+    """An integer of 64 bits stays exact; a larger one is the float nearest to it."""
+    if isinstance(value, bool):
+        return types.Value(flag=value)
+    if isinstance(value, str):
+        return types.Value(text=value)
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return types.Value(integer=value)
+    return types.Value(number=value)
+
+
+def to_expression(filtered: Filter) -> types.Expression:
+    """The same filter as a message. Raises ValueError for an integer of more than 64 bits."""
+    made = types.Expression()
+    if isinstance(filtered, All | AnyOf):
+        group = made.all if isinstance(filtered, All) else made.any
+        group.SetInParent()
+        group.of.extend(map(to_expression, filtered.of))
+    elif isinstance(filtered, Not):
+        # A word of the language: it cannot be an attribute's name in the source.
+        getattr(made, "not").CopyFrom(to_expression(filtered.of))
+    elif isinstance(filtered, Range):
+        made.all.CopyFrom(_ranges(filtered))
+    else:
+        made.condition.key = filtered.key
+        if isinstance(filtered, OneOf):
+            made.condition.one_of.SetInParent()
+            made.condition.one_of.values.extend(map(to_value, filtered.values))
+        elif isinstance(filtered, Exists):
+            made.condition.exists = True
+        else:
+            _times(filtered, made.condition.time_range)
+    return made
+
+
+def _ranges(filtered: Range) -> types.Expression.Expressions:
+    """One condition for bounds that are integers, one for others: either way no bound is rounded.
+    A range without any asks for a number."""
+    whole, others = types.Condition(key=filtered.key), types.Condition(key=filtered.key)
+    others.range.SetInParent()
+    for name in _BOUNDS:
+        bound = getattr(filtered, name)
+        if bound is not None:
+            into = whole.integer_range if isinstance(bound, int) else others.range
+            setattr(into, name, bound)
+    asked = [one for one in (whole, others) if one.WhichOneof("test")]
+    return types.Expression.Expressions(of=[types.Expression(condition=one) for one in asked])
+
+
+def _times(filtered: TimeRange, into: types.Condition.TimeRange) -> None:
+    into.SetInParent()
+    for name in _BOUNDS:
+        bound = getattr(filtered, name)
+        if bound is not None:
+            getattr(into, name).FromMicroseconds(bound)

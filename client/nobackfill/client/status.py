@@ -1,0 +1,67 @@
+"""What a gallery is and holds, told offline.
+
+Apart from upkeep.py, which loads what downloads and checks signatures: `status` is a command that
+people run often.
+"""
+
+from typing import Any
+
+from nobackfill.client.device import Device
+from nobackfill.client.vault_queue import VaultQueue
+from nobackfill.gallery import staging
+from nobackfill.gallery.spec import SpaceInfo
+
+_LEAST_CERTAIN = 10
+
+
+def status(device: Device) -> dict[str, Any]:
+    """What the gallery is and holds; offline."""
+    active = device.store.active()
+    previous = device.previous()
+    vault: dict[str, int] = {"sealed": 0, "stored": 0, "removing": 0}
+    for entry in VaultQueue(device.store).entries():
+        vault[entry.state] += 1
+    least = staging.least_certain(device.store, active.spec.space, _LEAST_CERTAIN)
+    return {
+        "gallery": str(device.path),
+        "items": device.store.count(),
+        "release": active.spec.release,
+        "space": active.spec.space,
+        "source": device.state("source"),
+        "rollback_to": None if previous is None else previous.spec.release,
+        "keep_original": bool(device.state("keep_original")),
+        "spaces": [_space(device, space) for space in device.store.spaces()],
+        "held_back": device.state("held_back", {}),
+        "bytes_on_disk": disk_bytes(device),
+        "vault": vault,
+        "vault_key_problem": _key_problem(device) if any(vault.values()) else None,
+        "least_certain": [
+            {"id": i.id, "path": i.metadata.get("path"), "uncertainty": i.uncertainty}
+            for i in least
+        ],
+    }
+
+
+def _key_problem(device: Device) -> str | None:
+    # Only galleries that pushed load the library of keys.
+    from nobackfill.client.identity import problem
+
+    return problem(device)
+
+
+def _space(device: Device, space: SpaceInfo) -> dict[str, Any]:
+    items = device.store.count(space.spec.space)
+    return {
+        "release": space.spec.release,
+        "space": space.spec.space,
+        "state": space.state,
+        "items": items,
+        "bytes": items * 4 * (space.spec.dim + space.spec.side_dim),
+    }
+
+
+def disk_bytes(device: Device) -> int:
+    """Bytes of the gallery's file and of all that lies beside it."""
+    names = device.path.parent.glob(f"{device.path.name}*")
+    files = (p for name in names for p in ([name] if name.is_file() else name.rglob("*")))
+    return sum(path.stat().st_size for path in files if path.is_file())

@@ -1,0 +1,176 @@
+"""Keeping a gallery in order: remove, gc, verify."""
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nobackfill.client import identity
+from nobackfill.client.device import Device, beside
+from nobackfill.client.install import missing, tidy
+from nobackfill.client.plan import embedding_files
+from nobackfill.client.retreat import confirm
+from nobackfill.client.status import disk_bytes
+from nobackfill.client.vault_queue import VaultQueue
+from nobackfill.gallery import staging
+from nobackfill.gallery.spec import SpaceInfo
+from nobackfill.gallery.tables import from_blobs, vector_table
+from nobackfill.release import durable
+from nobackfill.release.digests import sha256_file
+from nobackfill.release.errors import (
+    BusyError,
+    DamagedError,
+    NobackfillError,
+    NotFoundError,
+    UnusableRowsError,
+    few,
+)
+from nobackfill.release.vectors import check_vectors
+
+_ROWS = 4096
+# Pages given back in one transaction, so that others can write in between.
+_PAGES = 256
+
+
+def remove(device: Device, named: Sequence[str]) -> dict[str, Any]:
+    """Remove items from every space, the file's free pages and its log.
+
+    `named`: ids, or paths, which stand for every item that was added from there. Their ciphertext
+    waiting here goes at once, that in the vault at the next push. The image files themselves stay.
+    Raises NotFoundError for a name that is none; nothing is removed then.
+    """
+    ids = list(dict.fromkeys(i for name in named for i in _find(device, name)))
+    queue = VaultQueue(device.store)
+    outbox = beside(device.path, "outbox")
+    in_vault = 0
+    for item_id in ids:
+        entries = [e for e in queue.entries(item=item_id) if e.state != "removing"]
+        for entry in entries:
+            # First the vault's row: killed here, the image is still named and can be removed again.
+            queue.mark(entry.blob, "removing")
+            durable.remove_tree(outbox / entry.blob)
+        in_vault += bool(entries)
+    return {"removed": device.store.delete(ids), "left_in_vault": in_vault}
+
+
+def _find(device: Device, name: str) -> list[str]:
+    """Ids of an item, or of every item of a path: a file that was edited and added again is two."""
+    if device.store.get(name) is not None:
+        return [name]
+    with device.store.reading() as connection:
+        rows = connection.execute(
+            "SELECT i.id FROM items i JOIN attributes a USING (label)"
+            " WHERE a.key = 'path' AND a.kind = 'text' AND a.value = ? ORDER BY label",
+            (str(Path(name).absolute()),),
+        ).fetchall()
+    if not rows:
+        raise NotFoundError(f"{name}: neither an id nor a path of this gallery; see `list`")
+    return [item_id for (item_id,) in rows]
+
+
+def collect(device: Device) -> dict[str, Any]:
+    """`gc`: confirm the active release and drop what only a rollback or a killed run would need.
+
+    What a sync or a push downloads or sends just now is left. Raises BusyError while a sync carries
+    vectors.
+    """
+    with device.changing():
+        before = disk_bytes(device)
+        for space in device.store.spaces():
+            if space.state == "staging":
+                staging.drop(device.store, space.spec.space)
+        dropped = confirm(device)
+        with contextlib.suppress(BusyError), device.following():
+            durable.sweep(device.models)
+            tidy(device)
+        with contextlib.suppress(BusyError), device.vaulting():
+            _sweep_boxes(device)
+        _compact(device)
+        return {"dropped": dropped, "freed_bytes": before - disk_bytes(device)}
+
+
+def _sweep_boxes(device: Device) -> None:
+    known = {entry.blob for entry in VaultQueue(device.store).entries("sealed")}
+    for folder in (beside(device.path, "inbox"), beside(device.path, "outbox")):
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if path.name not in known:
+                durable.remove_tree(path)
+
+
+def _compact(device: Device) -> None:
+    """Give free pages back to the file system; not urgent, so not now if others hold the file."""
+    with contextlib.suppress(BusyError):
+        device.store.compact(_PAGES)
+
+
+def verify(device: Device) -> dict[str, Any]:
+    """Check the file's pages, every vector, the models' digests, keys and ciphertext; offline.
+
+    Returns counts and `problems`, each a sentence that says what to do.
+    """
+    problems: list[str] = []
+    vectors = 0
+    try:
+        with device.store.reading() as connection:
+            rows = connection.execute("PRAGMA integrity_check(4)").fetchall()
+            pages = [line for (text,) in rows for line in text.splitlines()]
+            strays = connection.execute("PRAGMA foreign_key_check").fetchall()
+        if pages != ["ok"] or strays:
+            found = few(pages) if pages != ["ok"] else f"{len(strays)} rows of no item"
+            raise DamagedError(device.path, found)
+        items = device.store.count()
+        spaces = device.store.spaces()
+        device.store.active()
+    except DamagedError as error:
+        # What follows would say the same again, row by row.
+        return {"items": None, "vectors": None, "problems": [str(error)]}
+    for space in spaces:
+        if space.state == "staging" and not device.state("installed", {}).get(
+            str(space.spec.release)
+        ):
+            # What a sync that was killed will go on with: its manifest comes with the flip.
+            vectors += device.store.count(space.spec.space)
+            continue
+        try:
+            vectors += _check_space(device, space)
+            manifest = device.manifest(space.spec.release)
+        except NobackfillError as error:
+            problems.append(str(error))
+            continue
+        problems += [
+            f"{file.path}: missing or changed; `edge-client sync` brings it again"
+            for file in missing(device.models, embedding_files(manifest))
+        ]
+    problems += _check_vault(device)
+    return {"items": items, "vectors": vectors, "problems": problems}
+
+
+def _check_space(device: Device, space: SpaceInfo) -> int:
+    spec = space.spec
+    count = 0
+    with device.store.reading() as connection:
+        rows = connection.execute(f"SELECT embedding FROM {vector_table(space.number)}")  # noqa: S608
+        while some := rows.fetchmany(_ROWS):
+            vectors = from_blobs([blob for (blob,) in some], spec.dim)
+            what = f"vectors of release {spec.release}"
+            try:
+                check_vectors(vectors, spec.dim, what=what, unit=spec.unit)
+            except UnusableRowsError as error:
+                raise DamagedError(device.path, error) from error
+            count += len(vectors)
+    if space.state == "active" and count < device.store.count():
+        lacking = device.store.count() - count
+        raise NotFoundError(
+            f"{lacking} items have no vector in the active space; add their images again"
+        )
+    return count
+
+
+def _check_vault(device: Device) -> list[str]:
+    problems = []
+    for entry in VaultQueue(device.store).entries("sealed"):
+        path = beside(device.path, "outbox") / entry.blob
+        if not path.is_file() or sha256_file(path) != entry.blob_sha256:
+            problems.append(f"{path}: ciphertext is lost or damaged; `push` makes it anew")
+    lost = identity.problem(device)
+    return [*problems, *([] if lost is None else [lost])]

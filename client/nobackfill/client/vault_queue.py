@@ -1,0 +1,128 @@
+"""What the vault holds of this gallery: one row an image, in the gallery's own SQLite file.
+
+    sealed    encrypted and waiting in the outbox; the upload may have begun
+    stored    acknowledged by the vault
+    removing  the item is gone here and its blob must go there
+
+A row is written before its upload begins and deleted after its blob is gone, so nothing that was
+ever sent is forgotten. Digests of images stay here; the vault sees random ids only.
+"""
+
+from dataclasses import dataclass
+from sqlite3 import Connection
+from typing import Literal
+
+from nobackfill.gallery.store import Store
+
+State = Literal["sealed", "stored", "removing"]
+
+_COLUMNS = "SELECT name FROM pragma_table_info('vault')"
+_INDEX = "CREATE INDEX IF NOT EXISTS vault_items ON vault (item)"
+_ROWS = (
+    "SELECT blob, item, image_sha256, blob_sha256, size, suffix, state, key FROM vault "
+    "WHERE state = ifnull(?, state) AND item = ifnull(?, item) ORDER BY item, rowid"
+)
+_ROWS_WITHOUT_KEY = _ROWS.replace("state, key", "state, NULL")
+# Made by the first image that is sealed.
+TABLE = """
+CREATE TABLE IF NOT EXISTS vault (
+    blob TEXT PRIMARY KEY,
+    item TEXT NOT NULL,
+    image_sha256 TEXT NOT NULL,
+    blob_sha256 TEXT NOT NULL,
+    size INTEGER NOT NULL,
+    suffix TEXT NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('sealed', 'stored', 'removing')),
+    key TEXT
+) STRICT
+"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One image in the vault. `size` and `blob_sha256` describe its ciphertext."""
+
+    blob: str
+    item: str
+    image_sha256: str
+    blob_sha256: str
+    size: int
+    # Of the file's name, to restore it under a name that programs know: ".jpg".
+    suffix: str
+    state: State
+    # The device's public key it was sealed to; None in rows of a version that did not keep it.
+    key: str | None
+
+
+class VaultQueue:
+    """The table `vault` of a gallery file, made by the first image that is sealed."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def entries(self, state: State | None = None, item: str | None = None) -> list[Entry]:
+        """All rows, or those in one state or of one item, by item, the latest last."""
+        with self._store.reading() as connection:
+            columns = {name for (name,) in connection.execute(_COLUMNS)}
+            if not columns:
+                return []
+            rows = connection.execute(
+                _ROWS if "key" in columns else _ROWS_WITHOUT_KEY, (state, item)
+            )
+            return [Entry(*row) for row in rows]
+
+    def obsolete(self) -> list[Entry]:
+        """What must leave the vault: rows that say so, and those whose item is gone."""
+        with self._store.reading() as connection:
+            items = {item for (item,) in connection.execute("SELECT id FROM items")}
+        return [e for e in self.entries() if e.state == "removing" or e.item not in items]
+
+    def of(self, item: str) -> Entry | None:
+        """The latest row of an item that is not being removed."""
+        rows = [entry for entry in self.entries(item=item) if entry.state != "removing"]
+        return rows[-1] if rows else None
+
+    def seal(self, entry: Entry) -> None:
+        """Remember a blob before a byte of it is sent."""
+        with self._store.writing() as connection:
+            _prepare(connection)
+            connection.execute(
+                "INSERT INTO vault VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    entry.blob, entry.item, entry.image_sha256, entry.blob_sha256,
+                    entry.size, entry.suffix, entry.state, entry.key,
+                ),
+            )  # fmt: skip
+
+    def mark(self, blob: str, state: State) -> None:
+        """Move a blob on to another state."""
+        with self._store.writing() as connection:
+            connection.execute("UPDATE vault SET state = ? WHERE blob = ?", (state, blob))
+
+    def settle(self, entry: Entry) -> None:
+        """An upload was acknowledged: other blobs of the same item must go."""
+        with self._store.writing() as connection:
+            connection.execute("UPDATE vault SET state = 'stored' WHERE blob = ?", (entry.blob,))
+            connection.execute(
+                "UPDATE vault SET state = 'removing' WHERE item = ? AND blob <> ?",
+                (entry.item, entry.blob),
+            )
+
+    def adopt(self, key: str) -> None:
+        """Say of rows that do not name their key that it is this one."""
+        with self._store.writing() as connection:
+            _prepare(connection)
+            connection.execute("UPDATE vault SET key = ? WHERE key IS NULL", (key,))
+
+    def forget(self, blob: str) -> None:
+        """Delete the row of a blob that is gone from the vault."""
+        with self._store.writing() as connection:
+            connection.execute("DELETE FROM vault WHERE blob = ?", (blob,))
+
+
+def _prepare(connection: Connection) -> None:
+    """Make the table, or bring that of an older version up to date."""
+    connection.execute(TABLE)
+    connection.execute(_INDEX)
+    if "key" not in {name for (name,) in connection.execute(_COLUMNS)}:
+        connection.execute("ALTER TABLE vault ADD COLUMN key TEXT")

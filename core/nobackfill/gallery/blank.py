@@ -1,0 +1,44 @@
+"""An empty gallery file: its pages, its log, its tables."""
+
+import contextlib
+import os
+from pathlib import Path
+
+from nobackfill.gallery.access import has_room
+from nobackfill.gallery.connections import APPLICATION, connect
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.tables import add_space
+from nobackfill.release import durable
+from nobackfill.release.errors import CannotWriteError
+from nobackfill.release.sqlite_errors import refusing_sqlite
+
+# Bulk writes are twice as fast as with SQLite's 4 KiB, of which a vector row leaves much empty.
+PAGE_BYTES = 16384
+
+
+def make_blank(path: Path, spec: SpaceSpec | None) -> None:
+    """Make a gallery file whose active space is `spec`; without, it has none yet.
+
+    Raises CannotWriteError, and leaves what there is of it.
+    """
+    # Imported here because it costs the edge a large part of a search's start.
+    from nobackfill.gallery.schema import migrate
+
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise CannotWriteError(f"{path.parent}: cannot write there ({error.strerror})") from error
+    if not has_room(path.parent):
+        raise CannotWriteError(f"{path.parent}: no room for a gallery; free some space")
+    with refusing_sqlite(path), contextlib.closing(connect(path)) as connection:
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        # Free pages can be given back a few at a time, where VACUUM would copy the whole file.
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if mode != "wal":
+            raise CannotWriteError(f"{path}: no write-ahead log possible here; use a local disk")
+        connection.execute(f"PRAGMA application_id = {APPLICATION}")
+        migrate(connection)
+        if spec is not None:
+            with durable.transaction(connection):
+                add_space(connection, spec, "active")

@@ -1,0 +1,235 @@
+"""Reading items and vectors, in bulk and one by one; each function works on one snapshot."""
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nobackfill.gallery.index import Labels
+from nobackfill.gallery.put import Metadata
+from nobackfill.gallery.spec import Origin, SpaceInfo
+from nobackfill.gallery.tables import among, find_space, from_blobs, label_column, vector_table
+from nobackfill.release.errors import DamagedError
+from nobackfill.release.vectors import Vectors
+
+_ORIGINS = (None, *get_args(Origin))
+# Rows fetched at once: their Python objects stay small beside the array they end in.
+FETCH_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Item:
+    """`origin` and `uncertainty` are those of its vector in the space asked for, if any."""
+
+    label: int
+    id: str
+    digest: str | None
+    metadata: Metadata
+    origin: Origin | None = None
+    uncertainty: float | None = None
+
+
+def items(
+    connection: sqlite3.Connection, labels: Sequence[int] | Labels, space: str | None = None
+) -> list[Item | None]:
+    """Items in the order of `labels`; None where there is none."""
+    wanted = [int(label) for label in labels]
+    of_vector, join = "NULL, NULL", ""
+    if space is not None:
+        table = vector_table(find_space(connection, space).number)
+        of_vector, join = "v.origin, v.uncertainty", f"LEFT JOIN {table} v ON v.label = i.label"
+    rows = connection.execute(
+        f"SELECT i.label, i.id, i.digest, i.metadata, {of_vector} FROM items i {join}"
+        " WHERE i.label IN (SELECT value FROM json_each(?))",
+        (json.dumps(wanted),),
+    )
+    found = {item.label: item for item in map(item_of, rows)}
+    return [found.get(label) for label in wanted]
+
+
+def item_of(row: tuple[Any, ...]) -> Item:
+    """A row (label, id, digest, metadata, origin, uncertainty). Raises DamagedError for none."""
+    label, item_id, digest, metadata, origin, uncertainty = row
+    fields = _json(metadata, f"item {label}")
+    sound = isinstance(item_id, str) and isinstance(digest, str | None) and origin in _ORIGINS
+    if not (sound and isinstance(fields, dict) and isinstance(uncertainty, float | None)):
+        raise DamagedError("the gallery file", f"item {label} is not as it was written")
+    return Item(label, item_id, digest, fields, origin, uncertainty)
+
+
+def _json(text: Any, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError) as error:
+        raise DamagedError("the gallery file", f"{what} is not as it was written") from error
+
+
+def state(connection: sqlite3.Connection, key: str) -> Any:
+    """A value of the state; None if there is none."""
+    row = connection.execute("SELECT value FROM state WHERE key = ?", (key,)).fetchone()
+    return _json(row[0], f"state {key}") if row else None
+
+
+def states(connection: sqlite3.Connection) -> dict[str, Any]:
+    """Every value of the state."""
+    rows = connection.execute("SELECT key, value FROM state").fetchall()
+    return {key: _json(value, f"state {key}") for key, value in rows}
+
+
+def page(connection: sqlite3.Connection, after: int, limit: int, where: str = "TRUE") -> list[Item]:
+    """Items `i` with label > after for which `where` holds, by label."""
+    rows = connection.execute(
+        "SELECT i.label, i.id, i.digest, i.metadata, NULL, NULL FROM items i"
+        f" WHERE i.label > ? AND {where} ORDER BY i.label LIMIT ?",
+        (after, limit),
+    )
+    return [item_of(row) for row in rows]
+
+
+def least_certain(connection: sqlite3.Connection, space: str, limit: int) -> list[Item]:
+    """Items whose vector in the space carries an uncertainty, largest first, then by label."""
+    table = vector_table(find_space(connection, space).number)
+    rows = connection.execute(
+        "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
+        f" FROM {table} v JOIN items i ON i.label = v.label WHERE v.uncertainty IS NOT NULL"
+        " ORDER BY v.uncertainty DESC, v.label LIMIT ?",
+        (limit,),
+    )
+    return [item_of(row) for row in rows]
+
+
+def upgraded(connection: sqlite3.Connection, space: str, ids: Sequence[str]) -> list[Item]:
+    """Those of `ids` with an upgraded vector in the space, by falling uncertainty; unknown last."""
+    table = vector_table(find_space(connection, space).number)
+    rows = connection.execute(
+        "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
+        f" FROM items i JOIN {table} v ON v.label = i.label"
+        " WHERE i.id IN (SELECT value FROM json_each(?)) AND v.origin = 'upgraded'"
+        " ORDER BY v.uncertainty IS NULL, v.uncertainty DESC, v.label",
+        (json.dumps(list(ids)),),
+    )
+    return [item_of(row) for row in rows]
+
+
+def count(connection: sqlite3.Connection, space: str | None) -> int:
+    """Number of items, or of vectors in a space."""
+    table = "items" if space is None else vector_table(find_space(connection, space).number)
+    found: int = connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+    return found
+
+
+def load(connection: sqlite3.Connection, info: SpaceInfo) -> tuple[Labels, Vectors]:
+    """All vectors of a space, by label."""
+    # A count of the items is an upper bound, and reads far fewer pages than one of the vectors.
+    most = count(connection, None)
+    labels = np.empty(most, np.int64)
+    vectors = np.empty((most, info.spec.dim), np.float32)
+    end = 0
+    for some_labels, some in _chunks(connection, info):
+        if end + len(some) > most:
+            raise DamagedError("the gallery file", f"more vectors than its {most} items")
+        labels[end : end + len(some)] = some_labels
+        vectors[end : end + len(some)] = some
+        end += len(some)
+    if (np.diff(labels[:end]) <= 0).any():
+        raise DamagedError("the gallery file", "vectors are not in the order of their labels")
+    return labels[:end], vectors[:end]
+
+
+def _chunks(connection: sqlite3.Connection, info: SpaceInfo) -> Iterator[tuple[Labels, Vectors]]:
+    rows = connection.execute(
+        f"SELECT label, embedding FROM {vector_table(info.number)} ORDER BY label"
+    )
+    while chunk := rows.fetchmany(FETCH_ROWS):
+        labels, blobs = zip(*chunk, strict=True)
+        yield np.array(labels, np.int64), from_blobs(blobs, info.spec.dim)
+
+
+class Stored:
+    """The vectors of a space, by label, read where they are asked for: within one snapshot."""
+
+    def __init__(self, connection: sqlite3.Connection, info: SpaceInfo) -> None:
+        self._connection = connection
+        self._info = info
+        self._table = vector_table(info.number)
+        rows = connection.execute(f"SELECT label FROM {self._table} ORDER BY label")
+        self.labels = label_column(rows)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, rows: Any, /) -> Vectors:
+        wanted = self.labels[rows]
+        condition, parameters = among(wanted)
+        found = self._connection.execute(
+            f"SELECT label, embedding FROM {self._table} WHERE {condition} ORDER BY label",
+            parameters,
+        ).fetchall()
+        if not len(wanted):
+            return np.empty((0, self._info.spec.dim), np.float32)
+        labels, blobs = zip(*found, strict=True)
+        vectors = from_blobs(blobs, self._info.spec.dim)
+        # A range can hold others than those that were asked for.
+        places = np.searchsorted(np.array(labels, np.int64), wanted)
+        return vectors if np.array_equal(places, np.arange(len(labels))) else vectors[places]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self[:], dtype)
+
+
+def vector(connection: sqlite3.Connection, label: int, info: SpaceInfo) -> Vectors | None:
+    """One vector [1, dim]; None if there is none."""
+    row = connection.execute(
+        f"SELECT embedding FROM {vector_table(info.number)} WHERE label = ?", (label,)
+    ).fetchone()
+    return from_blobs([row[0]], info.spec.dim) if row else None
+
+
+def random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -> Labels:
+    """Labels of a space at random, increasing: all of them where it has no more than `count`.
+
+    Each is the first from a random label on, so no table is read through; one behind a gap of
+    deleted labels is drawn somewhat more often.
+    """
+    table = vector_table(info.number)
+    first, last = connection.execute(f"SELECT min(label), max(label) FROM {table}").fetchone()
+    if first is None:
+        return np.empty(0, np.int64)
+    drawn = np.arange(first, last + 1)
+    if last - first >= 2 * count:
+        drawn = np.random.default_rng().integers(first, last + 1, count)
+    rows = connection.execute(
+        f"SELECT DISTINCT (SELECT label FROM {table} WHERE label >= drawn.value"
+        " ORDER BY label LIMIT 1) AS label FROM json_each(?) drawn ORDER BY label",
+        (json.dumps(drawn.tolist()),),
+    )
+    found = np.fromiter((row[0] for row in rows), np.int64)
+    if len(found) <= count:
+        return found
+    return np.sort(np.random.default_rng().choice(found, count, replace=False))
+
+
+def vectors_of(connection: sqlite3.Connection, labels: Labels, info: SpaceInfo) -> Vectors:
+    """Vectors [n, dim] of labels that the space has, in increasing order of label."""
+    rows = connection.execute(
+        f"SELECT embedding FROM {vector_table(info.number)}"
+        " WHERE label IN (SELECT value FROM json_each(?)) ORDER BY label",
+        (json.dumps(labels.tolist()),),
+    )
+    return from_blobs([row[0] for row in rows], info.spec.dim)
+
+
+def set_state(connection: sqlite3.Connection, values: Mapping[str, Any]) -> None:
+    """Keep JSON values; None removes."""
+    for key, value in values.items():
+        if value is None:
+            connection.execute("DELETE FROM state WHERE key = ?", (key,))
+        else:
+            connection.execute(
+                "INSERT OR REPLACE INTO state (key, value) VALUES (?, ?)",
+                (key, json.dumps(value, ensure_ascii=False, allow_nan=False)),
+            )

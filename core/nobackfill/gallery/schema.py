@@ -1,0 +1,70 @@
+"""The tables of a gallery, as migrations: imported only where a file is made or brought up to date,
+because sqlite_utils alone takes a large part of the time in which the edge answers a search.
+
+    items(label, id, digest, metadata)         metadata is a JSON object
+    attributes(key, kind, value, label)        the same metadata, as an index (attributes.py)
+    spaces(number, space, release, …, state)   one row a vector space
+    vectors_<number>(label, origin, uncertainty, embedding, side)
+    state(key, value)                          small JSON values
+    commits(count)                             transactions so far
+"""
+
+import sqlite3
+
+from sqlite_utils import Database, Migrations
+
+from nobackfill.gallery.tables import FORMAT
+
+migrations = Migrations("gallery")
+
+_FIRST = """
+CREATE TABLE items (
+    label INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    digest TEXT,
+    metadata TEXT NOT NULL DEFAULT '{}'
+);
+CREATE TABLE attributes (
+    key TEXT NOT NULL,
+    kind TEXT NOT NULL CHECK (kind IN ('text', 'number', 'flag')),
+    value NOT NULL,
+    label INTEGER NOT NULL,
+    PRIMARY KEY (key, kind, value, label)
+) WITHOUT ROWID;
+CREATE TABLE spaces (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    space TEXT NOT NULL UNIQUE,
+    release INTEGER NOT NULL,
+    dim INTEGER NOT NULL,
+    metric TEXT NOT NULL,
+    unit INTEGER NOT NULL,
+    side_space TEXT,
+    side_dim INTEGER NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('active', 'staging', 'previous')),
+    activated INTEGER NOT NULL DEFAULT 0
+);
+CREATE UNIQUE INDEX one_space_is_active ON spaces (state) WHERE state = 'active';
+CREATE TABLE state (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE commits (count INTEGER NOT NULL);
+INSERT INTO commits VALUES (0);
+"""
+
+
+@migrations()
+def first(database: Database) -> None:
+    """Format 1."""
+    # executescript would commit the transaction that holds migration and record together.
+    statement = ""
+    for line in _FIRST.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            database.execute(statement)
+            statement = ""
+    database.execute("PRAGMA user_version = 1")
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Bring a file up to FORMAT, each step with its record in one transaction."""
+    migrations.apply(Database(connection))
+    found = connection.execute("PRAGMA user_version").fetchone()[0]
+    assert found == FORMAT, f"the migrations lead to format {found}, tables.py says {FORMAT}"

@@ -1,0 +1,113 @@
+"""The backfill curve: quality while a gallery is re-embedded item by item, in a chosen order.
+
+BCT's supplement (section 2) goes by class in steps of 2 %; FastFill orders items by predicted
+uncertainty and reports the mean over the curve.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from nobackfill.metrics.distances import Floats, Metric, distance_blocks
+from nobackfill.metrics.ranking import Ints, Ranking, Relevance, rank_block
+from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc, mean
+
+TENTHS = np.linspace(0, 1, 11)
+
+
+@dataclass(frozen=True)
+class BackfillCurve:
+    """Quality at each share of re-embedded items, from 0 to 1."""
+
+    shares: NDArray[np.float64]
+    cmc1: NDArray[np.float64]
+    map: NDArray[np.float64]
+    # The area under each query's curve of CMC-1 and of average precision; NaN as in retrieval.py.
+    cmc1_areas: PerQuery
+    map_areas: PerQuery
+
+    def mean_over(self, values: NDArray[np.float64]) -> float:
+        """The area under one of the curves: its mean over shares 0 to 1 (trapezium rule)."""
+        return float(np.trapezoid(values, self.shares))
+
+
+def random_order(items: int, seed: int) -> Ints:
+    """Items in a random order."""
+    return np.random.default_rng(seed).permutation(items)
+
+
+def class_order(labels: ArrayLike, seed: int) -> Ints:
+    """Whole classes one after the other, classes in a random order, as in BCT's supplement."""
+    labels = np.asarray(labels)
+    classes, positions = np.unique(labels, return_inverse=True)
+    places = np.random.default_rng(seed).permutation(len(classes))
+    return np.argsort(places[positions], kind="stable")
+
+
+def uncertainty_order(uncertainty: Floats) -> Ints:
+    """The most uncertain item first (FastFill); equal ones by position."""
+    return np.argsort(-uncertainty, kind="stable")
+
+
+def oracle_order(served: Floats, backfilled: Floats) -> Ints:
+    """The item with the largest true squared error first: the order of a perfect uncertainty."""
+    return uncertainty_order(((served - backfilled) ** 2).sum(axis=1))
+
+
+def class_shares(labels: ArrayLike, order: Ints, step: float = 0.02) -> NDArray[np.float64]:
+    """The shares of items that are done after each `step` of the classes of `class_order`."""
+    labels = np.asarray(labels)
+    _, firsts = np.unique(labels[order], return_index=True)
+    # Where each class ends in the order, with 0 before the first.
+    ends = np.append(np.sort(firsts), len(order))
+    steps = np.arange(0, 1 + step / 2, step)
+    done = np.unique(np.round(steps * (len(ends) - 1)).astype(int))
+    shares: NDArray[np.float64] = ends[done] / len(order)
+    return shares
+
+
+def backfill_curve(
+    queries: Floats,
+    served: Floats,
+    backfilled: Floats,
+    order: Ints,
+    relevance: Relevance,
+    *,
+    shares: ArrayLike = TENTHS,
+    metric: Metric = "l2",
+    served_queries: Floats | None = None,
+) -> BackfillCurve:
+    """Search a gallery of which the first share of `order` holds `backfilled` [g, dim], the rest
+    `served` [g, served dim], with `queries` [q, dim].
+
+    `served_queries` [q, served dim] are the queries as they meet served items, where the dimensions
+    differ (BCT's first K elements); otherwise `queries` meets both. The distances of both kinds are
+    ranked together as they are.
+    """
+    places = np.empty(len(order), np.int64)
+    places[order] = np.arange(len(order))
+    if not np.array_equal(np.sort(order), np.arange(len(backfilled))):
+        raise ValueError(f"expected an order of all {len(backfilled)} items")
+    points = np.asarray(shares, np.float64)
+    counts = np.round(points * len(order)).astype(np.int64)
+    ranks: list[list[Ints]] = [[] for _ in counts]
+    meets_served = queries if served_queries is None else served_queries
+    for (first, old), (_, new) in zip(
+        distance_blocks(meets_served, served, metric),
+        distance_blocks(queries, backfilled, metric),
+        strict=True,
+    ):
+        for done, collected in zip(counts, ranks, strict=True):
+            mixed = np.where(places < done, new, old)
+            collected.extend(rank_block(mixed, first, relevance))
+    rankings = [Ranking(r, np.array([len(one) for one in r], np.int64)) for r in ranks]
+    cmc1 = np.stack([cmc(ranking, 1) for ranking in rankings])
+    precision = np.stack([average_precision(ranking) for ranking in rankings])
+    return BackfillCurve(
+        points,
+        np.array([mean(values) for values in cmc1]),
+        np.array([mean(values) for values in precision]),
+        np.asarray(np.trapezoid(cmc1, points, axis=0)),
+        np.asarray(np.trapezoid(precision, points, axis=0)),
+    )

@@ -1,0 +1,37 @@
+"""Hubness: do a few gallery items crowd into everybody's answers? A transform that squeezes its
+outputs together makes hubs, which means of CMC and mAP hide."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nobackfill.metrics.ranking import Ints
+
+
+@dataclass(frozen=True)
+class Hubness:
+    """`skewness` of the k-occurrences (0 = even), `orphans`: share of items in no answer at all,
+    `largest`: the most frequent item's share of the queries."""
+
+    skewness: float
+    orphans: float
+    largest: float
+
+
+def hubness(neighbours: Ints, gallery_size: int) -> Hubness:
+    """Hubness of the answers `neighbours` [q, k] (positions in a gallery of `gallery_size`).
+
+    Skewness is the third standardised moment of how often each item occurs (Radovanovic et al.
+    2010); 0 where every item occurs equally often.
+    """
+    if neighbours.ndim != 2 or not len(neighbours):
+        raise ValueError(
+            f"expected neighbours [q, k] of at least one query, got {neighbours.shape}"
+        )
+    counts = np.bincount(neighbours.ravel(), minlength=gallery_size).astype(np.float64)
+    if len(counts) > gallery_size:
+        raise ValueError(f"position {len(counts) - 1} is outside the gallery of {gallery_size}")
+    deviations = counts - counts.mean()
+    spread = float(np.mean(deviations**2)) ** 0.5
+    skewness = float(np.mean(deviations**3)) / spread**3 if spread else 0.0
+    return Hubness(skewness, float(np.mean(counts == 0)), float(counts.max()) / len(neighbours))

@@ -1,0 +1,70 @@
+"""CMC and mean average precision from a ranking.
+
+Each function gives one value a query, NaN where the query has no relevant item in the gallery (such
+a query cannot be answered and is left out of means); `mean` averages the rest. Values are shares, 0
+to 1. Keeping them by query lets the bootstrap pair two models on the same queries.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nobackfill.metrics.distances import Floats, Metric
+from nobackfill.metrics.ranking import Ranking, Relevance, rank
+
+PerQuery = NDArray[np.float64]
+
+
+def cmc(ranking: Ranking, k: int) -> PerQuery:
+    """1 where a relevant item stands within the first `k` (closed-set rank-k), else 0."""
+    _check_k(k)
+    best = np.array([ranks[0] if len(ranks) else np.inf for ranks in ranking.ranks])
+    return np.where(ranking.relevant > 0, (best <= k).astype(np.float64), np.nan)
+
+
+def average_precision(ranking: Ranking) -> PerQuery:
+    """Mean over the relevant items of the precision at each one's rank; its mean is mAP@1.0.
+
+    The area under the precision-recall steps over the whole recall range, without interpolation.
+    A relevant item that a top-k list missed counts as precision 0.
+    """
+    return _precision_sum(ranking) / _or_nan(ranking.relevant)
+
+
+def average_precision_at(ranking: Ranking, k: int) -> PerQuery:
+    """Average precision of the first `k` answers over min(k, relevant items); its mean is mAP@k."""
+    _check_k(k)
+    cut = Ranking([ranks[ranks <= k] for ranks in ranking.ranks], ranking.relevant)
+    return _precision_sum(cut) / _or_nan(np.minimum(ranking.relevant, k))
+
+
+def mean(per_query: PerQuery) -> float:
+    """The mean over answerable queries. Raises ValueError where there is none."""
+    answerable = per_query[~np.isnan(per_query)]
+    if not len(answerable):
+        raise ValueError("no query has a relevant item in the gallery; are the labels of one set?")
+    return float(answerable.mean())
+
+
+def score(
+    queries: Floats, gallery: Floats, relevance: Relevance, metric: Metric = "l2"
+) -> dict[str, PerQuery]:
+    """The three figures of every table, by query: {"cmc1", "cmc5", "map"}."""
+    ranking = rank(queries, gallery, relevance, metric)
+    return {
+        "cmc1": cmc(ranking, 1),
+        "cmc5": cmc(ranking, 5),
+        "map": average_precision(ranking),
+    }
+
+
+def _precision_sum(ranking: Ranking) -> PerQuery:
+    return np.array([(np.arange(1, len(r) + 1) / r).sum() for r in ranking.ranks], np.float64)
+
+
+def _or_nan(counts: NDArray[np.int64]) -> PerQuery:
+    return np.where(counts > 0, counts, np.nan)
+
+
+def _check_k(k: int) -> None:
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")

@@ -1,0 +1,63 @@
+"""Calibration, applied: a distance becomes the probability that two images match.
+
+Fitted by training, stored in the manifest, one curve for each (query space, gallery space, origin).
+Between breakpoints the curve is a straight line; outside of them it keeps the end values.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from nobackfill.release.words import Origin
+
+if TYPE_CHECKING:
+    # pydantic would take half of the time in which the edge answers a search.
+    from nobackfill.release.manifest import Calibration, Manifest
+
+
+class Curve(Protocol):
+    """Breakpoints, as a manifest's Calibration has them."""
+
+    @property
+    def distances(self) -> Sequence[float]:
+        """Strictly increasing."""
+        ...
+
+    @property
+    def probabilities(self) -> Sequence[float]:
+        """Strictly decreasing, one a distance."""
+        ...
+
+
+class Scorer:
+    """A calibration made ready to be applied many times."""
+
+    def __init__(self, calibration: Curve) -> None:
+        self._distances = np.array(calibration.distances)
+        self._probabilities = np.array(calibration.probabilities)
+
+    def scores(self, distances: ArrayLike) -> NDArray[np.float64]:
+        """See `scores`."""
+        values = np.asarray(distances, dtype=np.float64)
+        return np.asarray(np.interp(values, self._distances, self._probabilities), dtype=np.float64)
+
+
+def scores(calibration: Curve, distances: ArrayLike) -> NDArray[np.float64]:
+    """Probabilities in [0, 1] of the shape of `distances`; nearer is never less likely.
+
+    NaN stays NaN, so that no caller takes it for a match.
+    """
+    return Scorer(calibration).scores(distances)
+
+
+def find(
+    manifest: "Manifest", query_space: str, gallery_space: str, origin: Origin
+) -> "Calibration | None":
+    """The curve for such a pair, or None where the release was published without one."""
+    wanted = (query_space, gallery_space, origin)
+    return next(
+        (c for c in manifest.calibration if (c.query_space, c.gallery_space, c.origin) == wanted),
+        None,
+    )

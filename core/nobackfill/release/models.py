@@ -1,0 +1,245 @@
+"""Running a release's ONNX files: digest first, then a session, then every output checked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nobackfill.release.digests import sha256_bytes
+from nobackfill.release.errors import (
+    InvalidInputError,
+    UnusableOutputError,
+    UnusableRowsError,
+    VerificationError,
+)
+from nobackfill.release.manifest import Manifest, PublishedFile, Upgrade
+from nobackfill.release.tensors import upgrade_ends
+from nobackfill.release.vectors import Vectors, check_vectors
+
+# A publication folder, or published paths with the local files that stand for them (a draft).
+Files = Path | Mapping[str, Path]
+
+Images = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Upgraded:
+    """What an upgrade gives: `embedding` [n,dim], `side` [n,side_dim] or None, `uncertainty` [n] or
+    None (larger is less certain)."""
+
+    embedding: Vectors
+    side: Vectors | None
+    uncertainty: Vectors | None
+
+
+class Embedder:
+    """phi_N: images to embeddings. Made by `open_embedder`."""
+
+    def __init__(self, session: "_Session", manifest: Manifest) -> None:
+        self._session = session
+        self._spec = manifest.embedder
+        self.dim = self._spec.dim
+
+    def run(self, images: Images) -> Vectors:
+        """uint8 [n,H,W,3] of the release's size to float32 [n,dim].
+
+        Raises InvalidInputError for other images, VerificationError for outputs that are no vectors
+        of the release's space, UnusableOutputError where only some are none.
+        """
+        checked = _check_images(images, self._spec.height, self._spec.width)
+        (embedding,) = self._session.run({"image": checked}, ["embedding"])
+        return _check_output(embedding, len(checked), self.dim, "embedding", unit=self._spec.unit)
+
+
+class SideEncoder:
+    """psi_N: images to side-information. Made by `open_side_encoder`."""
+
+    def __init__(self, session: "_Session", manifest: Manifest, dim: int) -> None:
+        self._session = session
+        self._height, self._width = manifest.embedder.height, manifest.embedder.width
+        self.dim = dim
+
+    def run(self, images: Images) -> Vectors:
+        """uint8 [n,H,W,3] of the release's size to float32 [n,side_dim]. Raises as Embedder.run."""
+        checked = _check_images(images, self._height, self._width)
+        (side,) = self._session.run({"image": checked}, ["side"])
+        return _check_output(side, len(checked), self.dim, "side")
+
+
+class UpgradeModel:
+    """The upgrade M->N. Made by `open_upgrade`."""
+
+    def __init__(self, session: "_Session", manifest: Manifest, upgrade: Upgrade) -> None:
+        self._session = session
+        self._manifest = manifest
+        self.upgrade = upgrade
+        self._outputs = [name for name, _, _ in upgrade_ends(manifest, upgrade)[1]]
+
+    def run(self, embedding: Vectors, side: Vectors | None) -> Upgraded:
+        """Embeddings [n,from_dim] and, where the upgrade reads it, `side` [n,from_side_dim].
+
+        Where `side` is carried, the given one comes back unchanged. Raises InvalidInputError for
+        inputs of another shape or a missing `side`, VerificationError for outputs that are no
+        vectors of the target's space.
+        """
+        upgrade = self.upgrade
+        inputs = {
+            "embedding": check_vectors(embedding, upgrade.from_dim, what="embedding to upgrade")
+        }
+        count = len(inputs["embedding"])
+        if upgrade.from_side_space is not None:
+            if side is None or len(side) != count:
+                raise InvalidInputError(
+                    f"upgrade from release {upgrade.from_release}: expected {count} rows of "
+                    f"side-information, got {'none' if side is None else len(side)}"
+                )
+            inputs["side"] = check_vectors(
+                side, upgrade.from_side_dim, what="side-information to upgrade"
+            )
+        values = dict(zip(self._outputs, self._session.run(inputs, self._outputs), strict=True))
+        spec = self._manifest.embedder
+        return Upgraded(
+            _check_output(values["upgraded"], count, spec.dim, "upgraded", unit=spec.unit),
+            self._side(values, count, side),
+            _check_uncertainty(values["uncertainty"], count) if "uncertainty" in values else None,
+        )
+
+    def _side(
+        self, values: dict[str, NDArray[Any]], count: int, side: Vectors | None
+    ) -> Vectors | None:
+        encoder = self._manifest.side_encoder
+        if self.upgrade.side == "maps" and encoder is not None:
+            return _check_output(values["upgraded_side"], count, encoder.dim, "upgraded_side")
+        return side if self.upgrade.side == "carries" else None
+
+
+def open_embedder(files: Files, manifest: Manifest, threads: int = 1) -> Embedder:
+    """Load phi_N on the CPU. Raises VerificationError for a file other than the manifest's."""
+    return Embedder(_open(files, manifest.embedder.file, threads), manifest)
+
+
+def open_side_encoder(files: Files, manifest: Manifest, threads: int = 1) -> SideEncoder:
+    """Load psi_N on the CPU. Raises VerificationError; InvalidInputError if there is none."""
+    encoder = manifest.side_encoder
+    if encoder is None:
+        raise InvalidInputError(f"release {manifest.release} has no side-information encoder")
+    return SideEncoder(_open(files, encoder.file, threads), manifest, encoder.dim)
+
+
+def open_upgrade(
+    files: Files, manifest: Manifest, upgrade: Upgrade, *, int8: bool = False, threads: int = 1
+) -> UpgradeModel:
+    """Load an upgrade of `manifest` on the CPU; with `int8` its quantised twin.
+
+    Raises VerificationError; InvalidInputError where there is no quantised twin.
+    """
+    file = upgrade.int8_file if int8 else upgrade.file
+    if file is None:
+        raise InvalidInputError(
+            f"the upgrade {upgrade.from_release} to {manifest.release} was published without int8"
+        )
+    return UpgradeModel(_open(files, file, threads), manifest, upgrade)
+
+
+def no_vector(manifest: Manifest) -> InvalidInputError:
+    """The refusal of an image that a release's models turn into nothing that can be compared."""
+    return InvalidInputError(
+        f"image: the models of release {manifest.release} make no vector of it (zero, or not "
+        "finite); leave out pictures of a single colour"
+    )
+
+
+def locate(files: Files, path: str) -> Path:
+    """The local file of a published path. Raises VerificationError if a draft lacks it."""
+    if isinstance(files, Path):
+        return files / path
+    if path not in files:
+        raise VerificationError(f"{path}: the manifest names it, but no file was given for it")
+    return files[path]
+
+
+def read_verified(files: Files, file: PublishedFile) -> bytes:
+    """The bytes of a published file. Raises VerificationError for another length or digest."""
+    path = locate(files, file.path)
+    try:
+        with path.open("rb") as handle:
+            data = handle.read(file.length + 1)
+    except OSError as error:
+        raise VerificationError(f"{file.path}: cannot be read ({error.strerror})") from error
+    if len(data) != file.length or sha256_bytes(data) != file.sha256:
+        raise VerificationError(
+            f"{file.path}: is not the file that was published; fetch or publish the release again"
+        )
+    return data
+
+
+class _Session:
+    """An onnxruntime session on verified bytes; its own failures become ours."""
+
+    def __init__(self, path: str, data: bytes, threads: int) -> None:
+        import onnxruntime as ort
+        from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        self._path = path
+        self._failures = (
+            state.Fail, state.InvalidArgument, state.InvalidGraph, state.InvalidProtobuf,
+            state.NotImplemented, state.RuntimeException, state.EPFail, state.NoSuchFile,
+            state.NoModel, state.ModelLoaded, RuntimeError, ValueError,
+        )  # fmt: skip
+        try:
+            self._session = ort.InferenceSession(
+                data, sess_options=options, providers=["CPUExecutionProvider"]
+            )
+        except self._failures as error:
+            raise VerificationError(f"{path}: onnxruntime cannot load it ({error})") from error
+
+    def run(self, inputs: dict[str, NDArray[Any]], outputs: list[str]) -> list[NDArray[Any]]:
+        try:
+            return list(self._session.run(outputs, inputs))
+        except self._failures as error:
+            raise VerificationError(f"{self._path}: onnxruntime cannot run it ({error})") from error
+
+
+def _open(files: Files, file: PublishedFile, threads: int) -> _Session:
+    # A session from bytes: nobody can exchange the file between the check and the load, and a
+    # model that points to other files has no folder to find them in.
+    return _Session(file.path, read_verified(files, file), threads)
+
+
+def _check_images(images: Images, height: int, width: int) -> Images:
+    array = np.asarray(images)
+    if array.dtype != np.uint8 or array.ndim != 4 or array.shape[1:] != (height, width, 3):
+        raise InvalidInputError(
+            f"images: expected uint8 [n, {height}, {width}, 3], got {array.dtype} "
+            f"{list(array.shape)}"
+        )
+    return np.ascontiguousarray(array)
+
+
+def _check_output(
+    values: NDArray[Any], count: int, dim: int, name: str, *, unit: bool = False
+) -> Vectors:
+    try:
+        checked = check_vectors(values, dim, what=f"model output {name!r}", unit=unit)
+    except UnusableRowsError as error:
+        raise UnusableOutputError(str(error), error.rows) from error
+    except InvalidInputError as error:
+        raise VerificationError(str(error)) from error
+    if len(checked) != count:
+        raise VerificationError(f"model output {name!r}: expected {count} rows, got {len(checked)}")
+    return checked
+
+
+def _check_uncertainty(values: NDArray[Any], count: int) -> Vectors:
+    if values.shape != (count,) or not np.isfinite(values).all():
+        raise VerificationError(
+            f"model output 'uncertainty': expected {count} finite values, got {list(values.shape)}"
+        )
+    return np.ascontiguousarray(values, dtype=np.float32)

@@ -1,0 +1,264 @@
+"""The rules of the ONNX gate, for one file. Runs in a subprocess with limits: see onnx_check.py.
+
+A graph may compute, and nothing else: operators of the default domain from a list, no control flow,
+no randomness, no functions, no data outside of the file, and exactly the declared inputs and
+outputs.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import (
+    AttributeProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    TypeProto,
+    ValueInfoProto,
+    numpy_helper,
+)
+
+from nobackfill.release.tensors import Tensor
+
+LARGEST_FILE = 512 * 2**20
+# Elements of any one intermediate value for one item: 256 MiB in float32.
+LARGEST_VALUE = 2**26
+# Of a tensor.
+_MOST_AXES = 16
+OPSETS = range(13, 25)
+IR_VERSIONS = range(7, 14)
+
+_OPERATORS = """
+Abs Add And Ceil Clip Cos Div Equal Erf Exp Floor Greater GreaterOrEqual IsNaN Less LessOrEqual Log
+Max Mean Min Mod Mul Neg Not Or Pow Reciprocal Round Sign Sin Sqrt Sub Sum Where Xor
+Conv ConvTranspose Einsum Gemm MatMul
+Celu Elu Gelu HardSigmoid HardSwish LeakyRelu LogSoftmax Mish PRelu Relu Selu Sigmoid Softmax
+Softplus Softsign Tanh ThresholdedRelu
+AveragePool BatchNormalization GlobalAveragePool GlobalMaxPool GroupNormalization
+InstanceNormalization LRN LayerNormalization LpNormalization MaxPool RMSNormalization
+ArgMax ArgMin CumSum ReduceL1 ReduceL2 ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd
+ReduceSum ReduceSumSquare TopK
+Cast CastLike Concat Constant ConstantOfShape DepthToSpace Dropout Expand Flatten Gather
+GatherElements GatherND Identity Pad Range Reshape Resize ScatterElements ScatterND Shape Size Slice
+SpaceToDepth Split Squeeze Tile Transpose Trilu Unsqueeze
+ConvInteger DequantizeLinear DynamicQuantizeLinear MatMulInteger QLinearConv QLinearMatMul
+QuantizeLinear
+"""
+OPERATORS = frozenset(_OPERATORS.split())
+
+_BYTES: dict[int, int] = {
+    TensorProto.FLOAT: 4, TensorProto.DOUBLE: 8, TensorProto.FLOAT16: 2, TensorProto.INT8: 1,
+    TensorProto.UINT8: 1, TensorProto.INT32: 4, TensorProto.INT64: 8, TensorProto.BOOL: 1,
+}  # fmt: skip
+_TYPES = {"uint8": TensorProto.UINT8, "float32": TensorProto.FLOAT}
+
+
+class RefusedError(Exception):
+    """The file breaks a rule; the message names it."""
+
+
+def inspect(path: Path, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+    """Raises RefusedError for the first rule that the file breaks."""
+    size = path.stat().st_size
+    if not path.is_file() or size > LARGEST_FILE:
+        raise RefusedError(f"expected a file of at most {LARGEST_FILE} bytes, got {size}")
+    try:
+        # Not onnx.load: it would choose another format by the name of the file.
+        model = ModelProto.FromString(path.read_bytes())
+    except (DecodeError, ValueError) as error:
+        raise RefusedError(f"is no ONNX file ({error})") from error
+    _check_frame(model)
+    graph = model.graph
+    _check_tensors([*graph.initializer, *_constants(graph)])
+    for node in graph.node:
+        _check_mode(node)
+        if node.domain not in ("", "ai.onnx") or node.op_type not in OPERATORS:
+            name = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+            raise RefusedError(f"uses the operator {name}, which is not on the list")
+        _check_node(node, model.opset_import[0].version)
+    _check_ends("inputs", graph.input, inputs)
+    _check_ends("outputs", graph.output, outputs)
+    if {i.name for i in graph.input} & {t.name for t in graph.initializer}:
+        raise RefusedError("gives an input a default value")
+    try:
+        onnx.checker.check_model(model, full_check=True)
+        inferred = _check_values(model)
+        _check_arithmetic(inferred)
+    # ValueError: names that are no text end in a UnicodeDecodeError inside of the checker.
+    except (
+        onnx.checker.ValidationError,
+        onnx.shape_inference.InferenceError,
+        ValueError,
+        RuntimeError,
+    ) as error:
+        raise RefusedError(f"does not pass onnx's checker ({error})") from error
+
+
+def _check_frame(model: ModelProto) -> None:
+    if model.ir_version not in IR_VERSIONS:
+        raise RefusedError(f"has IR version {model.ir_version}, expected {_span(IR_VERSIONS)}")
+    domains = [opset.domain for opset in model.opset_import]
+    if len(domains) != 1 or domains[0] not in ("", "ai.onnx"):
+        raise RefusedError(f"imports operator sets {domains}, expected the default one only")
+    version = model.opset_import[0].version
+    if version not in OPSETS:
+        raise RefusedError(f"has opset {version}, expected {_span(OPSETS)}")
+    if model.functions:
+        raise RefusedError("defines functions; inline them")
+    if model.training_info:
+        raise RefusedError("carries training information")
+    if model.graph.sparse_initializer:
+        raise RefusedError("has sparse initializers")
+
+
+def _constants(graph: GraphProto) -> Iterator[TensorProto]:
+    """Tensors in attributes; everything nested deeper is refused."""
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.ref_attr_name or attribute.type in (
+                AttributeProto.GRAPH, AttributeProto.GRAPHS, AttributeProto.SPARSE_TENSOR,
+                AttributeProto.SPARSE_TENSORS, AttributeProto.TYPE_PROTO,
+                AttributeProto.TYPE_PROTOS,
+            ):  # fmt: skip
+                raise RefusedError(f"{node.op_type} has a subgraph, a sparse tensor or a reference")
+            if attribute.HasField("g") or attribute.graphs or attribute.HasField("sparse_tensor"):
+                raise RefusedError(f"{node.op_type} hides a subgraph or a sparse tensor")
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+
+
+def _check_tensors(tensors: list[TensorProto]) -> None:
+    total = 0
+    for tensor in tensors:
+        if tensor.data_location == TensorProto.EXTERNAL or tensor.external_data:
+            raise RefusedError(f"tensor {tensor.name!r} lies in another file")
+        if tensor.data_type not in _BYTES:
+            raise RefusedError(f"tensor {tensor.name!r} has a type that no model of ours needs")
+        if tensor.HasField("segment") or any(size < 0 for size in tensor.dims):
+            raise RefusedError(f"tensor {tensor.name!r} has a shape that cannot be")
+        size = math.prod(tensor.dims) * _BYTES[tensor.data_type]
+        total += size
+        if total > LARGEST_FILE:
+            raise RefusedError(f"tensors declare more than {LARGEST_FILE} bytes")
+        if tensor.HasField("raw_data") and len(tensor.raw_data) != size:
+            raise RefusedError(
+                f"tensor {tensor.name!r} declares {size} bytes, but has {len(tensor.raw_data)}"
+            )
+
+
+def _check_ends(what: str, values: Iterable[ValueInfoProto], expected: tuple[Tensor, ...]) -> None:
+    names = [value.name for value in values]
+    wanted = [name for name, _, _ in expected]
+    if sorted(names) != sorted(wanted):
+        raise RefusedError(f"has {what} {names}, the manifest declares {wanted}")
+    for name, dtype, expected_shape in expected:
+        value = next(value for value in values if value.name == name)
+        kind = value.type.tensor_type
+        if not value.type.HasField("tensor_type") or kind.elem_type != _TYPES[dtype]:
+            raise RefusedError(f"{name!r} is not {dtype}")
+        shape = [d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim]
+        if shape != [None, *expected_shape]:
+            raise RefusedError(
+                f"{name!r} has the shape {shape}, expected {[None, *expected_shape]} "
+                "(None: any number of items)"
+            )
+
+
+def _check_values(model: ModelProto) -> GraphProto:
+    """No value of one item, as far as shapes are known, may be so large that it fills a device."""
+    single = ModelProto()
+    single.CopyFrom(model)
+    for value in single.graph.input:
+        value.type.tensor_type.shape.dim[0].dim_value = 1
+    inferred = onnx.shape_inference.infer_shapes(single, data_prop=True)
+    for value in inferred.graph.value_info:
+        sizes = [d.dim_value for d in value.type.tensor_type.shape.dim if d.HasField("dim_value")]
+        if math.prod(sizes) > LARGEST_VALUE:
+            raise RefusedError(f"value {value.name!r} has {math.prod(sizes)} elements for one item")
+    return inferred.graph
+
+
+def _check_node(node: NodeProto, opset: int) -> None:
+    """What the checker lets pass and the runtime reads or writes beyond its memory for."""
+    if not onnx.defs.has(node.op_type, opset, ""):
+        return  # the checker says so
+    formal = onnx.defs.get_schema(node.op_type, opset, "").inputs
+    optional = onnx.defs.OpSchema.FormalParameterOption.Optional
+    for place, name in enumerate(node.input):
+        left_out = place < len(formal) and formal[place].option == optional
+        # onnxruntime takes a bias that is left out by an empty name for one that is there.
+        if not name and (not left_out or node.op_type == "LayerNormalization"):
+            raise RefusedError(f"leaves out input {place} of a {node.op_type}, which needs it")
+    for attribute in node.attribute:
+        if attribute.name == "axis" and abs(attribute.i) > _MOST_AXES:
+            raise RefusedError(f"has a {node.op_type} along axis {attribute.i}")
+        if attribute.name == "num_outputs" and attribute.i != len(node.output):
+            raise RefusedError(f"has a {node.op_type} into other than its {attribute.i} outputs")
+
+
+def _check_mode(node: NodeProto) -> None:
+    """Nothing trains here: Dropout would draw numbers, BatchNormalization return statistics."""
+    if node.op_type == "Dropout" and len([name for name in node.input if name]) > 2:
+        raise RefusedError("has a Dropout with a training mode")
+    training = (a.i for a in node.attribute if a.name == "training_mode")
+    if any(training) or (node.op_type == "BatchNormalization" and len(node.output) > 1):
+        raise RefusedError(f"has a {node.op_type} in training mode")
+
+
+def _check_arithmetic(graph: GraphProto) -> None:
+    """What a runtime computes while it loads the graph is bounded, and cannot end the process."""
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
+        if (
+            node.op_type == "Constant"
+            and len(node.attribute) == 1
+            and node.attribute[0].HasField("t")
+        ):
+            tensors[node.output[0]] = node.attribute[0].t
+    values = {v.name: v.type.tensor_type for v in (*graph.value_info, *graph.input, *graph.output)}
+    constant = set(tensors)
+    folded = 0
+    for node in graph.node:
+        if node.op_type in ("Div", "Mod"):
+            _check_division(node, tensors, values)
+        if not node.input or set(filter(None, node.input)) <= constant:
+            constant |= set(node.output)
+            folded += sum(_elements(values.get(name)) for name in node.output if name)
+    if folded > LARGEST_VALUE:
+        raise RefusedError(
+            f"computes {folded} elements from constants alone; fold them when it is exported"
+        )
+
+
+def _elements(kind: TypeProto.Tensor | None) -> int:
+    """Elements of a value that is made of constants; one of unknown size counts as too many."""
+    if kind is None or not kind.HasField("shape"):
+        return LARGEST_VALUE + 1
+    if not all(d.HasField("dim_value") for d in kind.shape.dim):
+        return LARGEST_VALUE + 1
+    return math.prod(d.dim_value for d in kind.shape.dim)
+
+
+def _check_division(
+    node: NodeProto, tensors: dict[str, TensorProto], values: dict[str, TypeProto.Tensor]
+) -> None:
+    """Integers divided by 0, or the smallest by -1, end the process: SIGFPE."""
+    by = node.input[1]
+    kind = values[by].elem_type if by in values else None
+    if by in tensors:
+        kind = tensors[by].data_type
+    if kind in (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16):
+        return
+    if by not in tensors or not (numpy_helper.to_array(tensors[by]) > 0).all():
+        raise RefusedError(
+            f"has a {node.op_type} of integers by {by!r}, which is not known to be more than 0"
+        )
+
+
+def _span(numbers: range) -> str:
+    return f"{numbers.start} to {numbers.stop - 1}"

@@ -1,0 +1,143 @@
+"""Golden probes: inputs with the outputs they must give, to check a machine's own runtime."""
+
+import io
+import math
+import zipfile
+import zlib
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nobackfill.release.errors import VerificationError
+from nobackfill.release.manifest import Manifest, PublishedFile, Upgrade
+from nobackfill.release.models import (
+    Files,
+    Images,
+    open_embedder,
+    open_side_encoder,
+    open_upgrade,
+    read_verified,
+)
+from nobackfill.release.vectors import Vectors
+
+# Unpacked.
+LARGEST_BYTES = 256 * 2**20
+
+Arrays = dict[str, NDArray[Any]]
+# Images uint8 [n,H,W,3] of the release's size to vectors float32 [n,d].
+Encode = Callable[[Images], Vectors]
+
+
+def check_probes(
+    files: Files, manifest: Manifest, *, upgrades: Collection[int] | None = None, threads: int = 1
+) -> None:
+    """Run the release's models on its probes, here and now.
+
+    Covers the embedder, the side encoder, the upgrades from the releases in `upgrades` (None: all)
+    and their int8 twins, as far as `files` holds them: a device brings only what it needs. An
+    output agrees when every |difference| <= tolerance * max(1, |expected|). Raises
+    VerificationError naming the model that differs.
+    """
+    embed = side = None
+    if _holds(files, manifest.embedder.file):
+        embed = open_embedder(files, manifest, threads).run
+    if manifest.side_encoder is not None and _holds(files, manifest.side_encoder.file):
+        side = open_side_encoder(files, manifest, threads).run
+    check_encoders(files, manifest, embed, side)
+    probes = _load(read_verified(files, manifest.probes.file), manifest.probes.file.path)
+    for upgrade in manifest.upgrades:
+        if upgrades is None or upgrade.from_release in upgrades:
+            _check_upgrade(files, manifest, upgrade, probes, threads)
+
+
+def check_encoders(
+    files: Files, manifest: Manifest, embed: Encode | None, side: Encode | None
+) -> None:
+    """Compare what `embed` and `side` give, wherever they run, with the published outputs.
+
+    None leaves one out. Raises VerificationError naming the one that differs.
+    """
+    probes = _load(read_verified(files, manifest.probes.file), manifest.probes.file.path)
+    images = _array(probes, "image")
+    for name, encode in (("embedding", embed), ("side", side)):
+        if encode is not None:
+            _agree(name, _array(probes, name), encode(images), manifest.probes.tolerance)
+
+
+def _check_upgrade(
+    files: Files, manifest: Manifest, upgrade: Upgrade, probes: Arrays, threads: int
+) -> None:
+    name = f"upgrade_{upgrade.from_release}"
+    embedding = _array(probes, f"{name}/embedding")
+    side = None if upgrade.from_side_space is None else _array(probes, f"{name}/side")
+    for int8, file in ((False, upgrade.file), (True, upgrade.int8_file)):
+        if file is None or not _holds(files, file):
+            continue
+        tolerance = manifest.probes.int8_tolerance if int8 else manifest.probes.tolerance
+        label = f"{name}{' int8' if int8 else ''}"
+        model = open_upgrade(files, manifest, upgrade, int8=int8, threads=threads)
+        got = model.run(embedding, side)
+        _agree(f"{label}/upgraded", _array(probes, f"{name}/upgraded"), got.embedding, tolerance)
+        if upgrade.side == "maps" and got.side is not None:
+            expected = _array(probes, f"{name}/upgraded_side")
+            _agree(f"{label}/upgraded_side", expected, got.side, tolerance)
+
+
+def _holds(files: Files, file: PublishedFile) -> bool:
+    return not isinstance(files, Path) or (files / file.path).is_file()
+
+
+def _load(data: bytes, path: str) -> Arrays:
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = archive.infolist()
+            # What is unpacked may be a thousand times what was downloaded.
+            if sum(member.file_size for member in members) > LARGEST_BYTES:
+                raise VerificationError(
+                    f"{path}: expected golden probes of at most {LARGEST_BYTES >> 20} MiB"
+                )
+            return {m.filename.removesuffix(".npy"): _read(archive, m) for m in members}
+    except (
+        ValueError, OSError, zipfile.BadZipFile, zlib.error, EOFError, KeyError,
+        NotImplementedError, RuntimeError, UnicodeError, OverflowError,
+    ) as error:  # fmt: skip
+        raise VerificationError(f"{path}: is not a file of golden probes ({error})") from error
+
+
+def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
+    """One array; its header must not claim more than the member holds, as numpy believes it."""
+    with archive.open(member) as file:
+        npy = io.BytesIO(file.read(member.file_size))
+    version = np.lib.format.read_magic(npy)
+    header = np.lib.format.read_array_header_1_0 if version == (1, 0) else None
+    if header is None:
+        raise ValueError(f"{member.filename}: expected an array of version 1.0, got {version}")
+    shape, _, dtype = header(npy)
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != member.file_size - npy.tell():
+        raise ValueError(f"{member.filename}: holds other than the {shape} {dtype} it declares")
+    npy.seek(0)
+    return np.lib.format.read_array(npy, allow_pickle=False)
+
+
+def _array(probes: Arrays, name: str) -> NDArray[Any]:
+    if name not in probes or len(probes[name]) == 0:
+        raise VerificationError(f"golden probes: expected an array {name!r} with at least one row")
+    return probes[name]
+
+
+def _agree(name: str, expected: NDArray[Any], got: NDArray[Any], tolerance: float) -> None:
+    if expected.shape != got.shape:
+        raise VerificationError(
+            f"golden probe {name}: expected shape {list(expected.shape)}, got {list(got.shape)}"
+        )
+    difference = np.abs(got - expected) / np.maximum(1, np.abs(expected))
+    # Also refuses NaN among the expected values.
+    if not (difference <= tolerance).all():
+        worst = np.fmax.reduce(difference, axis=None)
+        raise VerificationError(
+            f"golden probe {name}: this machine's outputs differ from the published ones by "
+            f"{worst:.2g}, allowed is {tolerance:g}; the release stays unused here"
+        )

@@ -1,0 +1,39 @@
+"""The inputs and outputs of a release's models: what the ONNX gate demands and Triton is told."""
+
+from nobackfill.release.manifest import Manifest, SideEncoder, Upgrade
+
+# name, dtype ("uint8" or "float32"), shape of one item; the number of items stands before it.
+Tensor = tuple[str, str, tuple[int, ...]]
+# inputs, outputs
+Ends = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+
+
+def embedder_ends(manifest: Manifest) -> Ends:
+    """Of phi_N: uint8 [n,H,W,3] to float32 [n,dim]."""
+    return (_image(manifest),), (_vector("embedding", manifest.embedder.dim),)
+
+
+def side_encoder_ends(manifest: Manifest, encoder: SideEncoder) -> Ends:
+    """Of psi_N: uint8 [n,H,W,3] to float32 [n,side_dim]."""
+    return (_image(manifest),), (_vector("side", encoder.dim),)
+
+
+def upgrade_ends(manifest: Manifest, upgrade: Upgrade) -> Ends:
+    """Of the upgrade M->N: embeddings, with side-information where it is read and written."""
+    inputs = [_vector("embedding", upgrade.from_dim)]
+    outputs = [_vector("upgraded", manifest.embedder.dim)]
+    if upgrade.from_side_space is not None:
+        inputs.append(_vector("side", upgrade.from_side_dim))
+    if upgrade.side == "maps" and manifest.side_encoder is not None:
+        outputs.append(_vector("upgraded_side", manifest.side_encoder.dim))
+    if upgrade.predicts_uncertainty:
+        outputs.append(("uncertainty", "float32", ()))
+    return tuple(inputs), tuple(outputs)
+
+
+def _image(manifest: Manifest) -> Tensor:
+    return "image", "uint8", (manifest.embedder.height, manifest.embedder.width, 3)
+
+
+def _vector(name: str, dim: int) -> Tensor:
+    return name, "float32", (dim,)

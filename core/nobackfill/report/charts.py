@@ -1,0 +1,110 @@
+"""The report's charts, as SVG images in data URIs."""
+
+import base64
+import io
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from nobackfill.metrics.retrieval import mean
+from nobackfill.release.vectors import Vectors
+from nobackfill.report.comparison import Comparison
+
+# Colours that stay apart for most colour-blind eyes (Okabe and Ito), then two more.
+COLOURS = (
+    "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442", "#000000",
+    "#7b4fa3", "#8a6d3b",
+)  # fmt: skip
+GREY = "#c8ccd0"
+# Inches. A phone shows a chart about as wide as this, so that its text keeps its size there.
+WIDTH = 4.6
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    chart: str
+
+
+@dataclass(frozen=True)
+class GalleryMap:
+    """The gallery in two dimensions, a panel a state, and the colour of each class shown."""
+
+    panels: list[Panel]
+    legend: dict[str, str]
+
+
+def backfill_chart(comparison: Comparison) -> str:
+    """mAP in percent against the share of images embedded again, up to the upper bound."""
+    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    for (name, curve), colour in zip(comparison.curves.items(), COLOURS, strict=False):
+        area = 100 * curve.mean_over(curve.map)
+        axes.plot(
+            100 * curve.shares, 100 * curve.map, color=colour, marker="o", markersize=3,
+            label=f"{name} (mean {area:.1f})",
+        )  # fmt: skip
+    bound = 100 * mean(comparison.cells["new/new"].map)
+    axes.axhline(bound, color="#555", linestyle="--", linewidth=1, label=f"new/new {bound:.1f}")
+    axes.set_xlabel("images embedded again, % of the gallery")
+    axes.set_ylabel("mAP, %")
+    axes.legend(fontsize=9, frameon=False)
+    return _data_uri(figure)
+
+
+def gallery_map(comparison: Comparison) -> GalleryMap:
+    """The gallery in two dimensions: as stored, upgraded, and as re-embedding would have it.
+
+    Each side on its own two principal components; upgraded and re-embedded share theirs, so that
+    they can be compared point by point.
+    """
+    labels = [picture.label for picture in comparison.pictures]
+    shown = sorted(label for label, _ in Counter(labels).most_common(len(COLOURS)))
+    points = {"stored by the old model": _plane(comparison.old_vectors)(comparison.old_vectors)}
+    after = _plane(comparison.new_vectors)
+    if comparison.served_vectors.shape[1] == comparison.new_vectors.shape[1]:
+        points["after the upgrade"] = after(comparison.served_vectors)
+    points["images embedded again"] = after(comparison.new_vectors)
+    legend = dict(zip(shown, COLOURS, strict=False))
+    colours = np.array([legend.get(label, GREY) for label in labels])
+    panels = [Panel(title, _scatter(places, colours)) for title, places in points.items()]
+    if len(set(labels)) > len(shown):
+        legend["other classes"] = GREY
+    return GalleryMap(panels, legend)
+
+
+def _scatter(points: NDArray[np.float64], colours: NDArray[np.str_]) -> str:
+    figure = Figure(figsize=(WIDTH, WIDTH), layout="constrained")
+    axes = figure.add_subplot()
+    # Grey lies below.
+    order = np.argsort(colours != GREY, kind="stable")
+    size = float(np.clip(12000 / len(points), 8, 60))
+    across, up = points[order].T
+    axes.scatter(across, up, s=size, c=colours[order], linewidths=0)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    return _data_uri(figure)
+
+
+def _plane(vectors: Vectors) -> Callable[[Vectors], NDArray[np.float64]]:
+    """The projection onto the two principal components of `vectors` [n, dim]."""
+    centre = vectors.mean(axis=0)
+    _, _, components = np.linalg.svd(vectors - centre, full_matrices=False)
+
+    def project(others: Vectors) -> NDArray[np.float64]:
+        return np.asarray((others - centre) @ components[:2].T, np.float64)
+
+    return project
+
+
+def _data_uri(figure: Figure) -> str:
+    buffer = io.BytesIO()
+    # Text stays text, and nothing depends on the hour or the run: equal reports are equal files.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "nobackfill"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,0 +1,62 @@
+"""What a report stands on: bytes to download, digests, recipes and versions."""
+
+import itertools
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+
+from nobackfill.release.manifest import Manifest, PublishedFile
+
+# Beside the release's own files, the figures come from these.
+SOFTWARE = ("nobackfill", "onnxruntime", "numpy", "pillow")
+
+
+def downloads(
+    manifests: Mapping[int, Manifest], old: int, release: int, route: tuple[int, ...]
+) -> dict[str, int]:
+    """Bytes by part that a device of release `old` downloads to follow `release`.
+
+    As a device chooses: int8 transforms where they are published, the probes of every release on
+    the way, nothing that `old` has brought already. Manifests and signatures come on top.
+    """
+    new = manifests[release]
+    transforms = []
+    for source, target in itertools.pairwise(route):
+        upgrade = manifests[target].upgrade_from(source)
+        assert upgrade is not None, "a route is made of published upgrades"
+        transforms.append(upgrade.int8_file or upgrade.file)
+    parts: dict[str, list[PublishedFile]] = {
+        "new model": [new.embedder.file],
+        "side-information encoder": [] if new.side_encoder is None else [new.side_encoder.file],
+        "transform": transforms,
+        "probes": [manifests[number].probes.file for number in route[1:] or (release,)],
+    }
+    held = {file.path for file in manifests[old].files()}
+    lengths = {
+        part: sum(file.length for file in files if file.path not in held)
+        for part, files in parts.items()
+    }
+    return {part: length for part, length in lengths.items() if length}
+
+
+def facts(manifest: Manifest) -> list[tuple[str, str]]:
+    """Version, method, digests and recipe of a release, as rows of name and value."""
+    embedder = manifest.embedder
+    rows = [
+        ("release", str(manifest.release)),
+        ("created", manifest.created),
+        ("method", manifest.method),
+        ("space", manifest.space),
+        ("input", f"{embedder.width} x {embedder.height} pixels"),
+        ("embedding", f"{embedder.dim} numbers, {embedder.metric.replace('_', ' ')}"),
+        ("side-information", manifest.side_space or "none"),
+        *((f"sha256 of {file.path}", file.sha256) for file in manifest.files()),
+        *((f"recipe: {key}", str(value)) for key, value in manifest.recipe.items()),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def software() -> str:
+    """The versions that the figures were computed with, as one line."""
+    versions = ", ".join(f"{name} {version(name)}" for name in SOFTWARE)
+    return f"{versions}, Python {platform.python_version()}"

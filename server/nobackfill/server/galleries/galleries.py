@@ -1,0 +1,242 @@
+"""The galleries of a gateway: one folder each, opened at the start, made and deleted by name."""
+
+import re
+import sqlite3
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import structlog
+
+from nobackfill.gallery import staging
+from nobackfill.gallery.residents import Residents
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.store import Store
+from nobackfill.release import durable
+from nobackfill.release.errors import (
+    AlreadyExistsError,
+    BusyError,
+    InvalidInputError,
+    NobackfillError,
+    NotFoundError,
+    VerificationError,
+)
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.galleries import order
+from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.order import Level
+from nobackfill.server.state import State
+
+log = structlog.get_logger("server.galleries")
+
+_NAME = re.compile(r"^[a-z0-9_-]{1,64}\Z")
+_FILE = "gallery.sqlite"
+# A folder with this prefix is a gallery being made or deleted when the gateway died.
+_UNFINISHED = ".tmp-"
+CREATED = "created"
+# How long a deletion waits for the calls that still work with the gallery.
+_LEAVE_S = 60.0
+# A gallery of more vectors is read at the start, others when they are first used.
+_SMALL = 1_000
+# What the files of one gallery can do to it, whatever is damaged.
+UNUSABLE = (NobackfillError, OSError, sqlite3.Error, ValueError)
+
+
+class Galleries:
+    """Open galleries by name. The mapping is replaced, never changed, so readers need no lock.
+
+    Whoever works with a gallery is counted among its users, through `using`, `all` or `holding`; a
+    deletion closes it when the last of them has left.
+    """
+
+    def __init__(self, folder: Path, residents: Residents) -> None:
+        """`residents` bounds how many of their files are open at once."""
+        self._folder = folder
+        self._residents = residents
+        self._names = threading.Lock()
+        self._hosted: Mapping[str, Hosted] = {}
+        # Galleries that could not be opened, with the reason.
+        self._aside: Mapping[str, str] = {}
+
+    def open_all(self, state: State, manifests: Mapping[int, Manifest]) -> None:
+        """Open what is there and sweep what was never finished. A gallery that cannot be served is
+        set aside.
+
+        Raises VerificationError when none of them can be, CannotWriteError.
+        """
+        durable.make_dir(self._folder, 0o700)
+        durable.sweep(self._folder)
+        hosted, aside = {}, {}
+        for folder in sorted(self._folder.iterdir()):
+            if _NAME.match(folder.name) and (folder / _FILE).is_file():
+                try:
+                    hosted[folder.name] = self._open(folder.name, state, manifests)
+                except UNUSABLE as error:
+                    log.error("gallery set aside", gallery=folder.name, error=str(error))
+                    aside[folder.name] = str(error)
+        log.info("serving galleries", count=len(hosted), set_aside=len(aside))
+        if aside and not hosted:
+            name, reason = next(iter(aside.items()))
+            raise VerificationError(
+                f"none of {len(aside)} galleries can be served, the first, {name!r}, because of: "
+                f"{reason}"
+            )
+        self._hosted, self._aside = hosted, aside
+
+    def _open(self, name: str, state: State, manifests: Mapping[int, Manifest]) -> Hosted:
+        folder = self._folder / name
+        store = Store.open(folder / _FILE, self._residents)
+        try:
+            hosted = Hosted(name, folder, store)
+            hosted.replan(state, manifests)
+            if sum(hosted.sizes().values()) > _SMALL:
+                hosted.wake()
+            # Kept for whoever lists them: the file is open now, and may be closed again soon.
+            hosted.count()
+        except BaseException:
+            store.close()
+            raise
+        return hosted
+
+    def set_aside(self, name: str, error: Exception) -> None:
+        """At the start, before anybody uses it: close a gallery that cannot be served after all."""
+        with self._taking():
+            hosted = self._hosted[name]
+            self._hosted = {n: h for n, h in self._hosted.items() if n != name}
+            self._aside = {**self._aside, name: str(error)}
+        hosted.close()
+
+    def aside(self) -> Mapping[str, str]:
+        """Galleries that are set aside, with the reason."""
+        return self._aside
+
+    @contextmanager
+    def using(self, name: str) -> Iterator[Hosted]:
+        """A gallery, kept open to the end of the block. Raises like `get`."""
+        hosted = self.get(name)
+        if hosted.leaving or not hosted.users.enter():
+            raise _unknown(name)
+        try:
+            with order.holding(Level.GALLERY, name):
+                yield hosted
+        finally:
+            hosted.users.leave()
+
+    def slow(self, name: str) -> bool:
+        """Whether searches of a gallery take long at present; False for one that is not there."""
+        hosted = self._hosted.get(name)
+        return hosted is not None and hosted.slow
+
+    def names(self) -> set[str]:
+        """Names that are taken."""
+        return {*self._hosted, *self._aside}
+
+    def all(self) -> Iterator[Hosted]:
+        """Every gallery, by name; each is kept open until the next is asked for."""
+        for _, hosted in sorted(self._hosted.items()):
+            if hosted.users.enter():
+                try:
+                    yield hosted
+                finally:
+                    hosted.users.leave()
+
+    @contextmanager
+    def holding(self) -> Iterator[list[Hosted]]:
+        """Every gallery, by name, all kept open to the end of the block."""
+        with ExitStack() as leaving:
+            found = []
+            for hosted in self.all():
+                if hosted.users.enter():
+                    leaving.callback(hosted.users.leave)
+                    leaving.enter_context(order.holding(Level.GALLERY, hosted.name))
+                    found.append(hosted)
+            yield found
+
+    def get(self, name: str) -> Hosted:
+        """A gallery that the caller does not work with. Raises NotFoundError, VerificationError for
+        one that is set aside."""
+        if hosted := self._hosted.get(name):
+            return hosted
+        if reason := self._aside.get(name):
+            raise VerificationError(
+                f"gallery {name!r} is set aside: {reason}; restore it from a backup and start the "
+                "gateway again, or delete it"
+            )
+        raise _unknown(name)
+
+    def create(
+        self, name: str, specs: list[SpaceSpec], state: State, manifests: Mapping[int, Manifest]
+    ) -> Hosted:
+        """Make a gallery whose active space is the last of `specs`; the others are kept as
+        previous, so that a rollback finds what is put from now on.
+
+        Raises InvalidInputError for a name, AlreadyExistsError, CannotWriteError.
+        """
+        if not _NAME.match(name):
+            raise InvalidInputError(
+                f"expected a gallery name of 1 to 64 of a-z, 0-9, '-', '_', got {name[:80]!r}"
+            )
+        with self._taking():
+            if name in self.names():
+                raise AlreadyExistsError(f"gallery {name!r} exists already")
+            unfinished = self._folder / f"{_UNFINISHED}{name}-{uuid.uuid4().hex}"
+            durable.make_dir(unfinished, 0o700)
+            with Store.create(unfinished / _FILE, specs[0]) as store:
+                for spec in specs[1:]:
+                    staging.begin(store, spec)
+                    staging.flip(store, spec.space)
+                store.state_set({CREATED: time.time()})
+            durable.publish_dir(unfinished, self._folder / name)
+            hosted = self._open(name, state, manifests)
+            hosted.wake()
+            self._hosted = {**self._hosted, name: hosted}
+            return hosted
+
+    def delete(self, name: str) -> None:
+        """Delete a gallery with all in it, once nobody works with it; new calls are told that it is
+        gone while the last ones end.
+
+        Raises NotFoundError, BusyError when they do not end (then it stays), CannotWriteError.
+        """
+        gone = self._folder / f"{_UNFINISHED}{name}-{uuid.uuid4().hex}"
+        with self._taking():
+            if name in self._aside:
+                durable.publish_dir(self._folder / name, gone)
+                self._aside = {n: why for n, why in self._aside.items() if n != name}
+                durable.remove_tree(gone)
+                return
+            hosted = self.get(name)
+            if hosted.leaving:
+                raise _unknown(name)
+            hosted.leaving = True
+        try:
+            if not hosted.users.close(_LEAVE_S):
+                raise BusyError(f"gallery {name!r} is still in use; delete it again later")
+            with self._taking():
+                # Renamed first: from here on it is gone, whatever happens to the rest.
+                hosted.store.rest()
+                durable.publish_dir(hosted.folder, gone)
+                self._hosted = {n: h for n, h in self._hosted.items() if n != name}
+        except BaseException:
+            hosted.leaving = False
+            hosted.users.reopen()
+            raise
+        hosted.close()
+        durable.remove_tree(gone)
+
+    def close(self) -> None:
+        for hosted in self._hosted.values():
+            hosted.close()
+
+    @contextmanager
+    def _taking(self) -> Iterator[None]:
+        order.check(Level.NAMES)
+        with self._names, order.holding(Level.NAMES):
+            yield
+
+
+def _unknown(name: str) -> NotFoundError:
+    return NotFoundError(f"no gallery is called {name[:64]!r}; create it first")

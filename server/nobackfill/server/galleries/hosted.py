@@ -1,0 +1,283 @@
+"""A gallery being served: its store, a live view of each space it is searched in, its plan."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nobackfill.gallery.exact import ExactIndex
+from nobackfill.gallery.passing import Filtering
+from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
+from nobackfill.gallery.store import Change, Item, Store
+from nobackfill.gallery.view import LiveView, Snapshot
+from nobackfill.release.errors import ConfigurationError
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.galleries import order
+from nobackfill.server.galleries.beginnings import beginning
+from nobackfill.server.galleries.gate import Gate, Users
+from nobackfill.server.galleries.items import ItemCache
+from nobackfill.server.galleries.order import Level
+from nobackfill.server.galleries.plan import Part, Plan, make_plan
+from nobackfill.server.state import State
+
+# Keys of `Hosted.state`: how the gallery came to its staging space, and why it stays behind.
+ROLLOUT = "rollout"
+NOTE = "note"
+# Whether answers bring distances as they were computed.
+EXACT = "exact_distances"
+
+
+# A gallery whose searches take longer than this, in the mean of the last few, keeps to a lane of
+# its kind.
+_SLOW_S = 0.02
+_SMOOTHING = 0.2
+# So many numbers compared by each search take as long: known before the first is asked.
+_SLOW_ELEMENTS = 1 << 24
+
+
+class Hosted:
+    """One open gallery.
+
+    `users` are all who work with it, `Galleries` counts them; `leaving` is set while its deletion
+    waits for the last. `plan` is one reference: a call takes it once, through `using`, and keeps to
+    it. `writes` is passed together by puts and alone by whoever changes the gallery's spaces.
+    """
+
+    def __init__(self, name: str, folder: Path, store: Store) -> None:
+        self.name = name
+        self.folder = folder
+        self.store = store
+        self.users = Users(Level.GALLERY, name)
+        self.leaving = False
+        self.writes = Gate(name)
+        self._lock = threading.Lock()
+        # Held to make or drop views. The mapping is replaced, never changed: a search of a view
+        # that is there does not wait while another is read from the file.
+        self._making = threading.Lock()
+        self._views: Mapping[str, LiveView] = {}
+        self._items: dict[str, ItemCache] = {}
+        store.subscribe(self._forward)
+        self.filtering = Filtering(store)
+        # What the file says, kept so that looking over all galleries opens no files.
+        self._spaces: tuple[SpaceInfo, ...] | None = None
+        self._state: Mapping[str, Any] | None = None
+        # Replaced at each change: what was counted before it lands in a mapping nobody reads.
+        self._counts: dict[str | None, int] = {}
+        self.exact = bool(self.state(EXACT))
+        self._plan: Plan | None = None
+        self._took = 0.0
+        self._rest: tuple[Snapshot, Snapshot, Snapshot] | None = None
+
+    @property
+    def plan(self) -> Plan:
+        assert self._plan is not None, "replan comes first"
+        return self._plan
+
+    @contextmanager
+    def using(self) -> Iterator[Plan]:
+        """The plan, one of its `users` being the caller."""
+        while True:
+            plan = self.plan
+            plan.users.enter()
+            if plan is self._plan:
+                break
+            plan.users.leave()
+        try:
+            with order.holding(Level.PLAN, self.name):
+                yield plan
+        finally:
+            plan.users.leave()
+
+    def replan(self, state: State, manifests: Mapping[int, Manifest]) -> Plan:
+        """Make the plan anew from the gallery's spaces; returns the one before.
+
+        Views of spaces that are searched now are made before it is seen, unless the gallery has
+        none yet; `forget_views` lets go of the others. Raises ConfigurationError for a space of a
+        release that is not published here.
+        """
+        spaces = self.spaces()
+        missing = {info.spec.release for info in spaces} - set(manifests)
+        if missing:
+            raise ConfigurationError(
+                f"gallery {self.name!r} lives in release {max(missing)}, which is not published "
+                "here; give the publication folder it was made with"
+            )
+        new = make_plan(spaces, state, manifests, self.state(ROLLOUT))
+        if self._views:
+            self._wake(new)
+        old, self._plan = self._plan, new
+        return old if old is not None else new
+
+    def wake(self) -> None:
+        """Make the views that the plan searches: of a gallery that is opened at the start they are
+        made at its first use, unless it is large."""
+        if not self._views:
+            self._wake(self.plan)
+
+    def _wake(self, plan: Plan) -> None:
+        for space in plan.searched():
+            self.view(space)
+
+    def view(
+        self,
+        space: str,
+        source: LiveView | None = None,
+        between: Callable[[], None] = lambda: None,
+    ) -> LiveView:
+        """The live view of a space, made when it is first asked for: with the index that is kept of
+        it, or that it inherits from `source`. `between` may raise to give up."""
+        view = self._views.get(space)
+        if view is not None:
+            return view
+        order.check(Level.VIEW, self.name)
+        with self._making, order.holding(Level.VIEW, self.name):
+            view = self._views.get(space)
+            if view is None:
+                begin = beginning(self.index_path(space), source, between)
+                view = LiveView(self.store, space, begin)
+                self._views = {**self._views, space: view}
+            return view
+
+    def views(self) -> Mapping[str, LiveView]:
+        """Every live view there is, by space."""
+        return self._views
+
+    def items(self, labels: list[int], space: str) -> list[Item | None]:
+        """Items as `space` shows them, in order; None for those deleted meanwhile."""
+        cache = self._items.get(space)
+        if cache is None:
+            with self._lock:
+                cache = self._items.setdefault(space, ItemCache(self.store, space))
+        return cache.get(labels)
+
+    def spaces_of(self, label: int) -> list[str]:
+        """Spaces in which an item has a vector."""
+        spaces = [info.spec.space for info in self.spaces()]
+        return [space for space in spaces if self.store.vector(label, space) is not None]
+
+    def took(self, seconds: float) -> None:
+        """Tell how long a search of it took."""
+        self._took += _SMOOTHING * (seconds - self._took)
+
+    @property
+    def slow(self) -> bool:
+        """Whether searches of it take long at present: most have no graph yet."""
+        return self._took > _SLOW_S or self._compared() > _SLOW_ELEMENTS
+
+    def _compared(self) -> int:
+        """Numbers that a search compares one by one: without a graph, and beside one."""
+        numbers = 0
+        for view in self.views().values():
+            snapshot = view.snapshot()
+            alone = isinstance(snapshot.base.index, ExactIndex)
+            rows = len(snapshot.delta) + alone * len(snapshot.base)
+            numbers += rows * snapshot.spec.dim
+        return numbers
+
+    def snapshots(self, parts: Sequence[Part]) -> list[Snapshot]:
+        """One snapshot a part, each item in the first part that has it.
+
+        The later part is taken first: what moves to the earlier part between the two is then left
+        out of the later one, and never missing from both.
+        """
+        if len(parts) == 1:
+            return [self.view(parts[0].space).snapshot()]
+        new, old = parts
+        before = self.view(old.space).snapshot()
+        upgraded = self.view(new.space).snapshot()
+        return [upgraded, self.rest(before, upgraded)]
+
+    def rest(self, snapshot: Snapshot, other: Snapshot) -> Snapshot:
+        """What `snapshot` has and `other` has not; kept for the next search of the same two."""
+        known = self._rest
+        if known is not None and known[0] is snapshot and known[1] is other:
+            return known[2]
+        result = snapshot.without(other.labels())
+        self._rest = (snapshot, other, result)
+        return result
+
+    def forget_views(self, plan: Plan) -> None:
+        """Let go of the views that `plan` does not search; nobody may use an older one by now."""
+        self._rest = None
+        order.check(Level.VIEW, self.name)
+        with self._making:
+            kept = plan.searched()
+            gone = [view for space, view in self._views.items() if space not in kept]
+            self._views = {space: v for space, v in self._views.items() if space in kept}
+        for view in gone:
+            view.close()
+        with self._lock:
+            for space in set(self._items) - kept:
+                self._items.pop(space)
+
+    def spaces(self) -> tuple[SpaceInfo, ...]:
+        """All spaces, oldest first, as of the last commit."""
+        with self._lock:
+            if self._spaces is None:
+                self._spaces = tuple(self.store.spaces())
+            return self._spaces
+
+    def state(self, key: str) -> Any:
+        """A small JSON value kept with the gallery; None if there is none."""
+        with self._lock:
+            if self._state is None:
+                self._state = self.store.state()
+            return self._state.get(key)
+
+    def remember(self, values: Mapping[str, Any]) -> None:
+        """Keep small JSON values with the gallery, durably; None removes. Raises BusyError,
+        CannotWriteError."""
+        try:
+            self.store.state_set(values)
+        finally:
+            with self._lock:
+                self._state = None
+
+    def count(self) -> int:
+        """Items, counted once after a commit."""
+        return self._count(None)
+
+    def sizes(self) -> Mapping[str, int]:
+        """Vectors by space: counted by the views, and once after a commit where there are none."""
+        views, spaces = self.views(), [info.spec.space for info in self.spaces()]
+        return {
+            space: len(views[space].snapshot()) if space in views else self._count(space)
+            for space in spaces
+        }
+
+    def _count(self, space: str | None) -> int:
+        counts = self._counts
+        found = counts.get(space)
+        if found is None:
+            found = counts[space] = self.store.count(space)
+        return found
+
+    def spec(self) -> SpaceSpec:
+        """The space that is active in the file."""
+        return next(info.spec for info in self.spaces() if info.state == "active")
+
+    def index_path(self, space: str) -> Path:
+        """Where the index of a space is cached."""
+        return self.folder / f"{space}.hnsw"
+
+    def answer_exactly(self, exact: bool) -> None:
+        """Whether answers bring distances as they were computed, from now on."""
+        self.remember({EXACT: exact})
+        self.exact = exact
+
+    def close(self) -> None:
+        self.store.unsubscribe(self._forward)
+        self.filtering.close()
+        for view in self.views().values():
+            view.close()
+        self.store.close()
+
+    def _forward(self, change: Change) -> None:
+        with self._lock:
+            self._counts = {}
+            if change.spaces:
+                # Whoever moves spaces may set state with it.
+                self._spaces = self._state = None
+        for cache in list(self._items.values()):
+            cache.on_change(change)

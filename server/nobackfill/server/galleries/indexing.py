@@ -1,0 +1,206 @@
+"""Indexes of live views, made in the background: loaded if good, else built; compacted if due."""
+
+import contextlib
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from nobackfill.gallery.hnsw import HnswIndex
+from nobackfill.gallery.view import LiveView, Snapshot
+from nobackfill.server.border.metrics import Metrics
+from nobackfill.server.border.survival import surviving
+from nobackfill.server.galleries.bases import due, make_index, tuned
+from nobackfill.server.galleries.hosted import Hosted
+
+# While a gallery is filled, that keeps its graph from being made over and over. Once nothing
+# changed for so long, fewer than this lie beside it: every search compares each of them.
+_QUIET_DELTA = 1_000
+_QUIET_S = 1.0
+# A space that an upgrade fills is searched exactly up to here.
+_LARGEST_FILLING = 200_000
+_EVERY_S = 0.5
+# An index that could not be written, on a full disk say, is tried again after so long.
+_UNWRITTEN_S = 20.0
+# An index is tuned on queries once so many more were asked, at most so often, and in no more than
+# one part of its time in so many.
+_ENOUGH_ASKED = 32
+_TUNED_EVERY_S = 30.0
+_TUNED_SHARE = 50
+_NICE = 10
+# A gallery whose index cannot be made for a reason nobody foresaw is tried again after so long.
+_REST_S = 30.0
+
+
+class Indexing:
+    """Looks after every view of every gallery: one thread finds what is due, and makers make it, as
+    many galleries at a time as there may be threads. Those that are not many share them."""
+
+    def __init__(
+        self, galleries: Callable[[], Iterable[Hosted]], metrics: Metrics, threads: int
+    ) -> None:
+        """`threads`: how many cores all builds together may keep busy."""
+        self._galleries = galleries
+        self._metrics = metrics
+        self._makers = ThreadPoolExecutor(threads, "index", initializer=self._give_way)
+        self._sharing = Sharing(threads)
+        # Galleries that wait for a maker, or have one.
+        self._busy: weakref.WeakSet[Hosted] = weakref.WeakSet()
+        # Views whose index is not on the disk: the snapshot last seen, and since when. Weak: a view
+        # that a swap left behind must not keep its vectors and its graph here.
+        self._since: weakref.WeakKeyDictionary[LiveView, tuple[weakref.ref[Snapshot], float]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Views whose index was tuned on what was asked: how much had been by then, and from when on
+        # that is worth its time again.
+        self._tuned: weakref.WeakKeyDictionary[LiveView, tuple[int, float]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Galleries that failed for a reason nobody foresaw: left alone until then.
+        self._resting: weakref.WeakKeyDictionary[Hosted, float] = weakref.WeakKeyDictionary()
+        self._stopping = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="indexing", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End; a build under way is given up."""
+        self._stopping.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._makers.shutdown(cancel_futures=True)
+
+    def _give_way(self) -> None:
+        with surviving(self._metrics, "indexing"):
+            give_way()
+
+    def _work(self) -> None:
+        self._give_way()
+        while not self._stopping.is_set():
+            with surviving(self._metrics, "indexing"):
+                for hosted in self._galleries():
+                    self._look_at(hosted)
+            self._wake.wait(_EVERY_S)
+
+    @contextlib.contextmanager
+    def _alone(self, hosted: Hosted) -> Iterator[None]:
+        """What fails in one gallery keeps no other from its index, and is tried again later."""
+        self._resting[hosted] = time.monotonic() + _REST_S
+        with surviving(self._metrics, "indexing"):
+            yield
+            del self._resting[hosted]
+
+    def _look_at(self, hosted: Hosted) -> None:
+        if hosted in self._busy or time.monotonic() < self._resting.get(hosted, 0.0):
+            return
+        there_is = False
+        with self._alone(hosted):
+            there_is = next(self._due(hosted), None) is not None
+        if there_is:
+            self._busy.add(hosted)
+            self._makers.submit(self._look_after, hosted)
+
+    def _look_after(self, hosted: Hosted) -> None:
+        """A maker's turn: all that is due in one gallery."""
+        try:
+            if hosted.users.enter():
+                try:
+                    with self._alone(hosted), contextlib.suppress(_StoppedError):
+                        for work in self._due(hosted):
+                            work()
+                finally:
+                    hosted.users.leave()
+        finally:
+            self._busy.discard(hosted)
+
+    def _due(self, hosted: Hosted) -> Iterator[Callable[[], None]]:
+        """What there is to do, one after another; asked again, the same."""
+        for space, view in hosted.views().items():
+            if space not in hosted.plan.alone and len(view.snapshot()) < _LARGEST_FILLING:
+                # An upgrade fills it; it inherits an index when it is whole.
+                continue
+            if due(view) or self._settled(hosted, space, view):
+                yield functools.partial(self._make, hosted, space, view)
+            elif self._asked_anew(view):
+                yield functools.partial(self._tune, hosted, view)
+
+    def _settled(self, hosted: Hosted, space: str, view: LiveView) -> bool:
+        """Whether a graph has no file or much beside it, and nothing changed for a while that would
+        cost it again."""
+        snapshot = view.snapshot()
+        base = snapshot.base.index
+        behind = len(snapshot.delta) > _QUIET_DELTA
+        if not isinstance(base, HnswIndex) or (hosted.index_path(space).exists() and not behind):
+            self._since.pop(view, None)
+            return False
+        seen, since = self._since.get(view, (None, 0.0))
+        if seen is None or seen() is not snapshot:
+            self._since[view] = (weakref.ref(snapshot), time.monotonic())
+            return False
+        return time.monotonic() - since >= (_QUIET_S if behind else _UNWRITTEN_S)
+
+    def _asked_anew(self, view: LiveView) -> bool:
+        """Whether a graph was asked enough since it was tuned, and that is not long ago."""
+        if not isinstance(view.snapshot().base.index, HnswIndex):
+            return False
+        seen, rested = self._tuned.get(view, (0, 0.0))
+        return view.asked.seen - seen >= _ENOUGH_ASKED and time.monotonic() >= rested
+
+    def _tune(self, hosted: Hosted, view: LiveView) -> None:
+        began, seen = time.monotonic(), view.asked.seen
+        view.tune(lambda base: tuned(base, view, self._giving_up(hosted)))
+        ended = time.monotonic()
+        rest = max(_TUNED_EVERY_S, _TUNED_SHARE * (ended - began))
+        self._tuned[view] = seen, ended + rest
+
+    def _make(self, hosted: Hosted, space: str, view: LiveView) -> None:
+        with self._sharing.one():
+            make_index(hosted, space, view, self._giving_up(hosted), self._sharing.threads)
+        # A disk that is full is tried again after another while.
+        self._since.pop(view, None)
+
+    def _giving_up(self, hosted: Hosted) -> Callable[[], None]:
+        def give_up() -> None:
+            if self._stopping.is_set() or hosted.leaving:
+                raise _StoppedError
+
+        return give_up
+
+
+class Sharing:
+    """Threads that builds have together."""
+
+    def __init__(self, threads: int) -> None:
+        self._all = threads
+        self._lock = threading.Lock()
+        self._builds = 0
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """One more build, to the end of the block."""
+        with self._lock:
+            self._builds += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._builds -= 1
+
+    def threads(self) -> int:
+        """How many each of the builds may use now: hnsw.Threads."""
+        return max(1, self._all // max(1, self._builds))
+
+
+class _StoppedError(Exception):
+    """The gateway ends, and the index is made at the next start; or the gallery is deleted."""
+
+
+def give_way() -> None:
+    """Let searches go before this thread, and before the processes that it starts from now on."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

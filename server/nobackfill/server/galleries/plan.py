@@ -1,0 +1,121 @@
+"""How a gallery is searched and written at present: pure decisions, no I/O."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from nobackfill.gallery.spec import Origin, SpaceInfo
+from nobackfill.release.calibration import Scorer, find
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.galleries.gate import Users
+from nobackfill.server.galleries.order import Level
+from nobackfill.server.state import RolloutName, State
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Vectors of one space, searched by queries of one space.
+
+    `release` made the vectors. `origin` None: each hit tells its item's own; direct and old-model
+    are told of the whole part. `curves` turn distances into scores, by the origin of the vector.
+    """
+
+    space: str
+    release: int
+    query: Manifest
+    origin: Origin | None
+    curves: Mapping[Origin, Scorer]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Every item is answered for by the first of `parts` that has it.
+
+    `alone`: spaces, by the query's space, in which a query by embedding is answered on its own.
+    `writes`: releases whose models embed each image that is put, active space first.
+    `accepts`: spaces in which bare embeddings may be put.
+    """
+
+    parts: tuple[Part, ...]
+    alone: Mapping[str, Part]
+    writes: tuple[Manifest, ...]
+    accepts: frozenset[str]
+    users: Users = field(default_factory=lambda: Users(Level.PLAN))
+
+    @property
+    def query(self) -> Manifest:
+        """The release that answers image queries."""
+        return self.parts[0].query
+
+    def searched(self) -> set[str]:
+        """Spaces that need a view."""
+        return {part.space for part in (*self.parts, *self.alone.values())}
+
+
+def own_part(manifest: Manifest) -> Part:
+    """A release's queries in its own space."""
+    space, curves = manifest.space, dict[Origin, Scorer]()
+    for origin in ("native", "upgraded", "re-embedded"):
+        if curve := find(manifest, space, space, origin):
+            curves[origin] = Scorer(curve)
+    # What was embedded from its image is what native vectors are.
+    if "native" in curves:
+        curves.setdefault("re-embedded", curves["native"])
+    return Part(space, manifest.release, manifest, None, curves)
+
+
+def direct_part(new: Manifest, old: Manifest) -> Part:
+    """Queries of `new` in the space of `old`, as `new` declares that they may."""
+    curve = find(new, new.space, old.space, "direct")
+    curves: dict[Origin, Scorer] = {"direct": Scorer(curve)} if curve else {}
+    return Part(old.space, old.release, new, "direct", curves)
+
+
+def old_model_part(new: Manifest, old: Manifest) -> Part:
+    """Queries of `old` in its own space, while `new` answers: the dual rollout."""
+    own = own_part(old).curves
+    announced = find(new, old.space, old.space, "old-model")
+    curve = Scorer(announced) if announced else own.get("native")
+    curves: dict[Origin, Scorer] = {"old-model": curve} if curve else {}
+    return Part(old.space, old.release, old, "old-model", curves)
+
+
+def make_plan(
+    spaces: Sequence[SpaceInfo],
+    state: State,
+    manifests: Mapping[int, Manifest],
+    rollout: RolloutName | None,
+) -> Plan:
+    """The plan of a gallery with these `spaces`; `rollout` is how it came to its staging space.
+
+    While an item of the active release may still be missing from its space, direct and dual search
+    two spaces. With cutover the old space answers until the gallery is flipped.
+    """
+    active = next(info.spec for info in spaces if info.state == "active")
+    previous = [
+        info.spec
+        for info in spaces
+        if info.state == "previous" and info.spec.release not in state.retired
+    ]
+    native = own_part(manifests[active.release])
+    kept = [native, *(own_part(manifests[spec.release]) for spec in previous)]
+    parts: tuple[Part, ...] = (native,)
+    staged = _staged(spaces, state, manifests)
+    if staged is not None:
+        kept.append(staged)
+        if staged.query.release == state.active and rollout in ("direct", "dual"):
+            make = direct_part if rollout == "direct" else old_model_part
+            parts = (staged, make(staged.query, native.query))
+    alone = {part.space: part for part in kept if part is not staged}
+    accepts = frozenset({*alone, parts[0].space})
+    return Plan(parts, alone, tuple(part.query for part in kept), accepts)
+
+
+def _staged(
+    spaces: Sequence[SpaceInfo], state: State, manifests: Mapping[int, Manifest]
+) -> Part | None:
+    """The space being filled for the active or coming release; none left by a rollback."""
+    wanted = {state.active, state.activation.release if state.activation else None}
+    for info in spaces:
+        if info.state == "staging" and info.spec.release in wanted:
+            return own_part(manifests[info.spec.release])
+    return None

@@ -1,0 +1,244 @@
+"""Putting items: each image embedded for every space the gallery keeps, then durable, then told."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nobackfill.gallery.put import MAX_ID_CHARACTERS, Metadata, NewVectors, check_batch
+from nobackfill.release.errors import IncompatibleSpaceError, InvalidInputError, UnusableOutputError
+from nobackfill.release.manifest import Manifest
+from nobackfill.release.models import no_vector
+from nobackfill.release.routes import RouteRunner
+from nobackfill.release.vectors import from_bytes
+from nobackfill.server.embedding.decoding import Decoded, affordable, too_dear
+from nobackfill.server.embedding.embedding import Embedding, size_of
+from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.plan import Plan
+
+
+@dataclass(frozen=True)
+class Bare:
+    """Vectors made elsewhere: bytes of float32 values with the ids of their spaces."""
+
+    space: str
+    embedding: bytes
+    side_space: str | None
+    side: bytes | None
+
+
+@dataclass(frozen=True)
+class Put:
+    """An item to store: an encoded image, or vectors. `metadata` None: what it has, if anything."""
+
+    id: str
+    content: bytes | Bare
+    metadata: Metadata | None
+
+    def digest(self) -> str:
+        """Of the content: the same content again is no change."""
+        if isinstance(self.content, bytes):
+            return "image-" + hashlib.sha256(self.content).hexdigest()
+        bare = self.content
+        parts = (bare.space.encode(), bare.embedding, (bare.side_space or "").encode(), bare.side)
+        return "vectors-" + hashlib.sha256(b"\0".join(part or b"" for part in parts)).hexdigest()
+
+
+@dataclass
+class Outcome:
+    """`stored` items are durable; the others were refused, each with its reason."""
+
+    stored: int = 0
+    refused: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass
+class _Ready:
+    """An item whose vectors are made, one for each space it goes to, of one row each."""
+
+    put: Put
+    vectors: tuple[NewVectors, ...]
+
+
+# Carries bare vectors of an older release to another; None where no route leads there.
+RunnerOf = Callable[[Manifest, Manifest, bool], RouteRunner | None]
+
+
+class Putting:
+    """Stores items in galleries."""
+
+    def __init__(self, embedding: Embedding, runner_of: RunnerOf) -> None:
+        """`runner_of`: source, target, whether side-information is at hand."""
+        self._embedding = embedding
+        self._runner_of = runner_of
+
+    def put(self, hosted: Hosted, puts: Sequence[Put]) -> Outcome:
+        """Store what can be stored; returns when it is durable.
+
+        Raises UnavailableError, DeadlineError, CancelledError, BusyError, CannotWriteError; what
+        was stored until then stays, and putting everything again is right.
+        """
+        hosted.wake()
+        outcome = Outcome()
+        for group in _without_repeats(_affordable(puts, outcome)):
+            while not self._try(hosted, group, outcome):
+                pass
+        return outcome
+
+    def _try(self, hosted: Hosted, puts: Sequence[Put], outcome: Outcome) -> bool:
+        """Make vectors for the present plan and store them; False if the plan changed meanwhile."""
+        with hosted.using() as plan:
+            refused: list[tuple[str, str]] = []
+            ready = self._make(plan, puts, refused)
+            with hosted.writes.together():
+                if hosted.plan is not plan:
+                    return False
+                for group in _by_spaces(ready):
+                    _store(hosted, group)
+                    outcome.stored += len(group)
+        outcome.refused += refused
+        return True
+
+    def _make(
+        self, plan: Plan, puts: Sequence[Put], refused: list[tuple[str, str]]
+    ) -> list[_Ready]:
+        ready: list[_Ready] = []
+        images: list[Put] = []
+
+        def refuse(put: Put, error: Exception) -> None:
+            refused.append((put.id[:MAX_ID_CHARACTERS], str(error)))
+
+        for put in puts:
+            try:
+                check_batch([put.id], None, [put.metadata])
+                if isinstance(put.content, bytes):
+                    images.append(put)
+                else:
+                    ready.append(_Ready(put, self._bare(plan, put.content)))
+            except (InvalidInputError, IncompatibleSpaceError) as error:
+                refuse(put, error)
+        sizes = {size_of(manifest) for manifest in plan.writes}
+        contents = [put.content for put in images if isinstance(put.content, bytes)]
+        decoded: list[tuple[Put, Decoded]] = []
+        for put, found in zip(images, self._embedding.decoding.each(contents, sizes), strict=True):
+            if isinstance(found, InvalidInputError):
+                refuse(put, found)
+            else:
+                decoded.append((put, found))
+        while decoded:
+            try:
+                return ready + self._embed(plan, decoded)
+            except UnusableOutputError as error:
+                for row in error.rows:
+                    refuse(decoded[row][0], no_vector(plan.query))
+                decoded = [one for row, one in enumerate(decoded) if row not in error.rows]
+        return ready
+
+    def _embed(self, plan: Plan, images: Sequence[tuple[Put, Decoded]]) -> list[_Ready]:
+        """Embedding and side-information of each image, for every release that the plan writes."""
+        columns = []
+        for manifest in plan.writes:
+            pixels = [decoded[size_of(manifest)] for _, decoded in images]
+            embeddings = self._embedding.many(manifest, pixels)
+            columns.append((manifest.space, embeddings, self._embedding.sides(manifest, pixels)))
+        return [
+            _Ready(
+                put,
+                tuple(
+                    NewVectors(
+                        space, embeddings[i : i + 1], None if sides is None else sides[i : i + 1]
+                    )
+                    for space, embeddings, sides in columns
+                ),
+            )
+            for i, (put, _) in enumerate(images)
+        ]
+
+    def _bare(self, plan: Plan, bare: Bare) -> tuple[NewVectors, ...]:
+        """Bare vectors, and where their space is no longer searched by default, carried on."""
+        manifest = next((m for m in plan.writes if m.space == bare.space), None)
+        if manifest is None or bare.space not in plan.accepts:
+            raise IncompatibleSpaceError(
+                f"expected vectors of release {plan.query.release}, or an image; got vectors of "
+                "another space"
+            )
+        spec, encoder = manifest.embedder, manifest.side_encoder
+        what = f"embedding of release {manifest.release}"
+        embedding = from_bytes(bare.embedding, spec.dim, what=what, unit=spec.unit)
+        side = None
+        if bare.side is not None:
+            if encoder is None or bare.side_space != manifest.side_space:
+                raise IncompatibleSpaceError(
+                    f"expected side-information of release {manifest.release}, got another's"
+                )
+            what = f"side-information of release {manifest.release}"
+            side = from_bytes(bare.side, encoder.dim, what=what)
+        own = NewVectors(bare.space, embedding, side)
+        if any(part.space == bare.space for part in plan.parts):
+            return (own,)
+        runner = self._runner_of(manifest, plan.query, side is not None)
+        if runner is None:
+            raise IncompatibleSpaceError(
+                f"no published upgrade carries vectors of release {manifest.release} to release "
+                f"{plan.query.release} with the side-information sent; send the image"
+            )
+        carried = runner.run(embedding, side)
+        return (
+            NewVectors(plan.query.space, carried.embedding, carried.side, "upgraded"),
+            own,
+        )
+
+
+def _store(hosted: Hosted, group: Sequence[_Ready]) -> None:
+    vectors = [
+        NewVectors(
+            first.space,
+            np.concatenate([ready.vectors[i].embedding for ready in group]),
+            None
+            if first.side is None
+            else np.concatenate([np.asarray(ready.vectors[i].side) for ready in group]),
+            first.origin,
+        )
+        for i, first in enumerate(group[0].vectors)
+    ]
+    hosted.store.put(
+        [ready.put.id for ready in group],
+        vectors,
+        digests=[ready.put.digest() for ready in group],
+        metadata=[ready.put.metadata for ready in group],
+    )
+
+
+def _by_spaces(ready: Sequence[_Ready]) -> list[list[_Ready]]:
+    """Items that go to the same spaces, together."""
+    groups: dict[tuple[tuple[str, bool, str], ...], list[_Ready]] = {}
+    for one in ready:
+        key = tuple((new.space, new.side is None, new.origin) for new in one.vectors)
+        groups.setdefault(key, []).append(one)
+    return list(groups.values())
+
+
+def _without_repeats(puts: Sequence[Put]) -> list[list[Put]]:
+    """Cut where an id comes again, so that the last of a kind wins."""
+    groups: list[list[Put]] = [[]]
+    seen: set[str] = set()
+    for put in puts:
+        if put.id in seen:
+            groups.append([])
+            seen.clear()
+        seen.add(put.id)
+        groups[-1].append(put)
+    return groups
+
+
+def _affordable(puts: Sequence[Put], outcome: Outcome) -> list[Put]:
+    """Those whose images may be decoded, with those before them, in one message."""
+    contents = [put.content if isinstance(put.content, bytes) else b"" for put in puts]
+    kept = []
+    for put, may in zip(puts, affordable(contents), strict=True):
+        if may:
+            kept.append(put)
+        else:
+            outcome.refused.append((put.id[:MAX_ID_CHARACTERS], str(too_dear())))
+    return kept

@@ -1,0 +1,106 @@
+"""From neighbours to hits: one ranking over all parts of a gallery, with calibrated scores."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from nobackfill.gallery.index import Neighbours
+from nobackfill.gallery.spec import Origin
+from nobackfill.gallery.store import Item
+from nobackfill.release.vectors import Vectors
+from nobackfill.server.galleries.plan import Part
+
+# Items as a space shows them, in the order of the labels; None for those deleted meanwhile.
+ItemsOf = Callable[[list[int], str], list[Item | None]]
+
+
+class Hit(NamedTuple):
+    """`release` made the vector that was compared; `score` is None without a calibration."""
+
+    item: Item
+    distance: float
+    score: float | None
+    release: int
+    origin: Origin
+
+
+def rank(
+    parts: Sequence[Part],
+    found: Sequence[Neighbours],
+    row: int,
+    k: int,
+    items: ItemsOf,
+    *,
+    exact: bool,
+) -> list[Hit]:
+    """The `k` best hits of query `row`, `found` being each part's neighbours.
+
+    One part: by distance. Several: by score, as distances of different spaces do not compare;
+    where a score is missing (a direct search that was published without calibration), by distance,
+    which the release then declares to compare. Always by what was computed; the hits tell it
+    rounded, score and all, unless `exact`.
+    """
+    # What is ranked, with what is told.
+    hits: list[tuple[Hit, Hit]] = []
+    for part, neighbours in zip(parts, found, strict=True):
+        hits += _hits(part, neighbours, row, k, items, exact=exact)
+    if len(parts) > 1:
+        scored = all(hit.score is not None for hit, _ in hits)
+        order = _by_score if scored else _by_distance
+        hits.sort(key=lambda pair: order(pair[0]))
+    return [told for _, told in hits[:k]]
+
+
+def rounded(distances: Vectors) -> Vectors:
+    """To three significant digits: enough to rank by and to draw a line at, too little to copy a
+    stored vector exactly from its distances to some queries."""
+    return np.array([float(f"{distance:.3g}") for distance in distances.tolist()], np.float32)
+
+
+def _hits(
+    part: Part, neighbours: Neighbours, row: int, k: int, items: ItemsOf, *, exact: bool
+) -> list[tuple[Hit, Hit]]:
+    labels = neighbours.labels[row, :k].tolist()
+    while labels and labels[-1] < 0:
+        labels.pop()
+    distances = neighbours.distances[row, : len(labels)]
+    found = items(labels, part.space)
+    origins = [part.origin or (item.origin if item else None) for item in found]
+
+    def hits(distances: Vectors) -> list[Hit]:
+        scores = _scores(part, origins, distances)
+        return [
+            Hit(item, distance, score, part.release, origin)
+            for item, origin, distance, score in zip(
+                found, origins, distances.tolist(), scores, strict=True
+            )
+            if item is not None and origin is not None
+        ]
+
+    true = hits(distances)
+    return list(zip(true, true if exact else hits(rounded(distances)), strict=True))
+
+
+def _scores(part: Part, origins: list[Origin | None], distances: Vectors) -> list[float | None]:
+    kinds = set(origins)
+    if len(kinds) == 1:
+        curve = part.curves.get(origins[0]) if origins[0] else None
+        return [None] * len(origins) if curve is None else curve.scores(distances).tolist()
+    result: list[float | None] = [None] * len(origins)
+    for origin in kinds:
+        curve = part.curves.get(origin) if origin else None
+        if curve is not None:
+            for i, score in enumerate(curve.scores(distances).tolist()):
+                if origins[i] == origin:
+                    result[i] = score
+    return result
+
+
+def _by_score(hit: Hit) -> tuple[float, float, int]:
+    assert hit.score is not None
+    return -hit.score, hit.distance, hit.item.label
+
+
+def _by_distance(hit: Hit) -> tuple[float, int]:
+    return hit.distance, hit.item.label

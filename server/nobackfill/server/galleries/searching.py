@@ -1,0 +1,238 @@
+"""Searching one gallery: one plan and one snapshot a search, one ranking over all its spaces."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from nobackfill.gallery.exact import ExactIndex
+from nobackfill.gallery.filters import Filter
+from nobackfill.gallery.view import Allowed
+from nobackfill.release.errors import (
+    IncompatibleSpaceError,
+    InvalidInputError,
+    NeedsImageError,
+    ReleaseRetiredError,
+)
+from nobackfill.release.manifest import Manifest
+from nobackfill.release.vectors import Vectors
+from nobackfill.server.border.metrics import Metrics
+from nobackfill.server.catalog import Catalog
+from nobackfill.server.embedding.batching import Batcher
+from nobackfill.server.embedding.embedding import Embedding
+from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.plan import Part, Plan, direct_part
+from nobackfill.server.galleries.questions import Answer, Question, run
+from nobackfill.server.galleries.ranking import Hit, rank
+from nobackfill.server.state import StateFile
+
+# Queries for more hits than this, or with a filter, run alone: they would slow the others down.
+_SMALL_K = 64
+_LARGEST_BATCH = 64
+# Times that a query is asked anew because an item was deleted while it was being found.
+_TRIES = 3
+
+# A query by embedding: space id to little-endian float32 values.
+ByEmbedding = Mapping[str, bytes]
+Query = bytes | ByEmbedding
+
+
+@dataclass(frozen=True)
+class Found:
+    """Hits of one query, nearest first, and what answered it."""
+
+    hits: list[Hit]
+    release: int
+    space: str
+
+
+class Searching:
+    """Answers queries by image and by embedding."""
+
+    def __init__(
+        self, embedding: Embedding, catalog: Catalog, state: StateFile, metrics: Metrics
+    ) -> None:
+        self._embedding = embedding
+        self._catalog = catalog
+        self._state = state
+        self._searches = {kind: metrics.searches.labels(kind) for kind in ("exact", "graph")}
+        self._observe = metrics.batch_size.labels("search").observe
+        # One a gallery: who asks a small one waits for no batch of a large one.
+        self._batchers: WeakKeyDictionary[Hosted, Batcher[Question, Answer]] = WeakKeyDictionary()
+
+    def search(
+        self, hosted: Hosted, query: Query, k: int, filtered: Filter | None, ef: int = 0
+    ) -> Found:
+        """The `k` nearest items to one query; `ef` as in Index.search.
+
+        Raises InvalidInputError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError,
+        UnavailableError (only for images), DeadlineError.
+        """
+        with hosted.using() as plan:
+            question = self._question(hosted, plan, query, k, ef)
+            self._count(question)
+            for _ in range(_TRIES):
+                answer = self._answer(question, filtered)
+                found = _found(question, answer)
+                if not _lost(question, answer, found):
+                    break
+            return found
+
+    def _count(self, question: Question) -> None:
+        for part in question.parts:
+            base = question.hosted.view(part.space).snapshot().base
+            compared = isinstance(base.index, ExactIndex) or question.ef >= len(base.index.labels)
+            self._searches["exact" if compared else "graph"].inc()
+
+    def _answer(self, question: Question, filtered: Filter | None) -> Answer:
+        if filtered is None and question.k <= _SMALL_K and not question.ef:
+            return self._batcher(question.hosted)(question)
+        return run([question], _allowed(question.hosted, filtered))[0]
+
+    def _batcher(self, hosted: Hosted) -> Batcher[Question, Answer]:
+        batcher = self._batchers.get(hosted)
+        if batcher is None:
+            made = Batcher(run, largest=_LARGEST_BATCH, observe=self._observe)
+            batcher = self._batchers.setdefault(hosted, made)
+        return batcher
+
+    def batch(
+        self,
+        hosted: Hosted,
+        queries: Sequence[Query],
+        k: int,
+        filtered: Filter | None,
+        ef: int = 0,
+    ) -> list[Found | InvalidInputError]:
+        """Several queries on one snapshot; what is no image or no vector is refused by itself.
+
+        Raises like `search`, for all of them; TooLargeError and OverloadedError for images that
+        cost too much together.
+        """
+        with hosted.using() as plan:
+            asked = self._questions(hosted, plan, queries, k, ef)
+            questions = [one for one in asked if isinstance(one, Question)]
+            for question in questions:
+                self._count(question)
+            answers = iter(run(questions, _allowed(hosted, filtered)) if questions else ())
+            return [
+                _found_or_refused(one, next(answers)) if isinstance(one, Question) else one
+                for one in asked
+            ]
+
+    def _questions(
+        self, hosted: Hosted, plan: Plan, queries: Sequence[Query], k: int, ef: int
+    ) -> list[Question | InvalidInputError]:
+        images = [query for query in queries if isinstance(query, bytes)]
+        made = iter(self._embedding.queries([part.query for part in plan.parts], images))
+        questions: list[Question | InvalidInputError] = []
+        for query in queries:
+            try:
+                if not isinstance(query, bytes):
+                    questions.append(self._question(hosted, plan, query, k, ef))
+                    continue
+                vectors = next(made)
+                questions.append(
+                    vectors
+                    if isinstance(vectors, InvalidInputError)
+                    else Question(hosted, plan.parts, vectors, k, ef)
+                )
+            except InvalidInputError as error:
+                questions.append(error)
+        return questions
+
+    def _question(self, hosted: Hosted, plan: Plan, query: Query, k: int, ef: int) -> Question:
+        if isinstance(query, bytes):
+            made = {
+                manifest.release: self._embedding.query(manifest, query)
+                for manifest in {part.query.release: part.query for part in plan.parts}.values()
+            }
+            vectors = tuple(made[part.query.release] for part in plan.parts)
+            return Question(hosted, plan.parts, vectors, k, ef)
+        parts = self._parts(plan, query)
+        vectors = tuple(_read(part.query, query[part.query.space]) for part in parts)
+        return Question(hosted, parts, vectors, k, ef)
+
+    def _parts(self, plan: Plan, query: ByEmbedding) -> tuple[Part, ...]:
+        """What a query by embedding may be compared with, in the spaces that it brings."""
+        if all(part.query.space in query for part in plan.parts):
+            return plan.parts
+        for space, part in plan.alone.items():
+            if space in query:
+                self._refuse_ended(space, part.query)
+                return (part,)
+        if plan.query.space in query:
+            missing = [p.query for p in plan.parts if p.query.space not in query]
+            raise NeedsImageError(
+                "the gallery is being upgraded and lives in two spaces; send the image, or an "
+                f"embedding of each of releases {plan.query.release} and "
+                f"{', '.join(str(m.release) for m in missing)}"
+            )
+        active, spaces = plan.parts[-1], self._catalog.spaces
+        for space in query:
+            manifest = spaces.get(space)
+            if manifest is not None and active.space in manifest.searches_directly:
+                return (direct_part(manifest, spaces[active.space]),)
+        raise self._incompatible(plan, query)
+
+    def _refuse_ended(self, space: str, manifest: Manifest) -> None:
+        end = self._state.now.ends.get(space)
+        if end is not None and time.time() >= end:
+            raise _retired(manifest.release)
+
+    def _incompatible(self, plan: Plan, query: ByEmbedding) -> Exception:
+        spaces = self._catalog.spaces
+        known = [spaces[space].release for space in query if space in spaces]
+        if known and max(known) in self._state.now.retired:
+            return _retired(max(known))
+        sent = f"release {max(known)}" if known else "no release known here"
+        return IncompatibleSpaceError(
+            f"the gallery answers queries of release {plan.query.release}, the embedding is of "
+            f"{sent}; embed the query with release {plan.query.release}, or send the image"
+        )
+
+
+def _retired(release: int) -> ReleaseRetiredError:
+    return ReleaseRetiredError(
+        f"queries of release {release} are no longer answered; embed with the active release"
+    )
+
+
+def _read(manifest: Manifest, values: bytes) -> Vectors:
+    """One vector [1,dim]. Its values are checked where it is searched, together with others."""
+    dim = manifest.embedder.dim
+    if len(values) != 4 * dim:
+        raise InvalidInputError(
+            f"query of release {manifest.release}: expected {4 * dim} bytes (float32, dimension "
+            f"{dim}), got {len(values)}"
+        )
+    return np.frombuffer(values, "<f4").reshape(1, dim)
+
+
+def _found(question: Question, answer: Answer) -> Found:
+    if isinstance(answer, InvalidInputError):
+        raise answer
+    found, row = answer
+    hosted = question.hosted
+    hits = rank(question.parts, found, row, question.k, hosted.items, exact=hosted.exact)
+    query = question.parts[0].query
+    return Found(hits, query.release, query.space)
+
+
+def _found_or_refused(question: Question, answer: Answer) -> Found | InvalidInputError:
+    return answer if isinstance(answer, InvalidInputError) else _found(question, answer)
+
+
+def _allowed(hosted: Hosted, filtered: Filter | None) -> Allowed | None:
+    return None if filtered is None else hosted.filtering.passing(filtered).mask
+
+
+def _lost(question: Question, answer: Answer, found: Found) -> bool:
+    """Whether there are fewer hits than were asked for, because one was deleted meanwhile."""
+    if len(found.hits) == question.k or isinstance(answer, InvalidInputError):
+        return False
+    neighbours, row = answer
+    there = sum(int(np.count_nonzero(part.labels[row] >= 0)) for part in neighbours)
+    return len(found.hits) < min(question.k, there)

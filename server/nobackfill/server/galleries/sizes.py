@@ -1,0 +1,49 @@
+"""What the indexes of all galleries hold, for metrics: read from views, never from a table."""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from nobackfill.gallery.exact import ExactIndex
+from nobackfill.gallery.index import Index
+from nobackfill.server.galleries.hosted import Hosted
+
+
+class IndexSizes(Collector):
+    """Vectors by how they are searched, and the age of the oldest graph."""
+
+    def __init__(self, galleries: Callable[[], Iterable[Hosted]]) -> None:
+        self._galleries = galleries
+        self._lock = threading.Lock()
+        # When each graph was first seen. Weak: looking must not keep one in memory.
+        self._seen: weakref.WeakKeyDictionary[Index, float] = weakref.WeakKeyDictionary()
+
+    def collect(self) -> Iterator[Metric]:
+        vectors = {"graph": 0, "exact": 0, "delta": 0}
+        oldest = now = time.monotonic()
+        for hosted in self._galleries():
+            for view in hosted.views().values():
+                snapshot = view.snapshot()
+                exact = isinstance(snapshot.base.index, ExactIndex)
+                vectors["exact" if exact else "graph"] += len(snapshot.base)
+                vectors["delta"] += len(snapshot.delta)
+                if not exact:
+                    with self._lock:
+                        oldest = min(oldest, self._seen.setdefault(snapshot.base.index, now))
+        family = GaugeMetricFamily(
+            "nobackfill_index_vectors",
+            "Vectors that are searched: by a graph, exactly, or exactly beside a graph (delta).",
+            labels=["searched"],
+        )
+        for searched, count in vectors.items():
+            family.add_metric([searched], count)
+        yield family
+        yield GaugeMetricFamily(
+            "nobackfill_index_age_seconds",
+            "Seconds since the oldest graph in use was first seen by a scrape.",
+            value=now - oldest,
+        )

@@ -1,0 +1,233 @@
+"""Activations: one at a time, in a thread, resumed after a restart, called off by a rollback."""
+
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import structlog
+
+from nobackfill.release.errors import (
+    BusyError,
+    CannotWriteError,
+    NobackfillError,
+    PreconditionError,
+)
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.border.survival import surviving
+from nobackfill.server.core import Core
+from nobackfill.server.galleries import order
+from nobackfill.server.galleries.hosted import NOTE
+from nobackfill.server.galleries.indexing import give_way
+from nobackfill.server.galleries.order import Level
+from nobackfill.server.rollout.recovery import recover
+from nobackfill.server.rollout.rollout import CancelledError, Phase, Rollout
+from nobackfill.server.rollout.run import Run
+from nobackfill.server.state import Activation, RolloutName
+from nobackfill.server.upgrades.throttle import DEFAULT_SPARE_CORES
+
+log = structlog.get_logger("server.activation")
+
+# How long a call waits for another that begins, undoes or retires; then it is refused.
+_BRIEF_S = 5.0
+# An activation that ended the gateway so many times after it was resumed is not resumed again.
+_MOST_RESUMED = 2
+
+
+class Activations:
+    """Starts, resumes and calls off activations."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._lock = threading.Lock()
+        self._run: Run | None = None
+
+    def start(
+        self,
+        release: int,
+        rollout: RolloutName | None = None,
+        spare_cores: float = 0.0,
+        old_space_seconds: int = 0,
+    ) -> Run:
+        """Begin one. Raises NotFoundError, BusyError while another runs, PreconditionError for a
+        release older than the active one, CannotWriteError."""
+        manifest = self._core.catalog.find(release)
+        with self.held():
+            self._refuse_second()
+            active = self._core.state.now.active
+            if active is not None and release < active:
+                raise PreconditionError(
+                    f"release {release} is older than the active release {active}; "
+                    "RollbackRelease returns to the one before"
+                )
+            record = Activation(
+                release=release,
+                rollout=rollout or self._choose(manifest),
+                spare_cores=spare_cores or DEFAULT_SPARE_CORES,
+                old_space_seconds=old_space_seconds,
+            )
+            # One that was let go of and comes back is kept again, as any other.
+            retired = tuple(n for n in self._core.state.now.retired if n != release)
+            self._core.state.change(activation=record, retired=retired, rolled_back=None)
+            return self._launch(record)
+
+    def start_gallery(self, gallery: str, spare_cores: float) -> Run:
+        """Carry one gallery that stayed behind over to the active release.
+
+        Raises BusyError while another activation runs, CannotWriteError.
+        """
+        with self.held():
+            self._refuse_second()
+            record = Activation(
+                release=self._core.active().release,
+                rollout="cutover",
+                spare_cores=spare_cores or DEFAULT_SPARE_CORES,
+                old_space_seconds=0,
+                only=gallery,
+            )
+            self._core.state.change(activation=record, rolled_back=None)
+            return self._launch(record)
+
+    def resume(self) -> Run | None:
+        """Go on with what was under way when the gateway ended; None if nothing was, or if it ended
+        the gateway again and again: that is a failed release now."""
+        record = self._core.state.now.activation
+        if record is None:
+            return None
+        if record.resumed >= _MOST_RESUMED:
+            reason = (
+                f"the gateway ended {1 + record.resumed} times while it was tried; activate it "
+                "again if that had another cause"
+            )
+            log.error("activation given up", release=record.release, reason=reason)
+            self._fail(record.release, reason)
+            return None
+        with self.held():
+            self._refuse_second()
+            log.info("resuming activation", release=record.release)
+            record = record.model_copy(update={"resumed": record.resumed + 1})
+            self._core.state.change(activation=record)
+            return self._launch(record)
+
+    def running(self) -> Run | None:
+        """The activation under way."""
+        run = self._run
+        return run if run is not None and run.running() else None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No activation begins meanwhile, nor is one undone by somebody else.
+
+        Raises BusyError where another holds them for longer than a moment.
+        """
+        order.check(Level.RELEASES)
+        if not self._lock.acquire(timeout=_BRIEF_S):
+            raise BusyError("releases are being rolled back or retired; try again with a delay")
+        try:
+            with order.holding(Level.RELEASES):
+                yield
+        finally:
+            self._lock.release()
+
+    def call_off(self) -> None:
+        """End the activation under way, if any, before its next step, and forget it."""
+        self.interrupt()
+        if self._core.state.now.activation is not None:
+            self._core.state.change(activation=None)
+
+    def interrupt(self) -> None:
+        """End the activation under way, if any; a restart resumes it."""
+        run = self.running()
+        if run is not None:
+            run.cancel()
+        record = self._core.state.now.activation
+        if record is not None and record.resumed:
+            # Ended in order: its models are not to blame.
+            self._core.state.change(activation=record.model_copy(update={"resumed": 0}))
+
+    def _choose(self, manifest: Manifest) -> RolloutName:
+        active = self._core.state.now.active
+        if active is None:
+            return "cutover"
+        old = self._core.catalog.manifest(active)
+        return "direct" if old.space in manifest.searches_directly else "cutover"
+
+    def _refuse_second(self) -> None:
+        run = self.running()
+        if run is not None:
+            raise BusyError(
+                f"release {run.record.release} is being activated; wait for it, or roll back"
+            )
+
+    def _launch(self, record: Activation) -> Run:
+        core = self._core
+        for hosted in core.galleries.all():
+            if record.only in (None, hosted.name):
+                core.upgrading.expect(hosted, record.release)
+        run = self._run = Run(record, self._work)
+        try:
+            run.start()
+        except RuntimeError as error:
+            run.end(Phase.FAILED, str(error))
+            raise BusyError(f"the activation has no thread ({error}); try again later") from error
+        return run
+
+    def _work(self, run: Run) -> tuple[Phase, str]:
+        phase, message = Phase.FAILED, "unforeseen error; the gateway's log has its traceback"
+        with surviving(self._core.metrics, "activation"):
+            began = time.monotonic()
+            phase, message = self._roll_out(run)
+            if not run.cancelled.is_set():
+                seconds = self._core.metrics.swap_seconds.labels(phase.value)
+                seconds.observe(time.monotonic() - began)
+        with surviving(self._core.metrics, "activation"):
+            self._end_jobs(phase, message)
+        return phase, message
+
+    def _roll_out(self, run: Run) -> tuple[Phase, str]:
+        """How it ends, and what is to be said of it."""
+        core, release = self._core, run.record.release
+        try:
+            give_way()
+            Rollout(core, run.record, run.tell, run.cancelled).run()
+            core.state.change(activation=None)
+        except CancelledError as error:
+            return Phase.FAILED, str(error)
+        except (NobackfillError, OSError, sqlite3.Error) as error:
+            log.error("activation failed", release=release, error=str(error))
+            self._fail(release, str(error))
+            return Phase.FAILED, str(error)
+        except Exception as error:
+            reason = f"unforeseen {type(error).__name__}; the gateway's log has its traceback"
+            log.exception("activation failed", release=release, error=type(error).__name__)
+            core.metrics.unforeseen.labels("activation").inc()
+            self._fail(release, reason)
+            return Phase.FAILED, reason
+        # From here on it has happened; what is left to do is to let go of what was before.
+        with surviving(core.metrics, "activation"):
+            core.settle(core.replan())
+        behind = "; ".join(f"{name}: {why}" for name, why in core.behind().items())
+        log.info("activated", release=release, behind=behind)
+        return Phase.DONE, behind
+
+    def _fail(self, release: int, reason: str) -> None:
+        """Mark the release FAILED; what it did not yet replace serves on."""
+        core, now = self._core, self._core.state.now
+        values: dict[str, object] = {"activation": None}
+        if now.active != release:
+            values["failed"] = {**now.failed, release: reason}
+        with surviving(core.metrics, "activation"):
+            try:
+                core.state.change(**values)
+            except CannotWriteError as error:
+                # A restart finds the activation as it was, and tries it again.
+                log.error("the failure is not recorded", error=str(error))
+        with surviving(core.metrics, "activation"):
+            core.settle(recover(core))
+
+    def _end_jobs(self, phase: Phase, message: str) -> None:
+        """No upgrade is under way any more: those that did not get to their end say why."""
+        for hosted in self._core.galleries.all():
+            why = str(hosted.state(NOTE) or "") if phase is Phase.DONE else message
+            self._core.upgrading.give_up(hosted.name, why)

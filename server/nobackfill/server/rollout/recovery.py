@@ -1,0 +1,57 @@
+"""Galleries that are ahead of the active release: what a kill or a failure in a swap has left."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import structlog
+
+from nobackfill.gallery import staging
+from nobackfill.server.core import Core
+from nobackfill.server.galleries.galleries import UNUSABLE
+from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, Hosted
+from nobackfill.server.galleries.plan import Plan
+
+log = structlog.get_logger("server.recovery")
+
+
+def return_galleries(core: Core) -> dict[str, Exception]:
+    """Bring every gallery back to the active release, where one is ahead of it; does nothing while
+    an activation is recorded, which goes on from there. Plans are to be made anew afterwards.
+
+    Returns what keeps a gallery from it, by name: it stays where it is, the others do not wait.
+    """
+    kept: dict[str, Exception] = {}
+    for hosted in core.galleries.all():
+        now = core.state.now
+        if now.activation is not None or now.active is None:
+            break
+        try:
+            _return(hosted, now.active)
+        except UNUSABLE as error:
+            log.error("gallery not brought back", gallery=hosted.name, error=str(error))
+            kept[hosted.name] = error
+    return kept
+
+
+def _return(hosted: Hosted, active: int) -> None:
+    state = {ROLLOUT: None, NOTE: None}
+    if hosted.spec().release > active:
+        staging.rollback(hosted.store, leave_behind=True, state=state)
+    elif hosted.spec().release == active and any(map(hosted.state, state)):
+        hosted.remember(state)
+
+
+def recover(core: Core) -> list[Plan]:
+    """The same beside puts and searches, and plans to it; returns those they replace."""
+    with all_alone(core):
+        return_galleries(core)
+        return core.replan()
+
+
+@contextmanager
+def all_alone(core: Core) -> Iterator[None]:
+    """No gallery is put to meanwhile. Passed by name, as a flip passes them."""
+    with core.galleries.holding() as galleries, ExitStack() as alone:
+        for hosted in galleries:
+            alone.enter_context(hosted.writes.alone())
+        yield

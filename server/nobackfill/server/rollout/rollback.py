@@ -1,0 +1,167 @@
+"""Going back to the release before, and letting go of old ones for good."""
+
+import time
+from dataclasses import dataclass
+
+import structlog
+
+from nobackfill.gallery import staging
+from nobackfill.gallery.spec import SpaceInfo
+from nobackfill.release.errors import BusyError, PreconditionError
+from nobackfill.server.core import Core
+from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.rollout.activation import Activations
+from nobackfill.server.rollout.recovery import all_alone, return_galleries
+
+log = structlog.get_logger("server.rollback")
+
+LARGEST_LISTING = 1000
+# A rollback without a release, repeated within this time, is taken for a client's retry.
+RETRY_S = 300.0
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """What a rollback did, or would do: `lost` items have no vector in the space that answers then;
+    `listed` are the first of them, as (gallery, id)."""
+
+    release: int
+    lost: int
+    listed: list[tuple[str, str]]
+
+
+class Rollbacks:
+    """Rollbacks of one gateway: looked at first, then done, one at a time."""
+
+    def __init__(self, core: Core, activations: Activations) -> None:
+        self._core = core
+        self._activations = activations
+        # Whether somebody looked since the last one, or since the start.
+        self._looked = False
+
+    def plan(self) -> Rollback:
+        """Count and list what would not be found. Raises PreconditionError if there is no way
+        back."""
+        self._looked = True
+        return _plan(self._core)
+
+    def do(self, to: int | None) -> Rollback:
+        """Call off what is under way, and let release `to` answer again, everywhere at once; None:
+        the one before.
+
+        Repeated, it changes nothing: with `to` once that answers; without it for some minutes, as
+        long as nobody looked what a rollback would cost and no activation began. Raises BusyError
+        while another is done, PreconditionError if a rollback does not lead to `to`,
+        UnavailableError if its models cannot be loaded; then nothing has changed. A model server
+        that is away loads them when it comes.
+        """
+        core = self._core
+        with self._activations.held():
+            target = core.active().release if self._again(to) else self._prepare(to)
+            with all_alone(core):
+                result = self._switch(target)
+                return_galleries(core)
+                old = core.replan()
+            core.settle(old)
+        log.info("rolled back", release=target, lost=result.lost)
+        return result
+
+    def _again(self, to: int | None) -> bool:
+        """Whether this was done already."""
+        now = self._core.state.now
+        if now.active is None or now.activation is not None:
+            return False
+        if to is not None:
+            return now.active == to
+        recent = now.rolled_back is not None and 0 <= time.time() - now.rolled_back < RETRY_S
+        return recent and not self._looked
+
+    def _prepare(self, to: int | None) -> int:
+        """The release that will answer: its models loaded, and no activation under way."""
+        target = _target(self._core)
+        if to not in (None, target):
+            raise PreconditionError(
+                f"a rollback leads to release {target}, not to {to}; look again what it would cost"
+            )
+        models = self._core.models
+        (models.load if models.ready() else models.want)(self._core.catalog.manifest(target))
+        self._activations.call_off()
+        return target
+
+    def _switch(self, target: int) -> Rollback:
+        # The activation may have ended in the meantime, or been called off before its switch.
+        now = self._core.state.now
+        if now.active == target:
+            return Rollback(target, 0, [])
+        result = _plan(self._core)
+        # What answers by default has no end.
+        space = self._core.catalog.manifest(target).space
+        self._core.state.change(
+            active=target,
+            previous=now.previous[:-1],
+            ends={other: end for other, end in now.ends.items() if other != space},
+            rolled_back=time.time(),
+        )
+        self._looked = False
+        return result
+
+
+def _plan(core: Core) -> Rollback:
+    target, lost, listed = _target(core), 0, list[tuple[str, str]]()
+    for hosted in core.galleries.all():
+        space = _space_of(hosted, core, target)
+        if space is None:
+            continue
+        lost += staging.left_behind(hosted.store, space.spec.space)
+        items = staging.left_behind_items(
+            hosted.store, space.spec.space, limit=LARGEST_LISTING - len(listed) or 1
+        )
+        listed += [(hosted.name, item.id) for item in items]
+    return Rollback(target, lost, listed[:LARGEST_LISTING])
+
+
+def retire(core: Core, activations: Activations) -> list[int]:
+    """Drop the spaces and models of every release older than the active one, for good.
+
+    A gallery that stays behind keeps its active space. Returns the releases that are gone now.
+    Raises BusyError during an activation or a rollback.
+    """
+    with activations.held():
+        if activations.running() is not None:
+            raise BusyError("an activation is running; retire the old releases when it has ended")
+        now, active = core.state.now, core.active().release
+        kept = {part.query.release for h in core.galleries.all() for part in h.plan.parts}
+        kept.add(active)
+        present = {info.spec.release for h in core.galleries.all() for info in h.store.spaces()}
+        gone = sorted((present | set(now.previous)) - kept)
+        core.state.change(
+            previous=tuple(n for n in now.previous if n in kept),
+            retired=tuple(sorted({*now.retired, *(n for n in gone if n < active)})),
+        )
+        core.settle(core.replan())
+        core.drop_unused()
+    return [release for release in gone if release < active]
+
+
+def _target(core: Core) -> int:
+    """The release a rollback leads to."""
+    now = core.state.now
+    record = now.activation
+    if record is not None and now.active is not None and record.release != now.active:
+        # Not switched yet: the old release still answers.
+        return now.active
+    if not now.previous:
+        raise PreconditionError(
+            "there is no release to return to: none was active before, or it was retired"
+        )
+    return now.previous[-1]
+
+
+def _space_of(hosted: Hosted, core: Core, target: int) -> SpaceInfo | None:
+    """The space that would answer in a gallery, None where the gallery stays as it is."""
+    infos = hosted.store.spaces()
+    active = next(info for info in infos if info.state == "active")
+    if active.spec.release <= target:
+        return active if len(hosted.plan.parts) > 1 else None
+    previous = [info for info in infos if info.state == "previous"]
+    return max(previous, key=lambda info: info.activated, default=None)

@@ -1,0 +1,80 @@
+"""What the gateway remembers over a restart: one small file, replaced atomically."""
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from nobackfill.release import durable
+from nobackfill.release.errors import VerificationError
+
+RolloutName = Literal["direct", "dual", "cutover"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Activation(_Strict):
+    """An activation that has begun and not ended."""
+
+    release: int
+    rollout: RolloutName
+    spare_cores: float
+    old_space_seconds: int
+    # One gallery alone, which stayed behind before; None: all.
+    only: str | None = None
+    # Times that it was resumed since it last got past its models' trial, or ended in order.
+    resumed: int = 0
+
+
+class State(_Strict):
+    """`previous`: releases a rollback returns to, latest last. `ends`: space id to the Unix time
+    after which its queries are refused. `failed`: release to the reason."""
+
+    format: Literal[1] = 1
+    active: int | None = None
+    previous: tuple[int, ...] = ()
+    retired: tuple[int, ...] = ()
+    activation: Activation | None = None
+    ends: dict[str, float] = {}
+    failed: dict[int, str] = {}
+    # Unix time of the last rollback, until an activation begins.
+    rolled_back: float | None = None
+    # Galleries whose upgrade was paused by the operator.
+    paused: tuple[str, ...] = ()
+
+
+class StateFile:
+    """The file. Readers take `now`, one reference; each change is durable before it is seen."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises VerificationError for a damaged file, naming it."""
+        self._path = path
+        self._lock = threading.Lock()
+        try:
+            self._now = State.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            self._now = State()
+        except (ValidationError, OSError) as error:
+            raise VerificationError(
+                f"{path} is damaged ({error}); restore the data folder from a backup"
+            ) from error
+
+    @property
+    def now(self) -> State:
+        return self._now
+
+    def change(self, **values: object) -> State:
+        """Replace some values. Raises CannotWriteError; then nothing has changed."""
+        return self.revise(lambda _now: values)
+
+    def revise(self, values_of: Callable[[State], Mapping[str, object]]) -> State:
+        """The same with values that follow from those of now, which nobody changes meanwhile."""
+        with self._lock:
+            new = State.model_validate({**dict(self._now), **values_of(self._now)})
+            durable.write_file(self._path, new.model_dump_json(indent=1).encode() + b"\n", 0o600)
+            self._now = new
+            return new

@@ -1,0 +1,168 @@
+"""Triton over gRPC: models by name and version, tensors in and out, statuses as our errors."""
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from nobackfill.release.errors import ConfigurationError, UnavailableError, VerificationError
+from nobackfill.server.border.errors import DeadlineError
+from nobackfill.server.settings import TLS
+
+# Releases are immutable, so a model has one version.
+VERSION = "1"
+
+_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 250),
+    ("grpc.enable_retries", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+# The header that tritonserver asks for when it is started with
+# --grpc-restricted-protocol=...:nobackfill-token=TOKEN; a proxy before it reads the other.
+_HEADER = "triton-grpc-protocol-nobackfill-token"
+
+
+class TritonClient:
+    """One channel to one tritonserver. Times out as told, never retries.
+
+    `credentials` None: in the clear, for sockets of our own and loopback. `token` goes with every
+    call.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
+    ) -> None:
+        self.address = address
+        self._credentials = credentials
+        self._metadata = (
+            ((_HEADER, token), ("authorization", f"Bearer {token}")) if token is not None else ()
+        )
+        self._connect()
+
+    def live(self, timeout_s: float) -> bool:
+        """Whether the server answers within `timeout_s` seconds."""
+        try:
+            return bool(
+                self._stub.ServerLive(
+                    service_pb2.ServerLiveRequest(), timeout=timeout_s, metadata=self._metadata
+                ).live
+            )
+        except grpc.RpcError:
+            return False
+
+    def model_ready(self, name: str, timeout_s: float) -> bool:
+        """Whether version 1 of a model answers."""
+        request = service_pb2.ModelReadyRequest(name=name, version=VERSION)
+        try:
+            answer = self._stub.ModelReady(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError:
+            return False
+        return bool(answer.ready)
+
+    def load(self, name: str, config: str, timeout_s: float) -> None:
+        """Load a model with a configuration (JSON) in place of its file's.
+
+        Raises VerificationError when Triton refuses it, UnavailableError.
+        """
+        request = service_pb2.RepositoryModelLoadRequest(model_name=name)
+        request.parameters["config"].string_param = config
+        try:
+            self._stub.RepositoryModelLoad(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            if _code(error) in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise UnavailableError(f"Triton did not load {name}: {_details(error)}") from error
+            raise VerificationError(f"Triton refuses {name}: {_details(error)}") from error
+
+    def unload(self, name: str, timeout_s: float) -> None:
+        """Unload a model; one that is gone already is no error. Raises UnavailableError."""
+        request = service_pb2.RepositoryModelUnloadRequest(model_name=name)
+        try:
+            self._stub.RepositoryModelUnload(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            if _code(error) is grpc.StatusCode.UNAVAILABLE:
+                raise UnavailableError(f"Triton did not unload {name}") from error
+
+    def infer(
+        self, name: str, image: NDArray[np.uint8], output: str, timeout_s: float
+    ) -> NDArray[np.float32]:
+        """Run one model on `image` uint8 [n,H,W,3]; its float32 output [n,dim].
+
+        Raises UnavailableError, DeadlineError, VerificationError for an answer of another shape.
+        """
+        request = service_pb2.ModelInferRequest(model_name=name, model_version=VERSION)
+        tensor = request.inputs.add(name="image", datatype="UINT8", shape=image.shape)
+        request.outputs.add(name=output)
+        request.raw_input_contents.append(image.tobytes())
+        try:
+            answer = self._stub.ModelInfer(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            if _code(error) is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise DeadlineError("Triton did not answer within the call's time") from error
+            raise UnavailableError(
+                f"the model server does not answer for {name} ({_code(error).name}); try again soon"
+            ) from error
+        shape = list(answer.outputs[0].shape) if answer.outputs else []
+        data = answer.raw_output_contents[0] if answer.raw_output_contents else b""
+        if len(shape) != 2 or shape[0] != tensor.shape[0] or len(data) != 4 * shape[0] * shape[1]:
+            raise VerificationError(f"{name}: expected {len(image)} vectors, got shape {shape}")
+        return np.frombuffer(data, "<f4").reshape(shape)
+
+    def reconnect(self) -> None:
+        """End every call under way with UnavailableError, and begin a new channel."""
+        old = self._channel
+        self._connect()
+        old.close()
+
+    def _connect(self) -> None:
+        if self._credentials is None:
+            self._channel = grpc.insecure_channel(self.address, options=_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(self.address, self._credentials, options=_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def remote_client(address: str, ca: Path | None, token_file: Path | None) -> TritonClient:
+    """A client of somebody else's Triton at HOST:PORT or grpcs://HOST:PORT.
+
+    `ca` holds its authority's certificate (PEM; else the system's), `token_file` a token. Raises
+    ConfigurationError for a file that cannot be read.
+    """
+    credentials = grpc.ssl_channel_credentials(_read(ca)) if address.startswith(TLS) else None
+    token = _read(token_file)
+    return TritonClient(
+        address.removeprefix(TLS), credentials, token.decode().strip() if token else None
+    )
+
+
+def _read(path: Path | None) -> bytes | None:
+    try:
+        data = path.read_bytes() if path is not None else None
+        if data is not None and not data.isascii():
+            raise ConfigurationError(f"{path}: expected ASCII text, found other bytes")
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read ({error.strerror})") from error
+    return data
+
+
+def _code(error: grpc.RpcError) -> grpc.StatusCode:
+    code: Any = error.code()
+    return grpc.StatusCode(code)
+
+
+def _details(error: grpc.RpcError) -> str:
+    return str(error.details())

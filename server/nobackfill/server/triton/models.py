@@ -1,0 +1,289 @@
+"""Models in Triton: loaded by name, watched, brought back when Triton dies or hangs."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import structlog
+
+from nobackfill.release.errors import (
+    CannotWriteError,
+    InvalidInputError,
+    NobackfillError,
+    UnavailableError,
+    UnusableOutputError,
+    UnusableRowsError,
+    VerificationError,
+)
+from nobackfill.release.manifest import Manifest
+from nobackfill.release.models import Images
+from nobackfill.release.paths import embedder_model, side_encoder_model
+from nobackfill.release.vectors import Vectors, check_vectors
+from nobackfill.server.border import calls
+from nobackfill.server.border.metrics import Metrics
+from nobackfill.server.border.survival import surviving
+from nobackfill.server.triton.client import TritonClient
+from nobackfill.server.triton.configuration import model_config
+from nobackfill.server.triton.process import TritonProcess
+
+log = structlog.get_logger("server.triton")
+
+_PROBE_EVERY_S = 0.2
+_LIVE_TIMEOUT_S = 0.6
+# A model may be busy with large batches; one that answered lately needs no probe.
+_INFER_TIMEOUT_S = 1.5
+_FRESH_S = 1.0
+# Points for probes missed in a row: at so many, calls are refused at once and those under way are
+# cut; at so many, a hanging child is killed. A model that hangs counts more than a slow answer.
+_UNREADY = 2
+_KILL = 4
+_START_S = 60.0
+# The gateway's start waits so long for a child that neither answers nor ends, or for somebody
+# else's Triton.
+_FIRST_S = 30.0
+_FOUND_S = 5.0
+_LOAD_S = 120.0
+_LOADS_AT_ONCE = 4
+_LONGEST_PAUSE_S = 5.0
+
+
+class TritonModels:
+    """See Models. With `process`, starts and restarts that Triton; else uses the one at `address`.
+
+    A thread of its own starts and watches Triton for as long as the gateway lives.
+    """
+
+    def __init__(
+        self,
+        model_repo: Path,
+        client: TritonClient,
+        process: TritonProcess | None,
+        metrics: Metrics,
+        on_change: Callable[[bool], None] = lambda _up: None,
+    ) -> None:
+        self._model_repo = model_repo
+        self._metrics = metrics
+        self._client = client
+        self._process = process
+        self._on_change = on_change
+        self._lock = threading.Lock()
+        self._wanted: dict[int, Manifest] = {}
+        # When each model last gave an answer.
+        self._answered: dict[str, float] = {}
+        self._missed = 0
+        self._starts = _Starts()
+        self._up = threading.Event()
+        # Set once it was up, or a child of ours has ended without.
+        self._tried = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="triton", daemon=True)
+
+    def start(self) -> None:
+        """Start Triton, or look for it. Returns once it answers, or is known not to at first: then
+        it is tried again and again beside what serves without it."""
+        self._thread.start()
+        self._tried.wait(_FIRST_S if self._process is not None else _FOUND_S)
+        if not self._up.is_set():
+            tail = "" if self._process is None else self._process.log_tail()
+            log.error(
+                "no model server yet; searches by embedding are answered without it",
+                address=self._client.address, log=tail,
+            )  # fmt: skip
+
+    def load(self, manifest: Manifest) -> None:
+        if not self._up.wait(min(_START_S, calls.current().remaining())):
+            raise UnavailableError("the model server is away; load the release when it is back")
+        for error in self._load(_names(manifest)).values():
+            raise error
+        with self._lock:
+            self._wanted[manifest.release] = manifest
+        log.info("loaded in Triton", release=manifest.release)
+
+    def want(self, manifest: Manifest) -> None:
+        if self._up.is_set():
+            try:
+                self.load(manifest)
+            except UnavailableError as error:
+                log.error("not loaded yet", release=manifest.release, error=str(error))
+        with self._lock:
+            # Whatever is wanted is loaded before Triton counts as up.
+            self._wanted[manifest.release] = manifest
+
+    def unload(self, release: int) -> None:
+        with self._lock:
+            manifest = self._wanted.pop(release, None)
+            kept = {name for other in self._wanted.values() for name in _names(other)}
+        for name in _names(manifest) if manifest else ():
+            if name in kept:
+                continue
+            try:
+                self._client.unload(name, _LIVE_TIMEOUT_S)
+            except UnavailableError:
+                # It will not be loaded again when Triton is back.
+                log.warning("not unloaded, Triton is away", model=name)
+
+    def embed(self, manifest: Manifest, images: Images) -> Vectors:
+        spec = manifest.embedder
+        vectors = self._run(embedder_model(manifest.release), images, "embedding")
+        return _checked(vectors, spec.dim, unit=spec.unit)
+
+    def side(self, manifest: Manifest, images: Images) -> Vectors | None:
+        if manifest.side_encoder is None:
+            return None
+        name = side_encoder_model(manifest.side_encoder.origin_release)
+        vectors = self._run(name, images, "side")
+        return _checked(vectors, manifest.side_encoder.dim, unit=False)
+
+    def ready(self) -> bool:
+        return self._up.is_set()
+
+    def close(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._client.close()
+
+    def _run(self, name: str, images: Images, output: str) -> Vectors:
+        if not self._up.is_set():
+            raise UnavailableError(
+                "the model server is away, it is being brought back; searching by embedding works"
+            )
+        vectors = self._client.infer(name, images, output, calls.current().remaining())
+        self._answered[name] = time.monotonic()
+        return vectors
+
+    def _load(self, names: list[str]) -> dict[str, NobackfillError]:
+        """Load models side by side, as each starts an interpreter; those that fail, and why."""
+
+        def load(name: str) -> NobackfillError | None:
+            try:
+                if not self._client.model_ready(name, _LIVE_TIMEOUT_S):
+                    config = model_config(self._model_repo, name)
+                    self._client.load(name, config, _LOAD_S)
+            except (UnavailableError, VerificationError) as error:
+                return error
+            return None
+
+        with ThreadPoolExecutor(_LOADS_AT_ONCE) as pool:
+            errors = zip(names, pool.map(load, names), strict=True)
+            return {name: error for name, error in errors if error is not None}
+
+    def _watch(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                with surviving(self._metrics, "triton"):
+                    self._look()
+                self._stopping.wait(_PROBE_EVERY_S if self._up.is_set() else _PROBE_EVERY_S / 5)
+        finally:
+            self._set_up(False)
+            if self._process is not None:
+                self._process.stop()
+
+    def _look(self) -> None:
+        if self._process is not None and not self._process.alive():
+            self._start_process(self._process)
+        elif not self._client.live(_LIVE_TIMEOUT_S):
+            self._miss(1)
+        elif not self._embeds():
+            self._miss(2)
+        else:
+            self._missed = 0
+            self._starts.answered = True
+            self._set_up(True)
+
+    def _start_process(self, process: TritonProcess) -> None:
+        self._set_up(False)
+        if self._starts.began:
+            log.error("Triton is gone", log=process.log_tail())
+            self._tried.set()
+            self._stopping.wait(self._starts.pause())
+            self._metrics.triton_restarts.inc()
+        try:
+            process.start()
+        except (UnavailableError, CannotWriteError, OSError) as error:
+            log.error("Triton cannot be started", error=str(error))
+            self._tried.set()
+        self._missed = 0
+        self._starts.began = time.monotonic()
+
+    def _embeds(self) -> bool:
+        """Bring back the wanted models if need be; whether the one asked longest ago embeds."""
+        with self._lock:
+            wanted = list(self._wanted.values())
+        if not self._up.is_set():
+            names = sorted({name for manifest in wanted for name in _names(manifest)})
+            for name, error in self._load(names).items():
+                log.error("not loaded again", model=name, error=str(error))
+        if not wanted:
+            return True
+        specs = {embedder_model(manifest.release): manifest.embedder for manifest in wanted}
+        oldest = min(specs, key=lambda name: self._answered.get(name, 0.0))
+        if time.monotonic() - self._answered.get(oldest, 0.0) < _FRESH_S:
+            return True
+        blank = np.zeros((1, specs[oldest].height, specs[oldest].width, 3), np.uint8)
+        try:
+            self._client.infer(oldest, blank, "embedding", _INFER_TIMEOUT_S)
+        except (UnavailableError, VerificationError):
+            return False
+        self._answered[oldest] = time.monotonic()
+        return True
+
+    def _miss(self, points: int) -> None:
+        self._missed += points
+        was_up = self._up.is_set()
+        if self._missed >= _UNREADY and was_up:
+            self._set_up(False)
+            self._client.reconnect()
+        if self._process is None:
+            return
+        late = self._missed >= _KILL and self._starts.answered
+        if late or time.monotonic() - self._starts.began > _START_S:
+            log.error("Triton hangs, ending it", missed=self._missed, was_up=was_up)
+            self._process.kill()
+
+    def _set_up(self, up: bool) -> None:
+        if up != self._up.is_set():
+            log.info("model server", up=up)
+            (self._up.set if up else self._up.clear)()
+            self._on_change(up)
+            if up:
+                self._tried.set()
+
+
+class _Starts:
+    """When the child was started, whether it answered since, how long to wait before another."""
+
+    def __init__(self) -> None:
+        self.began = 0.0
+        self.answered = False
+        self._failures = 0
+
+    def pause(self) -> float:
+        """Seconds to wait: none after a child that worked, then growing, with jitter."""
+        self._failures = 0 if self.answered else self._failures + 1
+        self.answered = False
+        if not self._failures:
+            return 0.0
+        longest: float = min(_LONGEST_PAUSE_S, 0.1 * 2**self._failures)
+        return longest * random.uniform(0.5, 1.0)  # noqa: S311 - spreads restarts, hides nothing
+
+
+def _names(manifest: Manifest) -> list[str]:
+    names = [embedder_model(manifest.release)]
+    if manifest.side_encoder is not None:
+        # A release may keep the encoder of an older one.
+        names.append(side_encoder_model(manifest.side_encoder.origin_release))
+    return names
+
+
+def _checked(vectors: Vectors, dim: int, *, unit: bool) -> Vectors:
+    try:
+        return check_vectors(vectors, dim, what="Triton's output", unit=unit)
+    except UnusableRowsError as error:
+        raise UnusableOutputError(str(error), error.rows) from error
+    except InvalidInputError as error:
+        raise VerificationError(str(error)) from error

@@ -1,0 +1,81 @@
+"""Backfill: embed again, from images the caller supplies, what an upgrade was least sure of."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from nobackfill.gallery import staging
+from nobackfill.gallery.store import Item
+from nobackfill.release.errors import InvalidInputError, PreconditionError
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.embedding.embedding import LARGEST_BATCH, Embedding, size_of
+from nobackfill.server.galleries.hosted import Hosted
+
+# Refusals that one message shows.
+_EXAMPLES = 3
+
+
+def backfill(
+    hosted: Hosted,
+    embedding: Embedding,
+    images: Mapping[str, bytes],
+    budget: int,
+    on_batch: Callable[[int], None],
+) -> None:
+    """Replace upgraded vectors of the active space by those of the items' images, a model call and
+    a commit a batch; `on_batch` is told how many each durable batch replaced.
+
+    At most `budget` items (0: all), the least certain first; items that are gone or were embedded
+    from their image already are passed over. Raises InvalidInputError for what is no image, when
+    the others are done; TooLargeError, OverloadedError for images that cost too much together,
+    PreconditionError while the gallery's active space is not searched by its own release,
+    UnavailableError, DeadlineError, CancelledError.
+    """
+    with hosted.using() as plan:
+        manifest = plan.parts[-1].query
+        if manifest.space != hosted.spec().space:
+            raise PreconditionError(
+                "the gallery is being upgraded; backfill it when that has ended"
+            )
+        chosen = staging.upgraded(hosted.store, manifest.space, list(images))[: budget or None]
+        refused = list[str]()
+        with embedding.decoding.batch([images[item.id] for item in chosen]):
+            for start in range(0, len(chosen), LARGEST_BATCH):
+                batch = chosen[start : start + LARGEST_BATCH]
+                contents = [images[item.id] for item in batch]
+                on_batch(_embed(hosted, embedding, manifest, batch, contents, refused))
+    if refused:
+        shown = "; ".join(refused[:_EXAMPLES])
+        raise InvalidInputError(f"{len(refused)} of {len(chosen)} images are refused: {shown}")
+
+
+def _embed(
+    hosted: Hosted,
+    embedding: Embedding,
+    manifest: Manifest,
+    items: Sequence[Item],
+    images: Sequence[bytes],
+    refused: list[str],
+) -> int:
+    """One batch; how many were replaced. The others are added to `refused`, with the reason."""
+    size, seen = size_of(manifest), []
+    for item, decoded in zip(items, embedding.decoding.each(images, [size]), strict=True):
+        if isinstance(decoded, InvalidInputError):
+            refused.append(f"{item.id}: {decoded}")
+        else:
+            seen.append((item, decoded[size]))
+    good = []
+    rows = embedding.rows(manifest, [pixels for _, pixels in seen])
+    for (item, pixels), row in zip(seen, rows, strict=True):
+        if isinstance(row, InvalidInputError):
+            refused.append(f"{item.id}: {row}")
+        else:
+            good.append((item.label, pixels, row))
+    if not good:
+        return 0
+    labels, kept, vectors = zip(*good, strict=True)
+    written = staging.write(
+        hosted.store, manifest.space, np.array(labels, np.int64), np.concatenate(vectors),
+        side=embedding.sides(manifest, kept), origin="re-embedded", replace=True,
+    )  # fmt: skip
+    return len(written)

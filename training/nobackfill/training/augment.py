@@ -1,0 +1,109 @@
+"""Augmentation of whole batches of pixels, as tensor operations: one grid_sample for all geometry.
+
+Every draw comes from torch's default generator, a row's draws from its own entries.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nobackfill.training.config import Augmentation
+
+
+class Augment:
+    """pixels float32 [n,3,H,W] in 0..1 -> the same shape, augmented as configured."""
+
+    def __init__(self, config: Augmentation) -> None:
+        self.config = config
+        self._moves = bool(
+            config.rotate_degrees
+            or config.scale
+            or config.translate
+            or config.shear
+            or config.horizontal_flip
+            or config.crop_area < 1
+        )
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        if self._moves:
+            size = (pixels.shape[2], pixels.shape[3])
+            pixels = warp(pixels, affine_matrices(len(pixels), self.config).to(pixels), size)
+        pixels = recolour(pixels, self.config)
+        if self.config.erase:
+            pixels = erase(pixels, self.config.erase)
+        if self.config.noise:
+            pixels = (pixels + self.config.noise * torch.randn_like(pixels)).clamp(0, 1)
+        return pixels
+
+
+def small_crops(pixels: Tensor, config: Augmentation, largest_area: float) -> Tensor:
+    """Multi-crop's small views: crops of at most `largest_area` at half the side, recoloured."""
+    size = (pixels.shape[2] // 2, pixels.shape[3] // 2)
+    local = config.model_copy(update={"crop_area": largest_area / 3})
+    matrices = affine_matrices(len(pixels), local, largest_area).to(pixels)
+    return recolour(warp(pixels, matrices, size), config)
+
+
+def affine_matrices(n: int, config: Augmentation, largest_area: float = 1.0) -> Tensor:
+    """Random maps [n,2,3] from output to input coordinates, both -1..1 (affine_grid's
+    convention).
+    """
+    angle = _uniform(n) * math.radians(config.rotate_degrees)
+    zoom = torch.exp(_uniform(n) * math.log1p(config.scale))
+    shear = _uniform(n) * config.shear
+    # A crop of area a is a zoom by sqrt(a), placed anywhere inside the image.
+    area = config.crop_area + (largest_area - config.crop_area) * torch.rand(n)
+    side = area.sqrt()
+    shift = _uniform(n, 2) * (1 - side)[:, None] + _uniform(n, 2) * 2 * config.translate
+    mirror = torch.ones(n)
+    if config.horizontal_flip:
+        mirror = torch.where(torch.rand(n) < 0.5, -1.0, 1.0)
+    cos, sin, factor = torch.cos(angle), torch.sin(angle), zoom * side
+    rows = [
+        torch.stack((mirror * factor * cos, factor * (shear * cos - sin), shift[:, 0]), 1),
+        torch.stack((mirror * factor * sin, factor * (shear * sin + cos), shift[:, 1]), 1),
+    ]
+    return torch.stack(rows, 1)
+
+
+def warp(pixels: Tensor, matrices: Tensor, size: tuple[int, int]) -> Tensor:
+    """Sample [n,3,H,W] bilinearly through `matrices` [n,2,3] into `size`; edges are repeated."""
+    grid = F.affine_grid(matrices, [len(pixels), pixels.shape[1], *size], align_corners=False)
+    return F.grid_sample(pixels, grid, padding_mode="border", align_corners=False)
+
+
+def recolour(pixels: Tensor, config: Augmentation) -> Tensor:
+    """Brightness, contrast, saturation and grey, in this order; 0..1 is kept."""
+    n = len(pixels)
+    if config.brightness:
+        pixels = pixels * (1 + config.brightness * _column(n, pixels))
+    if config.contrast:
+        mean = pixels.mean((1, 2, 3), keepdim=True)
+        pixels = mean + (pixels - mean) * (1 + config.contrast * _column(n, pixels))
+    if config.saturation or config.grayscale:
+        grey = pixels.mean(1, keepdim=True)
+        factor = 1 + config.saturation * _column(n, pixels)
+        drop = (torch.rand(n, 1, 1, 1) < config.grayscale).to(pixels.device)
+        pixels = grey + (pixels - grey) * torch.where(drop, 0.0, factor)
+    return pixels.clamp(0, 1)
+
+
+def erase(pixels: Tensor, share: float) -> Tensor:
+    """Blank one square a picture, its side up to `share` of the picture's, anywhere."""
+    n, _, height, width = pixels.shape
+    half = torch.rand(n, 1, 1) * share / 2
+    centre_y, centre_x = torch.rand(n, 1, 1), torch.rand(n, 1, 1)
+    y = ((torch.arange(height) + 0.5) / height)[None, :, None]
+    x = ((torch.arange(width) + 0.5) / width)[None, None, :]
+    hole = ((y - centre_y).abs() < half) & ((x - centre_x).abs() < half)
+    return pixels.masked_fill(hole[:, None].to(pixels.device), 0.5)
+
+
+def _uniform(*shape: int) -> Tensor:
+    return 2 * torch.rand(*shape) - 1
+
+
+def _column(n: int, like: Tensor) -> Tensor:
+    return _uniform(n, 1, 1, 1).to(like)

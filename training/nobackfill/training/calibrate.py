@@ -1,0 +1,96 @@
+"""Calibration, fitted: distance -> probability of a match, from the pairs that a search retrieves.
+
+Random pairs would be nearly all easy; what a user sees are the nearest few, so those are counted.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.isotonic import IsotonicRegression
+
+from nobackfill.metrics.ranking import Relevance
+from nobackfill.release.manifest import Calibration
+from nobackfill.release.words import Origin
+
+# Retrieved pairs of each query that are counted.
+PAIRS_A_QUERY = 20
+# Breakpoints at most, and pairs a breakpoint stands for at least.
+BREAKPOINTS = 64
+PAIRS_A_BREAKPOINT = 20
+
+
+def retrieved_pairs(
+    neighbours: NDArray[np.int64], distances: NDArray[np.float32], relevance: Relevance
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Distances [p] and matches [p] (0 or 1) of each query's nearest pairs, itself left out."""
+    kept_distances, matches = [], []
+    for row, near, relevant, ignored in zip(
+        neighbours, distances, relevance.relevant, relevance.ignored, strict=True
+    ):
+        kept = (row >= 0) & ~np.isin(row, ignored)
+        kept_distances.append(near[kept][:PAIRS_A_QUERY])
+        matches.append(np.isin(row[kept][:PAIRS_A_QUERY], relevant))
+    return (
+        np.concatenate(kept_distances).astype(np.float64),
+        np.concatenate(matches).astype(np.float64),
+    )
+
+
+def fit_curve(
+    distances: NDArray[np.float64], matches: NDArray[np.float64]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Breakpoints of a strictly decreasing curve through isotonic regression.
+
+    Pairs are pooled into bins of near distances first; blocks of equal probability become one
+    breakpoint each, at their mean distance. With one block the curve is a hint of a slope.
+    """
+    order = np.argsort(distances, kind="stable")
+    distances, matches = distances[order], matches[order]
+    bins = max(1, min(BREAKPOINTS, len(distances) // PAIRS_A_BREAKPOINT))
+    parts = [part for part in np.array_split(np.arange(len(distances)), bins) if len(part)]
+    centre = np.array([distances[part].mean() for part in parts])
+    weight = np.array([len(part) for part in parts], np.float64)
+    # Laplace's rule keeps certainty out of what a few pairs can show.
+    share = np.array([(matches[part].sum() + 1) / (len(part) + 2) for part in parts])
+    curve = IsotonicRegression(increasing=False).fit(centre, share, sample_weight=weight)
+    fitted = curve.predict(centre)
+    return _strict(centre, np.asarray(fitted), weight)
+
+
+def _strict(
+    centre: NDArray[np.float64], fitted: NDArray[np.float64], weight: NDArray[np.float64]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    starts = np.flatnonzero(np.r_[True, np.diff(fitted) != 0])
+    total = np.add.reduceat(weight, starts)
+    x = np.add.reduceat(centre * weight, starts) / total
+    y = fitted[starts]
+    # Bins at one distance (a gallery of copies) have one block or several; keep x strict.
+    apart = np.r_[True, np.diff(x) > 0]
+    x, y = x[apart], y[apart]
+    if len(x) == 1:
+        spread = max(abs(float(x[0])), 1e-3) * 0.5
+        x = np.array([x[0] - spread, x[0] + spread])
+        y = np.array([min(1.0, float(y[0]) + 1e-6), max(0.0, float(y[0]) - 1e-6)])
+    return tuple(map(float, x)), tuple(map(float, y))
+
+
+def fit_calibration(
+    query_space: str,
+    gallery_space: str,
+    origin: Origin,
+    neighbours: NDArray[np.int64],
+    distances: NDArray[np.float32],
+    relevance: Relevance,
+    items: int,
+) -> Calibration:
+    """The calibration of one (query space, gallery space, origin) from what a search retrieved in a
+    gallery of `items`.
+    """
+    x, y = fit_curve(*retrieved_pairs(neighbours, distances, relevance))
+    return Calibration(
+        query_space=query_space,
+        gallery_space=gallery_space,
+        origin=origin,
+        distances=x,
+        probabilities=y,
+        items=items,
+    )

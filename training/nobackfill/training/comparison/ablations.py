@@ -1,0 +1,72 @@
+"""What FCT's h and ours gain from each of their parts: side-information, views, terms, sizes.
+
+All of them on the old and new model that every row shares.
+"""
+
+from typing import Any
+
+from nobackfill.training.comparison.rows import Row, Shared
+
+# How often an epoch of the rows `_upweighted` draws an image of a class new to the old model.
+UNSEEN_COPIES = 4
+
+
+def sizes(shared: Shared) -> list[Row]:
+    """FCT's h against its own width (Table 11; a quarter is `fct_small`) and the size of the
+    side-information, in numbers and in bits (appendix G).
+    """
+    preset, simclr = shared.place.preset, shared.side("simclr")
+    dim, inner = preset.side_encoder["side_info_dim"], preset.upgrade["inner_dim"]
+    assert isinstance(dim, int) and isinstance(inner, int)
+    others = {
+        "fct_side_quarter": ("simclr", dim // 4),
+        "fct_side_half": ("simclr", dim // 2),
+        "fct_side_double": ("simclr", 2 * dim),
+        "fct_bits_double": ("binary_simclr", 2 * dim),
+        "fct_bits_fourfold": ("binary_simclr", 4 * dim),
+    }
+    return [
+        shared.upgrade_row("fct_simclr", "fct", simclr),
+        shared.upgrade_row("fct_width_half", "fct", simclr, inner_dim=inner // 2),
+        shared.upgrade_row("fct_width_double", "fct", simclr, inner_dim=2 * inner),
+        shared.upgrade_row("fct_binary_simclr", "fct", shared.side("binary_simclr")),
+        *(
+            shared.upgrade_row(name, "fct", shared.side(kind, width))
+            for name, (kind, width) in others.items()
+        ),
+    ]
+
+
+def parts(shared: Shared) -> list[Row]:
+    """Ours without one of its parts, in smaller sizes, and with two that FCT has not."""
+    simclr, preset = shared.side("simclr"), shared.place.preset
+    inner = preset.upgrade["inner_dim"]
+    assert isinstance(inner, int)
+    small = shared.upgrade_row("residual_small", "residual", simclr, inner_dim=inner // 4)
+    upweighted = _at_equal_steps(shared)
+    return [
+        shared.upgrade_row("residual_no_listwise", "residual", simclr, options={"listwise": 0.0}),
+        shared.upgrade_row("residual_one_view", "residual", simclr, views=1),
+        small,
+        Row("residual_small_int8", small.old, small.new, small.route, simclr, int8=True),
+        shared.upgrade_row("fct_simclr_best", "fct", simclr, keep_best=True),
+        shared.upgrade_row("residual_best", "residual", simclr, keep_best=True),
+        shared.upgrade_row("fct_none_upweighted", "fct", **upweighted),
+        shared.upgrade_row("fct_simclr_upweighted", "fct", simclr, **upweighted),
+        shared.upgrade_row("residual_none_upweighted", "residual", **upweighted),
+        shared.upgrade_row("residual_upweighted", "residual", simclr, **upweighted),
+    ]
+
+
+def _at_equal_steps(shared: Shared) -> dict[str, Any]:
+    """More copies an epoch, so many fewer epochs: rivals take the same number of steps."""
+    place, split = shared.place, shared.split
+    values = {**place.preset.upgrade, **place.changes.get("upgrade", {})}
+    epochs, warmup = values["epochs"], values["warmup_epochs"]
+    assert isinstance(epochs, int) and isinstance(warmup, int | float)
+    longer = 1 + (UNSEEN_COPIES - 1) * (split.new - split.old) / split.new
+    return {
+        "unseen_copies": UNSEEN_COPIES,
+        "epochs": round(epochs / longer),
+        "warmup_epochs": warmup / longer,
+    }

@@ -1,0 +1,237 @@
+"""Every row that compare.py knows, by group. A row's name is the method's name in the table."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nobackfill.release.errors import ConfigurationError
+from nobackfill.training.comparison.ablations import parts, sizes
+from nobackfill.training.comparison.recipe import Place, Run
+from nobackfill.training.comparison.rows import Row, Shared
+from nobackfill.training.comparison.settings import (
+    allocations,
+    chains,
+    disjoint,
+    foreign,
+    long_chain,
+    noise,
+)
+
+
+def compatible(shared: Shared) -> list[Row]:
+    """Independent training, BCT's and UniBCT's methods and their baselines."""
+    rows = [Row("independent", shared.old, shared.new)]
+    methods: dict[str, tuple[str, dict[str, object]]] = {
+        "l2": ("l2", {}),
+        "lwf": ("lwf", {}),
+        "regress": ("regress", {}),
+        "contrastive": ("contrastive", {}),
+        "bct": ("bct", {}),
+        "bct_kd": ("bct_kd", {}),
+        "bct_sys": ("bct_sys", {}),
+        "unibct_vanilla": ("unibct", {"prototypes": "vanilla"}),
+        "unibct_drop": ("unibct", {"prototypes": "drop"}),
+        "unibct": ("unibct", {}),
+        "focal": ("focal", {}),
+    }
+    for name, (method, options) in methods.items():
+        rows.append(Row(name, shared.old, shared.compatible(name, method, **options)))
+    return rows
+
+
+def dmu(shared: Shared) -> list[Row]:
+    """DMU, its ablations (Table 4), other weights (Table 3), regression (Table 7)."""
+    variants: dict[str, dict[str, object]] = {
+        "dmu": {},
+        "dmu_selective": {"forward": False},
+        "dmu_forward": {"measure": "uniform"},
+        "dmu_confidence": {"measure": "confidence"},
+        "dmu_regression": {"regularizer": "regression"},
+        # Weights that differ: what Eq. 9 gives on cosines times ArcFace's usual scale.
+        "dmu_sharp": {"entropy_scale": 16.0, "weight_temperature": 0.25},
+    }
+    rows = []
+    for name, options in variants.items():
+        run = shared.compatible(name, "dmu", **options)
+        forward = options.get("forward", True) is True
+        rows.append(Row(name, shared.old, run, (run,) if forward else ()))
+    return rows
+
+
+def variants(shared: Shared) -> list[Row]:
+    """BCT Table 3: twice the dimension, and the two failures that it reports."""
+    place, split = shared.place, shared.split
+    dim = place.preset.embedder["embedding_dim"]
+    assert isinstance(dim, int)
+
+    def bct(name: str, old: Run, **values: Any) -> Row:
+        run = place.embedder(name, classes=split.new, role="new", old=old, method="bct", **values)
+        return Row(name, old, run)
+
+    softmax = place.embedder(
+        "old-softmax", classes=split.old, role="old", head="softmax", margin=None, scale=None
+    )
+    return [
+        bct("bct_wide", shared.old, embedding_dim=2 * dim),
+        bct("bct_relu", shared.old, last_nonlin=True),
+        bct("bct_softmax_to_cosine", softmax, head="cosface", margin=0.2, scale=16),
+    ]
+
+
+def maps(shared: Shared) -> list[Row]:
+    """Closed-form maps, and the control that prints class centres."""
+    simclr = shared.side("simclr")
+    control = {"classes": shared.split.new}
+    return [
+        shared.upgrade_row("procrustes", "procrustes"),
+        shared.upgrade_row("low_rank", "low_rank"),
+        shared.upgrade_row("affine", "affine"),
+        shared.upgrade_row("affine_simclr", "affine", simclr),
+        shared.upgrade_row("soft_prototypes", "soft_prototypes", options=control),
+        shared.upgrade_row("soft_prototypes_simclr", "soft_prototypes", simclr, options=control),
+    ]
+
+
+def transforms(shared: Shared) -> list[Row]:
+    """FCT with every kind of side-information, other losses and sizes, rivals, and beyond."""
+    place, split, simclr = shared.place, shared.split, shared.side("simclr")
+    inner = place.preset.upgrade["inner_dim"]
+    assert isinstance(inner, int)
+    unlabelled = place.side_encoder("side-unlabelled", classes=split.new, kind="simclr")
+    rows = [
+        shared.upgrade_row("fct_none", "fct"),
+        *(
+            shared.upgrade_row(f"fct_{kind}", "fct", shared.side(kind))
+            for kind in ("autoencoder", "alternate", "mixup", "simclr", "binary_simclr")
+        ),
+        shared.upgrade_row("fct_simclr_unlabelled", "fct", unlabelled),
+        shared.upgrade_row("fct_side_only", "fct", simclr, reads_embedding=False),
+        _doubled(shared),
+        shared.upgrade_row("fct_small", "fct", simclr, inner_dim=inner // 4),
+        shared.upgrade_row("kl", "kl", simclr),
+        shared.upgrade_row("reversed_kl", "reversed_kl", simclr),
+        shared.upgrade_row("lce", "lce", simclr),
+        shared.upgrade_row("rbt", "rbt"),
+    ]
+    # Where the preset's own SimCLR has small crops, the row would be fct_simclr again.
+    if "small_crops" not in place.preset.side_encoder:
+        crops = place.side_encoder(
+            "side-multicrop", classes=split.old, kind="simclr", small_crops=2
+        )
+        rows.append(shared.upgrade_row("fct_multicrop", "fct", crops))
+    return rows + best(shared)
+
+
+def best(shared: Shared) -> list[Row]:
+    """FastFill and ours, with and without side-information; DMU first and ours on top; int8."""
+    simclr = shared.side("simclr")
+    dmu_run = shared.compatible("dmu", "dmu")
+    on_top = shared.place.upgrade(
+        "upgrade-dmu_residual",
+        shared.old,
+        dmu_run,
+        classes=shared.split.new,
+        side=simclr,
+        method="residual",
+    )
+    residual = shared.upgrade_row("residual_simclr", "residual", simclr)
+    return [
+        shared.upgrade_row("fastfill_none", "fastfill"),
+        shared.upgrade_row("fastfill_simclr", "fastfill", simclr),
+        shared.upgrade_row("residual_none", "residual"),
+        residual,
+        Row("residual_int8", residual.old, residual.new, residual.route, simclr, int8=True),
+        Row("dmu_residual", shared.old, dmu_run, (on_top,), simclr),
+    ]
+
+
+def core(shared: Shared) -> list[Row]:
+    """What a machine without an accelerator compares on CIFAR-100 within hours."""
+    simclr = shared.side("simclr")
+    wanted = {"independent", "bct", "bct_sys", "unibct"}
+    return [
+        *(row for row in compatible(shared) if row.name in wanted),
+        *(row for row in dmu(shared) if row.name == "dmu"),
+        *maps(shared),
+        shared.upgrade_row("fct_none", "fct"),
+        shared.upgrade_row("fct_alternate", "fct", shared.side("alternate")),
+        shared.upgrade_row("fct_simclr", "fct", simclr),
+        shared.upgrade_row("fct_side_only", "fct", simclr, reads_embedding=False),
+        *best(shared),
+    ]
+
+
+def core_unseen(shared: Shared) -> list[Row]:
+    """Of `core` what needs no second training of an image model."""
+    wanted = {
+        "independent",
+        "affine",
+        "affine_simclr",
+        "soft_prototypes_simclr",
+        "fct_none",
+        "fct_simclr",
+        "fastfill_simclr",
+        "residual_simclr",
+    }
+    return [row for row in core(shared) if row.name in wanted]
+
+
+def core_unseen_compatible(shared: Shared) -> list[Row]:
+    """Of `core` what `core_unseen` leaves out: new models that learn beside the old one."""
+    wanted = {"bct", "bct_sys", "unibct", "dmu"}
+    return [row for row in core(shared) if row.name in wanted]
+
+
+def _doubled(shared: Shared) -> Row:
+    """FCT A.1: as many more numbers in the old embedding as side-information would take."""
+    place, split = shared.place, shared.split
+    dim, side_dim = (
+        place.preset.embedder["embedding_dim"],
+        place.preset.side_encoder["side_info_dim"],
+    )
+    assert isinstance(dim, int) and isinstance(side_dim, int)
+    old = place.embedder("old-doubled", classes=split.old, role="old", embedding_dim=dim + side_dim)
+    run = place.upgrade("upgrade-fct_doubled", old, shared.new, classes=split.new, method="fct")
+    return Row("fct_doubled", old, shared.new, (run,))
+
+
+GROUPS: dict[str, Callable[[Shared], list[Row]]] = {
+    "core": core,
+    "core_unseen": core_unseen,
+    "core_unseen_compatible": core_unseen_compatible,
+    "bct_family": compatible,
+    "dmu_family": dmu,
+    "variants": variants,
+    "maps": maps,
+    "transforms": transforms,
+    "chains": chains,
+    "noise": noise,
+    "allocations": allocations,
+    "long_chain": long_chain,
+    "foreign": foreign,
+    "disjoint": disjoint,
+    "sizes": sizes,
+    "parts": parts,
+}
+
+
+def rows_of(place: Place, wanted: Sequence[str]) -> list[Row]:
+    """The rows of the named groups and methods, each once, in the catalogue's order.
+
+    Raises ConfigurationError for a name that is neither.
+    """
+    shared = Shared(place)
+    groups = {name: make(shared) for name, make in GROUPS.items()}
+    known = {row.name for rows in groups.values() for row in rows}
+    unknown = [name for name in wanted if name not in GROUPS and name not in known]
+    # Chains and allocations exist on the main split alone.
+    if unknown and place.split.first_of_chain is not None:
+        raise ConfigurationError(
+            f"unknown method {unknown[0]!r}; groups: {', '.join(GROUPS)}; methods: "
+            f"{', '.join(sorted(known))}"
+        )
+    chosen: dict[str, Row] = {}
+    for group, rows in groups.items():
+        for row in rows:
+            if group in wanted or row.name in wanted:
+                chosen.setdefault(row.name, row)
+    return list(chosen.values())

@@ -1,0 +1,111 @@
+"""One row of a comparison's table, and the models that every row of a place shares."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from nobackfill.training.comparison.recipe import Place, Run
+
+TEST = "test"
+
+
+@dataclass(frozen=True)
+class Row:
+    """`new` queries a gallery of `old`, as it is or carried along `route`.
+
+    A step of the route is an upgrade, or an embedder whose own training made one (DMU's psi).
+    `side` made the side-information that is stored with the old embeddings. `int8`: through the
+    exported, quantised file. `tested`: the folder of the place's images that are query and gallery.
+    """
+
+    name: str
+    old: Run
+    new: Run
+    route: tuple[Run, ...] = ()
+    side: Run | None = None
+    int8: bool = False
+    tested: str = TEST
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """Everything that has to be trained for this row, each once."""
+        sides = () if self.side is None else (self.side,)
+        own = (self.old, self.new, *self.route, *sides)
+        return tuple({run.folder: run for run in own}.values())
+
+
+def independent_of(row: Row, rows: Sequence[Row]) -> str | None:
+    """The row that `row`'s quality is held to, by name: the same test, and a new model trained
+    alone on the same images (BCT's new*, DMU's oracle). Its own where its new model was; None where
+    none of `rows` is such.
+    """
+
+    def trained_on(other: Row) -> tuple[object, ...]:
+        return other.tested, other.new.values["images"], other.new.values["classes"]
+
+    alone = [other for other in (row, *rows) if "old" not in other.new.values]
+    return next((other.name for other in alone if trained_on(other) == trained_on(row)), None)
+
+
+class Shared:
+    """The models that rows have in common, described, not yet trained."""
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.split = place, place.split
+
+    @cached_property
+    def old(self) -> Run:
+        """phi_old."""
+        return self.place.embedder("old", classes=self.split.old, role="old")
+
+    @cached_property
+    def new(self) -> Run:
+        """phi_new*, trained without a thought for phi_old."""
+        return self._new("new")
+
+    @cached_property
+    def _begun(self) -> Run | None:
+        """The shared warm-up of the new models."""
+        branch = self.place.preset.branch
+        if branch is None:
+            return None
+        return self.place.embedder(
+            "new-begun", classes=self.split.new, role="new", epochs=branch.shared_epochs
+        )
+
+    def _new(self, name: str, old: Run | None = None, **values: Any) -> Run:
+        branch = self.place.preset.branch
+        if branch is not None:
+            values["epochs"] = branch.own_epochs
+        return self.place.embedder(
+            name, classes=self.split.new, role="new", old=old, begun=self._begun, **values
+        )
+
+    def side(self, kind: str, width: int | None = None) -> Run:
+        """psi of the old model's time, of a kind of FCT section 5.1; `width` where not the
+        preset's.
+        """
+        name, size = f"side-{kind}", {}
+        if width is not None:
+            name, size = f"{name}-{width}", {"side_info_dim": width}
+        return self.place.side_encoder(name, classes=self.split.old, kind=kind, **size)
+
+    def compatible(self, name: str, method: str, **options: Any) -> Run:
+        """A new model trained by a compatible method on all new classes."""
+        if method == "dmu":
+            options = {"hidden_dim": self.place.preset.dmu_hidden_dim, **options}
+        return self._new(name, self.old, method=method, options=options)
+
+    def upgrade_row(self, name: str, method: str, side: Run | None = None, **values: Any) -> Row:
+        """An upgrade from phi_old, and psi where there is one, to phi_new*."""
+        run = self.place.upgrade(
+            f"upgrade-{name}",
+            self.old,
+            self.new,
+            classes=self.split.new,
+            side=side,
+            method=method,
+            **values,
+        )
+        return Row(name, self.old, self.new, (run,), side)

@@ -1,0 +1,216 @@
+"""Rows in settings of their own: updates in a row, wrong labels, UniBCT's allocations, other
+domains.
+
+They exist on the main split alone, whose `first_of_chain` says so.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from nobackfill.training.allocations import ALLOCATIONS
+from nobackfill.training.comparison.data import allocated, later_classes, with_label_noise
+from nobackfill.training.comparison.domains import SHIFTS, write_foreign
+from nobackfill.training.comparison.recipe import STEPS, Place, Run
+from nobackfill.training.comparison.rows import TEST, Row, Shared
+
+NOISE = 0.2
+# Folders of images that are made on demand, below the place's own.
+FOREIGN, DISJOINT = "foreign", "disjoint"
+
+
+def chains(shared: Shared) -> list[Row]:
+    """v1 -> v2 -> v3: FCT in two hops and directly (section 4.4), BCT and DMU one on the other."""
+    split = shared.split
+    if split.first_of_chain is None or split.second_of_chain is None:
+        return []
+    place, v3 = shared.place, shared.new
+    v1 = place.embedder("v1", classes=split.first_of_chain, role="first")
+    v2 = place.embedder("v2", classes=split.second_of_chain, role="second")
+    psi1 = place.side_encoder("v1-side", classes=split.first_of_chain, kind="simclr")
+    psi2 = place.side_encoder("v2-side", classes=split.second_of_chain, kind="simclr")
+
+    def hop(name: str, old: Run, new: Run, classes: int, **sides: Run) -> Run:
+        return place.upgrade(f"upgrade-{name}", old, new, classes=classes, **sides)
+
+    second, third = split.second_of_chain, split.new
+    first_hop = hop("1-2", v1, v2, second, side=psi1, new_side=psi2)
+    second_hop = hop("2-3", v2, v3, third, side=psi2)
+    plain = hop("1-2-none", v1, v2, second), hop("2-3-none", v2, v3, third)
+    return [
+        Row("two_hop", v1, v3, (first_hop, second_hop), psi1),
+        Row("direct", v1, v3, (hop("1-3", v1, v3, third, side=psi1),), psi1),
+        Row("two_hop_none", v1, v3, plain),
+        Row("direct_none", v1, v3, (hop("1-3-none", v1, v3, third),)),
+        *(_trained_in_a_row(shared, method, v1) for method in ("bct", "dmu")),
+    ]
+
+
+def _trained_in_a_row(shared: Shared, method: str, v1: Run) -> Row:
+    """phi_3, compatible with phi_2, which is compatible with phi_1 (BCT Table 4, DMU Table 6).
+
+    DMU's gallery evolves with each of them, along psi_2 and then psi_3 (Figure 3).
+    """
+    place, split = shared.place, shared.split
+    options = {"hidden_dim": place.preset.dmu_hidden_dim} if method == "dmu" else {}
+
+    def step(name: str, classes: int | None, role: str, old: Run) -> Run:
+        return place.embedder(
+            name, classes=classes, role=role, old=old, method=method, options=options
+        )
+
+    second = step(f"{method}-v2", split.second_of_chain, "second", v1)
+    third = step(f"{method}-v3", split.new, "new", second)
+    return Row(f"{method}_chain", v1, third, (second, third) if method == "dmu" else ())
+
+
+def long_chain(shared: Shared) -> list[Row]:
+    """FCT appendix H: five small updates from the old to the new classes, h of h of h, with the
+    side-information that g carries along, and without. One row a number of updates.
+    """
+    split, place = shared.split, shared.place
+    if split.first_of_chain is None:
+        return []
+    hops = len(STEPS) + 1
+    classes = [split.old + (split.new - split.old) * hop // hops for hop in range(hops + 1)]
+    between = [
+        place.embedder(f"chain-{count}", classes=count, role=role)
+        for count, role in zip(classes[1:-1], STEPS, strict=True)
+    ]
+    models = [shared.old, *between, shared.new]
+    sides = [shared.side("simclr")]
+    for count in classes[1:-1]:
+        side = place.side_encoder(f"chain-side-{count}", classes=count, kind="simclr")
+        sides.append(side)
+    route: tuple[Run, ...] = ()
+    plain: tuple[Run, ...] = ()
+    rows = []
+    for hop in range(hops):
+        old, new, count = models[hop], models[hop + 1], classes[hop + 1]
+        name = f"upgrade-chain-{count}"
+        # The last side-information has no next update to serve.
+        carried = {} if hop + 1 == hops else {"new_side": sides[hop + 1]}
+        route += (place.upgrade(name, old, new, classes=count, side=sides[hop], **carried),)
+        plain += (place.upgrade(f"{name}-none", old, new, classes=count),)
+        rows += [
+            Row(f"long_chain:{hop + 1}", shared.old, new, route, sides[0]),
+            Row(f"long_chain_none:{hop + 1}", shared.old, new, plain),
+        ]
+    return rows
+
+
+def foreign(shared: Shared) -> list[Row]:
+    """FCT appendix B: the models as they are, in domains that none of them trained on."""
+    if shared.split.first_of_chain is None:
+        return []
+    rows = [
+        Row("independent", shared.old, shared.new),
+        shared.upgrade_row("fct_none", "fct"),
+        *(
+            shared.upgrade_row(f"fct_{kind}", "fct", shared.side(kind))
+            for kind in ("autoencoder", "alternate", "simclr")
+        ),
+        shared.upgrade_row("residual_simclr", "residual", shared.side("simclr")),
+    ]
+    return [
+        replace(row, name=f"{domain}:{row.name}", tested=f"{FOREIGN}/{domain}")
+        for domain in SHIFTS
+        for row in rows
+    ]
+
+
+def disjoint(shared: Shared) -> list[Row]:
+    """FCT appendix I: phi_new, h and the test know only classes that phi_old and psi never saw."""
+    place, split = shared.place, shared.split
+    if split.first_of_chain is None:
+        return []
+    images = place.images / DISJOINT / "train"
+    new = place.embedder("disjoint-new", classes=None, role="new", images=images)
+
+    def row(name: str, side: Run | None) -> Row:
+        run = place.upgrade(
+            f"upgrade-disjoint-{name}", shared.old, new, classes=None, side=side, images=images
+        )
+        return Row(f"disjoint:{name}", shared.old, new, (run,), side, tested=f"{DISJOINT}/{TEST}")
+
+    alone = Row("disjoint:independent", shared.old, new, tested=f"{DISJOINT}/{TEST}")
+    return [alone, row("fct_none", None), row("fct_simclr", shared.side("simclr"))]
+
+
+def noise(shared: Shared) -> list[Row]:
+    """UniBCT's prototypes where a fifth of the new training set's labels are wrong."""
+    if shared.split.first_of_chain is None:
+        return []
+    place = shared.place
+    images = place.images / "noisy"
+
+    def row(name: str, prototypes: str) -> Row:
+        run = place.embedder(
+            name,
+            classes=shared.split.new,
+            role="new",
+            old=shared.old,
+            images=images,
+            method="unibct",
+            options={"prototypes": prototypes},
+        )
+        return Row(name, shared.old, run)
+
+    return [row("noisy_unibct", "refined"), row("noisy_unibct_vanilla", "vanilla")]
+
+
+def allocations(shared: Shared) -> list[Row]:
+    """UniBCT Table 2: five allocations, each with its rivals; an old and an independent new model
+    of their own."""
+    if shared.split.first_of_chain is None:
+        return []
+    place = shared.place
+    methods: dict[str, tuple[str, dict[str, object]]] = {
+        "independent": ("independent", {}),
+        "regress": ("regress", {}),
+        "contrastive": ("contrastive", {}),
+        "vanilla": ("unibct", {"prototypes": "vanilla"}),
+        "refined": ("unibct", {}),
+    }
+    rows = []
+    for allocation in ALLOCATIONS:
+        images = place.images / allocation
+        kind = "class" if allocation.endswith("class") else "data"
+        # Allocations by data share their old training set, and so do those by class.
+        old = place.embedder(
+            f"old-{kind}", classes=None, role="old", images=place.images / f"open-{kind}" / "old"
+        )
+        for name, (method, options) in methods.items():
+            new = place.embedder(
+                f"{allocation}-{name}",
+                classes=None,
+                role="new",
+                old=None if method == "independent" else old,
+                images=images / "new",
+                method=method,
+                options=options,
+            )
+            rows.append(Row(f"{allocation}:{name}", old, new))
+    return rows
+
+
+def prepare(place: Place, rows: list[Row]) -> None:
+    """Make the images that `rows` train and are tested on and that are not there."""
+    for row in rows:
+        folders = [run.values["images"] for run in row.runs]
+        for images in (*folders, place.images / row.tested):
+            assert isinstance(images, Path)
+            if not images.is_dir():
+                _make(place, images)
+
+
+def _make(place: Place, images: Path) -> None:
+    train, test = place.images / "train", place.images / TEST
+    group = images.parent.name
+    if images.name == "noisy":
+        with_label_noise(train, images, NOISE, place.seed)
+    elif group == FOREIGN:
+        write_foreign(test, images)
+    elif group == DISJOINT:
+        later_classes(place.images / images.name, images, place.split.old)
+    else:
+        allocated(train, group, images.parent, place.seed)

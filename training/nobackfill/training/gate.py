@@ -1,0 +1,271 @@
+"""The gate: a release goes out only if M(new, served old) > M(old, old) (BCT Eq. 2).
+
+Measured on the exported files, through the gallery room's HNSW index, on images that nothing was
+trained on; for mAP and CMC-1, with the paired bootstrap's lower bound above 0. "Served" is every
+way in which the release would have old vectors answered: direct search where it declares it, and
+each route, direct (1->3) or chained (1->2->3), with the int8 files that gateways and devices run
+where there are any, and with float32 files alone, which a device may ask for.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
+from nobackfill.metrics.ranking import Relevance, same_label
+from nobackfill.metrics.retrieval import mean
+from nobackfill.release.errors import few
+from nobackfill.release.manifest import (
+    Calibration,
+    Cell,
+    GateVerdict,
+    Manifest,
+    RouteEvidence,
+)
+from nobackfill.release.models import Files
+from nobackfill.release.words import Origin
+from nobackfill.training.calibrate import fit_calibration
+from nobackfill.training.data import Listing
+from nobackfill.training.halves import halves
+from nobackfill.training.measure import CellName, Embedded, Measured, search_cell, served_cells
+from nobackfill.training.published import Publication
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the gate's table: how the old release's vectors would be served."""
+
+    cell: CellName
+    old: CellName
+    # With float32 files alone, though some of the way has int8 twins.
+    exact: bool
+    map_gain: Difference
+    cmc1_gain: Difference
+
+    def __str__(self) -> str:
+        return f"{self.cell} float32" if self.exact else str(self.cell)
+
+    @property
+    def passed(self) -> bool:
+        """Both lower bounds are above 0."""
+        return self.map_gain.low > 0 and self.cmc1_gain.low > 0
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What measuring a release gives to its manifest."""
+
+    cells: tuple[Cell, ...]
+    routes: tuple[RouteEvidence, ...]
+    calibration: tuple[Calibration, ...]
+    verdict: GateVerdict
+    rows: tuple[Row, ...]
+
+
+class Measuring:
+    """Cells on one set of images, every image a query against all others; each measured once."""
+
+    def __init__(self, listing: Listing, files: Files, manifests: Mapping[int, Manifest]) -> None:
+        self.embedded = Embedded(listing, files, manifests)
+        self.relevance: Relevance = same_label(
+            listing.labels, listing.labels, listing.paths, listing.paths
+        )
+        self._done: dict[tuple[CellName, bool], Measured] = {}
+
+    def quantised(self, name: CellName) -> bool:
+        """Whether a step of the cell's route has an int8 twin."""
+        upgrades = (
+            self.embedded.manifest(target).upgrade_from(source)
+            for source, target in itertools.pairwise(name.gallery)
+        )
+        return any(upgrade is not None and upgrade.int8_file is not None for upgrade in upgrades)
+
+    def cell(self, name: CellName, *, exact: bool = False) -> Measured:
+        """The cell through HNSW, as it is served; `exact`: with float32 files alone."""
+        int8 = self.quantised(name) and not exact
+        if (name, int8) not in self._done:
+            self._done[name, int8] = search_cell(
+                name, self.embedded, self.embedded, self.relevance, int8=int8
+            )
+        return self._done[name, int8]
+
+    def replace(self, manifest: Manifest) -> None:
+        """Go on with another manifest of a release; what int8 files gave is measured again."""
+        self.embedded.manifests[manifest.release] = manifest
+        self._done = {key: done for key, done in self._done.items() if not key[1]}
+
+    def evidence(self, name: CellName) -> Cell:
+        """The cell as the manifest records it."""
+        measured, n = self.cell(name), len(self.embedded.listing)
+        return Cell(
+            query=str(name.query),
+            gallery=str(name).partition("/")[2],
+            cmc1=mean(measured.cmc1),
+            cmc5=mean(measured.cmc5),
+            map=mean(measured.map),
+            queries=n,
+            items=n,
+        )
+
+
+def measure_release(
+    release: Manifest,
+    published: Publication,
+    files: Files,
+    listing: Listing,
+    *,
+    seed: int,
+    int8_loss: float,
+) -> tuple[Manifest, Evidence]:
+    """Measure a drafted release on two disjoint halves of `listing`: one for calibration, one for
+    evidence and the gate.
+
+    Returns the manifest without the int8 twins that lose more than `int8_loss` mAP (a share) or the
+    gate, and what was measured. Raises InvalidInputError where a half holds too few images to
+    compare anything.
+    """
+    calibration_rows, gate_rows = halves(listing, seed)
+    manifests = {**published.manifests, release.release: release}
+    gate = Measuring(listing.select(gate_rows), files, manifests)
+    new = _without_twins(release, _lossy_twins(gate, release, int8_loss))
+    gate.replace(new)
+    rows = tuple(_rows(gate, new, manifests, published.withdrawn))
+    harmful = _harmful_twins(rows)
+    if harmful:
+        new = _without_twins(new, harmful)
+        gate.replace(new)
+        rows = tuple(_rows(gate, new, manifests, published.withdrawn))
+    manifests[release.release] = new
+    cells = [CellName(new.release, (new.release,))]
+    cells += [name for row in rows for name in (row.old, row.cell)]
+    cells += [
+        CellName(new.release, (number,))
+        for number in sorted({row.old.query for row in rows})
+        if manifests[number].embedder.dim == new.embedder.dim
+    ]
+    calibrating = Measuring(listing.select(calibration_rows), files, manifests)
+    return new, Evidence(
+        tuple(gate.evidence(name) for name in dict.fromkeys(cells)),
+        tuple(
+            _route(gate, row.cell) for row in rows if len(row.cell.gallery) > 1 and not row.exact
+        ),
+        tuple(_calibrations(calibrating, new, manifests, rows)),
+        _verdict(published, rows),
+        rows,
+    )
+
+
+def _lossy_twins(gate: Measuring, release: Manifest, int8_loss: float) -> set[int]:
+    """The sources whose int8 twin loses more than `int8_loss` mAP."""
+    lossy = set()
+    for upgrade in release.upgrades:
+        name = CellName(release.release, (upgrade.from_release, release.release))
+        loss = mean(gate.cell(name, exact=True).map) - mean(gate.cell(name).map)
+        if upgrade.int8_file is not None and loss > int8_loss:
+            lossy.add(upgrade.from_release)
+    return lossy
+
+
+def _harmful_twins(rows: tuple[Row, ...]) -> set[int]:
+    """The sources whose upgrade is the last step of a route that passes, but not as it is
+    served."""
+    exactly = {row.cell for row in rows if row.exact and row.passed}
+    return {
+        row.cell.gallery[-2]
+        for row in rows
+        if row.cell in exactly and not row.exact and not row.passed
+    }
+
+
+def _without_twins(release: Manifest, sources: set[int]) -> Manifest:
+    upgrades = tuple(
+        upgrade.model_copy(update={"int8_file": None})
+        if upgrade.from_release in sources
+        else upgrade
+        for upgrade in release.upgrades
+    )
+    return release.model_copy(update={"upgrades": upgrades})
+
+
+def _rows(
+    gate: Measuring, new: Manifest, manifests: Mapping[int, Manifest], withdrawn: frozenset[int]
+) -> Iterator[Row]:
+    for name in served_cells(new, manifests, withdrawn):
+        old = CellName(name.gallery[0], (name.gallery[0],))
+        before = gate.cell(old)
+        for exact in (False, True) if gate.quantised(name) else (False,):
+            served = gate.cell(name, exact=exact)
+            yield Row(
+                name,
+                old,
+                exact,
+                paired_bootstrap([served.map], [before.map]),
+                paired_bootstrap([served.cmc1], [before.cmc1]),
+            )
+
+
+def _route(gate: Measuring, name: CellName) -> RouteEvidence:
+    upper = mean(gate.cell(CellName(name.query, (name.query,))).map)
+    exact, served = gate.cell(name, exact=True), mean(gate.cell(name).map)
+    return RouteEvidence(
+        releases=name.gallery,
+        map=mean(exact.map),
+        cmc1=mean(exact.cmc1),
+        int8_map=served if gate.quantised(name) else None,
+        kept=served / upper if upper > 0 else 0.0,
+    )
+
+
+def _calibrations(
+    measuring: Measuring, new: Manifest, manifests: Mapping[int, Manifest], rows: tuple[Row, ...]
+) -> Iterator[Calibration]:
+    def fit(name: CellName, query: str, gallery: str, origin: Origin) -> Calibration:
+        found = measuring.cell(name)
+        return fit_calibration(
+            query,
+            gallery,
+            origin,
+            found.neighbours,
+            found.distances,
+            measuring.relevance,
+            len(measuring.embedded.listing),
+        )
+
+    own = CellName(new.release, (new.release,))
+    native = fit(own, new.space, new.space, "native")
+    yield native
+    yield native.model_copy(update={"origin": "re-embedded"})
+    # Of the newest release that is served through an upgrade, by its best route.
+    routes = [row for row in rows if len(row.cell.gallery) > 1 and not row.exact]
+    if routes:
+        newest = max(row.cell.gallery[0] for row in routes)
+        best = max(
+            (row for row in routes if row.cell.gallery[0] == newest), key=lambda r: r.map_gain.mean
+        )
+        yield fit(best.cell, new.space, new.space, "upgraded")
+    for row in rows:
+        if len(row.cell.gallery) == 1:
+            yield fit(row.cell, new.space, manifests[row.old.query].space, "direct")
+    for number in sorted({row.old.query for row in rows}):
+        space = manifests[number].space
+        yield fit(CellName(number, (number,)), space, space, "old-model")
+
+
+def _verdict(published: Publication, rows: tuple[Row, ...]) -> GateVerdict:
+    if not published.manifests:
+        return GateVerdict(verdict="first")
+    problems = []
+    current = set(published.manifests) - published.withdrawn
+    if current and max(current) not in {row.old.query for row in rows}:
+        problems.append(
+            f"vectors of release {max(current)} are served by no upgrade and no direct search"
+        )
+    beaten = [f"{row} does not beat {row.old}" for row in rows if not row.passed]
+    if beaten:
+        problems.append(few(beaten))
+    return GateVerdict(
+        verdict="failed" if problems else "passed",
+        map_gain_low=min((row.map_gain.low for row in rows), default=None),
+        cmc1_gain_low=min((row.cmc1_gain.low for row in rows), default=None),
+        detail="; ".join(problems),
+    )

@@ -1,0 +1,94 @@
+"""What a training method is: the interface between train.py, export.py and training/methods/.
+
+An embedder method trains phi (independent, BCT, UniBCT, DMU, …); an upgrade method makes h and g
+from features of frozen models (FCT, FastFill, closed-form maps, …). training/methods/__init__.py
+holds the two registries, EMBEDDER_METHODS and UPGRADE_METHODS, by name.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nobackfill.training.config import EmbedderConfig, UpgradeConfig
+from nobackfill.training.embedder import EmbedderObjective, ImageEncoder
+from nobackfill.training.heads import Head
+from nobackfill.training.objective import Objective
+from nobackfill.training.transform import Upgrade
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A finished embedder with its head, frozen: eval mode, no parameter requires a gradient."""
+
+    encoder: ImageEncoder
+    head: Head
+    class_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EmbedderInputs:
+    """What an embedder method may use."""
+
+    config: EmbedderConfig
+    class_names: tuple[str, ...]
+    # Training rows: `images` uint8 [n,H,W,3], `labels` int64 [n].
+    rows: Mapping[str, Tensor]
+    # The embedder of config.old, None where there is none.
+    old: Classifier | None
+
+
+@dataclass(frozen=True)
+class UpgradeShape:
+    """Dimensions of an upgrade; 0 = that input is not read, or that output not written."""
+
+    old_dim: int
+    side_dim: int
+    new_dim: int
+    new_side_dim: int
+    # Whether the new space holds unit vectors: then outputs are normalised inside the graph.
+    unit: bool
+
+
+@dataclass(frozen=True)
+class UpgradeInputs:
+    """What an upgrade method may use.
+
+    `rows` and `held_out` hold `old` [n,v,old_dim], `side` [n,v,side_dim], `new` [n,v,new_dim],
+    `new_side` [n,v,new_side_dim] (each only where its dim is not 0; v augmented views, the same
+    view in each) and `labels` int64 [n], indices into `class_names`.
+    """
+
+    config: UpgradeConfig
+    shape: UpgradeShape
+    class_names: tuple[str, ...]
+    rows: Mapping[str, Tensor]
+    # Images that neither phi_old, psi nor phi_new trained on; one view. May be empty.
+    held_out: Mapping[str, Tensor]
+    # The new model's head and the classes it knows; None for a published source.
+    new_head: Head | None
+    new_class_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EmbedderMethod:
+    """A way of training phi."""
+
+    objective: Callable[[EmbedderInputs], EmbedderObjective]
+    # Its queries may meet the old release's vectors as they are (BCT family, DMU).
+    searches_directly: bool = False
+    # DMU: the objective also trains an upgrade, kept as part `upgrade`; this rebuilds its network.
+    upgrade: Callable[[EmbedderConfig, UpgradeShape], Upgrade] | None = None
+
+
+@dataclass(frozen=True)
+class UpgradeMethod:
+    """A way of making h and g: trained by gradient (`objective`) or solved in closed form
+    (`solve`).
+    """
+
+    # The untrained network; also what export.py loads the checkpoint's part `upgrade` into.
+    build: Callable[[UpgradeConfig, UpgradeShape], Upgrade]
+    objective: Callable[[Upgrade, UpgradeInputs], Objective] | None = None
+    # Sets the weights of `upgrade` in place.
+    solve: Callable[[Upgrade, UpgradeInputs], None] | None = None

@@ -1,0 +1,75 @@
+"""The registries of training methods, by the name that a configuration's `method` takes.
+
+One file a method beside this one. `embedder_method` and `upgrade_method` look a name up and raise
+ConfigurationError, naming the known ones, for any other.
+"""
+
+from typing import TypeVar
+
+from nobackfill.release.errors import ConfigurationError
+from nobackfill.training.embedder import EmbedderObjective
+from nobackfill.training.method import EmbedderInputs, EmbedderMethod, UpgradeMethod
+from nobackfill.training.methods.baselines import CONTRASTIVE, FOCAL, L2, LWF, REGRESS
+from nobackfill.training.methods.bct import BCT, BCT_KD, BCT_SYS
+from nobackfill.training.methods.cheap_maps import AFFINE, LOW_RANK, PROCRUSTES
+from nobackfill.training.methods.divergence import KL, REVERSED_KL
+from nobackfill.training.methods.dmu import DMU
+from nobackfill.training.methods.fastfill import FASTFILL
+from nobackfill.training.methods.fct import FCT
+from nobackfill.training.methods.lce import LCE
+from nobackfill.training.methods.rbt import RBT
+from nobackfill.training.methods.residual import RESIDUAL
+from nobackfill.training.methods.soft_prototypes import SOFT_PROTOTYPES
+from nobackfill.training.methods.unibct import UNIBCT
+
+T = TypeVar("T")
+
+
+def _independent(inputs: EmbedderInputs) -> EmbedderObjective:
+    return EmbedderObjective(inputs.config, len(inputs.class_names))
+
+
+EMBEDDER_METHODS: dict[str, EmbedderMethod] = {
+    "independent": EmbedderMethod(_independent),
+    "l2": L2,
+    "lwf": LWF,
+    "bct": BCT,
+    "bct_kd": BCT_KD,
+    "bct_sys": BCT_SYS,
+    "regress": REGRESS,
+    "contrastive": CONTRASTIVE,
+    "unibct": UNIBCT,
+    "dmu": DMU,
+    "focal": FOCAL,
+}
+UPGRADE_METHODS: dict[str, UpgradeMethod] = {
+    "fct": FCT,
+    "kl": KL,
+    "reversed_kl": REVERSED_KL,
+    "lce": LCE,
+    "rbt": RBT,
+    "fastfill": FASTFILL,
+    "residual": RESIDUAL,
+    "procrustes": PROCRUSTES,
+    "affine": AFFINE,
+    "low_rank": LOW_RANK,
+    "soft_prototypes": SOFT_PROTOTYPES,
+}
+
+
+def embedder_method(name: str) -> EmbedderMethod:
+    """The method of that name. Raises ConfigurationError for an unknown one."""
+    return _look_up(name, EMBEDDER_METHODS, "embedder")
+
+
+def upgrade_method(name: str) -> UpgradeMethod:
+    """The method of that name. Raises ConfigurationError for an unknown one."""
+    return _look_up(name, UPGRADE_METHODS, "upgrade")
+
+
+def _look_up(name: str, methods: dict[str, T], kind: str) -> T:
+    if name not in methods:
+        raise ConfigurationError(
+            f"unknown {kind} method {name!r}; known: {', '.join(sorted(methods))}"
+        )
+    return methods[name]

@@ -1,0 +1,111 @@
+"""The baselines that BCT and UniBCT are compared with: l2, LwF, regress, contrastive, focal.
+
+None has an influence loss; all but LwF and `focal` tie an image's new embedding to its old one.
+"""
+
+from pydantic import Field
+from torch import Tensor
+
+from nobackfill.training.losses.distillation import distillation, focal_distillation
+from nobackfill.training.losses.margins import share_of_batch
+from nobackfill.training.losses.pairwise import contrastive, half_squared_l2, regress
+from nobackfill.training.method import EmbedderInputs, EmbedderMethod
+from nobackfill.training.methods.bct import extended_classifier
+from nobackfill.training.methods.compatible import CompatibleObjective, WeightOptions, read_options
+from nobackfill.training.objective import Terms
+
+
+class L2Objective(CompatibleObjective):
+    """BCT Eq. 3: half the squared distance to the old embedding, on T_old."""
+
+    def __init__(self, inputs: EmbedderInputs) -> None:
+        super().__init__(inputs)
+        self.weight = read_options(inputs.config.options, WeightOptions, "l2").weight
+
+    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+        known = self.known_labels[labels] >= 0
+        losses = half_squared_l2(self.as_old(embedding[known]), self.old_embedding(pixels[known]))
+        return {"l2": self.weight * share_of_batch(losses, len(labels))}
+
+
+class LwfObjective(CompatibleObjective):
+    """Learning without forgetting as BCT adapts it (bct.txt section 3.5): the old model's soft
+    labels on T_new minus T_old.
+    """
+
+    def __init__(self, inputs: EmbedderInputs) -> None:
+        super().__init__(inputs)
+        self.weight = read_options(inputs.config.options, WeightOptions, "lwf").weight
+
+    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+        unknown = self.known_labels[labels] < 0
+        new_logits = self.old_classifier.logits(embedding[unknown])
+        old_logits = self.old_classifier.logits(self.old_embedding(pixels[unknown]))
+        term = share_of_batch(distillation(new_logits, old_logits), len(labels))
+        return {"soft_labels": self.weight * term}
+
+
+class RegressObjective(CompatibleObjective):
+    """UniBCT Eq. 11 on all of T_new."""
+
+    def __init__(self, inputs: EmbedderInputs) -> None:
+        super().__init__(inputs)
+        self.weight = read_options(inputs.config.options, WeightOptions, "regress").weight
+
+    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+        losses = regress(self.as_old(embedding), self.old_embedding(pixels))
+        return {"regress": self.weight * losses.mean()}
+
+
+class ContrastiveOptions(WeightOptions):
+    """`temperature` is tau of UniBCT Eq. 12; the paper does not print its value."""
+
+    temperature: float = Field(0.1, gt=0)
+
+
+class ContrastiveObjective(CompatibleObjective):
+    """UniBCT Eq. 12: the old feature of the same image against those of other classes."""
+
+    def __init__(self, inputs: EmbedderInputs) -> None:
+        super().__init__(inputs)
+        self.options = read_options(inputs.config.options, ContrastiveOptions, "contrastive")
+
+    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+        losses = contrastive(
+            self.as_old(embedding), self.old_embedding(pixels), labels, self.options.temperature
+        )
+        return {"contrastive": self.options.weight * losses.mean()}
+
+
+class FocalOptions(WeightOptions):
+    """`temperature` divides the classifier's responses on both sides."""
+
+    temperature: float = Field(1.0, gt=0)
+
+
+class FocalObjective(CompatibleObjective):
+    """Focal distillation, DMU's rival (Table 8), through the old classifier with
+    synthesized rows.
+    """
+
+    def __init__(self, inputs: EmbedderInputs) -> None:
+        super().__init__(inputs)
+        self.options = read_options(inputs.config.options, FocalOptions, "focal")
+        self.old_classifier, extended = extended_classifier(self, inputs)
+        self.known_labels.copy_(extended)
+
+    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+        losses = focal_distillation(
+            self.old_classifier.logits(embedding),
+            self.old_classifier.logits(self.old_embedding(pixels)),
+            self.known_labels[labels],
+            self.options.temperature,
+        )
+        return {"focal_distillation": self.options.weight * losses.mean()}
+
+
+L2 = EmbedderMethod(L2Objective, searches_directly=True)
+LWF = EmbedderMethod(LwfObjective, searches_directly=True)
+REGRESS = EmbedderMethod(RegressObjective, searches_directly=True)
+CONTRASTIVE = EmbedderMethod(ContrastiveObjective, searches_directly=True)
+FOCAL = EmbedderMethod(FocalObjective, searches_directly=True)

@@ -1,0 +1,101 @@
+"""BCT: an influence loss through the fixed old classifier (bct.txt section 2.4 and 2.5).
+
+`bct` applies it to images of classes that the old classifier knows (T_old); `bct_sys` to all, new
+classes having synthesized rows; `bct_kd` to T_old, with distillation on the others.
+"""
+
+import torch
+from torch import Tensor
+
+from nobackfill.training.fixed_classifier import FixedClassifier
+from nobackfill.training.losses.distillation import distillation
+from nobackfill.training.losses.margins import share_of_batch
+from nobackfill.training.losses.prototypes import by_class, class_average
+from nobackfill.training.method import EmbedderInputs, EmbedderMethod
+from nobackfill.training.methods.compatible import (
+    CompatibleObjective,
+    WeightOptions,
+    encode_all,
+    read_options,
+)
+from nobackfill.training.objective import Terms
+
+
+class BctObjective(CompatibleObjective):
+    """BCT Eq. 8 with T_BCT = T_old."""
+
+    def __init__(self, inputs: EmbedderInputs) -> None:
+        super().__init__(inputs)
+        options = read_options(inputs.config.options, WeightOptions, inputs.config.method)
+        self.weight = options.weight
+
+    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+        return {"influence": self.weight * self.influence(embedding, labels)}
+
+    def influence(self, embedding: Tensor, labels: Tensor) -> Tensor:
+        """The second term of Eq. 8: the old classifier's loss on new embeddings of T_old."""
+        old_labels = self.known_labels[labels]
+        known = old_labels >= 0
+        losses = self.old_classifier.loss(embedding[known], old_labels[known])
+        return share_of_batch(losses, len(labels))
+
+
+class BctDistillationObjective(BctObjective):
+    """BCT on T_new by distillation: bct-supplement.txt section 1."""
+
+    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+        unknown = self.known_labels[labels] < 0
+        new_logits = self.old_classifier.logits(embedding[unknown])
+        old_logits = self.old_classifier.logits(self.old_embedding(pixels[unknown]))
+        term = share_of_batch(distillation(new_logits, old_logits), len(labels))
+        return super().compatibility(embedding, pixels, labels) | {
+            "distillation": self.weight * term
+        }
+
+
+class BctSynthesizedObjective(BctObjective):
+    """BCT on T_new with synthesized classifier weights: bct.txt section 2.5."""
+
+    def __init__(self, inputs: EmbedderInputs) -> None:
+        super().__init__(inputs)
+        self.old_classifier, extended = extended_classifier(self, inputs)
+        self.known_labels.copy_(extended)
+
+
+def extended_classifier(
+    objective: CompatibleObjective, inputs: EmbedderInputs
+) -> tuple[FixedClassifier, Tensor]:
+    """The old classifier with a row for each new class that it lacks, and each new class's row.
+
+    A synthesized row is the average old feature of the class. Under a softmax head, whose rows have
+    a length and a bias of their own, it gets the mean length and bias of the old rows: the paper
+    synthesizes under a cosine head only, where neither plays a part.
+    """
+    known, old = objective.known_labels, objective.old_classifier
+    missing = (known < 0).nonzero()[:, 0]
+    rows = known.clone()
+    if not len(missing):
+        return old, rows
+    labels = inputs.rows["labels"]
+    wanted = torch.isin(labels, missing)
+    features = encode_all(objective.old.encoder, inputs.rows["images"][wanted])
+    place = torch.searchsorted(missing, labels[wanted])
+    means = by_class(place, len(missing), lambda picked: class_average(features[picked]))
+    bias = None
+    if old.form == "softmax":
+        means = means / means.norm(dim=1, keepdim=True) * old.weights.norm(dim=1).mean()
+        bias = torch.cat((old.bias, old.bias.mean().expand(len(missing))))
+    rows[missing] = len(old.weights) + torch.arange(len(missing))
+    extended = FixedClassifier(
+        torch.cat((old.weights, means)),
+        form=old.form,
+        margin=old.margin,
+        scale=old.scale,
+        bias=bias,
+    )
+    return extended, rows
+
+
+BCT = EmbedderMethod(BctObjective, searches_directly=True)
+BCT_SYS = EmbedderMethod(BctSynthesizedObjective, searches_directly=True)
+BCT_KD = EmbedderMethod(BctDistillationObjective, searches_directly=True)

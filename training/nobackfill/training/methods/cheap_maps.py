@@ -1,0 +1,145 @@
+"""Closed-form upgrades: Procrustes, affine, low-rank. No epochs, no options beyond the rank."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from nobackfill.release.errors import ConfigurationError
+from nobackfill.training.config import UpgradeConfig
+from nobackfill.training.maps import AffineMap, affine, low_rank, procrustes
+from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
+from nobackfill.training.methods.compatible import Options, read_options
+from nobackfill.training.transform import Upgrade
+
+
+class InputShape(NamedTuple):
+    """Dimensions of what a map reads; 0 = not read."""
+
+    embedding: int
+    side: int
+
+
+def input_shape(config: UpgradeConfig, shape: UpgradeShape) -> InputShape:
+    """What an upgrade of this configuration reads."""
+    return InputShape(shape.old_dim if config.reads_embedding else 0, shape.side_dim)
+
+
+def joined(embedding: Tensor, side: Tensor | None, reads: InputShape) -> Tensor:
+    """The inputs that are read, beside each other: [n, embedding + side]."""
+    if not reads.side:
+        return embedding
+    assert side is not None
+    return torch.cat((embedding, side), 1) if reads.embedding else side
+
+
+def flat(rows: Mapping[str, Tensor], name: str) -> Tensor:
+    """A feature's views one below the other: [n,v,d] -> [n * v,d]."""
+    return rows[name].flatten(0, 1)
+
+
+class LinearMap(nn.Module):
+    """One or two linear layers over the joined inputs; normalised with `unit`."""
+
+    def __init__(self, reads: InputShape, dim: int, unit: bool, rank: int | None = None) -> None:
+        super().__init__()
+        self.reads, self.unit = reads, unit
+        total = reads.embedding + reads.side
+        self.down = nn.Linear(total, rank) if rank is not None else None
+        self.up = nn.Linear(rank if rank is not None else total, dim)
+
+    def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
+        x = joined(embedding, side, self.reads)
+        if self.down is not None:
+            x = self.down(x)
+        output: Tensor = self.up(x)
+        return F.normalize(output) if self.unit else output
+
+
+class LowRankOptions(Options):
+    """`rank` of the map, at most the smallest dimension; a quarter of the new one where absent."""
+
+    rank: int | None = Field(None, ge=1)
+
+
+def set_linear(layer: nn.Linear, solution: AffineMap) -> None:
+    """Put a solution into a layer."""
+    with torch.no_grad():
+        layer.weight.copy_(solution.weight)
+        layer.bias.copy_(solution.bias)
+
+
+def build_linear(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
+    """h, and g where new side-information is written, as one linear layer each."""
+    read_options(config.options, Options, config.method)
+    reads = input_shape(config, shape)
+    return Upgrade(
+        LinearMap(reads, shape.new_dim, shape.unit),
+        reads_side=shape.side_dim > 0,
+        g=LinearMap(reads, shape.new_side_dim, False) if shape.new_side_dim else None,
+    )
+
+
+def solve_affine(upgrade: Upgrade, inputs: UpgradeInputs) -> None:
+    """Least squares of the new embedding, and of the new side-information, on what is read."""
+    reads = input_shape(inputs.config, inputs.shape)
+    x = training_inputs(inputs.rows, reads)
+    for network, target in ((upgrade.h, "new"), (upgrade.g, "new_side")):
+        if isinstance(network, LinearMap):
+            set_linear(network.up, affine(x, flat(inputs.rows, target)))
+
+
+def training_inputs(rows: Mapping[str, Tensor], reads: InputShape) -> Tensor:
+    """What a map reads of the training rows: [n * v, embedding + side]."""
+    side = flat(rows, "side") if reads.side else None
+    return joined(flat(rows, "old"), side, reads)
+
+
+def build_procrustes(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
+    """h as one linear layer of the embedding alone: a rotation has no use for side-information."""
+    read_options(config.options, Options, config.method)
+    if not config.reads_embedding or shape.new_side_dim:
+        raise ConfigurationError(
+            "method procrustes turns old embeddings into new ones and nothing else: expected "
+            "reads_embedding: true and side: carries or drops"
+        )
+    h = LinearMap(InputShape(shape.old_dim, 0), shape.new_dim, shape.unit)
+    return Upgrade(h, reads_side=False)
+
+
+def solve_procrustes(upgrade: Upgrade, inputs: UpgradeInputs) -> None:
+    """Orthogonal between spaces of unit vectors, times one factor between others."""
+    assert isinstance(upgrade.h, LinearMap)
+    x, y = flat(inputs.rows, "old"), flat(inputs.rows, "new")
+    set_linear(upgrade.h.up, procrustes(x, y, scaled=not inputs.shape.unit))
+
+
+def build_low_rank(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
+    """h as two linear layers through `rank` numbers."""
+    options = read_options(config.options, LowRankOptions, config.method)
+    if shape.new_side_dim:
+        raise ConfigurationError("method low_rank maps no side-information; use affine")
+    reads = input_shape(config, shape)
+    largest = min(reads.embedding + reads.side, shape.new_dim)
+    rank = max(1, shape.new_dim // 4) if options.rank is None else options.rank
+    if rank > largest:
+        raise ConfigurationError(f"method low_rank: expected a rank of 1 to {largest}, got {rank}")
+    h = LinearMap(reads, shape.new_dim, shape.unit, rank)
+    return Upgrade(h, reads_side=shape.side_dim > 0)
+
+
+def solve_low_rank(upgrade: Upgrade, inputs: UpgradeInputs) -> None:
+    """Reduced-rank regression of the new embedding on what is read."""
+    assert isinstance(upgrade.h, LinearMap) and upgrade.h.down is not None
+    x = training_inputs(inputs.rows, upgrade.h.reads)
+    down, up = low_rank(x, flat(inputs.rows, "new"), upgrade.h.down.out_features)
+    set_linear(upgrade.h.down, down)
+    set_linear(upgrade.h.up, up)
+
+
+AFFINE = UpgradeMethod(build=build_linear, solve=solve_affine)
+PROCRUSTES = UpgradeMethod(build=build_procrustes, solve=solve_procrustes)
+LOW_RANK = UpgradeMethod(build=build_low_rank, solve=solve_low_rank)

@@ -1,0 +1,131 @@
+"""What the backward-compatible trainings share: classification plus terms that see the old space.
+
+Each draws one augmented view an image, which the new model and, where a term asks for it, the old
+one see alike. The old model is frozen: eval mode, no gradient, absent from the checkpoint.
+"""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from nobackfill.release.errors import ConfigurationError
+from nobackfill.training.embedder import EmbedderObjective, ImageEncoder, to_pixels
+from nobackfill.training.fixed_classifier import FixedClassifier, first_elements, labels_in, of_head
+from nobackfill.training.method import Classifier, EmbedderInputs
+from nobackfill.training.objective import Batch, Frozen, Terms
+
+_CHUNK = 256
+
+
+class Options(BaseModel):
+    """Options of a method, from a configuration's `options`; unknown ones are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class WeightOptions(Options):
+    """Methods with one compatibility term, or with terms of equal weight."""
+
+    # Lambda of BCT Eq. 3 and 8, eta of UniBCT Eq. 2.
+    weight: float = Field(1.0, ge=0)
+
+
+AnyOptions = TypeVar("AnyOptions", bound=Options)
+
+
+def read_options(options: Mapping[str, object], model: type[AnyOptions], method: str) -> AnyOptions:
+    """Check `options`. Raises ConfigurationError naming the unknown or wrong ones and the known."""
+    try:
+        return model.model_validate(dict(options))
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors())
+        raise ConfigurationError(
+            f"method {method}: {problems}; options: {', '.join(model.model_fields)}"
+        ) from error
+
+
+class CompatibleObjective(EmbedderObjective):
+    """Classification on the new classes, and the terms of `compatibility`."""
+
+    known_labels: Tensor
+
+    def __init__(self, inputs: EmbedderInputs) -> None:
+        super().__init__(inputs.config, len(inputs.class_names))
+        self.old = old_model(inputs)
+        self.old_encoder = Frozen(_Resized(self.old.encoder))
+        self.old_classifier: FixedClassifier = of_head(self.old.head)
+        # Each new class's row in the old classifier, -1 for classes that it does not know.
+        known = labels_in(self.old.class_names, inputs.class_names)
+        self.register_buffer("known_labels", known)
+
+    def forward(self, batch: Batch) -> Terms:
+        labels = batch["labels"]
+        pixels = self.augment(to_pixels(batch["images"]))
+        embedding = self.embedder.encode(pixels)
+        terms = {"classification": self.head(embedding, labels)}
+        return terms | self.compatibility(embedding, pixels, labels)
+
+    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+        """Weighted terms of new embeddings [b,dim] of pixels [b,3,H,W] with new labels [b]."""
+        raise NotImplementedError
+
+    def old_embedding(self, pixels: Tensor) -> Tensor:
+        """Old embeddings [b,old_dim] of the same pixels, without gradient."""
+        return self.old_encoder(pixels).float()
+
+    def as_old(self, embedding: Tensor) -> Tensor:
+        """New embeddings as they meet old ones: the first old_dim elements, renormalised where the
+        old space is one of unit vectors (BCT section 3.6)."""
+        first = first_elements(embedding, self.old.encoder.dim)
+        return F.normalize(first) if self.old.encoder.unit else first
+
+
+class _Resized(torch.nn.Module):
+    """An encoder behind a resize of pixels to its own input size."""
+
+    def __init__(self, encoder: ImageEncoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        size = self.encoder.image_size
+        if pixels.shape[2] != size:
+            pixels = F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)
+        return self.encoder.encode(pixels)
+
+
+def old_model(inputs: EmbedderInputs) -> Classifier:
+    """The old model. Raises ConfigurationError without one, or where the new embedding is
+    shorter.
+    """
+    config = inputs.config
+    if inputs.old is None:
+        raise ConfigurationError(
+            f"method {config.method} needs the old model's run folder: set old: RUN"
+        )
+    dim = inputs.old.encoder.dim
+    if config.embedding_dim < dim:
+        raise ConfigurationError(
+            f"method {config.method}: embedding_dim is {config.embedding_dim}, below the old "
+            f"model's {dim}; a compatible embedding has at least as many elements"
+        )
+    return inputs.old
+
+
+def encode_all(encoder: ImageEncoder, images: Tensor) -> Tensor:
+    """Vectors [n,dim] of images uint8 [n,H,W,3] without augmentation, in eval mode; the mode and
+    the device of `encoder` are left as they were.
+    """
+    training, device = encoder.training, next(encoder.parameters()).device
+    encode = _Resized(encoder).eval()
+    with torch.no_grad():
+        parts = [
+            encode(to_pixels(images[start : start + _CHUNK].to(device))).float()
+            for start in range(0, len(images), _CHUNK)
+        ]
+    encoder.train(training)
+    return torch.cat(parts)

@@ -1,0 +1,102 @@
+"""FastFill (Jaeckle et al. 2023): FCT's h with the new model's classification and a variance an
+item.
+
+The variance is published as the third output of the upgrade: items are backfilled in its order.
+"""
+
+import math
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from nobackfill.training.config import UpgradeConfig
+from nobackfill.training.losses.gaussian import gaussian_nll, variance_factor
+from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
+from nobackfill.training.methods.cheap_maps import InputShape, input_shape, joined
+from nobackfill.training.methods.compatible import Options, read_options
+from nobackfill.training.methods.fct import build_fct
+from nobackfill.training.methods.forward import ForwardObjective
+from nobackfill.training.objective import Batch, Terms
+from nobackfill.training.transform import Upgrade, Upgraded, projection_unit
+
+
+class FastFillOptions(Options):
+    """Weights of the terms beside the distance."""
+
+    classification: float = Field(1.0, ge=0)
+    likelihood: float = Field(1.0, ge=0)
+
+
+class VarianceHead(nn.Module):
+    """log sigma^2 of the residual a dimension: (embedding, side) -> [n].
+
+    `offset` is set after the training, so that the variances fit held-out residuals.
+    """
+
+    offset: Tensor
+
+    def __init__(self, reads: InputShape, width: int) -> None:
+        super().__init__()
+        self.reads = reads
+        self.layers = nn.Sequential(
+            projection_unit(reads.embedding + reads.side, width), nn.Linear(width, 1)
+        )
+        self.register_buffer("offset", torch.zeros(()))
+
+    def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
+        output: Tensor = self.layers(joined(embedding, side, self.reads))
+        return output[:, 0] + self.offset
+
+
+def build_fastfill(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
+    """FCT's h and g, and a small network for the variance."""
+    read_options(config.options, FastFillOptions, config.method)
+    upgrade = build_fct(config, shape)
+    upgrade.log_variance = VarianceHead(input_shape(config, shape), config.projection_dim)
+    return upgrade
+
+
+class FastFillObjective(ForwardObjective):
+    """Distance, classification, and the Gaussian likelihood of the residual.
+
+    The likelihood trains the variance alone: through it h would follow easy items more and hard
+    ones less, and hard ones are those that an upgrade has to carry over.
+    """
+
+    options_model: type[FastFillOptions] = FastFillOptions
+
+    def __init__(self, upgrade: Upgrade, inputs: UpgradeInputs) -> None:
+        super().__init__(upgrade, inputs)
+        self.options = read_options(inputs.config.options, self.options_model, inputs.config.method)
+        self.held_out = inputs.held_out
+
+    def distance_terms(self, upgraded: Upgraded, view: Batch) -> Terms:
+        terms = super().distance_terms(upgraded, view)
+        predicted, target = upgraded.embedding, view["new"]
+        terms["distance"] = self.relative_distance(predicted, target).mean()
+        terms["classification"] = self.options.classification * self.classification(
+            predicted, view["labels"]
+        )
+        assert upgraded.log_variance is not None
+        likelihood = gaussian_nll(predicted.detach(), target, upgraded.log_variance)
+        terms["likelihood"] = self.options.likelihood * likelihood.mean()
+        return terms
+
+    def finish(self) -> None:
+        """Scale the variances to the residuals of held-out images, where there are any."""
+        super().finish()
+        if not self.held_out or not len(self.held_out["old"]):
+            return
+        head = self.upgrade.log_variance
+        assert isinstance(head, VarianceHead)
+        self.upgrade.eval()
+        view = {k: v[:, 0].to(head.offset.device) for k, v in self.held_out.items() if v.ndim == 3}
+        with torch.no_grad():
+            upgraded = self.upgrade(view["old"], view.get("side"))
+            factor = variance_factor(upgraded.embedding, view["new"], upgraded.log_variance)
+            head.offset += math.log(factor)
+        self.statistics["variance_factor"] = factor
+
+
+FASTFILL = UpgradeMethod(build=build_fastfill, objective=FastFillObjective)

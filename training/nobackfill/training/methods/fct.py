@@ -1,0 +1,114 @@
+"""FCT's own method: h and g by squared L2 (fct.txt sections 3.3 and 4.4, D.5)."""
+
+import torch
+from torch import Tensor, nn
+
+from nobackfill.release.errors import ConfigurationError
+from nobackfill.training.best_epoch import BestEpoch
+from nobackfill.training.config import UpgradeConfig
+from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
+from nobackfill.training.objective import Batch, Objective, Terms
+from nobackfill.training.transform import FctTransform, Upgrade, Upgraded
+
+
+def squared_l2(predicted: Tensor, target: Tensor) -> Tensor:
+    """Mean over rows of |predicted - target|^2, both [n,d] (the loss of section 3.3)."""
+    return (predicted - target).float().square().sum(1).mean()
+
+
+def build_fct(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
+    """h, and g where the new side-information is written (section 4.4: the same architecture)."""
+
+    def transform(dim: int, unit: bool) -> FctTransform:
+        return FctTransform(
+            shape.old_dim if config.reads_embedding else 0,
+            shape.side_dim,
+            dim,
+            projection_dim=config.projection_dim,
+            inner_dim=config.inner_dim,
+            unit=unit,
+        )
+
+    return Upgrade(
+        transform(shape.new_dim, shape.unit),
+        reads_side=shape.side_dim > 0,
+        g=transform(shape.new_side_dim, False) if shape.new_side_dim else None,
+    )
+
+
+class FctObjective(Objective):
+    """Squared L2 of h to the new embedding and of g to the new side-information.
+
+    Each batch row draws one of its cached views, the same for all models. Subclasses add terms to
+    `distance_terms`.
+    """
+
+    def __init__(self, upgrade: Upgrade, inputs: UpgradeInputs) -> None:
+        super().__init__()
+        self.upgrade = upgrade
+        self.freeze_at = inputs.config.freeze_batchnorm_at
+        self._held_out = inputs.held_out
+        if inputs.config.keep_best and not self._held_out:
+            raise ConfigurationError(
+                "keep_best: no image is held out to choose an epoch by; raise held_out"
+            )
+        self.best = BestEpoch(upgrade) if inputs.config.keep_best else None
+
+    def begin_epoch(self, epoch: int, epochs: int) -> None:
+        self._measure_held_out()
+        if epoch >= self.freeze_at * epochs:
+            for module in self.upgrade.modules():
+                if isinstance(module, nn.BatchNorm1d):
+                    module.eval()
+
+    def _measure_held_out(self) -> None:
+        """h's distance on images that no model of the upgrade trained on, before each epoch and
+        after the last: logged, and what the best epoch is chosen by.
+        """
+        if not self._held_out or not len(self._held_out["labels"]):
+            return
+        training = self.upgrade.training
+        device = next(self.upgrade.parameters()).device
+        view = {k: v[:, 0].to(device) for k, v in self._held_out.items() if v.ndim == 3}
+        with torch.no_grad():
+            upgraded = self.upgrade.eval()(view["old"], view.get("side"))
+        self.upgrade.train(training)
+        distance = squared_l2(upgraded.embedding, view["new"])
+        self.statistics["held_out_distance"] = float(distance)
+        if self.best is not None:
+            self.best.offer(self.upgrade, float(distance))
+
+    def finish(self) -> None:
+        if self.best is not None:
+            self._measure_held_out()
+            self.best.restore(self.upgrade)
+            self.best = None
+
+    def forward(self, batch: Batch) -> Terms:
+        view = draw_view(batch)
+        return self.distance_terms(self.upgrade(view["old"], view.get("side")), view)
+
+    def distance_terms(self, upgraded: Upgraded, view: Batch) -> Terms:
+        """The terms, given outputs and targets of one view a row ([b,dim] each)."""
+        terms = {"distance": squared_l2(upgraded.embedding, view["new"])}
+        if upgraded.side is not None:
+            terms["side_distance"] = squared_l2(upgraded.side, view["new_side"])
+        return terms
+
+    def trained(self) -> nn.ModuleDict:
+        parts = {"upgrade": self.upgrade}
+        return nn.ModuleDict(parts if self.best is None else {**parts, "best": self.best})
+
+
+def draw_view(batch: Batch) -> Batch:
+    """One random view a row: features [b,v,d] -> [b,d], the same view of a row in every feature."""
+    n, views = batch["old"].shape[:2]
+    picked = torch.randint(views, (n,)).to(batch["old"].device)
+    row = torch.arange(n, device=picked.device)
+    return {
+        name: tensor[row, picked] if name in ("old", "side", "new", "new_side") else tensor
+        for name, tensor in batch.items()
+    }
+
+
+FCT = UpgradeMethod(build=build_fct, objective=FctObjective)

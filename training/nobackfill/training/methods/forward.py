@@ -1,0 +1,71 @@
+"""What learned upgrades beyond FCT's share: the new model's frozen classifier on upgraded
+embeddings.
+"""
+
+import torch
+from torch import Tensor
+
+from nobackfill.training.fixed_classifier import (
+    FixedClassifier,
+    gaussian_classifier,
+    labels_in,
+    of_head,
+)
+from nobackfill.training.losses.margins import share_of_batch
+from nobackfill.training.losses.prototypes import by_class, class_average
+from nobackfill.training.method import UpgradeInputs
+from nobackfill.training.methods.cheap_maps import flat
+from nobackfill.training.methods.fct import FctObjective
+from nobackfill.training.transform import Upgrade
+
+# Of cosines, where there is no head whose scale could be taken.
+_SCALE = 16.0
+
+
+class ForwardObjective(FctObjective):
+    """FCT's objective with the frozen new classifier at hand; subclasses say which terms
+    they add.
+    """
+
+    new_labels: Tensor
+    spread: Tensor
+
+    def __init__(self, upgrade: Upgrade, inputs: UpgradeInputs) -> None:
+        super().__init__(upgrade, inputs)
+        self.classifier, labels = new_classifier(inputs)
+        # Each training class's row in the new classifier, -1 for classes that it does not know.
+        self.register_buffer("new_labels", labels)
+        # Mean squared distance of new embeddings from their mean: makes distances free of units.
+        new = flat(inputs.rows, "new")
+        self.register_buffer("spread", (new - new.mean(0)).square().sum(1).mean())
+
+    def relative_distance(self, predicted: Tensor, target: Tensor) -> Tensor:
+        """FCT's squared L2 over the new embeddings' spread: [n,d] -> [n]; 1 = no better than the
+        mean.
+        """
+        return (predicted - target).square().sum(1) / self.spread
+
+    def classification(self, predicted: Tensor, labels: Tensor) -> Tensor:
+        """The new classifier's loss on upgraded embeddings of classes that it knows: scalar."""
+        own = self.new_labels[labels]
+        known = own >= 0
+        return share_of_batch(self.classifier.loss(predicted[known], own[known]), len(labels))
+
+
+def new_classifier(inputs: UpgradeInputs) -> tuple[FixedClassifier, Tensor]:
+    """The new model's classifier, and each training class's row in it.
+
+    A published model has no head: its classifier is then made of the class averages of its own
+    embeddings of the training images.
+    """
+    if inputs.new_head is not None:
+        return of_head(inputs.new_head), labels_in(inputs.new_class_names, inputs.class_names)
+    new, labels = flat(inputs.rows, "new"), inputs.rows["labels"]
+    labels = labels.repeat_interleave(inputs.rows["new"].shape[1])
+    classes = len(inputs.class_names)
+    means = by_class(labels, classes, lambda rows: class_average(new[rows]))
+    if inputs.shape.unit:
+        made = FixedClassifier(means, form="normalized_softmax", margin=0.0, scale=_SCALE)
+    else:
+        made = gaussian_classifier(means, new, labels)
+    return made, torch.arange(classes)

@@ -1,0 +1,29 @@
+"""LCE as FCT's appendix J has it: the forward transformation alone, with cross-entropy."""
+
+from nobackfill.training.losses.lce import boundary, centre_alignment
+from nobackfill.training.method import UpgradeMethod
+from nobackfill.training.methods.fct import build_fct
+from nobackfill.training.methods.forward import ForwardObjective
+from nobackfill.training.objective import Batch, Terms
+from nobackfill.training.transform import Upgraded
+
+
+class LceObjective(ForwardObjective):
+    """Classification under the frozen new classifier, aligned class centres, a tight boundary."""
+
+    def distance_terms(self, upgraded: Upgraded, view: Batch) -> Terms:
+        predicted, labels = upgraded.embedding, view["labels"]
+        own = self.new_labels[labels]
+        known = own >= 0
+        weights = self.classifier.weights
+        terms = super().distance_terms(upgraded, view)
+        del terms["distance"]
+        return terms | {
+            "classification": self.classification(predicted, labels),
+            "alignment": centre_alignment(predicted, view["new"], labels).mean(),
+            "boundary": boundary(predicted[known], view["new"][known], weights, own[known]).sum()
+            / len(labels),
+        }
+
+
+LCE = UpgradeMethod(build=build_fct, objective=LceObjective)

@@ -1,0 +1,71 @@
+"""Residual bottleneck transformation (Wang et al. 2020) in place of FCT's network: FCT appendix J.
+
+Reads the old embedding alone, as there. The loss is FCT's squared L2.
+"""
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from nobackfill.release.errors import ConfigurationError
+from nobackfill.training.config import UpgradeConfig
+from nobackfill.training.method import UpgradeMethod, UpgradeShape
+from nobackfill.training.methods.compatible import Options, read_options
+from nobackfill.training.methods.fct import FctObjective
+from nobackfill.training.transform import Upgrade
+
+
+class RbtOptions(Options):
+    """`bottleneck` numbers inside each of `blocks` residual blocks."""
+
+    blocks: int = Field(3, ge=1)
+    bottleneck: int = Field(64, ge=1)
+
+
+class Bottleneck(nn.Module):
+    """x + expand(squeeze(x)), each a linear layer with BatchNorm, ReLU between."""
+
+    def __init__(self, dim: int, bottleneck: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(dim, bottleneck),
+            nn.BatchNorm1d(bottleneck),
+            nn.ReLU(inplace=True),
+            nn.Linear(bottleneck, dim),
+            nn.BatchNorm1d(dim),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = x + self.layers(x)
+        return output
+
+
+class ResidualBottlenecks(nn.Module):
+    """A linear layer to the new dimension, then residual bottlenecks; normalised with `unit`."""
+
+    def __init__(self, old_dim: int, new_dim: int, options: RbtOptions, unit: bool) -> None:
+        super().__init__()
+        blocks = [Bottleneck(new_dim, options.bottleneck) for _ in range(options.blocks)]
+        self.layers = nn.Sequential(nn.Linear(old_dim, new_dim), *blocks)
+        self.unit = unit
+
+    def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
+        output: Tensor = self.layers(embedding)
+        return F.normalize(output) if self.unit else output
+
+
+def build_rbt(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
+    """h of residual bottlenecks. Raises ConfigurationError where it should read or write
+    side-information alone.
+    """
+    options = read_options(config.options, RbtOptions, config.method)
+    if not config.reads_embedding or shape.new_side_dim:
+        raise ConfigurationError(
+            "method rbt turns old embeddings into new ones and nothing else: expected "
+            "reads_embedding: true and side: carries or drops"
+        )
+    h = ResidualBottlenecks(shape.old_dim, shape.new_dim, options, shape.unit)
+    return Upgrade(h, reads_side=False)
+
+
+RBT = UpgradeMethod(build=build_rbt, objective=FctObjective)

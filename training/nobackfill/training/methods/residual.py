@@ -1,0 +1,164 @@
+"""Ours: a whitened affine map that is solved, plus a residual network that learns what it misses.
+
+Trained with FastFill's terms and a listwise one: an upgraded embedding shall rank a queue of new
+features as the true new embedding ranks them.
+"""
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from nobackfill.training.config import UpgradeConfig
+from nobackfill.training.losses.listwise import listwise, mean_squared_distance
+from nobackfill.training.maps import affine, whitening
+from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
+from nobackfill.training.methods.cheap_maps import InputShape, flat, input_shape, set_linear
+from nobackfill.training.methods.compatible import read_options
+from nobackfill.training.methods.fastfill import FastFillObjective, FastFillOptions, VarianceHead
+from nobackfill.training.objective import Batch, Terms
+from nobackfill.training.transform import Upgrade, Upgraded
+
+# Strong on purpose: int8 has 256 steps for the largest of the inputs, and directions of little
+# variance that were blown up to the size of the others would be those steps' rounding.
+_WHITENING, _RIDGE = 0.1, 1e-2
+
+
+class ResidualOptions(FastFillOptions):
+    """FastFill's weights, the listwise term's, and its queue."""
+
+    listwise: float = Field(1.0, ge=0)
+    queue: int = Field(1024, ge=2)
+    # Of distances, relative to the mean squared distance between two new embeddings.
+    temperature: float = Field(0.1, gt=0)
+
+
+class Whitened(nn.Module):
+    """One input, standardised number by number and then whitened: [n,d] -> [n,d], solved, not
+    trained.
+
+    The first step is no matrix product and so stays in float32 in the int8 file: inputs of another
+    scale, or of long tails, do not share their 256 steps with the rest.
+    """
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(dim))
+        self.register_buffer("scale", torch.ones(dim))
+        self.rotate = nn.Linear(dim, dim).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.rotate((x - self.shift) * self.scale)
+        return output
+
+    def solve(self, x: Tensor) -> None:
+        """Fit to rows x [n,d]."""
+        deviation = x.std(0)
+        self.shift.copy_(x.mean(0))
+        # A number that never changes says nothing: it is left at 0, not blown up.
+        self.scale.copy_(torch.where(deviation > 1e-6, 1 / deviation.clamp(min=1e-6), 0.0))
+        set_linear(self.rotate, whitening((x - self.shift) * self.scale, _WHITENING))
+
+
+class ResidualMap(nn.Module):
+    """affine(w) + mlp(w) of whitened inputs w; normalised with `unit`.
+
+    The network ends in a layer of zeros, so that training starts at the affine solution.
+    """
+
+    def __init__(self, reads: InputShape, dim: int, inner_dim: int, unit: bool) -> None:
+        super().__init__()
+        total = reads.embedding + reads.side
+        self.reads, self.unit = reads, unit
+        self.embedding = Whitened(reads.embedding) if reads.embedding else None
+        self.side = Whitened(reads.side) if reads.side else None
+        self.straight = nn.Linear(total, dim)
+        last = nn.Linear(inner_dim, dim)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.residual = nn.Sequential(
+            nn.Linear(total, inner_dim),
+            nn.BatchNorm1d(inner_dim),
+            nn.ReLU(inplace=True),
+            nn.Linear(inner_dim, inner_dim),
+            nn.BatchNorm1d(inner_dim),
+            nn.ReLU(inplace=True),
+            last,
+        )
+
+    def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
+        white = self.whitened(embedding, side)
+        output: Tensor = self.straight(white) + self.residual(white)
+        return F.normalize(output) if self.unit else output
+
+    def whitened(self, embedding: Tensor, side: Tensor | None) -> Tensor:
+        """What is read, whitened each on its own: [n, embedding + side]."""
+        parts = []
+        if self.embedding is not None:
+            parts.append(self.embedding(embedding))
+        if self.side is not None:
+            assert side is not None
+            parts.append(self.side(side))
+        return torch.cat(parts, 1)
+
+    def solve(self, embedding: Tensor, side: Tensor | None, target: Tensor) -> None:
+        """Set everything but the residual network from rows [n, …] and their targets [n, dim]."""
+        with torch.no_grad():
+            if self.embedding is not None:
+                self.embedding.solve(embedding)
+            if self.side is not None:
+                assert side is not None
+                self.side.solve(side)
+            white = self.whitened(embedding, side)
+        set_linear(self.straight, affine(white, target, _RIDGE))
+
+
+def build_residual(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
+    """h and g of this form, and FastFill's variance."""
+    read_options(config.options, ResidualOptions, config.method)
+    reads = input_shape(config, shape)
+    side = shape.new_side_dim
+    return Upgrade(
+        ResidualMap(reads, shape.new_dim, config.inner_dim, shape.unit),
+        reads_side=shape.side_dim > 0,
+        g=ResidualMap(reads, side, config.inner_dim, False) if side else None,
+        log_variance=VarianceHead(reads, config.projection_dim),
+    )
+
+
+class ResidualObjective(FastFillObjective):
+    """FastFill's terms and the listwise one, from the affine solution on."""
+
+    options_model = ResidualOptions
+
+    def __init__(self, upgrade: Upgrade, inputs: UpgradeInputs) -> None:
+        super().__init__(upgrade, inputs)
+        self.listwise_options = read_options(
+            inputs.config.options, ResidualOptions, inputs.config.method
+        )
+        side = flat(inputs.rows, "side") if inputs.shape.side_dim else None
+        for network, target in ((upgrade.h, "new"), (upgrade.g, "new_side")):
+            if isinstance(network, ResidualMap):
+                network.solve(flat(inputs.rows, "old"), side, flat(inputs.rows, target))
+        self.register_buffer("queue", flat(inputs.rows, "new"))
+        self.unit_of_distance = float(mean_squared_distance(flat(inputs.rows, "new")))
+
+    def distance_terms(self, upgraded: Upgraded, view: Batch) -> Terms:
+        terms = super().distance_terms(upgraded, view)
+        options = self.listwise_options
+        assert isinstance(self.queue, Tensor)
+        drawn = torch.randint(len(self.queue), (options.queue,)).to(self.queue.device)
+        losses = listwise(
+            upgraded.embedding,
+            view["new"],
+            self.queue[drawn],
+            options.temperature * self.unit_of_distance,
+        )
+        terms["listwise"] = options.listwise * losses.mean()
+        return terms
+
+
+RESIDUAL = UpgradeMethod(build=build_residual, objective=ResidualObjective)

@@ -1,0 +1,91 @@
+"""The honest control: an upgrade that knows nothing but class centres.
+
+A linear classifier on the old embedding and side-information, whose probabilities mix the new
+model's class averages. On classes of the training it scores well, since printing class centres is
+what mAP rewards; on classes that nobody has seen it shows what is left of an image.
+"""
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from nobackfill.release.errors import ConfigurationError
+from nobackfill.training.config import UpgradeConfig
+from nobackfill.training.losses.prototypes import by_class, class_average
+from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
+from nobackfill.training.methods.cheap_maps import InputShape, flat, input_shape, joined
+from nobackfill.training.methods.compatible import Options, read_options
+from nobackfill.training.methods.fct import draw_view
+from nobackfill.training.objective import Batch, Objective, Terms
+from nobackfill.training.transform import Upgrade
+
+
+class SoftPrototypesOptions(Options):
+    """`classes`: how many the training images have, since the network is built before they are
+    read.
+    """
+
+    classes: int = Field(ge=2)
+
+
+class SoftPrototypes(nn.Module):
+    """softmax(linear(x)) @ prototypes [c,d]; normalised with `unit`."""
+
+    prototypes: Tensor
+
+    def __init__(self, reads: InputShape, classes: int, dim: int, unit: bool) -> None:
+        super().__init__()
+        self.reads, self.unit = reads, unit
+        total = reads.embedding + reads.side
+        # Features of a softmax space can be large; without this the linear layer learns slowly.
+        self.classifier = nn.Sequential(nn.BatchNorm1d(total), nn.Linear(total, classes))
+        self.register_buffer("prototypes", torch.zeros(classes, dim))
+
+    def logits(self, embedding: Tensor, side: Tensor | None) -> Tensor:
+        """Answers [n,c] of the linear classifier."""
+        output: Tensor = self.classifier(joined(embedding, side, self.reads))
+        return output
+
+    def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
+        output = self.logits(embedding, side).softmax(1) @ self.prototypes
+        return F.normalize(output) if self.unit else output
+
+
+def build_soft_prototypes(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
+    """h as soft-assigned class averages."""
+    options = read_options(config.options, SoftPrototypesOptions, config.method)
+    if shape.new_side_dim:
+        raise ConfigurationError("method soft_prototypes maps no side-information; use side: drops")
+    reads = input_shape(config, shape)
+    h = SoftPrototypes(reads, options.classes, shape.new_dim, shape.unit)
+    return Upgrade(h, reads_side=shape.side_dim > 0)
+
+
+class SoftPrototypesObjective(Objective):
+    """Cross-entropy of the linear classifier; the prototypes are the new model's class averages."""
+
+    def __init__(self, upgrade: Upgrade, inputs: UpgradeInputs) -> None:
+        super().__init__()
+        assert isinstance(upgrade.h, SoftPrototypes)
+        self.upgrade, self.h = upgrade, upgrade.h
+        new, classes = flat(inputs.rows, "new"), len(inputs.class_names)
+        if classes != len(self.h.prototypes):
+            raise ConfigurationError(
+                f"method soft_prototypes: options.classes is {len(self.h.prototypes)}, the images "
+                f"have {classes} classes"
+            )
+        labels = inputs.rows["labels"].repeat_interleave(inputs.rows["new"].shape[1])
+        means = by_class(labels, classes, lambda rows: class_average(new[rows]))
+        self.h.prototypes.copy_(means)
+
+    def forward(self, batch: Batch) -> Terms:
+        view = draw_view(batch)
+        logits = self.h.logits(view["old"], view.get("side"))
+        return {"classification": F.cross_entropy(logits, view["labels"])}
+
+    def trained(self) -> nn.ModuleDict:
+        return nn.ModuleDict({"upgrade": self.upgrade})
+
+
+SOFT_PROTOTYPES = UpgradeMethod(build=build_soft_prototypes, objective=SoftPrototypesObjective)

@@ -1,0 +1,113 @@
+"""UniBCT: the new embedding against pseudo prototypes of old features, refined as it learns.
+
+Works for any allocation of classes between old and new: every new class gets its prototype from
+the old features of its images, and the old classifier is not read.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from nobackfill.training.fixed_classifier import FixedClassifier, form_of, gaussian_classifier
+from nobackfill.training.heads import Head
+from nobackfill.training.losses.prototypes import (
+    by_class,
+    class_average,
+    drop_average,
+    refined_average,
+)
+from nobackfill.training.method import EmbedderInputs, EmbedderMethod
+from nobackfill.training.methods.compatible import (
+    CompatibleObjective,
+    WeightOptions,
+    encode_all,
+    read_options,
+)
+from nobackfill.training.objective import Terms
+
+
+class UniBctOptions(WeightOptions):
+    """UniBCT's settings (unibct.txt section 4.1 and its Algorithm 1)."""
+
+    prototypes: Literal["vanilla", "drop", "refined"] = "refined"
+    temperature: float = Field(0.05, gt=0)
+    # Lambda of Eq. 8.
+    blend: float = Field(0.9, ge=0, lt=1)
+    # Share of the epochs without the term (10 of 35); prototypes are made after it, and again each
+    # time as many epochs have passed, `refreshes` times in all.
+    warmup_share: float = Field(10 / 35, ge=0, lt=1)
+    refreshes: int = Field(2, ge=1)
+
+
+class UniBctObjective(CompatibleObjective):
+    """UniBCT Eq. 2 and 5: the head's form of loss against pseudo prototypes, after a warm-up."""
+
+    def __init__(self, inputs: EmbedderInputs) -> None:
+        super().__init__(inputs)
+        self.options = read_options(inputs.config.options, UniBctOptions, "unibct")
+        self.images, self.labels = inputs.rows["images"], inputs.rows["labels"]
+        self.classes = len(inputs.class_names)
+        self.old_features = encode_all(self.old.encoder, self.images)
+        self.first, self.refreshes = refresh_epochs(inputs.config.epochs, self.options)
+        # In the checkpoint: a resumed run goes on with the prototypes of the last refresh.
+        self.pseudo_classifier = self._pseudo_classifier()
+        self.active = False
+
+    def begin_epoch(self, epoch: int, epochs: int) -> None:
+        if epoch in self.refreshes:
+            self.pseudo_classifier.load_state_dict(self._pseudo_classifier().state_dict())
+        self.active = epoch >= self.first
+
+    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+        if not self.active:
+            return {}
+        losses = self.pseudo_classifier.loss(self.as_old(embedding), labels)
+        return {"pseudo_prototypes": self.options.weight * losses.mean()}
+
+    def trained(self) -> torch.nn.ModuleDict:
+        parts = super().trained()
+        parts["prototypes"] = self.pseudo_classifier
+        return parts
+
+    def _pseudo_classifier(self) -> FixedClassifier:
+        old, options = self.old_features, self.options
+        if options.prototypes == "refined":
+            new = encode_all(self.embedder, self.images).to(old.device)
+            prototypes = by_class(
+                self.labels,
+                self.classes,
+                lambda rows: refined_average(
+                    old[rows], new[rows], temperature=options.temperature, blend=options.blend
+                ),
+            )
+        else:
+            average = drop_average if options.prototypes == "drop" else class_average
+            prototypes = by_class(self.labels, self.classes, lambda rows: average(old[rows]))
+        return pseudo_classifier(prototypes, old, self.labels, self.head)
+
+
+def refresh_epochs(epochs: int, options: UniBctOptions) -> tuple[int, set[int]]:
+    """The first epoch with the term, and those before which prototypes are made; 0 is the first."""
+    first = round(options.warmup_share * epochs)
+    if not first:
+        return 0, {0}
+    return first, {k * first for k in range(1, options.refreshes + 1) if k * first < epochs}
+
+
+def pseudo_classifier(
+    prototypes: Tensor, old_features: Tensor, labels: Tensor, head: Head
+) -> FixedClassifier:
+    """Prototypes [c,d] as a classifier of the form of `head`.
+
+    Angular heads take them as rows (Eq. 5). A softmax head, which the paper has not, gets the
+    classifier of squared distances to them, which ranks by L2 as the search does.
+    """
+    form = form_of(head)
+    if form != "softmax":
+        return FixedClassifier(prototypes, form=form, margin=head.margin, scale=head.scale)
+    return gaussian_classifier(prototypes, old_features, labels)
+
+
+UNIBCT = EmbedderMethod(UniBctObjective, searches_directly=True)

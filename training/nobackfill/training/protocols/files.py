@@ -1,0 +1,53 @@
+"""Reading protocol files: every refusal names the file, the line and what was expected."""
+
+import csv
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from nobackfill.release.errors import InvalidInputError, NotFoundError, few
+
+
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines that are not blank. Raises NotFoundError, InvalidInputError (not text)."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise NotFoundError(f"no protocol file {path}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{path}: expected text, got other bytes") from error
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            yield number, line
+
+
+def words(path: Path, count: int) -> Iterator[list[str]]:
+    """The space-separated words of each line, `count` of them."""
+    for number, line in lines(path):
+        found = line.split()
+        if len(found) != count:
+            raise InvalidInputError(
+                f"{path} line {number}: expected {count} words, got {len(found)}"
+            )
+        yield found
+
+
+def table(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Rows of a CSV file with a header, as the named columns; others are ignored."""
+    reader = csv.DictReader(line for _, line in lines(path))
+    missing = [name for name in columns if name not in (reader.fieldnames or ())]
+    if missing:
+        raise InvalidInputError(
+            f"{path}: expected the columns {', '.join(columns)}, got {few(reader.fieldnames or ())}"
+        )
+    for number, row in enumerate(reader, start=2):
+        if any(row[name] is None for name in columns):
+            raise InvalidInputError(f"{path} row {number}: expected {', '.join(columns)}")
+        yield {name: row[name] for name in columns}
+
+
+def integer(text: str, path: Path) -> int:
+    """`text` as a number. Raises InvalidInputError naming the file."""
+    try:
+        return int(text)
+    except ValueError as error:
+        raise InvalidInputError(f"{path}: expected a whole number, got {text!r}") from error

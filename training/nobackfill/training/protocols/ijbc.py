@@ -1,0 +1,156 @@
+"""IJB-C: 1:1 verification of template pairs, 1:N search over two galleries.
+
+Files, as NIST and the usual copies name them: `ijbc_face_tid_mid.txt` (image, template, media),
+`ijbc_template_pair_label.txt` (template, template, 1 or 0), `ijbc_1N_gallery_G1.csv` and `…_G2.csv`
+and `ijbc_1N_probe_mixed.csv` (TEMPLATE_ID, SUBJECT_ID, …).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nobackfill.metrics.distances import Floats, Metric, unit
+from nobackfill.metrics.identification import open_set_search, tpir_at_fpir
+from nobackfill.metrics.ranking import rank, same_label
+from nobackfill.metrics.retrieval import cmc, mean
+from nobackfill.metrics.verification import tar_at_far
+from nobackfill.release.errors import InvalidInputError
+from nobackfill.training.protocols.files import integer, table, words
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Faces:
+    """Images in the order of their vectors, each with its template and media."""
+
+    names: tuple[str, ...]
+    templates: Ints
+    media: Ints
+
+
+@dataclass(frozen=True)
+class Templates:
+    """One unit vector a template."""
+
+    ids: Ints
+    vectors: Floats
+
+    def of(self, ids: Ints) -> Floats:
+        """Vectors of `ids`. Raises InvalidInputError for a template without a face."""
+        places = np.searchsorted(self.ids, ids)
+        places = np.minimum(places, len(self.ids) - 1)
+        missing = ids[self.ids[places] != ids]
+        if len(missing):
+            raise InvalidInputError(f"template {missing[0]} has no face in the media list")
+        found: Floats = self.vectors[places]
+        return found
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Template pairs of the 1:1 protocol; `same` is whether they show one person."""
+
+    first: Ints
+    second: Ints
+    same: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Enrolled:
+    """Templates with their subjects: a gallery, or the probes. One row a template."""
+
+    templates: Ints
+    subjects: Ints
+
+
+def read_faces(folder: Path) -> Faces:
+    """Raises NotFoundError, InvalidInputError."""
+    path = folder / "ijbc_face_tid_mid.txt"
+    rows = list(words(path, 3))
+    numbers = np.array([[integer(t, path), integer(m, path)] for _, t, m in rows], np.int64)
+    if not rows:
+        raise InvalidInputError(f"{path}: expected faces, got none")
+    return Faces(tuple(name for name, _, _ in rows), numbers[:, 0], numbers[:, 1])
+
+
+def read_pairs(folder: Path) -> Pairs:
+    """Raises NotFoundError, InvalidInputError."""
+    path = folder / "ijbc_template_pair_label.txt"
+    numbers = np.array([[integer(w, path) for w in row] for row in words(path, 3)], np.int64)
+    if not len(numbers) or not np.isin(numbers[:, 2], (0, 1)).all():
+        raise InvalidInputError(f"{path}: expected pairs labelled 0 or 1")
+    return Pairs(numbers[:, 0], numbers[:, 1], numbers[:, 2] == 1)
+
+
+def read_enrolled(path: Path) -> Enrolled:
+    """A gallery or probe file, in which a template has a row for each of its media."""
+    subjects: dict[int, int] = {}
+    for row in table(path, ("TEMPLATE_ID", "SUBJECT_ID")):
+        template, subject = integer(row["TEMPLATE_ID"], path), integer(row["SUBJECT_ID"], path)
+        if subjects.setdefault(template, subject) != subject:
+            raise InvalidInputError(f"{path}: template {template} has two subjects")
+    ids = np.array(sorted(subjects), np.int64)
+    return Enrolled(ids, np.array([subjects[i] for i in ids.tolist()], np.int64))
+
+
+def pool(faces: Faces, vectors: Floats) -> Templates:
+    """Template vectors: the mean of the means of each media, so that a long video weighs like a
+    photograph, then unit norm."""
+    if len(vectors) != len(faces.names):
+        raise InvalidInputError(
+            f"expected {len(faces.names)} vectors, one a face, got {len(vectors)}"
+        )
+    keys = np.stack((faces.templates, faces.media), 1)
+    media, place = np.unique(keys, axis=0, return_inverse=True)
+    of_media = _means(vectors, place.reshape(-1), len(media))
+    ids, place = np.unique(media[:, 0], return_inverse=True)
+    return Templates(ids, unit(_means(of_media, place.reshape(-1), len(ids))))
+
+
+def verify(
+    pairs: Pairs, first: Templates, second: Templates, rates: Sequence[float]
+) -> Mapping[float, float]:
+    """TAR at each FAR: the first template of a pair by one model, the second by another
+    (BCT 3.3).
+    """
+    products = np.einsum("pd,pd->p", first.of(pairs.first), second.of(pairs.second))
+    distances = 1 - products
+    genuine, impostor = distances[pairs.same], distances[~pairs.same]
+    return {rate: tar_at_far(genuine, impostor, rate) for rate in rates}
+
+
+def search(
+    probes: Enrolled,
+    galleries: Sequence[Enrolled],
+    of_probes: Templates,
+    of_galleries: Templates,
+    rates: Sequence[float],
+    metric: Metric = "cosine",
+) -> Mapping[str, float]:
+    """TPIR at each FPIR, rank-1 and rank-5, each the mean over the galleries.
+
+    A probe whose subject is in the other gallery is non-mated in this one.
+    """
+    figures: dict[str, list[float]] = {}
+    queries = of_probes.of(probes.templates)
+    for gallery in galleries:
+        stored = of_galleries.of(gallery.templates)
+        relevance = same_label(probes.subjects, gallery.subjects)
+        found = open_set_search(queries, stored, relevance, metric)
+        ranking = rank(queries, stored, relevance, metric)
+        told = {f"tpir@fpir={rate:g}": tpir_at_fpir(found, rate) for rate in rates}
+        told |= {f"rank-{k}": mean(cmc(ranking, k)) for k in (1, 5)}
+        for name, value in told.items():
+            figures.setdefault(name, []).append(value)
+    return {name: float(np.mean(values)) for name, values in figures.items()}
+
+
+def _means(vectors: Floats, place: Ints, groups: int) -> Floats:
+    sums = np.zeros((groups, vectors.shape[1]))
+    np.add.at(sums, place, vectors)
+    means: Floats = sums / np.bincount(place, minlength=groups)[:, None]
+    return means

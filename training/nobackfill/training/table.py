@@ -1,0 +1,76 @@
+"""Tables for people: rows are the query model, columns the gallery, figures in percent."""
+
+import io
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from nobackfill.training.gate import Evidence, Row
+from nobackfill.training.matrix import MatrixCell
+
+
+def gate_table(evidence: Evidence) -> str:
+    """Every measured cell, and for each way of serving old vectors what it gains over old/old."""
+    table = Table("cell", "CMC-1", "CMC-5", "mAP", "gain CMC-1", "gain mAP", "gate")
+    rows = {str(row): row for row in evidence.rows}
+    for cell in evidence.cells:
+        row = rows.get(f"{cell.query}/{cell.gallery}")
+        figures = (f"{100 * value:.2f}" for value in (cell.cmc1, cell.cmc5, cell.map))
+        table.add_row(f"{cell.query}/{cell.gallery}", *figures, *_gains(row))
+    for row in evidence.rows:
+        if row.exact:
+            table.add_row(str(row), "", "", "", *_gains(row))
+    return render(table)
+
+
+# What criterion.py calls a share, and its column.
+_SHARES = {
+    "share_kept": "kept",
+    "gap_closed": "gap\nclosed",
+    "negative_flips": "flips",
+    "update_gain": "update\ngain",
+    "upgrade_gain": "upgrade\ngain",
+    "degradation": "degra-\ndation",
+}
+
+
+def matrix_table(
+    cells: Sequence[MatrixCell], criteria: Mapping[str, Mapping[str, float | bool | None]]
+) -> str:
+    """Every cell, and for those of an older gallery what criterion.py tells (mAP).
+
+    The strict criterion (BCT Eq. 1) as two shares: of pairs of two classes, and of one.
+    """
+    titles = (*_SHARES.values(), "BCT\nEq. 1", "BCT\nEq. 2")
+    table = Table("cell", "CMC-1", "CMC-5", "mAP", *titles)
+    for cell in cells:
+        figures = (f"{100 * cell.figures[name]:.2f}" for name in ("cmc1", "cmc5", "map"))
+        told = criteria.get(str(cell.name))
+        if told is None:
+            table.add_row(str(cell.name), *figures)
+            continue
+        shares = (_percent(told[name]) for name in _SHARES)
+        strict = "/".join(_percent(told[f"strict_{kind}"]) for kind in ("apart", "together"))
+        holds = "holds" if told["compatible"] else "fails"
+        table.add_row(str(cell.name), *figures, *shares, strict, holds)
+    return render(table)
+
+
+def _percent(share: float | bool | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
+def render(table: Table) -> str:
+    """The table as plain text."""
+    text = io.StringIO()
+    Console(file=text, width=110, color_system=None).print(table)
+    return text.getvalue().rstrip("\n")
+
+
+def _gains(row: Row | None) -> tuple[str, str, str]:
+    if row is None:
+        return "", "", ""
+    gains = (row.cmc1_gain, row.map_gain)
+    cmc1, map_ = (f"{100 * g.mean:+.2f} [{100 * g.low:+.2f}, {100 * g.high:+.2f}]" for g in gains)
+    return cmc1, map_, "passed" if row.passed else "FAILED"
