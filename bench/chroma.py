@@ -13,9 +13,9 @@ import numpy as np
 
 from bench.record import ROOT
 from demo.serve import free_addresses
-from nobackfill.gallery import hnsw
-from nobackfill.gallery.index import Labels
-from nobackfill.release.vectors import Vectors
+from nobackfill.gallery.search import hnsw
+from nobackfill.gallery.search.index import Labels
+from nobackfill.vectors import Vectors
 
 PROGRAM = ROOT / "build" / "chroma" / "bin" / "chroma"
 COLLECTIONS = "/api/v2/tenants/default_tenant/databases/default_database/collections"

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from nobackfill.release.vectors import Vectors
+from nobackfill.vectors import Vectors
 
 TRAITS = 32
 CLUSTERS = 100

@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 
 from bench import data
 from bench.models import Backboned, Projected, transform, write_encoder, write_transform
+from nobackfill.digests import side_space_id
 from nobackfill.release import paths
-from nobackfill.release.digests import side_space_id
-from nobackfill.release.draft import Draft, described
 from nobackfill.release.manifest import (
     Calibration,
     Embedder,
@@ -25,6 +24,7 @@ from nobackfill.release.manifest import (
     space_of,
 )
 from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
+from nobackfill.release.publishing.draft import Draft, described
 
 CREATED = "2026-01-01T00:00:00+00:00"
 

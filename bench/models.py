@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from bench.data import DIM, SIDE_DIM, things
-from nobackfill.release.vectors import Vectors
-from nobackfill.training.onnx_export import export_onnx, quantise
-from nobackfill.training.transform import FctTransform, Upgrade
+from nobackfill.training.export.onnx_export import export_onnx, quantise
+from nobackfill.training.networks.transform import FctTransform, Upgrade
+from nobackfill.vectors import Vectors
 
 # FCT, D.1.
 PROJECTION = 256

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nobackfill.release import paths
-from nobackfill.release.draft import Draft
 from nobackfill.release.manifest import Manifest, parse_manifest
-from nobackfill.release.publish import publish
+from nobackfill.release.publishing.draft import Draft
+from nobackfill.release.publishing.publish import publish
 
 SIZE = 32
 # Inner widths of the upgrade: FCT's (D.1), and a cheap one.

@@ -17,8 +17,8 @@ from bench.load import Run
 from bench.published import Publication
 from demo import gateway, serve
 from demo.children import Children
-from nobackfill.release.vectors import Vectors
 from nobackfill.v1 import gallery_pb2, gallery_pb2_grpc, search_pb2, types_pb2
+from nobackfill.vectors import Vectors
 
 HERE = Path(__file__).parent
 SEARCH = "/nobackfill.v1.SearchService/Search"

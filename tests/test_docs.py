@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.release import errors
+from nobackfill import errors
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -61,7 +61,7 @@ def test_make_targets_that_are_named_exist(page: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "module"),
-    [("edge-client", "nobackfill.client.cli"), ("gateway", "nobackfill.server.cli")],
+    [("edge-client", "nobackfill.client.cli.app"), ("gateway", "nobackfill.server.cli.main")],
 )
 def test_subcommands_that_are_named_exist(name: str, module: str) -> None:
     script = f"from {module} import main; main()"

@@ -1,6 +1,6 @@
-"""`python training/compare.py`: nobackfill.training.compare."""
+"""`python training/compare.py`: nobackfill.training.cli.compare."""
 
-from nobackfill.training.compare import app
+from nobackfill.training.cli.compare import app
 
 if __name__ == "__main__":
     app()

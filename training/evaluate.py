@@ -1,6 +1,6 @@
-"""`python training/evaluate.py`: nobackfill.training.evaluate."""
+"""`python training/evaluate.py`: nobackfill.training.cli.evaluate."""
 
-from nobackfill.training.evaluate import app
+from nobackfill.training.cli.evaluate import app
 
 if __name__ == "__main__":
     app()

@@ -1,6 +1,6 @@
-"""`python training/export.py`: nobackfill.training.export."""
+"""`python training/export.py`: nobackfill.training.cli.export."""
 
-from nobackfill.training.export import app
+from nobackfill.training.cli.export import app
 
 if __name__ == "__main__":
     app()

@@ -1,6 +1,6 @@
-"""`python training/train.py`: nobackfill.training.train."""
+"""`python training/train.py`: nobackfill.training.cli.train."""
 
-from nobackfill.training.train import app
+from nobackfill.training.cli.train import app
 
 if __name__ == "__main__":
     app()

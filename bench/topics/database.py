@@ -16,12 +16,12 @@ from bench.published import INNER, Publication, publication
 from bench.serving import SEARCH, by_embedding, copy_filled, serving
 from bench.topics.index import SPEC, recall
 from demo import gateway as calls
-from nobackfill.gallery import hnsw
-from nobackfill.gallery.exact import ExactIndex
-from nobackfill.gallery.index import Labels
+from nobackfill.gallery.search import hnsw
+from nobackfill.gallery.search.exact import ExactIndex
+from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.release.vectors import Vectors
 from nobackfill.v1 import search_pb2, search_pb2_grpc
+from nobackfill.vectors import Vectors
 
 K = 10
 QUERIES = 200

@@ -8,15 +8,15 @@ import numpy as np
 from bench import data
 from bench.harness import Bench, Contender, Row, Table, interleave, seconds
 from bench.topics.index import recall
-from nobackfill.gallery import hnsw
-from nobackfill.gallery.exact import ExactIndex
 from nobackfill.gallery.filters import All, Filter, OneOf, Range
-from nobackfill.gallery.index import Labels
 from nobackfill.gallery.passing import Filtering
+from nobackfill.gallery.search import hnsw
+from nobackfill.gallery.search.exact import ExactIndex
+from nobackfill.gallery.search.index import Labels
+from nobackfill.gallery.search.view import LiveView
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import NewVectors, Store
-from nobackfill.gallery.view import LiveView
-from nobackfill.release.vectors import Vectors
+from nobackfill.vectors import Vectors
 
 K = 10
 QUERIES = 100

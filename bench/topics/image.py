@@ -14,8 +14,8 @@ from bench.loaded import table
 from bench.published import INNER, SIZE, publication
 from bench.record import ROOT
 from bench.serving import SEARCH, by_image, copy_filled, serving
+from nobackfill.images import decode
 from nobackfill.release import paths
-from nobackfill.release.images import decode
 from nobackfill.server.triton.client import TritonClient
 from nobackfill.server.triton.configuration import model_config
 from nobackfill.server.triton.process import TritonProcess

@@ -9,12 +9,12 @@ import numpy as np
 
 from bench import data
 from bench.harness import Bench, Contender, Row, Table, Value, interleave, rate
-from nobackfill.gallery import hnsw
-from nobackfill.gallery.exact import ExactIndex
-from nobackfill.gallery.index import Labels
+from nobackfill.gallery.search import hnsw
+from nobackfill.gallery.search.exact import ExactIndex
+from nobackfill.gallery.search.index import Labels
+from nobackfill.gallery.search.view import snapshot_of
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.view import snapshot_of
-from nobackfill.release.vectors import Vectors
+from nobackfill.vectors import Vectors
 
 K = 10
 RECALLS = (0.95, 0.99)

@@ -6,12 +6,13 @@ from pathlib import Path
 import numpy as np
 
 from bench.harness import Bench, Row, Table
-from nobackfill.gallery import hnsw, staging
+from nobackfill.gallery import staging
+from nobackfill.gallery.search import hnsw
+from nobackfill.gallery.search.view import LiveView
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import NewVectors, Store
-from nobackfill.gallery.view import LiveView
-from nobackfill.release.vectors import Vectors
-from nobackfill.server.galleries.beginnings import beginning
+from nobackfill.server.galleries.initial_index import beginning
+from nobackfill.vectors import Vectors
 
 NOTE = (
     "Resident memory beyond that of a process with the gallery's file open and BLAS in use, over 4 "

@@ -19,12 +19,12 @@ from demo.data import prepare
 from nobackfill.metrics import retrieval
 from nobackfill.metrics.compatibility import share_kept
 from nobackfill.metrics.ranking import same_label
-from nobackfill.release.vectors import Vectors
-from nobackfill.training.data import Listing, decode, list_images
-from nobackfill.training.frozen import of_run
-from nobackfill.training.onnx_export import export_onnx, quantise
-from nobackfill.training.transform import Upgrade
-from nobackfill.training.upgrade import read_upgrade
+from nobackfill.training.data.folders import Listing, decode, list_images
+from nobackfill.training.export.onnx_export import export_onnx, quantise
+from nobackfill.training.loop.upgrade import read_upgrade
+from nobackfill.training.networks.frozen import of_run
+from nobackfill.training.networks.transform import Upgrade
+from nobackfill.vectors import Vectors
 
 CONFIGS = ROOT / "configs" / "digits"
 SETS = {"embedder-1": "embedder", "embedder-2": "embedder", "side_encoder-1": "side_encoder"}

@@ -11,10 +11,10 @@ from bench.harness import Bench, Contender, Row, Table, compared, interleave
 from nobackfill.metrics import retrieval
 from nobackfill.metrics.ranking import same_label
 from nobackfill.training.config import Augmentation, EmbedderConfig
-from nobackfill.training.embedder import EmbedderObjective
-from nobackfill.training.frozen import FrozenEncoder, features
-from nobackfill.training.loop import fit
-from nobackfill.training.progress import Progress
+from nobackfill.training.loop.loop import fit
+from nobackfill.training.loop.progress import Progress
+from nobackfill.training.networks.embedder import EmbedderObjective
+from nobackfill.training.networks.frozen import FrozenEncoder, features
 
 PIXELS = 32
 CLASSES = 10

@@ -14,16 +14,17 @@ from bench.galleries import fill
 from bench.harness import Bench, Contender, Measured, Row, Table, interleave, seconds
 from bench.published import INNER, Publication, publication
 from bench.topics.index import recall
-from nobackfill.gallery import hnsw, staging
-from nobackfill.gallery.exact import ExactIndex
-from nobackfill.gallery.hnsw import HnswIndex
-from nobackfill.gallery.index import Labels
+from nobackfill.errors import VerificationError
+from nobackfill.gallery import staging
+from nobackfill.gallery.search import hnsw
+from nobackfill.gallery.search.exact import ExactIndex
+from nobackfill.gallery.search.hnsw import HnswIndex
+from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Store
 from nobackfill.gallery.upgrade import CHUNK, Runner, Upgraded, run_upgrade
-from nobackfill.release.errors import VerificationError
 from nobackfill.release.routes import RouteRunner, open_route, plan_route
-from nobackfill.release.vectors import Vectors
+from nobackfill.vectors import Vectors
 
 THREADS = 2
 EFS = (16, 32, 64, 128, 256, 512)

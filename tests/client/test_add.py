@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nobackfill.client import files
-from nobackfill.client.add import Added, add
+from nobackfill import images
 from nobackfill.client.device import Device
-from nobackfill.client.files import find_images
-from nobackfill.client.find import Search
-from nobackfill.release import images
-from nobackfill.release.errors import InvalidInputError
+from nobackfill.client.photos import files
+from nobackfill.client.photos.adding import Added, add
+from nobackfill.client.photos.files import find_images
+from nobackfill.client.photos.search import Search
+from nobackfill.errors import InvalidInputError
 from tests.support import blocks, edge, pictures, releases
 from tests.support.edge import Setting
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.client.device import Device
-from nobackfill.client.find import Search
+from nobackfill.client.photos.search import Search
 from nobackfill.client.upkeep import verify
 from nobackfill.release.paths import release_of_manifest
 from tests.support import edge

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from nobackfill.client.cli import main
+from nobackfill.client.cli.app import main
 from nobackfill.client.device import Device
 from nobackfill.client.upkeep import remove
 from tests.support import blocks, edge
@@ -191,7 +191,7 @@ def test_a_search_loads_nothing_that_only_a_sync_needs(setting: Setting) -> None
     item = run(setting.gallery, "list").stdout.split()[0]
     heavy = ["onnx", "onnxruntime", "tuf", "grpc", "PIL", "sqlite_utils", "urllib3", "torch"]
     code = (
-        "import sys; from nobackfill.client.cli import app;"
+        "import sys; from nobackfill.client.cli.app import app;"
         f"sys.argv = ['edge-client', '--gallery', {str(setting.gallery)!r}, 'search', '--id', "
         f"{item!r}]\ntry: app()\nexcept SystemExit: pass\n"
         f"print(sorted(set({heavy!r}) & set(sys.modules)))"

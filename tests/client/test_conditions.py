@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from nobackfill.client.conditions import read
+from nobackfill.client.cli.conditions import read
+from nobackfill.client.cli.options import metadata_values
 from nobackfill.client.device import Device
-from nobackfill.client.expressions import to_expression, to_value
-from nobackfill.client.find import Search
-from nobackfill.client.options import metadata_values
+from nobackfill.client.photos.search import Search
+from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.filters import (
     All,
     Exists,
@@ -22,11 +22,11 @@ from nobackfill.gallery.filters import (
     TimeRange,
     microseconds,
 )
-from nobackfill.gallery.put import MetadataValue
 from nobackfill.gallery.store import NewVectors
-from nobackfill.release.errors import InvalidInputError
-from nobackfill.server.services.convert import from_filter
+from nobackfill.gallery.writing import MetadataValue
+from nobackfill.server.grpc.services.convert import from_filter
 from nobackfill.v1 import types_pb2 as types
+from nobackfill.wire.expressions import to_expression, to_value
 from tests.gallery.test_filters import FILTERS, METADATA, holds
 from tests.support import graphs
 from tests.support.edge import Setting

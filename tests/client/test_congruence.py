@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.client.app import Gateway
 from nobackfill.client.device import Device
-from nobackfill.client.find import Search
+from nobackfill.client.photos.search import Search
+from nobackfill.errors import NotFoundError
 from nobackfill.gallery.filters import AnyOf, Exists, Filter, Not, OneOf, Range, Scalar
-from nobackfill.release.errors import NotFoundError
 from nobackfill.v1.gallery_pb2 import UpdateGalleryRequest
+from nobackfill.wire.gateway import Gateway
 from tests.server.support import Client, running
 from tests.support import blocks, edge
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nobackfill.client.cli import main
+from nobackfill.client.cli.app import main
 from nobackfill.client.device import Device
-from nobackfill.client.vault_queue import Entry, VaultQueue
+from nobackfill.client.vault.queue import Entry, VaultQueue
 from nobackfill.gallery.blank import PAGE_BYTES
 from nobackfill.gallery.store import NewVectors
 from tests.support import edge

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from nobackfill.client import crypto
-from nobackfill.client.cli import app, main
+from nobackfill.client.cli.app import app, main
 from nobackfill.client.device import Device
+from nobackfill.client.vault import encryption
 from tests.server.support import running
 from tests.support import blocks, edge, releases
 
@@ -45,7 +45,7 @@ def test_every_option_in_the_page_exists() -> None:
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
-    from nobackfill.release import errors
+    from nobackfill import errors
 
     used = {c.exit_code for c in vars(errors).values() if hasattr(c, "exit_code")}
     documented = set(map(int, re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)))
@@ -62,7 +62,7 @@ def scene(
     blocks.write_pngs(tmp_path / "photos", 12)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("NOBACKFILL_GALLERY", raising=False)
-    recovery = crypto.new_identity(tmp_path / "recovery.txt")
+    recovery = encryption.new_identity(tmp_path / "recovery.txt")
     gateway_repo = tmp_path / "gateway" / "repo"
     world.publish(gateway_repo, 1)
     with running(gateway_repo, tmp_path / "gateway" / "data") as gateway:

@@ -8,15 +8,15 @@ from concurrent import futures
 import grpc
 import pytest
 
-from nobackfill.client import fetcher
-from nobackfill.client.app import Gateway
-from nobackfill.client.cli import main
+from nobackfill.client.cli.app import main
 from nobackfill.client.device import Device
-from nobackfill.client.find import Search
+from nobackfill.client.photos.search import Search
+from nobackfill.client.sync import fetcher
 from nobackfill.client.upkeep import verify
-from nobackfill.release import pace, tufclient
-from nobackfill.release.errors import NobackfillError, UnavailableError
+from nobackfill.errors import NobackfillError, UnavailableError
+from nobackfill.release.trust import pace, refresh
 from nobackfill.v1 import search_pb2, search_pb2_grpc
+from nobackfill.wire.gateway import Gateway
 from tests.support import edge
 from tests.support.edge import Setting
 from tests.support.evil_gateway import BEHAVIOURS, ESCAPES, EvilGateway, evil_gateway
@@ -50,7 +50,7 @@ def elsewhere(setting: Setting) -> dict[str, bytes]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetcher, "SILENCE_SECONDS", 0.2)
     monkeypatch.setattr(pace, "PATIENCE_SECONDS", 0.25)
-    monkeypatch.setattr(tufclient, "METADATA_SECONDS", 0.4)
+    monkeypatch.setattr(refresh, "METADATA_SECONDS", 0.4)
 
 
 @pytest.mark.timeout(60)

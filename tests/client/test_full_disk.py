@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.client import reserve
-from nobackfill.client.cli import main
+from nobackfill.client.cli.app import main
 from nobackfill.client.device import Device
 from tests.support import blocks, disks, edge
 from tests.support.edge import Setting

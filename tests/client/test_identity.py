@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.client import crypto
 from nobackfill.client.device import Device, beside
-from nobackfill.client.push import Pushed, push
-from nobackfill.client.restore import pull
 from nobackfill.client.status import status
-from nobackfill.client.sync import Wishes
+from nobackfill.client.sync.sync import Wishes
 from nobackfill.client.upkeep import verify
-from nobackfill.release.errors import ConfigurationError
+from nobackfill.client.vault import encryption
+from nobackfill.client.vault.pull import pull
+from nobackfill.client.vault.push import Pushed, push
+from nobackfill.errors import ConfigurationError
 from tests.server.support import running
 from tests.support import edge
 from tests.support.edge import Setting
@@ -69,7 +69,7 @@ def test_a_lost_key_is_said_by_every_command_that_needs_it(
     assert problems(pushed) == []
     copy = lose(pushed)
     (problem,) = problems(pushed)
-    public = str(crypto.read_identity(copy).to_public())
+    public = str(encryption.read_identity(copy).to_public())
     assert public in problem
     assert "--new-key" in problem
     with pytest.raises(ConfigurationError, match="is missing"):
@@ -87,7 +87,7 @@ def test_a_lost_key_is_said_by_every_command_that_needs_it(
 
 def test_another_key_in_its_place_is_noticed(pushed: Setting, address: str) -> None:
     lose(pushed)
-    crypto.new_identity(beside(pushed.gallery, "identity"))
+    encryption.new_identity(beside(pushed.gallery, "identity"))
     (problem,) = problems(pushed)
     assert "expected" in problem
     with pytest.raises(ConfigurationError, match="holds the key"):

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from nobackfill.client.device import Device
+from nobackfill.errors import UnfitError
 from nobackfill.release import paths
-from nobackfill.release.errors import UnfitError
-from nobackfill.release.overview import list_releases
-from nobackfill.release.trust import TrustedFolder
+from nobackfill.release.publishing.inspection import list_releases
+from nobackfill.release.trust.trust import TrustedFolder
 from tests.support import blocks, edge
 from tests.support.edge import Setting
 from tests.support.publication import publish_manifest

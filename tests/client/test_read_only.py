@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.client.cli import main
+from nobackfill.client.cli.app import main
 from nobackfill.client.device import Device
+from nobackfill.errors import BusyError, CannotWriteError
 from nobackfill.gallery.store import Store
-from nobackfill.release.errors import BusyError, CannotWriteError
 from tests.gallery.making import filled, put
 from tests.support import blocks, disks
 from tests.support.edge import Setting

@@ -8,22 +8,22 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from nobackfill.client import install
-from nobackfill.client.carry import carry
 from nobackfill.client.device import Device
-from nobackfill.client.plan import make_plan
-from nobackfill.client.sources import opened
+from nobackfill.client.sync import installation
+from nobackfill.client.sync.plan import make_plan
+from nobackfill.client.sync.sources import opened
+from nobackfill.client.sync.upgrade import carry
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import NewVectors, Store
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.publish import publish
+from nobackfill.release.publishing.publish import publish
 from nobackfill.release.routes import Route
-from nobackfill.server.border.metrics import Metrics
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import StateFile
-from nobackfill.server.upgrades.upgrading import Upgrading
+from nobackfill.server.upgrades.jobs import Upgrading
 from tests.gallery.making import rows
 from tests.support import edge, graphs
 from tests.support.blocks import Side
@@ -119,8 +119,8 @@ def on_device(
         plan = make_plan(device, trust, target.release, int8=True)
         if plan is None:
             return None, set(), {}
-        install.download(device.models, trust, plan.files(), edge.QUIET)
-        install.check(device, plan)
+        installation.download(device.models, trust, plan.files(), edge.QUIET)
+        installation.check(device, plan)
         carry(device, plan, 0, {}, edge.QUIET)
         behind = {item.id for item in staging.left_behind_items(device.store, target.space)}
         return plan.legs[0].route, behind, rows(device.store, target.space)

@@ -8,11 +8,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from nobackfill.client.sync import Wishes
-from nobackfill.client.vault import Vault
-from nobackfill.release.channel import open_channel
-from nobackfill.release.errors import UnavailableError
+from nobackfill.client.sync.sync import Wishes
+from nobackfill.client.vault.transport import Vault
+from nobackfill.errors import UnavailableError
 from nobackfill.v1 import release_pb2, vault_pb2
+from nobackfill.wire.channel import open_channel
 from tests.support import edge
 from tests.support.edge import Setting
 
@@ -127,8 +127,8 @@ def stalling() -> Iterator[tuple[Stalling, str]]:
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nobackfill.client.fetcher.SILENCE_SECONDS", 0.3)
-    monkeypatch.setattr("nobackfill.client.vault.STREAM_SECONDS", 0.3)
+    monkeypatch.setattr("nobackfill.client.sync.fetcher.SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr("nobackfill.client.vault.transport.STREAM_SECONDS", 0.3)
 
 
 def test_a_download_goes_on_where_the_gateway_fell_silent(

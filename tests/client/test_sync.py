@@ -6,18 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nobackfill.client.add import add
 from nobackfill.client.device import Device
-from nobackfill.client.files import find_images
-from nobackfill.client.retreat import roll_back
+from nobackfill.client.photos.adding import add
+from nobackfill.client.photos.files import find_images
 from nobackfill.client.status import status
-from nobackfill.client.sync import Wishes, sync
+from nobackfill.client.sync.rollback import roll_back
+from nobackfill.client.sync.sync import Wishes, sync
 from nobackfill.client.upkeep import collect, verify
+from nobackfill.errors import NotFoundError, VerificationError
 from nobackfill.gallery import staging
 from nobackfill.gallery.store import NewVectors
-from nobackfill.release.draft import Draft
-from nobackfill.release.errors import NotFoundError, VerificationError
-from nobackfill.release.publish import publish, withdraw
+from nobackfill.release.publishing.draft import Draft
+from nobackfill.release.publishing.publish import publish, withdraw
 from tests.support import blocks, edge, releases
 from tests.support.edge import Setting
 
@@ -90,7 +90,9 @@ def test_a_release_that_fails_its_probes_is_remembered_and_passed_over(
     world.publish(setting.repo, 2)
     with monkeypatch.context() as careless:
         # A publisher whose machine computes something else than ours.
-        careless.setattr("nobackfill.release.draft.try_release", lambda *args, **options: None)
+        careless.setattr(
+            "nobackfill.release.publishing.draft.try_release", lambda *args, **options: None
+        )
         publish(setting.repo, _with_other_probes(setting, tmp_path))
     report = edge.follow(setting.gallery)
     assert (report.state, report.release) == ("upgraded", 2)
@@ -241,7 +243,7 @@ def test_a_sync_killed_while_it_carries_is_no_damage(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("nobackfill.client.carry.staging.flip", killed)
+        patched.setattr("nobackfill.client.sync.upgrade.staging.flip", killed)
         with pytest.raises(KeyboardInterrupt):
             edge.follow(setting.gallery)
     with Device(setting.gallery) as device:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import trustme
 
-from nobackfill.client import start
-from nobackfill.client.app import Gateway
+from nobackfill.client import creation
 from nobackfill.client.device import Device
-from nobackfill.client.push import push
-from nobackfill.client.restore import pull
-from nobackfill.release.errors import NotPermittedError, UnavailableError
+from nobackfill.client.vault.pull import pull
+from nobackfill.client.vault.push import push
+from nobackfill.errors import NotPermittedError, UnavailableError
+from nobackfill.wire.gateway import Gateway
 from tests.server.support import running
 from tests.support import edge
 from tests.support.edge import Setting
@@ -63,7 +63,7 @@ def test_devices_follow_and_keep_their_images_apart(
     root = (tmp_path / "gateway" / "repo" / "1.root.json").read_bytes()
     become("alice")
     gallery = tmp_path / "alice.sqlite"
-    start.init(gallery, source, root, lambda _: None, edge.QUIET)
+    creation.init(gallery, source, root, lambda _: None, edge.QUIET)
     edge.fill(gallery, setting.images[0].parent)
     with Device(gallery) as device:
         assert push(device, [], None, edge.QUIET).pushed == 12

@@ -15,11 +15,11 @@ from typing import Self
 
 import pytest
 
+from nobackfill import durable
 from nobackfill.client.device import Device
-from nobackfill.client.find import Search
-from nobackfill.client.sync import Wishes
-from nobackfill.release import durable
-from nobackfill.release.errors import BusyError, UnavailableError, VerificationError
+from nobackfill.client.photos.search import Search
+from nobackfill.client.sync.sync import Wishes
+from nobackfill.errors import BusyError, UnavailableError, VerificationError
 from tests.client.test_cli import ask, run
 from tests.support import blocks, edge
 from tests.support.edge import Setting
@@ -111,7 +111,7 @@ def test_a_clock_that_is_wrong_by_years_stops_news_and_nothing_else(
             return cls.fromtimestamp(time.time() + 365 * 86_400 * years, tz)
 
     with monkeypatch.context() as wrong:
-        for module in ("nobackfill.release.trust", "nobackfill.release.state"):
+        for module in ("nobackfill.release.trust.trust", "nobackfill.release.trust.state"):
             wrong.setattr(f"{module}.datetime", Clock)
         if years > 0:
             with pytest.raises(VerificationError, match="clock"):
@@ -173,7 +173,7 @@ def test_of_two_syncs_one_is_told_to_try_again(setting: Setting, world: edge.Wor
     with durable.lock(lock):
         assert "try again" in run(setting.gallery, "sync", code=75).stderr
     code = (
-        "import sys, pathlib; from release import durable\n"
+        "import sys, pathlib; from nobackfill import durable\n"
         "with durable.lock(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.client import crypto
 from nobackfill.client.device import Device
-from nobackfill.client.push import Pushed, push
-from nobackfill.client.restore import Pulled, pull
 from nobackfill.client.status import status
-from nobackfill.client.sync import Wishes
+from nobackfill.client.sync.sync import Wishes
 from nobackfill.client.upkeep import remove, verify
-from nobackfill.release.errors import ConfigurationError, NotFoundError, UnavailableError
+from nobackfill.client.vault import encryption
+from nobackfill.client.vault.pull import Pulled, pull
+from nobackfill.client.vault.push import Pushed, push
+from nobackfill.errors import ConfigurationError, NotFoundError, UnavailableError
 from nobackfill.v1 import vault_pb2
 from tests.server.support import running
 from tests.support import edge
@@ -104,14 +104,14 @@ def test_the_gateway_holds_ciphertext_and_random_names(vaulted: Vaulted) -> None
         digest = hashlib.sha256(data).hexdigest()
         for canary in (data[40:72], image.name.encode(), digest[:16].encode()):
             assert canary not in everything
-    assert all(path.read_bytes().startswith(crypto.MAGIC) for path in stored)
+    assert all(path.read_bytes().startswith(encryption.MAGIC) for path in stored)
 
 
 def test_a_recovery_key_opens_everything_without_the_device(
     vaulted: Vaulted, world: edge.World, tmp_path: Path
 ) -> None:
     recovery = tmp_path / "recovery"
-    key = crypto.new_identity(recovery)
+    key = encryption.new_identity(recovery)
     vaulted.push(str(key.to_public()))
     with pytest.raises(ConfigurationError, match="cannot read"):
         vaulted.pull(tmp_path / "no", identity=tmp_path / "lost")
@@ -149,8 +149,8 @@ def test_half_an_upload_leaves_the_vault_too(
             chunk = source.read_bytes()[offset:300]
             yield vault_pb2.PutBlobRequest(blob=blob, offset=offset, chunk=chunk)
 
-        broken.setattr("nobackfill.client.vault._upload", half)
-        broken.setattr("nobackfill.client.vault._STANDSTILLS", 1)
+        broken.setattr("nobackfill.client.vault.transport._upload", half)
+        broken.setattr("nobackfill.client.vault.transport._STANDSTILLS", 1)
         with pytest.raises(UnavailableError):
             vaulted.push()
     assert [path.stat().st_size for path in vaulted.blobs()] == [300]
@@ -181,7 +181,8 @@ def test_damage_in_the_vault_is_named_and_leaves_no_plaintext(
 def test_a_push_killed_at_any_step_loses_and_doubles_nothing(vaulted: Vaulted) -> None:
     code = (
         "import sys; from pathlib import Path; from nobackfill.client.device import Device\n"
-        "from nobackfill.client.push import push; from nobackfill.client.output import Output\n"
+        "from nobackfill.client.vault.push import push\n"
+        "from nobackfill.client.cli.output import Output\n"
         "with Device(Path(sys.argv[1])) as d: push(d, [], sys.argv[2], Output())"
     )
 
@@ -244,6 +245,6 @@ def test_an_item_removed_during_its_push_leaves_nothing_behind(vaulted: Vaulted)
 
 
 def test_a_vault_that_is_away(vaulted: Vaulted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nobackfill.client.vault._SECONDS", 0.3)
+    monkeypatch.setattr("nobackfill.client.vault.transport._SECONDS", 0.3)
     with Device(vaulted.gallery) as device, pytest.raises(UnavailableError):
         push(device, [], "grpc://127.0.0.1:1", edge.QUIET)

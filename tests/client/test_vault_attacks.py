@@ -8,13 +8,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from nobackfill.client import crypto, vault
 from nobackfill.client.device import Device, beside
-from nobackfill.client.restore import Pulled, pull
-from nobackfill.release.errors import UnavailableError, VerificationError
-from nobackfill.release.limits import LARGEST_BLOB
+from nobackfill.client.vault import encryption, transport
+from nobackfill.client.vault.pull import Pulled, pull
+from nobackfill.errors import UnavailableError, VerificationError
 from nobackfill.v1 import vault_pb2 as pb
 from nobackfill.v1 import vault_pb2_grpc
+from nobackfill.wire.limits import LARGEST_BLOB
 from tests.support import edge
 from tests.support.edge import Setting
 
@@ -76,7 +76,7 @@ def blob(blob_id: str, content: bytes, size: int | None = None) -> pb.Blob:
 
 def pulled(setting: Setting) -> Pulled:
     key = setting.gallery.parent / "key"
-    crypto.new_identity(key)
+    encryption.new_identity(key)
     with Device(setting.gallery) as device:
         return pull(device, [], setting.gallery.parent / "restored", key, True, edge.QUIET)
 
@@ -95,7 +95,7 @@ def test_an_id_that_is_a_path_touches_no_file(setting: Setting, evil: EvilVault)
     top = setting.gallery.parent
     victim = top / "diary.txt"
     victim.write_bytes(b"mine")
-    crypto.new_identity(top / "key")
+    encryption.new_identity(top / "key")
     before = tree(top)
     chunk = b"x" * 100
     evil.chunks = lambda request: iter([chunk])
@@ -141,7 +141,7 @@ def test_a_list_without_end_is_given_up(setting: Setting, evil: EvilVault) -> No
 def test_a_list_that_grows_for_ever_is_given_up(
     setting: Setting, evil: EvilVault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vault, "_MOST_BLOBS", 30)
+    monkeypatch.setattr(transport, "_MOST_BLOBS", 30)
 
     def page(token: str) -> pb.ListBlobsResponse:
         first = int(token or "0", 16) + 1
@@ -175,8 +175,8 @@ def test_more_less_other_and_broken_bytes_leave_nothing(setting: Setting, evil: 
 def test_a_broken_transfer_keeps_its_bytes_in_the_inbox_only(
     setting: Setting, evil: EvilVault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vault, "STREAM_SECONDS", 0.3)
-    monkeypatch.setattr(vault, "_STANDSTILLS", 2)
+    monkeypatch.setattr(transport, "STREAM_SECONDS", 0.3)
+    monkeypatch.setattr(transport, "_STANDSTILLS", 2)
     content = bytes(1000)
 
     def part(request: pb.GetBlobRequest) -> Iterator[bytes]:
@@ -196,12 +196,12 @@ def test_a_broken_transfer_keeps_its_bytes_in_the_inbox_only(
 def test_blobs_of_another_key_are_counted_and_the_others_restored(
     setting: Setting, evil: EvilVault
 ) -> None:
-    key = crypto.new_identity(setting.gallery.parent / "key")
-    other = crypto.new_identity(setting.gallery.parent / "other")
+    key = encryption.new_identity(setting.gallery.parent / "key")
+    other = encryption.new_identity(setting.gallery.parent / "other")
     images = [path.read_bytes() for path in setting.images]
     keys = [other if n % 3 else key for n in range(len(images))]
     sealed = {
-        f"{n:064x}": crypto.encrypt(image, [one.to_public()])
+        f"{n:064x}": encryption.encrypt(image, [one.to_public()])
         for n, (image, one) in enumerate(zip(images, keys, strict=True))
     }
     evil.lists(*(blob(name, data) for name, data in sealed.items()))
@@ -219,9 +219,9 @@ def test_blobs_of_another_key_are_counted_and_the_others_restored(
 def test_what_is_pulled_replaces_no_file_and_follows_no_link(
     setting: Setting, evil: EvilVault
 ) -> None:
-    key = crypto.new_identity(setting.gallery.parent / "key")
+    key = encryption.new_identity(setting.gallery.parent / "key")
     image = setting.images[0].read_bytes()
-    sealed = crypto.encrypt(image, [key.to_public()])
+    sealed = encryption.encrypt(image, [key.to_public()])
     evil.lists(blob("4" * 64, sealed))
     evil.chunks = lambda request: iter([sealed[request.offset :]])
     folder = setting.gallery.parent / "restored"

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from nobackfill.client.device import Device
-from nobackfill.client.find import Search
-from nobackfill.client.retreat import roll_back
-from nobackfill.client.sync import Report, Wishes
+from nobackfill.client.photos.search import Search
+from nobackfill.client.sync.rollback import roll_back
+from nobackfill.client.sync.sync import Report, Wishes
 from nobackfill.client.upkeep import collect
-from nobackfill.release.errors import BusyError
+from nobackfill.errors import BusyError
 from tests.support import edge
 from tests.support.edge import Setting
 

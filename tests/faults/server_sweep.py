@@ -14,15 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nobackfill.errors import NobackfillError, NotFoundError
+from nobackfill.faults import FAULTS
 from nobackfill.gallery.store import Store
 from nobackfill.release import trial
-from nobackfill.release.errors import NobackfillError, NotFoundError
-from nobackfill.release.faults import FAULTS
 from nobackfill.server.assembly import assemble, load
-from nobackfill.server.border.metrics import Metrics
 from nobackfill.server.core import Core
 from nobackfill.server.embedding.models import InProcessModels
 from nobackfill.server.galleries.puts import Put, Putting
+from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.rollout.rollback import Rollbacks, retire
 from nobackfill.server.rollout.rollout import Phase

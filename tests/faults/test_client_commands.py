@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nobackfill.client import start
+from nobackfill.client import creation
 from nobackfill.client.device import Device
-from nobackfill.client.retreat import roll_back
+from nobackfill.client.sync.rollback import roll_back
 from nobackfill.client.upkeep import collect, remove, verify
+from nobackfill.errors import AlreadyExistsError, CannotWriteError, NotFoundError
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import NewVectors
-from nobackfill.release.errors import AlreadyExistsError, CannotWriteError, NotFoundError
 from nobackfill.release.probes import check_probes
 from tests.support import blocks, edge, graphs
 from tests.support.crash import KILLED, sweep
@@ -71,7 +71,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 @pytest.fixture(autouse=True)
 def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nobackfill.client.install.try_release", check_probes)
+    monkeypatch.setattr("nobackfill.client.sync.installation.try_release", check_probes)
 
 
 def failures(kind: str, action: Callable[[], object], scene: Scene) -> Iterator[int]:
@@ -136,7 +136,7 @@ def test_init(kind: str, scene: Scene) -> None:
     def init() -> None:
         gallery.parent.mkdir(exist_ok=True)
         root = (repo / "1.root.json").read_bytes()
-        start.init(gallery, str(repo), root, lambda _: None, edge.QUIET)
+        creation.init(gallery, str(repo), root, lambda _: None, edge.QUIET)
 
     for step in failures(kind, init, scene):
         if gallery.exists():

@@ -7,20 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nobackfill.gallery import hnsw
+from nobackfill.errors import CannotWriteError
+from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.store import Store
 from nobackfill.gallery.upgrade import run_upgrade
-from nobackfill.release.errors import CannotWriteError
 from tests.gallery.making import Linear, filled, ids, put, rows, spec
 
 FULL = """
 import resource, sys
 from pathlib import Path
 import numpy as np
-from gallery import hnsw, staging
+from nobackfill.gallery import staging
+from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.store import Store
 from nobackfill.gallery.upgrade import run_upgrade
-from nobackfill.release.errors import CannotWriteError
+from nobackfill.errors import CannotWriteError
 from tests.gallery.making import Linear, ids, put, spec, vectors
 
 folder, action = Path(sys.argv[1]), sys.argv[2]

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nobackfill.gallery import hnsw, skeleton, staging
+from nobackfill.errors import CannotWriteError, NotFoundError
+from nobackfill.faults import FAULTS
+from nobackfill.gallery import staging
+from nobackfill.gallery.search import hnsw, skeleton
+from nobackfill.gallery.search.view import LiveView
 from nobackfill.gallery.store import NewVectors, Store
 from nobackfill.gallery.upgrade import run_upgrade
-from nobackfill.gallery.view import LiveView
-from nobackfill.release.errors import CannotWriteError, NotFoundError
-from nobackfill.release.faults import FAULTS
 from tests.gallery.making import SIDE_DIM, Linear, ids, spec, vectors
 from tests.support.crash import KILLED, count_steps, sweep
 

@@ -4,8 +4,8 @@ import contextlib
 
 import pytest
 
-from nobackfill.release.errors import InvalidInputError
-from nobackfill.release.images import decode
+from nobackfill.errors import InvalidInputError
+from nobackfill.images import decode
 from tests.support import pictures
 
 pytestmark = pytest.mark.faults

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nobackfill.gallery import hnsw
+from nobackfill.gallery.search import hnsw
 from tests.gallery.making import DIM, spec, vectors
 
 Mutation = Callable[[bytearray, np.random.Generator], bytes]
@@ -22,8 +22,8 @@ CHILD = """
 import sys
 from pathlib import Path
 import numpy as np
-from gallery import graph_index, hnsw
-from nobackfill.release.errors import NotFoundError, VerificationError
+from nobackfill.gallery.search import graph_index, hnsw
+from nobackfill.errors import NotFoundError, VerificationError
 from tests.gallery.making import spec, vectors
 graph_index._GRAPH_QUERY = graph_index._GRAPH_CANDIDATE = 0
 folder = Path(sys.argv[1])

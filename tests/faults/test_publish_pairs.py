@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.release.errors import AlreadyExistsError, BusyError, NobackfillError
-from nobackfill.release.publish import publish
+from nobackfill.errors import AlreadyExistsError, BusyError, NobackfillError
+from nobackfill.release.publishing.publish import publish
 from tests.support.publication import Workshop, seen, workshop
 
 PAIRS = [3, pytest.param(20, marks=pytest.mark.faults)]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.release.errors import AlreadyExistsError, NobackfillError
-from nobackfill.release.faults import FAULTS, Operation
-from nobackfill.release.publish import publish
+from nobackfill.errors import AlreadyExistsError, NobackfillError
+from nobackfill.faults import FAULTS, Operation
+from nobackfill.release.publishing.publish import publish
 from tests.support.powerloss import WAYS, record, states
 from tests.support.publication import seen, workshop
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.release.errors import AlreadyExistsError, CannotWriteError
-from nobackfill.release.ledger import read_ledger
-from nobackfill.release.publish import publish, withdraw
-from nobackfill.release.renew import resign, rotate
+from nobackfill.errors import AlreadyExistsError, CannotWriteError
+from nobackfill.release.publishing.metadata import read_ledger
+from nobackfill.release.publishing.publish import publish, withdraw
+from nobackfill.release.publishing.renew import resign, rotate
 from tests.support.crash import KILLED, count_steps, run_with_fault, sweep
 from tests.support.publication import Workshop, files_of, seen, workshop
 

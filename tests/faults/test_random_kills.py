@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.client import start
+from nobackfill.client import creation
 from nobackfill.client.device import Device
-from nobackfill.client.push import push
 from nobackfill.client.rescue import rescue
-from nobackfill.client.restore import pull
-from nobackfill.client.retreat import roll_back
+from nobackfill.client.sync.rollback import roll_back
 from nobackfill.client.upkeep import collect, remove, verify
-from nobackfill.release.errors import AlreadyExistsError, NotFoundError
+from nobackfill.client.vault.pull import pull
+from nobackfill.client.vault.push import push
+from nobackfill.errors import AlreadyExistsError, NotFoundError
 from nobackfill.release.probes import check_probes
 from tests.server.process import serving
 from tests.support import blocks, edge
@@ -46,7 +46,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 @pytest.fixture(autouse=True)
 def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed sync would leave its trial to end by itself, and be a second slower."""
-    monkeypatch.setattr("nobackfill.client.install.try_release", check_probes)
+    monkeypatch.setattr("nobackfill.client.sync.installation.try_release", check_probes)
 
 
 def follow(scene: Scene) -> None:
@@ -139,7 +139,7 @@ def test_init(scene: Scene) -> None:
         made.parent.mkdir(exist_ok=True)
         root = (scene.repo / "1.root.json").read_bytes()
         try:
-            start.init(made, str(scene.repo), root, lambda _: None, edge.QUIET)
+            creation.init(made, str(scene.repo), root, lambda _: None, edge.QUIET)
         except AlreadyExistsError:
             assert edge.spaces(made) == {2: "active"}
 

@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 
 from nobackfill.client.device import Device
-from nobackfill.client.find import Search
-from nobackfill.client.sync import Wishes, sync
+from nobackfill.client.photos.search import Search
+from nobackfill.client.sync.sync import Wishes, sync
+from nobackfill.errors import CannotWriteError
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import NewVectors
-from nobackfill.release.errors import CannotWriteError
 from nobackfill.release.probes import check_probes
-from nobackfill.release.vectors import Vectors
+from nobackfill.vectors import Vectors
 from tests.support import blocks, edge, graphs, syscalls
 from tests.support.crash import KILLED, count_steps, run_with_fault, sweep
 
@@ -115,7 +115,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 @pytest.fixture(autouse=True)
 def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ONNX gate writes nothing and would take a second at every step."""
-    monkeypatch.setattr("nobackfill.client.install.try_release", check_probes)
+    monkeypatch.setattr("nobackfill.client.sync.installation.try_release", check_probes)
 
 
 @pytest.mark.timeout(1800)

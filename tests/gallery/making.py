@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.gallery.index import Labels
+from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Metric, SpaceSpec
 from nobackfill.gallery.store import NewVectors, Store
-from nobackfill.release.vectors import Vectors
+from nobackfill.vectors import Vectors
 
 DIM = 12
 SIDE_DIM = 5

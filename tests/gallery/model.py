@@ -9,14 +9,14 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from nobackfill.errors import NotFoundError, PreconditionError
 from nobackfill.gallery import staging
-from nobackfill.gallery.exact import ExactIndex
 from nobackfill.gallery.filters import OneOf
 from nobackfill.gallery.passing import passing_labels
+from nobackfill.gallery.search.exact import ExactIndex
+from nobackfill.gallery.search.view import LiveView
 from nobackfill.gallery.store import NewVectors, Store
 from nobackfill.gallery.upgrade import run_upgrade
-from nobackfill.gallery.view import LiveView
-from nobackfill.release.errors import NotFoundError, PreconditionError
 from tests.gallery.making import SIDE_DIM, Linear, rows, spec, vectors
 from tests.support.memory import MEMORY
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from nobackfill.errors import AlreadyExistsError, BusyError, VerificationError
 from nobackfill.gallery import connections, staging
 from nobackfill.gallery.access import Access
 from nobackfill.gallery.store import NewVectors, Store
 from nobackfill.gallery.upgrade import run_upgrade
-from nobackfill.release.errors import AlreadyExistsError, BusyError, VerificationError
 from tests.gallery.making import Linear, filled, ids, put, rows, spec, vectors
 
 ONE, TWO = spec(1).space, spec(2).space

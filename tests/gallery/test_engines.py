@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nobackfill.gallery import exact, graph_index, hnsw
-from nobackfill.gallery.exact import ExactIndex
-from nobackfill.gallery.index import Index, Labels, Mask, Neighbours
+from nobackfill.gallery.search import exact, graph_index, hnsw
+from nobackfill.gallery.search.exact import ExactIndex
+from nobackfill.gallery.search.index import Index, Labels, Mask, Neighbours
+from nobackfill.gallery.search.view import changed, snapshot_of
 from nobackfill.gallery.spec import Metric, SpaceSpec
 from nobackfill.gallery.store import Change
-from nobackfill.gallery.view import changed, snapshot_of
-from nobackfill.release.vectors import Vectors
+from nobackfill.vectors import Vectors
 from tests.gallery.making import DIM, spec, vectors
 
 COUNT = 3000

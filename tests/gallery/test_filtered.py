@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nobackfill.gallery import hnsw
+from nobackfill.gallery.search import hnsw
 from tests.gallery.making import spec
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.filters import (
     MOST_DEPTH,
     MOST_TESTS,
@@ -25,9 +26,8 @@ from nobackfill.gallery.filters import (
     microseconds,
 )
 from nobackfill.gallery.passing import Filtering, passing_labels
-from nobackfill.gallery.put import MetadataValue
 from nobackfill.gallery.store import NewVectors, Store
-from nobackfill.release.errors import InvalidInputError
+from nobackfill.gallery.writing import MetadataValue
 from tests.gallery.making import ids, spec, vectors
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

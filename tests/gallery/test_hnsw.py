@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nobackfill.gallery import (
+from nobackfill.errors import CannotWriteError, NotFoundError, VerificationError
+from nobackfill.faults import FAULTS
+from nobackfill.gallery.search import (
     distances,
     graph_index,
     graph_memory,
@@ -18,12 +20,10 @@ from nobackfill.gallery import (
     index_file,
     skeleton,
 )
-from nobackfill.gallery.exact import ExactIndex
-from nobackfill.gallery.index import Labels
+from nobackfill.gallery.search.exact import ExactIndex
+from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Metric, SpaceSpec
-from nobackfill.release.errors import CannotWriteError, NotFoundError, VerificationError
-from nobackfill.release.faults import FAULTS
-from nobackfill.release.vectors import Vectors
+from nobackfill.vectors import Vectors
 from tests.gallery.making import DIM, spec, vectors
 
 COUNT = 3000

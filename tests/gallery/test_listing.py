@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nobackfill.errors import InvalidInputError
 from nobackfill.gallery import edits, listing
 from nobackfill.gallery.filters import Exists, Not, OneOf, Range
-from nobackfill.gallery.index import Labels
 from nobackfill.gallery.listing import Place
 from nobackfill.gallery.passing import Filtering, passing_labels
-from nobackfill.gallery.put import MOST_METADATA_BYTES, NewVectors
+from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.store import Change, Store
-from nobackfill.release.errors import InvalidInputError
+from nobackfill.gallery.writing import MOST_METADATA_BYTES, NewVectors
 from tests.gallery.making import filled, ids, spec, vectors
 
 COUNT = 30

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from nobackfill.errors import BusyError
 from nobackfill.gallery import passing as engine
 from nobackfill.gallery import segment, stored_columns
 from nobackfill.gallery.columns import Column
 from nobackfill.gallery.filters import All, Exists, OneOf, Range, TimeRange
-from nobackfill.gallery.index import Labels
 from nobackfill.gallery.passing import Filtering
+from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.segment import StoredSegment
 from nobackfill.gallery.store import NewVectors, Store
-from nobackfill.release.errors import BusyError
 from tests.gallery.making import filled, ids, spec, vectors
 
 WAIT_S = 60

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from nobackfill.errors import VerificationError
 from nobackfill.gallery import staging
 from nobackfill.gallery.schema import migrations
 from nobackfill.gallery.store import NewVectors, Store
 from nobackfill.gallery.tables import FORMAT
 from nobackfill.gallery.upgrade import run_upgrade
-from nobackfill.release.errors import VerificationError
 from tests.gallery.making import Linear, ids, spec, vectors
 
 

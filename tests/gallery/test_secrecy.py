@@ -8,7 +8,7 @@ import pytest
 from nobackfill.gallery import staging
 from nobackfill.gallery.store import NewVectors, Store
 from nobackfill.gallery.upgrade import run_upgrade
-from nobackfill.release.vectors import Vectors
+from nobackfill.vectors import Vectors
 from tests.gallery.making import SIDE_DIM, Linear, filled, ids, put, rows, spec, vectors
 
 ONE, TWO = spec(1).space, spec(2).space

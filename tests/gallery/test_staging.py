@@ -5,15 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nobackfill.gallery import staging
-from nobackfill.gallery.spec import State
-from nobackfill.gallery.store import Change, NewVectors, Store
-from nobackfill.release.errors import (
+from nobackfill.errors import (
     IncompatibleSpaceError,
     InvalidInputError,
     NotFoundError,
     PreconditionError,
 )
+from nobackfill.gallery import staging
+from nobackfill.gallery.spec import State
+from nobackfill.gallery.store import Change, NewVectors, Store
 from tests.gallery.making import SIDE_DIM, filled, ids, put, rows, spec, vectors
 
 ONE, TWO, THREE = (spec(n).space for n in (1, 2, 3))

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nobackfill.gallery import staging
-from nobackfill.gallery.spec import Origin, SpaceSpec
-from nobackfill.gallery.store import Change, NewVectors, Store
-from nobackfill.release.errors import (
+from nobackfill.errors import (
     AlreadyExistsError,
     CannotWriteError,
     IncompatibleSpaceError,
     InvalidInputError,
     NotFoundError,
 )
+from nobackfill.gallery import staging
+from nobackfill.gallery.spec import Origin, SpaceSpec
+from nobackfill.gallery.store import Change, NewVectors, Store
 from tests.gallery.making import DIM, SIDE_DIM, filled, ids, put, rows, spec, vectors
 from tests.support import graphs, releases
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nobackfill.errors import InvalidInputError
 from nobackfill.gallery import staging
 from nobackfill.gallery.estimate import estimate
 from nobackfill.gallery.remaining import Order
 from nobackfill.gallery.store import Store
 from nobackfill.gallery.upgrade import Progress, run_upgrade
-from nobackfill.release.errors import InvalidInputError
-from nobackfill.release.vectors import Vectors
+from nobackfill.vectors import Vectors
 from tests.gallery.making import DIM, SIDE_DIM, Carried, Linear, filled, ids, put, rows, spec
 
 ONE, TWO = spec(1).space, spec(2).space

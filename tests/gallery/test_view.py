@@ -7,14 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nobackfill.gallery import hnsw, staging
-from nobackfill.gallery.exact import ExactIndex
-from nobackfill.gallery.index import Content, Index, Labels
+from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
+from nobackfill.gallery import staging
+from nobackfill.gallery.search import hnsw
+from nobackfill.gallery.search.exact import ExactIndex
+from nobackfill.gallery.search.index import Content, Index, Labels
+from nobackfill.gallery.search.view import LiveView, snapshot_of
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import NewVectors, Store
-from nobackfill.gallery.view import LiveView, snapshot_of
-from nobackfill.release.errors import IncompatibleSpaceError, InvalidInputError
-from nobackfill.release.vectors import Vectors
+from nobackfill.vectors import Vectors
 from tests.gallery.making import filled, ids, put, spec, vectors
 
 ONE, TWO = spec(1).space, spec(2).space

@@ -3,14 +3,14 @@
 import copy
 from collections.abc import Callable
 
-from nobackfill.client.add import add, item_id
-from nobackfill.client.find import Search
-from nobackfill.client.output import Output
-from nobackfill.client.retreat import roll_back
-from nobackfill.client.sync import Report, Wishes, sync
+from nobackfill.client.cli.output import Output
+from nobackfill.client.photos.adding import add, item_id
+from nobackfill.client.photos.search import Search
+from nobackfill.client.sync.rollback import roll_back
+from nobackfill.client.sync.sync import Report, Wishes, sync
 from nobackfill.client.upkeep import collect, remove, verify
-from nobackfill.release.digests import sha256_file
-from nobackfill.release.errors import NotFoundError
+from nobackfill.digests import sha256_file
+from nobackfill.errors import NotFoundError
 from tests.lives.life import Life
 from tests.lives.pictures import IMAGES, judge
 from tests.support import edge

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.vectors import Vectors
+from nobackfill.vectors import Vectors
 from tests.support import blocks, graphs, releases
 
 # Pictures below IMAGES are images; the others exist as vectors only.

@@ -1,9 +1,9 @@
 """Operations on the publication: releases come, are taken back, are signed anew; and an attack."""
 
-from nobackfill.release import durable
-from nobackfill.release.errors import VerificationError
-from nobackfill.release.publish import withdraw
-from nobackfill.release.renew import resign
+from nobackfill import durable
+from nobackfill.errors import VerificationError
+from nobackfill.release.publishing.publish import withdraw
+from nobackfill.release.publishing.renew import resign
 from tests.lives import devices
 from tests.lives.life import Life
 from tests.support import graphs

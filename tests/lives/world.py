@@ -11,8 +11,8 @@ import grpc
 import numpy as np
 
 from nobackfill.client.device import Device
-from nobackfill.release.ledger import require_ledger
 from nobackfill.release.manifest import Manifest
+from nobackfill.release.publishing.metadata import require_ledger
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2
 from tests.lives.pictures import IMAGES, PICTURES, Pictures
 from tests.server import process

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from nobackfill.release.__main__ import main
-from nobackfill.release.errors import AlreadyExistsError, ConfigurationError, VerificationError
-from nobackfill.release.keys import Keys
-from nobackfill.release.publish import publish
+from nobackfill.errors import AlreadyExistsError, ConfigurationError, VerificationError
+from nobackfill.release.publishing.cli import main
+from nobackfill.release.publishing.keys import Keys
+from nobackfill.release.publishing.publish import publish
 from tests.support.releases import draft
 
 pytestmark = pytest.mark.usefixtures("near_gate")

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.release.__main__ import main
-from nobackfill.release.errors import UnavailableError
-from nobackfill.release.fetchers import fetcher_for
-from nobackfill.release.keys import ROLES, Keys
-from nobackfill.release.ledger import TERM, require_ledger
-from nobackfill.release.publish import publish
-from nobackfill.release.trust import first_root
+from nobackfill.errors import UnavailableError
+from nobackfill.release.publishing.cli import main
+from nobackfill.release.publishing.keys import ROLES, Keys
+from nobackfill.release.publishing.metadata import TERM, require_ledger
+from nobackfill.release.publishing.publish import publish
+from nobackfill.release.trust.fetchers import fetcher_for
+from nobackfill.release.trust.trust import first_root
 from tests.support.releases import draft
 
 ROOT = Path(__file__).parent.parent.parent

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tuf.api.exceptions import DownloadError, SlowRetrievalError
 
-from nobackfill.release import pace
-from nobackfill.release.errors import NotFoundError, UnavailableError, VerificationError
-from nobackfill.release.trust import Trust
+from nobackfill.errors import NotFoundError, UnavailableError, VerificationError
+from nobackfill.release.trust import pace
+from nobackfill.release.trust.trust import Trust
 from tests.support.simulator import BASE, Simulator
 
 PATH = "embedder_1/1/model.onnx"

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from tuf.api.metadata import TargetFile
 
-from nobackfill.release import fetchers, pace, tufclient
-from nobackfill.release.download import download
-from nobackfill.release.errors import NotFoundError, UnavailableError, VerificationError
-from nobackfill.release.fetchers import fetcher_for
-from nobackfill.release.trust import first_root
+from nobackfill.errors import NotFoundError, UnavailableError, VerificationError
+from nobackfill.release.trust import fetchers, pace, refresh
+from nobackfill.release.trust.download import download
+from nobackfill.release.trust.fetchers import fetcher_for
+from nobackfill.release.trust.trust import first_root
 from tests.support.evil_host import BEHAVIOURS, evil_host
 from tests.support.waiting import wait_until
 
@@ -23,7 +23,7 @@ TARGET = TargetFile.from_data("embedder_1/1/model.onnx", DATA, ["sha256"])
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetchers, "SILENCE_SECONDS", 0.3)
     monkeypatch.setattr(pace, "PATIENCE_SECONDS", 0.4)
-    monkeypatch.setattr(tufclient, "METADATA_SECONDS", 0.6)
+    monkeypatch.setattr(refresh, "METADATA_SECONDS", 0.6)
 
 
 @pytest.mark.timeout(60)

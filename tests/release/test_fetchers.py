@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from tuf.api.exceptions import DownloadError, DownloadHTTPError, SlowRetrievalError
 
-from nobackfill.release import fetchers
-from nobackfill.release.errors import NotFoundError, UnavailableError
-from nobackfill.release.fetchers import Fetcher, FolderFetcher, HttpFetcher, fetcher_for
+from nobackfill.errors import NotFoundError, UnavailableError
 from nobackfill.release.probes import check_probes
-from nobackfill.release.publish import publish
-from nobackfill.release.trust import Trust, first_root
+from nobackfill.release.publishing.publish import publish
+from nobackfill.release.trust import fetchers
+from nobackfill.release.trust.fetchers import Fetcher, FolderFetcher, HttpFetcher, fetcher_for
+from nobackfill.release.trust.trust import Trust, first_root
 from tests.support.releases import draft
 from tests.support.simulator import Simulator
 

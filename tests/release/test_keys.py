@@ -8,12 +8,12 @@ import pytest
 import time_machine
 from tuf.api.metadata import Metadata, Root
 
-from nobackfill.release.errors import ConfigurationError, NotFoundError, VerificationError
-from nobackfill.release.keys import ROLES, Keys, Role
-from nobackfill.release.ledger import require_ledger
-from nobackfill.release.publish import publish, withdraw
-from nobackfill.release.renew import expiries, resign, rotate
-from nobackfill.release.trust import TrustedFolder
+from nobackfill.errors import ConfigurationError, NotFoundError, VerificationError
+from nobackfill.release.publishing.keys import ROLES, Keys, Role
+from nobackfill.release.publishing.metadata import require_ledger
+from nobackfill.release.publishing.publish import publish, withdraw
+from nobackfill.release.publishing.renew import expiries, resign, rotate
+from nobackfill.release.trust.trust import TrustedFolder
 from tests.support.publication import seen
 from tests.support.releases import draft
 

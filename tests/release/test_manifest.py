@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from nobackfill.errors import UnfitError, VerificationError
 from nobackfill.release import paths
-from nobackfill.release.errors import UnfitError, VerificationError
 from nobackfill.release.manifest import parse_manifest
 from tests.support.releases import draft
 

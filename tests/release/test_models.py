@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nobackfill.errors import InvalidInputError, VerificationError
 from nobackfill.release import paths
-from nobackfill.release.draft import Draft
-from nobackfill.release.errors import InvalidInputError, VerificationError
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade, read_verified
+from nobackfill.release.publishing.draft import Draft
 from tests.support import graphs
 from tests.support.releases import draft, images, published
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from nobackfill.digests import sha256_bytes
+from nobackfill.errors import VerificationError
 from nobackfill.release import paths
-from nobackfill.release.digests import sha256_bytes
-from nobackfill.release.errors import VerificationError
 from nobackfill.release.models import open_embedder
 from nobackfill.release.onnx_check import OnnxFile, check_onnx, check_release
 from nobackfill.release.onnx_rules import RefusedError, inspect

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nobackfill.release.errors import VerificationError
+from nobackfill.errors import VerificationError
 from nobackfill.release.models import _Session
 from nobackfill.release.onnx_rules import RefusedError, inspect
 from nobackfill.release.tensors import Tensor

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tuf.api.exceptions import DownloadError, SlowRetrievalError
 
-from nobackfill.release import pace
-from nobackfill.release.pace import paced
+from nobackfill.release.trust import pace
+from nobackfill.release.trust.pace import paced
 from tests.support.waiting import wait_until
 
 

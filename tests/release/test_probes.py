@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from nobackfill.errors import VerificationError
 from nobackfill.release import paths
-from nobackfill.release.draft import Draft
-from nobackfill.release.errors import VerificationError
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.probes import check_probes
+from nobackfill.release.publishing.draft import Draft
 from tests.support import graphs
 from tests.support.releases import draft, published
 

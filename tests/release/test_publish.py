@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.release import durable, paths
-from nobackfill.release.draft import Draft
-from nobackfill.release.errors import (
+from nobackfill import durable
+from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
     ConfigurationError,
@@ -15,11 +14,13 @@ from nobackfill.release.errors import (
     PreconditionError,
     VerificationError,
 )
-from nobackfill.release.keys import Keys
+from nobackfill.release import paths
 from nobackfill.release.manifest import GateVerdict
-from nobackfill.release.overview import list_releases, verify
-from nobackfill.release.publish import publish, withdraw
-from nobackfill.release.trust import TrustedFolder
+from nobackfill.release.publishing.draft import Draft
+from nobackfill.release.publishing.inspection import list_releases, verify
+from nobackfill.release.publishing.keys import Keys
+from nobackfill.release.publishing.publish import publish, withdraw
+from nobackfill.release.trust.trust import TrustedFolder
 from tests.support.publication import files_of, seen
 from tests.support.releases import draft
 

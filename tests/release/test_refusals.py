@@ -5,17 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from nobackfill.errors import GateFailedError, NobackfillError, NotFoundError, VerificationError
 from nobackfill.release import paths
-from nobackfill.release.draft import Draft
-from nobackfill.release.errors import (
-    GateFailedError,
-    NobackfillError,
-    NotFoundError,
-    VerificationError,
-)
 from nobackfill.release.manifest import GateVerdict, Manifest
-from nobackfill.release.publish import publish
-from nobackfill.release.trust import TrustedFolder
+from nobackfill.release.publishing.draft import Draft
+from nobackfill.release.publishing.publish import publish
+from nobackfill.release.trust.trust import TrustedFolder
 from tests.release.test_publish import chain, content
 from tests.support.releases import draft
 

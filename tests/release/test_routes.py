@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nobackfill.release.errors import InvalidInputError, NotFoundError
+from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.release.manifest import Manifest, RouteEvidence, Upgrade
 from nobackfill.release.models import open_embedder, open_side_encoder
 from nobackfill.release.routes import open_route, plan_route

@@ -13,10 +13,10 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
+from nobackfill.errors import VerificationError
 from nobackfill.release import paths, trial
-from nobackfill.release.draft import Draft, described
-from nobackfill.release.errors import VerificationError
 from nobackfill.release.manifest import space_of
+from nobackfill.release.publishing.draft import Draft, described
 from nobackfill.release.trial import try_release
 from tests.release.crafted import smallest_by_minus_one
 from tests.support import graphs

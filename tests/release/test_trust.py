@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import time_machine
 
-from nobackfill.release.errors import (
+from nobackfill.errors import (
     CannotWriteError,
     NotFoundError,
     UnavailableError,
     UnfitError,
     VerificationError,
 )
-from nobackfill.release.floor import Floor
-from nobackfill.release.trust import Trust, fingerprint, first_root
+from nobackfill.release.trust.minimum_versions import Floor
+from nobackfill.release.trust.trust import Trust, fingerprint, first_root
 from tests.support.simulator import BASE, Simulator
 
 TEN_YEARS = timedelta(days=3652)
@@ -231,7 +231,7 @@ def test_a_first_root_that_is_none_is_refused() -> None:
 
 
 def test_a_first_root_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nobackfill.release.tufclient.METADATA_SECONDS", 0.5)
+    monkeypatch.setattr("nobackfill.release.trust.refresh.METADATA_SECONDS", 0.5)
     repo = Simulator()
     dripped = bytearray()
 

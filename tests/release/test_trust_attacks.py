@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tuf.api.exceptions import SlowRetrievalError
 
-from nobackfill.release.errors import NotFoundError, UnavailableError, VerificationError
-from nobackfill.release.trust import Trust
+from nobackfill.errors import NotFoundError, UnavailableError, VerificationError
+from nobackfill.release.trust.trust import Trust
 from tests.release.attacks import ATTACKS, SIGNED_WRONG
 from tests.support.simulator import BASE, Simulator
 

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.publish import publish
+from nobackfill.release.publishing.publish import publish
 from tests.support import releases
 
 CLASSES, EACH = 4, 6

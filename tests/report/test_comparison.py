@@ -6,7 +6,7 @@ import onnxruntime as ort
 import pytest
 from sklearn.metrics import average_precision_score
 
-from nobackfill.release.errors import InvalidInputError, NotFoundError
+from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.release.models import Embedder, open_side_encoder
 from nobackfill.release.paths import upgrade_int8_path, upgrade_path
 from nobackfill.report import pictures

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.publish import withdraw
+from nobackfill.release.publishing.publish import withdraw
 from nobackfill.server.gateway import Gateway
 from tests.server.support import Client, running
 from tests.support.blocks import manifest, publish_block_release

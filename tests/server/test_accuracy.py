@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nobackfill.client import app
-from nobackfill.gallery import graph_index, hnsw
-from nobackfill.gallery.exact import ExactIndex
-from nobackfill.release.errors import InvalidInputError
+from nobackfill.errors import InvalidInputError
+from nobackfill.gallery.search import graph_index, hnsw
+from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.vectors import Vectors
 from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
+from nobackfill.vectors import Vectors
+from nobackfill.wire.gateway import Gateway as Remote
 from tests.server.support import TIMEOUT_S, Client, refusal
 from tests.support import graphs
 from tests.support.waiting import wait_until
@@ -127,7 +127,7 @@ def test_a_request_says_how_hard_to_look(
         k=K,
         accuracy=search_pb2.Accuracy(exact=True),
     )
-    with app.Gateway(gateway.address) as stock:
+    with Remote(gateway.address) as stock:
         for query, labels in zip(queries[:3], index.search(queries[:3], K).labels, strict=True):
             for exact, ef in ((True, None), (False, 4096)):
                 found = stock.search(

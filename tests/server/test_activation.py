@@ -10,9 +10,9 @@ import pytest
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
 from nobackfill.release.paths import embedder_path, manifest_path, probes_path, upgrade_path
-from nobackfill.release.vectors import Vectors
 from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import gallery_pb2, release_pb2
+from nobackfill.vectors import Vectors
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, embedding, ids, images, refusal, running
 

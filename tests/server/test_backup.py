@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.release.errors import AlreadyExistsError, NotFoundError, VerificationError
-from nobackfill.server.commands.backup import backup, restore, verify
+from nobackfill.errors import AlreadyExistsError, NotFoundError, VerificationError
+from nobackfill.server.backup import backup, restore, verify
 from tests.server.support import Client, images, running
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nobackfill.gallery import hnsw
+from nobackfill.gallery.search import hnsw
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries.indexing import Sharing
 from nobackfill.server.settings import Settings, cores

@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from nobackfill.server.border.auth import LOCAL
-from nobackfill.server.border.calls import Call
-from nobackfill.server.border.errors import CancelledError, DeadlineError
-from nobackfill.server.border.logs import Sparing
+from nobackfill.server.grpc.auth import LOCAL
+from nobackfill.server.grpc.calls import Call
+from nobackfill.server.grpc.errors import CancelledError, DeadlineError
+from nobackfill.server.grpc.logs import Sparing
 
 
 def test_a_call_is_wanted_until_its_deadline_or_its_caller_has_gone() -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 import grpc
 import pytest
 
+from nobackfill.errors import BusyError, NotFoundError
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Store
-from nobackfill.release.errors import BusyError, NotFoundError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import order
-from nobackfill.server.galleries.gate import Gate, Users
 from nobackfill.server.galleries.order import Level, LockOrderError
+from nobackfill.server.galleries.write_lock import Gate, Users
 from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
 from tests.server.conftest import Stages, publish_stage

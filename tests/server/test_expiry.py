@@ -13,9 +13,9 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from nobackfill.release.errors import ConfigurationError
-from nobackfill.server.border.tls import Certificates
+from nobackfill.errors import ConfigurationError
 from nobackfill.server.gateway import Gateway
+from nobackfill.server.grpc.tls import Certificates
 from tests.server.conftest import Stages
 from tests.server.support import running
 from tests.support.waiting import wait_until

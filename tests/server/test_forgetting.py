@@ -4,15 +4,15 @@ from pathlib import Path
 
 import numpy as np
 
-from nobackfill.gallery import hnsw
-from nobackfill.server.galleries import beginnings
+from nobackfill.gallery.search import hnsw
+from nobackfill.server.galleries import initial_index
 from nobackfill.v1 import gallery_pb2, types_pb2
 from tests.server.support import TIMEOUT_S, Client, running
 from tests.support import graphs
 from tests.support.blocks import manifest
 from tests.support.waiting import wait_until
 
-COUNT = beginnings.SMALL + 100
+COUNT = initial_index.SMALL + 100
 
 
 def unit_vectors(count: int = COUNT) -> list[bytes]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nobackfill.gallery import hnsw, skeleton
+from nobackfill.gallery.search import hnsw, skeleton
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import bases, indexing

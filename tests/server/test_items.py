@@ -6,8 +6,8 @@ import grpc
 import numpy as np
 import pytest
 
-from nobackfill.gallery.put import NewVectors
 from nobackfill.gallery.store import Store
+from nobackfill.gallery.writing import NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import items as cached
 from nobackfill.server.galleries.items import ItemCache, size_of

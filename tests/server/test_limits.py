@@ -12,10 +12,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from nobackfill.server.border.lanes import STREAMS
-from nobackfill.server.border.metrics import Metrics
-from nobackfill.server.border.stalls import Stalls
-from nobackfill.server.services.gallery import LISTED_ERRORS
+from nobackfill.server.grpc.lanes import STREAMS
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.services.gallery import LISTED_ERRORS
+from nobackfill.server.grpc.stalls import Stalls
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
 from tests.server.support import Client, ids, images, random_id, refusal, running
 from tests.server.test_rules import METHODS

@@ -5,9 +5,9 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nobackfill.release.errors import InvalidInputError
-from nobackfill.server.border import messages
-from nobackfill.server.border.errors import TooLargeError
+from nobackfill.errors import InvalidInputError
+from nobackfill.server.grpc import messages
+from nobackfill.server.grpc.errors import TooLargeError
 from nobackfill.v1 import gallery_pb2, types_pb2
 
 READ = messages.reader(gallery_pb2.PutItemsRequest.FromString)

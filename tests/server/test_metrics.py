@@ -12,10 +12,10 @@ from typing import cast
 import grpc
 from grpc_health.v1 import health_pb2
 
-from nobackfill.server.border.auth import RULES
-from nobackfill.server.border.interceptor import Border
-from nobackfill.server.border.lanes import Lanes
-from nobackfill.server.border.metrics import Metrics
+from nobackfill.server.grpc.auth import RULES
+from nobackfill.server.grpc.interceptor import Border
+from nobackfill.server.grpc.lanes import Lanes
+from nobackfill.server.grpc.metrics import Metrics
 from tests.server.support import Client, images, running
 
 METHOD = "/test.Sleeping/Sleep"

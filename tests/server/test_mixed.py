@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.commands import operate  # noqa: F401 - puts its commands into app
-from nobackfill.server.commands.app import app
+from nobackfill.server.cli import operations  # noqa: F401 - puts its commands into app
+from nobackfill.server.cli.app import app
 from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2
 from tests.server.conftest import Stages, publish_stage

@@ -7,16 +7,16 @@ from contextlib import contextmanager
 
 import pytest
 
-from nobackfill.gallery.exact import ExactIndex
-from nobackfill.gallery.index import Content, Index, Labels, Mask, Neighbours
+from nobackfill.gallery.search.exact import ExactIndex
+from nobackfill.gallery.search.index import Content, Index, Labels, Mask, Neighbours
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
-from nobackfill.release.vectors import Vectors
 from nobackfill.server.galleries import hosted
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import search_pb2
+from nobackfill.vectors import Vectors
 from tests.server.support import Client, embedding, ids, images
 
 # More than a lane of calls has threads.

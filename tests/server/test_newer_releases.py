@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.release.errors import CannotWriteError, VerificationError
-from nobackfill.release.trust import TrustedFolder
-from nobackfill.server.border.metrics import Metrics
+from nobackfill.errors import CannotWriteError, VerificationError
+from nobackfill.release.trust.trust import TrustedFolder
 from nobackfill.server.catalog import Catalog
+from nobackfill.server.grpc.metrics import Metrics
 from tests.support import blocks
 from tests.support.publication import publish_manifest
 from tests.support.waiting import wait_until

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from nobackfill.server.listener import SERVICES
+from nobackfill.server.grpc.listener import SERVICES
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
 from tests.server.process import serving
 from tests.server.support import Client, images

@@ -14,8 +14,8 @@ import pytest
 from google.protobuf import json_format
 from google.protobuf.message_factory import GetMessageClass
 
-from nobackfill.server.border import auth
-from nobackfill.server.border.metrics import Metrics
+from nobackfill.server.grpc import auth
+from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.settings import Settings
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
 from tests.server.conftest import Stages, publish_stage

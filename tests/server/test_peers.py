@@ -15,11 +15,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from nobackfill.server.border.auth import RULES
-from nobackfill.server.border.connections import LARGEST_PEER
-from nobackfill.server.border.interceptor import Border
-from nobackfill.server.border.lanes import STREAMS
-from nobackfill.server.border.metrics import Metrics
+from nobackfill.server.grpc.auth import RULES
+from nobackfill.server.grpc.connections import LARGEST_PEER
+from nobackfill.server.grpc.interceptor import Border
+from nobackfill.server.grpc.lanes import STREAMS
+from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.v1 import gallery_pb2, search_pb2
 from tests.server import process
 from tests.server.conftest import Stages

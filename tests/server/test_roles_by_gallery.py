@@ -10,9 +10,9 @@ import pytest
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from nobackfill.release.errors import ConfigurationError, NotPermittedError
-from nobackfill.server.border.auth import RULES, UNBOUND, Principal, Role, Tokens, check_gallery
+from nobackfill.errors import ConfigurationError, NotPermittedError
 from nobackfill.server.gateway import Gateway
+from nobackfill.server.grpc.auth import RULES, UNBOUND, Principal, Role, Tokens, check_gallery
 from nobackfill.v1 import gallery_pb2
 from tests.server.support import Client, images, refusal, running
 from tests.server.test_rules import FILES, METHODS

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.release.errors import ConfigurationError
+from nobackfill.errors import ConfigurationError
 from nobackfill.server.settings import is_loopback, load_settings
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from nobackfill.release.errors import ConfigurationError, UnavailableError, VerificationError
+from nobackfill.errors import ConfigurationError, UnavailableError, VerificationError
 from nobackfill.server.settings import load_settings
 from nobackfill.server.triton.client import TritonClient, remote_client
 from nobackfill.server.triton.configuration import model_config

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nobackfill.gallery.view import LiveView
+from nobackfill.gallery.search.view import LiveView
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import indexing
 from nobackfill.server.gateway import Gateway
@@ -148,7 +148,7 @@ def test_an_error_at_any_call_ends_an_activation_with_its_reason(
     calls = Calls(
         "activation",
         "server/nobackfill/server/rollout",
-        "server/nobackfill/server/upgrades/upgrading.py",
+        "server/nobackfill/server/upgrades/jobs.py",
     )
     with (
         running(tmp_path / "repo", tmp_path / "data") as gateway,
@@ -205,7 +205,7 @@ def test_the_indexing_thread_outlives_what_nobody_foresaw(
 
 def test_a_log_tells_where_and_holds_no_values() -> None:
     code = """
-from nobackfill.server.border import logs
+from nobackfill.server.grpc import logs
 import structlog
 logs.configure()
 vector = [0.123456789]

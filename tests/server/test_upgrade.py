@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 
 from nobackfill.gallery import staging
-from nobackfill.gallery.put import NewVectors
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Change, Store
+from nobackfill.gallery.writing import NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
-from nobackfill.release.vectors import Vectors
 from nobackfill.server.embedding.embedding import LARGEST_BATCH
 from nobackfill.server.gateway import Gateway
 from nobackfill.server.upgrades import cost
 from nobackfill.server.upgrades.neighbours import neighbours_kept
 from nobackfill.server.upgrades.throttle import Throttle
 from nobackfill.v1 import gallery_pb2, release_pb2, types_pb2, upgrade_pb2
+from nobackfill.vectors import Vectors
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import TIMEOUT_S, Client, ids, images, refusal
 from tests.server.test_indexing import put

@@ -10,17 +10,17 @@ import pyrage
 import pytest
 from pyrage import x25519
 
-from nobackfill.release.errors import (
+from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
     InvalidInputError,
     NotFoundError,
     QuotaExceededError,
 )
-from nobackfill.release.limits import LARGEST_BLOB
-from nobackfill.server.border.errors import OutOfRangeError, TooLargeError
+from nobackfill.server.grpc.errors import OutOfRangeError, TooLargeError
 from nobackfill.server.vault import Blob, Vault
 from nobackfill.v1 import vault_pb2
+from nobackfill.wire.limits import LARGEST_BLOB
 from tests.server.support import Client, random_id, refusal
 
 QUOTA = 10 * 2**20

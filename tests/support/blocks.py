@@ -16,7 +16,7 @@ from PIL import Image
 
 from nobackfill.release.manifest import GateVerdict, Manifest, parse_manifest
 from nobackfill.release.paths import manifest_path
-from nobackfill.release.publish import publish
+from nobackfill.release.publishing.publish import publish
 from tests.support import graphs, releases
 
 Side = Literal["maps", "carries", "none"]

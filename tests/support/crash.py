@@ -6,8 +6,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from nobackfill.release.errors import NobackfillError
-from nobackfill.release.faults import FAULTS
+from nobackfill.errors import NobackfillError
+from nobackfill.faults import FAULTS
 
 KILLED = -9
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.client import start
-from nobackfill.client.add import add
+from nobackfill.client import creation
+from nobackfill.client.cli.output import Output
 from nobackfill.client.device import Device
-from nobackfill.client.files import find_images
-from nobackfill.client.output import Output
-from nobackfill.client.sync import Report, Wishes, sync
-from nobackfill.release.images import decode_file
+from nobackfill.client.photos.adding import add
+from nobackfill.client.photos.files import find_images
+from nobackfill.client.sync.sync import Report, Wishes, sync
+from nobackfill.images import decode_file
 from nobackfill.release.models import open_embedder
 from tests.support import blocks, graphs
 
@@ -86,7 +86,7 @@ class World:
 def make_device(repo: Path, gallery: Path, source: str | None = None) -> Path:
     """An empty gallery that follows `repo`, or a `source` that serves it."""
     root = (repo / "1.root.json").read_bytes()
-    start.init(gallery, source or str(repo), root, lambda _: None, QUIET)
+    creation.init(gallery, source or str(repo), root, lambda _: None, QUIET)
     return gallery
 
 

@@ -8,15 +8,20 @@ from pathlib import Path
 
 from tuf.api.metadata import TargetFile
 
-from nobackfill.release.draft import Draft
-from nobackfill.release.keys import Keys
-from nobackfill.release.ledger import leftovers, next_metadata, read_ledger, require_ledger
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.overview import list_releases
 from nobackfill.release.paths import manifest_path
-from nobackfill.release.publish import publish, put_metadata, signers_of
-from nobackfill.release.staging import staging
-from nobackfill.release.trust import TrustedFolder
+from nobackfill.release.publishing.draft import Draft
+from nobackfill.release.publishing.inspection import list_releases
+from nobackfill.release.publishing.keys import Keys
+from nobackfill.release.publishing.metadata import (
+    leftovers,
+    next_metadata,
+    read_ledger,
+    require_ledger,
+)
+from nobackfill.release.publishing.publish import publish, put_metadata, signers_of
+from nobackfill.release.publishing.staging import staging
+from nobackfill.release.trust.trust import TrustedFolder
 from tests.support.releases import draft
 
 

@@ -7,9 +7,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from nobackfill.digests import side_space_id
 from nobackfill.release import paths
-from nobackfill.release.digests import side_space_id
-from nobackfill.release.draft import Draft, described
 from nobackfill.release.manifest import (
     Calibration,
     Embedder,
@@ -23,6 +22,7 @@ from nobackfill.release.manifest import (
     space_of,
 )
 from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
+from nobackfill.release.publishing.draft import Draft, described
 from tests.support import graphs
 
 # Whether an upgrade reads side-information, and what becomes of it.

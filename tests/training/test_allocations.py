@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nobackfill.release.errors import ConfigurationError
-from nobackfill.training.allocations import ALLOCATIONS, allocate
+from nobackfill.errors import ConfigurationError
+from nobackfill.training.data.allocations import ALLOCATIONS, allocate
 
 LABELS = np.repeat(np.arange(10), np.arange(4, 14))
 

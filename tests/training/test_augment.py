@@ -4,8 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nobackfill.training.augment import Augment, affine_matrices, erase, recolour, small_crops, warp
 from nobackfill.training.config import Augmentation
+from nobackfill.training.data.augment import (
+    Augment,
+    affine_matrices,
+    erase,
+    recolour,
+    small_crops,
+    warp,
+)
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from nobackfill.release.errors import ConfigurationError
-from nobackfill.training.backbones import GeM, backbone_names, build_backbone
+from nobackfill.errors import ConfigurationError
+from nobackfill.training.networks.backbones import GeM, backbone_names, build_backbone
 
 
 def build(name: str, size: int, *, pooling: str = "avg", last_nonlin: bool = False) -> nn.Module:

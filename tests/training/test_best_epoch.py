@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nobackfill.release.errors import ConfigurationError
-from nobackfill.training.best_epoch import BestEpoch
+from nobackfill.errors import ConfigurationError
+from nobackfill.training.loop.best_epoch import BestEpoch
+from nobackfill.training.loop.progress import Progress
+from nobackfill.training.loop.run import STATS, read_checkpoint, read_finished
+from nobackfill.training.loop.upgrade import fit_upgrade, load_upgrade
 from nobackfill.training.method import UpgradeInputs
-from nobackfill.training.progress import Progress
-from nobackfill.training.run import STATS, read_checkpoint, read_finished
-from nobackfill.training.upgrade import fit_upgrade, load_upgrade
 from tests.training.methods import features
 from tests.training.test_loop import StopAfter
 

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 from torchvision.datasets import CIFAR100
 
-from nobackfill.release.errors import CannotWriteError, UnavailableError, VerificationError
-from nobackfill.training.cifar100 import write_folders
+from nobackfill.errors import CannotWriteError, UnavailableError, VerificationError
+from nobackfill.training.data.cifar100 import write_folders
 
 CLASSES = ["apple", "bear", "cup"]
 PER_CLASS = {"train": 4, "test": 2}

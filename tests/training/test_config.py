@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.release.errors import ConfigurationError
+from nobackfill.errors import ConfigurationError
 from nobackfill.training.comparison.presets import PRESETS as PRESETS_OF_COMPARE
 from nobackfill.training.config import EmbedderConfig, UpgradeConfig
 from nobackfill.training.config_file import load_config, parse_config

@@ -5,9 +5,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nobackfill.release.errors import ConfigurationError, InvalidInputError
-from nobackfill.training.data import decode, hold_out, list_images, readable, require_classes
-from nobackfill.training.halves import halves
+from nobackfill.errors import ConfigurationError, InvalidInputError
+from nobackfill.training.data.folders import (
+    decode,
+    hold_out,
+    list_images,
+    readable,
+    require_classes,
+)
+from nobackfill.training.data.halves import halves
 
 
 def test_listing_is_ordered_by_class_then_name(digits: Path) -> None:

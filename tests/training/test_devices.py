@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from nobackfill.training.run import STATS, read_finished
+from nobackfill.training.loop.run import STATS, read_finished
 from tests.training.life import config_of
 from tests.training.two_devices import fit_line
 

@@ -6,12 +6,12 @@ import pytest
 
 from nobackfill.metrics.ranking import same_label
 from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
-from nobackfill.release.vectors import Vectors
 from nobackfill.training.criterion import criterion
-from nobackfill.training.data import decode, list_images
+from nobackfill.training.data.folders import decode, list_images
 from nobackfill.training.matrix import MatrixCell
 from nobackfill.training.measure import Embedded, parse_cell
-from nobackfill.training.published import read_publication
+from nobackfill.training.networks.published import read_publication
+from nobackfill.vectors import Vectors
 from tests.training.life import SIZE, Life, run_evaluate
 
 

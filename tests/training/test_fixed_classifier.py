@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from nobackfill.release.errors import ConfigurationError
-from nobackfill.training.fixed_classifier import (
+from nobackfill.errors import ConfigurationError
+from nobackfill.training.networks.fixed_classifier import (
     FixedClassifier,
     first_elements,
     gaussian_classifier,
     labels_in,
     of_head,
 )
-from nobackfill.training.heads import HEAD_NAMES, build_head
+from nobackfill.training.networks.heads import HEAD_NAMES, build_head
 
 
 @pytest.mark.parametrize("form", HEAD_NAMES)

@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from nobackfill.release.errors import ConfigurationError, InvalidInputError
+from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.training.config import Augmentation, StoredVectors
-from nobackfill.training.data import Images, decode, list_images
-from nobackfill.training.frozen import (
+from nobackfill.training.data.folders import Images, decode, list_images
+from nobackfill.training.data.stored import read_stored
+from nobackfill.training.networks.frozen import (
     FrozenEncoder,
     augmented_views,
     features,
     load_encoder,
     of_run,
 )
-from nobackfill.training.published import of_manifest, read_publication
-from nobackfill.training.stored import read_stored
+from nobackfill.training.networks.published import of_manifest, read_publication
 from tests.training.life import SIZE, Life
 
 

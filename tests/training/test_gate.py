@@ -8,11 +8,11 @@ from torch import nn
 from typer.testing import Result
 
 from nobackfill.release.probes import check_probes
-from nobackfill.training.data import list_images
+from nobackfill.training.data.folders import list_images
 from nobackfill.training.gate import measure_release
+from nobackfill.training.loop.run import Checkpoint, read_finished, write_checkpoint, write_config
 from nobackfill.training.measure import CellName, parse_cell, served_cells
-from nobackfill.training.published import Publication, read_publication
-from nobackfill.training.run import Checkpoint, read_finished, write_checkpoint, write_config
+from nobackfill.training.networks.published import Publication, read_publication
 from tests.training.life import Life, copy_publication, run_export, train_quietly, upgrade_config
 
 

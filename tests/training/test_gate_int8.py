@@ -11,15 +11,15 @@ from onnx import helper, numpy_helper
 
 from nobackfill.metrics.ranking import same_label
 from nobackfill.release import paths
-from nobackfill.release.draft import described
 from nobackfill.release.manifest import Manifest, Upgrade, space_of
+from nobackfill.release.publishing.draft import described
 from nobackfill.training.calibrate import fit_calibration
-from nobackfill.training.data import list_images
+from nobackfill.training.cli.table import gate_table
+from nobackfill.training.data.folders import list_images
+from nobackfill.training.data.halves import halves
 from nobackfill.training.gate import Evidence, measure_release
-from nobackfill.training.halves import halves
 from nobackfill.training.measure import Embedded, parse_cell, search_cell
-from nobackfill.training.published import Publication, read_publication
-from nobackfill.training.table import gate_table
+from nobackfill.training.networks.published import Publication, read_publication
 from tests.support import graphs
 from tests.training.life import Life
 

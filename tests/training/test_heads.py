@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nobackfill.release.errors import ConfigurationError
-from nobackfill.training.heads import HEAD_NAMES, Head, build_head
+from nobackfill.errors import ConfigurationError
+from nobackfill.training.networks.heads import HEAD_NAMES, Head, build_head
 
 
 def cross_entropy(logits: list[float], label: int) -> float:

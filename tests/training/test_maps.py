@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.linalg import orthogonal_procrustes
 
-from nobackfill.training.maps import affine, low_rank, procrustes, whitening
+from nobackfill.training.networks.maps import affine, low_rank, procrustes, whitening
 
 
 def paired(a: int = 6, b: int = 6, n: int = 200) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 
+from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.metrics.ranking import same_label
-from nobackfill.release.errors import ConfigurationError, InvalidInputError
-from nobackfill.release.vectors import Vectors
-from nobackfill.training.data import Listing, list_images
+from nobackfill.training.data.folders import Listing, list_images
 from nobackfill.training.measure import Embedded, parse_cell, search_cell
-from nobackfill.training.published import read_publication
+from nobackfill.training.networks.published import read_publication
+from nobackfill.vectors import Vectors
 from tests.training.life import Life
 
 N, QUERIES = 2100, 150

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nobackfill.release.errors import VerificationError
+from nobackfill.errors import VerificationError
 from nobackfill.release.onnx_check import OnnxFile, check_onnx
-from nobackfill.training.drafting import UpgradeGraph
-from nobackfill.training.embedder import ImageEncoder
-from nobackfill.training.frozen import load_encoder
-from nobackfill.training.onnx_export import check_parity, export_onnx, quantise, run_onnx
-from nobackfill.training.probe_images import probe_images
-from nobackfill.training.upgrade import read_upgrade
+from nobackfill.training.export.drafting import UpgradeGraph
+from nobackfill.training.export.onnx_export import check_parity, export_onnx, quantise, run_onnx
+from nobackfill.training.export.probe_images import probe_images
+from nobackfill.training.loop.upgrade import read_upgrade
+from nobackfill.training.networks.embedder import ImageEncoder
+from nobackfill.training.networks.frozen import load_encoder
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_uncertainty_is_published_as_a_variance() -> None:
         def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
             return self.value
 
-    from nobackfill.training.transform import Upgrade
+    from nobackfill.training.networks.transform import Upgrade
 
     log_variance = torch.tensor([0.0, 2.0])
     upgrade = Upgrade(

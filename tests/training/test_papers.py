@@ -37,7 +37,7 @@ def test_every_path_exists(path: str) -> None:
 def test_paths_are_found_at_all() -> None:
     assert len(PATHS) > 60
     with pytest.raises(AttributeError):
-        resolve("nobackfill.training.maps.procrustus")
+        resolve("nobackfill.training.networks.maps.procrustus")
 
 
 @pytest.mark.parametrize("paper", ["bct", "unibct", "dmu"])

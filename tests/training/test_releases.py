@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nobackfill.release.errors import ConfigurationError
-from nobackfill.release.keys import Keys
+from nobackfill.errors import ConfigurationError
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import open_embedder, open_upgrade
 from nobackfill.release.probes import check_probes
-from nobackfill.release.publish import begin_publication
+from nobackfill.release.publishing.keys import Keys
+from nobackfill.release.publishing.publish import begin_publication
 from nobackfill.release.routes import open_route, plan_route
-from nobackfill.training.data import decode, list_images
-from nobackfill.training.published import read_publication
+from nobackfill.training.data.folders import decode, list_images
+from nobackfill.training.networks.published import read_publication
 from tests.training.life import (
     SIZE,
     Life,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.release.keys import Keys, Role
-from nobackfill.release.overview import verify
-from nobackfill.release.publish import begin_publication
-from nobackfill.training import export
+from nobackfill.release.publishing.inspection import verify
+from nobackfill.release.publishing.keys import Keys, Role
+from nobackfill.release.publishing.publish import begin_publication
+from nobackfill.training.cli import export
 from tests.training.life import Life, invoke
 
 PAGE = Path(__file__).parents[2] / "docs" / "releases.md"

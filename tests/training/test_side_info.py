@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from nobackfill.training.alternate import mix_images
-from nobackfill.training.autoencoder import AutoencoderObjective, Decoder
-from nobackfill.training.binarise import Binarise
 from nobackfill.training.config import SideEncoderConfig
-from nobackfill.training.loop import fit
-from nobackfill.training.progress import Progress
-from nobackfill.training.side_info import side_objective
+from nobackfill.training.loop.loop import fit
+from nobackfill.training.loop.progress import Progress
+from nobackfill.training.side_info.alternate import mix_images
+from nobackfill.training.side_info.autoencoder import AutoencoderObjective, Decoder
+from nobackfill.training.side_info.binarise import Binarise
+from nobackfill.training.side_info.kinds import side_objective
 from tests.training.methods import tiny
 
 KINDS = ("simclr", "autoencoder", "alternate", "mixup", "binary_simclr")

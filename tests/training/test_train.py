@@ -7,9 +7,9 @@ import pytest
 import torch
 import yaml
 
-from nobackfill.training import evaluate, export, train
+from nobackfill.training.cli import evaluate, export, train
 from nobackfill.training.config import Config
-from nobackfill.training.run import read_finished
+from nobackfill.training.loop.run import read_finished
 from tests.training.life import config_of, invoke, upgrade_config
 
 

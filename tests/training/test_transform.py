@@ -5,7 +5,7 @@ from torch import nn
 from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.method import UpgradeShape
 from nobackfill.training.methods.fct import build_fct, draw_view, squared_l2
-from nobackfill.training.transform import FctTransform
+from nobackfill.training.networks.transform import FctTransform
 from tests.training.life import config_of
 
 

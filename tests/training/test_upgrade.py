@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import torch
 
-from nobackfill.release.errors import ConfigurationError
+from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import UpgradeConfig
-from nobackfill.training.data import hold_out, list_images
-from nobackfill.training.frozen import of_run
-from nobackfill.training.published import read_publication
-from nobackfill.training.upgrade import open_sources, read_upgrade, repeat_unseen, upgrade_rows
+from nobackfill.training.data.folders import hold_out, list_images
+from nobackfill.training.loop.upgrade import open_sources, read_upgrade, repeat_unseen, upgrade_rows
+from nobackfill.training.networks.frozen import of_run
+from nobackfill.training.networks.published import read_publication
 from tests.training.life import Life, copy_publication, run_export, train_quietly, upgrade_config
 
 
@@ -34,7 +34,7 @@ def test_features_of_one_row_are_of_one_view(runs: Path, digits: Path, tmp_path:
         "new_side": (16, 3, 12),
         "labels": (16,),
     }
-    from nobackfill.training.frozen import augmented_views
+    from nobackfill.training.networks.frozen import augmented_views
 
     views = augmented_views(listing, (8, 8, 8, 8), 3, config.augmentation, config.split_seed)
     for number, images in enumerate(views):

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nobackfill.release.errors import NobackfillError
+from nobackfill.errors import NobackfillError
 from nobackfill.training.config import Config
 from nobackfill.training.config_file import parse_config
-from nobackfill.training.loop import fit
-from nobackfill.training.objective import Batch, Objective, Terms
-from nobackfill.training.progress import Progress
+from nobackfill.training.loop.loop import fit
+from nobackfill.training.loop.objective import Batch, Objective, Terms
+from nobackfill.training.loop.progress import Progress
 
 
 class Line(Objective):

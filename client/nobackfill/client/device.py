@@ -20,16 +20,17 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from nobackfill import durable
+from nobackfill.errors import NotFoundError, VerificationError
 from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.gallery.store import Store
-from nobackfill.release import durable, paths
-from nobackfill.release.errors import NotFoundError, VerificationError
+from nobackfill.release import paths
 
 if TYPE_CHECKING:
     # pydantic and python-tuf take longer to load than a search may: only who uses them does.
-    from nobackfill.release.fetchers import Fetcher
     from nobackfill.release.manifest import Manifest
-    from nobackfill.release.trust import Trust
+    from nobackfill.release.trust.fetchers import Fetcher
+    from nobackfill.release.trust.trust import Trust
 
 
 def beside(gallery: Path, what: str) -> Path:
@@ -82,8 +83,8 @@ class Device:
         A damaged or lost models folder costs downloads, and lowers no guard: the first root and the
         versions seen are in the SQLite file.
         """
-        from nobackfill.release.floor import Floor
-        from nobackfill.release.trust import Trust
+        from nobackfill.release.trust.minimum_versions import Floor
+        from nobackfill.release.trust.trust import Trust
 
         root = str(self.state("root")).encode()
         floor = Floor.model_validate(self.state("floor"))

@@ -5,11 +5,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nobackfill import durable
 from nobackfill.client.device import beside
-from nobackfill.client.vault_queue import TABLE
+from nobackfill.client.vault.queue import TABLE
+from nobackfill.errors import AlreadyExistsError, NotFoundError
 from nobackfill.gallery.rescue import rescue as save
-from nobackfill.release import durable
-from nobackfill.release.errors import AlreadyExistsError, NotFoundError
 
 # Private: the secret key and the ciphertext that waits for the vault.
 _MODE = 0o600

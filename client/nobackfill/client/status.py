@@ -7,7 +7,7 @@ people run often.
 from typing import Any
 
 from nobackfill.client.device import Device
-from nobackfill.client.vault_queue import VaultQueue
+from nobackfill.client.vault.queue import VaultQueue
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceInfo
 
@@ -44,7 +44,7 @@ def status(device: Device) -> dict[str, Any]:
 
 def _key_problem(device: Device) -> str | None:
     # Only galleries that pushed load the library of keys.
-    from nobackfill.client.identity import problem
+    from nobackfill.client.vault.identity import problem
 
     return problem(device)
 

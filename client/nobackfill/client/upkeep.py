@@ -5,19 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nobackfill.client import identity
+from nobackfill import durable
 from nobackfill.client.device import Device, beside
-from nobackfill.client.install import missing, tidy
-from nobackfill.client.plan import embedding_files
-from nobackfill.client.retreat import confirm
 from nobackfill.client.status import disk_bytes
-from nobackfill.client.vault_queue import VaultQueue
-from nobackfill.gallery import staging
-from nobackfill.gallery.spec import SpaceInfo
-from nobackfill.gallery.tables import from_blobs, vector_table
-from nobackfill.release import durable
-from nobackfill.release.digests import sha256_file
-from nobackfill.release.errors import (
+from nobackfill.client.sync.installation import missing, tidy
+from nobackfill.client.sync.plan import embedding_files
+from nobackfill.client.sync.rollback import confirm
+from nobackfill.client.vault import identity
+from nobackfill.client.vault.queue import VaultQueue
+from nobackfill.digests import sha256_file
+from nobackfill.errors import (
     BusyError,
     DamagedError,
     NobackfillError,
@@ -25,7 +22,10 @@ from nobackfill.release.errors import (
     UnusableRowsError,
     few,
 )
-from nobackfill.release.vectors import check_vectors
+from nobackfill.gallery import staging
+from nobackfill.gallery.spec import SpaceInfo
+from nobackfill.gallery.tables import from_blobs, vector_table
+from nobackfill.vectors import check_vectors
 
 _ROWS = 4096
 # Pages given back in one transaction, so that others can write in between.

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nobackfill.release.errors import BusyError, CannotWriteError
+from nobackfill.errors import BusyError, CannotWriteError
 
 # SQLite maps 32 KiB beside the gallery before it reads a row; where blocks are smaller than its
 # pages it finds out by SIGBUS that there is no room. The rest is for the log's first pages.

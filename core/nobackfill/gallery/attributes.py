@@ -6,7 +6,7 @@ slower. Each is called in the transaction that changes the items.
 
 import sqlite3
 
-from nobackfill.gallery.index import Labels
+from nobackfill.gallery.search.index import Labels
 
 # Each key with its value, or with each text of a list: of items for which `where` holds.
 _OF_ITEMS = """

@@ -4,13 +4,13 @@ import contextlib
 import os
 from pathlib import Path
 
+from nobackfill import durable
+from nobackfill.errors import CannotWriteError
 from nobackfill.gallery.access import has_room
 from nobackfill.gallery.connections import APPLICATION, connect
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.tables import add_space
-from nobackfill.release import durable
-from nobackfill.release.errors import CannotWriteError
-from nobackfill.release.sqlite_errors import refusing_sqlite
+from nobackfill.sqlite_errors import refusing_sqlite
 
 # Bulk writes are twice as fast as with SQLite's 4 KiB, of which a vector row leaves much empty.
 PAGE_BYTES = 16384

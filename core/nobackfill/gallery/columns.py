@@ -25,7 +25,7 @@ from nobackfill.gallery.filters import (
     TimeRange,
     microseconds,
 )
-from nobackfill.gallery.index import Mask
+from nobackfill.gallery.search.index import Mask
 
 Numbers = NDArray[np.int64] | NDArray[np.float64]
 # Of items, in the order of a segment's labels.

@@ -13,19 +13,19 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from nobackfill.gallery.access import SHARED, Access, accesses
-from nobackfill.gallery.file_lock import lock_path, open_lock, share
-from nobackfill.gallery.residents import Residents
-from nobackfill.gallery.tables import FORMAT
-from nobackfill.release import durable
-from nobackfill.release.errors import (
+from nobackfill import durable
+from nobackfill.errors import (
     BusyError,
     CannotWriteError,
     DamagedError,
     NotFoundError,
     VerificationError,
 )
-from nobackfill.release.sqlite_errors import refusal, refusing_sqlite
+from nobackfill.gallery.access import SHARED, Access, accesses
+from nobackfill.gallery.file_lock import lock_path, open_lock, share
+from nobackfill.gallery.residents import Residents
+from nobackfill.gallery.tables import FORMAT
+from nobackfill.sqlite_errors import refusal, refusing_sqlite
 
 # Marks the file as ours: "nobf".
 APPLICATION = 0x6E6F6266

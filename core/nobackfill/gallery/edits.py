@@ -7,14 +7,14 @@ from sqlite3 import Connection
 
 import numpy as np
 
+from nobackfill.errors import InvalidInputError
 from nobackfill.gallery import attributes, reading
 from nobackfill.gallery.filters import Filter
-from nobackfill.gallery.index import Labels
 from nobackfill.gallery.passing import Filtering
-from nobackfill.gallery.put import Metadata, labels_of, metadata_text
+from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.segment import Segment
 from nobackfill.gallery.store import Change, Store
-from nobackfill.release.errors import InvalidInputError
+from nobackfill.gallery.writing import Metadata, labels_of, metadata_text
 
 # Items a transaction: other writers come in between.
 PIECE = 1000

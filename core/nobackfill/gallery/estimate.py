@@ -8,16 +8,16 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from nobackfill import durable
 from nobackfill.gallery.blank import PAGE_BYTES
 from nobackfill.gallery.connections import connect
-from nobackfill.gallery.index import Labels
-from nobackfill.gallery.put import Checked, NewVectors, check, insert_vectors
 from nobackfill.gallery.remaining import Remaining
+from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.store import Store
 from nobackfill.gallery.tables import VECTOR_TABLE, vector_table
 from nobackfill.gallery.upgrade import CHUNK, Runner
-from nobackfill.release import durable
+from nobackfill.gallery.writing import Checked, NewVectors, check, insert_vectors
 
 # Chunks that are carried to measure the next ones, after a few rows that make the runner ready.
 _CHUNKS = 2

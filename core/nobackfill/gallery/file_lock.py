@@ -6,8 +6,8 @@ import os
 import time
 from pathlib import Path
 
+from nobackfill.errors import BusyError
 from nobackfill.gallery.access import unwritable
-from nobackfill.release.errors import BusyError
 
 
 def lock_path(path: Path) -> Path:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 
-from nobackfill.release.errors import InvalidInputError
+from nobackfill.errors import InvalidInputError
 
 Scalar = str | int | float | bool
 

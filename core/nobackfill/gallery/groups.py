@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from nobackfill.gallery.index import Labels
-from nobackfill.gallery.put import MetadataValue
+from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Origin
 from nobackfill.gallery.store import Store
 from nobackfill.gallery.tables import find_space, vector_table
+from nobackfill.gallery.writing import MetadataValue
 
 
 @dataclass(frozen=True)

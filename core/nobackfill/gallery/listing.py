@@ -6,10 +6,10 @@ from typing import Self
 
 import numpy as np
 
-from nobackfill.gallery.index import Labels
+from nobackfill.errors import InvalidInputError
+from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.store import Item, Store
 from nobackfill.gallery.tables import find_space, label_column, vector_table
-from nobackfill.release.errors import InvalidInputError
 
 # Rows looked at together for those that pass.
 _ROWS = 1000

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from nobackfill.errors import BusyError, NotFoundError
 from nobackfill.gallery.filters import Filter, check
-from nobackfill.gallery.index import Labels, Mask, Rows, rows_of
-from nobackfill.gallery.put import Metadata
+from nobackfill.gallery.search.index import Labels, Mask, Rows, rows_of
 from nobackfill.gallery.segment import Segment, StoredSegment, read_metadata, segment_of
 from nobackfill.gallery.store import Change, Store
 from nobackfill.gallery.stored_columns import find
-from nobackfill.release.errors import BusyError, NotFoundError
+from nobackfill.gallery.writing import Metadata
 
 # Of the columns of one gallery.
 MOST_BYTES = 128 << 20

@@ -9,12 +9,12 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.gallery.index import Labels
-from nobackfill.gallery.put import Metadata
+from nobackfill.errors import DamagedError
+from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Origin, SpaceInfo
 from nobackfill.gallery.tables import among, find_space, from_blobs, label_column, vector_table
-from nobackfill.release.errors import DamagedError
-from nobackfill.release.vectors import Vectors
+from nobackfill.gallery.writing import Metadata
+from nobackfill.vectors import Vectors
 
 _ORIGINS = (None, *get_args(Origin))
 # Rows fetched at once: their Python objects stay small beside the array they end in.

@@ -6,11 +6,11 @@ from typing import Literal
 
 import numpy as np
 
-from nobackfill.gallery.index import Labels
+from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Store
 from nobackfill.gallery.tables import among, from_blobs, label_column, vector_table
-from nobackfill.release.vectors import Vectors
+from nobackfill.vectors import Vectors
 
 # label: as they were put. uncertainty: what the source's own upgrade was least certain of first.
 Order = Literal["label", "uncertainty"]

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from nobackfill.gallery import attributes, put, reading
+from nobackfill import durable
+from nobackfill.errors import BusyError, DamagedError, InvalidInputError, UnusableRowsError
+from nobackfill.gallery import attributes, reading, writing
 from nobackfill.gallery.access import SHARED, accesses
 from nobackfill.gallery.blank import make_blank
 from nobackfill.gallery.connections import BUSY_TIMEOUT_MS, connect
 from nobackfill.gallery.file_lock import lock_path, open_lock, share
 from nobackfill.gallery.spec import Origin, SpaceInfo
 from nobackfill.gallery.tables import add_space, find_space, from_blobs, read_spaces, vector_table
-from nobackfill.release import durable
-from nobackfill.release.errors import BusyError, DamagedError, InvalidInputError, UnusableRowsError
-from nobackfill.release.sqlite_errors import refusal
-from nobackfill.release.vectors import check_vectors
+from nobackfill.sqlite_errors import refusal
+from nobackfill.vectors import check_vectors
 
 # Rows asked for, checked and written together.
 _ROWS = 1024
@@ -162,7 +162,7 @@ class _Rescue:
                     item = reading.item_of(row)
                     if item.id in self._saved:
                         raise InvalidInputError(f"{item.id}: twice")
-                    batch = put.check_batch([item.id], [item.digest], [item.metadata])
+                    batch = writing.check_batch([item.id], [item.digest], [item.metadata])
                 except (DamagedError, InvalidInputError):
                     _count(self._done.refused, "items")
                     continue

@@ -9,9 +9,9 @@ import numpy as np
 from nobackfill.gallery import columns, reading, stored_columns
 from nobackfill.gallery.columns import Column, column_of
 from nobackfill.gallery.filters import Filter, Scalar
-from nobackfill.gallery.index import Labels, Mask
-from nobackfill.gallery.put import Metadata
+from nobackfill.gallery.search.index import Labels, Mask
 from nobackfill.gallery.store import Store
+from nobackfill.gallery.writing import Metadata
 
 
 class Segment:

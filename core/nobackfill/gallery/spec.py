@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
-from nobackfill.release.words import Metric, Origin
+from nobackfill.vectors import Metric, Origin
 
 if TYPE_CHECKING:
     # pydantic would take half of the time in which the edge answers a search.

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from nobackfill.errors import InvalidInputError, NotFoundError, PreconditionError
 from nobackfill.gallery import reading
-from nobackfill.gallery.index import Labels, rows_of
-from nobackfill.gallery.put import NewVectors, check, insert_vectors
+from nobackfill.gallery.search.index import Labels, rows_of
 from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec
 from nobackfill.gallery.store import Change, Item, Store
 from nobackfill.gallery.tables import add_space, find_space, live_labels, read_spaces, vector_table
-from nobackfill.release.errors import InvalidInputError, NotFoundError, PreconditionError
-from nobackfill.release.vectors import Vectors, check_vectors
+from nobackfill.gallery.writing import NewVectors, check, insert_vectors
+from nobackfill.vectors import Vectors, check_vectors
 
 # Rows deleted at once: what one statement changes stays in memory until it ends.
 DROP_ROWS = 4096

@@ -20,19 +20,19 @@ from typing import Any, Self
 
 import numpy as np
 
-from nobackfill.gallery import put, reading
+from nobackfill import durable
+from nobackfill.errors import AlreadyExistsError, DamagedError
+from nobackfill.gallery import reading, writing
 from nobackfill.gallery.blank import make_blank
 from nobackfill.gallery.connections import Connections
 from nobackfill.gallery.file_lock import lock_path
-from nobackfill.gallery.index import Labels
-from nobackfill.gallery.put import Metadata, NewVectors, PutResult
 from nobackfill.gallery.reading import Item
 from nobackfill.gallery.residents import Residents
+from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.tables import find_space, read_spaces
-from nobackfill.release import durable
-from nobackfill.release.errors import AlreadyExistsError, DamagedError
-from nobackfill.release.vectors import Vectors
+from nobackfill.gallery.writing import Metadata, NewVectors, PutResult
+from nobackfill.vectors import Vectors
 
 __all__ = ["Change", "Item", "Metadata", "NewVectors", "PutResult", "Store"]
 
@@ -200,12 +200,12 @@ class Store:
         that is not text, a finite number or a flag), IncompatibleSpaceError, BusyError,
         CannotWriteError.
         """
-        batch = put.check_batch(ids, digests, metadata)
-        checked = [put.check(self.space(new.space), new, len(ids)) for new in vectors]
+        batch = writing.check_batch(ids, digests, metadata)
+        checked = [writing.check(self.space(new.space), new, len(ids)) for new in vectors]
         with self.changing() as (connection, changes):
             for new in vectors:
                 find_space(connection, new.space)
-            result, replaced, written = put.insert(connection, batch, checked)
+            result, replaced, written = writing.insert(connection, batch, checked)
             added = {
                 one.info.spec.space: (result.labels[rows], one.embedding[rows])
                 for one, rows in zip(checked, written, strict=True)
@@ -220,13 +220,13 @@ class Store:
 
         Raises BusyError, CannotWriteError.
         """
-        return self.delete_chosen(lambda connection: put.labels_of(connection, ids))
+        return self.delete_chosen(lambda connection: writing.labels_of(connection, ids))
 
     def delete_chosen(self, choose: Callable[[Connection], Labels]) -> int:
         """Like `delete`, for the labels that `choose` finds in the same transaction."""
         with self.changing() as (connection, changes):
             labels = choose(connection)
-            put.delete_labels(connection, labels)
+            writing.delete_labels(connection, labels)
             changes.append(Change({}, labels))
             self._unscrubbed |= len(labels) > 0
         return len(labels)
@@ -234,7 +234,7 @@ class Store:
     def get(self, item_id: str) -> Item | None:
         """One item by its id."""
         with self.reading() as connection:
-            labels = put.labels_of(connection, [item_id])
+            labels = writing.labels_of(connection, [item_id])
             return reading.items(connection, labels)[0] if len(labels) else None
 
     def items(self, labels: Sequence[int] | Labels, space: str | None = None) -> list[Item | None]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.gallery.columns import Column, Rows, Sorted, Texts, in_order
-from nobackfill.gallery.index import Labels, Mask
+from nobackfill.gallery.search.index import Labels, Mask
 
 _FLOATS = np.dtype([("value", np.float64), ("label", np.int64)])
 

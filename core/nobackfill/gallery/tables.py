@@ -8,10 +8,10 @@ from typing import get_args
 
 import numpy as np
 
-from nobackfill.gallery.index import Labels
+from nobackfill.errors import DamagedError, IncompatibleSpaceError
+from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, State
-from nobackfill.release.errors import DamagedError, IncompatibleSpaceError
-from nobackfill.release.vectors import Vectors
+from nobackfill.vectors import Vectors
 
 # Of the tables; PRAGMA user_version of every gallery file. schema.py leads there.
 FORMAT = 1

@@ -11,13 +11,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from nobackfill.errors import UnusableOutputError
 from nobackfill.gallery import staging
-from nobackfill.gallery.index import Labels
 from nobackfill.gallery.remaining import Order, Remaining
+from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Origin, SpaceSpec
 from nobackfill.gallery.store import Store
-from nobackfill.release.errors import UnusableOutputError
-from nobackfill.release.vectors import Vectors
+from nobackfill.vectors import Vectors
 
 CHUNK = 1024
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from nobackfill.release.words import Origin
+from nobackfill.vectors import Origin
 
 if TYPE_CHECKING:
     # pydantic would take half of the time in which the edge answers a search.

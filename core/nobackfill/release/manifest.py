@@ -18,10 +18,10 @@ from pydantic import (
     model_validator,
 )
 
+from nobackfill.digests import side_space_id, space_id
+from nobackfill.errors import UnfitError, few
 from nobackfill.release import paths
-from nobackfill.release.digests import side_space_id, space_id
-from nobackfill.release.errors import UnfitError, few
-from nobackfill.release.words import Metric, Origin
+from nobackfill.vectors import Metric, Origin
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 SpaceId = Annotated[str, Field(pattern=r"^sp-[0-9a-f]{64}$")]

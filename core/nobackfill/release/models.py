@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.release.digests import sha256_bytes
-from nobackfill.release.errors import (
+from nobackfill.digests import sha256_bytes
+from nobackfill.errors import (
     InvalidInputError,
     UnusableOutputError,
     UnusableRowsError,
@@ -17,7 +17,7 @@ from nobackfill.release.errors import (
 )
 from nobackfill.release.manifest import Manifest, PublishedFile, Upgrade
 from nobackfill.release.tensors import upgrade_ends
-from nobackfill.release.vectors import Vectors, check_vectors
+from nobackfill.vectors import Vectors, check_vectors
 
 # A publication folder, or published paths with the local files that stand for them (a draft).
 Files = Path | Mapping[str, Path]

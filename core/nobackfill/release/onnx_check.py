@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nobackfill.release.errors import VerificationError
+from nobackfill.errors import VerificationError
 from nobackfill.release.manifest import Manifest, PublishedFile
 from nobackfill.release.models import Files, locate
 from nobackfill.release.tensors import Ends, Tensor, embedder_ends, side_encoder_ends, upgrade_ends

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.release.errors import VerificationError
+from nobackfill.errors import VerificationError
 from nobackfill.release.manifest import Manifest, PublishedFile, Upgrade
 from nobackfill.release.models import (
     Files,
@@ -21,7 +21,7 @@ from nobackfill.release.models import (
     open_upgrade,
     read_verified,
 )
-from nobackfill.release.vectors import Vectors
+from nobackfill.vectors import Vectors
 
 # Unpacked.
 LARGEST_BYTES = 256 * 2**20

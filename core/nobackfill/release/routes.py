@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nobackfill.release.errors import InvalidInputError, NotFoundError, few
+from nobackfill.errors import InvalidInputError, NotFoundError, few
 from nobackfill.release.manifest import Manifest, Upgrade
 from nobackfill.release.models import Files, Upgraded, UpgradeModel, open_upgrade
-from nobackfill.release.vectors import Vectors
+from nobackfill.vectors import Vectors
 
 Steps = tuple[tuple[Manifest, Upgrade], ...]
 # Releases on the way, source first.

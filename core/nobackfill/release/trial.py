@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from nobackfill.release.errors import VerificationError
+from nobackfill.errors import VerificationError
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Files
 

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from nobackfill.release.durable import write_file
-from nobackfill.release.errors import NobackfillError, NotFoundError, few
-from nobackfill.release.terminal import visible
-from nobackfill.release.trust import TrustedFolder
+from nobackfill.durable import write_file
+from nobackfill.errors import NobackfillError, NotFoundError, few
+from nobackfill.release.trust.trust import TrustedFolder
 from nobackfill.report.comparison import compare, predecessor
 from nobackfill.report.page import render
 from nobackfill.report.pictures import read_folder
+from nobackfill.terminal import visible
 
 # Draws the pictures of a large folder, and the random order of the backfill curve.
 SEED = 0

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from nobackfill.metrics.retrieval import mean
-from nobackfill.release.vectors import Vectors
 from nobackfill.report.comparison import Comparison
+from nobackfill.vectors import Vectors
 
 # Colours that stay apart for most colour-blind eyes (Okabe and Ito), then two more.
 COLOURS = (

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.gallery.exact import ExactIndex
+from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.metrics.backfill import (
     BackfillCurve,
@@ -27,8 +27,8 @@ from nobackfill.metrics.retrieval import PerQuery, score
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Embedder, SideEncoder, open_embedder, open_side_encoder
 from nobackfill.release.routes import open_route, plan_route
-from nobackfill.release.vectors import Vectors
 from nobackfill.report.pictures import Picture, pixels
+from nobackfill.vectors import Vectors
 
 METRICS: dict[str, Metric] = {"squared_l2": "l2", "cosine": "cosine"}
 HITS = 5

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from nobackfill.release.errors import InvalidInputError, NotFoundError
-from nobackfill.release.images import decode_file
+from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.images import decode_file
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
 # Larger folders are sampled: the report compares every image with every other.

@@ -4,9 +4,8 @@ import threading
 
 import structlog
 
+from nobackfill.errors import ConfigurationError, NotFoundError, VerificationError
 from nobackfill.gallery.residents import Residents
-from nobackfill.release.errors import ConfigurationError, NotFoundError, VerificationError
-from nobackfill.server.border.metrics import Metrics
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.core import Core
 from nobackfill.server.descriptors import open_galleries
@@ -15,10 +14,11 @@ from nobackfill.server.embedding.models import Models
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.searching import Searching
 from nobackfill.server.galleries.sizes import IndexSizes
+from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.recovery import return_galleries
 from nobackfill.server.settings import Settings
 from nobackfill.server.state import StateFile
-from nobackfill.server.upgrades.upgrading import Upgrading
+from nobackfill.server.upgrades.jobs import Upgrading
 
 log = structlog.get_logger("server.assembly")
 

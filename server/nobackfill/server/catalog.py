@@ -7,7 +7,7 @@ from pathlib import Path
 
 import structlog
 
-from nobackfill.release.errors import (
+from nobackfill.errors import (
     NobackfillError,
     NotFoundError,
     UnavailableError,
@@ -17,9 +17,9 @@ from nobackfill.release.errors import (
 )
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.routes import twin_of
-from nobackfill.release.trust import TrustedFolder
-from nobackfill.server.border.metrics import Metrics
-from nobackfill.server.border.survival import surviving
+from nobackfill.release.trust.trust import TrustedFolder
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.survival import surviving
 
 log = structlog.get_logger("server.catalog")
 

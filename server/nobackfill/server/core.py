@@ -8,11 +8,10 @@ from pathlib import Path
 
 import structlog
 
+from nobackfill.errors import NobackfillError, PreconditionError
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.release.errors import NobackfillError, PreconditionError
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.border.metrics import Metrics
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.embedding.models import Models
@@ -20,8 +19,9 @@ from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import NOTE, Hosted
 from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.galleries.searching import Searching
+from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import StateFile
-from nobackfill.server.upgrades.upgrading import Upgrading
+from nobackfill.server.upgrades.jobs import Upgrading
 
 log = structlog.get_logger("server.core")
 

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import structlog
 
-from nobackfill.release import durable
-from nobackfill.release.errors import ConfigurationError, NobackfillError
+from nobackfill import durable
+from nobackfill.errors import ConfigurationError, NobackfillError
 from nobackfill.server.assembly import assemble, load
-from nobackfill.server.border.auth import Tokens
-from nobackfill.server.border.interceptor import Border
-from nobackfill.server.border.metrics import Metrics
-from nobackfill.server.border.survival import surviving
-from nobackfill.server.border.tls import certificates
 from nobackfill.server.core import Core
 from nobackfill.server.descriptors import raise_limit
 from nobackfill.server.embedding.models import InProcessModels, Models
 from nobackfill.server.galleries.indexing import Indexing
 from nobackfill.server.galleries.puts import Putting
-from nobackfill.server.listener import Listener
+from nobackfill.server.grpc.auth import Tokens
+from nobackfill.server.grpc.interceptor import Border
+from nobackfill.server.grpc.listener import Listener
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.survival import surviving
+from nobackfill.server.grpc.tls import certificates
 from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.settings import IN_PROCESS, Settings
 from nobackfill.server.triton.client import TritonClient, remote_client

@@ -14,7 +14,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from nobackfill.release.errors import ConfigurationError
+from nobackfill.errors import ConfigurationError
 
 IN_PROCESS = "in-process"
 TLS = "grpcs://"

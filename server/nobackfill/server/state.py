@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from nobackfill.release import durable
-from nobackfill.release.errors import VerificationError
+from nobackfill import durable
+from nobackfill.errors import VerificationError
 
 RolloutName = Literal["direct", "dual", "cutover"]
 

@@ -11,17 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nobackfill.release import durable
-from nobackfill.release.digests import sha256_file
-from nobackfill.release.errors import (
+from nobackfill import durable
+from nobackfill.digests import sha256_file
+from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
     InvalidInputError,
     NotFoundError,
     QuotaExceededError,
 )
-from nobackfill.release.limits import LARGEST_BLOB
-from nobackfill.server.border.errors import OutOfRangeError, TooLargeError
+from nobackfill.server.grpc.errors import OutOfRangeError, TooLargeError
+from nobackfill.wire.limits import LARGEST_BLOB
 
 PAGE = 1000
 CHUNK = 256 * 1024

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nobackfill.release.errors import ConfigurationError, InvalidInputError
-from nobackfill.training.compare import compare
+from nobackfill.errors import ConfigurationError, InvalidInputError
+from nobackfill.training.cli.compare import compare
 from nobackfill.training.comparison.catalogue import GROUPS, rows_of
 from nobackfill.training.comparison.cells import Cells
 from nobackfill.training.comparison.claims import CLAIMS, Claim, judge
@@ -21,7 +21,7 @@ from nobackfill.training.comparison.presets import (
 )
 from nobackfill.training.comparison.recipe import Place
 from nobackfill.training.comparison.rows import independent_of
-from nobackfill.training.comparison.work import tasks
+from nobackfill.training.comparison.scheduler import tasks
 from nobackfill.training.config_file import parse_config
 
 

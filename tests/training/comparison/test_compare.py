@@ -11,16 +11,16 @@ import pytest
 
 from nobackfill.metrics.ranking import rank, same_label
 from nobackfill.metrics.retrieval import average_precision, mean
-from nobackfill.training.compare import compare
+from nobackfill.training.cli.compare import compare
 from nobackfill.training.comparison.catalogue import rows_of
 from nobackfill.training.comparison.cells import Cells, evaluation, read_cells, write_cells
 from nobackfill.training.comparison.data import link, train_and_test, with_label_noise, write_digits
 from nobackfill.training.comparison.presets import DIGITS
 from nobackfill.training.comparison.recipe import Place
 from nobackfill.training.comparison.results import Comparison, as_json, as_markdown, points
-from nobackfill.training.comparison.work import do
-from nobackfill.training.data import list_images
-from nobackfill.training.loop import DivergedError
+from nobackfill.training.comparison.scheduler import do
+from nobackfill.training.data.folders import list_images
+from nobackfill.training.loop.loop import DivergedError
 
 SHORT: Mapping[str, Mapping[str, object]] = {
     "embedder": {"epochs": 2, "batch_size": 16},

@@ -16,8 +16,8 @@ from nobackfill.training.comparison.exported import exported
 from nobackfill.training.comparison.presets import DIGITS
 from nobackfill.training.comparison.ranges import by_range, known_to_old
 from nobackfill.training.comparison.recipe import Place, Run
-from nobackfill.training.data import list_images
-from nobackfill.training.transform import FctTransform, Upgrade
+from nobackfill.training.data.folders import list_images
+from nobackfill.training.networks.transform import FctTransform, Upgrade
 
 
 def random_points(seed: int, n: int = 40) -> list[Point]:

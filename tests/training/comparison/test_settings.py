@@ -17,9 +17,9 @@ from nobackfill.training.comparison.data import train_and_test, write_digits
 from nobackfill.training.comparison.domains import SHIFTS, write_foreign
 from nobackfill.training.comparison.presets import DIGITS
 from nobackfill.training.comparison.recipe import Place, Run
-from nobackfill.training.comparison.work import do, images_of
-from nobackfill.training.data import list_images
-from nobackfill.training.run import CHECKPOINT, read_finished
+from nobackfill.training.comparison.scheduler import do, images_of
+from nobackfill.training.data.folders import list_images
+from nobackfill.training.loop.run import CHECKPOINT, read_finished
 
 SHORT = {
     "embedder": {"epochs": 2, "batch_size": 16},

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 
 from nobackfill.training.config import UpgradeConfig
-from nobackfill.training.heads import Head, build_head
+from nobackfill.training.loop.objective import Objective
 from nobackfill.training.method import UpgradeInputs, UpgradeShape
 from nobackfill.training.methods import upgrade_method
-from nobackfill.training.objective import Objective
+from nobackfill.training.networks.heads import Head, build_head
 
 NAMES = ("ant", "bee", "cat", "dog", "elk")
 

@@ -8,11 +8,11 @@ import torch
 from scipy.special import softmax
 from scipy.stats import entropy
 
-from nobackfill.training.embedder import to_pixels
 from nobackfill.training.losses.margins import cosface, cosines
 from nobackfill.training.method import Classifier
 from nobackfill.training.methods.bct import BctSynthesizedObjective
 from nobackfill.training.methods.dmu import DmuObjective
+from nobackfill.training.networks.embedder import to_pixels
 from tests.training.methods import tiny
 
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from scipy.special import softmax
 
-from nobackfill.release.errors import ConfigurationError
-from nobackfill.training.embedder import to_pixels
-from nobackfill.training.fixed_classifier import FixedClassifier
-from nobackfill.training.loop import fit
+from nobackfill.errors import ConfigurationError
+from nobackfill.training.loop.loop import fit
+from nobackfill.training.loop.progress import Progress
 from nobackfill.training.losses.margins import cosface, cosines
 from nobackfill.training.method import Classifier
 from nobackfill.training.methods import EMBEDDER_METHODS, embedder_method
 from nobackfill.training.methods.bct import BctObjective, BctSynthesizedObjective
 from nobackfill.training.methods.compatible import CompatibleObjective, encode_all
 from nobackfill.training.methods.unibct import UniBctObjective, UniBctOptions, refresh_epochs
-from nobackfill.training.progress import Progress
+from nobackfill.training.networks.embedder import to_pixels
+from nobackfill.training.networks.fixed_classifier import FixedClassifier
 from tests.training.methods import tiny
 
 COMPATIBLE = [name for name in EMBEDDER_METHODS if name != "independent"]

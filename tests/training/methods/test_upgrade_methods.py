@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from nobackfill.release.errors import ConfigurationError
+from nobackfill.errors import ConfigurationError
+from nobackfill.training.loop.progress import Progress
+from nobackfill.training.loop.run import read_checkpoint
+from nobackfill.training.loop.upgrade import fit_upgrade, load_upgrade
 from nobackfill.training.method import UpgradeInputs
 from nobackfill.training.methods import UPGRADE_METHODS, upgrade_method
 from nobackfill.training.methods.forward import new_classifier
 from nobackfill.training.methods.residual import ResidualMap, ResidualObjective
 from nobackfill.training.methods.soft_prototypes import SoftPrototypes
-from nobackfill.training.progress import Progress
-from nobackfill.training.run import read_checkpoint
-from nobackfill.training.transform import Upgrade
-from nobackfill.training.upgrade import fit_upgrade, load_upgrade
+from nobackfill.training.networks.transform import Upgrade
 from tests.training.methods import features
 
 OPTIONS: dict[str, dict[str, int]] = {"soft_prototypes": {"classes": 5}, "low_rank": {"rank": 5}}

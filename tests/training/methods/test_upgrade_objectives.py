@@ -8,14 +8,14 @@ import torch
 from scipy.special import softmax
 from scipy.stats import entropy
 
+from nobackfill.training.loop.progress import Progress
+from nobackfill.training.loop.upgrade import fit_upgrade
 from nobackfill.training.losses.lce import boundary, centre_alignment
 from nobackfill.training.methods.fastfill import FastFillObjective
 from nobackfill.training.methods.fct import FctObjective
 from nobackfill.training.methods.forward import ForwardObjective
 from nobackfill.training.methods.residual import ResidualObjective
-from nobackfill.training.progress import Progress
-from nobackfill.training.transform import Upgraded
-from nobackfill.training.upgrade import fit_upgrade
+from nobackfill.training.networks.transform import Upgraded
 from tests.training.methods import features
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 
 from nobackfill.training.config import EmbedderConfig
-from nobackfill.training.embedder import EmbedderObjective
-from nobackfill.training.loop import fit
+from nobackfill.training.loop.loop import fit
+from nobackfill.training.loop.progress import Progress
 from nobackfill.training.method import Classifier, EmbedderInputs
 from nobackfill.training.methods import embedder_method
 from nobackfill.training.methods.compatible import CompatibleObjective
-from nobackfill.training.progress import Progress
+from nobackfill.training.networks.embedder import EmbedderObjective
 
 NAMES = ("ant", "bee", "cat", "dog")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nobackfill.release.errors import InvalidInputError, NotFoundError
+from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.training.protocols.ijbc import (
     Faces,
     pool,

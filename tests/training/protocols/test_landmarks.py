@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.metrics.ranking import Ranking, rank
 from nobackfill.metrics.retrieval import average_precision, average_precision_at
-from nobackfill.release.errors import InvalidInputError, NotFoundError
 from nobackfill.training.protocols.gldv2 import MAP_AT, image_path, read_landmarks
 from nobackfill.training.protocols.pickles import read_plain
 from nobackfill.training.protocols.revisited import (

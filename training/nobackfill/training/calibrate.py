@@ -9,7 +9,7 @@ from sklearn.isotonic import IsotonicRegression
 
 from nobackfill.metrics.ranking import Relevance
 from nobackfill.release.manifest import Calibration
-from nobackfill.release.words import Origin
+from nobackfill.vectors import Origin
 
 # Retrieved pairs of each query that are counted.
 PAIRS_A_QUERY = 20

@@ -9,7 +9,7 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from nobackfill.release.errors import ConfigurationError
+from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import Config, EmbedderConfig, SideEncoderConfig, UpgradeConfig
 
 _ADAPTER: TypeAdapter[Config] = TypeAdapter(Annotated[Config, Field(discriminator="kind")])

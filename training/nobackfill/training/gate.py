@@ -11,10 +11,10 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from nobackfill.errors import few
 from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
 from nobackfill.metrics.ranking import Relevance, same_label
 from nobackfill.metrics.retrieval import mean
-from nobackfill.release.errors import few
 from nobackfill.release.manifest import (
     Calibration,
     Cell,
@@ -23,12 +23,12 @@ from nobackfill.release.manifest import (
     RouteEvidence,
 )
 from nobackfill.release.models import Files
-from nobackfill.release.words import Origin
 from nobackfill.training.calibrate import fit_calibration
-from nobackfill.training.data import Listing
-from nobackfill.training.halves import halves
+from nobackfill.training.data.folders import Listing
+from nobackfill.training.data.halves import halves
 from nobackfill.training.measure import CellName, Embedded, Measured, search_cell, served_cells
-from nobackfill.training.published import Publication
+from nobackfill.training.networks.published import Publication
+from nobackfill.vectors import Origin
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from nobackfill.metrics.retrieval import (
 )
 from nobackfill.metrics.verification import tar_at_far
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.vectors import Vectors
-from nobackfill.training.data import Listing
+from nobackfill.training.data.folders import Listing
 from nobackfill.training.measure import CellName, Embedded, cell_vectors, served_cells
+from nobackfill.vectors import Vectors
 
 # Neighbours that hubness counts, and the k of mAP@k.
 HUB_NEIGHBOURS = 10

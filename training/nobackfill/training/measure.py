@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nobackfill.gallery import exact, hnsw
-from nobackfill.gallery.index import Index, Neighbours
+from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError, few
+from nobackfill.gallery.search import exact, hnsw
+from nobackfill.gallery.search.index import Index, Neighbours
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.metrics.ranking import Relevance, rank_neighbours
 from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc
-from nobackfill.release.errors import ConfigurationError, InvalidInputError, NotFoundError, few
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Files, Upgraded
 from nobackfill.release.routes import Route, every_route, open_route
-from nobackfill.release.vectors import Vectors
-from nobackfill.training.data import Images, Listing, decode
-from nobackfill.training.published import of_manifest
+from nobackfill.training.data.folders import Images, Listing, decode
+from nobackfill.training.networks.published import of_manifest
+from nobackfill.vectors import Vectors
 
 # Answers asked of the index for mAP; relevant items beyond count as not found.
 DEPTH = 1000

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nobackfill.training.config import EmbedderConfig, UpgradeConfig
-from nobackfill.training.embedder import EmbedderObjective, ImageEncoder
-from nobackfill.training.heads import Head
-from nobackfill.training.objective import Objective
-from nobackfill.training.transform import Upgrade
+from nobackfill.training.loop.objective import Objective
+from nobackfill.training.networks.embedder import EmbedderObjective, ImageEncoder
+from nobackfill.training.networks.heads import Head
+from nobackfill.training.networks.transform import Upgrade
 
 
 @dataclass(frozen=True)

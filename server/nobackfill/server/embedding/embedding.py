@@ -4,16 +4,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from nobackfill.release.errors import InvalidInputError, UnusableOutputError
-from nobackfill.release.images import Pixels
+from nobackfill.errors import InvalidInputError, UnusableOutputError
+from nobackfill.images import Pixels
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images, no_vector
-from nobackfill.release.vectors import Vectors
-from nobackfill.server.border import calls
-from nobackfill.server.border.metrics import Metrics
 from nobackfill.server.embedding.batching import Batcher
 from nobackfill.server.embedding.decoding import Decoding, Size
 from nobackfill.server.embedding.models import Models
+from nobackfill.server.grpc import calls
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.vectors import Vectors
 
 LARGEST_BATCH = 64
 # While one batch is in the model server, the next is on its way.

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import structlog
 
-from nobackfill.release.errors import UnavailableError
+from nobackfill.errors import UnavailableError
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import (
     Embedder,
@@ -15,7 +15,7 @@ from nobackfill.release.models import (
     open_embedder,
     open_side_encoder,
 )
-from nobackfill.release.vectors import Vectors
+from nobackfill.vectors import Vectors
 
 log = structlog.get_logger("server.models")
 

@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import structlog
 
-from nobackfill.gallery import hnsw
-from nobackfill.gallery.hnsw import HnswIndex
-from nobackfill.gallery.index import Content, Index, Labels
+from nobackfill.errors import CannotWriteError
+from nobackfill.gallery.search import hnsw
+from nobackfill.gallery.search.hnsw import HnswIndex
+from nobackfill.gallery.search.index import Content, Index, Labels
+from nobackfill.gallery.search.view import LiveView
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.view import LiveView
-from nobackfill.release.errors import CannotWriteError
-from nobackfill.server.galleries.beginnings import SMALL
 from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.initial_index import SMALL
 
 log = structlog.get_logger("server.indexing")
 

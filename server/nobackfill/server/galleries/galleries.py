@@ -11,12 +11,8 @@ from pathlib import Path
 
 import structlog
 
-from nobackfill.gallery import staging
-from nobackfill.gallery.residents import Residents
-from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.store import Store
-from nobackfill.release import durable
-from nobackfill.release.errors import (
+from nobackfill import durable
+from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
     InvalidInputError,
@@ -24,6 +20,10 @@ from nobackfill.release.errors import (
     NotFoundError,
     VerificationError,
 )
+from nobackfill.gallery import staging
+from nobackfill.gallery.residents import Residents
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.store import Store
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import order
 from nobackfill.server.galleries.hosted import Hosted

@@ -6,19 +6,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nobackfill.gallery.exact import ExactIndex
+from nobackfill.errors import ConfigurationError
 from nobackfill.gallery.passing import Filtering
+from nobackfill.gallery.search.exact import ExactIndex
+from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.store import Change, Item, Store
-from nobackfill.gallery.view import LiveView, Snapshot
-from nobackfill.release.errors import ConfigurationError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import order
-from nobackfill.server.galleries.beginnings import beginning
-from nobackfill.server.galleries.gate import Gate, Users
+from nobackfill.server.galleries.initial_index import beginning
 from nobackfill.server.galleries.items import ItemCache
 from nobackfill.server.galleries.order import Level
 from nobackfill.server.galleries.plan import Part, Plan, make_plan
+from nobackfill.server.galleries.write_lock import Gate, Users
 from nobackfill.server.state import State
 
 # Keys of `Hosted.state`: how the gallery came to its staging space, and why it stays behind.

@@ -9,12 +9,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from nobackfill.gallery.hnsw import HnswIndex
-from nobackfill.gallery.view import LiveView, Snapshot
-from nobackfill.server.border.metrics import Metrics
-from nobackfill.server.border.survival import surviving
+from nobackfill.gallery.search.hnsw import HnswIndex
+from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.server.galleries.bases import due, make_index, tuned
 from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.survival import surviving
 
 # While a gallery is filled, that keeps its graph from being made over and over. Once nothing
 # changed for so long, fewer than this lie beside it: every search compares each of them.

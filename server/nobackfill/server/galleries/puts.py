@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nobackfill.gallery.put import MAX_ID_CHARACTERS, Metadata, NewVectors, check_batch
-from nobackfill.release.errors import IncompatibleSpaceError, InvalidInputError, UnusableOutputError
+from nobackfill.errors import IncompatibleSpaceError, InvalidInputError, UnusableOutputError
+from nobackfill.gallery.writing import MAX_ID_CHARACTERS, Metadata, NewVectors, check_batch
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import no_vector
 from nobackfill.release.routes import RouteRunner
-from nobackfill.release.vectors import from_bytes
 from nobackfill.server.embedding.decoding import Decoded, affordable, too_dear
 from nobackfill.server.embedding.embedding import Embedding, size_of
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Plan
+from nobackfill.vectors import from_bytes
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nobackfill.gallery.index import Neighbours
+from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.spec import Origin
 from nobackfill.gallery.store import Item
-from nobackfill.release.vectors import Vectors
 from nobackfill.server.galleries.plan import Part
+from nobackfill.vectors import Vectors
 
 # Items as a space shows them, in the order of the labels; None for those deleted meanwhile.
 ItemsOf = Callable[[list[int], str], list[Item | None]]

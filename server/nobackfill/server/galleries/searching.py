@@ -7,26 +7,26 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from nobackfill.gallery.exact import ExactIndex
-from nobackfill.gallery.filters import Filter
-from nobackfill.gallery.view import Allowed
-from nobackfill.release.errors import (
+from nobackfill.errors import (
     IncompatibleSpaceError,
     InvalidInputError,
     NeedsImageError,
     ReleaseRetiredError,
 )
+from nobackfill.gallery.filters import Filter
+from nobackfill.gallery.search.exact import ExactIndex
+from nobackfill.gallery.search.view import Allowed
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.vectors import Vectors
-from nobackfill.server.border.metrics import Metrics
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.batching import Batcher
 from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Part, Plan, direct_part
-from nobackfill.server.galleries.questions import Answer, Question, run
+from nobackfill.server.galleries.queries import Answer, Question, run
 from nobackfill.server.galleries.ranking import Hit, rank
+from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import StateFile
+from nobackfill.vectors import Vectors
 
 # Queries for more hits than this, or with a filter, run alone: they would slow the others down.
 _SMALL_K = 64

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from nobackfill.gallery.exact import ExactIndex
-from nobackfill.gallery.index import Index
+from nobackfill.gallery.search.exact import ExactIndex
+from nobackfill.gallery.search.index import Index
 from nobackfill.server.galleries.hosted import Hosted
 
 

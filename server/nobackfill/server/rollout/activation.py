@@ -8,19 +8,14 @@ from contextlib import contextmanager
 
 import structlog
 
-from nobackfill.release.errors import (
-    BusyError,
-    CannotWriteError,
-    NobackfillError,
-    PreconditionError,
-)
+from nobackfill.errors import BusyError, CannotWriteError, NobackfillError, PreconditionError
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.border.survival import surviving
 from nobackfill.server.core import Core
 from nobackfill.server.galleries import order
 from nobackfill.server.galleries.hosted import NOTE
 from nobackfill.server.galleries.indexing import give_way
 from nobackfill.server.galleries.order import Level
+from nobackfill.server.grpc.survival import surviving
 from nobackfill.server.rollout.recovery import recover
 from nobackfill.server.rollout.rollout import CancelledError, Phase, Rollout
 from nobackfill.server.rollout.run import Run

@@ -5,8 +5,8 @@ from pathlib import Path
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
 from nobackfill.release.probes import check_encoders
-from nobackfill.release.vectors import Vectors
 from nobackfill.server.embedding.models import Models
+from nobackfill.vectors import Vectors
 
 
 def check_models(folder: Path, manifest: Manifest, models: Models) -> None:

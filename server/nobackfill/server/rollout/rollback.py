@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import structlog
 
+from nobackfill.errors import BusyError, PreconditionError
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceInfo
-from nobackfill.release.errors import BusyError, PreconditionError
 from nobackfill.server.core import Core
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.rollout.activation import Activations

@@ -8,9 +8,9 @@ from enum import StrEnum
 
 import structlog
 
+from nobackfill.errors import GateFailedError, NobackfillError, PreconditionError
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.release.errors import GateFailedError, NobackfillError, PreconditionError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.core import Core
 from nobackfill.server.galleries.bases import inherit_index
@@ -18,7 +18,7 @@ from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, Hosted
 from nobackfill.server.galleries.plan import Plan, old_model_part, own_part
 from nobackfill.server.rollout.probing import check_models
 from nobackfill.server.state import Activation
-from nobackfill.server.upgrades.upgrading import JobState
+from nobackfill.server.upgrades.jobs import JobState
 
 log = structlog.get_logger("server.rollout")
 

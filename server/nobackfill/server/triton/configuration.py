@@ -9,7 +9,7 @@ from pathlib import Path
 from google.protobuf import json_format, text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from nobackfill.release.errors import VerificationError
+from nobackfill.errors import VerificationError
 from nobackfill.release.paths import config_path
 
 _BACKEND = "onnxruntime"

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import structlog
 
-from nobackfill.release.errors import (
+from nobackfill.errors import (
     CannotWriteError,
     InvalidInputError,
     NobackfillError,
@@ -22,13 +22,13 @@ from nobackfill.release.errors import (
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
 from nobackfill.release.paths import embedder_model, side_encoder_model
-from nobackfill.release.vectors import Vectors, check_vectors
-from nobackfill.server.border import calls
-from nobackfill.server.border.metrics import Metrics
-from nobackfill.server.border.survival import surviving
+from nobackfill.server.grpc import calls
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.survival import surviving
 from nobackfill.server.triton.client import TritonClient
 from nobackfill.server.triton.configuration import model_config
 from nobackfill.server.triton.process import TritonProcess
+from nobackfill.vectors import Vectors, check_vectors
 
 log = structlog.get_logger("server.triton")
 

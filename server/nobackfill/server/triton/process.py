@@ -12,8 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nobackfill.release import durable
-from nobackfill.release.errors import CannotWriteError, UnavailableError
+from nobackfill import durable
+from nobackfill.errors import CannotWriteError, UnavailableError
 
 _SHM = Path("/dev/shm")  # noqa: S108 - where Triton itself puts it
 _SHM_PREFIX = "nobackfill-"

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from nobackfill.errors import InvalidInputError, PreconditionError
 from nobackfill.gallery import staging
 from nobackfill.gallery.store import Item
-from nobackfill.release.errors import InvalidInputError, PreconditionError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import LARGEST_BATCH, Embedding, size_of
 from nobackfill.server.galleries.hosted import Hosted

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from nobackfill.gallery import hnsw, staging
+from nobackfill.gallery import staging
 from nobackfill.gallery.estimate import estimate
-from nobackfill.gallery.hnsw import HnswIndex
+from nobackfill.gallery.search import hnsw
+from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.upgrade import CHUNK, Runner
-from nobackfill.server.galleries.beginnings import SMALL
 from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.initial_index import SMALL
 from nobackfill.server.upgrades.neighbours import LOOKS, neighbours_kept
 from nobackfill.server.upgrades.throttle import Throttle
 

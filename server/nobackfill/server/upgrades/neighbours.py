@@ -3,11 +3,11 @@
 import numpy as np
 
 from nobackfill.gallery import staging
-from nobackfill.gallery.exact import ExactIndex
-from nobackfill.gallery.index import Labels
+from nobackfill.gallery.search.exact import ExactIndex
+from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Store
-from nobackfill.release.vectors import Vectors
+from nobackfill.vectors import Vectors
 
 PROBES = 1000
 K = 10

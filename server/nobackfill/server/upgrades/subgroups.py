@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nobackfill.errors import InvalidInputError, ReleaseRetiredError
 from nobackfill.gallery.groups import Group, by_value
-from nobackfill.gallery.put import MetadataValue
-from nobackfill.release.errors import InvalidInputError, ReleaseRetiredError
+from nobackfill.gallery.writing import MetadataValue
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.galleries.searching import Searching

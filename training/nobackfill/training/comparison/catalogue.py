@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nobackfill.release.errors import ConfigurationError
+from nobackfill.errors import ConfigurationError
 from nobackfill.training.comparison.ablations import parts, sizes
 from nobackfill.training.comparison.recipe import Place, Run
 from nobackfill.training.comparison.rows import Row, Shared

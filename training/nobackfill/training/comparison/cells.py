@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from nobackfill.durable import write_file
 from nobackfill.metrics.backfill import (
     backfill_curve,
     oracle_order,
@@ -20,11 +21,10 @@ from nobackfill.metrics.hubness import hubness
 from nobackfill.metrics.neighbours import nearest
 from nobackfill.metrics.ranking import Relevance, same_label
 from nobackfill.metrics.retrieval import PerQuery, score
-from nobackfill.release.durable import write_file
 from nobackfill.training.comparison.rows import Row
 from nobackfill.training.comparison.serve import Served, serve
-from nobackfill.training.data import Listing, decode
-from nobackfill.training.frozen import features, of_run
+from nobackfill.training.data.folders import Listing, decode
+from nobackfill.training.networks.frozen import features, of_run
 
 Floats = NDArray[np.float32]
 FIGURES = ("cmc1", "cmc5", "map")

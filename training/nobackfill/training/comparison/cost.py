@@ -9,8 +9,8 @@ import numpy as np
 from nobackfill.training.comparison.exported import exported
 from nobackfill.training.comparison.rows import Row
 from nobackfill.training.comparison.serve import step_of
-from nobackfill.training.run import read_finished
-from nobackfill.training.transform import Upgrade
+from nobackfill.training.loop.run import read_finished
+from nobackfill.training.networks.transform import Upgrade
 
 _BATCH, _REPEATS = 1024, 10
 # Of the numbers that Binarise writes: a bit each, where they are packed.

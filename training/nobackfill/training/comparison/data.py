@@ -13,9 +13,9 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from nobackfill.release.errors import InvalidInputError, NotFoundError
-from nobackfill.training.allocations import allocate
-from nobackfill.training.data import Listing, hold_out, list_images
+from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.training.data.allocations import allocate
+from nobackfill.training.data.folders import Listing, hold_out, list_images
 
 
 def write_digits(folder: Path) -> None:

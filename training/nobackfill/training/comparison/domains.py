@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image, ImageFilter, ImageOps
 
 from nobackfill.training.comparison.data import begin
-from nobackfill.training.data import list_images
+from nobackfill.training.data.folders import list_images
 
 
 def blurred(image: Image.Image) -> Image.Image:

@@ -6,9 +6,9 @@ from pathlib import Path
 import onnxruntime
 import torch
 
-from nobackfill.training.drafting import UpgradeGraph
-from nobackfill.training.onnx_export import export_onnx, quantise
-from nobackfill.training.transform import Upgrade
+from nobackfill.training.export.drafting import UpgradeGraph
+from nobackfill.training.export.onnx_export import export_onnx, quantise
+from nobackfill.training.networks.transform import Upgrade
 
 _EXAMPLES = 8
 

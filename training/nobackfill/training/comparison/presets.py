@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.metrics.distances import Metric
-from nobackfill.release.errors import ConfigurationError, InvalidInputError
 
 Values = Mapping[str, object]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nobackfill.training.cli.train import train
 from nobackfill.training.comparison.presets import Preset, Split, Values
 from nobackfill.training.config_file import parse_config
-from nobackfill.training.progress import Progress
-from nobackfill.training.train import train
+from nobackfill.training.loop.progress import Progress
 
 # Roles of the models between the first and the last of a long chain of updates.
 STEPS = ("step1", "step2", "step3", "step4")

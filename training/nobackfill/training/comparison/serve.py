@@ -11,12 +11,12 @@ from nobackfill.training.comparison.exported import exported
 from nobackfill.training.comparison.recipe import Run
 from nobackfill.training.comparison.rows import Row
 from nobackfill.training.config import EmbedderConfig
-from nobackfill.training.frozen import load_encoder
+from nobackfill.training.loop.run import load_part
+from nobackfill.training.loop.upgrade import read_upgrade
 from nobackfill.training.method import UpgradeShape
 from nobackfill.training.methods import embedder_method
-from nobackfill.training.run import load_part
-from nobackfill.training.transform import Upgrade, Upgraded
-from nobackfill.training.upgrade import read_upgrade
+from nobackfill.training.networks.frozen import load_encoder
+from nobackfill.training.networks.transform import Upgrade, Upgraded
 
 Floats = NDArray[np.float32]
 

@@ -7,11 +7,11 @@ They exist on the main split alone, whose `first_of_chain` says so.
 from dataclasses import replace
 from pathlib import Path
 
-from nobackfill.training.allocations import ALLOCATIONS
 from nobackfill.training.comparison.data import allocated, later_classes, with_label_noise
 from nobackfill.training.comparison.domains import SHIFTS, write_foreign
 from nobackfill.training.comparison.recipe import STEPS, Place, Run
 from nobackfill.training.comparison.rows import TEST, Row, Shared
+from nobackfill.training.data.allocations import ALLOCATIONS
 
 NOISE = 0.2
 # Folders of images that are made on demand, below the place's own.

@@ -6,8 +6,7 @@ ConfigurationError, naming the known ones, for any other.
 
 from typing import TypeVar
 
-from nobackfill.release.errors import ConfigurationError
-from nobackfill.training.embedder import EmbedderObjective
+from nobackfill.errors import ConfigurationError
 from nobackfill.training.method import EmbedderInputs, EmbedderMethod, UpgradeMethod
 from nobackfill.training.methods.baselines import CONTRASTIVE, FOCAL, L2, LWF, REGRESS
 from nobackfill.training.methods.bct import BCT, BCT_KD, BCT_SYS
@@ -21,6 +20,7 @@ from nobackfill.training.methods.rbt import RBT
 from nobackfill.training.methods.residual import RESIDUAL
 from nobackfill.training.methods.soft_prototypes import SOFT_PROTOTYPES
 from nobackfill.training.methods.unibct import UNIBCT
+from nobackfill.training.networks.embedder import EmbedderObjective
 
 T = TypeVar("T")
 

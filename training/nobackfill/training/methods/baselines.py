@@ -6,13 +6,13 @@ None has an influence loss; all but LwF and `focal` tie an image's new embedding
 from pydantic import Field
 from torch import Tensor
 
+from nobackfill.training.loop.objective import Terms
 from nobackfill.training.losses.distillation import distillation, focal_distillation
 from nobackfill.training.losses.margins import share_of_batch
 from nobackfill.training.losses.pairwise import contrastive, half_squared_l2, regress
 from nobackfill.training.method import EmbedderInputs, EmbedderMethod
 from nobackfill.training.methods.bct import extended_classifier
 from nobackfill.training.methods.compatible import CompatibleObjective, WeightOptions, read_options
-from nobackfill.training.objective import Terms
 
 
 class L2Objective(CompatibleObjective):

@@ -7,7 +7,7 @@ classes having synthesized rows; `bct_kd` to T_old, with distillation on the oth
 import torch
 from torch import Tensor
 
-from nobackfill.training.fixed_classifier import FixedClassifier
+from nobackfill.training.loop.objective import Terms
 from nobackfill.training.losses.distillation import distillation
 from nobackfill.training.losses.margins import share_of_batch
 from nobackfill.training.losses.prototypes import by_class, class_average
@@ -18,7 +18,7 @@ from nobackfill.training.methods.compatible import (
     encode_all,
     read_options,
 )
-from nobackfill.training.objective import Terms
+from nobackfill.training.networks.fixed_classifier import FixedClassifier
 
 
 class BctObjective(CompatibleObjective):

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from nobackfill.release.errors import ConfigurationError
+from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import UpgradeConfig
-from nobackfill.training.maps import AffineMap, affine, low_rank, procrustes
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
 from nobackfill.training.methods.compatible import Options, read_options
-from nobackfill.training.transform import Upgrade
+from nobackfill.training.networks.maps import AffineMap, affine, low_rank, procrustes
+from nobackfill.training.networks.transform import Upgrade
 
 
 class InputShape(NamedTuple):

@@ -12,11 +12,16 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from nobackfill.release.errors import ConfigurationError
-from nobackfill.training.embedder import EmbedderObjective, ImageEncoder, to_pixels
-from nobackfill.training.fixed_classifier import FixedClassifier, first_elements, labels_in, of_head
+from nobackfill.errors import ConfigurationError
+from nobackfill.training.loop.objective import Batch, Frozen, Terms
 from nobackfill.training.method import Classifier, EmbedderInputs
-from nobackfill.training.objective import Batch, Frozen, Terms
+from nobackfill.training.networks.embedder import EmbedderObjective, ImageEncoder, to_pixels
+from nobackfill.training.networks.fixed_classifier import (
+    FixedClassifier,
+    first_elements,
+    labels_in,
+    of_head,
+)
 
 _CHUNK = 256
 

@@ -4,12 +4,12 @@ distance.
 
 from torch import Tensor
 
+from nobackfill.training.loop.objective import Batch, Terms
 from nobackfill.training.losses.distillation import forward_kl, reversed_kl
 from nobackfill.training.method import UpgradeMethod
 from nobackfill.training.methods.fct import build_fct
 from nobackfill.training.methods.forward import ForwardObjective
-from nobackfill.training.objective import Batch, Terms
-from nobackfill.training.transform import Upgraded
+from nobackfill.training.networks.transform import Upgraded
 
 
 class KlObjective(ForwardObjective):

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from nobackfill.training.config import EmbedderConfig
-from nobackfill.training.embedder import to_pixels
+from nobackfill.training.loop.objective import Batch, Terms
 from nobackfill.training.losses.discriminativeness import (
     confidence_weights,
     entropy_weights,
@@ -24,8 +24,8 @@ from nobackfill.training.losses.pairwise import cosine_regression
 from nobackfill.training.method import EmbedderInputs, EmbedderMethod, UpgradeShape
 from nobackfill.training.methods.bct import extended_classifier
 from nobackfill.training.methods.compatible import CompatibleObjective, WeightOptions, read_options
-from nobackfill.training.objective import Batch, Terms
-from nobackfill.training.transform import Upgrade
+from nobackfill.training.networks.embedder import to_pixels
+from nobackfill.training.networks.transform import Upgrade
 
 
 class DmuOptions(WeightOptions):

@@ -11,14 +11,14 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from nobackfill.training.config import UpgradeConfig
+from nobackfill.training.loop.objective import Batch, Terms
 from nobackfill.training.losses.gaussian import gaussian_nll, variance_factor
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
 from nobackfill.training.methods.cheap_maps import InputShape, input_shape, joined
 from nobackfill.training.methods.compatible import Options, read_options
 from nobackfill.training.methods.fct import build_fct
 from nobackfill.training.methods.forward import ForwardObjective
-from nobackfill.training.objective import Batch, Terms
-from nobackfill.training.transform import Upgrade, Upgraded, projection_unit
+from nobackfill.training.networks.transform import Upgrade, Upgraded, projection_unit
 
 
 class FastFillOptions(Options):

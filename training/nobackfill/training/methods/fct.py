@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor, nn
 
-from nobackfill.release.errors import ConfigurationError
-from nobackfill.training.best_epoch import BestEpoch
+from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import UpgradeConfig
+from nobackfill.training.loop.best_epoch import BestEpoch
+from nobackfill.training.loop.objective import Batch, Objective, Terms
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
-from nobackfill.training.objective import Batch, Objective, Terms
-from nobackfill.training.transform import FctTransform, Upgrade, Upgraded
+from nobackfill.training.networks.transform import FctTransform, Upgrade, Upgraded
 
 
 def squared_l2(predicted: Tensor, target: Tensor) -> Tensor:

@@ -5,18 +5,18 @@ embeddings.
 import torch
 from torch import Tensor
 
-from nobackfill.training.fixed_classifier import (
-    FixedClassifier,
-    gaussian_classifier,
-    labels_in,
-    of_head,
-)
 from nobackfill.training.losses.margins import share_of_batch
 from nobackfill.training.losses.prototypes import by_class, class_average
 from nobackfill.training.method import UpgradeInputs
 from nobackfill.training.methods.cheap_maps import flat
 from nobackfill.training.methods.fct import FctObjective
-from nobackfill.training.transform import Upgrade
+from nobackfill.training.networks.fixed_classifier import (
+    FixedClassifier,
+    gaussian_classifier,
+    labels_in,
+    of_head,
+)
+from nobackfill.training.networks.transform import Upgrade
 
 # Of cosines, where there is no head whose scale could be taken.
 _SCALE = 16.0

@@ -1,11 +1,11 @@
 """LCE as FCT's appendix J has it: the forward transformation alone, with cross-entropy."""
 
+from nobackfill.training.loop.objective import Batch, Terms
 from nobackfill.training.losses.lce import boundary, centre_alignment
 from nobackfill.training.method import UpgradeMethod
 from nobackfill.training.methods.fct import build_fct
 from nobackfill.training.methods.forward import ForwardObjective
-from nobackfill.training.objective import Batch, Terms
-from nobackfill.training.transform import Upgraded
+from nobackfill.training.networks.transform import Upgraded
 
 
 class LceObjective(ForwardObjective):

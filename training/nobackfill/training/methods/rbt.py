@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from nobackfill.release.errors import ConfigurationError
+from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.method import UpgradeMethod, UpgradeShape
 from nobackfill.training.methods.compatible import Options, read_options
 from nobackfill.training.methods.fct import FctObjective
-from nobackfill.training.transform import Upgrade
+from nobackfill.training.networks.transform import Upgrade
 
 
 class RbtOptions(Options):

@@ -10,14 +10,14 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from nobackfill.training.config import UpgradeConfig
+from nobackfill.training.loop.objective import Batch, Terms
 from nobackfill.training.losses.listwise import listwise, mean_squared_distance
-from nobackfill.training.maps import affine, whitening
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
 from nobackfill.training.methods.cheap_maps import InputShape, flat, input_shape, set_linear
 from nobackfill.training.methods.compatible import read_options
 from nobackfill.training.methods.fastfill import FastFillObjective, FastFillOptions, VarianceHead
-from nobackfill.training.objective import Batch, Terms
-from nobackfill.training.transform import Upgrade, Upgraded
+from nobackfill.training.networks.maps import affine, whitening
+from nobackfill.training.networks.transform import Upgrade, Upgraded
 
 # Strong on purpose: int8 has 256 steps for the largest of the inputs, and directions of little
 # variance that were blown up to the size of the others would be those steps' rounding.

@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from nobackfill.release.errors import ConfigurationError
+from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import UpgradeConfig
+from nobackfill.training.loop.objective import Batch, Objective, Terms
 from nobackfill.training.losses.prototypes import by_class, class_average
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
 from nobackfill.training.methods.cheap_maps import InputShape, flat, input_shape, joined
 from nobackfill.training.methods.compatible import Options, read_options
 from nobackfill.training.methods.fct import draw_view
-from nobackfill.training.objective import Batch, Objective, Terms
-from nobackfill.training.transform import Upgrade
+from nobackfill.training.networks.transform import Upgrade
 
 
 class SoftPrototypesOptions(Options):

@@ -10,8 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from nobackfill.training.fixed_classifier import FixedClassifier, form_of, gaussian_classifier
-from nobackfill.training.heads import Head
+from nobackfill.training.loop.objective import Terms
 from nobackfill.training.losses.prototypes import (
     by_class,
     class_average,
@@ -25,7 +24,12 @@ from nobackfill.training.methods.compatible import (
     encode_all,
     read_options,
 )
-from nobackfill.training.objective import Terms
+from nobackfill.training.networks.fixed_classifier import (
+    FixedClassifier,
+    form_of,
+    gaussian_classifier,
+)
+from nobackfill.training.networks.heads import Head
 
 
 class UniBctOptions(WeightOptions):

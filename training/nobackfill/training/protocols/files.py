@@ -4,7 +4,7 @@ import csv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nobackfill.release.errors import InvalidInputError, NotFoundError, few
+from nobackfill.errors import InvalidInputError, NotFoundError, few
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:

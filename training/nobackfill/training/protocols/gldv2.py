@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from nobackfill.errors import InvalidInputError
 from nobackfill.metrics.ranking import Relevance
-from nobackfill.release.errors import InvalidInputError
 from nobackfill.training.protocols.files import table
 
 MAP_AT = 100

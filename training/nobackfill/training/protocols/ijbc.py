@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from nobackfill.errors import InvalidInputError
 from nobackfill.metrics.distances import Floats, Metric, unit
 from nobackfill.metrics.identification import open_set_search, tpir_at_fpir
 from nobackfill.metrics.ranking import rank, same_label
 from nobackfill.metrics.retrieval import cmc, mean
 from nobackfill.metrics.verification import tar_at_far
-from nobackfill.release.errors import InvalidInputError
 from nobackfill.training.protocols.files import integer, table, words
 
 Ints = NDArray[np.int64]

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.metrics.ranking import Relevance
-from nobackfill.release.errors import InvalidInputError, NotFoundError
 
 _NAME = re.compile(r"^(-1|\d{4})_c(\d)s\d_\d{6}_\d{2}\.jpg(\.jpg)?\Z")
 _BAD = -1

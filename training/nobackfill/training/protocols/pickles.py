@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy._core import multiarray, numeric
 
-from nobackfill.release.errors import InvalidInputError, NotFoundError
+from nobackfill.errors import InvalidInputError, NotFoundError
 
 
 def _latin1(text: str, encoding: str) -> bytes:

@@ -11,9 +11,9 @@ from typing import Literal
 
 import numpy as np
 
+from nobackfill.errors import InvalidInputError
 from nobackfill.metrics.ranking import Ints, Ranking, Relevance
 from nobackfill.metrics.retrieval import PerQuery
-from nobackfill.release.errors import InvalidInputError
 from nobackfill.training.protocols.pickles import read_plain
 
 Difficulty = Literal["easy", "medium", "hard"]

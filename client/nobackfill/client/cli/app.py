@@ -1,0 +1,93 @@
+"""`edge-client`: its commands and exit codes.
+
+Modules that do the work are imported inside the commands, so that a search does not wait for
+libraries that only a sync needs.
+"""
+
+import errno
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from nobackfill.client.cli import galleries, releases, repair
+from nobackfill.errors import CannotWriteError, NobackfillError
+from nobackfill.terminal import visible
+
+_EPILOG = (
+    "A gallery's life; only init, sync, push and pull need a network:\n"
+    "  edge-client init --from grpc://127.0.0.1:50051 --root 1.root.json\n"
+    "  edge-client add photos\n"
+    "  edge-client search photos/a.jpg\n"
+    "  edge-client sync\n\n"
+    "sync follows the newest release, also over releases that this device skipped. 1.root.json "
+    "lies in the publication folder: get it from the publisher, another way than the releases. "
+    "Another gallery: edge-client --gallery FILE COMMAND. Whatever was interrupted: run it again. "
+    "Every COMMAND has its own --help.\n\n"
+    "Exit codes: 0 done, 1 failure, 2 wrong usage, 65 refused data or failed verification, "
+    "66 no such file, item or release, 69 server unavailable, 73 cannot write, 75 busy, try again, "
+    "77 not permitted, 78 configuration, 130 interrupted."
+)
+
+# Met outside the modules that write: the folder of a command's own output, say.
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+
+app = typer.Typer(
+    help="An image gallery in one file that follows new models without its images.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(version("nobackfill"))
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    context: typer.Context,
+    gallery: Annotated[
+        Path, typer.Option(envvar="NOBACKFILL_GALLERY", help="The gallery's SQLite file.")
+    ] = Path("gallery.sqlite"),
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Take the options of every command."""
+    context.obj = gallery
+
+
+for command in (
+    galleries.init, galleries.add, galleries.search, releases.sync, galleries.status,
+    releases.rollback, galleries.remove, releases.push, releases.pull,
+    galleries.gc, galleries.verify, repair.rescue,
+):  # fmt: skip
+    app.command()(command)
+app.command("list")(galleries.list_items)
+
+
+def main() -> None:
+    """Run the command line; a refusal becomes one sentence on stderr and its exit code."""
+    # Its core would print lines of its own; what they mean is in the errors.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    try:
+        app()
+    except NobackfillError as error:
+        _refuse(error)
+    except OSError as error:
+        if error.errno not in _NOT_WRITABLE:
+            raise
+        named = f"{error.filename}: " if error.filename else ""
+        _refuse(CannotWriteError(f"{named}{error.strerror}; free some space, or get the right to"))
+
+
+def _refuse(error: NobackfillError) -> NoReturn:
+    print(visible(f"edge-client: {error}"), file=sys.stderr)
+    sys.exit(error.exit_code)

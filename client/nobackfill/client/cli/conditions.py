@@ -1,0 +1,61 @@
+"""Filters as the commands read them: KEY=VALUE, KEY!=VALUE, KEY>VALUE, KEY exists."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from nobackfill.client.cli.options import value_of
+from nobackfill.errors import InvalidInputError
+from nobackfill.gallery.filters import (
+    All,
+    Exists,
+    Filter,
+    Not,
+    OneOf,
+    Range,
+    Scalar,
+    TimeRange,
+    microseconds,
+)
+
+_CONDITION = re.compile(r"(.+?)(!=|>=|<=|=|>|<)(.*)", re.DOTALL)
+_BOUNDS = {">": "greater_than", ">=": "at_least", "<": "less_than", "<=": "at_most"}
+_EXISTS = " exists"
+
+
+def every(where: Mapping[str, Scalar] | Filter) -> Filter | None:
+    """A filter, or that each of these keys has its value; None: everything passes."""
+    if not isinstance(where, Mapping):
+        return where
+    return All(tuple(OneOf(key, (value,)) for key, value in where.items())) if where else None
+
+
+def read(conditions: Sequence[str]) -> All:
+    """What lets an item pass that passes every condition. Raises InvalidInputError for another
+    text than this module's first line says."""
+    return All(tuple(map(_read, conditions)))
+
+
+def _read(text: str) -> Filter:
+    parts = _CONDITION.fullmatch(text)
+    if parts is None:
+        if text.endswith(_EXISTS) and text != _EXISTS:
+            return Exists(text.removesuffix(_EXISTS))
+        raise InvalidInputError(
+            "expected KEY=VALUE, KEY!=VALUE, KEY>VALUE (or <, >=, <=) or 'KEY exists', got "
+            f"{text!r}"
+        )
+    key, sign, told = parts.groups()
+    value = value_of(told)
+    if sign in ("=", "!="):
+        equal = OneOf(key, (value,))
+        return equal if sign == "=" else Not(equal)
+    if isinstance(value, str):
+        moment = microseconds(value)
+        if moment is None:
+            raise InvalidInputError(
+                f"expected a number, a date or a time after {sign} in {text!r}, got {value!r}"
+            )
+        return TimeRange(key, **{_BOUNDS[sign]: moment})
+    if isinstance(value, bool):
+        raise InvalidInputError(f"true and false have no order; expected = or != in {text!r}")
+    return Range(key, **{_BOUNDS[sign]: value})

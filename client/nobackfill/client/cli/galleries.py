@@ -1,0 +1,249 @@
+"""The commands that make, fill, search and keep a gallery."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nobackfill.client.cli.options import Json, metadata_values, named_path
+from nobackfill.client.cli.output import Output, size
+from nobackfill.errors import ConfigurationError, InvalidInputError
+
+Sheet = Annotated[Path | None, typer.Option(help="Also draw query and hits as a picture, OUT.png.")]
+
+
+def init(
+    context: typer.Context,
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            help="A gateway (grpc://HOST:PORT, grpcs:// with TLS), a static host (http(s)://…), or "
+            "a publication folder.",
+        ),
+    ],
+    root: Annotated[
+        Path | None,
+        typer.Option(
+            help="Root metadata to trust: the publisher's 1.root.json, got by another way than "
+            "SOURCE (with the app, over HTTPS, by hand). Without it you are shown its fingerprint: "
+            "compare it with what the publisher told you."
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Make an empty gallery that follows the releases published at SOURCE."""
+    from nobackfill.client import reserve
+    from nobackfill.client.creation import init as make
+
+    try:
+        trusted = None if root is None else root.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"--root {root}: cannot be read ({error.strerror})") from error
+    output = Output(json)
+    made = make(context.obj, source, trusted, _confirm, output)
+    reserve.keep(context.obj)
+    output.result(
+        made,
+        f"{made['gallery']}: made in the space of release {made['release']} "
+        f"({size(made['bytes'])} downloaded). Add images with `edge-client add`.",
+    )
+
+
+def _confirm(root: bytes) -> None:
+    from nobackfill.release.trust.trust import fingerprint
+
+    typer.echo(
+        f"The publication's root metadata has the fingerprint\n{fingerprint(root)}", err=True
+    )
+    try:
+        trusted = typer.confirm("Is this what its publisher told you?", err=True)
+    except typer.Abort:
+        trusted = False
+    if not trusted:
+        raise ConfigurationError(
+            "the root metadata is not trusted: nothing was made. Ask the publisher for 1.root.json "
+            "and name it with --root FILE"
+        )
+
+
+def add(
+    context: typer.Context,
+    images: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PATHS...", help="Images and folders (JPEG, PNG, WebP).", parser=named_path
+        ),
+    ],
+    note: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Metadata of every image added (repeatable)."
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Add images; those that the gallery holds are skipped, those that are none are named."""
+    from nobackfill.client.device import Device
+    from nobackfill.client.photos.adding import add as store
+    from nobackfill.client.photos.files import find_images
+
+    output = Output(json)
+    files = find_images(images)
+    with Device(context.obj) as device, output.progress("adding") as advance:
+        done = store(device, files, metadata_values(note), advance)
+        total = device.store.count()
+    for path, reason in done.refused.items():
+        output.note(f"{path}: {reason}")
+    answer = {"added": done.added, "held": done.held, "refused": done.refused, "items": total}
+    output.result(
+        answer,
+        f"{len(done.added)} added, {done.held} held already, {len(done.refused)} refused; "
+        f"{total} items",
+    )
+    if done.refused:
+        raise typer.Exit(InvalidInputError.exit_code)
+
+
+def search(
+    context: typer.Context,
+    images: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="IMAGE...", help="What to look for.", parser=named_path),
+    ] = None,
+    item: Annotated[str | None, typer.Option("--id", help="An item of the gallery.")] = None,
+    k: Annotated[int, typer.Option("-k", min=1, max=1000, help="Number of hits.")] = 10,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Only items with this metadata: folder, name, or what add --set gave; also "
+            "KEY!=VALUE, KEY>VALUE (or <, >=, <=) and 'KEY exists' (repeatable).",
+        ),
+    ] = None,
+    sheet: Sheet = None,
+    json: Json = False,
+) -> None:
+    """Find the items nearest to images, or to an item of the gallery. Exact and offline."""
+    from nobackfill.client.cli.conditions import read
+    from nobackfill.client.device import Device
+    from nobackfill.client.photos.search import Search
+
+    if bool(images) == (item is not None):
+        raise typer.BadParameter("expected either images or --id")
+    try:
+        conditions = read(where or [])
+    except InvalidInputError as error:
+        raise typer.BadParameter(f"--where: {error}") from error
+    with Device(context.obj) as device:
+        view = Search(device, conditions if where else {})
+        answers = [view.by_id(item, k)] if item is not None else view.by_images(images or [], k)
+        if sheet is not None:
+            from nobackfill.client.photos.contact_sheet import write_sheet
+
+            write_sheet(device, answers, sheet)
+    one = answers[0].as_json() if len(answers) == 1 else None
+    Output(json).result(
+        one or {"answers": [answer.as_json() for answer in answers]},
+        *(line for answer in answers for line in _table(answer.as_json(), len(answers) > 1)),
+    )
+
+
+def _table(answer: dict[str, Any], named: bool) -> list[str]:
+    lines = [f"{answer['query']}:"] if named else []
+    for hit in answer["hits"]:
+        score = "" if hit["score"] is None else f"{hit['score']:7.1%}"
+        lines.append(f"{hit['id']}  {hit['distance']:8.4f}{score}  {hit['path']}")
+    return lines or ["nothing found: the gallery is empty, or no item passes --where"]
+
+
+def list_items(
+    context: typer.Context,
+    after: Annotated[int, typer.Option(help="Begin after this item's label.")] = 0,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Items at most.")] = 1000,
+    json: Json = False,
+) -> None:
+    """List the items, oldest first."""
+    from nobackfill.client.device import Device
+
+    with Device(context.obj) as device:
+        page = device.store.listing(after, limit)
+        space = device.store.active().spec.space
+        items = [i for i in device.store.items([i.label for i in page], space) if i is not None]
+        more = bool(device.store.listing(page[-1].label, 1)) if page else False
+    answer = [
+        {"label": i.label, "id": i.id, "origin": i.origin, "metadata": dict(i.metadata)}
+        for i in items
+    ]
+    lines = (f"{i.id}  {i.origin or 'not searchable':12}  {i.metadata.get('path')}" for i in items)
+    Output(json).result({"items": answer}, *lines)
+    if more:
+        Output(json).note(f"more: edge-client list --after {page[-1].label}")
+
+
+def remove(
+    context: typer.Context,
+    items: Annotated[list[str], typer.Argument(metavar="ITEMS...", help="Ids or paths.")],
+    json: Json = False,
+) -> None:
+    """Remove items from the gallery, for good; from the vault too, at the next push."""
+    from nobackfill.client.device import Device
+    from nobackfill.client.upkeep import remove as forget
+
+    with Device(context.obj) as device:
+        done = forget(device, items)
+    later = f"; {done['left_in_vault']} vault objects go with the next push"
+    Output(json).result(done, f"{done['removed']} removed{later if done['left_in_vault'] else ''}")
+
+
+def gc(context: typer.Context, json: Json = False) -> None:
+    """Confirm the active release and free what only a rollback would need."""
+    from nobackfill.client import reserve
+    from nobackfill.client.device import Device
+    from nobackfill.client.upkeep import collect
+
+    reserve.give_back(context.obj)
+    with Device(context.obj) as device:
+        done = collect(device)
+    reserve.keep(context.obj)
+    Output(json).result(done, f"{size(done['freed_bytes'])} freed")
+
+
+def verify(context: typer.Context, json: Json = False) -> None:
+    """Check the file, every vector, the models and the keys; exit 65 if something is wrong."""
+    from nobackfill.client.device import Device
+    from nobackfill.client.upkeep import verify as check
+
+    with Device(context.obj) as device:
+        found = check(device)
+    fine = f"{found['items']} items, {found['vectors']} vectors: all is well"
+    Output(json).result(found, *(found["problems"] or [fine]))
+    if found["problems"]:
+        raise typer.Exit(InvalidInputError.exit_code)
+
+
+def status(context: typer.Context, json: Json = False) -> None:
+    """Show what the gallery holds, which release answers, and what is least certain."""
+    from nobackfill.client.device import Device
+    from nobackfill.client.status import status as look
+
+    with Device(context.obj) as device:
+        found = look(device)
+    lines = [
+        f"{found['gallery']}: {found['items']} items, release {found['release']}, "
+        f"{size(found['bytes_on_disk'])} on disk, follows {found['source']}"
+    ]
+    lines += [
+        f"  release {s['release']} ({s['state']}): {s['items']} items, {size(s['bytes'])}"
+        for s in found["spaces"]
+    ]
+    if found["rollback_to"] is not None:
+        lines.append(f"  `edge-client rollback` returns to release {found['rollback_to']}")
+    lines += [f"  held back: {reason}" for reason in found["held_back"].values()]
+    lines += [f"  vault: {n} {state}" for state, n in found["vault"].items() if n]
+    lines += [f"  {found['vault_key_problem']}"] if found["vault_key_problem"] else []
+    lines += [
+        f"  uncertain {i['uncertainty']:.4g}: {i['id']}  {i['path']}"
+        for i in found["least_certain"]
+    ]
+    Output(json).result(found, *lines)

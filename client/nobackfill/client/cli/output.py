@@ -1,0 +1,53 @@
+"""What a command prints: one JSON object, or lines for people, on stdout; bars on stderr."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from nobackfill.terminal import visible
+
+Advance = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where the answers of one command go; `json` chooses the form."""
+
+    json: bool = False
+
+    def result(self, answer: Mapping[str, object], *lines: str) -> None:
+        """Print `answer` as one JSON object, or `lines` for people."""
+        if self.json:
+            print(json.dumps(answer))
+            return
+        for line in lines:
+            print(visible(line))
+
+    def note(self, line: str) -> None:
+        """Tell a person, on stderr, something that is no part of the answer."""
+        print(visible(line), file=sys.stderr)
+
+    @contextmanager
+    def progress(self, what: str) -> Iterator[Advance]:
+        """A bar on stderr while a terminal watches; yields advance(done, total)."""
+        if not sys.stderr.isatty():
+            yield lambda done, total: None
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def size(count: float) -> str:
+    """A number of bytes for people, in powers of 1,000: '512 B', '1.5 MB'."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

@@ -1,0 +1,65 @@
+"""Making a gallery: whom to trust, the newest release's models, an empty SQLite file."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tuf.api.metadata import Root
+
+from nobackfill import durable
+from nobackfill.client.cli.output import Output
+from nobackfill.client.device import beside
+from nobackfill.client.sync import installation, sources
+from nobackfill.client.sync.plan import embedding_files
+from nobackfill.errors import AlreadyExistsError, NotFoundError
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.store import Store
+from nobackfill.release.publishing.metadata import verified
+from nobackfill.release.trust.trust import Trust, first_root
+
+Confirm = Callable[[bytes], None]
+
+
+def init(
+    path: Path, source: str, root: bytes | None, confirm: Confirm, output: Output
+) -> dict[str, Any]:
+    """Make an empty gallery at `path` that follows `source`.
+
+    Without `root`, the publication's own first root metadata is shown to `confirm`, which raises if
+    it is not to be trusted. The gallery appears whole, as the last step. Raises AlreadyExistsError,
+    NotFoundError (nothing is published), VerificationError, UnavailableError, CannotWriteError.
+    """
+    if path.exists():
+        raise AlreadyExistsError(f"{path}: exists already; name another file with --gallery")
+    source = sources.normalised(source)
+    models = beside(path, "models")
+    draft = path.with_name(f"{durable.TEMPORARY}{path.name}")
+    with durable.lock(models / "sync.lock"), sources.opened(source) as (fetcher, base_url):
+        # What an earlier try left says nothing about whom to trust now.
+        durable.remove_tree(models / "trusted.json")
+        for leftover in sorted(path.parent.glob(f"{draft.name}*")):
+            durable.remove_tree(leftover)
+        if root is None:
+            root = first_root(fetcher, base_url)
+            confirm(root)
+        verified(Root, root, None, "the given root metadata")
+        trust = Trust(models, fetcher, base_url, root)
+        trust.refresh()
+        newest = trust.newest()
+        if newest is None:
+            raise NotFoundError(f"{source}: no release is published there yet")
+        manifest = trust.manifest(newest)
+        fetched = installation.download(models, trust, embedding_files(manifest), output)
+        installation.check_models(models, manifest, set())
+        with Store.create(draft, SpaceSpec.of(manifest)) as store:
+            store.state_set(
+                {
+                    "source": source,
+                    "root": root.decode(),
+                    "floor": trust.floor().model_dump(),
+                    "installed": {str(newest): installation.digest_of(trust, newest)},
+                }
+            )
+        durable.remove_tree(draft.with_name(f"{draft.name}.lock"))
+        durable.replace(draft, path)
+    return {"gallery": str(path), "source": source, "release": newest, "bytes": fetched}

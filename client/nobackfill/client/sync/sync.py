@@ -1,0 +1,269 @@
+"""Following a publication: verified news, staged vectors, one flip; searchable throughout.
+
+A kill at any moment leaves the gallery wholly in the old space or wholly in the new one, and the
+next sync goes on from there. The space that was left is kept, so that `rollback` can return to it,
+until a later sync finds nothing more to do (or `gc` is told to): that confirms the release.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from nobackfill import durable
+from nobackfill.client.cli.output import Output
+from nobackfill.client.device import Device
+from nobackfill.client.photos.backfill import re_embed
+from nobackfill.client.sync import installation
+from nobackfill.client.sync.plan import Plan, embedding_files, estimate_seconds, make_plan
+from nobackfill.client.sync.rollback import confirm, return_to
+from nobackfill.client.sync.sources import normalised, opened
+from nobackfill.client.sync.upgrade import carry
+from nobackfill.errors import BusyError, UnfitError, UnusableOutputError
+from nobackfill.release.routes import twin_of
+from nobackfill.release.trust.trust import Trust
+
+# Times that a sync begins anew because other commands changed the gallery meanwhile.
+_TRIES = 3
+# How long it waits for such a command to end.
+_CHANGE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Options of one sync.
+
+    `int8`: take quantised upgrades where they are published, as their measured loss is within the
+    release's tolerance. `keep_original`, `source` None: as they were.
+    """
+
+    dry_run: bool = False
+    backfill: int = 0
+    keep_original: bool | None = None
+    int8: bool = True
+    retry: bool = False
+    source: str | None = None
+
+
+@dataclass
+class Report:
+    """What a sync did, or with dry_run would do.
+
+    `state`: upgraded, up-to-date, planned, rolled-back, or behind (no newer release can be
+    followed; `notes` says why).
+    """
+
+    state: str
+    release: int
+    from_release: int
+    routes: list[list[int]] = field(default_factory=list)
+    items: int = 0
+    expected_kept: float | None = None
+    int8: bool = False
+    download_bytes: int = 0
+    upgrade_seconds: float = 0.0
+    re_embedded: int = 0
+    left_behind: int = 0
+    confirmed: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for --json."""
+        return asdict(self)
+
+
+def sync(device: Device, wishes: Wishes, output: Output) -> Report:
+    """Bring the gallery to the newest release that can be followed.
+
+    While the source is waited for, rollback and gc go on; the sync then begins anew from where they
+    led. Raises BusyError (another sync), VerificationError (nothing changed), UnavailableError
+    (what came is kept for the next try), CannotWriteError.
+    """
+    source = normalised(wishes.source) if wishes.source else device.state("source")
+    with device.following(), opened(source) as (fetcher, base_url):
+        durable.sweep(device.models)
+        trust = device.trust(fetcher, base_url)
+        trust.refresh()
+        for space in device.store.spaces():
+            # Brings a manifest again that is no longer as it came.
+            trust.manifest(space.spec.release)
+        if wishes.dry_run:
+            return _Sync(device, trust, wishes, output).preview()
+        for _ in range(_TRIES):
+            try:
+                return _Sync(device, trust, wishes, output).follow()
+            except _OvertakenError:
+                # A rollback of this moment is newer than the wish to retry.
+                wishes = replace(wishes, retry=False)
+        raise BusyError("other commands changed the gallery again and again; run it again")
+
+
+class _OvertakenError(Exception):
+    """Another command changed the spaces, or removed files, while the source was waited for."""
+
+
+class _Sync:
+    def __init__(self, device: Device, trust: Trust, wishes: Wishes, output: Output) -> None:
+        self._device = device
+        self._trust = trust
+        self._wishes = wishes
+        self._output = output
+        # What the plans are made for.
+        self._spaces = device.store.spaces()
+        active = device.store.active().spec.release
+        self._report = Report("up-to-date", active, active, items=device.store.count())
+
+    def preview(self) -> Report:
+        """What `follow` would do; changes nothing but the metadata that was fetched."""
+        for release in self._candidates():
+            if release < self._report.from_release:
+                self._report.release, self._report.state = release, "planned"
+                break
+            plan = self._plan(release)
+            if plan is not None:
+                missing = installation.missing(self._device.models, plan.files())
+                self._describe(plan, "planned")
+                self._report.download_bytes = sum(file.length for file in missing)
+                self._report.upgrade_seconds = round(estimate_seconds(plan), 3)
+                break
+        return self._report
+
+    def follow(self) -> Report:
+        """Try the candidates, best first, and settle where none leads on."""
+        self._remember()
+        for release in self._candidates():
+            if release < self._report.from_release:
+                with self._changing():
+                    return_to(self._device, {})
+                self._report.release, self._report.state = release, "rolled-back"
+                return self._report
+            plan = self._plan(release)
+            if plan is None:
+                continue
+            try:
+                self._report.download_bytes += installation.download(
+                    self._device.models, self._trust, plan.files(), self._output
+                )
+                installation.check(self._device, plan)
+                with self._changing():
+                    if installation.missing(self._device.models, plan.files()):
+                        raise _OvertakenError
+                    if self._upgrade(plan):
+                        return self._report
+            except (UnfitError, UnusableOutputError) as error:
+                self._hold_back(release, str(error))
+        return self._settle()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Alone in changing the gallery, if it is still as the plans have it."""
+        with self._device.changing(_CHANGE_SECONDS):
+            if self._device.store.spaces() != self._spaces:
+                raise _OvertakenError
+            try:
+                yield
+            finally:
+                self._spaces = self._device.store.spaces()
+
+    def _remember(self) -> None:
+        """Keep the versions seen, and the wishes that last."""
+        state: dict[str, Any] = {"floor": self._trust.floor().model_dump()}
+        if self._wishes.source is not None:
+            state["source"] = normalised(self._wishes.source)
+        if self._wishes.keep_original is not None:
+            state["keep_original"] = self._wishes.keep_original
+        if self._wishes.retry:
+            state["held_back"] = None
+        self._device.store.state_set(state)
+
+    def _candidates(self) -> Iterator[int]:
+        """Releases to try, best first; an older one only if the active one was withdrawn."""
+        active, releases = self._report.from_release, self._trust.releases()
+        held = {} if self._wishes.retry else self._device.state("held_back", {})
+        for release in sorted(releases, reverse=True):
+            if release <= active or releases[release] is not None:
+                continue
+            if str(release) in held:
+                self._fall_behind(f"held back here: {held[str(release)]}")
+                continue
+            try:
+                manifest = self._trust.manifest(release)
+                twin = twin_of(manifest, self._trust.manifests().values())
+                if twin is not None:
+                    raise UnfitError(twin)
+            except UnfitError as error:
+                # Not held back: a newer version of this program may be able to.
+                self._fall_behind(str(error))
+                continue
+            yield release
+        if releases.get(active) is not None:
+            self._report.notes.append(f"release {active} was withdrawn: {releases[active]}")
+            previous = self._device.previous()
+            if previous is not None and releases.get(previous.spec.release, "") is None:
+                yield previous.spec.release
+
+    def _plan(self, release: int) -> Plan | None:
+        plan = make_plan(self._device, self._trust, release, int8=self._wishes.int8)
+        if plan is None:
+            at = self._report.from_release
+            self._fall_behind(f"release {release}: no route leads there from release {at}")
+        return plan
+
+    def _fall_behind(self, why: str) -> None:
+        self._report.notes.append(why)
+        self._report.state = "behind"
+
+    def _hold_back(self, release: int, reason: str) -> None:
+        with self._device.changing(_CHANGE_SECONDS):
+            held = self._device.state("held_back", {})
+            self._device.store.state_set({"held_back": {**held, str(release): reason}})
+        self._fall_behind(reason)
+
+    def _describe(self, plan: Plan, state: str) -> None:
+        report = self._report
+        report.state = state
+        report.release = plan.target.release
+        directly = [report.from_release, plan.target.release]
+        report.routes = [list(leg.route.releases) or directly for leg in plan.legs]
+        report.expected_kept = plan.kept()
+        report.int8 = plan.int8
+
+    def _upgrade(self, plan: Plan) -> bool:
+        """Carry the gallery along a plan; False if items would be left behind."""
+        device, release = self._device, plan.target.release
+        installed = device.state("installed", {})
+        state = {
+            "floor": self._trust.floor().model_dump(),
+            "installed": {**installed, str(release): installation.digest_of(self._trust, release)},
+            "return_to": device.store.active().spec.space,
+        }
+        started = time.monotonic()
+        carried = carry(device, plan, self._wishes.backfill, state, self._output)
+        self._report.re_embedded += carried.re_embedded
+        if carried.left_behind:
+            self._fall_behind(
+                f"release {release}: {carried.left_behind} items have no side-information for its "
+                f"upgrade; `sync --backfill {carried.left_behind}` embeds them from their images"
+            )
+            return False
+        self._describe(plan, "upgraded")
+        self._report.upgrade_seconds = round(time.monotonic() - started, 3)
+        self._report.items = device.store.count()
+        confirm(device, but=device.state("return_to"))
+        installation.tidy(device)
+        return True
+
+    def _settle(self) -> Report:
+        """Nothing newer can be followed: what answers is made whole and, if newest, confirmed."""
+        device, report = self._device, self._report
+        manifest = device.active()
+        report.download_bytes += installation.download(
+            device.models, self._trust, embedding_files(manifest), self._output
+        )
+        report.re_embedded += re_embed(device, manifest, self._wishes.backfill, self._output)
+        if report.state == "up-to-date":
+            with self._changing():
+                report.confirmed = confirm(device)
+                installation.tidy(device)
+        return report

@@ -1,0 +1,77 @@
+"""Encryption of images on the device, in the age format.
+
+An image is encrypted to the device's own key and to any number of further recipients (a recovery
+key kept elsewhere), each of whom can decrypt alone. Secret keys stay in files of mode 0600 and are
+sent nowhere. age binds no name to a ciphertext: callers keep the digests of what they encrypted.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyrage
+from pyrage.x25519 import Identity, Recipient
+
+from nobackfill import durable
+from nobackfill.errors import ConfigurationError, VerificationError
+
+MAGIC = b"age-encryption.org/v1\n"
+
+
+def new_identity(path: Path) -> Identity:
+    """Make a secret key and write it to `path` (mode 0600), unless one is there: then read that."""
+    if path.exists():
+        return read_identity(path)
+    identity = Identity.generate()
+    text = f"# public key: {identity.to_public()}\n{identity}\n"
+    durable.write_file(path, text.encode("ascii"), 0o600)
+    return identity
+
+
+def read_identity(path: Path) -> Identity:
+    """The secret key in `path`, in the form that `age-keygen` writes.
+
+    Raises ConfigurationError where there is none, or where others may read the file.
+    """
+    try:
+        mode = path.stat().st_mode
+        lines = path.read_text("ascii").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot read the age identity {path}: {error}") from error
+    if mode & 0o077:
+        raise ConfigurationError(f"{path} can be read by others: chmod 600 {path}")
+    for line in lines:
+        if line.startswith("AGE-SECRET-KEY-"):
+            try:
+                return Identity.from_str(line.strip())
+            except pyrage.IdentityError:
+                # The library's message would quote the line.
+                break
+    raise ConfigurationError(f"{path}: expected a line AGE-SECRET-KEY-1...; is it an age identity?")
+
+
+def recipient(text: str) -> Recipient:
+    """A recipient from its public key, age1... Raises ConfigurationError."""
+    try:
+        return Recipient.from_str(text.strip())
+    except pyrage.RecipientError as error:
+        raise ConfigurationError(f"expected a public key age1..., got {text!r}: {error}") from error
+
+
+def encrypt(plain: bytes, recipients: Sequence[Recipient]) -> bytes:
+    """age ciphertext of `plain` that any one of `recipients` opens. Never the same bytes twice."""
+    return bytes(pyrage.encrypt(plain, list(recipients)))
+
+
+def decrypt(source: Path, identities: Sequence[Identity]) -> bytes:
+    """The whole plaintext of the age file `source`, in memory only.
+
+    age authenticates chunk by chunk and the library hands out the good ones before it meets a bad
+    end, so nothing is written before it is whole. Raises VerificationError.
+    """
+    try:
+        return bytes(pyrage.decrypt(source.read_bytes(), list(identities)))
+    except pyrage.DecryptError as error:
+        raise VerificationError(
+            f"damaged, truncated, or encrypted to another key ({error}); pull it again, or name "
+            "the right key with --identity"
+        ) from error

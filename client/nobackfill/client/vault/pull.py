@@ -1,0 +1,203 @@
+"""Images out of the vault: downloaded with resume, decrypted here, compared with what was added."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from pyrage.x25519 import Identity
+
+from nobackfill import durable
+from nobackfill.client.cli.output import Output, size
+from nobackfill.client.device import Device, beside
+from nobackfill.client.vault import encryption
+from nobackfill.client.vault.identity import own_identity
+from nobackfill.client.vault.push import connected
+from nobackfill.client.vault.queue import Entry, VaultQueue
+from nobackfill.client.vault.transport import Vault
+from nobackfill.digests import sha256_file
+from nobackfill.errors import NotFoundError, VerificationError
+from nobackfill.v1 import vault_pb2
+
+_SUFFIXES = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"RIFF": ".webp"}
+
+
+@dataclass
+class Pulled:
+    """What a pull did: paths restored, images that were there, blobs that failed and why."""
+
+    restored: list[str] = field(default_factory=list)
+    held: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def reasons(self) -> dict[str, list[str]]:
+        """What failed, by the reason that it has in common with others."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.failed.items():
+            by_reason.setdefault(reason, []).append(name)
+        return by_reason
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for --json."""
+        return asdict(self)
+
+
+class Vaulted:
+    """Images of the vault, connected to on first use; close it, or use it in a `with`."""
+
+    def __init__(self, device: Device, identity: Path | None = None) -> None:
+        """`identity`: an age identity file to use instead of this gallery's, a recovery key."""
+        self._device = device
+        self._identity = identity
+        self._inbox = beside(device.path, "inbox")
+        self._open = ExitStack()
+        self._vault: Vault | None = None
+        self.queue = VaultQueue(device.store)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection, if there is one."""
+        self._open.close()
+
+    def image(self, item_id: str) -> bytes | None:
+        """The image of an item; None if the vault does not hold it.
+
+        Raises VerificationError if it comes back as anything but what was pushed.
+        """
+        entry = self.queue.of(item_id)
+        return None if entry is None or entry.state != "stored" else self.decrypted(entry)
+
+    def decrypted(self, entry: Entry) -> bytes:
+        """The image of a row. Raises VerificationError, UnavailableError, NotFoundError."""
+        blob = vault_pb2.Blob(id=entry.blob, size=entry.size, sha256=entry.blob_sha256)
+        image = self.fetched(blob)
+        if hashlib.sha256(image).hexdigest() != entry.image_sha256:
+            raise VerificationError(
+                f"blob {entry.blob}: decrypts to another image than was pushed; nothing was written"
+            )
+        return image
+
+    def unknown(self) -> list[vault_pb2.Blob]:
+        """The blobs that the vault lists and this gallery has no row for."""
+        known = {entry.blob for entry in self.queue.entries()}
+        return [blob for blob in self._connected().blobs() if blob.id not in known]
+
+    def fetched(self, blob: vault_pb2.Blob) -> bytes:
+        """The plaintext of a blob. Raises VerificationError, UnavailableError, NotFoundError."""
+        durable.make_dir(self._inbox, 0o700)
+        # A name of ours: what the vault calls it is no path.
+        name = hashlib.sha256(f"{blob.id} {blob.size} {blob.sha256}".encode()).hexdigest()
+        sealed = self._inbox / name
+        self._connected().get(blob, sealed)
+        try:
+            return encryption.decrypt(sealed, [self._key()])
+        finally:
+            durable.remove_tree(sealed)
+
+    def _key(self) -> Identity:
+        if self._identity is not None:
+            return encryption.read_identity(self._identity)
+        return own_identity(self._device)
+
+    def _connected(self) -> Vault:
+        if self._vault is None:
+            self._vault = self._open.enter_context(connected(self._device))
+        return self._vault
+
+
+def pull(
+    device: Device,
+    items: Sequence[str],
+    folder: Path,
+    identity: Path | None,
+    unknown: bool,
+    output: Output,
+) -> Pulled:
+    """Restore images from the vault into `folder`: those of `items`, or all that it holds.
+
+    With `unknown`, also blobs that this gallery has no row for, as after the loss of a device; they
+    are named by their digest. An image that fails is named, and the others go on. Raises
+    NotFoundError for an item that the vault does not hold, ConfigurationError, UnavailableError.
+    """
+    report = Pulled()
+    durable.make_dir(folder)
+    with device.vaulting(), Vaulted(device, identity) as vaulted:
+        entries = _entries(vaulted.queue, items)
+        others = vaulted.unknown() if unknown else []
+        if others:
+            sizes = size(sum(blob.size for blob in others))
+            output.note(f"{len(others)} blobs of other galleries to download, {sizes}")
+        total = len(entries) + len(others)
+        with output.progress("pulling") as advance:
+            for done, entry in enumerate(entries, start=1):
+                with _failing(report, entry.item):
+                    _restore(device, vaulted, entry, folder, report)
+                advance(done, total)
+            for done, blob in enumerate(others, start=len(entries) + 1):
+                with _failing(report, blob.id):
+                    _restore_unknown(vaulted.fetched(blob), folder, report)
+                advance(done, total)
+    return report
+
+
+@contextmanager
+def _failing(report: Pulled, name: str) -> Iterator[None]:
+    """Name what cannot be restored, and go on."""
+    try:
+        yield
+    except (VerificationError, NotFoundError) as error:
+        report.failed[name] = str(error)
+
+
+def _entries(queue: VaultQueue, items: Sequence[str]) -> list[Entry]:
+    stored = {entry.item: entry for entry in queue.entries("stored")}
+    for item in items:
+        if item not in stored:
+            raise NotFoundError(f"{item}: the vault holds no image of such an item; push it first")
+    return [stored[item] for item in items or sorted(stored)]
+
+
+def _restore(device: Device, vaulted: Vaulted, entry: Entry, folder: Path, report: Pulled) -> None:
+    item = device.store.get(entry.item)
+    name = str(item.metadata.get("name", "")) if item is not None else ""
+    targets = [folder / Path(name or entry.item).name, folder / f"{entry.item}{entry.suffix}"]
+    target = _free(targets, entry.image_sha256)
+    _write(target, lambda: vaulted.decrypted(entry), report)
+
+
+def _restore_unknown(image: bytes, folder: Path, report: Pulled) -> None:
+    digest = hashlib.sha256(image).hexdigest()
+    target = _free([folder / f"{digest[:16]}{_suffix(image)}"], digest)
+    _write(target, lambda: image, report)
+
+
+def _free(targets: Sequence[Path], sha256: str) -> Path | None:
+    """The first of `targets` where nothing is; None if the image is there already."""
+    for target in targets:
+        if not os.path.lexists(target):
+            return target
+        if target.is_file() and sha256_file(target) == sha256:
+            return None
+    raise VerificationError(f"{targets[-1]}: is there with other content; pull into another folder")
+
+
+def _write(target: Path | None, image: Callable[[], bytes], report: Pulled) -> None:
+    if target is None:
+        report.held += 1
+        return
+    # The folder is the user's: of what a killed pull left there, only what was to be this file.
+    durable.sweep(target.parent, f"{target.name}-")
+    durable.write_file(target, image(), 0o600)
+    report.restored.append(str(target))
+
+
+def _suffix(image: bytes) -> str:
+    return next((suffix for head, suffix in _SUFFIXES.items() if image.startswith(head)), "")

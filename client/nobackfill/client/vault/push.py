@@ -1,0 +1,175 @@
+"""Images into the vault: encrypted here, sent as ciphertext, resumed where it broke off."""
+
+import hashlib
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pyrage.x25519 import Recipient
+
+from nobackfill import durable
+from nobackfill.client.cli.output import Output
+from nobackfill.client.device import Device, beside
+from nobackfill.client.photos.files import local_image
+from nobackfill.client.sync.sources import gateway_address
+from nobackfill.client.vault import encryption
+from nobackfill.client.vault.identity import identity_for_push
+from nobackfill.client.vault.queue import Entry, VaultQueue
+from nobackfill.client.vault.transport import Vault
+from nobackfill.errors import ConfigurationError
+from nobackfill.gallery.store import Item
+from nobackfill.v1 import vault_pb2
+from nobackfill.wire.channel import open_channel
+
+_PAGE = 500
+
+
+@dataclass
+class Pushed:
+    """What a push did. `skipped`: items whose file is gone or was changed since it was added;
+    `unreadable`: such items of which the vault holds an image that another key opens."""
+
+    pushed: int = 0
+    bytes_sent: int = 0
+    removed: int = 0
+    held: int = 0
+    skipped: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for --json."""
+        return asdict(self)
+
+
+@contextmanager
+def connected(device: Device) -> Iterator[Vault]:
+    """The vault of this gallery. Raises ConfigurationError where there is none."""
+    where = str(device.state("vault") or device.state("source"))
+    gateway = gateway_address(where)
+    if gateway is None:
+        raise ConfigurationError(
+            f"{where} holds no vault: name a gateway once, `push --vault grpc://HOST:PORT`"
+        )
+    address, tls = gateway
+    with open_channel(address, tls=tls) as connection:
+        yield Vault(connection, address)
+
+
+def push(
+    device: Device,
+    recipients: Sequence[str],
+    where: str | None,
+    output: Output,
+    *,
+    new_key: bool = False,
+) -> Pushed:
+    """Upload every image that the vault does not hold, and delete there what was removed here.
+
+    `recipients` (public keys age1...) can decrypt what is pushed from now on, beside this device's
+    own key; they and the vault at `where` are remembered. With `new_key` a lost key is given up:
+    what only that opened is pushed again while its file is there. A kill costs at most one chunk:
+    what was sealed is sent as it is. Raises ConfigurationError, UnavailableError, BusyError,
+    CannotWriteError.
+    """
+    known = [*device.state("recipients", []), *recipients]
+    keys = [encryption.recipient(text) for text in dict.fromkeys(known)]
+    with device.vaulting():
+        state = {"recipients": list(dict.fromkeys(known)), "vault": where or device.state("vault")}
+        device.store.state_set(state)
+        queue = VaultQueue(device.store)
+        report = Pushed()
+        with connected(device) as vault:
+            identity = identity_for_push(device, queue, new_key)
+            outbox = beside(device.path, "outbox")
+            durable.make_dir(outbox, 0o700)
+            durable.sweep(outbox)
+            _sweep(queue, outbox)
+            _remove(vault, queue, outbox, report)
+            total = device.store.count()
+            with output.progress("pushing") as advance:
+                for done, item in enumerate(_items(device), start=1):
+                    _push_one(item, vault, queue, outbox, [identity.to_public(), *keys], report)
+                    advance(done, total)
+            _remove(vault, queue, outbox, report)
+    return report
+
+
+def _items(device: Device) -> Iterator[Item]:
+    after = 0
+    while page := device.store.listing(after, _PAGE):
+        yield from page
+        after = page[-1].label
+
+
+def _sweep(queue: VaultQueue, outbox: Path) -> None:
+    """Remove ciphertext that was written, but not recorded before a kill."""
+    known = {entry.blob for entry in queue.entries("sealed")}
+    for path in sorted(outbox.iterdir()):
+        if path.name not in known:
+            durable.remove_tree(path)
+
+
+def _remove(vault: Vault, queue: VaultQueue, outbox: Path, report: Pushed) -> None:
+    # An item that was removed while its push was under way left a row behind.
+    for entry in queue.obsolete():
+        vault.delete(entry.blob)
+        durable.remove_tree(outbox / entry.blob)
+        queue.forget(entry.blob)
+        report.removed += 1
+
+
+def _push_one(
+    item: Item,
+    vault: Vault,
+    queue: VaultQueue,
+    outbox: Path,
+    keys: list[Recipient],
+    report: Pushed,
+) -> None:
+    held = queue.of(item.id)
+    readable = held is not None and held.key == str(keys[0])
+    if held is not None and held.state == "stored" and readable:
+        report.held += 1
+        return
+    entry = held
+    if held is None or not readable or not (outbox / held.blob).is_file():
+        entry = _seal(item, queue, outbox, keys)
+    if entry is None:
+        stored = held is not None and held.state == "stored"
+        (report.unreadable if stored else report.skipped).append(item.id)
+        return
+    blob = vault_pb2.Blob(id=entry.blob, size=entry.size, sha256=entry.blob_sha256)
+    report.bytes_sent += vault.put(blob, outbox / entry.blob)
+    # Only now may an older blob of the item go: one lost from the outbox, or of another key.
+    queue.settle(entry)
+    durable.remove_tree(outbox / entry.blob)
+    report.pushed += 1
+
+
+def _seal(
+    item: Item,
+    queue: VaultQueue,
+    outbox: Path,
+    keys: list[Recipient],
+) -> Entry | None:
+    """Encrypt an item's file into the outbox; None if the file is not what was added."""
+    image = local_image(item)
+    if image is None:
+        return None
+    sealed = encryption.encrypt(image, keys)
+    entry = Entry(
+        blob=secrets.token_hex(32),
+        item=item.id,
+        image_sha256=str(item.digest),
+        blob_sha256=hashlib.sha256(sealed).hexdigest(),
+        size=len(sealed),
+        suffix=Path(str(item.metadata.get("name", ""))).suffix,
+        state="sealed",
+        key=str(keys[0]),
+    )
+    durable.write_file(outbox / entry.blob, sealed, 0o600)
+    queue.seal(entry)
+    return entry

@@ -1,0 +1,183 @@
+"""The vault's transport: ciphertext up, down and away, resumed where it broke off."""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+
+from nobackfill import durable
+from nobackfill.errors import UnavailableError, VerificationError
+from nobackfill.v1 import vault_pb2, vault_pb2_grpc
+from nobackfill.wire import calls
+from nobackfill.wire.limits import LARGEST_BLOB
+from nobackfill.wire.statuses import error_of
+
+_CHUNK = 256 * 1024
+_SECONDS = 30.0
+# The deadline of one stream, so that a gateway that falls silent does not hold it. A transfer that
+# breaks off goes on from where it was; one that never moves on is given up.
+STREAM_SECONDS = 30.0
+_STANDSTILLS = 5
+# What a vault may list: nothing it says is used before it is held to this.
+_MOST_BLOBS = 1_000_000
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+class Vault:
+    """One gateway's VaultService. `where` names it in messages. Raises our errors."""
+
+    def __init__(self, connection: grpc.Channel, where: str) -> None:
+        self._stub = vault_pb2_grpc.VaultServiceStub(connection)
+        self._where = where
+
+    def put(self, blob: vault_pb2.Blob, source: Path) -> int:
+        """Upload the ciphertext `source`; the number of bytes that were still to be sent."""
+        held = first = self._held(blob)
+        standstills = 0
+        while held < blob.size:
+            try:
+                messages = _upload(blob, source, held)
+                answer = self._stub.PutBlob(messages, timeout=STREAM_SECONDS).received
+            except grpc.RpcError as error:
+                if error.code() not in calls.TRANSIENT:
+                    raise error_of(error, self._where) from error
+                answer = self._held(blob)
+            standstills = 0 if answer > held else standstills + 1
+            if standstills == _STANDSTILLS:
+                raise UnavailableError(
+                    f"{self._where}: the upload stands still at {held} of {blob.size} bytes; "
+                    "push again later"
+                )
+            held = answer
+        return int(blob.size - first)
+
+    def _held(self, blob: vault_pb2.Blob) -> int:
+        request = vault_pb2.PutBlobRequest(blob=blob)
+        answer = calls.retried(
+            lambda timeout: self._stub.PutBlob(iter([request]), timeout=timeout),
+            self._where,
+            seconds=_SECONDS,
+        )
+        return int(answer.received)
+
+    def get(self, blob: vault_pb2.Blob, target: Path) -> None:
+        """Download a blob to `target`, whole and with the right digest, or raise.
+
+        `target`.part holds what an earlier try brought. Raises NotFoundError, VerificationError.
+        """
+        check_blob(blob, self._where)
+        part = target.with_name(f"{target.name}.part")
+        standstills = 0
+        while (held := part.stat().st_size if part.exists() else 0) < blob.size:
+            try:
+                self._download(blob, held, part)
+            except grpc.RpcError as error:
+                if error.code() not in calls.TRANSIENT:
+                    raise error_of(error, self._where) from error
+            now = part.stat().st_size if part.exists() else 0
+            standstills = 0 if now > held else standstills + 1
+            if standstills == _STANDSTILLS:
+                raise UnavailableError(
+                    f"{self._where}: the download stands still at {now} of {blob.size} bytes; "
+                    "pull again later"
+                )
+        with part.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != blob.sha256:
+            durable.remove_tree(part)
+            raise VerificationError(
+                f"blob {blob.id}: expected the ciphertext that was pushed, got another; the vault "
+                "at this address changed it"
+            )
+        durable.replace(part, target)
+
+    def _download(self, blob: vault_pb2.Blob, held: int, part: Path) -> None:
+        request = vault_pb2.GetBlobRequest(id=blob.id, offset=held)
+        for message in self._stub.GetBlob(request, timeout=STREAM_SECONDS):
+            held += len(message.chunk)
+            if held > blob.size:
+                durable.remove_tree(part)
+                raise VerificationError(
+                    f"blob {blob.id}: expected {blob.size} bytes, the vault sends more"
+                )
+            durable.append(part, message.chunk, 0o600)
+        if held < blob.size:
+            durable.remove_tree(part)
+            raise VerificationError(
+                f"blob {blob.id}: expected {blob.size} bytes, the vault holds {held} only"
+            )
+
+    def delete(self, blob_id: str) -> None:
+        """Delete a blob; one that is not there is fine."""
+        request = vault_pb2.DeleteBlobRequest(id=blob_id)
+
+        def attempt(timeout: float) -> None:
+            try:
+                self._stub.DeleteBlob(request, timeout=timeout)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.NOT_FOUND:
+                    raise
+
+        calls.retried(attempt, self._where, seconds=_SECONDS)
+
+    def blobs(self) -> list[vault_pb2.Blob]:
+        """Every blob that the vault lists, by id.
+
+        Raises VerificationError for ids, digests or sizes that no blob has, and for a list that
+        does not move forward or has no end.
+        """
+        found: list[vault_pb2.Blob] = []
+        token = ""
+        while True:
+            page = self._page(token)
+            for blob in page.blobs:
+                check_blob(blob, self._where)
+                if found and blob.id <= found[-1].id:
+                    raise VerificationError(
+                        f"{self._where}: expected blobs in the order of their ids, got "
+                        f"{blob.id[:8]}… again; the vault at this address cannot be used"
+                    )
+                found.append(blob)
+            if not page.next_page_token:
+                return found
+            if len(found) >= _MOST_BLOBS or page.next_page_token <= token or not page.blobs:
+                raise VerificationError(
+                    f"{self._where}: expected a list of at most {_MOST_BLOBS} blobs that comes to "
+                    f"an end, got none after {len(found)}; the vault at this address cannot be used"
+                )
+            token = page.next_page_token
+
+    def _page(self, token: str) -> vault_pb2.ListBlobsResponse:
+        request = vault_pb2.ListBlobsRequest(page_token=token)
+        return calls.retried(
+            lambda timeout: self._stub.ListBlobs(request, timeout=timeout),
+            self._where,
+            seconds=_SECONDS,
+        )
+
+
+def _upload(blob: vault_pb2.Blob, source: Path, offset: int) -> Iterator[vault_pb2.PutBlobRequest]:
+    with source.open("rb") as file:
+        file.seek(offset)
+        first = True
+        while chunk := file.read(_CHUNK):
+            yield vault_pb2.PutBlobRequest(
+                blob=blob if first else None, offset=offset if first else 0, chunk=chunk
+            )
+            first = False
+
+
+def check_blob(blob: vault_pb2.Blob, where: str) -> None:
+    """Raises VerificationError unless a blob has an id, a digest and a size that blobs can have."""
+    if not (_HEX.fullmatch(blob.id) and _HEX.fullmatch(blob.sha256)):
+        raise VerificationError(
+            f"{where}: expected ids and digests of 64 hex digits, got {blob.id[:80]!r} and "
+            f"{blob.sha256[:80]!r}; the vault at this address cannot be used"
+        )
+    if not 0 < blob.size <= LARGEST_BLOB:
+        raise VerificationError(
+            f"{where}: blob {blob.id}: expected a size of 1 to {LARGEST_BLOB} bytes, got "
+            f"{blob.size}; the vault at this address cannot be used"
+        )

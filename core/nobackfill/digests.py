@@ -1,0 +1,55 @@
+"""Digests: the names of files and of vector spaces."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from nobackfill.errors import InvalidInputError
+from nobackfill.vectors import Metric
+
+
+def sha256_file(path: Path) -> str:
+    """Hex SHA-256 of a regular file. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_bytes(data: bytes) -> str:
+    """Hex SHA-256."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def space_id(
+    embedder_sha256: str, *, height: int, width: int, dim: int, metric: Metric, unit: bool
+) -> str:
+    """The id of an embedder's vector space, `sp-` and 64 hex digits.
+
+    It covers all that changes what a vector means or how two are compared: the embedder file, the
+    input size in pixels, the dimension, the metric and whether vectors have norm 1.
+    """
+    return "sp-" + _digest(
+        {
+            "embedder": _hex64(embedder_sha256),
+            "height": height,
+            "width": width,
+            "dim": dim,
+            "metric": metric,
+            "unit": unit,
+        }
+    )
+
+
+def side_space_id(encoder_sha256: str) -> str:
+    """The id of a side-information encoder's space, `ss-` and 64 hex digits."""
+    return "ss-" + _digest({"side_encoder": _hex64(encoder_sha256)})
+
+
+def _hex64(digest: str) -> str:
+    if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+        raise InvalidInputError(f"expected a SHA-256 of 64 lower-case hex digits, got {digest!r}")
+    return digest
+
+
+def _digest(fields: dict[str, str | int | bool]) -> str:
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return sha256_bytes(text.encode())

@@ -1,0 +1,254 @@
+"""The one module of durable writes: what returns has reached the disk, what fails left no trace.
+
+Every write of a file, every rename and both sides of every SQLite commit is a step that a test can
+make fail (faults.py). Temporary files are called `.tmp-…`; `sweep` removes those of killed
+processes. OSError becomes CannotWriteError here, so callers need no handling of their own.
+"""
+
+import contextlib
+import errno
+import fcntl
+import glob
+import os
+import sqlite3
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from nobackfill.errors import AlreadyExistsError, BusyError, CannotWriteError
+from nobackfill.faults import FAULTS, Operation
+from nobackfill.sqlite_errors import refusing_sqlite
+
+TEMPORARY = ".tmp-"
+
+_ADVICE = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EACCES: "check its permissions",
+    errno.EROFS: "copy it to a file system that is not read-only",
+}
+
+
+def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Put `data` at `path`, wholly or not at all, whatever was there. Raises CannotWriteError."""
+    temporary = path.parent / f"{TEMPORARY}{path.name}-{uuid.uuid4().hex}"
+    with _refusing(path):
+        try:
+            _create(temporary, mode)
+            _write(temporary, data)
+            _fsync(temporary)
+            _rename(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _fsync_dir(path.parent)
+
+
+def append(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Add `data` at the end of a file, made if missing. After a crash part of it may be there.
+
+    Raises CannotWriteError.
+    """
+    with _refusing(path):
+        new = not path.exists()
+        if new:
+            _create(path, mode)
+        _write(path, data)
+        _fsync(path)
+        if new:
+            _fsync_dir(path.parent)
+
+
+def make_dir(path: Path, mode: int = 0o755) -> None:
+    """Make a folder and those above it, unless they exist. Raises CannotWriteError."""
+    with _refusing(path):
+        if path.is_dir():
+            return
+        if not path.parent.is_dir():
+            make_dir(path.parent, mode)
+        with _step("mkdir", path):
+            path.mkdir(mode=mode, exist_ok=True)
+        _fsync_dir(path.parent)
+
+
+def replace(source: Path, target: Path) -> None:
+    """Move a finished file over `target`, on the same file system. Raises CannotWriteError."""
+    with _refusing(target):
+        _fsync(source)
+        _rename(source, target)
+        _fsync_dir(target.parent)
+        if source.parent != target.parent:
+            _fsync_dir(source.parent)
+
+
+def publish_dir(source: Path, target: Path) -> None:
+    """Make a finished folder visible under its name, its content first brought to the disk.
+
+    Raises AlreadyExistsError if something has that name, CannotWriteError.
+    """
+    with _refusing(target):
+        if target.exists() or target.is_symlink():
+            raise AlreadyExistsError(
+                f"{target}: exists already; published folders stay as they are"
+            )
+        for folder, _, files in os.walk(source, topdown=False):
+            for name in files:
+                _fsync(Path(folder, name))
+            _fsync_dir(Path(folder))
+        _rename(source, target)
+        _fsync_dir(target.parent)
+        if source.parent != target.parent:
+            _fsync_dir(source.parent)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file or a folder with all that is in it, if it is there. Raises CannotWriteError."""
+    with _refusing(path):
+        if path.is_symlink() or path.is_file():
+            _unlink(path)
+        elif path.is_dir():
+            for folder, folders, files in os.walk(path, topdown=False):
+                for name in files:
+                    _unlink(Path(folder, name))
+                for name in folders:
+                    _remove_folder(Path(folder, name))
+            _remove_folder(path)
+        else:
+            return
+        _fsync_dir(path.parent)
+
+
+def sweep(folder: Path, name: str = "") -> list[Path]:
+    """Remove the temporary files that killed processes left in `folder`; call it under the lock.
+
+    With `name`, only those that were to become this file. Returns what was removed. Raises
+    CannotWriteError.
+    """
+    stale = sorted(folder.glob(f"{TEMPORARY}{glob.escape(name)}*"))
+    for path in stale:
+        remove_tree(path)
+    return stale
+
+
+@contextlib.contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    """`BEGIN IMMEDIATE` … `COMMIT`, rolled back on any error. Not to be nested.
+
+    The connection must have `isolation_level=None`. Raises BusyError when another process keeps the
+    database for longer than its busy_timeout, CannotWriteError on a full disk or an I/O error.
+    """
+    name = connection.execute("PRAGMA database_list").fetchone()[2]
+    path = Path(name or ":memory:")
+    with _refusing(path), refusing_sqlite(path), _step("begin", path):
+        connection.execute("BEGIN IMMEDIATE")
+    try:
+        with refusing_sqlite(path):
+            yield connection
+        with _refusing(path), refusing_sqlite(path):
+            with _step("before_commit", path):
+                pass
+            connection.execute("COMMIT")
+    except BaseException:
+        # SQLite may have rolled back on its own, as it does on a full disk.
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+    with _refusing(path), _step("after_commit", path):
+        pass
+
+
+@contextlib.contextmanager
+def lock(path: Path, timeout_s: float = 0.0) -> Iterator[None]:
+    """Hold `path` as a lock; its holder's death frees it. The file stays.
+
+    Raises BusyError if another holder has it for longer than `timeout_s` seconds, CannotWriteError.
+    """
+    make_dir(path.parent)
+    with _refusing(path):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + timeout_s
+        while not _flock(handle):
+            if time.monotonic() >= deadline:
+                raise BusyError(f"{path}: another process holds the lock; try again later")
+            time.sleep(0.02)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _flock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CannotWriteError(
+            f"{path}: cannot be written ({error.strerror}); "
+            f"{_ADVICE.get(error.errno or 0, 'check the disk')} and run it again"
+        ) from error
+
+
+@contextlib.contextmanager
+def _step(kind: str, path: Path, target: Path | None = None) -> Iterator[None]:
+    if fault := FAULTS.due():
+        FAULTS.strike(fault, path)
+    yield
+    FAULTS.happened(Operation(kind, path, target))
+
+
+def _create(path: Path, mode: int) -> None:
+    with _step("create", path):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode))
+
+
+def _write(path: Path, data: bytes) -> None:
+    fault = FAULTS.due()
+    if fault and fault != "short":
+        FAULTS.strike(fault, path)
+    with path.open("ab", buffering=0) as file:
+        rest = memoryview(data)[: len(data) // 2 if fault else len(data)]
+        while rest:
+            rest = rest[file.write(rest) :]
+    if fault:
+        FAULTS.strike(fault, path)
+    FAULTS.happened(Operation("write", path, data=data))
+
+
+def _fsync(path: Path) -> None:
+    with _step("fsync", path), path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _fsync_dir(path: Path) -> None:
+    with _step("fsync_dir", path):
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _rename(source: Path, target: Path) -> None:
+    with _step("rename", source, target):
+        source.rename(target)
+
+
+def _unlink(path: Path) -> None:
+    with _step("unlink", path):
+        path.unlink()
+
+
+def _remove_folder(path: Path) -> None:
+    with _step("rmdir", path):
+        if path.is_symlink():
+            path.unlink()
+        else:
+            path.rmdir()

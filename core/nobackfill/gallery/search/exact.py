@@ -1,0 +1,244 @@
+"""Exact search: one matrix, one BLAS call. The edge's engine, and the oracle of the others."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nobackfill.gallery.search import distances
+from nobackfill.gallery.search.index import Content, Labels, Mask, Neighbours, Rows, best, merge
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.vectors import Vectors
+
+# Elements of the largest distance matrix made at once (64 MiB).
+BLOCK_ELEMENTS = 1 << 24
+# Candidates taken beyond k, so that rounding seldom leaves the k-th in doubt.
+SPARE_CANDIDATES = 8
+# More rows than this many times k a query are no improvement but a search.
+MOST_IMPROVING = 4
+# A filter that passes less than one row in this many is answered from those rows alone.
+PICKED_SHARE = 3
+# Elements of them that are picked at once: 128 KiB stay in the processor's cache.
+PICKED_ELEMENTS = 1 << 15
+# Rows of spare room at least, in an index that grows.
+LEAST_ROOM = 256
+# Rows widened to float64 at once.
+WIDE_ROWS = 1 << 10
+
+
+class ExactIndex:
+    """All vectors of a space in one float32 matrix."""
+
+    def __init__(self, spec: SpaceSpec, labels: Labels, vectors: Content) -> None:
+        """`labels` int64 [n] strictly increasing, `vectors` float32 [n, dim], checked."""
+        prepared = distances.prepare(spec.metric, np.asarray(vectors))
+        self._set(spec, labels, prepared, offsets(spec, prepared))
+
+    def _set(
+        self, spec: SpaceSpec, labels: Labels, prepared: Vectors, offsets_: NDArray[np.float32]
+    ) -> None:
+        self.spec = spec
+        self.labels = labels
+        self.vectors = prepared
+        self._offsets = offsets_
+        self._spare: _Spare | None = None
+
+    @classmethod
+    def of_prepared(
+        cls, spec: SpaceSpec, labels: Labels, prepared: Vectors, offsets_: NDArray[np.float32]
+    ) -> "ExactIndex":
+        """The same from prepared vectors and their `offsets`, without computing anything. Labels
+        need not increase where it is only searched."""
+        index = cls.__new__(cls)
+        index._set(spec, labels, prepared, offsets_)
+        return index
+
+    def extended(self, labels: Labels, vectors: Vectors) -> "ExactIndex":
+        """The same with more rows, whose labels are all larger than those here.
+
+        Costs little: new rows go into spare room at the end of the same arrays, which no older
+        index reads; only the newest index of a chain is extended in place.
+        """
+        prepared = distances.prepare(self.spec.metric, vectors)
+        old, count = len(self.labels), len(self.labels) + len(labels)
+        spare = self._spare
+        if spare is None or spare.used != old or count > len(spare.labels):
+            spare = _Spare(self, room=count + max(count, LEAST_ROOM))
+        spare.labels[old:count] = labels
+        spare.vectors[old:count] = prepared
+        spare.offsets[old:count] = offsets(self.spec, prepared)
+        spare.used = count
+        index = self.of_prepared(
+            self.spec, spare.labels[:count], spare.vectors[:count], spare.offsets[:count]
+        )
+        index._spare = spare
+        return index
+
+    def search(
+        self,
+        queries: Vectors,
+        k: int,
+        allowed: Mask | None = None,
+        passing: int | None = None,
+        ef: int = 0,
+    ) -> Neighbours:
+        """See Index.search. Every row is compared, so that counting is nothing beside it."""
+        if allowed is None:
+            return self._search(queries, k, None, None)
+        rows = np.flatnonzero(allowed)
+        if len(rows) * PICKED_SHARE > len(allowed):
+            return self._search(queries, k, ~allowed, None)
+        return self._search(queries, k, None, rows)
+
+    def search_rows(self, queries: Vectors, k: int, rows: Rows) -> Neighbours:
+        """The nearest of some rows, each named once: cheaper than `search` where they are few."""
+        return self._search(queries, k, None, rows)
+
+    def _search(
+        self, queries: Vectors, k: int, barred: Mask | None, among: Rows | None
+    ) -> Neighbours:
+        queries = distances.prepare(self.spec.metric, queries)
+        block = max(1, BLOCK_ELEMENTS // max(1, len(self.labels if among is None else among)))
+        parts = [
+            self._search_block(queries[start : start + block], k, barred, among)
+            for start in range(0, max(1, len(queries)), block)
+        ]
+        return Neighbours(
+            np.concatenate([part.labels for part in parts]),
+            np.concatenate([part.distances for part in parts]),
+        )
+
+    def improve(
+        self, queries: Vectors, found: Neighbours, allowed: Mask | None = None
+    ) -> Neighbours:
+        """What another index `found` [q, k], with the rows here that are nearer than its last ones.
+
+        Far cheaper than `search` where few rows are: a small index beside a large one.
+        """
+        k = found.labels.shape[1]
+        if len(queries) * len(self.labels) > BLOCK_ELEMENTS:
+            return merge([found, self.search(queries, k, allowed)], k)
+        prepared = distances.prepare(self.spec.metric, queries)
+        rough = self._rough(prepared, None if allowed is None else ~allowed)
+        last = found.distances[:, -1].astype(np.float64)
+        squares = np.vecdot(prepared, prepared, dtype=np.float64)
+        limit = (last - squares) / 2 if self.spec.metric == "squared_l2" else last - 1
+        query, row = np.nonzero(rough <= (limit + self._error(prepared))[:, None])
+        if len(row) > len(queries) * MOST_IMPROVING * k:
+            return merge([found, self.search(queries, k, allowed)], k)
+        if not len(row):
+            return found
+        apart = distances.between(self.spec.metric, prepared[query], self.vectors[row][:, None, :])
+        owner = np.concatenate([np.repeat(np.arange(len(queries)), k), query])
+        names = np.concatenate([found.labels.ravel(), self.labels[row]])
+        values = np.concatenate([found.distances.ravel(), apart[:, 0]])
+        order = np.lexsort((names, values, owner))
+        # Each query has at least k candidates: those that came in.
+        starts = np.searchsorted(owner[order], np.arange(len(queries)))
+        chosen = order[starts[:, None] + np.arange(k)]
+        return Neighbours(names[chosen], values[chosen])
+
+    def _rough(self, queries: Vectors, barred: Mask | None) -> Vectors:
+        """[q, n]: orders as the distance does, but for rounding. Half the squared distance less a
+        constant a query, or the cosine distance less 1."""
+        rough: Vectors = queries @ self.vectors.T
+        np.subtract(self._offsets, rough, out=rough)
+        if barred is not None:
+            rough[:, barred] = np.inf
+        return rough
+
+    def _rows(self, rows: Rows) -> Vectors:
+        # Each row is one opaque value: an index of these is fastest, and what is no whole array is
+        # not copied first.
+        dim = self.spec.dim
+        taken = self.vectors.view(f"V{4 * dim}")[:, 0][rows]
+        return taken.view(np.float32).reshape(*rows.shape, dim)
+
+    def _rough_among(self, queries: Vectors, among: Rows) -> Vectors:
+        """The same for the rows `among` only, [q, len(among)]."""
+        rough = np.empty((len(queries), len(among)), np.float32)
+        step = max(1, PICKED_ELEMENTS // self.spec.dim)
+        for start in range(0, len(among), step):
+            rows = among[start : start + step]
+            if len(queries) == 1:
+                np.dot(self._rows(rows), queries[0], out=rough[0, start : start + step])
+            else:
+                rough[:, start : start + step] = queries @ self._rows(rows).T
+        return np.subtract(self._offsets[among], rough, out=rough)
+
+    def _error(self, queries: Vectors) -> NDArray[np.float64]:
+        """More than rounding can make of a query's rough values, [q]."""
+        largest = 1.0
+        if self.spec.metric == "squared_l2" and len(self._offsets):
+            largest = float(np.sqrt(2 * max(0.0, float(self._offsets.max()))))
+        norms = np.sqrt(np.vecdot(queries, queries, dtype=np.float64))
+        error: NDArray[np.float64] = 2.0**-21 * (queries.shape[1] * norms + largest) * largest
+        return error + 1e-30
+
+    def _search_block(
+        self, queries: Vectors, k: int, barred: Mask | None, among: Rows | None
+    ) -> Neighbours:
+        if among is None:
+            rough = self._rough(queries, barred)
+            among = np.arange(len(self.labels))
+        else:
+            rough = self._rough_among(queries, among)
+        count = len(among)
+        allowed = count if barred is None else count - int(np.count_nonzero(barred))
+        taken = min(allowed, k + SPARE_CANDIDATES)
+        if taken < count:
+            rows = np.argpartition(rough, taken - 1, axis=1)[:, :taken]
+        else:
+            rows = np.broadcast_to(np.arange(count), (len(queries), count))
+        places = among[rows]
+        apart = distances.between(self.spec.metric, queries, self._rows(places))
+        found = best(self.labels[places], apart, k)
+        if taken < allowed:
+            self._settle(queries, k, rough, rows, among, found)
+        return found
+
+    def _settle(
+        self,
+        queries: Vectors,
+        k: int,
+        rough: Vectors,
+        rows: Rows,
+        among: Rows,
+        found: Neighbours,
+    ) -> None:
+        """Search again, in `found`, the queries whose k-th neighbour rounding leaves in doubt: rows
+        of `among` that were not taken could be as near. Many equal vectors do that."""
+        nearest = rough[np.arange(len(rows))[:, None], rows]
+        limit = np.partition(nearest, k - 1, axis=1)[:, k - 1] + 2 * self._error(queries)
+        for query in np.flatnonzero(nearest.max(axis=1) <= limit):
+            again = among[np.flatnonzero(rough[query] <= limit[query])]
+            one = queries[query : query + 1]
+            pieces = np.split(again, range(WIDE_ROWS, len(again), WIDE_ROWS))
+            nearby = [
+                distances.between(self.spec.metric, one, self.vectors[piece][None])
+                for piece in pieces
+            ]
+            settled = best(self.labels[again][None], np.concatenate(nearby, axis=1), k)
+            found.labels[query] = settled.labels[0]
+            found.distances[query] = settled.distances[0]
+
+
+class _Spare:
+    """Arrays with room for more rows; the first `used` are some index's."""
+
+    def __init__(self, index: ExactIndex, room: int) -> None:
+        self.used = len(index.labels)
+        self.labels = np.empty(room, np.int64)
+        self.vectors = np.empty((room, index.spec.dim), np.float32)
+        self.offsets = np.empty(room, np.float32)
+        self.labels[: self.used] = index.labels
+        self.vectors[: self.used] = index.vectors
+        self.offsets[: self.used] = index._offsets
+
+
+def offsets(spec: SpaceSpec, prepared: Vectors) -> NDArray[np.float32]:
+    """What a row adds to minus its product with a query: half its squared norm, or nothing, [n]."""
+    half = np.zeros(len(prepared), np.float32)
+    if spec.metric == "squared_l2":
+        for start in range(0, len(prepared), WIDE_ROWS):
+            piece = prepared[start : start + WIDE_ROWS]
+            half[start : start + WIDE_ROWS] = np.vecdot(piece, piece, dtype=np.float64) / 2
+    return half

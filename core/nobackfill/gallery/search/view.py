@@ -1,0 +1,258 @@
+"""What a search sees: an immutable base, an exact delta of what came since, and tombstones.
+
+`LiveView` follows a store's commits; `snapshot` is one reference, held by a search to its end.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from nobackfill.errors import NotFoundError, VerificationError
+from nobackfill.gallery.reading import Stored
+from nobackfill.gallery.search import distances
+from nobackfill.gallery.search.exact import ExactIndex
+from nobackfill.gallery.search.index import (
+    Content,
+    Index,
+    Joined,
+    Labels,
+    Mask,
+    Neighbours,
+    Picked,
+    Rows,
+    merge,
+    rows_of,
+)  # fmt: skip
+from nobackfill.gallery.search.query_sample import Asked
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.store import Change, Store
+from nobackfill.gallery.tables import find_space
+from nobackfill.vectors import Vectors, check_vectors
+
+# Which of an index's labels (increasing) may be found: bool, one for each.
+Allowed = Callable[[Labels], Mask]
+# Makes a base of live vectors; nobackfill.gallery.search.hnsw.build is one, ExactIndex another.
+Builder = Callable[[SpaceSpec, Labels, Content], Index]
+# What a view begins with: a base of labels and vectors, and the rows that are not in it.
+Opener = Callable[[SpaceSpec, Labels, Content], tuple[Index, Rows]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """An index, which of its rows are alive (bool [n]; None: all) and how many are not: counted as
+    they die, for every search asks."""
+
+    index: Index
+    live: Mask | None = None
+    dead: int = 0
+
+    def __len__(self) -> int:
+        return len(self.index.labels) - self.dead
+
+    def less(self, labels: Labels) -> "Part":
+        """The same with tombstones for `labels`."""
+        rows = np.unique(rows_of(self.index.labels, labels))
+        if self.live is not None:
+            rows = rows[self.live[rows]]
+        if not len(rows):
+            return self
+        live = np.ones(len(self.index.labels), np.bool_) if self.live is None else self.live.copy()
+        live[rows] = False
+        return Part(self.index, live, self.dead + len(rows))
+
+    def mask(self, allowed: Allowed | None) -> Mask | None:
+        """Rows that are alive and allowed; None: all."""
+        if allowed is None:
+            return self.live
+        chosen = allowed(self.index.labels)
+        return chosen if self.live is None else chosen & self.live
+
+    def search(self, queries: Vectors, k: int, allowed: Allowed | None, ef: int = 0) -> Neighbours:
+        """The nearest of them."""
+        passing = len(self) if allowed is None else None
+        return self.index.search(queries, k, self.mask(allowed), passing, ef)
+
+    def live_rows(self) -> Mask | slice:
+        """What selects the live rows."""
+        return slice(None) if self.live is None else self.live
+
+    def content(self) -> tuple[Labels, Content]:
+        """Live labels and vectors."""
+        if self.live is None:
+            return self.index.labels, self.index.vectors
+        rows = np.flatnonzero(self.live)
+        return self.index.labels[rows], Picked(self.index.vectors, rows)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One state of one space of a gallery. `base` and `delta` share no live label."""
+
+    spec: SpaceSpec
+    base: Part
+    delta: Part
+
+    def __len__(self) -> int:
+        return len(self.base) + len(self.delta)
+
+    def search(
+        self, queries: Vectors, k: int, allowed: Allowed | None = None, ef: int = 0
+    ) -> Neighbours:
+        """The `k` nearest live vectors; `allowed` says which may be found; None: all. `ef` as in
+        Index.search.
+
+        Raises InvalidInputError for queries that are not float32 [q, dim] and finite.
+        """
+        checked = check_vectors(queries, self.spec.dim, what="queries", unit=self.spec.unit)
+        if not len(self.base):
+            return self.delta.search(checked, k, allowed)
+        found = self.base.search(checked, k, allowed, ef)
+        if not len(self.delta):
+            return found
+        if np.isinf(found.distances[:, -1]).any():
+            return merge([found, self.delta.search(checked, k, allowed)], k)
+        assert isinstance(self.delta.index, ExactIndex), "a delta is searched exactly"
+        return self.delta.index.improve(checked, found, self.delta.mask(allowed))
+
+    def without(self, labels: Labels) -> "Snapshot":
+        """The same state less `labels`: in a dual rollout, those that another space answers for."""
+        return replace(self, base=self.base.less(labels), delta=self.delta.less(labels))
+
+    def content(self) -> tuple[Labels, Content]:
+        """Every live label, increasing, and its vector, as engines hold them, not copied."""
+        if not len(self.delta):
+            return self.base.content()
+        (old, old_vectors), (new, new_vectors) = self.base.content(), self.delta.content()
+        labels = np.concatenate([old, new])
+        order = np.argsort(labels)
+        return labels[order], Picked(Joined(old_vectors, new_vectors), order)
+
+    def labels(self) -> Labels:
+        """Every live label, increasing."""
+        parts = [part.index.labels[part.live_rows()] for part in (self.base, self.delta)]
+        return np.sort(np.concatenate(parts)) if len(parts[1]) else parts[0]
+
+
+def snapshot_of(spec: SpaceSpec, base: Index) -> Snapshot:
+    """A base alone."""
+    nothing = ExactIndex(spec, np.empty(0, np.int64), np.empty((0, spec.dim), np.float32))
+    return Snapshot(spec, Part(base), Part(nothing))
+
+
+def _exact(store: Store, spec: SpaceSpec) -> Snapshot:
+    return snapshot_of(spec, ExactIndex(spec, *store.load(spec.space)))
+
+
+def _begun(store: Store, spec: SpaceSpec, begin: Opener | None) -> Snapshot | None:
+    if begin is None:
+        return None
+    with (
+        contextlib.suppress(VerificationError, NotFoundError),
+        store.reading() as connection,
+    ):
+        stored = Stored(connection, find_space(connection, spec.space))
+        base, rest = begin(spec, stored.labels, stored)
+        delta = ExactIndex(spec, stored.labels[rest], stored[rest])
+        return replace(snapshot_of(spec, base), delta=Part(delta))
+    return None
+
+
+def changed(snapshot: Snapshot, change: Change) -> Snapshot:
+    """The state after one commit; vectors that were replaced are told as added."""
+    snapshot = snapshot.without(change.deleted)
+    labels, vectors = change.added.get(snapshot.spec.space, (None, None))
+    if labels is None or vectors is None or not len(labels):
+        return snapshot
+    # What is replaced is found in the delta from now on.
+    snapshot = snapshot.without(labels)
+    order = np.argsort(labels)
+    return replace(snapshot, delta=_with(snapshot.delta, labels[order], vectors[order]))
+
+
+def _with(delta: Part, labels: Labels, vectors: Vectors) -> Part:
+    """A delta with more rows, of increasing labels that are not alive in it."""
+    index, live = delta.index, delta.live
+    assert isinstance(index, ExactIndex), "a delta is searched exactly"
+    if not len(index.labels) or labels[0] > index.labels[-1]:
+        if live is not None:
+            live = np.concatenate([live, np.ones(len(labels), np.bool_)])
+        return Part(index.extended(labels, vectors), live, delta.dead)
+    old_labels, old_vectors = delta.content()
+    labels = np.concatenate([old_labels, labels])
+    vectors = np.concatenate(
+        [np.asarray(old_vectors), distances.prepare(index.spec.metric, vectors)]
+    )
+    order = np.argsort(labels)
+    return Part(ExactIndex(index.spec, labels[order], vectors[order]))
+
+
+class LiveView:
+    """The current snapshot of one space: exact as soon as it is made, indexed once compacted."""
+
+    def __init__(self, store: Store, space: str, begin: Opener | None = None) -> None:
+        """`begin` makes the first base; without it, or where it raises VerificationError or
+        NotFoundError, that is exact. Raises IncompatibleSpaceError if the gallery does not have
+        the space.
+        """
+        self.spec = store.space(space).spec
+        self._changing = threading.Lock()
+        self._compacting = threading.Lock()
+        # Commits since a base was begun, to be told to it when it is ready.
+        self._log: list[Change] | None = []
+        self._snapshot: Snapshot | None = None
+        self._store = store
+        self.asked = Asked(self.spec.dim)
+        store.subscribe(self._apply)
+        try:
+            self._swap(_begun(store, self.spec, begin) or _exact(store, self.spec))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop following the store. Nothing here then refers to itself: what a view holds goes with
+        it, without waiting for a garbage collection."""
+        self._store.unsubscribe(self._apply)
+
+    def snapshot(self) -> Snapshot:
+        """What a search uses to its end."""
+        assert self._snapshot is not None, "set in the constructor"
+        return self._snapshot
+
+    def compact(self, build: Builder) -> None:
+        """Build a base of all live vectors aside, then swap one reference; all else goes on."""
+        with self._compacting:
+            with self._changing:
+                self._log = []
+                snapshot = self.snapshot()
+            try:
+                self._swap(snapshot_of(self.spec, build(self.spec, *snapshot.content())))
+            finally:
+                with self._changing:
+                    self._log = None
+
+    def tune(self, tuned: Callable[[Index], Index]) -> None:
+        """Search the base as `tuned` gives it, the same vectors, unless another came meanwhile."""
+        before = self.snapshot().base.index
+        index = tuned(before)
+        with self._changing:
+            snapshot = self.snapshot()
+            if index is not before and snapshot.base.index is before:
+                self._snapshot = replace(snapshot, base=replace(snapshot.base, index=index))
+
+    def _apply(self, change: Change) -> None:
+        with self._changing:
+            if self._log is not None:
+                self._log.append(change)
+            if self._snapshot is not None:
+                self._snapshot = changed(self._snapshot, change)
+
+    def _swap(self, snapshot: Snapshot) -> None:
+        with self._changing:
+            for change in self._log or []:
+                snapshot = changed(snapshot, change)
+            self._log = None
+            self._snapshot = snapshot

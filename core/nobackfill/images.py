@@ -1,0 +1,155 @@
+"""Image input: the one function that turns an image file into a model's pixels.
+
+Trainer, gateway and device call it alike, so what a model was trained on is what it sees. A file is
+untrusted: its format, byte and pixel counts are checked before anything is decoded.
+"""
+
+import io
+import os
+import stat
+import warnings
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import ExifTags, Image
+
+from nobackfill.errors import InvalidInputError
+from nobackfill.image_header import Header, damaged, read_header
+
+LARGEST_BYTES = 32 * 2**20
+
+Pixels = NDArray[np.uint8]
+
+# Whatever Pillow warns of in a file is damage; in EXIF, it means none. Set once, as
+# warnings.catch_warnings is not safe in the gateway's threads.
+warnings.filterwarnings("error", category=UserWarning, module=r"PIL\.")
+
+# Rows that are brought to RGB at a time.
+_STRIP_PIXELS = 2**20
+
+# EXIF orientation to what makes the image upright.
+_TURNS: dict[object, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# Those that make columns of rows.
+_SIDEWAYS = (5, 6, 7, 8)
+
+
+def decode(data: bytes, height: int, width: int) -> Pixels:
+    """Decode JPEG, PNG or WebP into uint8 RGB [height, width, 3], resized with antialiasing.
+
+    The whole image is kept, its sides scaled separately. Of a JPEG with several pictures the first
+    is taken. EXIF orientation is applied, transparency shows white. Takes at most some 500 MB (a
+    WebP of 25 million pixels). Raises InvalidInputError for other formats, animations, damaged or
+    truncated files, more than 32 MiB, and what `read_header` refuses.
+    """
+    return decode_picture(checked_header(data), height, width)
+
+
+def checked_header(data: bytes) -> Header:
+    """The header of an image that may be decoded. Raises InvalidInputError."""
+    if len(data) > LARGEST_BYTES:
+        raise InvalidInputError(
+            f"image: expected at most {LARGEST_BYTES} bytes, got {len(data)}; send a smaller copy"
+        )
+    return read_header(data)
+
+
+def decode_picture(header: Header, height: int, width: int) -> Pixels:
+    """Like `decode`, of a file whose header was read. Raises InvalidInputError."""
+    try:
+        with Image.open(io.BytesIO(header.picture), formats=(header.format,)) as image:
+            _check_still(image, header)
+            # JPEG can be decoded at a half, a quarter or an eighth of its size for nothing.
+            image.draft("RGB", (2 * max(height, width), 2 * max(height, width)))
+            orientation = _orientation(image, header)
+            size = (height, width) if orientation in _SIDEWAYS else (width, height)
+            resized = _to_rgb(image).resize(size, Image.Resampling.BILINEAR)
+    except InvalidInputError:
+        raise
+    except Exception as error:
+        # Not a list of classes: Pillow's readers raise what their C code and the damage make of it.
+        raise damaged(error) from error
+    turn = _TURNS.get(orientation)
+    return np.asarray(resized if turn is None else resized.transpose(turn), dtype=np.uint8)
+
+
+def decode_file(path: Path, height: int, width: int) -> Pixels:
+    """Like `decode`, from a file. Raises InvalidInputError that names it, also if unreadable."""
+    try:
+        return decode(read_file(path), height, width)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{path}: {error}") from error
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of an image file.
+
+    Raises InvalidInputError for what is no regular file (a pipe would be waited for, a device never
+    ends), cannot be read, or has more than 32 MiB; without the path, which callers know.
+    """
+    try:
+        # Opened first and looked at then, so that nobody can exchange it in between.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # noqa: PTH123
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise InvalidInputError("expected a regular file")
+            data = file.read(LARGEST_BYTES + 1)
+    except OSError as error:
+        raise InvalidInputError(f"cannot be read ({error.strerror})") from error
+    if len(data) > LARGEST_BYTES:
+        size = max(len(data), status.st_size)
+        raise InvalidInputError(f"expected at most {LARGEST_BYTES} bytes, got {size}")
+    return data
+
+
+def _check_still(image: Image.Image, header: Header) -> None:
+    if image.size != (header.width, header.height):
+        raise damaged("its sizes contradict each other")
+    if getattr(image, "n_frames", 1) != 1:
+        raise InvalidInputError("image: expected a still image, got an animation")
+
+
+def _orientation(image: Image.Image, header: Header) -> object:
+    """The EXIF orientation, 1 to 8; unreadable EXIF is common in good photos and says nothing."""
+    try:
+        if header.format != "JPEG":
+            return image.getexif().get(ExifTags.Base.Orientation)
+        exif = Image.Exif()
+        exif.load(header.exif or b"")
+        return exif.get(ExifTags.Base.Orientation)
+    except Exception:  # noqa: BLE001 - as above: any error of a reader is damage
+        return None
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """In strips: a conversion of the whole holds the picture four times."""
+    image.load()
+    if image.mode == "RGB" and not image.has_transparency_data:
+        return image
+    rgb = Image.new("RGB", image.size)
+    width, height = image.size
+    rows = max(1, _STRIP_PIXELS // width)
+    for top in range(0, height, rows):
+        box = (0, top, width, min(top + rows, height))
+        rgb.paste(_strip_to_rgb(image.crop(box)), box)
+    return rgb
+
+
+def _strip_to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):
+        # 16-bit grey; Pillow's own conversion would clip instead of scale.
+        values = np.asarray(image, dtype=np.int64) // 257
+        return Image.fromarray(values.clip(0, 255).astype(np.uint8), "L").convert("RGB")
+    if image.has_transparency_data:
+        coloured = image.convert("RGBA")
+        white = Image.new("RGBA", coloured.size, "white")
+        return Image.alpha_composite(white, coloured).convert("RGB")
+    return image.convert("RGB")

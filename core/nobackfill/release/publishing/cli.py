@@ -1,0 +1,243 @@
+"""`publication`: keys, renewal, withdrawal and verification of a publication folder."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from nobackfill.errors import ConfigurationError, NobackfillError
+from nobackfill.release.publishing import publish, renew
+from nobackfill.release.publishing.inspection import list_releases
+from nobackfill.release.publishing.inspection import verify as verify_publication
+from nobackfill.release.publishing.keys import ROLES, Keys, Role
+from nobackfill.release.trust.trust import fingerprint
+from nobackfill.terminal import visible
+
+_EPILOG = """
+Keys that stay offline are made before the first release, and named when something is published:
+
+\b
+publication keys --root-key usb/root.pem --targets-key usb/targets.pem
+python training/export.py ... --targets-key usb/targets.pem
+publication resign                     (monthly; needs neither)
+publication withdraw 2 --reason "confuses cats" --targets-key usb/targets.pem
+
+Without them the first export makes all four in MODEL_REPO.keys. Devices need 1.root.json of the
+publication folder, and read the folder from a gateway or from any static HTTP host.
+
+Exit codes: 0 done, or nothing to do, 2 wrong usage, 65 refused data or failed verification,
+66 nothing published there, 73 cannot write or exists already, 75 another publisher is at work,
+78 a key is missing or the configuration is wrong.
+"""
+
+app = typer.Typer(
+    help="Keys, renewal, withdrawal and verification of a publication folder. Releases themselves "
+    "are published by training/export.py.",
+    epilog=_EPILOG,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Repo = Annotated[Path, typer.Option("--model-repo", help="The publication folder.")]
+RootKey = Annotated[
+    Path | None, typer.Option("--root-key", help="The root key, if kept elsewhere.")
+]
+TargetsKey = Annotated[
+    Path | None, typer.Option("--targets-key", help="The targets key, if kept elsewhere.")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and tell, write nothing.")]
+
+DEFAULT_REPO = Path("model_repo")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(version("nobackfill"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options before a command."""
+
+
+@app.command()
+def keys(
+    model_repo: Repo = DEFAULT_REPO,
+    root_key: RootKey = None,
+    targets_key: TargetsKey = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Make the four signing keys and the root metadata of a new publication.
+
+    The root and targets keys go where the options say, an offline medium for instance; the others
+    into MODEL_REPO.keys. Interrupted, it goes on where it was.
+    """
+    found = _keys(model_repo, root_key, targets_key)
+    files = {role: str(found.path(role)) for role in ROLES}
+    if dry_run:
+        publish.refuse_begun(model_repo)
+        _answer(
+            as_json, {"keys": files, "written": False}, [f"would make {p}" for p in files.values()]
+        )
+        return
+    publish.begin_publication(model_repo, found)
+    mark = _fingerprint(model_repo)
+    _answer(
+        as_json,
+        {"keys": files, "fingerprint": mark, "written": True},
+        [f"{role} key: {path}" for role, path in files.items()] + [f"fingerprint: {mark}"],
+    )
+
+
+@app.command()
+def resign(
+    model_repo: Repo = DEFAULT_REPO,
+    root_key: RootKey = None,
+    targets_key: TargetsKey = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Sign snapshot and timestamp anew; run it at least once a month.
+
+    Root and targets metadata are renewed too when half of their year is over and their keys are at
+    hand.
+    """
+    done = renew.resign(model_repo, _keys(model_repo, root_key, targets_key), dry_run)
+    _tell_renewed("signed anew", done, dry_run, as_json)
+
+
+@app.command()
+def rotate(
+    role: Annotated[list[str], typer.Option(help=f"One of {', '.join(ROLES)}; repeatable.")],
+    model_repo: Repo = DEFAULT_REPO,
+    root_key: RootKey = None,
+    targets_key: TargetsKey = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Give roles new keys; their old ones count for nothing afterwards. Needs the root key."""
+    if strangers := set(role) - set(ROLES):
+        raise ConfigurationError(
+            f"expected roles among {', '.join(ROLES)}, got {sorted(strangers)}"
+        )
+    roles = [cast(Role, name) for name in role]
+    done = renew.rotate(model_repo, roles, _keys(model_repo, root_key, targets_key), dry_run)
+    _tell_renewed("given new keys", done, dry_run, as_json)
+
+
+@app.command()
+def withdraw(
+    release: Annotated[int, typer.Argument(help="Number of the release.")],
+    reason: Annotated[str, typer.Option(help="Why; devices show it.")],
+    model_repo: Repo = DEFAULT_REPO,
+    targets_key: TargetsKey = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Take a release back: devices follow the newest release that is not withdrawn."""
+    found = _keys(model_repo, None, targets_key)
+    news = publish.withdraw(model_repo, release, reason, found, dry_run)
+    answer = {"release": release, "reason": reason, "news": news, "written": news and not dry_run}
+    if not news:
+        line = f"release {release} is withdrawn already, for the same reason"
+    else:
+        line = f"release {release} {'would be' if dry_run else 'is'} withdrawn: {reason}"
+    _answer(as_json, answer, [line])
+
+
+@app.command()
+def verify(
+    model_repo: Repo = DEFAULT_REPO,
+    release: Annotated[int | None, typer.Option(help="Only this release.")] = None,
+    root: Annotated[
+        Path | None, typer.Option(help="Root metadata to trust; default: the folder's own.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check signatures, expiry, every digest, every ONNX file and all golden probes."""
+    try:
+        trusted = None if root is None else root.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{root}: cannot be read ({error.strerror})") from error
+    health = verify_publication(model_repo, trusted, release)
+    lines = [f"release {number}: good" for number in health.releases]
+    lines += [f"{role} metadata expires {_day(when)}" for role, when in health.expires.items()]
+    lines += [f"leftover of a killed publish, ignored by all: {name}" for name in health.leftovers]
+    answer = {
+        "releases": list(health.releases),
+        "expires": _days(health.expires),
+        "leftovers": list(health.leftovers),
+        "fingerprint": _fingerprint(model_repo),
+    }
+    _answer(as_json, answer, lines)
+
+
+@app.command("list")
+def list_command(model_repo: Repo = DEFAULT_REPO, as_json: Json = False) -> None:
+    """List the published releases."""
+    entries = list_releases(model_repo)
+    lines = [
+        f"{e.release:4d}  {e.unfit}"
+        if e.unfit is not None
+        else f"{e.release:4d}  {e.created[:10]}  {e.method:12s} gate {e.gate:18s} "
+        f"{e.size / 1e6:8.1f} MB  upgrades from {', '.join(map(str, e.upgrades_from)) or '-'}"
+        + (f"  WITHDRAWN: {e.withdrawn}" if e.withdrawn is not None else "")
+        for e in entries
+    ]
+    _answer(as_json, {"releases": [dataclasses.asdict(e) for e in entries]}, lines)
+
+
+def _keys(repo: Path, root_key: Path | None, targets_key: Path | None) -> Keys:
+    named: dict[Role, Path | None] = {"root": root_key, "targets": targets_key}
+    return Keys.beside(repo, {role: path for role, path in named.items() if path is not None})
+
+
+def _tell_renewed(what: str, done: renew.Renewed, dry_run: bool, as_json: bool) -> None:
+    answer = {"roles": list(done.roles), "expires": _days(done.expires), "written": not dry_run}
+    lines = [f"{'would be ' if dry_run else ''}{what}: {', '.join(done.roles)}"]
+    lines += [f"{role} metadata expires {_day(when)}" for role, when in done.expires.items()]
+    _answer(as_json, answer, lines)
+
+
+def _fingerprint(repo: Path) -> str:
+    return fingerprint((repo / "1.root.json").read_bytes())
+
+
+def _days(expires: Mapping[Role, datetime]) -> dict[str, str]:
+    return {role: when.isoformat() for role, when in expires.items()}
+
+
+def _day(when: datetime) -> str:
+    return f"{when:%Y-%m-%d}"
+
+
+def _answer(as_json: bool, answer: Mapping[str, object], lines: list[str]) -> None:
+    print(json.dumps(answer) if as_json else "\n".join(map(visible, lines)))
+
+
+def main() -> None:
+    """Run a command; exit codes as in release/errors.py."""
+    try:
+        app()
+    except NobackfillError as error:
+        print(visible(f"publication: {error}"), file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

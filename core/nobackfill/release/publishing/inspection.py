@@ -1,0 +1,94 @@
+"""Looking at a publication folder as a whole: what it holds, and whether all of it is right."""
+
+import tempfile
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from nobackfill.errors import UnfitError, VerificationError
+from nobackfill.release.paths import release_of_manifest
+from nobackfill.release.publishing.draft import read_manifest
+from nobackfill.release.publishing.keys import Role
+from nobackfill.release.publishing.metadata import Ledger, leftovers, require_ledger, withdrawn
+from nobackfill.release.publishing.renew import expiries
+from nobackfill.release.trial import try_release
+from nobackfill.release.trust.trust import TrustedFolder
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One published release: `size` is the bytes of the files it added. `unfit` says why nothing
+    but its number can be told, or is None."""
+
+    release: int
+    withdrawn: str | None
+    size: int
+    created: str = ""
+    method: str = ""
+    gate: str = ""
+    upgrades_from: tuple[int, ...] = ()
+    space: str = ""
+    unfit: str | None = None
+
+
+@dataclass(frozen=True)
+class Health:
+    """A publication whose signatures, digests, models and probes are right."""
+
+    releases: tuple[int, ...]
+    expires: dict[Role, datetime]
+    leftovers: tuple[str, ...]
+
+
+def list_releases(repo: Path) -> list[Entry]:
+    """The published releases, ascending. Raises NotFoundError, VerificationError."""
+    ledger = require_ledger(repo)
+    entries = [_entry(repo, ledger, path) for path in ledger.targets.targets]
+    return sorted((e for e in entries if e is not None), key=lambda entry: entry.release)
+
+
+def verify(repo: Path, root: bytes | None = None, release: int | None = None) -> Health:
+    """Check a publication as a gateway or device would, from nothing, and run every model's probes.
+
+    `root`: the root metadata to trust; None: the folder's own. `release` None: all of them. Raises
+    NotFoundError, VerificationError for the first thing that is wrong.
+    """
+    with tempfile.TemporaryDirectory(prefix="nobackfill-") as temporary:
+        trust = TrustedFolder(repo, Path(temporary), root)
+        trust.refresh()
+        numbers = tuple(trust.releases()) if release is None else (release,)
+        for number in numbers:
+            folder = trust.verified(number)
+            manifest = trust.manifest(number)
+            try:
+                try_release(folder, manifest)
+            except VerificationError as error:
+                raise VerificationError(f"release {number}: {error}") from error
+    ledger = require_ledger(repo)
+    stale = tuple(path.name for path in leftovers(repo, ledger))
+    return Health(numbers, expiries(ledger), stale)
+
+
+def _entry(repo: Path, ledger: Ledger, path: str) -> Entry | None:
+    number = release_of_manifest(path)
+    if number is None:
+        return None
+    target = ledger.targets.targets[path]
+    try:
+        manifest = read_manifest(repo, target, number)
+    except UnfitError as error:
+        return Entry(number, withdrawn=withdrawn(target), size=target.length, unfit=str(error))
+    own = {file.path: file.length for file in manifest.files()}
+    encoder = manifest.side_encoder
+    if encoder is not None and encoder.origin_release != number:
+        del own[encoder.file.path]
+    return Entry(
+        release=number,
+        created=manifest.created,
+        method=manifest.method,
+        gate=f"{manifest.gate.verdict}{' (forced)' if manifest.gate.forced else ''}",
+        withdrawn=withdrawn(target),
+        upgrades_from=tuple(upgrade.from_release for upgrade in manifest.upgrades),
+        space=manifest.space,
+        size=sum(own.values()) + target.length,
+    )

@@ -1,0 +1,239 @@
+"""Publishing: a release becomes visible wholly or not at all.
+
+Everything is staged beside the publication folder, model folders are renamed into it, then targets
+and snapshot metadata, and timestamp.json last: its replacement is the commit point. Under the lock,
+whatever no committed metadata names is the leftover of a killed publish and is removed first.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from securesystemslib.signer import Signer
+from tuf.api.metadata import Root, TargetFile
+
+from nobackfill import durable
+from nobackfill.errors import AlreadyExistsError, CannotWriteError, NotFoundError, PreconditionError
+from nobackfill.release.manifest import PublishedFile
+from nobackfill.release.models import read_verified
+from nobackfill.release.paths import manifest_path, release_of_manifest
+from nobackfill.release.publishing.draft import Draft, check_draft
+from nobackfill.release.publishing.keys import ROLES, Keys, Role
+from nobackfill.release.publishing.metadata import (
+    Ledger,
+    leftovers,
+    new_root,
+    next_metadata,
+    read_ledger,
+    read_root,
+    require_ledger,
+    verified,
+    withdrawn,
+)
+from nobackfill.release.publishing.staging import lock_path, staging, tidy
+from nobackfill.release.triton_config import configs
+
+__all__ = ["Draft", "Published", "publish", "withdraw"]
+
+
+@dataclass(frozen=True)
+class Published:
+    """What was published, or with dry_run would have been: paths with their bytes.
+
+    `new_keys` names the folder of development keys, where this publish made them.
+    """
+
+    release: int
+    files: Mapping[str, int]
+    new_keys: Path | None
+    written: bool
+
+
+def publish(repo: Path, draft: Draft, keys: Keys | None = None, dry_run: bool = False) -> Published:
+    """Check, sign and publish a release into `repo` (made if missing); keys None: those beside it.
+
+    Checks digests, spaces, predecessors, the gate's verdict, every ONNX file and the golden probes.
+    Raises AlreadyExistsError (releases are immutable, numbers only grow), GateFailedError,
+    VerificationError, ConfigurationError (a key is missing), BusyError (another publisher),
+    CannotWriteError. After a kill, running it again converges.
+    """
+    keys = keys or Keys.beside(repo)
+    if dry_run:
+        ledger = read_ledger(repo)
+        files = _checked_files(repo, draft, ledger)
+        check_keys(repo, keys)
+        return _published(repo, draft, files, keys, written=False)
+    durable.make_dir(repo.absolute())
+    with locked(repo):
+        ledger = clean(repo)
+        files = _checked_files(repo, draft, ledger)
+        report = _published(repo, draft, files, keys, written=True)
+        signers = signers_of(keys, begin(repo, keys))
+        targets = dict(ledger.targets.targets) if ledger else {}
+        for path, data in files.items():
+            targets[path] = TargetFile.from_data(path, data, ["sha256"])
+        _put(repo, files)
+        put_metadata(repo, next_metadata(ledger, targets, signers))
+        return report
+
+
+def withdraw(
+    repo: Path, release: int, reason: str, keys: Keys | None = None, dry_run: bool = False
+) -> bool:
+    """Take a release back: new metadata that says so, for devices to follow. True if it was news.
+
+    Its files stay, as galleries may still be in its space. Raises NotFoundError, BusyError,
+    ConfigurationError (a key is missing), CannotWriteError.
+    """
+    keys = keys or Keys.beside(repo)
+    if not reason.strip():
+        raise PreconditionError("expected a reason that devices can show")
+    path = manifest_path(release)
+    ledger = require_ledger(repo)
+    news = _is_news(ledger, path, reason)
+    if dry_run:
+        signers_of(keys, ledger.root)
+        return news
+    with locked(repo):
+        clean(repo)
+        ledger = require_ledger(repo)
+        if not _is_news(ledger, path, reason):
+            return False
+        signers = signers_of(keys, ledger.root)
+        marked = {**ledger.targets.targets[path].to_dict(), "custom": {"withdrawn": reason}}
+        targets = {**ledger.targets.targets, path: TargetFile.from_dict(marked, path)}
+        put_metadata(repo, next_metadata(ledger, targets, signers))
+        return True
+
+
+def _is_news(ledger: Ledger, path: str, reason: str) -> bool:
+    if path not in ledger.targets.targets:
+        raise NotFoundError(f"{path}: is not published, so there is nothing to take back")
+    return withdrawn(ledger.targets.targets[path]) != reason
+
+
+@contextmanager
+def locked(repo: Path) -> Iterator[None]:
+    """Hold the lock of a publication folder that exists. Raises BusyError, CannotWriteError."""
+    folder = repo.absolute()
+    with durable.lock(lock_path(repo)):
+        if folder.stat().st_dev != folder.parent.stat().st_dev:
+            raise CannotWriteError(
+                f"{folder}: is on another file system than the folder around it, so nothing can be "
+                "renamed into it; publish into a folder below it"
+            )
+        yield
+
+
+def clean(repo: Path) -> Ledger | None:
+    """Remove what a killed publish left, under the lock; the committed metadata."""
+    ledger = read_ledger(repo)
+    tidy(repo)
+    durable.sweep(repo)
+    for path in leftovers(repo, ledger):
+        durable.remove_tree(path)
+    return ledger
+
+
+def put_metadata(repo: Path, files: list[tuple[str, bytes]]) -> None:
+    """Stage metadata files, move them into `repo` in their order, and be done with staging."""
+    durable.make_dir(staging(repo))
+    for name, data in files:
+        durable.write_file(staging(repo) / name, data)
+    for name, _ in files:
+        durable.replace(staging(repo) / name, repo / name)
+    tidy(repo)
+
+
+def _checked_files(repo: Path, draft: Draft, ledger: Ledger | None) -> dict[str, bytes]:
+    """Every file that the release adds, by published path, once the draft has passed all checks."""
+    manifest = draft.manifest
+    published = {} if ledger is None else dict(ledger.targets.targets)
+    newest = max((release_of_manifest(path) or 0 for path in published), default=0)
+    if manifest.release <= newest:
+        raise AlreadyExistsError(
+            f"release {manifest.release}: expected a number above {newest}, the newest published; "
+            "releases are immutable and numbers only grow"
+        )
+    carried = {file.path for file in manifest.files() if _is_published(file, published)}
+    files = {path: repo / path for path in carried} | dict(draft.files)
+    check_draft(Draft(manifest, files), repo, published)
+    new = {
+        file.path: read_verified(files, file)
+        for file in manifest.files()
+        if file.path not in carried
+    }
+    new |= {path: text.encode() for path, text in configs(manifest).items()}
+    new[manifest_path(manifest.release)] = (manifest.model_dump_json(indent=1) + "\n").encode()
+    return new
+
+
+def _is_published(file: PublishedFile, published: Mapping[str, TargetFile]) -> bool:
+    target = published.get(file.path)
+    if target is None:
+        return False
+    if target.hashes.get("sha256") != file.sha256 or target.length != file.length:
+        raise AlreadyExistsError(f"{file.path}: is published already with another content")
+    return True
+
+
+def _published(
+    repo: Path, draft: Draft, files: Mapping[str, bytes], keys: Keys, *, written: bool
+) -> Published:
+    new_keys = keys.folder if read_root(repo) is None and not keys.complete() else None
+    sizes = {path: len(data) for path, data in files.items()}
+    return Published(draft.manifest.release, sizes, new_keys, written)
+
+
+def signers_of(keys: Keys, root: Root) -> dict[Role, Signer]:
+    """The keys that sign releases. Raises ConfigurationError if one is not at hand."""
+    return {role: keys.signer(role, root) for role in ROLES if role != "root"}
+
+
+def check_keys(repo: Path, keys: Keys) -> None:
+    """Raises ConfigurationError if the publication has begun and one of them is not at hand."""
+    if (found := read_root(repo)) is not None:
+        signers_of(keys, found[0])
+
+
+def refuse_begun(repo: Path) -> None:
+    """Raises AlreadyExistsError if the publication has root metadata."""
+    if read_root(repo) is not None:
+        raise AlreadyExistsError(f"{repo}: has its keys already; exchange them with rotate")
+
+
+def begin_publication(repo: Path, keys: Keys) -> None:
+    """Make the keys and the root metadata of a publication before its first release.
+
+    Raises AlreadyExistsError if it has them, BusyError, ConfigurationError, CannotWriteError.
+    """
+    refuse_begun(repo)
+    durable.make_dir(repo.absolute())
+    with locked(repo):
+        refuse_begun(repo)
+        begin(repo, keys)
+
+
+def begin(repo: Path, keys: Keys) -> Root:
+    """The publication's root metadata, under the lock; keys and version 1 are made if missing."""
+    found = read_root(repo)
+    if found is None:
+        first = new_root(dict(keys.create()))
+        put_metadata(repo, [("1.root.json", first)])
+        return verified(Root, first, None, "1.root.json")
+    return found[0]
+
+
+def _put(repo: Path, files: Mapping[str, bytes]) -> None:
+    """Stage the release's files, then rename model folders and files into the publication."""
+    top = staging(repo)
+    durable.make_dir(top)
+    for path, data in files.items():
+        durable.make_dir((top / path).parent)
+        durable.write_file(top / path, data)
+    for name in sorted({path.split("/")[0] for path in files}):
+        if (top / name).is_dir():
+            durable.publish_dir(top / name, repo / name)
+        else:
+            durable.replace(top / name, repo / name)

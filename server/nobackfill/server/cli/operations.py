@@ -1,0 +1,232 @@
+"""The operator's commands: thin over gRPC."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from nobackfill.errors import PreconditionError
+from nobackfill.server.cli.app import DEFAULT_SERVER, Json, Server, app, exit_codes, show
+from nobackfill.server.cli.remote import connected
+from nobackfill.terminal import visible
+from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
+from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
+from nobackfill.v1.release_pb2_grpc import ReleaseServiceStub
+from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceStub
+
+# Calls that only look; activations and watches have no deadline.
+TIMEOUT_S = 30.0
+
+_STATE = release_pb2.ReleaseState.Name
+_PHASE = release_pb2.Phase.Name
+
+
+@app.command()
+def releases(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """What is published, and what this gateway does with it."""
+    with exit_codes(), connected(server) as channel:
+        request = release_pb2.ListReleasesRequest()
+        answer = ReleaseServiceStub(channel).ListReleases(request, timeout=TIMEOUT_S)
+    rows = [["release", "state", "dim", "metric", "upgrades from", "searches directly"]]
+    rows[0] += ["old queries until", "reason"]
+    rows += [
+        [
+            str(r.number), _word(_STATE(r.state)), str(r.dim), r.metric,
+            _numbers(r.upgrades_from), _numbers(r.searches_directly), _end(r), r.reason,
+        ]
+        for r in answer.releases
+    ]  # fmt: skip
+    result = plain(answer)
+    for entry in result.get("releases", []):
+        entry["manifest"] = json.loads(entry["manifest"])
+    show(as_json, result, rows)
+
+
+@app.command()
+def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """Galleries, their spaces, and why one stays behind or is set aside."""
+    with exit_codes(), connected(server) as channel:
+        answer = _galleries(GalleryServiceStub(channel))
+    rows = [["gallery", "items", "answers with", "spaces", "note"]]
+    for g in answer.galleries:
+        spaces = ", ".join(
+            f"{s.release}: {s.items} {_word(gallery_pb2.SpaceState.Name(s.state))}"
+            + (f" until {_end(s)}" if _end(s) else "")
+            for s in g.spaces
+        )
+        if g.set_aside:
+            rows.append([g.name, "?", "set aside", "", g.set_aside])
+        else:
+            rows.append([g.name, str(g.items), f"release {g.release}", spaces, g.note])
+    show(as_json, plain(answer), rows)
+
+
+def _galleries(calls: GalleryServiceStub) -> gallery_pb2.ListGalleriesResponse:
+    """All of them, asked for by page: thousands are too many for one answer."""
+    request = gallery_pb2.ListGalleriesRequest(page_size=500)
+    found: list[gallery_pb2.Gallery] = []
+    while True:
+        answer = calls.ListGalleries(request, timeout=TIMEOUT_S)
+        found += answer.galleries
+        if not answer.next_page_token:
+            return gallery_pb2.ListGalleriesResponse(galleries=found)
+        request.page_token = answer.next_page_token
+
+
+@app.command()
+def activate(
+    number: Annotated[int, typer.Argument(help="release to serve")],
+    rollout: Annotated[str, typer.Option(help="direct, dual or cutover")] = "unspecified",
+    spare_cores: Annotated[float, typer.Option(help="share of cores left to searches")] = 0.0,
+    old_space_seconds: Annotated[int, typer.Option(help="answer old queries so long")] = 0,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Make a release the one that answers; progress on stderr. Ctrl-C leaves it running."""
+    known = {_word(v.name): v.name for v in release_pb2.Rollout.DESCRIPTOR.values}
+    if rollout not in known:
+        raise typer.BadParameter(f"expected one of {', '.join(sorted(known))}, got {rollout!r}")
+    request = release_pb2.ActivateReleaseRequest(
+        number=number, rollout=known[rollout], spare_cores=spare_cores,
+        old_space_seconds=old_space_seconds,
+    )  # fmt: skip
+    with exit_codes(), connected(server) as channel:
+        event = release_pb2.ActivateReleaseResponse()
+        for event in ReleaseServiceStub(channel).ActivateRelease(request):
+            progress = f" {event.done}/{event.total}" if event.total else ""
+            line = f"{_word(_PHASE(event.phase))}{progress} {event.message}"
+            typer.echo(visible(line.rstrip()), err=True)
+        if event.phase == release_pb2.PHASE_FAILED:
+            raise PreconditionError(f"release {number} is not activated: {event.message}")
+        show(as_json, plain(event), [["release", "left behind"], [str(number), event.message]])
+
+
+@app.command()
+def rollback(
+    confirm: Annotated[bool, typer.Option("--yes", help="do it; else only say what it costs")] = (
+        False
+    ),
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Return to the release before. Without --yes: count and list what would not be found then."""
+    with exit_codes(), connected(server) as channel:
+        calls = ReleaseServiceStub(channel)
+        answer = calls.RollbackRelease(release_pb2.RollbackReleaseRequest(), timeout=TIMEOUT_S)
+        if confirm:
+            # To the release that was looked at: repeated, this goes back no further.
+            request = release_pb2.RollbackReleaseRequest(confirm=True, to_release=answer.number)
+            answer = calls.RollbackRelease(request, timeout=600)
+    rows = [["release", "done", "items not found there"]]
+    rows.append([str(answer.number), "yes" if answer.done else "no", str(answer.lost_items)])
+    rows += [["", "", f"{lost.gallery}: {lost.id}"] for lost in answer.lost[:20]]
+    show(as_json, plain(answer), rows)
+
+
+@app.command()
+def retire(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """Drop the spaces and models of every older release. No rollback after it."""
+    with exit_codes(), connected(server) as channel:
+        request = release_pb2.RetireReleaseRequest()
+        answer = ReleaseServiceStub(channel).RetireRelease(request, timeout=600)
+    show(as_json, plain(answer), [["retired"], [_numbers(answer.retired) or "none"]])
+
+
+@app.command()
+def estimate(
+    gallery: Annotated[str, typer.Argument(help="gallery")],
+    number: Annotated[int, typer.Argument(help="release to carry it to")],
+    spare_cores: Annotated[float, typer.Option(help="share of cores left to searches")] = 0.0,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Items, seconds and bytes of an upgrade, measured on a few items; nothing is changed."""
+    with exit_codes(), connected(server) as channel:
+        request = upgrade_pb2.EstimateUpgradeRequest(
+            gallery=gallery, release=number, spare_cores=spare_cores
+        )
+        answer = UpgradeServiceStub(channel).EstimateUpgrade(request, timeout=TIMEOUT_S)
+    rows = [
+        ["items", "seconds", "then indexed", "bytes", "memory", "route", "kept of new/new",
+         "left behind"],
+        [
+            str(answer.items), _seconds(answer.duration), _seconds(answer.index_duration),
+            str(answer.bytes), str(answer.memory_bytes), " > ".join(map(str, answer.route)),
+            f"{answer.expected_kept:.1%}", str(answer.left_behind),
+        ],
+    ]  # fmt: skip
+    show(as_json, plain(answer), rows)
+
+
+@app.command()
+def watch(
+    gallery: Annotated[str | None, typer.Argument(help="its upgrade; without: releases")] = None,
+    by: Annotated[
+        str, typer.Option(help="metadata key: quality of each of its values, worst first")
+    ] = "",
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Follow one gallery's upgrade to its end, or the releases until Ctrl-C, a line each."""
+    with exit_codes(), connected(server) as channel:
+        if gallery is None:
+            request = release_pb2.WatchReleasesRequest()
+            for seen in ReleaseServiceStub(channel).WatchReleases(request):
+                states = [f"{r.number}: {_word(_STATE(r.state))}" for r in seen.releases]
+                line = {str(r.number): _word(_STATE(r.state)) for r in seen.releases}
+                typer.echo(json.dumps(line) if as_json else ", ".join(states))
+            return
+        wanted, quality = upgrade_pb2.WatchUpgradeRequest(gallery=gallery, group_by=by), None
+        for update in UpgradeServiceStub(channel).WatchUpgrade(wanted):
+            job = update.progress
+            if as_json:
+                typer.echo(json.dumps(plain(job)))
+                continue
+            text = f"{_word(upgrade_pb2.UpgradeState.Name(job.state))} {job.done}/{job.total}"
+            rest = f"{job.items_per_second:.0f} items/s, {job.remaining.seconds} s left"
+            typer.echo(visible(f"{text} {rest} {job.message}"))
+            for group in job.quality.subgroups if job.quality != quality else ():
+                typer.echo(visible(_subgroup(group)))
+            quality = job.quality
+
+
+def _subgroup(group: upgrade_pb2.Subgroup) -> str:
+    """One line: value, share of right first answers, and what it was before."""
+    value = getattr(group.value, group.value.WhichOneof("kind") or "text")
+    if not group.HasField("cmc1"):
+        return f"  {value}: {group.items} items, too few to ask"
+    before = f" (before {group.cmc1_before:.1%})" if group.HasField("cmc1_before") else ""
+    again = f"{group.re_embedded} of {group.items} items embedded again"
+    return f"  {value}: right first {group.cmc1:.1%}{before}, {again}"
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message as JSON shows it, with the contract's field names and zeros written out."""
+    return MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+def _word(name: str) -> str:
+    """RELEASE_STATE_ACTIVE -> active"""
+    for prefix in ("RELEASE_STATE_", "SPACE_STATE_", "PHASE_", "ROLLOUT_", "UPGRADE_STATE_"):
+        name = name.removeprefix(prefix)
+    return name.lower()
+
+
+def _end(message: release_pb2.Release | gallery_pb2.SpaceInfo) -> str:
+    """When queries in a space are refused, in UTC; empty where no end is announced."""
+    if not message.HasField("ends_at"):
+        return ""
+    return f"{message.ends_at.ToDatetime():%Y-%m-%d %H:%M} UTC"
+
+
+def _seconds(duration: Duration) -> str:
+    return f"{duration.ToTimedelta().total_seconds():.1f}"
+
+
+def _numbers(numbers: Any) -> str:
+    return ", ".join(map(str, numbers))

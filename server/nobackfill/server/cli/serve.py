@@ -1,0 +1,61 @@
+"""`gateway serve`."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nobackfill.server.cli.app import app, exit_codes
+
+
+@app.command()
+def serve(
+    model_repo: Annotated[Path | None, typer.Option(help="publication folder")] = None,
+    data: Annotated[Path | None, typer.Option(help="what the gateway keeps")] = None,
+    address: Annotated[str | None, typer.Option(help="HOST:PORT of gRPC")] = None,
+    metrics_address: Annotated[str | None, typer.Option(help="HOST:PORT of /metrics")] = None,
+    triton: Annotated[
+        str | None,
+        typer.Option(help="(grpcs://)HOST:PORT of a tritonserver, or in-process"),
+    ] = None,
+    triton_ca: Annotated[Path | None, typer.Option(help="its authority (PEM)")] = None,
+    triton_token_file: Annotated[Path | None, typer.Option(help="token for it")] = None,
+    triton_venv: Annotated[Path | None, typer.Option(help="where nvidia-pytriton is")] = None,
+    root: Annotated[Path | None, typer.Option(help="the first root metadata to trust")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="certificate chain (PEM)")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="its private key (PEM)")] = None,
+    tls_client_ca: Annotated[Path | None, typer.Option(help="demand client certificates")] = None,
+    tokens_file: Annotated[Path | None, typer.Option(help="NAME ROLE SHA256 [EXPIRES]")] = None,
+    config: Annotated[Path | None, typer.Option(help="settings file (TOML)")] = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT. Each flag may also be NOBACKFILL_* or in --config."""
+    flags = {name: value for name, value in locals().items() if name != "config"}
+    # Imported here: the operator's commands need neither numpy nor Triton's client.
+    from nobackfill.server.gateway import Gateway
+    from nobackfill.server.grpc.logs import configure
+    from nobackfill.server.settings import load_settings
+
+    with exit_codes():
+        settings = load_settings(flags, config)
+        configure()
+        ended = _ended()
+        gateway = Gateway(settings)
+        gateway.start()
+        os.read(ended, 1)
+        gateway.stop()
+
+
+def _ended() -> int:
+    """A file to read from: a byte comes with SIGTERM or SIGINT.
+
+    Python runs a handler once the main thread wakes. A signal that another thread meets, or that
+    comes just before the main thread begins to wait, does not wake it: such a one was lost.
+    """
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    signal.set_wakeup_fd(writes)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    return reads

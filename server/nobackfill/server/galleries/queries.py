@@ -1,0 +1,96 @@
+"""Questions of searches: what is asked of a gallery's spaces, answered together where it can be."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nobackfill.errors import InvalidInputError
+from nobackfill.gallery.search.exact import ExactIndex
+from nobackfill.gallery.search.index import Neighbours
+from nobackfill.gallery.search.view import Allowed, Snapshot
+from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.plan import Part
+from nobackfill.vectors import Vectors
+
+
+@dataclass(frozen=True)
+class Question:
+    """A query's vectors float32 [1,dim], one for each of `parts`; `ef` as in Index.search."""
+
+    hosted: Hosted
+    parts: tuple[Part, ...]
+    vectors: tuple[Vectors, ...]
+    k: int
+    ef: int
+
+
+# Each part's neighbours of a batch, and the row of one query in them; or why it was refused.
+Answer = tuple[Sequence[Neighbours], int] | InvalidInputError
+
+
+def run(questions: Sequence[Question], allowed: Allowed | None = None) -> Sequence[Answer]:
+    """Answer questions together, those with the same parts by one search a part."""
+    if len(questions) == 1:
+        question = questions[0]
+        return [(_search(question.hosted, question.parts, questions, allowed), 0)]
+    groups: dict[tuple[Part, ...], list[int]] = {}
+    for i, question in enumerate(questions):
+        groups.setdefault(question.parts, []).append(i)
+    answers: dict[int, Answer] = {}
+    for parts, members in groups.items():
+        group = [questions[i] for i in members]
+        try:
+            found = _search(group[0].hosted, parts, group, allowed)
+        except InvalidInputError:
+            # One of them is no vector of its space: find out which.
+            answers.update({i: _alone(questions[i], allowed) for i in members})
+        else:
+            answers.update({i: (found, row) for row, i in enumerate(members)})
+    return [answers[i] for i in range(len(questions))]
+
+
+def _alone(question: Question, allowed: Allowed | None) -> Answer:
+    try:
+        return _search(question.hosted, question.parts, [question], allowed), 0
+    except InvalidInputError as error:
+        return error
+
+
+def _search(
+    hosted: Hosted, parts: tuple[Part, ...], questions: Sequence[Question], allowed: Allowed | None
+) -> list[Neighbours]:
+    k = max(question.k for question in questions)
+    # The same in all of them: with one of its own a question, or a request, is searched alone.
+    ef = questions[0].ef
+    if len(questions) == 1:
+        columns = list(questions[0].vectors)
+    else:
+        columns = [
+            np.concatenate([question.vectors[i] for question in questions])
+            for i in range(len(parts))
+        ]
+    snapshots = hosted.snapshots(parts)
+    began = time.monotonic()
+    found = [
+        snapshot.search(column, k, allowed, ef)
+        for snapshot, column in zip(snapshots, columns, strict=True)
+    ]
+    if not ef:
+        # What searches take that nobody asked to take longer.
+        hosted.took(time.monotonic() - began)
+        _remember(hosted, parts, snapshots, columns)
+    return found
+
+
+def _remember(
+    hosted: Hosted,
+    parts: tuple[Part, ...],
+    snapshots: Sequence[Snapshot],
+    columns: Sequence[Vectors],
+) -> None:
+    """What was asked of a graph, which is tuned on some of it."""
+    for part, snapshot, column in zip(parts, snapshots, columns, strict=True):
+        if not isinstance(snapshot.base.index, ExactIndex):
+            hosted.view(part.space).asked.see(column)

@@ -1,0 +1,64 @@
+"""The call that the present thread works for: who asks, until when, and whether still.
+
+Work that takes long looks at `current().check()` between its parts; work handed to other threads
+takes the Call along, as they have none of their own.
+"""
+
+import contextvars
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from nobackfill.server.grpc.auth import LOCAL, Principal
+from nobackfill.server.grpc.errors import CancelledError, DeadlineError
+
+
+def _always() -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call. `deadline` is on the monotonic clock, in seconds; `active` says whether the
+    caller still waits."""
+
+    principal: Principal
+    deadline: float
+    active: Callable[[], bool] = _always
+
+    def check(self) -> None:
+        """Raises DeadlineError or CancelledError once nobody waits for the answer."""
+        self.remaining()
+        if not self.active():
+            raise CancelledError("the caller has given the call up")
+
+    def remaining(self) -> float:
+        """Seconds left, more than 0. Raises DeadlineError when there are none."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineError("the call's deadline passed; allow more time, or ask for less")
+        return left
+
+
+_current: contextvars.ContextVar[Call] = contextvars.ContextVar("call")
+
+
+def begin(call: Call) -> None:
+    """Make `call` the one that this thread works for."""
+    _current.set(call)
+
+
+@contextmanager
+def until(deadline: float) -> Iterator[None]:
+    """Work for several calls at once: until the last of their deadlines."""
+    token = _current.set(Call(current().principal, deadline))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current() -> Call:
+    """The call under way; outside of any (start, background jobs) one that may take an hour."""
+    return _current.get(None) or Call(LOCAL, time.monotonic() + 3600)

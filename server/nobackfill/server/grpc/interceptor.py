@@ -1,0 +1,137 @@
+"""The border of the gateway: the one interceptor every call passes, as soon as its headers come.
+
+It names the request and checks the token and the role, before a thread is taken or a message read.
+What follows is in visit.py. Services behind it only raise.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any, TypeAlias
+
+import grpc
+
+from nobackfill.errors import NobackfillError, UnavailableError
+from nobackfill.server.grpc.auth import RULES, Tokens, authorize
+from nobackfill.server.grpc.lanes import Lanes
+from nobackfill.server.grpc.logs import begin_request
+from nobackfill.server.grpc.messages import reader
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.reception import PATIENCE_S, Reception
+from nobackfill.server.grpc.stalls import Stalls
+from nobackfill.server.grpc.visit import Kind, Visit
+
+# Generic in its stubs only.
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
+
+
+class Border(grpc.ServerInterceptor):
+    """Wraps each call. `pool` is what gRPC hands them to."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        tokens: Tokens | None,
+        max_calls: int,
+        max_call_seconds: float,
+        patience_s: float = PATIENCE_S,
+        slow: Callable[[str], bool] = lambda _gallery: False,
+    ) -> None:
+        """`patience_s`: how long a unary call may take to send its message. `slow`: whether
+        searches of a gallery take long, which then take no threads of the others."""
+        self._slow = slow
+        self._metrics = metrics
+        self._tokens = tokens
+        self._max_call_seconds = max_call_seconds
+        self._lanes = Lanes(max_calls, shared=tokens is not None)
+        self._reception = Reception(self._lanes, max_calls, patience_s, metrics)
+        self._stalls = Stalls(metrics)
+        self._draining = False
+        self._kinds: dict[str, tuple[Kind, Handler]] = {}
+        awaited = self._reception.awaited
+        metrics.calls.lanes = {
+            "message": (awaited, awaited),
+            **{name: (lane.held, lane.waiting) for name, lane in self._lanes.all.items()},
+        }
+
+    @property
+    def pool(self) -> Executor:
+        return self._reception
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], MaybeHandler],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> MaybeHandler:
+        method = str(handler_call_details.method)
+        known = self._kinds.get(method)
+        if known is None:
+            handler = continuation(handler_call_details)
+            if handler is None:
+                self._metrics.calls.count_unknown()
+                return None
+            known = self._kinds[method] = (self._kind(method, handler), handler)
+        metadata = dict(handler_call_details.invocation_metadata)
+        visit = Visit(known[0], begin_request(_text(metadata.get("x-request-id"))))
+        try:
+            if self._draining:
+                raise UnavailableError("the gateway is stopping; try again elsewhere")
+            principal = authorize(method, self._tokens, _text(metadata.get("authorization")))
+            named = self._tokens is not None and RULES[method] is not None
+            visit.let_in(principal, named=named)
+        except NobackfillError as error:
+            visit.refusal = error
+        return _handler(known[1], visit)
+
+    def drain(self) -> None:
+        """The gateway ends: calls that come now are refused, and those that nobody works on end."""
+        self._draining = True
+        self._reception.give_up()
+        self._stalls.end_all()
+
+    def close(self) -> None:
+        """End the threads once their calls have ended."""
+        self._stalls.close()
+        self._reception.close()
+        self._lanes.close()
+
+    def _kind(self, method: str, handler: Handler) -> Kind:
+        streams = bool(handler.request_streaming or handler.response_streaming)
+        behavior = (
+            handler.unary_unary
+            or handler.unary_stream
+            or handler.stream_unary
+            or handler.stream_stream
+        )
+        assert behavior is not None, "there are four kinds of calls"
+        assert handler.request_deserializer is not None, "generated code brings one"
+        return Kind(
+            method=method,
+            behavior=behavior,
+            read=reader(handler.request_deserializer),
+            reads_stream=bool(handler.request_streaming),
+            sends_stream=bool(handler.response_streaming),
+            lane=self._lanes.of(method, streams=streams),
+            stalls=self._stalls,
+            metrics=self._metrics,
+            max_call_seconds=self._max_call_seconds,
+            slow=self._slow,
+        )
+
+
+def _handler(handler: Handler, visit: Visit) -> Handler:
+    """`handler` with the visit as its behavior. Messages come as bytes: the visit reads them."""
+    if handler.request_streaming:
+        if handler.response_streaming:
+            make = grpc.stream_stream_rpc_method_handler
+        else:
+            make = grpc.stream_unary_rpc_method_handler
+    elif handler.response_streaming:
+        make = grpc.unary_stream_rpc_method_handler
+    else:
+        make = grpc.unary_unary_rpc_method_handler
+    return make(visit, None, handler.response_serializer)
+
+
+def _text(value: str | bytes | None) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,0 +1,153 @@
+"""Lanes: threads for one kind of call, and places for those that wait for them.
+
+No kind of call takes another's threads. What needs no token has lanes of its own, so that strangers
+never keep those who have one waiting; and where there are tokens, no caller takes a whole lane.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import structlog
+
+from nobackfill.server.grpc.errors import OverloadedError
+
+log = structlog.get_logger("server.lanes")
+
+
+@dataclass(frozen=True)
+class Size:
+    """`threads` at work, `places` for calls at work or waiting, of which one caller may take
+    `share`, a fraction. Streams are ended after `longest_s` seconds."""
+
+    threads: int
+    places: int
+    share: float = 0.5
+    longest_s: float | None = None
+
+
+# Streams hold a thread each, so they have as many threads as places.
+STREAMS: Mapping[str, Size] = {
+    # PutItems, FetchFile, the vault's blobs.
+    "transfers": Size(32, 32),
+    "watches": Size(48, 48),
+    # Watching the health, open to strangers: who wants to go on asks again.
+    "public": Size(16, 16, 0.25, longest_s=600.0),
+}
+_HEALTH = Size(1, 64, 1.0)
+# What changes galleries or the release, or measures for a while.
+_OPERATIONS = Size(4, 32)
+# Threads that answer unary calls: more of them only fight for the interpreter.
+_THREADS = 8
+
+_PACKAGE = "/nobackfill.v1."
+_HEALTH_SERVICE = "/grpc.health.v1.Health/"
+_CHOSEN: Mapping[str, str] = {
+    _HEALTH_SERVICE + "Check": "health",
+    _HEALTH_SERVICE + "List": "health",
+    _HEALTH_SERVICE + "Watch": "public",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": "watches",
+    _PACKAGE + "ReleaseService/WatchReleases": "watches",
+    _PACKAGE + "ReleaseService/ActivateRelease": "watches",
+    _PACKAGE + "UpgradeService/WatchUpgrade": "watches",
+    _PACKAGE + "GalleryService/CreateGallery": "operations",
+    _PACKAGE + "GalleryService/UpdateGallery": "operations",
+    _PACKAGE + "GalleryService/DeleteGallery": "operations",
+    _PACKAGE + "ReleaseService/RollbackRelease": "operations",
+    _PACKAGE + "ReleaseService/RetireRelease": "operations",
+    _PACKAGE + "UpgradeService/EstimateUpgrade": "operations",
+    _PACKAGE + "UpgradeService/StartUpgrade": "operations",
+    _PACKAGE + "UpgradeService/PauseUpgrade": "operations",
+}
+
+
+class Lane:
+    """One kind's threads and places."""
+
+    def __init__(self, name: str, size: Size, *, shared: bool) -> None:
+        """`shared`: callers can be told apart, so that each has its share only."""
+        self.name = name
+        self.longest_s = size.longest_s
+        self._size = size
+        self._most = max(1, round(size.places * size.share)) if shared else size.places
+        self._lock = threading.Lock()
+        self._callers: Counter[str] = Counter()
+        self._held = 0
+        self._pool = ThreadPoolExecutor(size.threads, thread_name_prefix=name)
+        # One thread from the start: what `run` queues is always done by somebody.
+        self._pool.submit(int)
+
+    def enter(self, caller: str) -> None:
+        """Take a place. Raises OverloadedError when the lane, or the caller's share, is full."""
+        with self._lock:
+            if self._held >= self._size.places or self._callers[caller] >= self._most:
+                raise OverloadedError(
+                    f"expected at most {self._size.places} {self.name} at once, {self._most} of "
+                    "one caller; try again with a growing delay"
+                )
+            self._held += 1
+            self._callers[caller] += 1
+
+    def leave(self, caller: str) -> None:
+        """Give the place back."""
+        with self._lock:
+            self._held -= 1
+            self._callers[caller] -= 1
+            if not self._callers[caller]:
+                del self._callers[caller]
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Do `work`, for which a place was taken, on the next free thread. Raises nothing: gRPC's
+        own thread calls this, and would end."""
+        try:
+            self._pool.submit(work)
+        except RuntimeError as error:
+            # The system gives no further thread: one that is there does it. Or the lane is closed.
+            log.warning("no thread started", lane=self.name, error=str(error))
+
+    def waiting(self) -> int:
+        """Calls that have a place and no thread yet."""
+        return max(0, self._held - self._size.threads)
+
+    def held(self) -> int:
+        """Calls that have a place."""
+        return self._held
+
+    def close(self) -> None:
+        """End the threads once they are idle."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Lanes:
+    """All lanes of a gateway. `max_calls`: places for unary calls of each weight."""
+
+    def __init__(self, max_calls: int, *, shared: bool) -> None:
+        calls = Size(_THREADS, max_calls)
+        sizes = {
+            "health": _HEALTH, "calls": calls, "heavy": calls, "slow": calls,
+            "operations": _OPERATIONS,
+        }  # fmt: skip
+        self.all = {
+            # Strangers are told apart by their address, with or without tokens.
+            name: Lane(name, size, shared=shared or name == "public")
+            for name, size in {**sizes, **STREAMS}.items()
+        }
+
+    def of(self, method: str, *, streams: bool) -> Lane:
+        """A method's lane. Unary calls that are not named here are light until their message says
+        otherwise."""
+        return self.all[_CHOSEN.get(method, "transfers" if streams else "calls")]
+
+    def heavier(self, lane: Lane) -> Lane:
+        """Where a call of `lane` goes whose message is large or brings an image."""
+        return self.all["heavy"] if lane.name == "calls" else lane
+
+    def slower(self, lane: Lane) -> Lane:
+        """Where a call of `lane` goes that searches a gallery in which searches take long."""
+        return self.all["slow"] if lane.name == "calls" else lane
+
+    def close(self) -> None:
+        for lane in self.all.values():
+            lane.close()

@@ -1,0 +1,148 @@
+"""The gRPC server: services behind the border, health, reflection, a bounded drain."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from nobackfill.errors import BusyError
+from nobackfill.server.core import Core
+from nobackfill.server.descriptors import open_connections
+from nobackfill.server.galleries.puts import Putting
+from nobackfill.server.grpc.connections import Connections
+from nobackfill.server.grpc.interceptor import Border
+from nobackfill.server.grpc.services.gallery import GalleryService
+from nobackfill.server.grpc.services.release import ReleaseService
+from nobackfill.server.grpc.services.search import SearchService
+from nobackfill.server.grpc.services.upgrade import UpgradeService
+from nobackfill.server.grpc.services.vault import VaultService
+from nobackfill.server.grpc.tls import Certificates
+from nobackfill.server.rollout.activation import Activations
+from nobackfill.server.settings import Settings, split_address
+from nobackfill.server.vault import Vault
+from nobackfill.v1 import (
+    gallery_pb2,
+    gallery_pb2_grpc,
+    release_pb2,
+    release_pb2_grpc,
+    search_pb2,
+    search_pb2_grpc,
+    upgrade_pb2,
+    upgrade_pb2_grpc,
+    vault_pb2,
+    vault_pb2_grpc,
+)
+
+# The services that embed images; the others, and queries by embedding, do without a model server.
+EMBEDDING_SERVICES = ("nobackfill.v1.SearchService", "nobackfill.v1.GalleryService")
+SERVICES = tuple(
+    service.full_name
+    for file in (search_pb2, gallery_pb2, release_pb2, upgrade_pb2, vault_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+)
+
+# An image of 32 MiB and its envelope; more is refused before it is read.
+LARGEST_REQUEST = 33 * 2**20
+# After the signal, for so long everything that comes is still answered.
+_LAME_DUCK_S = 0.5
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", LARGEST_REQUEST),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 3),
+    ("grpc.max_connection_idle_ms", 5 * 60_000),
+    # Who connects has so long for TLS, and then for HTTP/2's first frame.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.http2.settings_timeout", 10_000),
+    ("grpc.max_metadata_size", 16 * 1024),
+]
+
+
+class Listener:
+    """Answers calls from `start` to `stop`."""
+
+    def __init__(
+        self, core: Core, putting: Putting, activations: Activations, vault: Vault,
+        border: Border, settings: Settings, certificates: Certificates | None,
+    ) -> None:  # fmt: skip
+        self._core = core
+        self._settings = settings
+        self._certificates = certificates
+        self._border = border
+        self._health = health.HealthServicer(experimental_non_blocking=False)
+        self._server = grpc.server(
+            cast(ThreadPoolExecutor, border.pool),
+            interceptors=[border],
+            # Above the bound on calls, so that those too many are told RESOURCE_EXHAUSTED.
+            options=[
+                *_OPTIONS,
+                ("grpc.max_concurrent_streams", 1024 + settings.max_calls),
+                ("grpc.max_allowed_incoming_connections", open_connections()),
+            ],
+        )
+        server = self._server
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        search_pb2_grpc.add_SearchServiceServicer_to_server(SearchService(core), server)
+        gallery_pb2_grpc.add_GalleryServiceServicer_to_server(
+            GalleryService(core, putting, activations), server
+        )
+        release_pb2_grpc.add_ReleaseServiceServicer_to_server(
+            ReleaseService(core, settings.model_repo, activations), server
+        )
+        upgrade_pb2_grpc.add_UpgradeServiceServicer_to_server(
+            UpgradeService(core, activations), server
+        )
+        vault_pb2_grpc.add_VaultServiceServicer_to_server(VaultService(vault), server)
+        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+
+    def start(self) -> str:
+        """Listen; the address, with the port that was chosen for port 0.
+
+        Raises BusyError for an address in use.
+        """
+        address = self._settings.address
+        certificates = self._certificates
+        try:
+            if certificates is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, certificates.credentials())
+        except RuntimeError as error:
+            raise BusyError(
+                f"address {address} cannot be used, another program may have it; give another with "
+                "--address"
+            ) from error
+        self._server.start()
+        self._connections = Connections(port, self._core.metrics)
+        host, _ = split_address(address, "address")
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def set_health(self, *, serving: bool, embedding: bool) -> None:
+        """ "" says that the gateway answers; the services that embed follow the model server,
+        and a gallery that is set aside has a name of its own."""
+        status = health_pb2.HealthCheckResponse
+        for name in ("", *SERVICES):
+            good = serving and (embedding or name not in EMBEDDING_SERVICES)
+            self._health.set(name, status.SERVING if good else status.NOT_SERVING)
+        for name in self._core.galleries.aside():
+            self._health.set(f"gallery/{name}", status.NOT_SERVING)
+
+    def stop(self, drain_s: float) -> None:
+        """Let calls under way end within `drain_s` seconds, then cut them; refuse new ones."""
+        self._health.enter_graceful_shutdown()
+        self._core.stopping.set()
+        self._core.catalog.changed.notify()
+        # gRPC would cut calls that have arrived but not been looked at yet.
+        time.sleep(min(_LAME_DUCK_S, drain_s))
+        self._border.drain()
+        self._server.stop(drain_s).wait()
+        self._connections.close()
+        self._border.close()

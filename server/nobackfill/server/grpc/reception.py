@@ -1,0 +1,239 @@
+"""Where calls arrive: a unary call's message is awaited before a thread is taken for it.
+
+gRPC's threaded server takes a thread of its pool and then waits there for the message, so that
+callers who send none hold the pool. This stands in the place of that pool: it lets gRPC receive the
+message first (ADR 0008). That is no public interface of grpcio, so what is relied upon is checked.
+"""
+
+import inspect
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import grpc
+import structlog
+from grpc import _server
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+from nobackfill.errors import ConfigurationError, InvalidInputError, NobackfillError
+from nobackfill.server.grpc.errors import OverloadedError
+from nobackfill.server.grpc.lanes import Lane, Lanes
+from nobackfill.server.grpc.messages import LARGE
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.survival import surviving
+from nobackfill.server.grpc.visit import Visit
+
+log = structlog.get_logger("server.reception")
+
+# For so long a unary call may take to send its message.
+PATIENCE_S = 20.0
+_EVERY_S = 0.5
+# Calls of one caller whose message is awaited, for each one that may wait for a thread: they cost
+# no thread. Of more, the longest awaited is ended: who sends a message at once is never in the way.
+_AWAITED = 4
+# Bytes of large messages that have come and are worked on, or wait for it.
+_LARGEST_HELD = 512 * 2**20
+
+_PARAMETERS = (
+    "rpc_event", "state", "behavior", "argument_thunk", "request_deserializer",
+    "response_serializer",
+)  # fmt: skip
+
+
+class _Arrival:
+    """A call as grpcio hands it to its pool."""
+
+    def __init__(
+        self, run: Callable[..., object], respond: Callable[..., object], event: Any, state: Any,
+        visit: Visit, argument: Callable[[], Any], _read: object, write: object,
+    ) -> None:  # fmt: skip
+        self.visit = visit
+        self.event = event
+        self.state = state
+        self.argument = argument
+        self._run = run
+        self._respond = respond
+        self._write = write
+        self.began = time.monotonic()
+
+    def answer(self, argument: Callable[[], Any]) -> None:
+        """Call the behavior on this thread, and send what it answers."""
+        self._run(self._respond, self.event, self.state, self.visit, argument, None, self._write)
+
+    def refuse(self, error: NobackfillError) -> None:
+        """Answer with a refusal, without waiting for anything."""
+        self.visit.refusal = error
+        self.answer(lambda: b"")
+
+    def receive(self, received: Callable[[bytes | None], None]) -> None:
+        """Ask for the message; `received` gets it, or None when none will come."""
+        take = _server._receive_message(self.state, self.event.call, None)
+
+        def come(event: Any) -> Any:
+            finished = take(event)
+            message, self.state.request = self.state.request, None
+            received(message)
+            return finished
+
+        with self.state.condition:
+            operation = cygrpc.ReceiveMessageOperation(0)
+            self.event.call.start_server_batch((operation,), come)
+            self.state.due.add(_server._RECEIVE_MESSAGE_TOKEN)
+
+    def end_unread(self, code: grpc.StatusCode, sentence: str) -> None:
+        """End a call whose message has not come; its receiving ends with None."""
+        with self.state.condition:
+            if not self.state.statused:
+                self.visit.code = code
+                number = _server._application_code(code)
+                _server._abort(self.state, self.event.call, number, sentence.encode())
+
+
+class Reception(Executor):
+    """Takes the place of gRPC's thread pool."""
+
+    def __init__(self, lanes: Lanes, max_calls: int, patience_s: float, metrics: Metrics) -> None:
+        """Raises ConfigurationError for a grpcio that works otherwise."""
+        for respond in (_server._unary_response_in_pool, _server._stream_response_in_pool):
+            if tuple(inspect.signature(respond).parameters) != _PARAMETERS:
+                raise ConfigurationError(
+                    f"grpcio {grpc.__version__} hands calls on otherwise than expected; install "
+                    "the version that constraints.txt names"
+                )
+        self._lanes = lanes
+        self._metrics = metrics
+        self._most = _AWAITED * max_calls
+        self._patience_s = patience_s
+        self._lock = threading.Lock()
+        # By caller, the longest awaited first; strangers are one.
+        self._awaited: defaultdict[str, dict[_Arrival, None]] = defaultdict(dict)
+        self._held = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="reception", daemon=True)
+        self._thread.start()
+
+    def submit(self, *call: Any, **_none: Any) -> Future[Any]:
+        """What gRPC calls for each call that arrives. Never waits."""
+        arrival = _Arrival(*call)
+        visit = arrival.visit
+        if visit.refusal is not None:
+            arrival.refuse(visit.refusal)
+        elif visit.reads_stream:
+            self._admit(arrival, visit.lane, arrival.argument)
+        else:
+            self._await(arrival)
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
+
+    def awaited(self) -> int:
+        """Calls whose message has not come yet."""
+        with self._lock:
+            return sum(map(len, self._awaited.values()))
+
+    def give_up(self) -> None:
+        """The gateway ends: nothing more is awaited."""
+        with self._lock:
+            left = [arrival for some in self._awaited.values() for arrival in some]
+        for arrival in left:
+            arrival.end_unread(grpc.StatusCode.UNAVAILABLE, "the gateway is stopping")
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _await(self, arrival: _Arrival) -> None:
+        longest = None
+        with self._lock:
+            awaited = self._awaited[arrival.visit.caller]
+            if len(awaited) >= self._most:
+                longest = next(iter(awaited))
+                del awaited[longest]
+            awaited[arrival] = None
+        if longest is not None:
+            longest.end_unread(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"expected at most {self._most} calls that have sent no message; send it at once",
+            )
+        arrival.receive(lambda message: self._received(arrival, message))
+
+    def _received(self, arrival: _Arrival, message: bytes | None) -> None:
+        with self._lock:
+            self._awaited[arrival.visit.caller].pop(arrival, None)
+        visit = arrival.visit
+        if message is None:
+            self._nothing_came(arrival)
+            return
+        lane = visit.lane
+        large = len(message) > LARGE
+        try:
+            request: Any = message
+            if not large:
+                request = visit.read(message)
+            if large or visit.is_heavy(request):
+                lane = self._lanes.heavier(lane)
+            elif visit.is_slow(request):
+                lane = self._lanes.slower(lane)
+        except NobackfillError as error:
+            arrival.refuse(error)
+            return
+        self._hold(arrival, lane, request, len(message) if large else 0)
+
+    def _hold(self, arrival: _Arrival, lane: Lane, request: Any, size: int) -> None:
+        with self._lock:
+            full = bool(size) and self._held > 0 and self._held + size > _LARGEST_HELD
+            if not full:
+                self._held += size
+        if full:
+            arrival.refuse(OverloadedError("too many large requests at once; try again later"))
+            return
+        if size:
+            arrival.visit.on_end(lambda: self._let_go(size))
+        self._admit(arrival, lane, lambda: request)
+
+    def _let_go(self, size: int) -> None:
+        with self._lock:
+            self._held -= size
+
+    def _nothing_came(self, arrival: _Arrival) -> None:
+        if arrival.state.client is _server._CLOSED and not arrival.state.statused:
+            arrival.refuse(InvalidInputError("expected one message, got none"))
+        else:
+            arrival.visit.end(arrival.visit.code or grpc.StatusCode.CANCELLED)
+
+    def _admit(self, arrival: _Arrival, lane: Lane, argument: Callable[[], Any]) -> None:
+        visit = arrival.visit
+        caller = visit.caller or _address(arrival.event.call.peer())
+        try:
+            lane.enter(caller)
+        except OverloadedError as error:
+            arrival.refuse(error)
+            return
+        visit.on_end(lambda: lane.leave(caller))
+        lane.run(lambda: arrival.answer(argument))
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(_EVERY_S):
+            with surviving(self._metrics, "reception"):
+                self._end_silent()
+
+    def _end_silent(self) -> None:
+        limit = time.monotonic() - self._patience_s
+        with self._lock:
+            silent = [a for some in self._awaited.values() for a in some if a.began < limit]
+        for arrival in silent:
+            arrival.end_unread(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"the request did not come within {self._patience_s:g} s; send it at once",
+            )
+        if silent:
+            log.warning("calls ended that sent no message", calls=len(silent))
+
+
+def _address(peer: bytes | str) -> str:
+    """A peer without its port: connections of one machine are one caller."""
+    text = peer.decode(errors="replace") if isinstance(peer, bytes) else peer
+    return text.rpartition(":")[0]

@@ -1,0 +1,147 @@
+"""Between protocol messages and what the gateway works on."""
+
+import math
+from collections.abc import Collection, Mapping
+
+from google.protobuf.internal.containers import MessageMap
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from nobackfill.errors import InvalidInputError
+from nobackfill.gallery.filters import (
+    All,
+    AnyOf,
+    Exists,
+    Filter,
+    Not,
+    OneOf,
+    Range,
+    Scalar,
+    Test,
+    TimeRange,
+)
+from nobackfill.gallery.spec import Origin
+from nobackfill.gallery.writing import Metadata, MetadataValue
+from nobackfill.v1 import types_pb2 as types
+
+ORIGINS: Mapping[Origin, types.Origin] = {
+    "native": types.ORIGIN_NATIVE,
+    "direct": types.ORIGIN_DIRECT,
+    "upgraded": types.ORIGIN_UPGRADED,
+    "re-embedded": types.ORIGIN_RE_EMBEDDED,
+    "old-model": types.ORIGIN_OLD_MODEL,
+}
+
+
+Values = MessageMap[str, types.Value]
+
+
+def from_value(value: types.Value, key: str) -> MetadataValue:
+    """Raises InvalidInputError for an empty value or a number that is not finite."""
+    return list(value.texts.texts) if value.HasField("texts") else _scalar(value, key)
+
+
+def _scalar(value: types.Value, key: str) -> Scalar:
+    kind = value.WhichOneof("kind")
+    if kind == "text":
+        return value.text
+    if kind == "flag":
+        return value.flag
+    if kind == "integer":
+        return value.integer
+    if kind == "number" and math.isfinite(value.number):
+        return value.number
+    raise InvalidInputError(f"{key[:64]!r}: expected text, a finite number or a flag")
+
+
+def to_value(value: MetadataValue, into: types.Value) -> None:
+    """Fill a metadata value."""
+    if isinstance(value, bool):
+        into.flag = value
+    elif isinstance(value, str):
+        into.text = value
+    elif isinstance(value, int):
+        into.integer = value
+    elif isinstance(value, float):
+        into.number = value
+    else:
+        into.texts.texts.extend(value)
+
+
+def keys_of(fields: types.Fields | None) -> Collection[str] | None:
+    """The keys that an answer shall bring; None: all."""
+    return None if fields is None else frozenset(fields.keys)
+
+
+def to_metadata(metadata: Metadata, keys: Collection[str] | None, into: Values) -> None:
+    """Fill what an answer brings of an item."""
+    for key, value in metadata.items():
+        if keys is None or key in keys:
+            to_value(value, into[key])
+
+
+def from_filter(filtered: types.Filter) -> Filter | None:
+    """None: everything passes. Raises InvalidInputError for a condition without a test."""
+    parts = [_condition(condition) for condition in filtered.conditions]
+    expression = _expression(filtered.expression) if filtered.HasField("expression") else None
+    if expression is None:
+        return All(tuple(parts)) if parts else None
+    return All((*parts, expression)) if parts else expression
+
+
+def _expression(expression: types.Expression) -> Filter:
+    """Goes no deeper than protobuf lets a message be, 100 levels."""
+    kind = expression.WhichOneof("kind")
+    if kind == "condition":
+        return _condition(expression.condition)
+    if kind == "all":
+        return All(tuple(_expression(part) for part in expression.all.of))
+    if kind == "any":
+        return AnyOf(tuple(_expression(part) for part in expression.any.of))
+    if kind == "not":
+        # A word of the language: it cannot be an attribute's name in the source.
+        return Not(_expression(getattr(expression, "not")))
+    raise InvalidInputError(
+        "filter: expected condition, all, any or not in an expression, got none"
+    )
+
+
+def _condition(condition: types.Condition) -> Test | Not:
+    key, test = condition.key, condition.WhichOneof("test")
+    if test == "equals":
+        return OneOf(key, (_scalar(condition.equals, key),))
+    if test == "one_of":
+        return OneOf(key, tuple(_scalar(value, key) for value in condition.one_of.values))
+    if test == "range":
+        return Range(key, **_bounds(condition.range))
+    if test == "integer_range":
+        return Range(key, **_bounds(condition.integer_range))
+    if test == "time_range":
+        return TimeRange(key, **_moments(condition.time_range, key))
+    if test == "exists":
+        return Exists(key) if condition.exists else Not(Exists(key))
+    raise InvalidInputError(
+        f"filter on {key[:64]!r}: expected equals, one_of, range, integer_range, time_range or "
+        "exists"
+    )
+
+
+def _bounds(bounds: types.Condition.Range | types.Condition.IntegerRange) -> dict[str, float]:
+    return {field.name: value for field, value in bounds.ListFields()}
+
+
+def _moments(bounds: types.Condition.TimeRange, key: str) -> dict[str, int]:
+    """Bounds in microseconds; what lies between two of them is on the right side of each."""
+    found = {}
+    for field, moment in bounds.ListFields():
+        if not 0 <= moment.nanos < 1_000_000_000:
+            raise InvalidInputError(f"filter on {key[:64]!r}: expected nanos from 0 to 999999999")
+        whole, rest = divmod(moment.nanos, 1000)
+        after = rest and field.name in ("at_least", "less_than")
+        found[field.name] = moment.seconds * 1_000_000 + whole + bool(after)
+    return found
+
+
+def to_end(space: str, ends: Mapping[str, float], message: Timestamp) -> None:
+    """Set when a space ends, where that is announced; `ends` in Unix time, by space."""
+    if space in ends:
+        message.FromNanoseconds(int(ends[space] * 1e9))

@@ -1,0 +1,190 @@
+"""GalleryService."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+import grpc
+
+from nobackfill.errors import BusyError, InvalidInputError, NotFoundError
+from nobackfill.server.core import Core
+from nobackfill.server.galleries.galleries import CREATED
+from nobackfill.server.galleries.hosted import NOTE, Hosted
+from nobackfill.server.galleries.puts import Bare, Put, Putting
+from nobackfill.server.grpc import calls
+from nobackfill.server.grpc.errors import without_folders
+from nobackfill.server.grpc.services import items
+from nobackfill.server.grpc.services.convert import from_value, to_end
+from nobackfill.server.rollout.activation import Activations
+from nobackfill.v1 import gallery_pb2 as pb
+from nobackfill.v1.gallery_pb2_grpc import GalleryServiceServicer
+
+# Refused items that an answer names.
+LISTED_ERRORS = 1_000
+
+_STATES = {
+    "active": pb.SPACE_STATE_ACTIVE,
+    "staging": pb.SPACE_STATE_STAGING,
+    "previous": pb.SPACE_STATE_PREVIOUS,
+}
+
+
+class GalleryService(GalleryServiceServicer):
+    """See protos/nobackfill/v1/gallery.proto."""
+
+    def __init__(self, core: Core, putting: Putting, activations: Activations) -> None:
+        self._core = core
+        self._putting = putting
+        self._activations = activations
+
+    def CreateGallery(  # noqa: N802 - the contract's name
+        self, request: pb.CreateGalleryRequest, context: grpc.ServicerContext
+    ) -> pb.CreateGalleryResponse:
+        with self._activations.held():
+            self._refuse_during_activation("make a gallery")
+            self._core.create_gallery(request.name)
+        with self._core.galleries.using(request.name) as hosted:
+            if request.exact_distances:
+                hosted.answer_exactly(True)
+            return pb.CreateGalleryResponse(gallery=self._gallery(hosted))
+
+    def UpdateGallery(  # noqa: N802
+        self, request: pb.UpdateGalleryRequest, context: grpc.ServicerContext
+    ) -> pb.UpdateGalleryResponse:
+        with self._core.galleries.using(request.name) as hosted:
+            if request.HasField("exact_distances"):
+                hosted.answer_exactly(request.exact_distances)
+            return pb.UpdateGalleryResponse(gallery=self._gallery(hosted))
+
+    def GetGallery(  # noqa: N802
+        self, request: pb.GetGalleryRequest, context: grpc.ServicerContext
+    ) -> pb.GetGalleryResponse:
+        with self._core.galleries.using(request.name) as hosted:
+            return pb.GetGalleryResponse(gallery=self._gallery(hosted))
+
+    def ListGalleries(  # noqa: N802
+        self, request: pb.ListGalleriesRequest, context: grpc.ServicerContext
+    ) -> pb.ListGalleriesResponse:
+        galleries, caller = self._core.galleries, calls.current().principal
+        if request.page_size > items.LARGEST_PAGE:
+            raise InvalidInputError(
+                f"page_size: expected at most {items.LARGEST_PAGE}, got {request.page_size}"
+            )
+        left = sorted(n for n in galleries.names() if n > request.page_token and caller.may_use(n))
+        page = left[: request.page_size or None]
+        response = pb.ListGalleriesResponse()
+        for name in page:
+            calls.current().check()
+            if reason := galleries.aside().get(name):
+                response.galleries.add(name=name, set_aside=without_folders(reason))
+                continue
+            # Deleted since the names were looked at.
+            with suppress(NotFoundError), galleries.using(name) as hosted:
+                response.galleries.append(self._gallery(hosted))
+        if len(left) > len(page):
+            response.next_page_token = page[-1]
+        return response
+
+    def DeleteGallery(  # noqa: N802
+        self, request: pb.DeleteGalleryRequest, context: grpc.ServicerContext
+    ) -> pb.DeleteGalleryResponse:
+        self._refuse_during_activation("delete a gallery")
+        self._core.delete_gallery(request.name)
+        return pb.DeleteGalleryResponse()
+
+    def PutItems(  # noqa: N802
+        self, request_iterator: Iterator[pb.PutItemsRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.PutItemsResponse]:
+        name, stored, refused = "", 0, 0
+        for request in request_iterator:
+            name = name or request.gallery
+            if request.gallery not in ("", name):
+                raise InvalidInputError("expected one gallery a stream; open another stream")
+            puts, errors = [], []
+            for item in request.items:
+                try:
+                    puts.append(_put(item))
+                except InvalidInputError as error:
+                    errors.append(pb.ItemError(id=item.id[:256], message=str(error)))
+            # Not kept open while the client makes its next message.
+            with self._core.galleries.using(name) as hosted:
+                outcome = self._putting.put(hosted, puts)
+            stored += outcome.stored
+            errors += [pb.ItemError(id=id_, message=why) for id_, why in outcome.refused]
+            refused += len(errors)
+            yield pb.PutItemsResponse(stored=stored, errors=errors[:LISTED_ERRORS], refused=refused)
+
+    def GetItem(  # noqa: N802
+        self, request: pb.GetItemRequest, context: grpc.ServicerContext
+    ) -> pb.GetItemResponse:
+        with self._core.galleries.using(request.gallery) as hosted:
+            return items.get(hosted, request.id)
+
+    def ListItems(  # noqa: N802
+        self, request: pb.ListItemsRequest, context: grpc.ServicerContext
+    ) -> pb.ListItemsResponse:
+        with self._core.galleries.using(request.gallery) as hosted:
+            return items.page(hosted, request)
+
+    def CountItems(  # noqa: N802
+        self, request: pb.CountItemsRequest, context: grpc.ServicerContext
+    ) -> pb.CountItemsResponse:
+        with self._core.galleries.using(request.gallery) as hosted:
+            return pb.CountItemsResponse(items=items.count(hosted, request.filter))
+
+    def SetMetadata(  # noqa: N802
+        self, request: pb.SetMetadataRequest, context: grpc.ServicerContext
+    ) -> pb.SetMetadataResponse:
+        with self._core.galleries.using(request.gallery) as hosted:
+            return pb.SetMetadataResponse(items=items.set_metadata(hosted, request))
+
+    def DeleteItems(  # noqa: N802
+        self, request: pb.DeleteItemsRequest, context: grpc.ServicerContext
+    ) -> pb.DeleteItemsResponse:
+        with self._core.galleries.using(request.gallery) as hosted:
+            return pb.DeleteItemsResponse(deleted=items.delete(hosted, request))
+
+    def _gallery(self, hosted: Hosted) -> pb.Gallery:
+        return _gallery(hosted, self._core.state.now.ends)
+
+    def _refuse_during_activation(self, what: str) -> None:
+        run = self._activations.running()
+        if run is not None:
+            raise BusyError(
+                f"cannot {what} while release {run.record.release} is being activated; try later"
+            )
+
+
+def _put(item: pb.PutItem) -> Put:
+    kind = item.WhichOneof("content")
+    # A message cannot tell no metadata from empty metadata: neither erases what is there.
+    metadata = {key: from_value(value, key) for key, value in item.metadata.items()} or None
+    if kind == "image":
+        return Put(item.id, item.image, metadata)
+    if kind is None:
+        raise InvalidInputError("expected an image or vectors, got neither")
+    embedding = item.vectors.embedding
+    if not item.vectors.HasField("side_info"):
+        return Put(item.id, Bare(embedding.space, embedding.values, None, None), metadata)
+    side = item.vectors.side_info
+    return Put(item.id, Bare(embedding.space, embedding.values, side.space, side.values), metadata)
+
+
+def _gallery(hosted: Hosted, ends: Mapping[str, float]) -> pb.Gallery:
+    counts = hosted.sizes()
+    gallery = pb.Gallery(
+        name=hosted.name,
+        items=hosted.count(),
+        release=hosted.plan.query.release,
+        note=str(hosted.state(NOTE) or ""),
+        exact_distances=hosted.exact,
+    )
+    gallery.created.FromSeconds(int(hosted.state(CREATED) or 0))
+    for info in hosted.spaces():
+        space = gallery.spaces.add(
+            space=info.spec.space,
+            release=info.spec.release,
+            items=counts.get(info.spec.space, 0),
+            state=_STATES[info.state],
+        )
+        to_end(info.spec.space, ends, space.ends_at)
+    return gallery

@@ -1,0 +1,165 @@
+"""ReleaseService."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+
+from nobackfill.errors import InvalidInputError
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.core import Core
+from nobackfill.server.grpc.services.convert import to_end
+from nobackfill.server.publication import fetch
+from nobackfill.server.rollout.activation import Activations
+from nobackfill.server.rollout.rollback import Rollbacks, retire
+from nobackfill.server.rollout.rollout import Phase
+from nobackfill.server.rollout.run import Event
+from nobackfill.server.state import RolloutName, State
+from nobackfill.v1 import release_pb2 as pb
+from nobackfill.v1.release_pb2_grpc import ReleaseServiceServicer
+
+_ROLLOUTS: dict[int, RolloutName | None] = {
+    pb.ROLLOUT_UNSPECIFIED: None,
+    pb.ROLLOUT_DIRECT: "direct",
+    pb.ROLLOUT_DUAL: "dual",
+    pb.ROLLOUT_CUTOVER: "cutover",
+}
+_PHASES = {
+    Phase.VERIFYING: pb.PHASE_VERIFYING,
+    Phase.LOADING: pb.PHASE_LOADING,
+    Phase.PROBING: pb.PHASE_PROBING,
+    Phase.UPGRADING: pb.PHASE_UPGRADING,
+    Phase.SWITCHING: pb.PHASE_SWITCHING,
+    Phase.DONE: pb.PHASE_DONE,
+    Phase.FAILED: pb.PHASE_FAILED,
+}
+
+
+class ReleaseService(ReleaseServiceServicer):
+    """See protos/nobackfill/v1/release.proto."""
+
+    def __init__(self, core: Core, repo: Path, activations: Activations) -> None:
+        self._core = core
+        self._repo = repo
+        self._activations = activations
+        self._rollbacks = Rollbacks(core, activations)
+
+    def ListReleases(  # noqa: N802 - the contract's name
+        self, request: pb.ListReleasesRequest, context: grpc.ServicerContext
+    ) -> pb.ListReleasesResponse:
+        return pb.ListReleasesResponse(releases=self._releases())
+
+    def GetRelease(  # noqa: N802
+        self, request: pb.GetReleaseRequest, context: grpc.ServicerContext
+    ) -> pb.GetReleaseResponse:
+        manifest = self._core.catalog.find(request.number)
+        return pb.GetReleaseResponse(release=self._release(manifest))
+
+    def WatchReleases(  # noqa: N802
+        self, request: pb.WatchReleasesRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.WatchReleasesResponse]:
+        changed, seen, last = self._core.catalog.changed, -1, None
+        while not self._gone(context):
+            count = changed.wait(seen, 0.5)
+            if count == seen:
+                continue
+            seen = count
+            response = pb.WatchReleasesResponse(releases=self._releases())
+            if response != last:
+                last = response
+                yield response
+
+    def FetchFile(  # noqa: N802
+        self, request: pb.FetchFileRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.FetchFileResponse]:
+        opened = fetch(self._repo, request.path, request.offset, self._core.catalog.signed)
+        first = next(opened.chunks, b"")
+        yield pb.FetchFileResponse(chunk=first, size=opened.size)
+        for chunk in opened.chunks:
+            yield pb.FetchFileResponse(chunk=chunk)
+
+    def ActivateRelease(  # noqa: N802
+        self, request: pb.ActivateReleaseRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.ActivateReleaseResponse]:
+        if request.rollout not in _ROLLOUTS or not 0 <= request.spare_cores < 1:
+            raise InvalidInputError(
+                "expected a rollout of the contract, and spare_cores from 0 to below 1, got "
+                f"{request.rollout} and {request.spare_cores:g}"
+            )
+        run = self._activations.start(
+            request.number,
+            _ROLLOUTS[request.rollout],
+            request.spare_cores,
+            request.old_space_seconds,
+        )
+        for event in run.events(gone=lambda: self._gone(context)):
+            yield _response(event)
+
+    def _gone(self, context: grpc.ServicerContext) -> bool:
+        return not context.is_active() or self._core.stopping.is_set()
+
+    def RollbackRelease(  # noqa: N802
+        self, request: pb.RollbackReleaseRequest, context: grpc.ServicerContext
+    ) -> pb.RollbackReleaseResponse:
+        to = request.to_release or None
+        result = self._rollbacks.do(to) if request.confirm else self._rollbacks.plan()
+        return pb.RollbackReleaseResponse(
+            number=result.release,
+            lost_items=result.lost,
+            lost=[pb.LostItem(gallery=gallery, id=name) for gallery, name in result.listed],
+            done=request.confirm,
+        )
+
+    def RetireRelease(  # noqa: N802
+        self, request: pb.RetireReleaseRequest, context: grpc.ServicerContext
+    ) -> pb.RetireReleaseResponse:
+        return pb.RetireReleaseResponse(retired=retire(self._core, self._activations))
+
+    def _releases(self) -> list[pb.Release]:
+        manifests = self._core.catalog.manifests
+        return [self._release(manifests[number]) for number in sorted(manifests)]
+
+    def _release(self, manifest: Manifest) -> pb.Release:
+        withdrawn = self._core.catalog.releases.get(manifest.release)
+        state, reason = state_of(manifest.release, self._core.state.now, withdrawn)
+        spaces = {m.space: m.release for m in self._core.catalog.manifests.values()}
+        release = pb.Release(
+            number=manifest.release,
+            space=manifest.space,
+            side_space=manifest.side_space or "",
+            dim=manifest.embedder.dim,
+            side_dim=manifest.side_encoder.dim if manifest.side_encoder else 0,
+            metric=manifest.embedder.metric,
+            state=state,
+            reason=reason,
+            searches_directly=[spaces[s] for s in manifest.searches_directly if s in spaces],
+            upgrades_from=[upgrade.from_release for upgrade in manifest.upgrades],
+            manifest=manifest.model_dump_json(),
+        )
+        to_end(manifest.space, self._core.state.now.ends, release.ends_at)
+        return release
+
+
+def state_of(number: int, now: State, withdrawn: str | None) -> tuple[pb.ReleaseState, str]:
+    """The state of a release, and its reason where it failed or was withdrawn."""
+    if number == now.active:
+        return pb.RELEASE_STATE_ACTIVE, withdrawn or ""
+    if withdrawn is not None:
+        return pb.RELEASE_STATE_WITHDRAWN, withdrawn
+    if now.activation is not None and now.activation.release == number:
+        return pb.RELEASE_STATE_ACTIVATING, ""
+    if number in now.failed:
+        return pb.RELEASE_STATE_FAILED, now.failed[number]
+    if number in now.previous:
+        return pb.RELEASE_STATE_PREVIOUS, ""
+    if number in now.retired:
+        return pb.RELEASE_STATE_RETIRED, ""
+    return pb.RELEASE_STATE_PUBLISHED, ""
+
+
+def _response(event: Event) -> pb.ActivateReleaseResponse:
+    response = pb.ActivateReleaseResponse(
+        phase=_PHASES[event.phase], done=event.done, total=event.total, message=event.message
+    )
+    response.time.FromNanoseconds(int(event.time * 1e9))
+    return response

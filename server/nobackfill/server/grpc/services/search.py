@@ -1,0 +1,126 @@
+"""SearchService."""
+
+import math
+from collections.abc import Mapping
+
+import grpc
+
+from nobackfill.errors import InvalidInputError
+from nobackfill.gallery.search.index import EVERY
+from nobackfill.server.core import Core
+from nobackfill.server.galleries.searching import Found, Query
+from nobackfill.server.grpc.errors import TooLargeError
+from nobackfill.server.grpc.services.convert import (
+    ORIGINS,
+    from_filter,
+    keys_of,
+    to_end,
+    to_metadata,
+)
+from nobackfill.v1 import search_pb2 as pb
+from nobackfill.v1.search_pb2_grpc import SearchServiceServicer
+from nobackfill.wire.limits import LARGEST_K
+
+DEFAULT_K = 10
+LARGEST_BATCH = 256
+LARGEST_EF = 4096
+
+
+class SearchService(SearchServiceServicer):
+    """See protos/nobackfill/v1/search.proto."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def Search(  # noqa: N802 - the contract's name
+        self, request: pb.SearchRequest, context: grpc.ServicerContext
+    ) -> pb.SearchResponse:
+        with self._core.galleries.using(request.gallery) as hosted:
+            found = self._core.searching.search(
+                hosted,
+                _query(request.query),
+                _k(request.k),
+                from_filter(request.filter),
+                _ef(request.accuracy),
+            )
+        return _response(found, request, self._core.state.now.ends)
+
+    def SearchBatch(  # noqa: N802
+        self, request: pb.SearchBatchRequest, context: grpc.ServicerContext
+    ) -> pb.SearchBatchResponse:
+        if not request.queries:
+            raise InvalidInputError(f"expected 1 to {LARGEST_BATCH} queries, got none")
+        if len(request.queries) > LARGEST_BATCH:
+            raise TooLargeError(
+                f"expected 1 to {LARGEST_BATCH} queries, got {len(request.queries)}; "
+                "send several batches"
+            )
+        queries = [_query(query) for query in request.queries]
+        with self._core.galleries.using(request.gallery) as hosted:
+            found = self._core.searching.batch(
+                hosted, queries, _k(request.k), from_filter(request.filter), _ef(request.accuracy)
+            )
+        return pb.SearchBatchResponse(
+            responses=[
+                pb.SearchResponse(error=str(one))
+                if isinstance(one, InvalidInputError)
+                else _response(one, request, self._core.state.now.ends)
+                for one in found
+            ]
+        )
+
+
+def _k(k: int) -> int:
+    if k > LARGEST_K:
+        raise InvalidInputError(f"k: expected 1 to {LARGEST_K}, got {k}")
+    return k or DEFAULT_K
+
+
+def _ef(accuracy: pb.Accuracy) -> int:
+    kind = accuracy.WhichOneof("accuracy")
+    if kind == "ef" and not 1 <= accuracy.ef <= LARGEST_EF:
+        raise InvalidInputError(f"accuracy.ef: expected 1 to {LARGEST_EF}, got {accuracy.ef}")
+    return EVERY if accuracy.exact else accuracy.ef
+
+
+def _query(query: pb.Query) -> Query:
+    kind = query.WhichOneof("query")
+    if kind == "image":
+        return query.image
+    embeddings = query.embeddings.embeddings
+    if kind is None or not embeddings:
+        raise InvalidInputError("query: expected an image, or at least one embedding")
+    found = {embedding.space: embedding.values for embedding in embeddings}
+    if len(found) != len(embeddings):
+        raise InvalidInputError("query: expected at most one embedding a space")
+    return found
+
+
+def _farthest(request: pb.SearchRequest | pb.SearchBatchRequest) -> float:
+    if not request.HasField("max_distance"):
+        return math.inf
+    if math.isnan(request.max_distance):
+        raise InvalidInputError("max_distance: expected a number, got NaN")
+    return request.max_distance
+
+
+def _response(
+    found: Found, request: pb.SearchRequest | pb.SearchBatchRequest, ends: Mapping[str, float]
+) -> pb.SearchResponse:
+    response = pb.SearchResponse(release=found.release, space=found.space)
+    to_end(found.space, ends, response.space_ends_at)
+    farthest = _farthest(request)
+    keys = keys_of(request.fields if request.HasField("fields") else None)
+    for hit in found.hits:
+        message = pb.Hit(
+            id=hit.item.id,
+            distance=hit.distance,
+            score=hit.score,
+            release=hit.release,
+            origin=ORIGINS[hit.origin],
+        )
+        # The distance that the answer tells: a line drawn finer would tell more.
+        if message.distance <= farthest:
+            to_metadata(hit.item.metadata, keys, message.metadata)
+            response.hits.append(message)
+    return response

@@ -1,0 +1,63 @@
+"""VaultService."""
+
+from collections.abc import Iterator
+
+import grpc
+
+from nobackfill.errors import InvalidInputError
+from nobackfill.server.grpc import calls
+from nobackfill.server.vault import PAGE, Blob, Vault
+from nobackfill.v1 import vault_pb2 as pb
+from nobackfill.v1.vault_pb2_grpc import VaultServiceServicer
+
+
+class VaultService(VaultServiceServicer):
+    """See protos/nobackfill/v1/vault.proto. Each caller sees the blobs of its own token's name."""
+
+    def __init__(self, vault: Vault) -> None:
+        self._vault = vault
+
+    def PutBlob(  # noqa: N802 - the contract's name
+        self, request_iterator: Iterator[pb.PutBlobRequest], context: grpc.ServicerContext
+    ) -> pb.PutBlobResponse:
+        first = next(request_iterator, None)
+        if first is None or not first.HasField("blob"):
+            raise InvalidInputError("expected the blob's id, size and sha256 in the first message")
+        blob = Blob(first.blob.id, first.blob.size, first.blob.sha256)
+
+        def chunks() -> Iterator[bytes]:
+            yield first.chunk
+            for request in request_iterator:
+                yield request.chunk
+
+        received = self._vault.put(_owner(), blob, first.offset, chunks())
+        return pb.PutBlobResponse(received=received)
+
+    def GetBlob(  # noqa: N802
+        self, request: pb.GetBlobRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GetBlobResponse]:
+        blob, chunks = self._vault.get(_owner(), request.id, request.offset)
+        yield pb.GetBlobResponse(chunk=next(chunks, b""), blob=_message(blob))
+        for chunk in chunks:
+            yield pb.GetBlobResponse(chunk=chunk)
+
+    def DeleteBlob(  # noqa: N802
+        self, request: pb.DeleteBlobRequest, context: grpc.ServicerContext
+    ) -> pb.DeleteBlobResponse:
+        self._vault.delete(_owner(), request.id)
+        return pb.DeleteBlobResponse()
+
+    def ListBlobs(  # noqa: N802
+        self, request: pb.ListBlobsRequest, context: grpc.ServicerContext
+    ) -> pb.ListBlobsResponse:
+        blobs = self._vault.page(_owner(), request.page_token)
+        token = blobs[-1].id if len(blobs) == PAGE else ""
+        return pb.ListBlobsResponse(blobs=map(_message, blobs), next_page_token=token)
+
+
+def _owner() -> str:
+    return calls.current().principal.name
+
+
+def _message(blob: Blob) -> pb.Blob:
+    return pb.Blob(id=blob.id, size=blob.size, sha256=blob.sha256)

@@ -1,0 +1,171 @@
+"""One call's way through the border: authorised, bounded, answered, counted once."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import grpc
+import structlog
+from grpc_status import rpc_status
+
+from nobackfill.errors import NobackfillError
+from nobackfill.server.grpc import calls
+from nobackfill.server.grpc.auth import LOCAL, Principal, check_gallery
+from nobackfill.server.grpc.errors import DeadlineError, code_of, status_of
+from nobackfill.server.grpc.lanes import Lane
+from nobackfill.server.grpc.logs import Sparing
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.stalls import Stalls
+from nobackfill.v1 import search_pb2
+
+log = structlog.get_logger("server.border")
+# For refusals that cost their callers nothing: not let in, or shed.
+_unworked = Sparing(10)
+
+Behavior = Callable[[Any, grpc.ServicerContext], Any]
+
+
+class _Status(
+    NamedTuple("_Fields", [("code", Any), ("details", Any), ("trailing_metadata", Any)]),
+    grpc.Status,
+):
+    """A status with its error details and the request's id."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the calls of one method have in common."""
+
+    method: str
+    behavior: Behavior
+    # Bytes to the method's message; raises InvalidInputError, TooLargeError.
+    read: Callable[[bytes], Any]
+    reads_stream: bool
+    sends_stream: bool
+    lane: Lane
+    stalls: Stalls
+    metrics: Metrics
+    max_call_seconds: float
+    # Whether searches of a gallery of that name take long.
+    slow: Callable[[str], bool]
+
+    @property
+    def streams(self) -> bool:
+        """Whether it may go on for as long as its client likes."""
+        return self.reads_stream or self.sends_stream
+
+
+class Visit:
+    """One call, from its arrival. gRPC calls it as the method's behavior, at most once."""
+
+    def __init__(self, kind: Kind, request_id: str) -> None:
+        self._kind = kind
+        self._request_id = request_id
+        self._arrived = time.monotonic()
+        self._endings: list[Callable[[], None]] = []
+        self._principal = LOCAL
+        self.read = kind.read
+        self.lane = kind.lane
+        self.reads_stream = kind.reads_stream
+        # Whose share of a lane it takes; empty: its address says.
+        self.caller = ""
+        # Why it is not let in.
+        self.refusal: NobackfillError | None = None
+        # Why it was ended before its message came.
+        self.code: grpc.StatusCode | None = None
+
+    def let_in(self, principal: Principal, *, named: bool) -> None:
+        """`named`: its token says who calls."""
+        self._principal = principal
+        self.caller = principal.name if named else ""
+
+    def on_end(self, ending: Callable[[], None]) -> None:
+        """Do this when the call has ended, whatever becomes of it."""
+        self._endings.append(ending)
+
+    def end(self, code: grpc.StatusCode) -> None:
+        """Count the call, and give back what it held."""
+        for ending in self._endings:
+            ending()
+        self._kind.metrics.calls.count(self._kind.method, code, time.monotonic() - self._arrived)
+
+    def is_heavy(self, request: Any) -> bool:
+        """Whether a small request asks for much: a model has to look at an image."""
+        if isinstance(request, search_pb2.SearchRequest):
+            return request.query.HasField("image")
+        if isinstance(request, search_pb2.SearchBatchRequest):
+            return any(query.HasField("image") for query in request.queries)
+        return False
+
+    def is_slow(self, request: Any) -> bool:
+        """Whether it asks for a search that takes long, or of a gallery in which they do now."""
+        searches = hasattr(request, "query") or hasattr(request, "queries")
+        return searches and (request.HasField("accuracy") or self._kind.slow(request.gallery))
+
+    def __call__(self, argument: Any, context: grpc.ServicerContext) -> Any:
+        if self._kind.sends_stream:
+            return self._stream(argument, context)
+        return self._unary(argument, context)
+
+    def _unary(self, argument: Any, context: grpc.ServicerContext) -> Any:
+        code = grpc.StatusCode.OK
+        try:
+            return self._kind.behavior(self._enter(argument, context), context)
+        except Exception as error:  # noqa: BLE001 - with `_stream`, the one place that may
+            code = self._code(error, context)
+            self._refuse(context, error, code)
+        finally:
+            self.end(code)
+
+    def _stream(self, argument: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        code = grpc.StatusCode.OK
+        try:
+            responses = self._kind.behavior(self._enter(argument, context), context)
+            yield from self._kind.stalls.responses(responses, context)
+        except GeneratorExit:
+            code = grpc.StatusCode.CANCELLED
+            raise
+        except Exception as error:  # noqa: BLE001
+            code = self._code(error, context)
+            self._refuse(context, error, code)
+        finally:
+            self.end(code)
+
+    def _enter(self, argument: Any, context: grpc.ServicerContext) -> Any:
+        """What the behavior is given: the message, or an iterator over those to come."""
+        if self.refusal is not None:
+            raise self.refusal
+        left = context.time_remaining()
+        if not self._kind.streams:
+            waited = time.monotonic() - self._arrived
+            left = min(left, self._kind.max_call_seconds - waited)
+        if not context.is_active() or left <= 0:
+            raise DeadlineError("the call ended before its turn came; allow more time")
+        call = calls.Call(self._principal, time.monotonic() + left, context.is_active)
+        calls.begin(call)
+        if self.lane.longest_s is not None:
+            self.on_end(self._kind.stalls.end_after(self.lane.longest_s, context))
+        if self._kind.reads_stream:
+            return map(self._message, self._kind.stalls.requests(argument, context))
+        return self._message(argument)
+
+    def _message(self, argument: Any) -> Any:
+        """A request that the caller may make. Small ones were read where they came."""
+        request = self.read(argument) if isinstance(argument, bytes) else argument
+        check_gallery(self._kind.method, self._principal, request)
+        return request
+
+    def _code(self, error: Exception, context: grpc.ServicerContext) -> grpc.StatusCode:
+        return code_of(error) if context.is_active() else grpc.StatusCode.CANCELLED
+
+    def _refuse(
+        self, context: grpc.ServicerContext, error: Exception, code: grpc.StatusCode
+    ) -> NoReturn:
+        unforeseen = code is grpc.StatusCode.INTERNAL
+        level = log.exception if unforeseen else log.warning
+        if self.refusal is None or _unworked.allows():
+            level("refused", method=self._kind.method, code=code.name, error=type(error).__name__)
+        status = rpc_status.to_status(status_of(error, self._request_id))
+        metadata = (*status.trailing_metadata, ("x-request-id", self._request_id))
+        context.abort_with_status(_Status(status.code, status.details, metadata))

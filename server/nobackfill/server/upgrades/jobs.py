@@ -1,0 +1,269 @@
+"""Carrying galleries into a release's space: one job a gallery at a time, throttled, stoppable."""
+
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+import structlog
+
+from nobackfill.errors import PreconditionError
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.upgrade import Outcome, Progress, run_upgrade
+from nobackfill.release.manifest import Manifest
+from nobackfill.release.routes import Route, RouteRunner, open_route, plan_route
+from nobackfill.server.catalog import Catalog, Changed
+from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.indexing import give_way
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.state import StateFile
+from nobackfill.server.upgrades.cost import Cost, cost
+from nobackfill.server.upgrades.neighbours import LOOKS, neighbours_kept
+from nobackfill.server.upgrades.throttle import Throttle
+from nobackfill.server.upgrades.trials import Trials
+
+log = structlog.get_logger("server.upgrading")
+
+
+class JobState(StrEnum):
+    RUNNING = "running"
+    PAUSED = "paused"
+    INDEXING = "indexing"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Job:
+    """How far the upgrade of one gallery is."""
+
+    gallery: str
+    from_release: int
+    to_release: int
+    state: JobState = JobState.RUNNING
+    done: int = 0
+    total: int = 0
+    items_per_second: float = 0.0
+    re_embedded: int = 0
+    neighbours_kept: float | None = None
+    message: str = ""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen in it."""
+        return self.state in (JobState.DONE, JobState.FAILED)
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds to go at the present rate; 0 where none is known."""
+        left = self.total - self.done
+        return left / self.items_per_second if self.items_per_second > 0 else 0.0
+
+
+class Upgrading:
+    """The jobs of all galleries. `changed` is notified at every chunk."""
+
+    def __init__(self, files: Path, catalog: Catalog, state: StateFile, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._files = files
+        self._catalog = catalog
+        self._state = state
+        self._lock = threading.Lock()
+        self._jobs: dict[str, Job] = {}
+        self._runners: dict[tuple[int, ...], RouteRunner] = {}
+        self.trials = Trials(catalog)
+        self.changed = Changed()
+
+    def route(self, hosted: Hosted, target: int) -> Route | None:
+        """The best way from the gallery's active space to release `target`, or None."""
+        source = hosted.spec()
+        return self._route(source.release, target, source.side_space is not None)
+
+    def _route(self, source: int, target: int, has_side: bool) -> Route | None:
+        usable = self._catalog.usable(source)
+        return plan_route(usable, source, target, has_side) if target in usable else None
+
+    def estimate(self, hosted: Hosted, target: Manifest, spare_cores: float) -> tuple[Cost, Route]:
+        """Cost of an upgrade, measured on a few items. Raises PreconditionError without a route,
+        CannotWriteError."""
+        route = self._need_route(hosted, target.release)
+        if not route.steps:
+            return Cost(), route
+        throttle = Throttle(spare_cores)
+
+        def open_runner() -> RouteRunner:
+            return self._open(route, throttle.threads)
+
+        # As an upgrade's, the probe's thread lets searches go before it.
+        with ThreadPoolExecutor(1, "estimate", initializer=give_way) as one:
+            probe = one.submit(cost, hosted, open_runner, SpaceSpec.of(target), throttle)
+            return probe.result(), route
+
+    def run(
+        self,
+        hosted: Hosted,
+        target: Manifest,
+        spare_cores: float,
+        should_stop: Callable[[], bool],
+        on_progress: Callable[[int], None] = lambda _done: None,
+    ) -> Outcome:
+        """Fill the target's space in this thread, from where an earlier run ended, until it is
+        whole, paused or stopped. `on_progress` is told the number of items done.
+
+        Raises PreconditionError without a route, VerificationError for bad outputs,
+        CannotWriteError.
+        """
+        route = self._need_route(hosted, target.release)
+        source, spec = hosted.spec(), SpaceSpec.of(target)
+        throttle = Throttle(spare_cores)
+        total = hosted.store.count()
+        state = self._first_state(hosted.name)
+        self._set(Job(hosted.name, source.release, target.release, state, total=total))
+        runner = self._open(route, throttle.threads)
+        # How many were done when the neighbours were last looked at.
+        looked: int | None = None
+
+        def on_chunk(progress: Progress) -> None:
+            rate = progress.written / progress.seconds if progress.seconds > 0 else 0.0
+            self._update(
+                hosted.name, done=progress.done, total=progress.total, items_per_second=rate
+            )
+            nonlocal looked
+            if looked is None or LOOKS * (progress.done - looked) >= progress.total:
+                looked = progress.done
+                self._look(hosted, source, spec)
+            on_progress(progress.done)
+            throttle.rest()
+
+        outcome = run_upgrade(
+            hosted.store,
+            runner,
+            spec,
+            on_progress=on_chunk,
+            should_stop=lambda: should_stop() or hosted.name in self._state.now.paused,
+        )
+        log.info("carried", gallery=hosted.name, written=outcome.written)
+        if not outcome.stopped:
+            self._report_kept(hosted, source, spec)
+        return outcome
+
+    def runner(self, source: Manifest, target: Manifest, has_side: bool) -> RouteRunner | None:
+        """The models of the best route, opened once; None if there is none, or none any more."""
+        route = self._route(source.release, target.release, has_side)
+        if route is None:
+            return None
+        # Not under the lock: it may take a while.
+        self.trials.steps(route.steps)
+        with self._lock:
+            if route.releases not in self._runners:
+                self._runners[route.releases] = self._open(route, 1)
+            return self._runners[route.releases]
+
+    def _open(self, route: Route, threads: int) -> RouteRunner:
+        self.trials.steps(route.steps)
+        return open_route(self._files, route, threads, int8=True)
+
+    def pause(self, gallery: str) -> None:
+        """Stop the job of a gallery after its present chunk, and those to come, until `resume`;
+        remembered over a restart. Raises CannotWriteError."""
+        self._state.revise(lambda now: {"paused": tuple({*now.paused, gallery})})
+        self._go_on(gallery, JobState.PAUSED)
+
+    def resume(self, gallery: str) -> None:
+        """Let the jobs of a gallery go on. Raises CannotWriteError."""
+        if gallery in self._state.now.paused:
+            self._unpause({gallery})
+            self._go_on(gallery, JobState.RUNNING)
+
+    def forget(self, galleries: set[str]) -> None:
+        """Forget pauses and jobs of galleries that are gone. Raises CannotWriteError."""
+        with self._lock:
+            for gallery in galleries:
+                self._jobs.pop(gallery, None)
+        if galleries & set(self._state.now.paused):
+            self._unpause(galleries)
+        self.changed.notify()
+
+    def _unpause(self, galleries: Collection[str]) -> None:
+        self._state.revise(
+            lambda now: {"paused": tuple(name for name in now.paused if name not in galleries)}
+        )
+
+    def wait_resumed(self, gallery: str, should_stop: Callable[[], bool]) -> None:
+        """Wait while a gallery is paused."""
+        seen = -1
+        while gallery in self._state.now.paused and not should_stop():
+            seen = self.changed.wait(seen, 0.2)
+
+    def job(self, gallery: str) -> Job | None:
+        """The last job of a gallery, running or ended."""
+        return self._jobs.get(gallery)
+
+    def jobs(self) -> list[Job]:
+        return list(self._jobs.values())
+
+    def expect(self, hosted: Hosted, release: int) -> None:
+        """An activation has begun that will carry the gallery: no earlier job is told any more."""
+        source = hosted.spec().release
+        if source != release:
+            self._set(Job(hosted.name, source, release, self._first_state(hosted.name)))
+
+    def finish(self, gallery: str, state: JobState, message: str = "") -> None:
+        """Tell how a job ended, or that it is being indexed."""
+        self._update(gallery, state=state, message=message)
+
+    def give_up(self, gallery: str, message: str) -> None:
+        """The job of a gallery has failed, if it did not end before."""
+        self._go_on(gallery, JobState.FAILED, message)
+
+    def count_re_embedded(self, hosted: Hosted, count: int) -> None:
+        """Add to the items embedded again from images, which changes whose neighbours they are."""
+        spec, older = hosted.spec(), [i for i in hosted.store.spaces() if i.state == "previous"]
+        job = self.job(hosted.name) or Job(hosted.name, spec.release, spec.release, JobState.DONE)
+        self._set(replace(job, re_embedded=job.re_embedded + count))
+        if older:
+            before = max(older, key=lambda info: info.activated)
+            self._report_kept(hosted, before.spec, spec)
+
+    def _look(self, hosted: Hosted, source: SpaceSpec, target: SpaceSpec) -> float | None:
+        kept = neighbours_kept(hosted.store, source, target)
+        self._update(hosted.name, neighbours_kept=kept)
+        return kept
+
+    def _report_kept(self, hosted: Hosted, source: SpaceSpec, target: SpaceSpec) -> None:
+        kept = self._look(hosted, source, target)
+        if kept is not None:
+            self._metrics.neighbours_kept.labels(str(target.release)).set(kept)
+
+    def _need_route(self, hosted: Hosted, target: int) -> Route:
+        route = self.route(hosted, target)
+        if route is None:
+            raise PreconditionError(
+                f"gallery {hosted.name!r}: no upgrade leads from release {hosted.spec().release} "
+                f"to {target} with its side-information; publish one, or put its images again"
+            )
+        return route
+
+    def _set(self, job: Job) -> None:
+        with self._lock:
+            self._jobs[job.gallery] = job
+        self.changed.notify()
+
+    def _first_state(self, gallery: str) -> JobState:
+        return JobState.PAUSED if gallery in self._state.now.paused else JobState.RUNNING
+
+    def _go_on(self, gallery: str, state: JobState, message: str = "") -> None:
+        """Change the state of a job that has not ended; one that has stays as it ended."""
+        with self._lock:
+            job = self._jobs.get(gallery)
+            if job is not None and not job.ended:
+                self._jobs[gallery] = replace(job, state=state, message=message)
+        self.changed.notify()
+
+    def _update(self, gallery: str, **values: object) -> None:
+        with self._lock:
+            if job := self._jobs.get(gallery):
+                self._jobs[gallery] = replace(job, **values)  # type: ignore[arg-type]
+        self.changed.notify()

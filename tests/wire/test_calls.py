@@ -1,0 +1,209 @@
+"""Deadlines, retries and errors of the gRPC channel, against a real server that misbehaves."""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+from typer.testing import CliRunner
+
+from nobackfill import errors
+from nobackfill.client.cli.app import app as client_app
+from nobackfill.client.cli.output import Output
+from nobackfill.server.cli import main  # noqa: F401 - it brings the commands
+from nobackfill.server.cli.app import app as server_app
+from nobackfill.server.cli.app import show
+from nobackfill.v1 import release_pb2, search_pb2, search_pb2_grpc
+from nobackfill.wire.channel import open_channel
+from nobackfill.wire.gateway import Gateway
+
+Behaviour = Callable[[int, grpc.ServicerContext], None]
+
+
+class Scripted(search_pb2_grpc.SearchServiceServicer):
+    """Answers Search after `behave(call number, context)`, which may abort or dawdle."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.behave: Behaviour = lambda call, context: None
+
+    def Search(  # noqa: N802
+        self, request: search_pb2.SearchRequest, context: grpc.ServicerContext
+    ) -> search_pb2.SearchResponse:
+        self.calls += 1
+        self.behave(self.calls, context)
+        return search_pb2.SearchResponse(release=7)
+
+    def SearchBatch(  # noqa: N802
+        self, request: search_pb2.SearchBatchRequest, context: grpc.ServicerContext
+    ) -> search_pb2.SearchBatchResponse:
+        return search_pb2.SearchBatchResponse()
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[Scripted, str]]:
+    scripted = Scripted()
+    running = grpc.server(futures.ThreadPoolExecutor(8))
+    search_pb2_grpc.add_SearchServiceServicer_to_server(scripted, running)
+    port = running.add_insecure_port("127.0.0.1:0")
+    running.start()
+    yield scripted, f"127.0.0.1:{port}"
+    running.stop(None).wait()
+
+
+def ask(address: str, seconds: float = 30.0) -> search_pb2.SearchResponse:
+    with Gateway(address, seconds=seconds) as gateway:
+        return gateway.search("gallery", embeddings={"sp-x": [1.0, 0.0]})
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED])
+def test_transient_failures_are_tried_again(
+    server: tuple[Scripted, str], code: grpc.StatusCode
+) -> None:
+    scripted, address = server
+
+    def behave(call: int, context: grpc.ServicerContext) -> None:
+        if call <= 3:
+            context.abort(code, "later")
+
+    scripted.behave = behave
+    assert ask(address).release == 7
+    assert scripted.calls == 4
+
+
+def test_lasting_refusals_are_not_tried_again(server: tuple[Scripted, str]) -> None:
+    scripted, address = server
+
+    def behave(call: int, context: grpc.ServicerContext) -> None:
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "expected 64 values, got 2")
+
+    scripted.behave = behave
+    with pytest.raises(errors.InvalidInputError, match="expected 64 values"):
+        ask(address)
+    assert scripted.calls == 1
+
+
+def test_the_reason_chooses_the_error(server: tuple[Scripted, str]) -> None:
+    scripted, address = server
+    wanted = errors.PreconditionError.__subclasses__()
+
+    def behave(call: int, context: grpc.ServicerContext) -> None:
+        detail = any_pb2.Any()
+        detail.Pack(error_details_pb2.ErrorInfo(reason=wanted[call - 1].reason))
+        status = status_pb2.Status(
+            code=code_pb2.FAILED_PRECONDITION, message="not now", details=[detail]
+        )
+        context.abort_with_status(rpc_status.to_status(status))
+
+    scripted.behave = behave
+    for expected in wanted:
+        with pytest.raises(expected):
+            ask(address)
+
+
+def test_a_stalled_attempt_is_dropped_and_the_deadline_held(
+    server: tuple[Scripted, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted, address = server
+
+    def behave(call: int, context: grpc.ServicerContext) -> None:
+        while context.is_active():
+            time.sleep(0.01)
+
+    scripted.behave = behave
+    started = time.monotonic()
+    with pytest.raises(errors.UnavailableError):
+        ask(address, seconds=0.5)
+    assert time.monotonic() - started < 5
+
+
+def test_nobody_there() -> None:
+    with pytest.raises(errors.UnavailableError, match=r"127\.0\.0\.1:1:"):
+        ask("127.0.0.1:1", seconds=0.3)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "grpc://127.0.0.1:1"])
+def test_a_token_never_travels_in_the_clear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    (tmp_path / "token").write_text("secret")
+    monkeypatch.setenv("NOBACKFILL_TOKEN_FILE", str(tmp_path / "token"))
+    with pytest.raises(errors.ConfigurationError, match="grpcs://"):
+        open_channel(address)
+
+
+def test_every_command_refuses_a_token_without_tls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text("secret")
+    monkeypatch.setenv("NOBACKFILL_TOKEN_FILE", str(tmp_path / "token"))
+    commands: list[list[str]] = [
+        ["releases"], ["status"], ["activate", "1"], ["rollback"], ["retire"],
+        ["estimate", "g", "1"], ["watch"],
+    ]  # fmt: skip
+    for command in commands:
+        said = CliRunner().invoke(server_app, [*command, "--server=127.0.0.1:1"])
+        assert said.exit_code == 78, command
+        assert "expected TLS for a bearer token" in said.output
+    gallery = tmp_path / "g.sqlite"
+    with pytest.raises(errors.ConfigurationError, match="expected TLS for a bearer token"):
+        client_app(
+            [f"--gallery={gallery}", "init", "--from=grpc://127.0.0.1:1"], standalone_mode=False
+        )
+
+
+@pytest.mark.parametrize("token", [b"", b"two words", b"\xff", b"a\nb"])
+def test_a_file_that_holds_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: bytes
+) -> None:
+    (tmp_path / "token").write_bytes(token)
+    monkeypatch.setenv("NOBACKFILL_TOKEN_FILE", str(tmp_path / "token"))
+    with pytest.raises(errors.ConfigurationError, match="one token"):
+        open_channel("grpcs://127.0.0.1:1")
+
+
+def test_an_unknown_scheme() -> None:
+    with pytest.raises(errors.ConfigurationError, match="https://"):
+        open_channel("https://127.0.0.1:1")
+
+
+def test_what_a_server_says_cannot_move_the_cursor() -> None:
+    """One line of text, and the exit code of the one table."""
+    evil = "\x1b]0;owned\x07\nall is well"
+
+    def refuse(_request: release_pb2.ListReleasesRequest, context: grpc.ServicerContext) -> None:
+        context.abort(grpc.StatusCode.OUT_OF_RANGE, evil)
+
+    handler: Any = grpc.unary_unary_rpc_method_handler(
+        refuse, release_pb2.ListReleasesRequest.FromString
+    )
+    service = "nobackfill.v1.ReleaseService"
+    running = grpc.server(futures.ThreadPoolExecutor(2))
+    methods = {"ListReleases": handler}
+    running.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
+    port = running.add_insecure_port("127.0.0.1:0")
+    running.start()
+    try:
+        said = CliRunner().invoke(server_app, ["releases", f"--server=127.0.0.1:{port}"])
+    finally:
+        running.stop(None).wait()
+    assert said.exit_code == 65
+    assert said.output.count("\n") == 1
+    assert "\x1b" not in said.output
+    assert r"\x1b]0;owned\x07\nall is well" in said.output
+
+
+def test_names_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    Output().result({}, "a\x1b[2Jb", "c\nd")
+    Output().note("e\rf")
+    show(False, {}, [["gallery"], ["\x1b[31m[bold]g\n"]])
+    said = capsys.readouterr()
+    assert said.out.splitlines()[:2] == [r"a\x1b[2Jb", r"c\nd"]
+    assert said.err == "e\\rf\n"
+    assert r"\x1b[31m[bold]g\n" in said.out

@@ -1,0 +1,27 @@
+"""Running a training command: one place turns errors into a sentence on stderr and an exit code."""
+
+import functools
+import sys
+from collections.abc import Callable
+
+import typer
+
+from nobackfill.errors import NobackfillError
+
+
+def command_app(name: str, main: Callable[..., None], epilog: str) -> typer.Typer:
+    """`main` as a command line, which exits with the codes of design.md section 7."""
+
+    @functools.wraps(main)
+    def guarded(*args: object, **options: object) -> None:
+        try:
+            main(*args, **options)
+        except NobackfillError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            raise typer.Exit(error.exit_code) from error
+        except KeyboardInterrupt as error:
+            raise typer.Exit(130) from error
+
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(name, epilog=epilog)(guarded)
+    return app

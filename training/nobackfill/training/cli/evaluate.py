@@ -1,0 +1,160 @@
+"""`python training/evaluate.py`: cells of the compatibility matrix of published releases."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nobackfill.durable import write_file
+from nobackfill.errors import ConfigurationError, InvalidInputError
+from nobackfill.metrics.ranking import Relevance, same_label
+from nobackfill.release.manifest import Manifest
+from nobackfill.training.backfill import Curve, backfill_curves
+from nobackfill.training.cli.command import command_app
+from nobackfill.training.cli.picture import write_picture
+from nobackfill.training.cli.table import matrix_table
+from nobackfill.training.criterion import criterion
+from nobackfill.training.data.folders import Listing, list_images
+from nobackfill.training.data.overlap import digests, left_out
+from nobackfill.training.matrix import MatrixCell, evaluate_cells, every_cell, neighbour_paths
+from nobackfill.training.measure import CellName, Embedded, parse_cell
+from nobackfill.training.networks.published import read_publication
+
+_EPILOG = """
+A cell is written QUERY/GALLERY: 2/2 is release 2 on both sides (re-embedding everything, the upper
+bound), 1/1 the lower bound, 2/1 queries of release 2 against vectors of release 1 as they are,
+2/1>2 against vectors of release 1 carried along the upgrade 1 -> 2, 3/1>2>3 along two upgrades.
+
+Search is exact, by each release's own metric. A query's own picture, and copies of it, are left out
+of its answers, whatever they are named; "left_out" says of how many queries. JSON shares are 0..1:
+{"left_out": N, "cells": {CELL: {"cmc1", "cmc5", "map", ...}}, "criterion": {CELL: {"compatible",
+"strict_apart", "strict_together", "update_gain", "upgrade_gain", "degradation", ...}}, "backfill":
+{CELL: {ORDER: {"mean_map", "shares", "map", ...}}}, "neighbours": {CELL: {QUERY PATH: [GALLERY
+PATHS, nearest first]}}}.
+
+Update gain (BCT Eq. 9) and degradation (DMU Eq. 7) hold a model against one trained on its own:
+release N of --independent N, on the same images as the compatible one. Without it they are known
+only for releases that were trained on their own themselves. BCT Eq. 1 is about old vectors as they
+are: the shares of pairs of two classes, and of one class, that keep to it.
+
+Example:
+
+python training/evaluate.py --model-repo model_repo --queries photos/queries --gallery photos/all
+--cells "1/1,2/1,2/1>2,2/2" --json build/cells.json --picture build/cells.png
+
+Exit codes: 0 measured, 65 refused data or failed verification, 66 a cell names what is not
+published, 78 wrong configuration.
+"""
+
+
+def main(
+    model_repo: Annotated[Path, typer.Option(metavar="DIR", help="publication folder")],
+    queries: Annotated[Path, typer.Option(metavar="FOLDER", help="class folders of query images")],
+    gallery: Annotated[Path, typer.Option(metavar="FOLDER", help="class folders to search in")],
+    cells: Annotated[
+        str | None,
+        typer.Option(help="e.g. 1/1,2/1,2/1>2,2/2; all that there are when absent"),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="write every figure as JSON")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="draw the matrix, rows the query model")
+    ] = None,
+    independent: Annotated[
+        int | None,
+        typer.Option(
+            metavar="RELEASE", help="trained on its own, what compatible ones are held to"
+        ),
+    ] = None,
+    neighbours: Annotated[int, typer.Option(min=0, help="nearest images a query in the JSON")] = 0,
+    backfill: Annotated[
+        bool, typer.Option("--backfill", help="also the curves while a gallery is re-embedded")
+    ] = False,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="upgrade with the quantised twins, where there are")
+    ] = False,
+) -> None:
+    """Measure cells of the compatibility matrix and print them as a table."""
+    manifests = read_publication(model_repo).manifests
+    if not manifests:
+        raise ConfigurationError(f"--model-repo {model_repo}: nothing is published there")
+    names = _names(cells, manifests, independent)
+    asked, searched = list_images(queries), list_images(gallery)
+    relevance, own = _relevance(asked, searched)
+    one_set = queries.resolve() == gallery.resolve()
+    embedded = Embedded(asked, model_repo, manifests)
+    other = embedded if one_set else Embedded(searched, model_repo, manifests)
+    measured = evaluate_cells(names, embedded, other, relevance, neighbours=neighbours, int8=int8)
+    criteria = criterion(measured, embedded, other, relevance, independent)
+    print(matrix_table(measured, criteria))
+    if picture is not None:
+        write_picture(measured, picture)
+    if json_file is not None:
+        report = {
+            "left_out": own,
+            "cells": {
+                str(cell.name): {**cell.figures, "worst_class": cell.worst_class}
+                for cell in measured
+            },
+            "criterion": criteria,
+            "backfill": _curves(measured if backfill else (), embedded, other, relevance),
+            "neighbours": {
+                str(cell.name): dict(neighbour_paths(cell, asked, searched))
+                for cell in measured
+                if neighbours
+            },
+        }
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(json_file, json.dumps(report, indent=1).encode())
+
+
+def _names(
+    cells: str | None, manifests: Mapping[int, Manifest], independent: int | None
+) -> list[CellName]:
+    """The cells asked for, or all, and what compatible ones are held to."""
+    names = every_cell(manifests) if cells is None else [parse_cell(c) for c in cells.split(",")]
+    own = [] if independent is None else [CellName(independent, (independent,))]
+    return list(dict.fromkeys([*names, *own]))
+
+
+def _curves(
+    cells: Sequence[MatrixCell], queries: Embedded, gallery: Embedded, relevance: Relevance
+) -> dict[str, Mapping[str, Curve]]:
+    return {
+        str(cell.name): backfill_curves(cell.name, queries, gallery, relevance)
+        for cell in cells
+        if cell.name.gallery[0] != cell.name.query
+    }
+
+
+def _relevance(queries: Listing, gallery: Listing) -> tuple[Relevance, int]:
+    """Same class name = relevant; a query's own picture, known by its digest, is left out: of how
+    many queries.
+
+    Raises InvalidInputError where no class name is in both folders.
+    """
+    known = {name: label for label, name in enumerate(gallery.class_names)}
+    labels = [known.get(queries.class_names[label], -1) for label in queries.labels]
+    if all(label < 0 for label in labels):
+        raise InvalidInputError(
+            f"{queries.root} and {gallery.root} have no class folder name in common"
+        )
+    asked, held = digests(queries), digests(gallery)
+    own = left_out(asked, held)
+    if own:
+        print(
+            f"{own} of {len(queries)} queries are in the gallery too: their own picture is left "
+            "out of their answers",
+            file=sys.stderr,
+        )
+    return same_label(labels, gallery.labels, asked, held), own
+
+
+app = command_app("evaluate.py", main, _EPILOG)
+
+if __name__ == "__main__":
+    app()

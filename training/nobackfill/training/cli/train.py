@@ -1,0 +1,147 @@
+"""`python training/train.py CONFIG.yaml`: train an embedder, a side encoder or an upgrade."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from nobackfill.digests import sha256_file
+from nobackfill.errors import InvalidInputError
+from nobackfill.training.cli.command import command_app
+from nobackfill.training.config import Config, EmbedderConfig, SideEncoderConfig, UpgradeConfig
+from nobackfill.training.config_file import load_config
+from nobackfill.training.data.folders import (
+    Listing,
+    decode,
+    hold_out,
+    list_images,
+    readable,
+    require_classes,
+)
+from nobackfill.training.loop.loop import fit, resumable
+from nobackfill.training.loop.progress import Progress
+from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, load_part, read_finished
+from nobackfill.training.loop.upgrade import train_upgrade
+from nobackfill.training.method import EmbedderInputs
+from nobackfill.training.methods import embedder_method
+from nobackfill.training.networks.embedder import EmbedderObjective
+from nobackfill.training.networks.frozen import load_classifier
+from nobackfill.training.side_info.kinds import side_objective
+
+_EPILOG = """
+The configuration's `kind` says what is trained: `embedder` (phi), `side_encoder` (psi) or `upgrade`
+(h and g). Ready configurations are in configs/; every key is described in training/config.py, and
+an unknown key is refused with the list of those known.
+
+Writes RUN_DIR/checkpoint.safetensors, config.yaml and stats.jsonl (one JSON line a log step). Run
+it again after an interruption: it goes on after the last checkpoint, to the same result.
+
+Example:
+
+python training/train.py configs/digits/embedder-1.yaml configs/digits/side_encoder-1.yaml --set
+images=photos/train
+
+Exit codes: 0 done (or was done before), 1 the loss diverged, 65 refused data, 73 cannot write,
+78 wrong configuration, 130 interrupted.
+"""
+
+
+def main(
+    configs: Annotated[
+        list[Path],
+        typer.Argument(metavar="CONFIG...", help="YAML files, e.g. configs/digits/embedder-1.yaml"),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="override a key; nested keys with dots"),
+    ] = None,
+) -> None:
+    """Train an embedder, a side-information encoder or an upgrade; several files one by one.
+
+    --set applies to every file.
+    """
+    loaded = [load_config(path, tuple(overrides or ())) for path in configs]
+    for config in loaded:
+        checkpoint = train(config, Progress())
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(
+                f"{config.run_dir / CHECKPOINT}: {config.kind}, {checkpoint.epoch} epochs, "
+                f"{checkpoint.step} steps",
+                flush=True,
+            )
+
+
+def train(config: Config, progress: Progress) -> Checkpoint:
+    """Train what the configuration says; see the errors of the parts. A finished run is kept."""
+    _check_names(config)
+    listing = list_images(config.images, config.classes)
+    if config.skip_corrupt:
+        listing, skipped = readable(listing)
+        for path in skipped:
+            print(f"skipped, no image: {listing.root / path}", file=sys.stderr)
+    require_classes(listing)
+    train_rows, held_rows = hold_out(listing, config.held_out, config.split_seed)
+    chosen, held_out = listing.select(train_rows), listing.select(held_rows)
+    if isinstance(config, UpgradeConfig):
+        return train_upgrade(config, chosen, held_out, progress)
+    done = resumable(config)
+    if done is not None and done.finished:
+        return done
+    return _train_network(config, chosen, progress)
+
+
+def _check_names(config: Config) -> None:
+    """What the configuration names must exist before images are read."""
+    if isinstance(config, EmbedderConfig):
+        embedder_method(config.method)
+        if config.init is not None:
+            read_finished(config.init)
+
+
+def _train_network(
+    config: EmbedderConfig | SideEncoderConfig, listing: Listing, progress: Progress
+) -> Checkpoint:
+    torch.manual_seed(config.seed)
+    rows = {"labels": torch.from_numpy(listing.labels)}
+    if len(listing) < config.batch_size:
+        raise InvalidInputError(
+            f"{listing.root}: {len(listing)} images to train on are fewer than batch_size "
+            f"{config.batch_size}; lower it with --set batch_size={max(2, len(listing) // 2)}"
+        )
+    if isinstance(config, SideEncoderConfig):
+        objective = side_objective(config, len(listing.class_names))
+        rows["images"] = torch.from_numpy(decode(listing, config.image_size))
+        return fit(objective, rows, config, listing.class_names, progress=progress)
+    method = embedder_method(config.method)
+    old = None if config.old is None else load_classifier(config.old)
+    rows["images"] = torch.from_numpy(decode(listing, config.image_size))
+    embedder = method.objective(EmbedderInputs(config, listing.class_names, rows, old))
+    if config.init is not None:
+        _start_from(embedder, read_finished(config.init), config, listing.class_names)
+    facts = {} if config.old is None else {"old_digest": sha256_file(config.old / CHECKPOINT)}
+    return fit(embedder, rows, config, listing.class_names, progress=progress, facts=facts)
+
+
+def _start_from(
+    objective: EmbedderObjective,
+    begun: Checkpoint,
+    config: EmbedderConfig,
+    class_names: tuple[str, ...],
+) -> None:
+    load_part(objective.embedder, begun, "encoder")
+    before = begun.config
+    if (
+        isinstance(before, EmbedderConfig)
+        and before.head == config.head
+        and begun.class_names == class_names
+    ):
+        load_part(objective.head, begun, "head")
+
+
+app = command_app("train.py", main, _EPILOG)
+
+if __name__ == "__main__":
+    app()

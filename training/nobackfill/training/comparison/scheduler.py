@@ -1,0 +1,137 @@
+"""The work of a comparison among processes: each training and row once its needs are met."""
+
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nobackfill.digests import sha256_file
+from nobackfill.training.comparison.cells import evaluation, measure, read_cells, write_cells
+from nobackfill.training.comparison.recipe import Place, Run, ensure
+from nobackfill.training.comparison.rows import TEST, Row
+from nobackfill.training.comparison.settings import prepare
+from nobackfill.training.data.folders import Listing, list_images
+from nobackfill.training.loop.run import CHECKPOINT
+
+Planned = Sequence[tuple[Place, Sequence[Row]]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """`work(*arguments)`, once the trainings in `needs` are there; a training makes `made`."""
+
+    work: Callable[..., None]
+    arguments: tuple[object, ...]
+    needs: frozenset[Path]
+    made: Path | None = None
+
+
+def do(planned: Planned, jobs: int) -> None:
+    """Make the images, train every run, measure every row. What is done is not done again."""
+    for place, rows in planned:
+        prepare(place, list(rows))
+    if jobs == 1:
+        for task in tasks(planned):
+            task.work(*task.arguments)
+    else:
+        _share(tasks(planned), jobs)
+
+
+def tasks(planned: Planned) -> list[Task]:
+    """Every training once, after those that it reads, and then every row's measurement."""
+    depths: dict[Path, tuple[int, Run]] = {}
+
+    def depth(run: Run) -> int:
+        if run.folder not in depths:
+            depths[run.folder] = (1 + max((depth(n) for n in run.needs), default=-1), run)
+        return depths[run.folder][0]
+
+    for _, rows in planned:
+        for row in rows:
+            for run in row.runs:
+                depth(run)
+    # Many trainings wait for those of little depth.
+    runs = [run for _, run in sorted(depths.values(), key=lambda found: found[0])]
+    trainings = [Task(train_run, (run,), _folders(run.needs), run.folder) for run in runs]
+    rows_of_all = [(place, row) for place, rows in planned for row in rows]
+    measurements = [Task(measure_row, (p, row), _folders(row.runs)) for p, row in rows_of_all]
+    return trainings + measurements
+
+
+def _folders(runs: Sequence[Run]) -> frozenset[Path]:
+    return frozenset(run.folder for run in runs)
+
+
+def _share(waiting: list[Task], jobs: int) -> None:
+    """Carry tasks out in `jobs` processes, the first that can begin first.
+
+    No more are handed out than processes, so that a failure is raised as soon as what is in hand
+    ends.
+    """
+    made: set[Path] = set()
+    running: dict[Future[None], Task] = {}
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        while waiting or running:
+            ready = [task for task in waiting if task.needs <= made][: jobs - len(running)]
+            for task in ready:
+                waiting.remove(task)
+                running[pool.submit(task.work, *task.arguments)] = task
+            ended, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in ended:
+                future.result()
+                folder = running.pop(future).made
+                if folder is not None:
+                    made.add(folder)
+
+
+def train_run(run: Run) -> None:
+    """One training, its needs being there."""
+    torch.set_num_threads(1)
+    if (run.folder / CHECKPOINT).is_file():
+        ensure(run, {needed.folder for needed in run.needs})
+        return
+    started = time.monotonic()
+    ensure(run, {needed.folder for needed in run.needs})
+    _tell(f"trained {run.folder}", started)
+
+
+def measure_row(place: Place, row: Row) -> None:
+    """The cells of one row, unless they are kept from the same models."""
+    torch.set_num_threads(1)
+    path, key = cells_path(place, row), _key(row)
+    if read_cells(path, key) is not None:
+        return
+    started = time.monotonic()
+    test = evaluation(images_of(place, row), place.preset.metric, place.runs / "features")
+    write_cells(path, measure(row, test), key)
+    _tell(f"measured {row.name}, {place.split.name}, seed {place.seed}", started)
+
+
+def images_of(place: Place, row: Row) -> Listing:
+    """Queries and gallery of a row: the split's classes, or a folder of its own."""
+    listing = list_images(place.images / row.tested)
+    if row.tested != TEST:
+        return listing
+    split = place.split
+    shown = (listing.labels >= split.tested_first) & (listing.labels < split.tested_end)
+    return listing.select(shown.nonzero()[0])
+
+
+def cells_path(place: Place, row: Row) -> Path:
+    """Where a row's cells are kept."""
+    return place.runs / "cells" / f"{row.name.replace(':', '-')}.npz"
+
+
+def _key(row: Row) -> str:
+    digests = [sha256_file(run.folder / CHECKPOINT)[:16] for run in row.runs]
+    elsewhere = [] if row.tested == TEST else [f"tested={row.tested}"]
+    return " ".join([*digests, f"int8={row.int8}", *elsewhere])
+
+
+def _tell(what: str, started: float) -> None:
+    print(f"{what}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)

@@ -1,0 +1,96 @@
+"""UniBCT's five ways to divide images between the old and the new training set (unibct.txt 3.1).
+
+Each takes the labels of all images and gives the rows of both sets. Data is divided class by class,
+so that both sets hold every class; of each class the old set gets at least one image and leaves
+one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nobackfill.errors import ConfigurationError
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Rows of the old and of the new training set, ascending."""
+
+    old: Rows
+    new: Rows
+
+
+def extended_data(labels: Rows, share: float, seed: int) -> Allocation:
+    """Old: `share` of the images of every class; new: all images."""
+    return Allocation(_share_of_data(labels, share, seed), np.arange(len(labels)))
+
+
+def open_data(labels: Rows, share: float, seed: int) -> Allocation:
+    """Old: `share` of the images of every class; new: the other images of the same classes."""
+    old = _share_of_data(labels, share, seed)
+    return Allocation(old, np.setdiff1d(np.arange(len(labels)), old))
+
+
+def extended_class(labels: Rows, share: float, seed: int) -> Allocation:
+    """Old: all images of `share` of the classes; new: all images."""
+    return Allocation(_share_of_classes(labels, share, seed), np.arange(len(labels)))
+
+
+def open_class(labels: Rows, share: float, seed: int) -> Allocation:
+    """Old: all images of `share` of the classes; new: those of the other classes."""
+    old = _share_of_classes(labels, share, seed)
+    return Allocation(old, np.setdiff1d(np.arange(len(labels)), old))
+
+
+def identical_data(labels: Rows, share: float, seed: int) -> Allocation:
+    """Old and new: the same `share` of the images of every class."""
+    old = _share_of_data(labels, share, seed)
+    return Allocation(old, old)
+
+
+ALLOCATIONS: dict[str, Callable[[Rows, float, int], Allocation]] = {
+    "extended-data": extended_data,
+    "open-data": open_data,
+    "extended-class": extended_class,
+    "open-class": open_class,
+    "identical-data": identical_data,
+}
+
+
+def allocate(name: str, labels: Rows, share: float = 0.3, seed: int = 666) -> Allocation:
+    """The allocation of that name; share and seed as in the paper where not given.
+
+    Raises ConfigurationError for an unknown name.
+    """
+    if name not in ALLOCATIONS:
+        raise ConfigurationError(f"unknown allocation {name!r}; known: {', '.join(ALLOCATIONS)}")
+    return ALLOCATIONS[name](labels, share, seed)
+
+
+def _share_of_data(labels: Rows, share: float, seed: int) -> Rows:
+    rng = np.random.default_rng(seed)
+    picked = []
+    for label in np.unique(labels):
+        rows = rng.permutation(np.flatnonzero(labels == label))
+        count = _count(share, len(rows), f"images of class {label}")
+        picked.append(rows[:count])
+    return np.sort(np.concatenate(picked))
+
+
+def _share_of_classes(labels: Rows, share: float, seed: int) -> Rows:
+    classes = np.unique(labels)
+    count = _count(share, len(classes), "classes")
+    chosen = np.random.default_rng(seed).permutation(classes)[:count]
+    return np.flatnonzero(np.isin(labels, chosen))
+
+
+def _count(share: float, total: int, what: str) -> int:
+    if not 0 < share < 1:
+        raise ConfigurationError(f"expected a share between 0 and 1, got {share}")
+    if total < 2:
+        raise ConfigurationError(f"expected at least 2 {what} to divide, got {total}")
+    return min(max(1, round(share * total)), total - 1)

@@ -1,0 +1,52 @@
+"""Evaluation images in two halves: one fits the calibration, the other decides the gate."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nobackfill.errors import InvalidInputError, few
+from nobackfill.training.data.folders import Listing, by_digest
+
+# What a half needs, so that anything can be compared in it: classes with so many images.
+CLASSES = 2
+IMAGES = 2
+
+Rows = NDArray[np.int64]
+
+
+def halves(listing: Listing, seed: int) -> tuple[Rows, Rows]:
+    """Rows [a] and [b] of two disjoint halves of every class, by digest of name and seed.
+
+    Of a class with an odd number the halves get one more in turn, and a class of two goes to one of
+    them whole: pairs are left in both. Raises InvalidInputError where a half cannot compare
+    anything.
+    """
+    second = np.zeros(len(listing), bool)
+    # Classes whose pair only one of the halves can have take turns of their own.
+    turns = {True: False, False: False}
+    for label in range(len(listing.class_names)):
+        rows = by_digest(listing, label, seed)
+        size = len(rows) // 2
+        if len(rows) % 2 or len(rows) == IMAGES:
+            single = len(rows) in (IMAGES, IMAGES + 1)
+            turns[single] = not turns[single]
+            here = not turns[single]
+            size = len(rows) * here if len(rows) == IMAGES else size + here
+        second[rows[:size]] = True
+    split = np.flatnonzero(~second), np.flatnonzero(second)
+    for half in split:
+        _check_enough(listing, half)
+    return split
+
+
+def _check_enough(listing: Listing, half: Rows) -> None:
+    counts = np.bincount(listing.labels[half], minlength=len(listing.class_names))
+    if (counts >= IMAGES).sum() >= CLASSES:
+        return
+    whole = np.bincount(listing.labels, minlength=len(listing.class_names))
+    examples = few(f"{n}: {count}" for n, count in zip(listing.class_names, whole, strict=True))
+    raise InvalidInputError(
+        f"--eval {listing.root}: half of it is for calibration and half for the gate, and each "
+        f"needs {CLASSES} classes with {IMAGES} images; expected {CLASSES} classes of "
+        f"{2 * IMAGES} images or {2 * CLASSES} of {IMAGES}, got {len(listing)} images in "
+        f"{len(listing.class_names)} classes ({examples}); add images"
+    )

@@ -1,0 +1,199 @@
+"""From training runs to a release: which run goes where, and from which published release it leads.
+
+A run knows the digests of the models it was trained with; a manifest's recipe knows the digest of
+the checkpoint it was made from. So an upgrade finds its source release, and a wrong pairing is
+refused.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nobackfill.digests import sha256_file
+from nobackfill.errors import ConfigurationError, few
+from nobackfill.release.manifest import Manifest
+from nobackfill.training.config import EmbedderConfig, UpgradeConfig
+from nobackfill.training.export.drafting import Recipe, Release
+from nobackfill.training.export.probes import source_probes
+from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, load_part
+from nobackfill.training.loop.upgrade import read_upgrade
+from nobackfill.training.method import UpgradeShape
+from nobackfill.training.methods import embedder_method
+from nobackfill.training.networks.frozen import load_encoder
+from nobackfill.training.networks.published import require_release
+
+# Names of this machine's files have no place in a manifest.
+_PRIVATE = {"run_dir", "images", "old", "new", "old_side", "new_side", "init"}
+
+
+def add_embedder_run(release: Release, run_dir: Path) -> None:
+    """Put a run's embedder into the release, with what its method declares about older ones.
+
+    Told on stderr: a compatible embedder of another dimension than the old one's. Its first
+    elements meet old vectors (BCT section 3.6), but a published space has one dimension.
+    """
+    encoder, checkpoint = load_encoder(run_dir)
+    config = checkpoint.config
+    if not isinstance(config, EmbedderConfig):
+        raise ConfigurationError(f"--embedder {run_dir}: is a run of kind {config.kind}")
+    method = embedder_method(config.method)
+    release.add_embedder(encoder)
+    release.method = config.method
+    release.recipe |= {
+        "embedder_checkpoint": sha256_file(run_dir / CHECKPOINT),
+        **_flat("embedder", config.model_dump(mode="json")),
+    }
+    if method.searches_directly:
+        source = _trained_against(release, run_dir, checkpoint)
+        if source.embedder.dim == encoder.dim:
+            release.searches_directly.append(source.release)
+        else:
+            _tell_not_searched(release, source, encoder.dim)
+
+
+def _tell_not_searched(release: Release, source: Manifest, dim: int) -> None:
+    print(
+        f"release {release.number} will not search vectors of release {source.release} as they "
+        f"are: method {release.method} trained it to, but it has {dim} dimensions and they have "
+        f"{source.embedder.dim}, and a gallery compares vectors of one dimension only. They need "
+        "an upgrade",
+        file=sys.stderr,
+    )
+
+
+def add_forward_head(release: Release, run_dir: Path) -> None:
+    """Put in the upgrade that an embedder's own training made (DMU), where it made one.
+
+    Side-information passes by it: it stays valid where the release keeps its predecessor's encoder.
+    """
+    encoder, checkpoint = load_encoder(run_dir)
+    config = checkpoint.config
+    assert isinstance(config, EmbedderConfig)
+    build = embedder_method(config.method).upgrade
+    if build is None or not checkpoint.part("upgrade"):
+        return
+    source = _trained_against(release, run_dir, checkpoint)
+    shape = UpgradeShape(source.embedder.dim, 0, encoder.dim, 0, encoder.unit)
+    module = build(config, shape)
+    load_part(module, checkpoint, "upgrade")
+    kept = release.side_encoder is not None and (
+        release.side_encoder.origin_release != release.number
+    )
+    release.add_upgrade(
+        module.eval(), source, _examples(source, release), method=config.method, carries=kept
+    )
+
+
+def _trained_against(release: Release, run_dir: Path, checkpoint: Checkpoint) -> Manifest:
+    config = checkpoint.config
+    assert isinstance(config, EmbedderConfig)
+    source = _by_digest(release, "embedder_checkpoint", str(checkpoint.facts.get("old_digest")))
+    if source is None:
+        raise ConfigurationError(
+            f"--embedder {run_dir}: method {config.method} was trained against {config.old}, "
+            f"which is none of the published releases ({_numbers(release.published)})"
+        )
+    return source
+
+
+def add_side_run(release: Release, run_dir: Path) -> None:
+    """Put a run's side encoder into the release."""
+    encoder, checkpoint = load_encoder(run_dir)
+    if checkpoint.config.kind != "side_encoder":
+        raise ConfigurationError(f"--side-encoder {run_dir}: is a run of kind embedder")
+    release.add_side_encoder(encoder)
+    release.recipe |= {
+        "side_encoder_checkpoint": sha256_file(run_dir / CHECKPOINT),
+        **_flat("side_encoder", checkpoint.config.model_dump(mode="json")),
+    }
+
+
+def add_upgrade_run(release: Release, run_dir: Path) -> None:
+    """Put a run's upgrade into the release, from the published release that its old model is.
+
+    Raises ConfigurationError where its old or new model, or their side encoders, are other ones.
+    """
+    module, checkpoint = read_upgrade(run_dir)
+    config, facts = checkpoint.config, checkpoint.facts
+    assert isinstance(config, UpgradeConfig)
+    source = _source(release, run_dir, checkpoint)
+    for part, fact in (("embedder", "new_digest"), ("side_encoder", "new_side_digest")):
+        if fact in facts and not _is_digest_of(release, part, str(facts[fact])):
+            raise ConfigurationError(
+                f"--upgrade {run_dir}: was trained into another {part} than the one being "
+                "published; train it again with this release's runs"
+            )
+    side_digest = facts.get("side_digest")
+    if side_digest is not None and not _has_digest(source, "side_encoder", str(side_digest)):
+        raise ConfigurationError(
+            f"--upgrade {run_dir}: reads other side-information than release {source.release} "
+            "stores; train it with that release's side encoder"
+        )
+    release.add_upgrade(
+        module,
+        source,
+        _examples(source, release),
+        method=config.method,
+        carries=config.side == "carries",
+    )
+    name = f"upgrade_{source.release}"
+    release.recipe |= _flat(name, config.model_dump(mode="json"))
+
+
+def _source(release: Release, run_dir: Path, checkpoint: Checkpoint) -> Manifest:
+    number = checkpoint.facts.get("old_release")
+    if number is not None:
+        return require_release(int(number), release.published)
+    source = _by_digest(release, "embedder_checkpoint", str(checkpoint.facts.get("old_digest")))
+    if source is None:
+        raise ConfigurationError(
+            f"--upgrade {run_dir}: its old embedder is none of the published releases "
+            f"({_numbers(release.published)}); publish that one first"
+        )
+    return source
+
+
+def _is_digest_of(release: Release, part: str, digest: str) -> bool:
+    made = release.embedder if part == "embedder" else release.side_encoder
+    file = None if made is None else made.file.sha256
+    if part == "side_encoder" and release.side_encoder is not None:
+        origin = release.published.get(release.side_encoder.origin_release)
+        if origin is not None:
+            return _has_digest(origin, part, digest)
+    return digest in (file, release.recipe.get(f"{part}_checkpoint"))
+
+
+def _by_digest(release: Release, key: str, digest: str) -> Manifest | None:
+    part = key.removesuffix("_checkpoint")
+    found = [m for m in release.published.values() if _has_digest(m, part, digest)]
+    return found[-1] if found else None
+
+
+def _has_digest(manifest: Manifest, part: str, digest: str) -> bool:
+    made = manifest.embedder if part == "embedder" else manifest.side_encoder
+    file = None if made is None else made.file.sha256
+    return digest in (file, manifest.recipe.get(f"{part}_checkpoint"))
+
+
+def _examples(source: Manifest, release: Release) -> tuple[Tensor, Tensor | None]:
+    embedding, side = source_probes(source, release.all_files())
+    return torch.from_numpy(embedding), None if side is None else torch.from_numpy(side)
+
+
+def _flat(prefix: str, values: Mapping[str, object]) -> Recipe:
+    flat: Recipe = {}
+    for key, value in values.items():
+        if key in _PRIVATE:
+            continue
+        if isinstance(value, Mapping):
+            flat |= _flat(f"{prefix}.{key}", value)
+        elif isinstance(value, str | int | float | bool) or value is None:
+            flat[f"{prefix}.{key}"] = value
+    return flat
+
+
+def _numbers(published: Mapping[int, Manifest]) -> str:
+    return few(sorted(published, reverse=True)) or "none"

@@ -1,0 +1,214 @@
+"""A release in the making: ONNX files in a folder of ours, and the manifest that will name them.
+
+The parts are made one by one (embedder, side encoder, upgrades, probes); gate.py then measures the
+files, and export.py publishes.
+"""
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from nobackfill.digests import side_space_id
+from nobackfill.errors import ConfigurationError
+from nobackfill.release.manifest import (
+    Embedder,
+    GateVerdict,
+    Manifest,
+    Probes,
+    PublishedFile,
+    SideEncoder,
+    Upgrade,
+    space_of,
+)
+from nobackfill.release.paths import (
+    embedder_path,
+    side_encoder_path,
+    upgrade_int8_path,
+    upgrade_path,
+)
+from nobackfill.release.publishing.draft import Draft, described
+from nobackfill.training.export.onnx_export import export_onnx, quantise
+from nobackfill.training.export.probe_images import probe_images
+from nobackfill.training.networks.embedder import ImageEncoder
+from nobackfill.training.networks.transform import Upgrade as UpgradeModule
+
+Recipe = dict[str, str | int | float | bool | None]
+
+
+@dataclass
+class Release:
+    """The files and the manifest's parts of release `number`, growing until `manifest` is
+    called.
+    """
+
+    number: int
+    folder: Path
+    # Older releases that are published, and where their files are.
+    published: Mapping[int, Manifest]
+    repo: Path
+    method: str = "independent"
+    recipe: Recipe = field(default_factory=dict)
+    files: dict[str, Path] = field(default_factory=dict)
+    embedder: Embedder | None = None
+    side_encoder: SideEncoder | None = None
+    upgrades: list[Upgrade] = field(default_factory=list)
+    searches_directly: list[int] = field(default_factory=list)
+
+    def all_files(self) -> dict[str, Path]:
+        """Local files of this release and of the published ones, by published path."""
+        old = {
+            file.path: self.repo / file.path
+            for manifest in self.published.values()
+            for file in manifest.files()
+        }
+        return {**old, **self.files}
+
+    def add_embedder(self, encoder: ImageEncoder) -> None:
+        """Export phi."""
+        path = self.local(embedder_path(self.number))
+        probes = {"image": torch.from_numpy(probe_images(encoder.image_size, encoder.image_size))}
+        export_onnx(encoder, probes, ("embedding",), path)
+        self.embedder = Embedder(
+            file=self.file(embedder_path(self.number)),
+            height=encoder.image_size,
+            width=encoder.image_size,
+            dim=encoder.dim,
+            metric="cosine" if encoder.unit else "squared_l2",
+            unit=encoder.unit,
+        )
+
+    def add_side_encoder(self, encoder: ImageEncoder) -> None:
+        """Export psi. Raises ConfigurationError where it takes another image size than phi."""
+        assert self.embedder is not None
+        self._check_size(encoder.image_size, "the side encoder")
+        path = self.local(side_encoder_path(self.number))
+        probes = {"image": torch.from_numpy(probe_images(encoder.image_size, encoder.image_size))}
+        export_onnx(encoder, probes, ("side",), path)
+        self.side_encoder = SideEncoder(
+            file=self.file(side_encoder_path(self.number)),
+            dim=encoder.dim,
+            origin_release=self.number,
+        )
+
+    def keep_side_encoder(self) -> None:
+        """Take over the newest published release's psi, so that its side-information stays valid.
+
+        Raises ConfigurationError where it has none, or one for another image size.
+        """
+        newest = self.published[max(self.published)] if self.published else None
+        if newest is None or newest.side_encoder is None:
+            raise ConfigurationError(
+                "--keep-side-encoder: the newest release has none; give --side-encoder RUN"
+            )
+        self._check_size(newest.embedder.height, f"release {newest.release}'s side encoder")
+        self.side_encoder = newest.side_encoder
+
+    def add_upgrade(
+        self,
+        module: UpgradeModule,
+        source: Manifest,
+        examples: tuple[Tensor, Tensor | None],
+        *,
+        method: str,
+        carries: bool,
+    ) -> None:
+        """Export an upgrade from `source` and its int8 twin.
+
+        `examples`: embeddings [n,dim] and side-information of `source`, to trace and compare with.
+        """
+        graph = UpgradeGraph(module)
+        inputs = {"embedding": examples[0]}
+        if module.reads_side:
+            if examples[1] is None:
+                raise ConfigurationError(
+                    f"the upgrade reads side-information, but release {source.release} has none"
+                )
+            inputs["side"] = examples[1]
+        path, int8 = (
+            upgrade_path(source.release, self.number),
+            upgrade_int8_path(source.release, self.number),
+        )
+        export_onnx(graph, inputs, graph.outputs, self.local(path))
+        quantise(self.local(path), self.local(int8))
+        self.upgrades.append(
+            Upgrade(
+                from_release=source.release,
+                from_space=source.space,
+                from_dim=source.embedder.dim,
+                from_side_space=source.side_space if module.reads_side else None,
+                from_side_dim=inputs["side"].shape[1] if module.reads_side else 0,
+                method=method,
+                file=self.file(path),
+                int8_file=self.file(int8),
+                side="maps" if module.g is not None else "carries" if carries else "drops",
+                predicts_uncertainty=module.log_variance is not None,
+            )
+        )
+
+    def manifest(self, probes: Probes) -> Manifest:
+        """The manifest so far, not measured yet."""
+        assert self.embedder is not None
+        return Manifest(
+            release=self.number,
+            space=space_of(self.embedder),
+            embedder=self.embedder,
+            side_space=side_space_id(self.side_encoder.file.sha256) if self.side_encoder else None,
+            side_encoder=self.side_encoder,
+            upgrades=tuple(sorted(self.upgrades, key=lambda upgrade: upgrade.from_release)),
+            searches_directly=tuple(
+                self.published[number].space for number in sorted(set(self.searches_directly))
+            ),
+            gate=GateVerdict(verdict="not_measured"),
+            probes=probes,
+            method=self.method,
+            recipe=self.recipe,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        )
+
+    def finished(self, manifest: Manifest) -> Draft:
+        """What is published: `manifest`, and those of our files that it names."""
+        named = {file.path for file in manifest.files()}
+        return Draft(manifest, {path: file for path, file in self.files.items() if path in named})
+
+    def _check_size(self, size: int, what: str) -> None:
+        assert self.embedder is not None
+        if size != self.embedder.height:
+            raise ConfigurationError(
+                f"{what} takes images of {size} pixels, the embedder of {self.embedder.height}; "
+                "both read the same image, so train them with one image_size"
+            )
+
+    def local(self, path: str) -> Path:
+        """Where the file to be published as `path` is written."""
+        local = self.folder / path
+        local.parent.mkdir(parents=True, exist_ok=True)
+        self.files[path] = local
+        return local
+
+    def file(self, path: str) -> PublishedFile:
+        """What the manifest says of a written file."""
+        return described(path, self.files[path])
+
+
+class UpgradeGraph(nn.Module):
+    """The published graph of an upgrade: a variance instead of its logarithm, no output
+    left None.
+    """
+
+    def __init__(self, upgrade: UpgradeModule) -> None:
+        super().__init__()
+        self.upgrade = upgrade
+        self.outputs: tuple[str, ...] = ("upgraded",)
+        self.outputs += ("upgraded_side",) if upgrade.g is not None else ()
+        self.outputs += ("uncertainty",) if upgrade.log_variance is not None else ()
+
+    def forward(self, embedding: Tensor, side: Tensor | None = None) -> tuple[Tensor, ...]:
+        result = self.upgrade(embedding, side)
+        variance = None if result.log_variance is None else result.log_variance.exp()
+        return tuple(
+            output for output in (result.embedding, result.side, variance) if output is not None
+        )

@@ -1,0 +1,155 @@
+"""From torch to ONNX: one graph, a dynamic batch, nothing in the file but the computation.
+
+Parity is checked on the written file by onnxruntime, and refused beyond a tolerance.
+"""
+
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from nobackfill.errors import VerificationError
+
+OPSET = 20
+# |torch - ONNX| <= PARITY * max(1, |torch|): float32 sums in another order, nothing more.
+PARITY = 1e-4
+
+
+def export_onnx(
+    module: nn.Module, inputs: Mapping[str, Tensor], outputs: tuple[str, ...], path: Path
+) -> None:
+    """Write `module` as ONNX with named inputs (examples, batch first) and outputs; check parity.
+
+    Raises VerificationError where onnxruntime's outputs differ from torch's.
+    """
+    module = module.eval().cpu()
+    examples = tuple(tensor.cpu() for tensor in inputs.values())
+    batch = torch.export.Dim("n", min=1)
+    with warnings.catch_warnings(), torch.no_grad():
+        # torch.onnx deprecates parts of itself while it exports.
+        warnings.simplefilter("ignore")
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        program = torch.onnx.export(
+            module,
+            examples,
+            dynamo=True,
+            input_names=list(inputs),
+            output_names=list(outputs),
+            dynamic_shapes=tuple({0: batch} for _ in examples),
+            opset_version=OPSET,
+            verbose=False,
+        )
+    assert program is not None
+    model = program.model_proto
+    strip(model)
+    onnx.save(model, path)
+    check_parity(module, inputs, outputs, path)
+
+
+def strip(model: onnx.ModelProto) -> None:
+    """Remove all that is not computation: traces with paths of this machine, comments, shapes."""
+    model.doc_string = ""
+    model.producer_name, model.producer_version = "nobackfill", ""
+    del model.metadata_props[:]
+    graph = model.graph
+    graph.doc_string = ""
+    del graph.metadata_props[:]
+    del graph.value_info[:]
+    for parts in (graph.node, graph.initializer, graph.input, graph.output):
+        for part in parts:
+            part.doc_string = ""
+            del part.metadata_props[:]
+    graph.name = "graph"
+
+
+def check_parity(
+    module: nn.Module, inputs: Mapping[str, Tensor], outputs: tuple[str, ...], path: Path
+) -> None:
+    """Compare the file with the module, on the whole batch and on its first row.
+
+    Raises VerificationError naming the output that differs and by how much.
+    """
+    for rows in {len(next(iter(inputs.values()))), 1}:
+        given = {name: tensor[:rows].cpu() for name, tensor in inputs.items()}
+        with torch.no_grad():
+            result = module(*given.values())
+        expected = [result] if isinstance(result, Tensor) else [r for r in result if r is not None]
+        got = run_onnx(path, {name: t.numpy() for name, t in given.items()}, outputs)
+        for name, tensor, array in zip(outputs, expected, got, strict=True):
+            _compare(name, tensor.numpy(), array, path)
+
+
+def _compare(name: str, torch_output: NDArray[Any], onnx_output: NDArray[Any], path: Path) -> None:
+    if torch_output.shape != onnx_output.shape:
+        raise VerificationError(
+            f"{path.name}: output {name}: torch gives {list(torch_output.shape)}, the exported "
+            f"file {list(onnx_output.shape)}"
+        )
+    difference = np.abs(torch_output - onnx_output) / np.maximum(1, np.abs(torch_output))
+    if not (difference <= PARITY).all():
+        raise VerificationError(
+            f"{path.name}: output {name} of the exported file differs from torch's by "
+            f"{np.nanmax(difference):.2g} (relative), allowed is {PARITY:g}; not published"
+        )
+
+
+def run_onnx(
+    path: Path, inputs: Mapping[str, NDArray[Any]], outputs: tuple[str, ...]
+) -> list[NDArray[Any]]:
+    """Run an ONNX file once, on the CPU. Raises VerificationError where onnxruntime cannot."""
+    import onnxruntime
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    refusals = (
+        state.Fail,
+        state.InvalidArgument,
+        state.InvalidGraph,
+        state.InvalidProtobuf,
+        state.NotImplemented,
+        state.RuntimeException,
+    )
+    try:
+        session = onnxruntime.InferenceSession(
+            path, sess_options=options, providers=["CPUExecutionProvider"]
+        )
+        return list(session.run(list(outputs), dict(inputs)))
+    except refusals as error:
+        raise VerificationError(f"onnxruntime cannot run {path.name}: {error}") from error
+
+
+def quantise(source: Path, target: Path) -> None:
+    """The int8 twin: weights in int8 with a scale a channel, activations quantised at run time.
+
+    Weights take 7 of the 8 bits. Processors with AVX2 and no VNNI add two products in 16 bits: more
+    would overflow there, and a device compute what no gate has measured (ADR 0006).
+    """
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    model = onnx.load(source)
+    # Its shape inference trips over shapes that the exporter recorded.
+    del model.graph.value_info[:]
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        quantize_dynamic(
+            model, target, per_channel=True, reduce_range=True, weight_type=QuantType.QInt8
+        )
+    finally:
+        root.setLevel(level)
+    quantised = onnx.load(target)
+    strip(quantised)
+    # Its internal domains are declared and not used.
+    standard = [opset for opset in quantised.opset_import if opset.domain in ("", "ai.onnx")]
+    del quantised.opset_import[:]
+    quantised.opset_import.extend(standard)
+    onnx.save(quantised, target)

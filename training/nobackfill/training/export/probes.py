@@ -1,0 +1,66 @@
+"""Golden probes, made: synthetic pictures and what the release's models give for them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nobackfill.release.manifest import Manifest, Probes, PublishedFile
+from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
+from nobackfill.release.paths import probes_path
+from nobackfill.training.export.drafting import Release
+from nobackfill.training.export.probe_images import probe_images
+
+# Relative to max(1, |expected|): float32 on another machine's instructions.
+TOLERANCE = 1e-3
+
+
+def make_probes(release: Release) -> Probes:
+    """Run every model of the release on the probe images and write `probes-N.npz`."""
+    placeholder = Probes(
+        file=PublishedFile(path=probes_path(release.number), sha256="0" * 64, length=1),
+        tolerance=TOLERANCE,
+        int8_tolerance=1.0,
+    )
+    manifest, files = release.manifest(placeholder), release.all_files()
+    images = probe_images(manifest.embedder.height, manifest.embedder.width)
+    arrays: dict[str, NDArray[np.uint8] | NDArray[np.float32]] = {"image": images}
+    arrays["embedding"] = open_embedder(files, manifest).run(images)
+    if manifest.side_encoder is not None:
+        arrays["side"] = open_side_encoder(files, manifest).run(images)
+    widest = 0.0
+    for upgrade in manifest.upgrades:
+        source = release.published[upgrade.from_release]
+        embedding, side = source_probes(source, files)
+        name = f"upgrade_{upgrade.from_release}"
+        result = open_upgrade(files, manifest, upgrade).run(embedding, side)
+        arrays[f"{name}/embedding"] = embedding
+        arrays[f"{name}/upgraded"] = result.embedding
+        if upgrade.from_side_space is not None and side is not None:
+            arrays[f"{name}/side"] = side
+        if upgrade.side == "maps" and result.side is not None:
+            arrays[f"{name}/upgraded_side"] = result.side
+        if upgrade.int8_file is not None:
+            small = open_upgrade(files, manifest, upgrade, int8=True).run(embedding, side)
+            for a, b in ((small.embedding, result.embedding), (small.side, result.side)):
+                if a is not None and b is not None:
+                    widest = max(widest, float((np.abs(a - b) / np.maximum(1, np.abs(b))).max()))
+    path = release.local(probes_path(release.number))
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+    # Quantised kernels round differently from machine to machine, by less than they err.
+    return Probes(
+        file=release.file(probes_path(release.number)),
+        tolerance=TOLERANCE,
+        int8_tolerance=min(10.0, max(0.05, 3 * widest)),
+    )
+
+
+def source_probes(
+    source: Manifest, files: Mapping[str, Path]
+) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+    """Embeddings and side-information of the probe images by a published release."""
+    images = probe_images(source.embedder.height, source.embedder.width)
+    side = open_side_encoder(files, source).run(images) if source.side_encoder else None
+    return open_embedder(files, source).run(images), side

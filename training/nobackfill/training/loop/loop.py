@@ -1,0 +1,272 @@
+"""The training loop: reads from top to bottom, resumes after a kill, one JSON line a log step.
+
+Randomness is a function of (seed, epoch): torch's generator is seeded at the start of each epoch,
+the learning rate is a function of the step, and checkpoints are taken between epochs. So a run that
+was killed and resumed computes what an unbroken one computes, bit for bit on the same machine.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import lightning_fabric
+import torch
+from torch import Tensor, nn
+
+from nobackfill.durable import append, make_dir, write_file
+from nobackfill.errors import ConfigurationError, NobackfillError, few
+from nobackfill.training.config import Config
+from nobackfill.training.loop.objective import Batch, Objective
+from nobackfill.training.loop.precision import precision_of
+from nobackfill.training.loop.progress import Progress
+from nobackfill.training.loop.run import (
+    CHECKPOINT,
+    STATS,
+    Checkpoint,
+    optimizer_tensors,
+    read_checkpoint,
+    restore_optimizer,
+    write_checkpoint,
+    write_config,
+)
+
+
+class DivergedError(NobackfillError):
+    """The loss became NaN or infinite; the last good checkpoint is kept."""
+
+
+def fit(
+    objective: Objective,
+    rows: Mapping[str, Tensor],
+    config: Config,
+    class_names: tuple[str, ...],
+    *,
+    progress: Progress,
+    facts: Mapping[str, str | int | float | bool] | None = None,
+) -> Checkpoint:
+    """Train `objective` on `rows` (tensors of equal length, indexed by batch) into config.run_dir.
+
+    A finished run is returned as it is; an unfinished one with the same configuration goes on after
+    its last checkpoint. Raises ConfigurationError where the run folder holds another configuration
+    or a batch does not fit, DivergedError at the first loss that is not finite.
+    """
+    n = len(next(iter(rows.values())))
+    steps = n // config.batch_size or 1
+    done = resumable(config)
+    if done is not None and done.finished:
+        return done
+    fabric = _fabric(config)
+    _seed(config.seed, -1 if done is None else done.epoch)
+    optimizer = _optimizer(objective, config)
+    first, step = _begin(fabric, objective.trained(), optimizer, config, class_names, done)
+    model, optimizer = fabric.setup(objective, optimizer)
+    checkpoint = done
+    with progress.bar(str(config.run_dir), config.epochs, first) as advance:
+        for epoch in range(first, config.epochs):
+            _seed(config.seed, epoch)
+            model.train()
+            objective.begin_epoch(epoch, config.epochs)
+            for batch in _batches(rows, n, config, fabric):
+                _set_lr(optimizer, learning_rate(config, step / steps))
+                terms = model(batch)
+                loss = torch.stack([term.float() for term in terms.values()]).sum()
+                told = _over_devices(fabric, terms)
+                _check_finite(told, step, config)
+                fabric.backward(loss)
+                if config.gradient_clip is not None:
+                    fabric.clip_gradients(model, optimizer, max_norm=config.gradient_clip)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                if step % config.log_every == 0 and fabric.is_global_zero:
+                    lr = learning_rate(config, step / steps)
+                    _log(config, epoch, step, lr, told | objective.statistics)
+                step += 1
+            last = epoch + 1 == config.epochs
+            if last:
+                objective.finish()
+            if last or (epoch + 1) % config.checkpoint_every == 0:
+                tensors = _tensors(objective.trained(), None if last else optimizer, step)
+                checkpoint = Checkpoint(
+                    config, tensors, epoch + 1, step, class_names, dict(facts or {})
+                )
+                if fabric.is_global_zero:
+                    write_checkpoint(config.run_dir, checkpoint)
+            advance(told["loss"])
+    assert checkpoint is not None
+    return checkpoint
+
+
+def resumable(config: Config) -> Checkpoint | None:
+    """The checkpoint in config.run_dir, None where there is none.
+
+    Raises ConfigurationError where it belongs to another configuration.
+    """
+    if not (config.run_dir / CHECKPOINT).is_file():
+        return None
+    done = read_checkpoint(config.run_dir)
+    if done.config != config:
+        before, now = done.config.model_dump(), config.model_dump()
+        keys = [key for key in now if before.get(key, now[key]) != now[key]] or ["kind"]
+        raise ConfigurationError(
+            f"{config.run_dir} holds a training of another configuration (different: "
+            f"{', '.join(keys)}); choose another run_dir, or remove that folder"
+        )
+    return done
+
+
+def finish(
+    parts: Mapping[str, nn.Module],
+    config: Config,
+    class_names: tuple[str, ...],
+    facts: Mapping[str, str | int | float | bool],
+) -> Checkpoint:
+    """Write the run of what was solved in closed form: all epochs at once."""
+    tensors = _tensors(nn.ModuleDict(parts), None, 0)
+    checkpoint = Checkpoint(config, tensors, config.epochs, 0, class_names, dict(facts))
+    make_dir(config.run_dir)
+    write_config(config.run_dir, config)
+    write_checkpoint(config.run_dir, checkpoint)
+    return checkpoint
+
+
+def learning_rate(config: Config, epoch: float) -> float:
+    """Linear warm-up over config.warmup_epochs, then one cosine down to 0 (FCT D.5)."""
+    if epoch < config.warmup_epochs:
+        return config.lr * (epoch + 1e-3) / config.warmup_epochs
+    share = (epoch - config.warmup_epochs) / (config.epochs - config.warmup_epochs)
+    return config.lr * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
+
+
+def _fabric(config: Config) -> lightning_fabric.Fabric:
+    fabric = lightning_fabric.Fabric(
+        accelerator=config.accelerator, devices=config.devices, precision=precision_of(config)
+    )
+    fabric.launch()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    return fabric
+
+
+def _optimizer(objective: nn.Module, config: Config) -> torch.optim.Optimizer:
+    parameters = [p for p in objective.parameters() if p.requires_grad]
+    # A fused optimiser scales float16's gradients by itself, where fabric could not clip them.
+    fused = config.precision != "16-mixed"
+    if config.optimizer == "adam":
+        return torch.optim.Adam(
+            parameters, lr=config.lr, weight_decay=config.weight_decay, fused=fused
+        )
+    return torch.optim.SGD(
+        parameters,
+        lr=config.lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        nesterov=config.momentum > 0,
+        fused=fused,
+    )
+
+
+def _seed(seed: int, epoch: int) -> None:
+    digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def _batches(
+    rows: Mapping[str, Tensor], n: int, config: Config, fabric: lightning_fabric.Fabric
+) -> Iterator[Batch]:
+    """Every row once, shuffled, the last short batch left out (BatchNorm meets no batch of one).
+
+    With several devices each takes its share of every batch.
+    """
+    order = torch.randperm(n)
+    size = min(config.batch_size, n)
+    for start in range(0, n - size + 1, size):
+        picked = order[start : start + size][fabric.global_rank :: fabric.world_size]
+        batch = {name: tensor[picked] for name, tensor in rows.items()}
+        yield {k: v.to(fabric.device) for k, v in {**batch, "rows": picked}.items()}
+
+
+def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def _over_devices(fabric: lightning_fabric.Fabric, terms: Mapping[str, Tensor]) -> dict[str, float]:
+    """`loss` and the terms, each the mean over the devices: all of them see the same figures, and
+    so stop at the same step.
+    """
+    mine = torch.stack([term.detach().float() for term in terms.values()])
+    whole = fabric.all_reduce(mine, reduce_op="mean")
+    assert isinstance(whole, Tensor)
+    return {"loss": float(whole.sum()), **dict(zip(terms, whole.tolist(), strict=True))}
+
+
+def _check_finite(told: Mapping[str, float], step: int, config: Config) -> None:
+    if math.isfinite(told["loss"]):
+        return
+    bad = [name for name, value in told.items() if name != "loss" and not math.isfinite(value)]
+    raise DivergedError(
+        f"{config.run_dir}: the loss was {told['loss']} at step {step} "
+        f"(term: {', '.join(bad)}); the last checkpoint is kept. Try a lower lr, a longer warm-up "
+        "or gradient_clip"
+    )
+
+
+def _log(config: Config, epoch: int, step: int, lr: float, told: Mapping[str, float]) -> None:
+    line = {"epoch": epoch, "step": step, "lr": lr, **told}
+    append(config.run_dir / STATS, (json.dumps(line) + "\n").encode())
+
+
+def _trim_stats(path: Path, step: int) -> None:
+    """Drop the lines that a killed run wrote after its last checkpoint; the resumed run writes
+    them.
+    """
+    if not path.is_file():
+        return
+    whole = [line for line in path.read_text("utf-8").splitlines(keepends=True) if line[-1] == "\n"]
+    write_file(path, "".join(x for x in whole if json.loads(x)["step"] < step).encode())
+
+
+def _tensors(
+    trained: nn.ModuleDict, optimizer: torch.optim.Optimizer | None, step: int
+) -> dict[str, Tensor]:
+    tensors = {k: v.detach().cpu().clone() for k, v in trained.state_dict().items()}
+    for name, tensor in tensors.items():
+        # The last step of an epoch can spoil weights whose loss nobody saw yet.
+        if not torch.isfinite(tensor).all():
+            raise DivergedError(
+                f"{name} is NaN or infinite after step {step}; the last checkpoint is kept. "
+                "Try a lower lr, a longer warm-up or gradient_clip"
+            )
+    if optimizer is not None:
+        tensors |= optimizer_tensors(optimizer)
+    return tensors
+
+
+def _begin(
+    fabric: lightning_fabric.Fabric,
+    trained: nn.ModuleDict,
+    optimizer: torch.optim.Optimizer,
+    config: Config,
+    class_names: tuple[str, ...],
+    done: Checkpoint | None,
+) -> tuple[int, int]:
+    """Prepare the run folder, or restore from it; the epoch and step to go on with."""
+    epoch, step = (0, 0) if done is None else (done.epoch, done.step)
+    if done is not None:
+        if done.class_names != class_names:
+            raise ConfigurationError(
+                f"{config.run_dir} was begun on other classes ({few(done.class_names)}); put "
+                "the images back, or remove that folder"
+            )
+        weights = {k: v for k, v in done.tensors.items() if not k.startswith("optimizer.")}
+        trained.load_state_dict(weights)
+        restore_optimizer(optimizer, done)
+    if fabric.is_global_zero:
+        if done is None:
+            make_dir(config.run_dir)
+            write_config(config.run_dir, config)
+        _trim_stats(config.run_dir / STATS, step)
+    fabric.barrier()
+    return epoch, step

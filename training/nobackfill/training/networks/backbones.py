@@ -1,0 +1,154 @@
+"""Backbones by name: pixels float32 [n,3,H,W] -> features float32 [n,embedding_dim].
+
+`small` and `small_resnet` are for 8..64-pixel images; every other name is a torchvision
+classification model, whose last linear layer is replaced by one with `embedding_dim` outputs
+(FCT D.1: the penultimate layer outputs the embedding directly).
+"""
+
+import difflib
+
+import torch
+from torch import Tensor, nn
+
+from nobackfill.errors import ConfigurationError
+
+
+class GeM(nn.Module):
+    """Generalised-mean pooling, (mean x^p)^(1/p), p trained from 3: [n,c,h,w] -> [n,c,1,1]."""
+
+    def __init__(self, p: float = 3.0) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.tensor(p))
+
+    def forward(self, maps: Tensor) -> Tensor:
+        return maps.clamp(min=1e-6).pow(self.p).mean((2, 3), keepdim=True).pow(1 / self.p)
+
+
+def _pool(pooling: str) -> nn.Module:
+    return GeM() if pooling == "gem" else nn.AdaptiveAvgPool2d(1)
+
+
+def _conv(channels_in: int, channels_out: int, stride: int = 1) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(channels_in, channels_out, 3, stride, 1, bias=False),
+        nn.BatchNorm2d(channels_out),
+        nn.ReLU(inplace=True),
+    )
+
+
+class _Residual(nn.Module):
+    """x + conv(conv(x))."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.convs = nn.Sequential(_conv(channels, channels), _conv(channels, channels))
+
+    def forward(self, maps: Tensor) -> Tensor:
+        output: Tensor = maps + self.convs(maps)
+        return output
+
+
+def small(embedding_dim: int, width: int, pooling: str) -> nn.Module:
+    """Four convolutions at two resolutions and a linear layer, for digits and their like."""
+    return nn.Sequential(
+        _conv(3, width),
+        _conv(width, 2 * width, 2),
+        _conv(2 * width, 2 * width),
+        _conv(2 * width, 4 * width, 2),
+        _pool(pooling),
+        nn.Flatten(),
+        nn.Linear(4 * width, embedding_dim),
+    )
+
+
+def small_resnet(embedding_dim: int, width: int, pooling: str) -> nn.Module:
+    """Nine weight layers, two of the three stages residual: the fast ResNet for 32-pixel images."""
+    return nn.Sequential(
+        _conv(3, width),
+        _conv(width, 2 * width, 2),
+        _Residual(2 * width),
+        _conv(2 * width, 4 * width, 2),
+        _conv(4 * width, 8 * width, 2),
+        _Residual(8 * width),
+        _pool(pooling),
+        nn.Flatten(),
+        nn.Linear(8 * width, embedding_dim),
+    )
+
+
+_SMALL = {"small": small, "small_resnet": small_resnet}
+_AUXILIARY = ("googlenet", "inception_v3")
+
+
+def backbone_names() -> list[str]:
+    """Every name that `build_backbone` knows."""
+    # Imported where used: it takes seconds, and the small networks do without.
+    import torchvision
+
+    known: list[str] = torchvision.models.list_models(module=torchvision.models)
+    return sorted(_SMALL) + known
+
+
+def build_backbone(
+    name: str, embedding_dim: int, *, width: int, pooling: str, last_nonlin: bool, image_size: int
+) -> nn.Module:
+    """A fresh network. Raises ConfigurationError for an unknown name (naming near ones), or for a
+    model that has no linear layer to replace (SqueezeNet), or no pooling to one cell for GeM.
+    """
+    if name in _SMALL:
+        network = _SMALL[name](embedding_dim, width, pooling)
+    elif name in backbone_names():
+        network = _torchvision(name, embedding_dim, pooling, image_size)
+    else:
+        near = difflib.get_close_matches(name, backbone_names(), 5) or ["resnet18", "resnet50"]
+        raise ConfigurationError(
+            f"unknown backbone {name!r}; expected {', '.join(_SMALL)} or a torchvision "
+            f"classification model, e.g. {', '.join(near)}"
+        )
+    if last_nonlin:
+        network = nn.Sequential(network, nn.ReLU())
+    # Trains a sixth faster on a processor.
+    return network.to(memory_format=torch.channels_last)
+
+
+def _torchvision(name: str, embedding_dim: int, pooling: str, image_size: int) -> nn.Module:
+    import torchvision
+
+    # These two would answer with auxiliary classifiers' logits as well while they are trained.
+    plain = {"aux_logits": False, "init_weights": True} if name in _AUXILIARY else {}
+    network: nn.Module = torchvision.models.get_model(name, weights=None, **plain)
+    linear = [(p, m) for p, m in network.named_modules() if isinstance(m, nn.Linear)]
+    if not linear:
+        raise ConfigurationError(
+            f"backbone {name} classifies by a convolution, so that no linear layer can give the "
+            "embedding; expected another one, e.g. mobilenet_v3_small"
+        )
+    path, last = linear[-1]
+    _replace(network, path, nn.Linear(last.in_features, embedding_dim))
+    if pooling == "gem":
+        pools = [p for p, m in network.named_modules() if _pools_to_one_cell(m)]
+        if not pools:
+            raise ConfigurationError(
+                f"backbone {name} has no average pooling for GeM to replace; use pooling: avg"
+            )
+        _replace(network, pools[-1], GeM())
+    if name.startswith("resnet") and image_size <= 64:
+        _small_stem(network)
+    return network
+
+
+def _pools_to_one_cell(module: nn.Module) -> bool:
+    # VGG and AlexNet pool to 7 x 7 and 6 x 6 cells, which their classifiers read one by one.
+    return isinstance(module, nn.AdaptiveAvgPool2d) and module.output_size in (1, (1, 1))
+
+
+def _small_stem(network: nn.Module) -> None:
+    # A 7x7 stride-2 stem and max pooling leave nothing of a 32-pixel image (He et al., section
+    # 4.2).
+    network.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
+    network.maxpool = nn.Identity()
+
+
+def _replace(network: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(network.get_submodule(parent), name, module)

@@ -1,0 +1,90 @@
+"""phi and psi as modules: uint8 images in, vectors out, with the one point of normalisation.
+
+The graph that is published is exactly `ImageEncoder.forward`; training enters at `encode`, behind
+the augmentation.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nobackfill.training.config import EmbedderConfig, SideEncoderConfig
+from nobackfill.training.data.augment import Augment
+from nobackfill.training.loop.objective import Batch, Objective, Terms
+from nobackfill.training.networks.backbones import build_backbone
+from nobackfill.training.networks.heads import Head, build_head
+from nobackfill.training.side_info.binarise import Binarise
+
+
+def to_pixels(images: Tensor) -> Tensor:
+    """uint8 [n,H,W,3] -> float32 [n,3,H,W] in 0..1."""
+    return images.permute(0, 3, 1, 2).float() / 255
+
+
+class ImageEncoder(nn.Module):
+    """A backbone between scaling and, with `unit`, L2 normalisation."""
+
+    def __init__(self, backbone: nn.Module, dim: int, image_size: int, unit: bool) -> None:
+        super().__init__()
+        self.backbone, self.dim, self.image_size, self.unit = backbone, dim, image_size, unit
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """pixels float32 [n,3,H,W] in 0..1 -> the backbone's own output [n,dim], not normalised."""
+        output: Tensor = self.backbone((pixels - 0.5) / 0.5)
+        return output
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """pixels float32 [n,3,H,W] in 0..1 -> the space's vectors float32 [n,dim]."""
+        features = self.features(pixels).float()
+        return F.normalize(features) if self.unit else features
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images uint8 [n,H,W,3] -> vectors float32 [n,dim]."""
+        return self.encode(to_pixels(images))
+
+
+def build_encoder(config: EmbedderConfig | SideEncoderConfig) -> ImageEncoder:
+    """The untrained network of a configuration. Raises ConfigurationError for an unknown
+    backbone.
+    """
+    if isinstance(config, EmbedderConfig):
+        dim, unit = config.embedding_dim, config.head != "softmax"
+    else:
+        dim, unit = config.side_info_dim, False
+    backbone = build_backbone(
+        config.backbone,
+        dim,
+        width=config.width,
+        pooling=config.pooling,
+        last_nonlin=config.last_nonlin,
+        image_size=config.image_size,
+    )
+    if isinstance(config, SideEncoderConfig) and config.side_info in ("simclr", "binary_simclr"):
+        # fct.txt D.4.1: an extra BatchNorm at the end of the model.
+        layers = [backbone, nn.BatchNorm1d(dim, affine=False)]
+        if config.side_info == "binary_simclr":
+            layers.append(Binarise())
+        backbone = nn.Sequential(*layers)
+    return ImageEncoder(backbone, dim, config.image_size, unit)
+
+
+class EmbedderObjective(Objective):
+    """An embedder under its head, trained on its own: the `independent` method and every method's
+    base.
+
+    Batches hold `images` uint8 [b,H,W,3] and `labels` int64 [b].
+    """
+
+    def __init__(self, config: EmbedderConfig, classes: int) -> None:
+        super().__init__()
+        self.embedder = build_encoder(config)
+        self.head: Head = build_head(
+            config.head, classes, config.embedding_dim, margin=config.margin, scale=config.scale
+        )
+        self.augment = Augment(config.augmentation)
+
+    def forward(self, batch: Batch) -> Terms:
+        embedding = self.embedder.encode(self.augment(to_pixels(batch["images"])))
+        return {"classification": self.head(embedding, batch["labels"])}
+
+    def trained(self) -> nn.ModuleDict:
+        return nn.ModuleDict({"encoder": self.embedder, "head": self.head})
