@@ -38,13 +38,16 @@ def train(children: Children, screen: Screen, recipes: Sequence[Recipe]) -> None
                 running.remove((child, recipe, bar))
 
 
+PUBLICATION = Path(sys.executable).with_name("publication")
+
+
 def published(children: Children, model_repo: Path) -> set[int]:
     """The numbers of the releases in a publication folder."""
     if not (model_repo / "timestamp.json").exists():
         return set()
     listed = children.run(
         "release-list",
-        [sys.executable, "-m", "nobackfill.release", "list", "--model-repo", model_repo, "--json"],
+        [PUBLICATION, "list", "--model-repo", model_repo, "--json"],
     )
     return {release["release"] for release in json.loads(listed)["releases"]}
 

@@ -139,7 +139,8 @@ def test_wrong_usage_exits_2(commands: Commands, args: tuple[str, ...]) -> None:
 
 def test_it_is_a_command(repo: Path) -> None:
     def run(*args: str) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "nobackfill.release", *args, "--model-repo", str(repo)]
+        publication = Path(sys.executable).with_name("publication")
+        words = [publication, *args, "--model-repo", repo]
         return subprocess.run(words, capture_output=True, text=True, check=False)
 
     listed = run("list", "--json")
@@ -148,5 +149,5 @@ def test_it_is_a_command(repo: Path) -> None:
     refused = run("withdraw", "9", "--reason", "x")
     assert refused.returncode == 66
     assert refused.stdout == ""
-    assert refused.stderr.startswith("release: ")
+    assert refused.stderr.startswith("publication: ")
     assert "Traceback" not in refused.stderr
