@@ -71,10 +71,10 @@ def measure(topic: str, scale: Scale) -> None:
 
 
 def _apart(topic: str, full: bool) -> bool:
-    command = [sys.executable, __file__, topic, "--part", *(["--full"] if full else [])]
+    command = [sys.executable, "-m", "bench.run", topic, "--part", *(["--full"] if full else [])]
     # What is said to run on one thread must; what runs on two sets its own number.
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, check=False, env=env).returncode == 0
+    return subprocess.run(command, check=False, env=env, cwd=record.ROOT).returncode == 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Several clients that call Search all the time and note every answer, run as a process of its own:
 
-`python demo/load.py ADDRESS GALLERY QUERIES CLIENTS`. Prints "ready" when every client has had an
+`python -m demo.load ADDRESS GALLERY QUERIES CLIENTS`. Prints "ready" when every client has had an
 answer, goes on until its standard input ends, then prints one line of JSON an answer, as Answer.
 """
 

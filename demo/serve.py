@@ -80,7 +80,7 @@ def under_load(
     load = Load([])
     child = children.start(
         "load",
-        [sys.executable, "demo/load.py", address, name, queries, str(clients)],
+        [sys.executable, "-m", "demo.load", address, name, queries, str(clients)],
         stdin=subprocess.PIPE,
     )
     while not child.output.read_text(encoding="utf-8"):

@@ -118,7 +118,9 @@ def test_the_docs_show_what_was_measured_last(tmp_path: Path) -> None:
     docs = tmp_path / "benchmarks.md"
     docs.write_text(record.DOCS.read_text())
     record.refresh_docs(docs)
-    assert docs.read_text() == record.DOCS.read_text(), "run `bench/run.py --docs` and commit"
+    assert docs.read_text() == record.DOCS.read_text(), (
+        "run `python -m bench.run --docs` and commit"
+    )
 
 
 def test_the_docs_have_a_place_for_each_topic() -> None:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(3 * PATIENCE)
 
 
 def command(out: Path, options: Sequence[str] = TINY) -> list[str]:
-    return [sys.executable, "demo/life.py", "--out", str(out), *options]
+    return [sys.executable, "-m", "demo.life", "--out", str(out), *options]
 
 
 def run(out: Path, options: Sequence[str] = TINY) -> subprocess.CompletedProcess[str]:

@@ -22,7 +22,7 @@ from tests.server.test_forgetting import COUNT
 from tests.server.test_indexing import put
 from tests.support.waiting import wait_until
 
-ROOT = Path(indexing.__file__).parents[2]
+ROOT = Path(indexing.__file__).parents[1]
 # A call: where it is made, and what is called.
 Site = tuple[str, int, str]
 
@@ -147,8 +147,8 @@ def test_an_error_at_any_call_ends_an_activation_with_its_reason(
     publish_stage(tmp_path / "repo", published[1])
     calls = Calls(
         "activation",
-        "server/nobackfill/server/rollout",
-        "server/nobackfill/server/upgrades/jobs.py",
+        "rollout",
+        "upgrades/jobs.py",
     )
     with (
         running(tmp_path / "repo", tmp_path / "data") as gateway,

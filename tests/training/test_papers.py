@@ -12,7 +12,7 @@ from nobackfill.training.comparison.recipe import Place
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
-PATHS = sorted(set(re.findall(r"`((?:metrics|training)(?:\.\w+)+)`", TEXT)))
+PATHS = sorted(set(re.findall(r"`(nobackfill(?:\.\w+)+)`", TEXT)))
 
 
 def resolve(path: str) -> object:
