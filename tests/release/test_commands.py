@@ -140,7 +140,7 @@ def test_wrong_usage_exits_2(commands: Commands, args: tuple[str, ...]) -> None:
 def test_it_is_a_command(repo: Path) -> None:
     def run(*args: str) -> subprocess.CompletedProcess[str]:
         publication = Path(sys.executable).with_name("publication")
-        words = [publication, *args, "--model-repo", repo]
+        words = [str(publication), *args, "--model-repo", str(repo)]
         return subprocess.run(words, capture_output=True, text=True, check=False)
 
     listed = run("list", "--json")
