@@ -213,10 +213,11 @@ def _settle(life: Life, release: int, rollout: Rollout, *, paused: bool) -> None
     before = _copy(server)
     if release in life.publication.withdrawn:
         return
-    if not paused:
-        _wait_idle(life)
     server.begin(release, rollout)
     server.advance(paused=paused)
+    if server.begun is None:
+        # Nothing holds it up, paused or not: galleries without a route do not.
+        _wait_idle(life)
     if not _as_told(life):
         vars(server).update(before)
 
