@@ -42,7 +42,7 @@ def test_every_preset_is_valid(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["cifar100-cpu", "cifar100"])
-def test_presets_of_train_and_of_compare_agree(name: str) -> None:
+def test_both_releases_have_the_hyper_parameters_of_the_comparison(name: str) -> None:
     preset = PRESETS_OF_COMPARE[name]
     for file in Path("configs", name).glob("*.yaml"):
         config = load_config(file)

@@ -1,5 +1,7 @@
 """The catalogue: which rows there are, what they train and in which order, what they claim."""
 
+import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from nobackfill.training.comparison.presets import (
     preset_named,
 )
 from nobackfill.training.comparison.recipe import Place
+from nobackfill.training.comparison.results import MAIN
 from nobackfill.training.comparison.rows import independent_of
 from nobackfill.training.comparison.scheduler import tasks
 from nobackfill.training.config_file import parse_config
@@ -170,6 +173,27 @@ def test_presets_are_the_protocols_they_say(tmp_path: Path) -> None:
     assert (unseen.old, unseen.new, unseen.tested_first, unseen.tested_end) == (3, 7, 7, 10)
     photos = folder_preset(20)
     assert photos.splits[0].old == 10 and photos.splits[1].tested_first == 16
+
+
+# Of what each row's trainings are configured with; bench/results/compare-*.json hold their figures.
+MEASURED = {
+    "digits": "98c9f0fa8e2857b054f17a064e89d98b2b8c558bc266bb6feffef99cc09854e2",
+    "cifar100-cpu": "bda351d3db5acc7c5527bd8238f83bea2a2bfbcbc153443d17459ffbb9de305d",
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_configurations_are_those_that_were_measured(name: str) -> None:
+    """A change of a hyper-parameter wants the tables measured anew, then the digest here."""
+    preset, trained = PRESETS[name], {}
+    for split in preset.splits:
+        here = Place(preset, split, 0, Path("data", split.name), Path("runs", split.name))
+        for row in rows_of(here, preset.groups if split.name == MAIN else preset.unseen_groups):
+            for run in row.runs:
+                config = parse_config(dict(run.values), name)
+                trained[run.folder] = config.model_dump(mode="json", exclude_unset=True)
+    content = json.dumps([trained[folder] for folder in sorted(trained)], sort_keys=True)
+    assert hashlib.sha256(content.encode()).hexdigest() == MEASURED[name]
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:

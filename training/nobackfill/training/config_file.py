@@ -20,6 +20,13 @@ _KINDS: dict[str, type[BaseModel]] = {
 }
 
 
+def configs() -> Path:
+    """The folder of ready configurations: configs/ of a checkout, a copy of it in a wheel."""
+    package = Path(__file__).parent
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parents[2] / "configs"
+
+
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
     """Read a YAML file; each override is `key=value`, value in YAML, nested keys with dots.
 

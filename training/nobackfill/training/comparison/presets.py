@@ -1,12 +1,19 @@
-"""The sizes of a comparison: which classes, networks and lengths."""
+"""The presets of a comparison: classes, rows and, from configs/, hyper-parameters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.metrics.distances import Metric
+from nobackfill.training.config_file import configs, load_config
 
 Values = Mapping[str, object]
+# What a row of the comparison decides: which models a training reads, on what, and where it lies.
+_ROLE = {
+    *("kind", "run_dir", "images", "classes", "seed"),
+    *("old", "old_side", "new", "new_side", "side", "method"),
+}
 
 
 @dataclass(frozen=True)
@@ -38,13 +45,13 @@ class Preset:
     """Everything that compare.py takes for granted about a data set."""
 
     name: str
+    # The folder of configs/ that holds the hyper-parameters.
+    configs: str
     splits: tuple[Split, ...]
-    # Configuration keys of each kind, as in YAML.
-    embedder: Values
-    side_encoder: Values
     # Keys in which an autoencoder's training differs from the other side encoders'.
     autoencoder: Values
-    upgrade: Values
+    # CPU threads of a training; None: torch's own choice.
+    threads: int | None
     # Width of DMU's psi; 1,024 in the paper.
     dmu_hidden_dim: int
     # Groups of rows that are compared where --methods says nothing.
@@ -60,78 +67,36 @@ class Preset:
     # of their time and treats them alike.
     branch: Branch | None = None
 
+    @cached_property
+    def embedder(self) -> Values:
+        """Hyper-parameters of phi, as in YAML."""
+        return self._configured("embedder-1.yaml")
 
-_DIGITS_VIEWS = {
-    "rotate_degrees": 12,
-    "scale": 0.15,
-    "translate": 0.08,
-    "shear": 0.15,
-    "brightness": 0.1,
-}
-_PHOTO_VIEWS = {"horizontal_flip": True, "translate": 0.125}
-_CONTRASTIVE_VIEWS = {
-    "horizontal_flip": True,
-    "crop_area": 0.2,
-    "brightness": 0.4,
-    "contrast": 0.4,
-    "saturation": 0.4,
-    "grayscale": 0.2,
-}
+    @cached_property
+    def side_encoder(self) -> Values:
+        """Hyper-parameters of psi, as in YAML."""
+        return self._configured("side_encoder-1.yaml")
+
+    @cached_property
+    def upgrade(self) -> Values:
+        """Hyper-parameters of h and g, as in YAML."""
+        return self._configured("upgrade-1-2.yaml")
+
+    def _configured(self, file: str) -> Values:
+        config = load_config(configs() / self.configs / file)
+        values = config.model_dump(exclude_unset=True, exclude=_ROLE)
+        return values if self.threads is None else values | {"threads": self.threads}
+
 
 DIGITS = Preset(
     name="digits",
+    configs="digits-8px",
     splits=(
         Split("main", 5, 10, 0, 10, first_of_chain=3, second_of_chain=6),
         Split("unseen", 3, 7, 7, 10),
     ),
-    embedder={
-        "image_size": 8,
-        "backbone": "small",
-        "width": 16,
-        "embedding_dim": 32,
-        "head": "cosface",
-        "margin": 0.2,
-        "scale": 16,
-        "epochs": 25,
-        "warmup_epochs": 1,
-        "batch_size": 64,
-        "lr": 0.1,
-        "weight_decay": 5e-4,
-        "threads": 1,
-        "augmentation": _DIGITS_VIEWS,
-    },
-    side_encoder={
-        "image_size": 8,
-        "backbone": "small",
-        "width": 16,
-        "side_info_dim": 32,
-        "projection_dim": 32,
-        "temperature": 0.2,
-        "head": "cosface",
-        "margin": 0.2,
-        "scale": 16,
-        "epochs": 40,
-        "warmup_epochs": 2,
-        "batch_size": 128,
-        "lr": 0.1,
-        "weight_decay": 5e-4,
-        "threads": 1,
-        "augmentation": {**_DIGITS_VIEWS, "contrast": 0.3, "noise": 0.05, "erase": 0.3},
-    },
     autoencoder={"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0},
-    upgrade={
-        "epochs": 40,
-        "warmup_epochs": 2,
-        "batch_size": 128,
-        "optimizer": "adam",
-        "lr": 1e-3,
-        "weight_decay": 3.0517578125e-5,
-        "projection_dim": 64,
-        "inner_dim": 256,
-        "views": 6,
-        "threads": 1,
-        "augmentation": _DIGITS_VIEWS,
-    },
+    threads=1,
     dmu_hidden_dim=256,
     groups=(
         "bct_family",
@@ -156,62 +121,15 @@ DIGITS = Preset(
 
 CIFAR100_CPU = Preset(
     name="cifar100-cpu",
+    configs="cifar100-cpu",
     splits=(
         Split("main", 50, 100, 0, 100, first_of_chain=25, second_of_chain=50),
         Split("unseen", 40, 80, 80, 100),
     ),
-    embedder={
-        "image_size": 32,
-        "backbone": "small_resnet",
-        "width": 24,
-        "embedding_dim": 128,
-        "head": "cosface",
-        "margin": 0.1,
-        "scale": 16,
-        "epochs": 8,
-        "warmup_epochs": 1,
-        "batch_size": 128,
-        "lr": 0.1,
-        "weight_decay": 5e-4,
-        "precision": "auto",
-        # As many processes as cores, each with one thread: twice as fast here as sharing them.
-        "threads": 1,
-        "augmentation": _PHOTO_VIEWS,
-    },
-    side_encoder={
-        "image_size": 32,
-        "backbone": "small_resnet",
-        "width": 24,
-        "side_info_dim": 128,
-        "projection_dim": 128,
-        "temperature": 0.2,
-        "head": "cosface",
-        "margin": 0.1,
-        "scale": 16,
-        "epochs": 12,
-        "warmup_epochs": 1,
-        "batch_size": 512,
-        "lr": 0.3,
-        "weight_decay": 1e-4,
-        "precision": "auto",
-        "threads": 1,
-        "augmentation": _CONTRASTIVE_VIEWS,
-    },
     # FCT D.4.2.
     autoencoder={"optimizer": "adam", "lr": 3e-4, "weight_decay": 0.0},
-    upgrade={
-        "epochs": 30,
-        "warmup_epochs": 2,
-        "batch_size": 512,
-        "optimizer": "adam",
-        "lr": 5e-4,
-        "weight_decay": 3.0517578125e-5,
-        "projection_dim": 256,
-        "inner_dim": 512,
-        "views": 4,
-        "threads": 1,
-        "augmentation": _PHOTO_VIEWS,
-    },
+    # As many processes as cores, each with one thread: twice as fast here as sharing them.
+    threads=1,
     dmu_hidden_dim=1024,
     groups=("core",),
     unseen_groups=("core_unseen",),
@@ -221,50 +139,15 @@ CIFAR100_CPU = Preset(
     branch=Branch(shared_epochs=3, own_epochs=5),
 )
 
-# The FCT authors' protocol (fct.txt D.5): ResNet50-128, SGD with momentum .875, 100 epochs.
+# The FCT authors' protocol (fct.txt D.5).
 CIFAR100 = replace(
     CIFAR100_CPU,
     name="cifar100",
+    configs="cifar100",
     metric="l2",
     branch=None,
-    embedder={
-        "image_size": 32,
-        "backbone": "resnet50",
-        "embedding_dim": 128,
-        "head": "softmax",
-        "epochs": 100,
-        "warmup_epochs": 5,
-        "batch_size": 256,
-        "lr": 0.256,
-        "momentum": 0.875,
-        "weight_decay": 3.0517578125e-5,
-        "precision": "bf16-mixed",
-        "augmentation": _PHOTO_VIEWS,
-    },
-    side_encoder={
-        "image_size": 32,
-        "backbone": "resnet50",
-        "side_info_dim": 128,
-        "projection_dim": 128,
-        "temperature": 0.2,
-        "head": "softmax",
-        "small_crops": 2,
-        "epochs": 200,
-        "warmup_epochs": 10,
-        "batch_size": 512,
-        "lr": 0.5,
-        "weight_decay": 1e-4,
-        "precision": "bf16-mixed",
-        "augmentation": _CONTRASTIVE_VIEWS,
-    },
+    threads=None,
     autoencoder={**CIFAR100_CPU.autoencoder, "epochs": 100, "warmup_epochs": 5},
-    upgrade={
-        **{key: value for key, value in CIFAR100_CPU.upgrade.items() if key != "threads"},
-        "epochs": 80,
-        "warmup_epochs": 5,
-        "inner_dim": 2048,
-        "views": 8,
-    },
 )
 PRESETS = {preset.name: preset for preset in (DIGITS, CIFAR100_CPU, CIFAR100)}
 
