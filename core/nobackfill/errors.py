@@ -1,7 +1,7 @@
 """The one error taxonomy: every refusal is one of these classes.
 
-A class carries the process exit code of design.md section 7; the gateway maps the same classes to
-gRPC status codes, by ancestry. Messages say what was expected, what came, and what to do next. They
+A class carries the process exit code; nobackfill.wire.statuses holds the gRPC status of each, for
+both ends of a call. Messages say what was expected, what came, and what to do next. They
 never hold vectors, tokens or image bytes, and list no more than `few` of anything.
 """
 
@@ -37,6 +37,14 @@ class InvalidInputError(NobackfillError):
     """Data that cannot be used: a wrong dimension, NaN, not an image, an image too large."""
 
     exit_code = 65
+
+
+class TooLargeError(InvalidInputError):
+    """More bytes, queries or items than one call may carry."""
+
+
+class OutOfRangeError(InvalidInputError):
+    """An offset past the end of a file."""
 
 
 class UnusableRowsError(InvalidInputError):
@@ -116,6 +124,14 @@ class UnavailableError(NobackfillError):
     exit_code = 69
 
 
+class DeadlineError(UnavailableError):
+    """The caller's deadline passed before the answer was there."""
+
+
+class CancelledError(UnavailableError):
+    """The caller gave the call up before the answer was there."""
+
+
 class CannotWriteError(NobackfillError):
     """Disk full, no permission, a read-only or missing folder."""
 
@@ -128,10 +144,18 @@ class BusyError(NobackfillError):
     exit_code = 75
 
 
+class OverloadedError(BusyError):
+    """More work at once than the gateway takes on; trying again with a delay is right."""
+
+
 class NotPermittedError(NobackfillError):
     """No token, a wrong token, or a role without the right."""
 
     exit_code = 77
+
+
+class UnauthenticatedError(NotPermittedError):
+    """No token, or one that nobody knows or that has expired."""
 
 
 class ConfigurationError(NobackfillError):

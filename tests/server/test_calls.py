@@ -4,9 +4,9 @@ import time
 
 import pytest
 
+from nobackfill.errors import CancelledError, DeadlineError
 from nobackfill.server.grpc.auth import LOCAL
 from nobackfill.server.grpc.calls import Call
-from nobackfill.server.grpc.errors import CancelledError, DeadlineError
 from nobackfill.server.grpc.logs import Sparing
 
 

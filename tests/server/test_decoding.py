@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from nobackfill.errors import InvalidInputError
+from nobackfill.errors import (
+    CancelledError,
+    DeadlineError,
+    InvalidInputError,
+    OverloadedError,
+    TooLargeError,
+)
 from nobackfill.server.embedding import decoding
 from nobackfill.server.embedding.decoding import Decoding
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.auth import LOCAL
-from nobackfill.server.grpc.errors import (
-    CancelledError,
-    DeadlineError,
-    OverloadedError,
-    TooLargeError,
-)
 from tests.support import pictures
 
 SIZE = (8, 8)

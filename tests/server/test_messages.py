@@ -5,9 +5,8 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nobackfill.errors import InvalidInputError
+from nobackfill.errors import InvalidInputError, TooLargeError
 from nobackfill.server.grpc import messages
-from nobackfill.server.grpc.errors import TooLargeError
 from nobackfill.v1 import gallery_pb2, types_pb2
 
 READ = messages.reader(gallery_pb2.PutItemsRequest.FromString)

@@ -13,9 +13,8 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from nobackfill.errors import ConfigurationError, NotPermittedError
+from nobackfill.errors import ConfigurationError, NotPermittedError, UnauthenticatedError
 from nobackfill.server.grpc.auth import RULES, Role, Tokens, authorize
-from nobackfill.server.grpc.errors import UnauthenticatedError
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, upgrade_pb2, vault_pb2
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
 from tests.server.conftest import Stages

@@ -15,9 +15,10 @@ from nobackfill.errors import (
     BusyError,
     InvalidInputError,
     NotFoundError,
+    OutOfRangeError,
     QuotaExceededError,
+    TooLargeError,
 )
-from nobackfill.server.grpc.errors import OutOfRangeError, TooLargeError
 from nobackfill.server.vault import Blob, Vault
 from nobackfill.v1 import vault_pb2
 from nobackfill.wire.limits import LARGEST_BLOB

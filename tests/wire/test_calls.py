@@ -1,16 +1,13 @@
 """Deadlines, retries and errors of the gRPC channel, against a real server that misbehaves."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from google.protobuf import any_pb2
-from google.rpc import code_pb2, error_details_pb2, status_pb2
-from grpc_status import rpc_status
 from typer.testing import CliRunner
 
 from nobackfill import errors
@@ -19,42 +16,16 @@ from nobackfill.client.cli.output import Output
 from nobackfill.server.cli import main  # noqa: F401 - it brings the commands
 from nobackfill.server.cli.app import app as server_app
 from nobackfill.server.cli.app import show
-from nobackfill.v1 import release_pb2, search_pb2, search_pb2_grpc
+from nobackfill.v1 import release_pb2, search_pb2
 from nobackfill.wire.channel import open_channel
 from nobackfill.wire.gateway import Gateway
-
-Behaviour = Callable[[int, grpc.ServicerContext], None]
-
-
-class Scripted(search_pb2_grpc.SearchServiceServicer):
-    """Answers Search after `behave(call number, context)`, which may abort or dawdle."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.behave: Behaviour = lambda call, context: None
-
-    def Search(  # noqa: N802
-        self, request: search_pb2.SearchRequest, context: grpc.ServicerContext
-    ) -> search_pb2.SearchResponse:
-        self.calls += 1
-        self.behave(self.calls, context)
-        return search_pb2.SearchResponse(release=7)
-
-    def SearchBatch(  # noqa: N802
-        self, request: search_pb2.SearchBatchRequest, context: grpc.ServicerContext
-    ) -> search_pb2.SearchBatchResponse:
-        return search_pb2.SearchBatchResponse()
+from tests.wire.scripted import Scripted, serving
 
 
 @pytest.fixture
 def server() -> Iterator[tuple[Scripted, str]]:
-    scripted = Scripted()
-    running = grpc.server(futures.ThreadPoolExecutor(8))
-    search_pb2_grpc.add_SearchServiceServicer_to_server(scripted, running)
-    port = running.add_insecure_port("127.0.0.1:0")
-    running.start()
-    yield scripted, f"127.0.0.1:{port}"
-    running.stop(None).wait()
+    with serving() as served:
+        yield served
 
 
 def ask(address: str, seconds: float = 30.0) -> search_pb2.SearchResponse:
@@ -87,24 +58,6 @@ def test_lasting_refusals_are_not_tried_again(server: tuple[Scripted, str]) -> N
     with pytest.raises(errors.InvalidInputError, match="expected 64 values"):
         ask(address)
     assert scripted.calls == 1
-
-
-def test_the_reason_chooses_the_error(server: tuple[Scripted, str]) -> None:
-    scripted, address = server
-    wanted = errors.PreconditionError.__subclasses__()
-
-    def behave(call: int, context: grpc.ServicerContext) -> None:
-        detail = any_pb2.Any()
-        detail.Pack(error_details_pb2.ErrorInfo(reason=wanted[call - 1].reason))
-        status = status_pb2.Status(
-            code=code_pb2.FAILED_PRECONDITION, message="not now", details=[detail]
-        )
-        context.abort_with_status(rpc_status.to_status(status))
-
-    scripted.behave = behave
-    for expected in wanted:
-        with pytest.raises(expected):
-            ask(address)
 
 
 def test_a_stalled_attempt_is_dropped_and_the_deadline_held(

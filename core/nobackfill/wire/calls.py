@@ -1,4 +1,4 @@
-"""Deadlines and retries of calls to a gateway; its address and token: release/channel.py.
+"""Deadlines and retries of calls to a gateway.
 
 Retries live here and not in a service config: each attempt has a deadline of its own, so a call
 that stalls is dropped and tried again within the caller's overall deadline.
@@ -12,17 +12,9 @@ from typing import TypeVar
 
 import grpc
 
-from nobackfill.wire.statuses import error_of
+from nobackfill.wire.statuses import error_of, transient
 
 T = TypeVar("T")
-
-# Answers that may come out otherwise when asked again.
-TRANSIENT = {
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.ABORTED,
-}
 
 
 @contextmanager
@@ -50,7 +42,7 @@ def retried(
             return attempt(min(each, max(0.001, end - time.monotonic())))
         except grpc.RpcError as error:
             wait = pause * random.uniform(0.5, 1.5)  # noqa: S311
-            if error.code() not in TRANSIENT or time.monotonic() + wait >= end:
+            if not transient(error) or time.monotonic() + wait >= end:
                 raise error_of(error, asked) from error
         time.sleep(wait)
         pause = min(2 * pause, 2.0)

@@ -13,10 +13,10 @@ from pathlib import Path
 import grpc
 
 from nobackfill.errors import ConfigurationError
+from nobackfill.wire.limits import LARGEST_ANSWER, LARGEST_REQUEST
 
 _SCHEMES = {"": False, "grpc": False, "grpcs": True}
 _TOKEN = re.compile(rb"[\x21-\x7e]+")
-_MAX_MESSAGE = 64 * 2**20
 
 
 def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
@@ -32,8 +32,8 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
         )
     options = [
         ("grpc.enable_retries", 0),
-        ("grpc.max_receive_message_length", _MAX_MESSAGE),
-        ("grpc.max_send_message_length", _MAX_MESSAGE),
+        ("grpc.max_receive_message_length", LARGEST_ANSWER),
+        ("grpc.max_send_message_length", LARGEST_REQUEST),
     ]
     token = _read("NOBACKFILL_TOKEN_FILE")
     if not (_SCHEMES[scheme] or tls):

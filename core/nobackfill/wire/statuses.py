@@ -1,33 +1,66 @@
-"""What a gRPC status means to whoever called: one table, for all commands and clients.
+"""The one table of statuses: our error class, its gRPC code, and the reason machines can read.
 
-The class carries the exit code. The gateway's own mapping, server/border/errors.py, goes the other
-way and is held to this one by a test.
+The gateway sends by it, every client understands by it, and the class carries the exit code. No
+two rows share code and reason, so that a client raises the class that the gateway raised.
 """
 
 import os
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 import grpc
 from google.protobuf.message import DecodeError
+from grpc import StatusCode
 from grpc_status import rpc_status
 
 from nobackfill import errors
 
-ERRORS: Mapping[grpc.StatusCode, type[errors.NobackfillError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidInputError,
-    grpc.StatusCode.OUT_OF_RANGE: errors.InvalidInputError,
-    grpc.StatusCode.NOT_FOUND: errors.NotFoundError,
-    grpc.StatusCode.ALREADY_EXISTS: errors.AlreadyExistsError,
-    grpc.StatusCode.FAILED_PRECONDITION: errors.PreconditionError,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.BusyError,
-    grpc.StatusCode.ABORTED: errors.BusyError,
-    grpc.StatusCode.UNAUTHENTICATED: errors.NotPermittedError,
-    grpc.StatusCode.PERMISSION_DENIED: errors.NotPermittedError,
-    grpc.StatusCode.UNAVAILABLE: errors.UnavailableError,
-    grpc.StatusCode.DEADLINE_EXCEEDED: errors.UnavailableError,
-    grpc.StatusCode.CANCELLED: errors.UnavailableError,
-}
-# How grpc's core begins what it says of a connection that was never made, and what it then means.
+
+@dataclass(frozen=True)
+class Row:
+    """`error` travels as `code` with `reason` in its ErrorInfo; `transient`: asked again, the
+    answer may be another."""
+
+    error: type[errors.NobackfillError]
+    code: StatusCode
+    reason: str = ""
+    transient: bool = False
+
+
+TABLE = (
+    Row(errors.InvalidInputError, StatusCode.INVALID_ARGUMENT),
+    Row(errors.OutOfRangeError, StatusCode.OUT_OF_RANGE),
+    Row(errors.NotFoundError, StatusCode.NOT_FOUND),
+    Row(errors.AlreadyExistsError, StatusCode.ALREADY_EXISTS),
+    *(
+        Row(error, StatusCode.FAILED_PRECONDITION, error.reason)
+        for error in (
+            errors.PreconditionError,
+            errors.IncompatibleSpaceError,
+            errors.NeedsImageError,
+            errors.ReleaseRetiredError,
+            errors.QuotaExceededError,
+        )
+    ),
+    Row(errors.VerificationError, StatusCode.FAILED_PRECONDITION, "VERIFICATION_FAILED"),
+    Row(errors.GateFailedError, StatusCode.FAILED_PRECONDITION, "GATE_FAILED"),
+    Row(errors.ConfigurationError, StatusCode.FAILED_PRECONDITION, "CONFIGURATION"),
+    Row(errors.BusyError, StatusCode.ABORTED, transient=True),
+    Row(errors.OverloadedError, StatusCode.RESOURCE_EXHAUSTED, transient=True),
+    Row(errors.CannotWriteError, StatusCode.RESOURCE_EXHAUSTED, "CANNOT_WRITE", transient=True),
+    Row(errors.TooLargeError, StatusCode.RESOURCE_EXHAUSTED, "TOO_LARGE"),
+    Row(errors.NotPermittedError, StatusCode.PERMISSION_DENIED),
+    Row(errors.UnauthenticatedError, StatusCode.UNAUTHENTICATED),
+    Row(errors.UnavailableError, StatusCode.UNAVAILABLE, transient=True),
+    Row(errors.DeadlineError, StatusCode.DEADLINE_EXCEEDED, transient=True),
+    Row(errors.CancelledError, StatusCode.CANCELLED),
+)
+_BY_ERROR = {row.error: row for row in TABLE}
+_BY_STATUS = {(row.code, row.reason): row for row in TABLE}
+# A status with a reason that nobody here knows, or none: the first row of its code.
+_BY_CODE = {row.code: row for row in reversed(TABLE)}
+# What grpc's core says, at either end, of a message above the bound on its bytes.
+_ABOVE_BOUND = "message larger than max"
+# How it begins what it says of a connection that was never made, and what it then means.
 _NEVER_CONNECTED = ("failed to connect", "errors resolving")
 _CONNECTING = (
     (
@@ -47,26 +80,38 @@ _CONNECTING = (
 )
 
 
+def row_of(error: type[BaseException]) -> Row | None:
+    """The row of the nearest ancestor that has one; None for what is no refusal of ours."""
+    return next((_BY_ERROR[kind] for kind in error.__mro__ if kind in _BY_ERROR), None)
+
+
+def transient(error: grpc.RpcError) -> bool:
+    """Whether the same call may be answered when it is made again."""
+    row = _understood(error)
+    return row is not None and row.transient
+
+
 def error_of(error: grpc.RpcError, asked: str) -> errors.NobackfillError:
     """The error of our taxonomy that a gRPC status stands for; `asked` names the server or call."""
-    code = error.code()
-    found = ERRORS.get(code, errors.NobackfillError)
-    if found is errors.PreconditionError:
-        reason = _reason(error)
-        subclasses = errors.PreconditionError.__subclasses__()
-        found = next((c for c in subclasses if c.reason == reason), found)
-    return found(f"{asked}: {sentence(error)}")
+    row = _understood(error)
+    kind = errors.NobackfillError if row is None else row.error
+    return kind(f"{asked}: {sentence(error)}")
 
 
 def sentence(error: grpc.RpcError) -> str:
     """What a failed call says to a person: the server's own words, or what to do about a
     connection that was never made, in place of the library's lines."""
     code, details = error.code(), error.details() or error.code().name
-    if code is grpc.StatusCode.UNAVAILABLE and details.startswith(_NEVER_CONNECTED):
+    if code is StatusCode.UNAVAILABLE and details.startswith(_NEVER_CONNECTED):
         return next((said for sign, said in _CONNECTING if sign in details), "cannot be reached")
-    if code is grpc.StatusCode.UNAUTHENTICATED and not os.environ.get("NOBACKFILL_TOKEN_FILE"):
+    if code is StatusCode.UNAUTHENTICATED and not os.environ.get("NOBACKFILL_TOKEN_FILE"):
         return f"{details}; name the file that holds your token in NOBACKFILL_TOKEN_FILE"
     return details
+
+
+def _understood(error: grpc.RpcError) -> Row | None:
+    code = error.code()
+    return _BY_STATUS.get((code, _reason(error))) or _BY_CODE.get(code)
 
 
 def _reason(error: grpc.RpcError) -> str:
@@ -81,4 +126,4 @@ def _reason(error: grpc.RpcError) -> str:
     except (ValueError, DecodeError):
         # A server may send anything as its details; the status stands without them.
         pass
-    return ""
+    return "TOO_LARGE" if _ABOVE_BOUND in (error.details() or "") else ""

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.errors import InvalidInputError, NotFoundError, OutOfRangeError
 from nobackfill.release.paths import is_plain
-from nobackfill.server.grpc.errors import OutOfRangeError
 
 # A device gives up on a gateway that sends nothing for 10 s, so a piece must come through within
 # them: a line of 7 kB a second will do.

@@ -18,9 +18,10 @@ from nobackfill.errors import (
     BusyError,
     InvalidInputError,
     NotFoundError,
+    OutOfRangeError,
     QuotaExceededError,
+    TooLargeError,
 )
-from nobackfill.server.grpc.errors import OutOfRangeError, TooLargeError
 from nobackfill.wire.limits import LARGEST_BLOB
 
 PAGE = 1000

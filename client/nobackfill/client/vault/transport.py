@@ -12,7 +12,7 @@ from nobackfill.errors import UnavailableError, VerificationError
 from nobackfill.v1 import vault_pb2, vault_pb2_grpc
 from nobackfill.wire import calls
 from nobackfill.wire.limits import LARGEST_BLOB
-from nobackfill.wire.statuses import error_of
+from nobackfill.wire.statuses import error_of, transient
 
 _CHUNK = 256 * 1024
 _SECONDS = 30.0
@@ -41,7 +41,7 @@ class Vault:
                 messages = _upload(blob, source, held)
                 answer = self._stub.PutBlob(messages, timeout=STREAM_SECONDS).received
             except grpc.RpcError as error:
-                if error.code() not in calls.TRANSIENT:
+                if not transient(error):
                     raise error_of(error, self._where) from error
                 answer = self._held(blob)
             standstills = 0 if answer > held else standstills + 1
@@ -74,7 +74,7 @@ class Vault:
             try:
                 self._download(blob, held, part)
             except grpc.RpcError as error:
-                if error.code() not in calls.TRANSIENT:
+                if not transient(error):
                     raise error_of(error, self._where) from error
             now = part.stat().st_size if part.exists() else 0
             standstills = 0 if now > held else standstills + 1

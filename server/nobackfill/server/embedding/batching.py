@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from nobackfill.errors import DeadlineError
 from nobackfill.server.grpc import calls
-from nobackfill.server.grpc.errors import DeadlineError
 
 Query = TypeVar("Query")
 Answer = TypeVar("Answer")

@@ -8,10 +8,9 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from nobackfill.errors import InvalidInputError
+from nobackfill.errors import InvalidInputError, OverloadedError, TooLargeError
 from nobackfill.images import Pixels, checked_header, decode_picture
 from nobackfill.server.grpc import calls
-from nobackfill.server.grpc.errors import OverloadedError, TooLargeError
 
 # Costs are in pixels of a plain JPEG, see release/image_header.py: 7 ns each on one core.
 # What the pictures of one call, or of one message of a stream, may cost together.

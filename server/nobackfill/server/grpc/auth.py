@@ -14,8 +14,7 @@ from typing import Any
 
 import structlog
 
-from nobackfill.errors import ConfigurationError, NotPermittedError
-from nobackfill.server.grpc.errors import UnauthenticatedError
+from nobackfill.errors import ConfigurationError, NotPermittedError, UnauthenticatedError
 
 log = structlog.get_logger("server.border")
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from nobackfill.errors import CancelledError, DeadlineError
 from nobackfill.server.grpc.auth import LOCAL, Principal
-from nobackfill.server.grpc.errors import CancelledError, DeadlineError
 
 
 def _always() -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from nobackfill.server.grpc.errors import OverloadedError
+from nobackfill.errors import OverloadedError
 
 log = structlog.get_logger("server.lanes")
 

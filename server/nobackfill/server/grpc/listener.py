@@ -35,6 +35,7 @@ from nobackfill.v1 import (
     vault_pb2,
     vault_pb2_grpc,
 )
+from nobackfill.wire.limits import LARGEST_REQUEST
 
 # The services that embed images; the others, and queries by embedding, do without a model server.
 EMBEDDING_SERVICES = ("nobackfill.v1.SearchService", "nobackfill.v1.GalleryService")
@@ -44,12 +45,11 @@ SERVICES = tuple(
     for service in file.DESCRIPTOR.services_by_name.values()
 )
 
-# An image of 32 MiB and its envelope; more is refused before it is read.
-LARGEST_REQUEST = 33 * 2**20
 # After the signal, for so long everything that comes is still answered.
 _LAME_DUCK_S = 0.5
 
 _OPTIONS = [
+    # More is refused before it is read.
     ("grpc.max_receive_message_length", LARGEST_REQUEST),
     ("grpc.max_send_message_length", -1),
     ("grpc.so_reuseport", 0),

@@ -11,8 +11,7 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
-from nobackfill.errors import InvalidInputError
-from nobackfill.server.grpc.errors import TooLargeError
+from nobackfill.errors import InvalidInputError, TooLargeError
 
 # Items, ids or queries of one message.
 LARGEST_COUNT = 10_000

@@ -18,8 +18,12 @@ import structlog
 from grpc import _server
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-from nobackfill.errors import ConfigurationError, InvalidInputError, NobackfillError
-from nobackfill.server.grpc.errors import OverloadedError
+from nobackfill.errors import (
+    ConfigurationError,
+    InvalidInputError,
+    NobackfillError,
+    OverloadedError,
+)
 from nobackfill.server.grpc.lanes import Lane, Lanes
 from nobackfill.server.grpc.messages import LARGE
 from nobackfill.server.grpc.metrics import Metrics

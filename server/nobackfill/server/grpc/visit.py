@@ -9,10 +9,10 @@ import grpc
 import structlog
 from grpc_status import rpc_status
 
-from nobackfill.errors import NobackfillError
+from nobackfill.errors import DeadlineError, NobackfillError
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.auth import LOCAL, Principal, check_gallery
-from nobackfill.server.grpc.errors import DeadlineError, code_of, status_of
+from nobackfill.server.grpc.errors import code_of, status_of
 from nobackfill.server.grpc.lanes import Lane
 from nobackfill.server.grpc.logs import Sparing
 from nobackfill.server.grpc.metrics import Metrics

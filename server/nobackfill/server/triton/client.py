@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from nobackfill.errors import ConfigurationError, UnavailableError, VerificationError
-from nobackfill.server.grpc.errors import DeadlineError
+from nobackfill.errors import ConfigurationError, DeadlineError, UnavailableError, VerificationError
 from nobackfill.server.settings import TLS
 
 # Releases are immutable, so a model has one version.

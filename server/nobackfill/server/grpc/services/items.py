@@ -1,6 +1,6 @@
 """Items of a gallery, for GalleryService: pages, and changes by ids or by filter."""
 
-from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.errors import InvalidInputError, NotFoundError, TooLargeError
 from nobackfill.gallery import edits, listing
 from nobackfill.gallery.edits import Chosen
 from nobackfill.gallery.filters import check
@@ -8,7 +8,6 @@ from nobackfill.gallery.listing import Place
 from nobackfill.gallery.store import Item
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.grpc import calls
-from nobackfill.server.grpc.errors import TooLargeError
 from nobackfill.server.grpc.services.convert import (
     ORIGINS,
     from_filter,

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 
 import grpc
 
-from nobackfill.errors import InvalidInputError
+from nobackfill.errors import InvalidInputError, TooLargeError
 from nobackfill.gallery.search.index import EVERY
 from nobackfill.server.core import Core
 from nobackfill.server.galleries.searching import Found, Query
-from nobackfill.server.grpc.errors import TooLargeError
 from nobackfill.server.grpc.services.convert import (
     ORIGINS,
     from_filter,
