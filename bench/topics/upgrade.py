@@ -75,7 +75,7 @@ class Work:
         return Store.open(path)
 
     def runner(self, kind: str) -> RouteRunner:
-        route = plan_route(self.pair.manifests, 1, 2, has_side=True)
+        route = plan_route(self.pair.manifests, 1, 2, self.pair.manifests[1].side_space)
         assert route is not None
         return open_route(self.pair.repo, route, THREADS, int8=kind == "int8")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.release.manifest import Manifest, RouteEvidence, Upgrade
 from nobackfill.release.models import open_embedder, open_side_encoder
-from nobackfill.release.routes import open_route, plan_route
+from nobackfill.release.routes import Route, open_route, plan_route, route_along
 from tests.support.releases import draft, images
 
 
@@ -50,22 +50,27 @@ def life(
     }  # fmt: skip
 
 
+def planned(manifests: Mapping[int, Manifest], source: int, target: int) -> Route | None:
+    """The best route of items that have the source's side-information."""
+    return plan_route(manifests, source, target, manifests[source].side_space)
+
+
 def test_direct_or_chained_whichever_keeps_more(templates: dict[int, Manifest]) -> None:
     edges = {(1, 2): 0.99, (2, 3): 0.98, (1, 3): 0.96}
-    route = plan_route(life(templates, edges), 1, 3, True)
+    route = planned(life(templates, edges), 1, 3)
     assert route is not None
     assert route.releases == (1, 2, 3)
     assert route.kept == pytest.approx(0.99 * 0.98)
     assert not route.measured
     # A measurement of the whole chain counts more than the product of its parts.
-    route = plan_route(life(templates, edges, {(1, 2, 3): 0.9}), 1, 3, True)
+    route = planned(life(templates, edges, {(1, 2, 3): 0.9}), 1, 3)
     assert route is not None
     assert (route.releases, route.kept, route.measured) == ((1, 3), 0.96, True)
 
 
 def test_the_newest_is_reached_across_skipped_releases(templates: dict[int, Manifest]) -> None:
     edges = {(1, 2): 0.9, (2, 4): 0.9}
-    route = plan_route(life(templates, edges), 1, 4, True)
+    route = planned(life(templates, edges), 1, 4)
     assert route is not None
     assert route.releases == (1, 2, 4)
 
@@ -73,44 +78,53 @@ def test_the_newest_is_reached_across_skipped_releases(templates: dict[int, Mani
 def test_a_withdrawn_release_is_no_stepping_stone(templates: dict[int, Manifest]) -> None:
     manifests = life(templates, {(1, 2): 0.9, (2, 4): 0.9, (1, 4): 0.1})
     del manifests[2]
-    route = plan_route(manifests, 1, 4, True)
+    route = planned(manifests, 1, 4)
     assert route is not None
     assert route.releases == (1, 4)
 
 
 def test_unmeasured_routes_come_last(templates: dict[int, Manifest]) -> None:
-    route = plan_route(life(templates, {(1, 2): 0.6, (2, 3): 0.6, (1, 3): None}), 1, 3, True)
+    route = planned(life(templates, {(1, 2): 0.6, (2, 3): 0.6, (1, 3): None}), 1, 3)
     assert route is not None
     assert route.releases == (1, 2, 3)
-    route = plan_route(life(templates, {(1, 2): None, (2, 3): 0.6, (1, 3): None}), 1, 3, True)
+    route = planned(life(templates, {(1, 2): None, (2, 3): 0.6, (1, 3): None}), 1, 3)
     assert route is not None
     assert (route.releases, route.kept, route.measured) == ((1, 3), None, False)
 
 
 def test_nothing_to_do_no_way_and_no_such_release(templates: dict[int, Manifest]) -> None:
-    route = plan_route(templates, 2, 2, True)
+    route = planned(templates, 2, 2)
     assert route is not None
     assert (route.steps, route.releases, route.kept) == ((), (), 1.0)
     with pytest.raises(InvalidInputError):
         open_route(Path(), route)
-    assert plan_route(life(templates, {(1, 2): 0.9}), 1, 4, True) is None
-    assert plan_route(templates, 4, 1, True) is None
+    assert planned(life(templates, {(1, 2): 0.9}), 1, 4) is None
+    assert planned(templates, 4, 1) is None
     with pytest.raises(NotFoundError, match="9"):
-        plan_route(templates, 1, 9, True)
+        planned(templates, 1, 9)
 
 
 def test_the_source_may_be_unknown_by_now(templates: dict[int, Manifest]) -> None:
     manifests = {n: m for n, m in life(templates, {(1, 3): 0.9}).items() if n > 1}
-    route = plan_route(manifests, 1, 3, True)
+    route = plan_route(manifests, 1, 3, templates[1].side_space)
     assert route is not None
     assert route.releases == (1, 3)
-    assert plan_route(manifests, 1, 3, False) is None
+    assert plan_route(manifests, 1, 3, None) is None
+    assert plan_route(manifests, 1, 3, templates[2].side_space) is None
 
 
 def test_upgrades_that_read_side_information_need_it(templates: dict[int, Manifest]) -> None:
     manifests = life(templates, {(1, 2): 0.9})
-    assert plan_route(manifests, 1, 2, has_side=False) is None
-    assert plan_route(manifests, 1, 2, has_side=True) is not None
+    assert plan_route(manifests, 1, 2, None) is None
+    assert planned(manifests, 1, 2) is not None
+
+
+def test_a_route_is_found_by_the_releases_on_its_way(templates: dict[int, Manifest]) -> None:
+    manifests = life(templates, {(1, 2): 0.9, (2, 4): 0.8, (1, 4): 0.1})
+    assert route_along(manifests, (1, 2, 4)) == planned(manifests, 1, 4)
+    assert route_along(manifests, (4,)).steps == ()
+    with pytest.raises(NotFoundError, match="from release 2 to release 3"):
+        route_along(manifests, (1, 2, 3))
 
 
 def changed(manifest: Manifest, **update: object) -> Manifest:
@@ -121,24 +135,24 @@ def changed(manifest: Manifest, **update: object) -> Manifest:
 def test_dropped_side_information_is_gone_on_the_way(templates: dict[int, Manifest]) -> None:
     manifests = life(templates, {(1, 2): 0.9, (2, 3): 0.9})
     manifests[2] = changed(manifests[2], side="drops")
-    assert plan_route(manifests, 1, 3, True) is None
+    assert planned(manifests, 1, 3) is None
     manifests[3] = changed(manifests[3], from_side_space=None)
-    assert plan_route(manifests, 1, 3, True) is not None
+    assert planned(manifests, 1, 3) is not None
 
 
 def test_carried_side_information_stays_in_its_space(templates: dict[int, Manifest]) -> None:
     manifests = life(templates, {(1, 2): 0.9, (2, 3): 0.9})
     manifests[2] = changed(manifests[2], side="carries")
     # The upgrade 2->3 reads release 2's own side space, in which these items are not.
-    assert plan_route(manifests, 1, 3, True) is None
+    assert planned(manifests, 1, 3) is None
     manifests[3] = changed(manifests[3], from_side_space=manifests[1].side_space)
-    assert plan_route(manifests, 1, 3, True) is not None
+    assert planned(manifests, 1, 3) is not None
 
 
 def test_an_upgrade_made_for_another_space_is_no_edge(templates: dict[int, Manifest]) -> None:
     manifests = life(templates, {(1, 2): 0.9})
     manifests[2] = changed(manifests[2], from_space=manifests[3].space)
-    assert plan_route(manifests, 1, 2, True) is None
+    assert planned(manifests, 1, 2) is None
 
 
 PAIRS = list(itertools.combinations(range(1, 5), 2))
@@ -168,7 +182,7 @@ def test_no_route_beats_the_planned_one(
             kept = float(np.prod([part for part in parts if part is not None]))
         if kept is not None:
             best = kept if best is None else max(best, kept)
-    route = plan_route(life(templates, edges, chains), 1, 4, True)
+    route = planned(life(templates, edges, chains), 1, 4)
     assert (route is not None) == exists
     if route is not None:
         assert route.kept == (None if best is None else pytest.approx(best))
@@ -181,7 +195,7 @@ def test_a_chain_leads_where_the_new_model_would(int8: bool, tmp_path: Path) -> 
         drafts.append(draft(tmp_path, number, [drafts[-1].manifest], int8=True))
     manifests = {one.manifest.release: one.manifest for one in drafts}
     files = {path: file for one in drafts for path, file in one.files.items()}
-    route = plan_route(manifests, 1, 3, True)
+    route = planned(manifests, 1, 3)
     assert route is not None
     pixels = images(9)
     embedding = open_embedder(files, manifests[1]).run(pixels)

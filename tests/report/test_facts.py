@@ -18,7 +18,7 @@ def manifests(chain_repo: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 def test_a_device_downloads_what_the_report_says(manifests: dict[int, Manifest]) -> None:
     for old in (1, 2):
-        route = plan_route(manifests, old, 3, has_side=True)
+        route = plan_route(manifests, old, 3, manifests[old].side_space)
         assert route is not None
         source = SpaceInfo(SpaceSpec.of(manifests[old]), "active", 1, 1)
         plan = Plan(manifests[3], (Leg(source, route, 10),), int8=True)

@@ -212,7 +212,7 @@ def _with_probes(
         embedding = flat / np.linalg.norm(flat, axis=1, keepdims=True)
         arrays[f"{name}/embedding"] = embedding
         side = None
-        if upgrade.from_side_space is not None:
+        if upgrade.reads_side:
             rng = np.random.default_rng(5)
             side = rng.standard_normal((len(pixels), graphs.SIDE_DIM)).astype(np.float32)
             arrays[f"{name}/side"] = side

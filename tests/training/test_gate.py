@@ -7,6 +7,7 @@ import pytest
 from torch import nn
 from typer.testing import Result
 
+from nobackfill.release.manifest import Manifest, Upgrade
 from nobackfill.release.probes import check_probes
 from nobackfill.training.data.folders import list_images
 from nobackfill.training.gate import measure_release
@@ -218,25 +219,35 @@ def test_a_corrupted_publication_is_refused(life: Life, tmp_path: Path) -> None:
     assert "embedder_1" in result.output
 
 
-def manifests(*edges: tuple[int, int, str], direct: tuple[int, int] | None = None) -> object:
-    """Manifests of releases with upgrades (from, to, side), as far as routes look at them."""
+def manifests(
+    template: Manifest, edges: list[tuple[int, int, str]], direct: tuple[int, int] | None
+) -> dict[int, Manifest]:
+    """Releases with upgrades (from, to, side), as far as routes look at them."""
 
-    class Upgrade:
-        def __init__(self, source: int, side: str) -> None:
-            self.from_release, self.from_space, self.side = source, f"sp-{source}", side
-            self.from_side_space = f"ss-{source}" if side != "none" else None
+    def upgrade(source: int, side: str) -> Upgrade:
+        reads = None if side == "none" else f"ss-{source}"
+        return template.upgrades[0].model_copy(
+            update={
+                "from_release": source,
+                "from_space": f"sp-{source}",
+                "from_side_space": reads,
+                "side": "drops" if side == "none" else side,
+            }
+        )
 
-    class Stub:
-        def __init__(self, release: int) -> None:
-            self.release, self.space = release, f"sp-{release}"
-            self.side_space, self.routes = f"ss-{release}", ()
-            self.upgrades = [Upgrade(a, side) for a, b, side in edges if b == release]
-            self.searches_directly = (f"sp-{direct[0]}",) if direct and direct[1] == release else ()
-
-        def upgrade_from(self, source: int) -> Upgrade | None:
-            return next((u for u in self.upgrades if u.from_release == source), None)
-
-    return {n: Stub(n) for n in (1, 2, 3)}
+    return {
+        n: template.model_copy(
+            update={
+                "release": n,
+                "space": f"sp-{n}",
+                "side_space": f"ss-{n}",
+                "routes": (),
+                "upgrades": tuple(upgrade(a, side) for a, b, side in edges if b == n),
+                "searches_directly": (f"sp-{direct[0]}",) if direct and direct[1] == n else (),
+            }
+        )
+        for n in (1, 2, 3)
+    }
 
 
 @pytest.mark.parametrize(
@@ -252,10 +263,13 @@ def manifests(*edges: tuple[int, int, str], direct: tuple[int, int] | None = Non
     ],
 )
 def test_every_way_of_serving_old_vectors_is_measured(
-    edges: list[tuple[int, int, str]], direct: tuple[int, int] | None, expected: set[str]
+    life: Life,
+    edges: list[tuple[int, int, str]],
+    direct: tuple[int, int] | None,
+    expected: set[str],
 ) -> None:
-    made = manifests(*edges, direct=direct)
-    cells = served_cells(made[3], made)  # type: ignore[index, arg-type]
+    made = manifests(read_publication(life.repo).manifests[2], edges, direct)
+    cells = served_cells(made[3], made)
     assert {str(cell) for cell in cells} == expected
 
 

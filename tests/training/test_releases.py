@@ -74,12 +74,12 @@ def test_a_third_release_with_kept_side_encoder_by_both_routes(life: Life, tmp_p
     assert {route.releases for route in manifest.routes} == {(2, 3), (1, 2, 3), (1, 3)}
     assert {"3/3", "2/2", "1/1", "3/2>3", "3/1>2>3", "3/1>3"} == set(cells(manifest))
     manifests = dict(read_publication(repo).manifests)
-    best = plan_route(manifests, 1, 3, has_side=True)
+    best = plan_route(manifests, 1, 3, manifests[1].side_space)
     assert best is not None
     kept = {route.releases: route.kept for route in manifest.routes}
     assert best.releases == max([(1, 2, 3), (1, 3)], key=lambda chain: kept[chain])
     # Side-information passes the hop that carries it bit for bit.
-    route = plan_route(manifests, 2, 3, has_side=True)
+    route = plan_route(manifests, 2, 3, manifests[2].side_space)
     assert route is not None
     embedding = np.eye(16, dtype=np.float32)[:4]
     side = np.ones((4, 12), np.float32)

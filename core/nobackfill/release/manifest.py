@@ -97,6 +97,11 @@ class Upgrade(_Strict):
     side: Literal["maps", "carries", "drops"]
     predicts_uncertainty: bool
 
+    @property
+    def reads_side(self) -> bool:
+        """Whether the graph has the input `side`. A route asks each of its steps."""
+        return self.from_side_space is not None
+
 
 class RouteEvidence(_Strict):
     """What a whole route into this release keeps, measured on the exported files."""

@@ -90,7 +90,7 @@ class UpgradeModel:
             "embedding": check_vectors(embedding, upgrade.from_dim, what="embedding to upgrade")
         }
         count = len(inputs["embedding"])
-        if upgrade.from_side_space is not None:
+        if upgrade.reads_side:
             if side is None or len(side) != count:
                 raise InvalidInputError(
                     f"upgrade from release {upgrade.from_release}: expected {count} rows of "

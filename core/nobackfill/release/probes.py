@@ -72,7 +72,7 @@ def _check_upgrade(
 ) -> None:
     name = f"upgrade_{upgrade.from_release}"
     embedding = _array(probes, f"{name}/embedding")
-    side = None if upgrade.from_side_space is None else _array(probes, f"{name}/side")
+    side = _array(probes, f"{name}/side") if upgrade.reads_side else None
     for int8, file in ((False, upgrade.file), (True, upgrade.int8_file)):
         if file is None or not _holds(files, file):
             continue

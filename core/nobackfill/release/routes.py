@@ -41,28 +41,53 @@ class Route:
 
     @property
     def reads_side(self) -> bool:
-        """Whether only items with side-information of their own can go this way.
+        """Whether only items with side-information of their own can go this way: the one rule,
+        which galleries, devices, gateways and the gate ask.
 
         A later step reads it too, where the steps before have carried it; a step that maps makes
         new side-information for every item, and one that drops leaves none to read.
         """
         for _, upgrade in self.steps:
-            if upgrade.from_side_space is not None:
+            if upgrade.reads_side:
                 return True
             if upgrade.side != "carries":
                 return False
         return False
 
+    @property
+    def quantised(self) -> bool:
+        """Whether a step has an int8 twin."""
+        return any(upgrade.int8_file is not None for _, upgrade in self.steps)
+
+
+# Where nothing is to do.
+_STAY = Route((), 1.0, True)
+
+
+def route_along(manifests: Mapping[int, Manifest], releases: Chain) -> Route:
+    """The route whose releases are named, source first; empty for one release.
+
+    Raises NotFoundError where an upgrade on the way does not exist.
+    """
+    steps = []
+    for source, target in itertools.pairwise(releases):
+        manifest = manifests.get(target)
+        upgrade = None if manifest is None else manifest.upgrade_from(source)
+        if manifest is None or upgrade is None:
+            raise NotFoundError(f"no upgrade leads from release {source} to release {target}")
+        steps.append((manifest, upgrade))
+    return _route(tuple(steps), kept_by_chain(manifests)) if steps else _STAY
+
 
 def plan_route(
-    manifests: Mapping[int, Manifest], from_release: int, to_release: int, has_side: bool
+    manifests: Mapping[int, Manifest], from_release: int, to_release: int, side: str | None
 ) -> Route | None:
     """The best route, or None if there is none.
 
     `manifests` are the releases that may be used; the source's own may be missing. Best is the
     largest share kept, whole measurements and products of parts alike; routes of unknown quality
-    come last; then the fewest steps. `has_side` says whether side-information of `from_release` is
-    at hand. Raises NotFoundError if `to_release` is not among them.
+    come last; then the fewest steps. `side` is the space of the side-information at hand, None for
+    none. Raises NotFoundError if `to_release` is not among them.
     """
     if to_release not in manifests:
         raise NotFoundError(
@@ -70,26 +95,23 @@ def plan_route(
             f"{few(sorted(manifests, reverse=True)) or 'none'}"
         )
     if from_release == to_release:
-        return Route((), 1.0, True)
+        return _STAY
     search = _Search(manifests, from_release, to_release)
-    side = _first_side(manifests, from_release, has_side)
     return search.best(side, measured=True) or search.best(side, measured=False)
 
 
 def every_route(
-    manifests: Mapping[int, Manifest], from_release: int, to_release: int, has_side: bool
+    manifests: Mapping[int, Manifest], from_release: int, to_release: int, side: str | None
 ) -> Iterator[Route]:
     """All routes whose upgrades find the side-information that they read, the shortest first.
 
     There can be exponentially many: take some, and leave the choice of one to `plan_route`.
     """
     kept = kept_by_chain(manifests)
-    begun: deque[tuple[int, Steps, _Side]] = deque(
-        [(from_release, (), _first_side(manifests, from_release, has_side))]
-    )
+    begun: deque[tuple[int, Steps, str | None]] = deque([(from_release, (), side)])
     while begun:
-        at, steps, side = begun.popleft()
-        for step, then in _steps(manifests, at, to_release, side):
+        at, steps, held = begun.popleft()
+        for step, then in _steps(manifests, at, to_release, held):
             if step[0].release == to_release:
                 yield _route((*steps, step), kept)
             else:
@@ -146,41 +168,21 @@ def open_route(files: Files, route: Route, threads: int = 1, *, int8: bool = Fal
     return RouteRunner(models, reads_side=route.reads_side)
 
 
-class _Side(NamedTuple):
-    """The side-information that items have on the way: its space, None for none; `known` is False
-    where there is some but nobody can tell its space."""
-
-    space: str | None
-    known: bool
-
-
-def _first_side(manifests: Mapping[int, Manifest], source: int, has_side: bool) -> _Side:
-    manifest = manifests.get(source)
-    if manifest is None or not has_side:
-        return _Side(None, not has_side)
-    return _Side(manifest.side_space, True)
-
-
 def _steps(
-    manifests: Mapping[int, Manifest], at: int, to: int, side: _Side
-) -> Iterator[tuple[tuple[Manifest, Upgrade], _Side]]:
-    """The upgrades out of release `at` that find what they read, each with the side-information
-    after it, by the release they lead to."""
+    manifests: Mapping[int, Manifest], at: int, to: int, side: str | None
+) -> Iterator[tuple[tuple[Manifest, Upgrade], str | None]]:
+    """The upgrades out of release `at` that find what they read, each with the space of the
+    side-information after it, by the release they lead to."""
     source = manifests.get(at)
     for number in sorted(manifests):
         manifest = manifests[number]
         upgrade = manifest.upgrade_from(at) if at < number <= to else None
         if upgrade is None or (source is not None and source.space != upgrade.from_space):
             continue
-        wanted = upgrade.from_side_space
-        if side.known and wanted not in (None, side.space):
+        if upgrade.reads_side and upgrade.from_side_space != side:
             continue
-        if upgrade.side == "maps":
-            yield (manifest, upgrade), _Side(manifest.side_space, True)
-        elif upgrade.side == "carries":
-            yield (manifest, upgrade), side
-        else:
-            yield (manifest, upgrade), _Side(None, True)
+        after = {"maps": manifest.side_space, "carries": side, "drops": None}
+        yield (manifest, upgrade), after[upgrade.side]
 
 
 def _route(steps: Steps, kept: Mapping[Chain, float]) -> Route:
@@ -200,7 +202,7 @@ class _Way(NamedTuple):
 
     chain: Chain
     steps: Steps
-    side: _Side
+    side: str | None
     kept: float | None
 
 
@@ -216,14 +218,14 @@ class _Search:
         whole = (chain for chain in self._kept if (chain[0], chain[-1]) == (start, end))
         self._begun = {chain[:n] for chain in whole for n in range(1, len(chain))} - {(start, end)}
 
-    def best(self, side: _Side, *, measured: bool) -> Route | None:
+    def best(self, side: str | None, *, measured: bool) -> Route | None:
         """The route that keeps most of those that were `measured`, whole or in parts; else, of all
         routes, the shortest. Ties go to the shorter one, then to the older releases."""
 
         def rank(way: _Way) -> tuple[float, int, Chain]:
             return -(way.kept or 0) if measured else 0, len(way.chain), way.chain
 
-        ways: dict[int, dict[tuple[_Side, Chain | None], _Way]] = {
+        ways: dict[int, dict[tuple[str | None, Chain | None], _Way]] = {
             self._start: {(side, None): _Way((self._start,), (), side, 1.0)}
         }
         for release in sorted({self._start, *self._manifests}):

@@ -22,7 +22,7 @@ def upgrade_ends(manifest: Manifest, upgrade: Upgrade) -> Ends:
     """Of the upgrade M->N: embeddings, with side-information where it is read and written."""
     inputs = [_vector("embedding", upgrade.from_dim)]
     outputs = [_vector("upgraded", manifest.embedder.dim)]
-    if upgrade.from_side_space is not None:
+    if upgrade.reads_side:
         inputs.append(_vector("side", upgrade.from_side_dim))
     if upgrade.side == "maps" and manifest.side_encoder is not None:
         outputs.append(_vector("upgraded_side", manifest.side_encoder.dim))

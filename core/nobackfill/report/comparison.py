@@ -92,7 +92,7 @@ def predecessor(manifests: Mapping[int, Manifest], release: int) -> int | None:
     new = manifests[release]
     for number in sorted((n for n in manifests if n < release), reverse=True):
         old = manifests[number]
-        if plan_route(manifests, number, release, has_side=old.side_encoder is not None):
+        if plan_route(manifests, number, release, old.side_space):
             return number
         if old.space in new.searches_directly:
             return number
@@ -154,7 +154,7 @@ def _embed(
     start = time.perf_counter()
     fresh = _run(embedder, new, pictures)
     reembed_seconds = time.perf_counter() - start
-    route = plan_route(manifests, old.release, new.release, has_side=side is not None)
+    route = plan_route(manifests, old.release, new.release, old.side_space)
     served, uncertainty, seconds = stored, None, 0.0
     if route is not None:
         runner = open_route(folder, route, int8=True)

@@ -1,11 +1,11 @@
 """What a report stands on: bytes to download, digests, recipes and versions."""
 
-import itertools
 import platform
 from collections.abc import Mapping
 from importlib.metadata import version
 
 from nobackfill.release.manifest import Manifest, PublishedFile
+from nobackfill.release.routes import route_along
 
 # Beside the release's own files, the figures come from these.
 SOFTWARE = ("nobackfill", "onnxruntime", "numpy", "pillow")
@@ -20,11 +20,8 @@ def downloads(
     the way, nothing that `old` has brought already. Manifests and signatures come on top.
     """
     new = manifests[release]
-    transforms = []
-    for source, target in itertools.pairwise(route):
-        upgrade = manifests[target].upgrade_from(source)
-        assert upgrade is not None, "a route is made of published upgrades"
-        transforms.append(upgrade.int8_file or upgrade.file)
+    steps = route_along(manifests, route).steps
+    transforms = [upgrade.int8_file or upgrade.file for _, upgrade in steps]
     parts: dict[str, list[PublishedFile]] = {
         "new model": [new.embedder.file],
         "side-information encoder": [] if new.side_encoder is None else [new.side_encoder.file],

@@ -139,8 +139,7 @@ def _route(
         return comparison.route
     if old is None:
         return ()
-    source = manifests[old]
-    planned = plan_route(manifests, old, release, has_side=source.side_encoder is not None)
+    planned = plan_route(manifests, old, release, manifests[old].side_space)
     return planned.releases if planned else ()
 
 

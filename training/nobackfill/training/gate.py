@@ -7,7 +7,6 @@ each route, direct (1->3) or chained (1->2->3), with the int8 files that gateway
 where there are any, and with float32 files alone, which a device may ask for.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ from nobackfill.release.manifest import (
     RouteEvidence,
 )
 from nobackfill.release.models import Files
+from nobackfill.release.routes import route_along
 from nobackfill.training.calibrate import fit_calibration
 from nobackfill.training.data.folders import Listing
 from nobackfill.training.data.halves import halves
@@ -74,11 +74,7 @@ class Measuring:
 
     def quantised(self, name: CellName) -> bool:
         """Whether a step of the cell's route has an int8 twin."""
-        upgrades = (
-            self.embedded.manifest(target).upgrade_from(source)
-            for source, target in itertools.pairwise(name.gallery)
-        )
-        return any(upgrade is not None and upgrade.int8_file is not None for upgrade in upgrades)
+        return route_along(self.embedded.manifests, name.gallery).quantised
 
     def cell(self, name: CellName, *, exact: bool = False) -> Measured:
         """The cell through HNSW, as it is served; `exact`: with float32 files alone."""

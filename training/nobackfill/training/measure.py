@@ -20,7 +20,7 @@ from nobackfill.metrics.ranking import Relevance, rank_neighbours
 from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Files, Upgraded
-from nobackfill.release.routes import Route, every_route, open_route
+from nobackfill.release.routes import every_route, open_route, route_along
 from nobackfill.training.data.folders import Images, Listing, decode
 from nobackfill.training.networks.published import of_manifest
 from nobackfill.vectors import Vectors
@@ -83,14 +83,9 @@ class Embedded:
         embedding, side = self.native(releases[0])
         if len(releases) == 1:
             return Upgraded(embedding, side, None)
-        steps = []
-        for source, target in itertools.pairwise(releases):
-            manifest = self.manifest(target)
-            upgrade = manifest.upgrade_from(source)
-            if upgrade is None:
-                raise NotFoundError(f"no upgrade leads from release {source} to release {target}")
-            steps.append((manifest, upgrade))
-        route = Route(tuple(steps), None, False)
+        for release in releases:
+            self.manifest(release)
+        route = route_along(self.manifests, releases)
         return open_route(self.files, route, os.cpu_count() or 1, int8=int8).run(embedding, side)
 
     def manifest(self, release: int) -> Manifest:
@@ -136,7 +131,7 @@ def served_cells(
         if old.space in new.searches_directly:
             yield CellName(new.release, (number,))
         from_there = usable | {number: old}
-        routes = every_route(from_there, number, new.release, old.side_space is not None)
+        routes = every_route(from_there, number, new.release, old.side_space)
         for route in itertools.islice(routes, MOST_ROUTES):
             yield CellName(new.release, route.releases)
 

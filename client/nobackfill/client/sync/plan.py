@@ -84,15 +84,13 @@ def make_plan(device: Device, trust: Trust, target: int, *, int8: bool) -> Plan 
     legs = [leg for leg in originals if _better(leg.route, main.route, manifests)]
     carried = sum(leg.items for leg in legs)
     legs.append(Leg(active, main.route, max(0, main.items - carried)))
-    twins = [u.int8_file for leg in legs for _, u in leg.route.steps if u.int8_file is not None]
-    return Plan(manifests[target], tuple(legs), int8 and bool(twins))
+    return Plan(manifests[target], tuple(legs), int8 and any(leg.route.quantised for leg in legs))
 
 
 def _leg(
     device: Device, manifests: Mapping[int, Manifest], source: SpaceInfo, target: int
 ) -> Leg | None:
-    has_side = source.spec.side_space is not None
-    route = plan_route(manifests, source.spec.release, target, has_side)
+    route = plan_route(manifests, source.spec.release, target, source.spec.side_space)
     if route is None and source.spec.space in manifests[target].searches_directly:
         route = Route((), _kept_directly(manifests[target], source.spec.release), True)
     if route is None:

@@ -92,7 +92,7 @@ def _check_source(upgrade: Upgrade, predecessors: Mapping[int, Manifest]) -> Non
         raise VerificationError(f"{name}: is not published, so nothing can be upgraded from it")
     if (upgrade.from_space, upgrade.from_dim) != (source.space, source.embedder.dim):
         raise VerificationError(f"{name}: was made for another space than the published one")
-    if upgrade.from_side_space is None:
+    if not upgrade.reads_side:
         return
     side_dim = source.side_encoder.dim if source.side_encoder is not None else 0
     if (upgrade.from_side_space, upgrade.from_side_dim) != (source.side_space, side_dim):

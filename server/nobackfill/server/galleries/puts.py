@@ -62,14 +62,14 @@ class _Ready:
 
 
 # Carries bare vectors of an older release to another; None where no route leads there.
-RunnerOf = Callable[[Manifest, Manifest, bool], RouteRunner | None]
+RunnerOf = Callable[[Manifest, Manifest, str | None], RouteRunner | None]
 
 
 class Putting:
     """Stores items in galleries."""
 
     def __init__(self, embedding: Embedding, runner_of: RunnerOf) -> None:
-        """`runner_of`: source, target, whether side-information is at hand."""
+        """`runner_of`: source, target, space of the side-information at hand."""
         self._embedding = embedding
         self._runner_of = runner_of
 
@@ -177,7 +177,7 @@ class Putting:
         own = NewVectors(bare.space, embedding, side)
         if any(part.space == bare.space for part in plan.parts):
             return (own,)
-        runner = self._runner_of(manifest, plan.query, side is not None)
+        runner = self._runner_of(manifest, plan.query, None if side is None else bare.side_space)
         if runner is None:
             raise IncompatibleSpaceError(
                 f"no published upgrade carries vectors of release {manifest.release} to release "

@@ -79,11 +79,11 @@ class Upgrading:
     def route(self, hosted: Hosted, target: int) -> Route | None:
         """The best way from the gallery's active space to release `target`, or None."""
         source = hosted.spec()
-        return self._route(source.release, target, source.side_space is not None)
+        return self._route(source.release, target, source.side_space)
 
-    def _route(self, source: int, target: int, has_side: bool) -> Route | None:
+    def _route(self, source: int, target: int, side: str | None) -> Route | None:
         usable = self._catalog.usable(source)
-        return plan_route(usable, source, target, has_side) if target in usable else None
+        return plan_route(usable, source, target, side) if target in usable else None
 
     def estimate(self, hosted: Hosted, target: Manifest, spare_cores: float) -> tuple[Cost, Route]:
         """Cost of an upgrade, measured on a few items. Raises PreconditionError without a route,
@@ -149,9 +149,10 @@ class Upgrading:
             self._report_kept(hosted, source, spec)
         return outcome
 
-    def runner(self, source: Manifest, target: Manifest, has_side: bool) -> RouteRunner | None:
-        """The models of the best route, opened once; None if there is none, or none any more."""
-        route = self._route(source.release, target.release, has_side)
+    def runner(self, source: Manifest, target: Manifest, side: str | None) -> RouteRunner | None:
+        """The models of the best route for vectors with side-information of the space `side`,
+        opened once; None if there is none, or none any more."""
+        route = self._route(source.release, target.release, side)
         if route is None:
             return None
         # Not under the lock: it may take a while.

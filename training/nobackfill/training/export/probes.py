@@ -37,7 +37,7 @@ def make_probes(release: Release) -> Probes:
         result = open_upgrade(files, manifest, upgrade).run(embedding, side)
         arrays[f"{name}/embedding"] = embedding
         arrays[f"{name}/upgraded"] = result.embedding
-        if upgrade.from_side_space is not None and side is not None:
+        if upgrade.reads_side and side is not None:
             arrays[f"{name}/side"] = side
         if upgrade.side == "maps" and result.side is not None:
             arrays[f"{name}/upgraded_side"] = result.side
