@@ -43,8 +43,8 @@ ARROWS = {
 }
 # The parts of the server, lowest first: each may import those before it.
 SERVER = (
-    "settings", "descriptors", "state", "grpc", "catalog", "publication", "vault", "triton",
-    "embedding", "galleries", "upgrades", "core", "rollout", "grpc.services", "assembly",
+    "settings", "arenas", "descriptors", "state", "grpc", "catalog", "publication", "vault",
+    "triton", "embedding", "galleries", "upgrades", "core", "rollout", "grpc.services", "assembly",
     "grpc.listener", "gateway", "backup", "cli",
 )  # fmt: skip
 MAX_LINES = 300

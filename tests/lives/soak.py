@@ -30,7 +30,7 @@ EXTRA = 2_500
 EVERY_S = 5.0
 # Of the time, before growth counts: caches fill, allocators take what they keep.
 WARM_UP = 0.3
-# Bounds: above what 20 minutes showed, 0.02 of Triton and 0.73 of the gateway, see the docs.
+# Bounds: above what 9 minutes showed, 0.06 of Triton and 0.32 of the gateway, see the docs.
 MEGABYTES_A_MINUTE = 1.0
 DESCRIPTORS = 3
 SHARED_MEGABYTES = 0.0

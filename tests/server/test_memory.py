@@ -1,0 +1,76 @@
+"""What a gateway that swaps for days must not gather: room in malloc's arenas, and objects."""
+
+import gc
+import re
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from nobackfill.server.arenas import most_arenas
+from nobackfill.server.gateway import Gateway
+from tests.server.conftest import Stages, publish_stage
+from tests.server.process import serving
+from tests.server.support import Client, images
+
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ 0\s*\Z")
+# What glibc reserves for an arena, beside the first, and where it begins.
+_ARENA = 64 << 20
+CALLERS = 24
+SWAPS = ("CUTOVER", "DUAL") * 4
+
+
+def arenas(pid: int) -> int:
+    """Arenas of a process: memory in use and memory reserved, one reservation together."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    found = [match.groups() for line in lines if (match := _MAPPING.match(line))]
+    spans = [(int(begin, 16), int(end, 16), mode) for begin, end, mode in found]
+    reserved = {begin: end for begin, end, mode in spans if mode == "---p"}
+    begun = [end for begin, end, mode in spans if mode == "rw-p" and begin % _ARENA == 0]
+    return 1 + sum(reserved.get(end) == -(-end // _ARENA) * _ARENA for end in begun)
+
+
+def test_many_threads_share_few_arenas(repo: Path, tmp_path: Path) -> None:
+    pictures = images(CALLERS)
+    with serving(repo, tmp_path / "data", "--triton=in-process") as served:
+        with Client(served.address) as client:
+            client.create()
+            client.put_images(pictures)
+
+        def ask(number: int) -> None:
+            with Client(served.address) as client:
+                for _ in range(5):
+                    client.search(pictures[number])
+
+        with ThreadPoolExecutor(CALLERS) as callers:
+            list(callers.map(ask, range(CALLERS)))
+        threads = len([*Path(f"/proc/{served.process.pid}/task").iterdir()])
+        assert threads > most_arenas()
+        assert 1 < arenas(served.process.pid) <= most_arenas()
+
+
+def objects() -> Counter[str]:
+    """Objects of our own classes that a garbage collection leaves."""
+    gc.collect()
+    kinds = Counter(f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_objects())
+    return Counter({kind: n for kind, n in kinds.items() if kind.startswith("nobackfill.")})
+
+
+def test_a_swap_leaves_no_object(
+    stages: Stages, repo: Path, gateway: Gateway, client: Client
+) -> None:
+    client.create()
+    client.put_images(images(40))
+    publish_stage(repo, stages[2])
+
+    def swap(rollout: str) -> None:
+        client.activate(2, rollout)
+        client.search(images(1)[0])
+        client.rollback(confirm=True)
+
+    swap("CUTOVER")
+    swap("DUAL")
+    before = objects()
+    for rollout in SWAPS:
+        swap(rollout)
+    # Fewer than one a swap: manifests that were read anew stand beside those of a plan for a while.
+    assert {kind for kind, more in (objects() - before).items() if more >= len(SWAPS)} == set()
