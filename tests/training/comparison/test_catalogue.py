@@ -13,6 +13,7 @@ from nobackfill.training.cli.compare import compare
 from nobackfill.training.comparison.catalogue import GROUPS, rows_of
 from nobackfill.training.comparison.cells import Cells
 from nobackfill.training.comparison.claims import CLAIMS, Claim, judge
+from nobackfill.training.comparison.names import Name
 from nobackfill.training.comparison.presets import (
     CIFAR100,
     CIFAR100_CPU,
@@ -103,6 +104,8 @@ def test_claims_name_rows_that_exist(tmp_path: Path) -> None:
     for claim in CLAIMS:
         assert {claim.better[0], claim.worse[0]} <= names, claim.text
     assert len({claim.text for claim in CLAIMS}) == len(CLAIMS)
+    # No name outlives its row.
+    assert set(Name) <= names | {part for name in names for part in name.split(":")}
 
 
 def test_a_claim_is_judged_over_paired_seeds() -> None:

@@ -5,6 +5,7 @@ All of them on the old and new model that every row shares.
 
 from typing import Any
 
+from nobackfill.training.comparison.names import Name
 from nobackfill.training.comparison.rows import Row, Shared
 
 # How often an epoch of the rows `_upweighted` draws an image of a class new to the old model.
@@ -19,17 +20,17 @@ def sizes(shared: Shared) -> list[Row]:
     dim, inner = preset.side_encoder["side_info_dim"], preset.upgrade["inner_dim"]
     assert isinstance(dim, int) and isinstance(inner, int)
     others = {
-        "fct_side_quarter": ("simclr", dim // 4),
+        Name.FCT_SIDE_QUARTER: ("simclr", dim // 4),
         "fct_side_half": ("simclr", dim // 2),
-        "fct_side_double": ("simclr", 2 * dim),
+        Name.FCT_SIDE_DOUBLE: ("simclr", 2 * dim),
         "fct_bits_double": ("binary_simclr", 2 * dim),
-        "fct_bits_fourfold": ("binary_simclr", 4 * dim),
+        Name.FCT_BITS_FOURFOLD: ("binary_simclr", 4 * dim),
     }
     return [
-        shared.upgrade_row("fct_simclr", "fct", simclr),
+        shared.upgrade_row(Name.FCT_SIMCLR, "fct", simclr),
         shared.upgrade_row("fct_width_half", "fct", simclr, inner_dim=inner // 2),
         shared.upgrade_row("fct_width_double", "fct", simclr, inner_dim=2 * inner),
-        shared.upgrade_row("fct_binary_simclr", "fct", shared.side("binary_simclr")),
+        shared.upgrade_row(Name.FCT_BINARY_SIMCLR, "fct", shared.side("binary_simclr")),
         *(
             shared.upgrade_row(name, "fct", shared.side(kind, width))
             for name, (kind, width) in others.items()
@@ -42,19 +43,21 @@ def parts(shared: Shared) -> list[Row]:
     simclr, preset = shared.side("simclr"), shared.place.preset
     inner = preset.upgrade["inner_dim"]
     assert isinstance(inner, int)
-    small = shared.upgrade_row("residual_small", "residual", simclr, inner_dim=inner // 4)
+    small = shared.upgrade_row(Name.RESIDUAL_SMALL, "residual", simclr, inner_dim=inner // 4)
     upweighted = _at_equal_steps(shared)
     return [
-        shared.upgrade_row("residual_no_listwise", "residual", simclr, options={"listwise": 0.0}),
-        shared.upgrade_row("residual_one_view", "residual", simclr, views=1),
+        shared.upgrade_row(
+            Name.RESIDUAL_NO_LISTWISE, "residual", simclr, options={"listwise": 0.0}
+        ),
+        shared.upgrade_row(Name.RESIDUAL_ONE_VIEW, "residual", simclr, views=1),
         small,
         Row("residual_small_int8", small.old, small.new, small.route, simclr, int8=True),
-        shared.upgrade_row("fct_simclr_best", "fct", simclr, keep_best=True),
-        shared.upgrade_row("residual_best", "residual", simclr, keep_best=True),
-        shared.upgrade_row("fct_none_upweighted", "fct", **upweighted),
-        shared.upgrade_row("fct_simclr_upweighted", "fct", simclr, **upweighted),
-        shared.upgrade_row("residual_none_upweighted", "residual", **upweighted),
-        shared.upgrade_row("residual_upweighted", "residual", simclr, **upweighted),
+        shared.upgrade_row(Name.FCT_SIMCLR_BEST, "fct", simclr, keep_best=True),
+        shared.upgrade_row(Name.RESIDUAL_BEST, "residual", simclr, keep_best=True),
+        shared.upgrade_row(Name.FCT_NONE_UPWEIGHTED, "fct", **upweighted),
+        shared.upgrade_row(Name.FCT_SIMCLR_UPWEIGHTED, "fct", simclr, **upweighted),
+        shared.upgrade_row(Name.RESIDUAL_NONE_UPWEIGHTED, "residual", **upweighted),
+        shared.upgrade_row(Name.RESIDUAL_UPWEIGHTED, "residual", simclr, **upweighted),
     ]
 
 

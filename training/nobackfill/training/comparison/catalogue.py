@@ -1,10 +1,12 @@
 """Every row that compare.py knows, by group. A row's name is the method's name in the table."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.comparison.ablations import parts, sizes
+from nobackfill.training.comparison.names import Name
+from nobackfill.training.comparison.presets import Values
 from nobackfill.training.comparison.recipe import Place, Run
 from nobackfill.training.comparison.rows import Row, Shared
 from nobackfill.training.comparison.settings import (
@@ -16,41 +18,45 @@ from nobackfill.training.comparison.settings import (
     noise,
 )
 
+# Method and options by row.
+COMPATIBLE: Mapping[str, tuple[str, Values]] = {
+    "l2": ("l2", {}),
+    "lwf": ("lwf", {}),
+    "regress": ("regress", {}),
+    "contrastive": ("contrastive", {}),
+    Name.BCT: ("bct", {}),
+    "bct_kd": ("bct_kd", {}),
+    Name.BCT_SYS: ("bct_sys", {}),
+    Name.UNIBCT_VANILLA: ("unibct", {"prototypes": "vanilla"}),
+    "unibct_drop": ("unibct", {"prototypes": "drop"}),
+    Name.UNIBCT: ("unibct", {}),
+    "focal": ("focal", {}),
+}
+# Options of DMU by row.
+DMU: Mapping[str, Values] = {
+    Name.DMU: {},
+    "dmu_selective": {"forward": False},
+    "dmu_forward": {"measure": "uniform"},
+    "dmu_confidence": {"measure": "confidence"},
+    "dmu_regression": {"regularizer": "regression"},
+    # Weights that differ: what Eq. 9 gives on cosines times ArcFace's usual scale.
+    "dmu_sharp": {"entropy_scale": 16.0, "weight_temperature": 0.25},
+}
+VARIANTS = (Name.BCT_WIDE, Name.BCT_RELU, Name.BCT_SOFTMAX_TO_COSINE)
+
 
 def compatible(shared: Shared) -> list[Row]:
     """Independent training, BCT's and UniBCT's methods and their baselines."""
-    rows = [Row("independent", shared.old, shared.new)]
-    methods: dict[str, tuple[str, dict[str, object]]] = {
-        "l2": ("l2", {}),
-        "lwf": ("lwf", {}),
-        "regress": ("regress", {}),
-        "contrastive": ("contrastive", {}),
-        "bct": ("bct", {}),
-        "bct_kd": ("bct_kd", {}),
-        "bct_sys": ("bct_sys", {}),
-        "unibct_vanilla": ("unibct", {"prototypes": "vanilla"}),
-        "unibct_drop": ("unibct", {"prototypes": "drop"}),
-        "unibct": ("unibct", {}),
-        "focal": ("focal", {}),
-    }
-    for name, (method, options) in methods.items():
+    rows = [Row(Name.INDEPENDENT, shared.old, shared.new)]
+    for name, (method, options) in COMPATIBLE.items():
         rows.append(Row(name, shared.old, shared.compatible(name, method, **options)))
     return rows
 
 
 def dmu(shared: Shared) -> list[Row]:
     """DMU, its ablations (Table 4), other weights (Table 3), regression (Table 7)."""
-    variants: dict[str, dict[str, object]] = {
-        "dmu": {},
-        "dmu_selective": {"forward": False},
-        "dmu_forward": {"measure": "uniform"},
-        "dmu_confidence": {"measure": "confidence"},
-        "dmu_regression": {"regularizer": "regression"},
-        # Weights that differ: what Eq. 9 gives on cosines times ArcFace's usual scale.
-        "dmu_sharp": {"entropy_scale": 16.0, "weight_temperature": 0.25},
-    }
     rows = []
-    for name, options in variants.items():
+    for name, options in DMU.items():
         run = shared.compatible(name, "dmu", **options)
         forward = options.get("forward", True) is True
         rows.append(Row(name, shared.old, run, (run,) if forward else ()))
@@ -71,9 +77,9 @@ def variants(shared: Shared) -> list[Row]:
         "old-softmax", classes=split.old, role="old", head="softmax", margin=None, scale=None
     )
     return [
-        bct("bct_wide", shared.old, embedding_dim=2 * dim),
-        bct("bct_relu", shared.old, last_nonlin=True),
-        bct("bct_softmax_to_cosine", softmax, head="cosface", margin=0.2, scale=16),
+        bct(Name.BCT_WIDE, shared.old, embedding_dim=2 * dim),
+        bct(Name.BCT_RELU, shared.old, last_nonlin=True),
+        bct(Name.BCT_SOFTMAX_TO_COSINE, softmax, head="cosface", margin=0.2, scale=16),
     ]
 
 
@@ -84,10 +90,10 @@ def maps(shared: Shared) -> list[Row]:
     return [
         shared.upgrade_row("procrustes", "procrustes"),
         shared.upgrade_row("low_rank", "low_rank"),
-        shared.upgrade_row("affine", "affine"),
-        shared.upgrade_row("affine_simclr", "affine", simclr),
+        shared.upgrade_row(Name.AFFINE, "affine"),
+        shared.upgrade_row(Name.AFFINE_SIMCLR, "affine", simclr),
         shared.upgrade_row("soft_prototypes", "soft_prototypes", options=control),
-        shared.upgrade_row("soft_prototypes_simclr", "soft_prototypes", simclr, options=control),
+        shared.upgrade_row(Name.SOFT_PROTOTYPES_SIMCLR, "soft_prototypes", simclr, options=control),
     ]
 
 
@@ -98,64 +104,64 @@ def transforms(shared: Shared) -> list[Row]:
     assert isinstance(inner, int)
     unlabelled = place.side_encoder("side-unlabelled", classes=split.new, kind="simclr")
     rows = [
-        shared.upgrade_row("fct_none", "fct"),
+        shared.upgrade_row(Name.FCT_NONE, "fct"),
         *(
-            shared.upgrade_row(f"fct_{kind}", "fct", shared.side(kind))
+            shared.upgrade_row(Name(f"fct_{kind}"), "fct", shared.side(kind))
             for kind in ("autoencoder", "alternate", "mixup", "simclr", "binary_simclr")
         ),
-        shared.upgrade_row("fct_simclr_unlabelled", "fct", unlabelled),
-        shared.upgrade_row("fct_side_only", "fct", simclr, reads_embedding=False),
+        shared.upgrade_row(Name.FCT_SIMCLR_UNLABELLED, "fct", unlabelled),
+        shared.upgrade_row(Name.FCT_SIDE_ONLY, "fct", simclr, reads_embedding=False),
         _doubled(shared),
-        shared.upgrade_row("fct_small", "fct", simclr, inner_dim=inner // 4),
-        shared.upgrade_row("kl", "kl", simclr),
-        shared.upgrade_row("reversed_kl", "reversed_kl", simclr),
-        shared.upgrade_row("lce", "lce", simclr),
-        shared.upgrade_row("rbt", "rbt"),
+        shared.upgrade_row(Name.FCT_SMALL, "fct", simclr, inner_dim=inner // 4),
+        shared.upgrade_row(Name.KL, "kl", simclr),
+        shared.upgrade_row(Name.REVERSED_KL, "reversed_kl", simclr),
+        shared.upgrade_row(Name.LCE, "lce", simclr),
+        shared.upgrade_row(Name.RBT, "rbt"),
     ]
     # Where the preset's own SimCLR has small crops, the row would be fct_simclr again.
     if "small_crops" not in place.preset.side_encoder:
         crops = place.side_encoder(
             "side-multicrop", classes=split.old, kind="simclr", small_crops=2
         )
-        rows.append(shared.upgrade_row("fct_multicrop", "fct", crops))
+        rows.append(shared.upgrade_row(Name.FCT_MULTICROP, "fct", crops))
     return rows + best(shared)
 
 
 def best(shared: Shared) -> list[Row]:
     """FastFill and ours, with and without side-information; DMU first and ours on top; int8."""
     simclr = shared.side("simclr")
-    dmu_run = shared.compatible("dmu", "dmu")
+    dmu_run = shared.compatible(Name.DMU, "dmu")
     on_top = shared.place.upgrade(
-        "upgrade-dmu_residual",
+        f"upgrade-{Name.DMU_RESIDUAL}",
         shared.old,
         dmu_run,
         classes=shared.split.new,
         side=simclr,
         method="residual",
     )
-    residual = shared.upgrade_row("residual_simclr", "residual", simclr)
+    residual = shared.upgrade_row(Name.RESIDUAL_SIMCLR, "residual", simclr)
     return [
         shared.upgrade_row("fastfill_none", "fastfill"),
-        shared.upgrade_row("fastfill_simclr", "fastfill", simclr),
-        shared.upgrade_row("residual_none", "residual"),
+        shared.upgrade_row(Name.FASTFILL_SIMCLR, "fastfill", simclr),
+        shared.upgrade_row(Name.RESIDUAL_NONE, "residual"),
         residual,
-        Row("residual_int8", residual.old, residual.new, residual.route, simclr, int8=True),
-        Row("dmu_residual", shared.old, dmu_run, (on_top,), simclr),
+        Row(Name.RESIDUAL_INT8, residual.old, residual.new, residual.route, simclr, int8=True),
+        Row(Name.DMU_RESIDUAL, shared.old, dmu_run, (on_top,), simclr),
     ]
 
 
 def core(shared: Shared) -> list[Row]:
     """What a machine without an accelerator compares on CIFAR-100 within hours."""
     simclr = shared.side("simclr")
-    wanted = {"independent", "bct", "bct_sys", "unibct"}
+    wanted = {Name.INDEPENDENT, Name.BCT, Name.BCT_SYS, Name.UNIBCT}
     return [
         *(row for row in compatible(shared) if row.name in wanted),
-        *(row for row in dmu(shared) if row.name == "dmu"),
+        *(row for row in dmu(shared) if row.name == Name.DMU),
         *maps(shared),
-        shared.upgrade_row("fct_none", "fct"),
-        shared.upgrade_row("fct_alternate", "fct", shared.side("alternate")),
-        shared.upgrade_row("fct_simclr", "fct", simclr),
-        shared.upgrade_row("fct_side_only", "fct", simclr, reads_embedding=False),
+        shared.upgrade_row(Name.FCT_NONE, "fct"),
+        shared.upgrade_row(Name.FCT_ALTERNATE, "fct", shared.side("alternate")),
+        shared.upgrade_row(Name.FCT_SIMCLR, "fct", simclr),
+        shared.upgrade_row(Name.FCT_SIDE_ONLY, "fct", simclr, reads_embedding=False),
         *best(shared),
     ]
 
@@ -163,21 +169,21 @@ def core(shared: Shared) -> list[Row]:
 def core_unseen(shared: Shared) -> list[Row]:
     """Of `core` what needs no second training of an image model."""
     wanted = {
-        "independent",
-        "affine",
-        "affine_simclr",
-        "soft_prototypes_simclr",
-        "fct_none",
-        "fct_simclr",
-        "fastfill_simclr",
-        "residual_simclr",
+        Name.INDEPENDENT,
+        Name.AFFINE,
+        Name.AFFINE_SIMCLR,
+        Name.SOFT_PROTOTYPES_SIMCLR,
+        Name.FCT_NONE,
+        Name.FCT_SIMCLR,
+        Name.FASTFILL_SIMCLR,
+        Name.RESIDUAL_SIMCLR,
     }
     return [row for row in core(shared) if row.name in wanted]
 
 
 def core_unseen_compatible(shared: Shared) -> list[Row]:
     """Of `core` what `core_unseen` leaves out: new models that learn beside the old one."""
-    wanted = {"bct", "bct_sys", "unibct", "dmu"}
+    wanted = {Name.BCT, Name.BCT_SYS, Name.UNIBCT, Name.DMU}
     return [row for row in core(shared) if row.name in wanted]
 
 
@@ -190,8 +196,10 @@ def _doubled(shared: Shared) -> Row:
     )
     assert isinstance(dim, int) and isinstance(side_dim, int)
     old = place.embedder("old-doubled", classes=split.old, role="old", embedding_dim=dim + side_dim)
-    run = place.upgrade("upgrade-fct_doubled", old, shared.new, classes=split.new, method="fct")
-    return Row("fct_doubled", old, shared.new, (run,))
+    run = place.upgrade(
+        f"upgrade-{Name.FCT_DOUBLED}", old, shared.new, classes=split.new, method="fct"
+    )
+    return Row(Name.FCT_DOUBLED, old, shared.new, (run,))
 
 
 GROUPS: dict[str, Callable[[Shared], list[Row]]] = {

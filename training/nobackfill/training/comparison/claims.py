@@ -9,35 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nobackfill.metrics.bootstrap import Difference, Verdict, paired_bootstrap
+from nobackfill.training.comparison.catalogue import COMPATIBLE, DMU, VARIANTS
 from nobackfill.training.comparison.cells import Cells
 from nobackfill.training.comparison.domains import SHIFTS
+from nobackfill.training.comparison.names import Name, within
 from nobackfill.training.comparison.ranges import KNOWN, NEW
+from nobackfill.training.comparison.settings import DISJOINT, HOPS
+from nobackfill.training.data.allocations import ALLOCATIONS
 
 FIGURE = "map"
-BACKWARD = (
-    "l2",
-    "lwf",
-    "regress",
-    "contrastive",
-    "bct",
-    "bct_kd",
-    "bct_sys",
-    "unibct_vanilla",
-    "unibct_drop",
-    "unibct",
-    "focal",
-    "dmu",
-    "dmu_selective",
-    "dmu_forward",
-    "dmu_confidence",
-    "dmu_regression",
-    "dmu_sharp",
-    "bct_wide",
-    "bct_relu",
-    "bct_softmax_to_cosine",
-    "bct_chain",
-    "dmu_chain",
-)
+BACKWARD = (*COMPATIBLE, *DMU, *VARIANTS, Name.BCT_CHAIN, Name.DMU_CHAIN)
 
 
 @dataclass(frozen=True)
@@ -74,151 +55,175 @@ def _criterion(row: str) -> Claim:
 
 
 SERVED = "new/served"
-_SIDE, _OURS = ("fct_simclr", SERVED), ("residual_simclr", SERVED)
+# Those of UniBCT where the new training set is another than the old one.
+_ALLOCATIONS = tuple(name for name in ALLOCATIONS if name != "identical-data")
+_SIDE, _OURS = (Name.FCT_SIMCLR, SERVED), (Name.RESIDUAL_SIMCLR, SERVED)
 CLAIMS = (
     Claim(
         "independent models are incompatible",
-        ("independent", "old/old"),
-        ("independent", "new/old"),
+        (Name.INDEPENDENT, "old/old"),
+        (Name.INDEPENDENT, "new/old"),
     ),
     *(_criterion(row) for row in BACKWARD),
-    Claim("BCT loses new/new", ("independent", "new/new"), ("bct", "new/new")),
+    Claim("BCT loses new/new", (Name.INDEPENDENT, "new/new"), (Name.BCT, "new/new")),
     *(
         Claim(
             f"BCT loses new/new on {part} (FCT appendix C)",
-            ("independent", f"new/new, {part}"),
-            ("bct", f"new/new, {part}"),
+            (Name.INDEPENDENT, f"new/new, {part}"),
+            (Name.BCT, f"new/new, {part}"),
         )
         for part in (KNOWN, NEW)
     ),
-    Claim("DMU > BCT on new/new", ("dmu", "new/new"), ("bct", "new/new")),
-    Claim("DMU > BCT on new/old, vectors as they are", ("dmu", "new/old"), ("bct", "new/old")),
-    Claim("DMU's psi(old) > its raw old", ("dmu", SERVED), ("dmu", "new/old")),
+    Claim("DMU > BCT on new/new", (Name.DMU, "new/new"), (Name.BCT, "new/new")),
+    Claim(
+        "DMU > BCT on new/old, vectors as they are", (Name.DMU, "new/old"), (Name.BCT, "new/old")
+    ),
+    Claim("DMU's psi(old) > its raw old", (Name.DMU, SERVED), (Name.DMU, "new/old")),
     Claim(
         "DMU > BCT on new/new, two updates in a row",
-        ("dmu_chain", "new/new"),
-        ("bct_chain", "new/new"),
+        (Name.DMU_CHAIN, "new/new"),
+        (Name.BCT_CHAIN, "new/new"),
     ),
     Claim(
-        "DMU > BCT as served, two updates in a row", ("dmu_chain", SERVED), ("bct_chain", SERVED)
+        "DMU > BCT as served, two updates in a row",
+        (Name.DMU_CHAIN, SERVED),
+        (Name.BCT_CHAIN, SERVED),
     ),
-    Claim("FCT with SimCLR > BCT", _SIDE, ("bct", "new/old")),
-    Claim("FCT without side-information > BCT", ("fct_none", SERVED), ("bct", "new/old")),
-    Claim("side-information > none", _SIDE, ("fct_none", SERVED)),
-    Claim("SimCLR > alternate", _SIDE, ("fct_alternate", SERVED)),
-    Claim("alternate > autoencoder", ("fct_alternate", SERVED), ("fct_autoencoder", SERVED)),
+    Claim("FCT with SimCLR > BCT", _SIDE, (Name.BCT, "new/old")),
+    Claim("FCT without side-information > BCT", (Name.FCT_NONE, SERVED), (Name.BCT, "new/old")),
+    Claim("side-information > none", _SIDE, (Name.FCT_NONE, SERVED)),
+    Claim("SimCLR > alternate", _SIDE, (Name.FCT_ALTERNATE, SERVED)),
+    Claim("alternate > autoencoder", (Name.FCT_ALTERNATE, SERVED), (Name.FCT_AUTOENCODER, SERVED)),
     Claim(
         "SimCLR on unlabelled new data > on old data",
-        ("fct_simclr_unlabelled", SERVED),
+        (Name.FCT_SIMCLR_UNLABELLED, SERVED),
         _SIDE,
     ),
-    Claim("SimCLR with multi-crop > without", ("fct_multicrop", SERVED), _SIDE),
+    Claim("SimCLR with multi-crop > without", (Name.FCT_MULTICROP, SERVED), _SIDE),
     Claim(
         "side-information > a doubled old embedding",
         _SIDE,
-        ("fct_doubled", SERVED),
+        (Name.FCT_DOUBLED, SERVED),
     ),
-    Claim("direct >= two-hop", ("direct", SERVED), ("two_hop", SERVED), or_equal=True),
-    Claim("two-hop with side-information > without", ("two_hop", SERVED), ("two_hop_none", SERVED)),
-    Claim("squared L2 > KL", _SIDE, ("kl", SERVED)),
-    Claim("KL > reversed KL", ("kl", SERVED), ("reversed_kl", SERVED)),
-    Claim("FCT > LCE", _SIDE, ("lce", SERVED)),
-    Claim("FCT > RBT, both without side-information", ("fct_none", SERVED), ("rbt", SERVED)),
-    Claim("FCT > affine, both without side-information", ("fct_none", SERVED), ("affine", SERVED)),
-    Claim("FCT > affine, both with SimCLR", _SIDE, ("affine_simclr", SERVED)),
-    Claim("FCT > class centres alone", _SIDE, ("soft_prototypes_simclr", SERVED)),
-    Claim("FastFill > FCT", ("fastfill_simclr", SERVED), _SIDE),
+    Claim("direct >= two-hop", (Name.DIRECT, SERVED), (Name.TWO_HOP, SERVED), or_equal=True),
+    Claim(
+        "two-hop with side-information > without",
+        (Name.TWO_HOP, SERVED),
+        (Name.TWO_HOP_NONE, SERVED),
+    ),
+    Claim("squared L2 > KL", _SIDE, (Name.KL, SERVED)),
+    Claim("KL > reversed KL", (Name.KL, SERVED), (Name.REVERSED_KL, SERVED)),
+    Claim("FCT > LCE", _SIDE, (Name.LCE, SERVED)),
+    Claim("FCT > RBT, both without side-information", (Name.FCT_NONE, SERVED), (Name.RBT, SERVED)),
+    Claim(
+        "FCT > affine, both without side-information",
+        (Name.FCT_NONE, SERVED),
+        (Name.AFFINE, SERVED),
+    ),
+    Claim("FCT > affine, both with SimCLR", _SIDE, (Name.AFFINE_SIMCLR, SERVED)),
+    Claim("FCT > class centres alone", _SIDE, (Name.SOFT_PROTOTYPES_SIMCLR, SERVED)),
+    Claim("FastFill > FCT", (Name.FASTFILL_SIMCLR, SERVED), _SIDE),
     Claim(
         "FastFill > FCT over the backfill curve (by uncertainty, at random)",
-        ("fastfill_simclr", "backfill uncertainty"),
-        ("fct_simclr", "backfill random"),
+        (Name.FASTFILL_SIMCLR, "backfill uncertainty"),
+        (Name.FCT_SIMCLR, "backfill random"),
     ),
     Claim(
         "uncertainty > random order of backfill",
-        ("fastfill_simclr", "backfill uncertainty"),
-        ("fastfill_simclr", "backfill random"),
+        (Name.FASTFILL_SIMCLR, "backfill uncertainty"),
+        (Name.FASTFILL_SIMCLR, "backfill random"),
     ),
-    Claim("ours > FastFill", _OURS, ("fastfill_simclr", SERVED)),
+    Claim("ours > FastFill", _OURS, (Name.FASTFILL_SIMCLR, SERVED)),
     Claim("ours > FCT", _OURS, _SIDE),
-    Claim("FCT > FCT at a quarter of the width", _SIDE, ("fct_small", SERVED)),
-    Claim("ours > ours at a quarter of the width", _OURS, ("residual_small", SERVED)),
-    Claim("ours > ours without the listwise loss", _OURS, ("residual_no_listwise", SERVED)),
-    Claim("cached views > one view", _OURS, ("residual_one_view", SERVED)),
-    Claim("DMU first and ours on top > ours", ("dmu_residual", SERVED), _OURS),
+    Claim("FCT > FCT at a quarter of the width", _SIDE, (Name.FCT_SMALL, SERVED)),
+    Claim("ours > ours at a quarter of the width", _OURS, (Name.RESIDUAL_SMALL, SERVED)),
+    Claim("ours > ours without the listwise loss", _OURS, (Name.RESIDUAL_NO_LISTWISE, SERVED)),
+    Claim("cached views > one view", _OURS, (Name.RESIDUAL_ONE_VIEW, SERVED)),
+    Claim("DMU first and ours on top > ours", (Name.DMU_RESIDUAL, SERVED), _OURS),
     *(
         Claim(f"best held-out epoch > last, {row}", (best, SERVED), (row, SERVED))
-        for row, best in (("fct_simclr", "fct_simclr_best"), ("residual_simclr", "residual_best"))
+        for row, best in (
+            (Name.FCT_SIMCLR, Name.FCT_SIMCLR_BEST),
+            (Name.RESIDUAL_SIMCLR, Name.RESIDUAL_BEST),
+        )
     ),
     *(
         Claim(f"new classes up-weighted > not, {row}", (upweighted, SERVED), (row, SERVED))
         for row, upweighted in (
-            ("fct_none", "fct_none_upweighted"),
-            ("fct_simclr", "fct_simclr_upweighted"),
-            ("residual_none", "residual_none_upweighted"),
-            ("residual_simclr", "residual_upweighted"),
+            (Name.FCT_NONE, Name.FCT_NONE_UPWEIGHTED),
+            (Name.FCT_SIMCLR, Name.FCT_SIMCLR_UPWEIGHTED),
+            (Name.RESIDUAL_NONE, Name.RESIDUAL_NONE_UPWEIGHTED),
+            (Name.RESIDUAL_SIMCLR, Name.RESIDUAL_UPWEIGHTED),
         )
     ),
-    Claim("as much side-information > a quarter", _SIDE, ("fct_side_quarter", SERVED)),
-    Claim("twice the side-information > as much", ("fct_side_double", SERVED), _SIDE),
-    Claim("side-information in floats > in bits", _SIDE, ("fct_binary_simclr", SERVED)),
+    Claim("as much side-information > a quarter", _SIDE, (Name.FCT_SIDE_QUARTER, SERVED)),
+    Claim("twice the side-information > as much", (Name.FCT_SIDE_DOUBLE, SERVED), _SIDE),
+    Claim("side-information in floats > in bits", _SIDE, (Name.FCT_BINARY_SIMCLR, SERVED)),
     Claim(
-        "four times the bits > once", ("fct_bits_fourfold", SERVED), ("fct_binary_simclr", SERVED)
+        "four times the bits > once",
+        (Name.FCT_BITS_FOURFOLD, SERVED),
+        (Name.FCT_BINARY_SIMCLR, SERVED),
     ),
-    Claim("ours in int8 < in float32", _OURS, ("residual_int8", SERVED)),
+    Claim("ours in int8 < in float32", _OURS, (Name.RESIDUAL_INT8, SERVED)),
     *(
         Claim(f"{text} > the old model", (row, SERVED), (row, "old/old"))
         for text, row in (
-            ("five small updates with side-information", "long_chain:5"),
-            ("five small updates without side-information", "long_chain_none:5"),
-            ("FCT with SimCLR, disjoint objectives", "disjoint:fct_simclr"),
-            *((f"FCT with SimCLR, {domain} images", f"{domain}:fct_simclr") for domain in SHIFTS),
+            ("five small updates with side-information", within(Name.LONG_CHAIN, HOPS)),
+            ("five small updates without side-information", within(Name.LONG_CHAIN_NONE, HOPS)),
+            ("FCT with SimCLR, disjoint objectives", within(DISJOINT, Name.FCT_SIMCLR)),
+            *(
+                (f"FCT with SimCLR, {domain} images", within(domain, Name.FCT_SIMCLR))
+                for domain in SHIFTS
+            ),
         )
     ),
-    Claim("direct > five small updates", _SIDE, ("long_chain:5", SERVED)),
+    Claim("direct > five small updates", _SIDE, (within(Name.LONG_CHAIN, HOPS), SERVED)),
     Claim(
         "five small updates with side-information > without",
-        ("long_chain:5", SERVED),
-        ("long_chain_none:5", SERVED),
+        (within(Name.LONG_CHAIN, HOPS), SERVED),
+        (within(Name.LONG_CHAIN_NONE, HOPS), SERVED),
     ),
     Claim(
         "side-information > none, disjoint objectives",
-        ("disjoint:fct_simclr", SERVED),
-        ("disjoint:fct_none", SERVED),
+        (within(DISJOINT, Name.FCT_SIMCLR), SERVED),
+        (within(DISJOINT, Name.FCT_NONE), SERVED),
     ),
     *(
         Claim(
             f"{text}, {domain} images",
-            (f"{domain}:{better}", SERVED),
-            (f"{domain}:{worse}", SERVED),
+            (within(domain, better), SERVED),
+            (within(domain, worse), SERVED),
         )
         for domain in SHIFTS
         for text, better, worse in (
-            ("side-information > none", "fct_simclr", "fct_none"),
-            ("SimCLR > alternate", "fct_simclr", "fct_alternate"),
-            ("alternate > autoencoder", "fct_alternate", "fct_autoencoder"),
+            ("side-information > none", Name.FCT_SIMCLR, Name.FCT_NONE),
+            ("SimCLR > alternate", Name.FCT_SIMCLR, Name.FCT_ALTERNATE),
+            ("alternate > autoencoder", Name.FCT_ALTERNATE, Name.FCT_AUTOENCODER),
         )
     ),
-    Claim("refined > vanilla prototypes", ("unibct", "new/old"), ("unibct_vanilla", "new/old")),
+    Claim(
+        "refined > vanilla prototypes", (Name.UNIBCT, "new/old"), (Name.UNIBCT_VANILLA, "new/old")
+    ),
     Claim(
         "refined > vanilla prototypes at 20 % wrong labels",
-        ("noisy_unibct", "new/old"),
-        ("noisy_unibct_vanilla", "new/old"),
+        (Name.NOISY_UNIBCT, "new/old"),
+        (Name.NOISY_UNIBCT_VANILLA, "new/old"),
     ),
     *(
         Claim(
             f"refined > vanilla prototypes, {allocation}",
-            (f"{allocation}:refined", "new/old"),
-            (f"{allocation}:vanilla", "new/old"),
+            (within(allocation, Name.REFINED), "new/old"),
+            (within(allocation, Name.VANILLA), "new/old"),
         )
-        for allocation in ("extended-data", "open-data", "extended-class", "open-class")
+        for allocation in _ALLOCATIONS
     ),
     *(
         Claim(
             f"UniBCT meets the criterion, {allocation}",
-            (f"{allocation}:refined", "new/old"),
-            (f"{allocation}:refined", "old/old"),
+            (within(allocation, Name.REFINED), "new/old"),
+            (within(allocation, Name.REFINED), "old/old"),
         )
-        for allocation in ("extended-data", "open-data", "extended-class", "open-class")
+        for allocation in _ALLOCATIONS
     ),
 )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nobackfill.training.comparison.data import allocated, later_classes, with_label_noise
 from nobackfill.training.comparison.domains import SHIFTS, write_foreign
+from nobackfill.training.comparison.names import Name, within
 from nobackfill.training.comparison.recipe import STEPS, Place, Run
 from nobackfill.training.comparison.rows import TEST, Row, Shared
 from nobackfill.training.data.allocations import ALLOCATIONS
@@ -16,6 +17,8 @@ from nobackfill.training.data.allocations import ALLOCATIONS
 NOISE = 0.2
 # Folders of images that are made on demand, below the place's own.
 FOREIGN, DISJOINT = "foreign", "disjoint"
+# Updates of the long chain.
+HOPS = len(STEPS) + 1
 
 
 def chains(shared: Shared) -> list[Row]:
@@ -37,9 +40,9 @@ def chains(shared: Shared) -> list[Row]:
     second_hop = hop("2-3", v2, v3, third, side=psi2)
     plain = hop("1-2-none", v1, v2, second), hop("2-3-none", v2, v3, third)
     return [
-        Row("two_hop", v1, v3, (first_hop, second_hop), psi1),
-        Row("direct", v1, v3, (hop("1-3", v1, v3, third, side=psi1),), psi1),
-        Row("two_hop_none", v1, v3, plain),
+        Row(Name.TWO_HOP, v1, v3, (first_hop, second_hop), psi1),
+        Row(Name.DIRECT, v1, v3, (hop("1-3", v1, v3, third, side=psi1),), psi1),
+        Row(Name.TWO_HOP_NONE, v1, v3, plain),
         Row("direct_none", v1, v3, (hop("1-3-none", v1, v3, third),)),
         *(_trained_in_a_row(shared, method, v1) for method in ("bct", "dmu")),
     ]
@@ -70,8 +73,7 @@ def long_chain(shared: Shared) -> list[Row]:
     split, place = shared.split, shared.place
     if split.first_of_chain is None:
         return []
-    hops = len(STEPS) + 1
-    classes = [split.old + (split.new - split.old) * hop // hops for hop in range(hops + 1)]
+    classes = [split.old + (split.new - split.old) * hop // HOPS for hop in range(HOPS + 1)]
     between = [
         place.embedder(f"chain-{count}", classes=count, role=role)
         for count, role in zip(classes[1:-1], STEPS, strict=True)
@@ -84,16 +86,16 @@ def long_chain(shared: Shared) -> list[Row]:
     route: tuple[Run, ...] = ()
     plain: tuple[Run, ...] = ()
     rows = []
-    for hop in range(hops):
+    for hop in range(HOPS):
         old, new, count = models[hop], models[hop + 1], classes[hop + 1]
         name = f"upgrade-chain-{count}"
         # The last side-information has no next update to serve.
-        carried = {} if hop + 1 == hops else {"new_side": sides[hop + 1]}
+        carried = {} if hop + 1 == HOPS else {"new_side": sides[hop + 1]}
         route += (place.upgrade(name, old, new, classes=count, side=sides[hop], **carried),)
         plain += (place.upgrade(f"{name}-none", old, new, classes=count),)
         rows += [
-            Row(f"long_chain:{hop + 1}", shared.old, new, route, sides[0]),
-            Row(f"long_chain_none:{hop + 1}", shared.old, new, plain),
+            Row(within(Name.LONG_CHAIN, hop + 1), shared.old, new, route, sides[0]),
+            Row(within(Name.LONG_CHAIN_NONE, hop + 1), shared.old, new, plain),
         ]
     return rows
 
@@ -103,16 +105,16 @@ def foreign(shared: Shared) -> list[Row]:
     if shared.split.first_of_chain is None:
         return []
     rows = [
-        Row("independent", shared.old, shared.new),
-        shared.upgrade_row("fct_none", "fct"),
+        Row(Name.INDEPENDENT, shared.old, shared.new),
+        shared.upgrade_row(Name.FCT_NONE, "fct"),
         *(
-            shared.upgrade_row(f"fct_{kind}", "fct", shared.side(kind))
+            shared.upgrade_row(Name(f"fct_{kind}"), "fct", shared.side(kind))
             for kind in ("autoencoder", "alternate", "simclr")
         ),
-        shared.upgrade_row("residual_simclr", "residual", shared.side("simclr")),
+        shared.upgrade_row(Name.RESIDUAL_SIMCLR, "residual", shared.side("simclr")),
     ]
     return [
-        replace(row, name=f"{domain}:{row.name}", tested=f"{FOREIGN}/{domain}")
+        replace(row, name=within(domain, row.name), tested=f"{FOREIGN}/{domain}")
         for domain in SHIFTS
         for row in rows
     ]
@@ -130,10 +132,12 @@ def disjoint(shared: Shared) -> list[Row]:
         run = place.upgrade(
             f"upgrade-disjoint-{name}", shared.old, new, classes=None, side=side, images=images
         )
-        return Row(f"disjoint:{name}", shared.old, new, (run,), side, tested=f"{DISJOINT}/{TEST}")
+        return Row(
+            within(DISJOINT, name), shared.old, new, (run,), side, tested=f"{DISJOINT}/{TEST}"
+        )
 
-    alone = Row("disjoint:independent", shared.old, new, tested=f"{DISJOINT}/{TEST}")
-    return [alone, row("fct_none", None), row("fct_simclr", shared.side("simclr"))]
+    alone = Row(within(DISJOINT, Name.INDEPENDENT), shared.old, new, tested=f"{DISJOINT}/{TEST}")
+    return [alone, row(Name.FCT_NONE, None), row(Name.FCT_SIMCLR, shared.side("simclr"))]
 
 
 def noise(shared: Shared) -> list[Row]:
@@ -155,7 +159,7 @@ def noise(shared: Shared) -> list[Row]:
         )
         return Row(name, shared.old, run)
 
-    return [row("noisy_unibct", "refined"), row("noisy_unibct_vanilla", "vanilla")]
+    return [row(Name.NOISY_UNIBCT, "refined"), row(Name.NOISY_UNIBCT_VANILLA, "vanilla")]
 
 
 def allocations(shared: Shared) -> list[Row]:
@@ -165,11 +169,11 @@ def allocations(shared: Shared) -> list[Row]:
         return []
     place = shared.place
     methods: dict[str, tuple[str, dict[str, object]]] = {
-        "independent": ("independent", {}),
+        Name.INDEPENDENT: ("independent", {}),
         "regress": ("regress", {}),
         "contrastive": ("contrastive", {}),
-        "vanilla": ("unibct", {"prototypes": "vanilla"}),
-        "refined": ("unibct", {}),
+        Name.VANILLA: ("unibct", {"prototypes": "vanilla"}),
+        Name.REFINED: ("unibct", {}),
     }
     rows = []
     for allocation in ALLOCATIONS:
@@ -189,7 +193,7 @@ def allocations(shared: Shared) -> list[Row]:
                 method=method,
                 options=options,
             )
-            rows.append(Row(f"{allocation}:{name}", old, new))
+            rows.append(Row(within(allocation, name), old, new))
     return rows
 
 
