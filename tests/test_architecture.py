@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # The source roots of the namespace package `nobackfill`, and the rooms in each (docs/adr/0010).
 ROOTS = {
-    "core": ("metrics", "release", "gallery", "wire", "report"),
+    "core": ("metrics", "release", "gallery", "quality", "wire", "report"),
     "server": ("server",),
     "client": ("client",),
     "training": ("training",),
@@ -27,6 +27,7 @@ BASE = {
     "image_header": {"errors"},
     "images": {"errors", "image_header"},
     "sqlite_errors": {"errors"},
+    "class_folders": {"errors", "images"},
     "digests": {"errors", "vectors"},
     "durable": {"errors", "faults", "sqlite_errors"},
 }
@@ -36,10 +37,11 @@ ARROWS = {
     "release": set[str](),
     "gallery": {"release"},
     "wire": {"gallery", "release", "v1"},
-    "training": {"release", "gallery", "metrics"},
+    "quality": {"release", "gallery", "metrics"},
+    "training": {"quality", "release", "gallery", "metrics"},
     "server": {"gallery", "release", "metrics", "wire", "v1"},
     "client": {"gallery", "release", "wire", "v1"},
-    "report": {"release", "gallery", "metrics"},
+    "report": {"quality", "release", "gallery", "metrics"},
 }
 # The parts of the server, lowest first: each may import those before it.
 SERVER = (

@@ -16,10 +16,10 @@ from bench.harness import Bench, Contender, Row, Table, Value, interleave, rate
 from bench.models import First, int8_path, multiplications
 from bench.record import ROOT
 from demo.data import prepare
+from nobackfill.class_folders import Listing, decode, list_images
 from nobackfill.metrics import retrieval
 from nobackfill.metrics.compatibility import share_kept
 from nobackfill.metrics.ranking import same_label
-from nobackfill.training.data.folders import Listing, decode, list_images
 from nobackfill.training.export.onnx_export import export_onnx, quantise
 from nobackfill.training.loop.upgrade import read_upgrade
 from nobackfill.training.networks.frozen import of_run

@@ -9,8 +9,8 @@ from PIL import Image
 from demo.data import MIN_IMAGES, PARTS, check_image, cut, prepare, size_for
 from demo.errors import DemoError
 from demo.recipes import Recipes
-from nobackfill.training.data.folders import list_images
-from nobackfill.training.data.halves import halves
+from nobackfill.class_folders import list_images
+from nobackfill.quality.halves import halves
 
 
 def make_images(folder: Path, classes: int, each: int) -> Path:

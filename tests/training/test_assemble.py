@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nobackfill.training.networks.published import read_publication
+from nobackfill.release.trust.publication import read_publication
 from tests.training.life import Life, config_of, copy_publication, run_export, train_quietly
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nobackfill.training.data.folders import decode, list_images
+from nobackfill.class_folders import decode, list_images
 from nobackfill.training.loop.upgrade import read_upgrade
 from nobackfill.training.networks.frozen import load_encoder, of_run
 from tests.training.life import config_of, train_quietly, upgrade_config

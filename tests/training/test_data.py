@@ -5,15 +5,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from nobackfill.class_folders import decode, list_images
 from nobackfill.errors import ConfigurationError, InvalidInputError
-from nobackfill.training.data.folders import (
-    decode,
-    hold_out,
-    list_images,
-    readable,
-    require_classes,
-)
-from nobackfill.training.data.halves import halves
+from nobackfill.quality.halves import halves
+from nobackfill.training.data.folders import hold_out, readable, require_classes
 
 
 def test_listing_is_ordered_by_class_then_name(digits: Path) -> None:

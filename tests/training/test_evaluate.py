@@ -4,13 +4,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nobackfill.class_folders import decode, list_images
 from nobackfill.metrics.ranking import same_label
+from nobackfill.quality.cells import parse_cell
+from nobackfill.quality.criterion import criterion
+from nobackfill.quality.embedded import Published
+from nobackfill.quality.matrix import MatrixCell
 from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
-from nobackfill.training.criterion import criterion
-from nobackfill.training.data.folders import decode, list_images
-from nobackfill.training.matrix import MatrixCell
-from nobackfill.training.measure import Embedded, parse_cell
-from nobackfill.training.networks.published import read_publication
+from nobackfill.release.trust.publication import read_publication
 from nobackfill.vectors import Vectors
 from tests.training.life import SIZE, Life, run_evaluate
 
@@ -126,12 +127,12 @@ def test_the_strict_criterion_is_that_of_every_pair(
     assert report["criterion"]["2/1>2"]["strict_together"] is None
 
 
-class Random(Embedded):
+class Random(Published):
     """Vectors that mean nothing."""
 
-    def native(self, release: int) -> tuple[Vectors, Vectors | None]:
+    def native(self, release: int) -> Vectors:
         rng = np.random.default_rng(release)
-        return rng.normal(size=(len(self.listing), 4)).astype(np.float32), None
+        return rng.normal(size=(len(self.listing), 4)).astype(np.float32)
 
 
 def test_a_compatible_release_is_held_to_an_independent_one(life: Life) -> None:

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from nobackfill.class_folders import Images, decode, list_images
 from nobackfill.errors import ConfigurationError, InvalidInputError
+from nobackfill.release.trust.publication import read_publication
 from nobackfill.training.config import Augmentation, StoredVectors
-from nobackfill.training.data.folders import Images, decode, list_images
 from nobackfill.training.data.stored import read_stored
 from nobackfill.training.networks.frozen import (
     FrozenEncoder,
@@ -15,7 +16,7 @@ from nobackfill.training.networks.frozen import (
     load_encoder,
     of_run,
 )
-from nobackfill.training.networks.published import of_manifest, read_publication
+from nobackfill.training.networks.published import of_manifest
 from tests.training.life import SIZE, Life
 
 

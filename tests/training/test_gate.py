@@ -7,13 +7,11 @@ import pytest
 from torch import nn
 from typer.testing import Result
 
-from nobackfill.release.manifest import Manifest, Upgrade
+from nobackfill.class_folders import list_images
+from nobackfill.quality.gate import measure_release
 from nobackfill.release.probes import check_probes
-from nobackfill.training.data.folders import list_images
-from nobackfill.training.gate import measure_release
+from nobackfill.release.trust.publication import Publication, read_publication
 from nobackfill.training.loop.run import Checkpoint, read_finished, write_checkpoint, write_config
-from nobackfill.training.measure import CellName, parse_cell, served_cells
-from nobackfill.training.networks.published import Publication, read_publication
 from tests.training.life import Life, copy_publication, run_export, train_quietly, upgrade_config
 
 
@@ -217,62 +215,3 @@ def test_a_corrupted_publication_is_refused(life: Life, tmp_path: Path) -> None:
     result = export_2(life, repo, "--eval", life.data / "eval")
     assert result.exit_code == 65
     assert "embedder_1" in result.output
-
-
-def manifests(
-    template: Manifest, edges: list[tuple[int, int, str]], direct: tuple[int, int] | None
-) -> dict[int, Manifest]:
-    """Releases with upgrades (from, to, side), as far as routes look at them."""
-
-    def upgrade(source: int, side: str) -> Upgrade:
-        reads = None if side == "none" else f"ss-{source}"
-        return template.upgrades[0].model_copy(
-            update={
-                "from_release": source,
-                "from_space": f"sp-{source}",
-                "from_side_space": reads,
-                "side": "drops" if side == "none" else side,
-            }
-        )
-
-    return {
-        n: template.model_copy(
-            update={
-                "release": n,
-                "space": f"sp-{n}",
-                "side_space": f"ss-{n}",
-                "routes": (),
-                "upgrades": tuple(upgrade(a, side) for a, b, side in edges if b == n),
-                "searches_directly": (f"sp-{direct[0]}",) if direct and direct[1] == n else (),
-            }
-        )
-        for n in (1, 2, 3)
-    }
-
-
-@pytest.mark.parametrize(
-    ("edges", "direct", "expected"),
-    [
-        ([(1, 2, "maps"), (2, 3, "maps")], None, {"3/2>3", "3/1>2>3"}),
-        ([(1, 2, "maps"), (2, 3, "maps"), (1, 3, "maps")], None, {"3/2>3", "3/1>2>3", "3/1>3"}),
-        # The first hop drops the side-information that the second needs.
-        ([(1, 2, "drops"), (2, 3, "maps")], None, {"3/2>3"}),
-        ([(1, 2, "drops"), (2, 3, "none")], None, {"3/2>3", "3/1>2>3"}),
-        ([], (2, 3), {"3/2"}),
-        ([(2, 3, "none")], (2, 3), {"3/2", "3/2>3"}),
-    ],
-)
-def test_every_way_of_serving_old_vectors_is_measured(
-    life: Life,
-    edges: list[tuple[int, int, str]],
-    direct: tuple[int, int] | None,
-    expected: set[str],
-) -> None:
-    made = manifests(read_publication(life.repo).manifests[2], edges, direct)
-    cells = served_cells(made[3], made)
-    assert {str(cell) for cell in cells} == expected
-
-
-def test_cells_are_read_and_written_alike() -> None:
-    assert parse_cell(" 3/1>2>3 ") == CellName(3, (1, 2, 3))
-    assert str(parse_cell("2/1")) == "2/1"

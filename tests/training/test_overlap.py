@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from nobackfill.class_folders import list_images
 from nobackfill.errors import InvalidInputError
 from nobackfill.release.manifest import parse_manifest
 from nobackfill.release.paths import manifest_path
 from nobackfill.training.cli import evaluate
-from nobackfill.training.data.folders import list_images
 from nobackfill.training.data.overlap import digests, left_out, unseen
 from tests.training.life import Life, copy_publication, invoke, run_export
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from nobackfill.release.manifest import Manifest
+from nobackfill.release.trust.publication import read_publication
 from nobackfill.training.data.plain import plain_trouble
-from nobackfill.training.networks.published import read_publication
 from tests.support import graphs, releases
 from tests.training.life import Life
 

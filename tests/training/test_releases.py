@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nobackfill.class_folders import decode, list_images
 from nobackfill.errors import ConfigurationError
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import open_embedder, open_upgrade
@@ -16,8 +17,7 @@ from nobackfill.release.probes import check_probes
 from nobackfill.release.publishing.keys import Keys
 from nobackfill.release.publishing.publish import begin_publication
 from nobackfill.release.routes import open_route, plan_route
-from nobackfill.training.data.folders import decode, list_images
-from nobackfill.training.networks.published import read_publication
+from nobackfill.release.trust.publication import read_publication
 from tests.training.life import (
     SIZE,
     Life,

@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 import torch
 
+from nobackfill.class_folders import list_images
 from nobackfill.errors import ConfigurationError
+from nobackfill.release.trust.publication import read_publication
 from nobackfill.training.config import UpgradeConfig
-from nobackfill.training.data.folders import hold_out, list_images
+from nobackfill.training.data.folders import hold_out
 from nobackfill.training.loop.upgrade import open_sources, read_upgrade, repeat_unseen, upgrade_rows
 from nobackfill.training.networks.frozen import of_run
-from nobackfill.training.networks.published import read_publication
 from tests.training.life import Life, copy_publication, run_export, train_quietly, upgrade_config
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from nobackfill.class_folders import decode, list_images
 from nobackfill.training.comparison.cells import evaluation, measure
 from nobackfill.training.comparison.recipe import Run
 from nobackfill.training.comparison.rows import Row
-from nobackfill.training.data.folders import decode, list_images
 from nobackfill.training.loop.upgrade import read_upgrade
 from nobackfill.training.networks.frozen import load_encoder
 from tests.metrics import slow

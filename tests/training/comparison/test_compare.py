@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nobackfill.class_folders import list_images
 from nobackfill.metrics.ranking import rank, same_label
 from nobackfill.metrics.retrieval import average_precision, mean
 from nobackfill.training.cli.compare import compare
@@ -19,7 +20,6 @@ from nobackfill.training.comparison.presets import DIGITS
 from nobackfill.training.comparison.recipe import Place
 from nobackfill.training.comparison.results import Comparison, as_json, as_markdown, points
 from nobackfill.training.comparison.scheduler import do
-from nobackfill.training.data.folders import list_images
 from nobackfill.training.loop.loop import DivergedError
 
 SHORT: Mapping[str, Mapping[str, object]] = {

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from nobackfill.class_folders import list_images
 from nobackfill.training.comparison.catalogue import rows_of
 from nobackfill.training.comparison.cells import Cells
 from nobackfill.training.comparison.cost import stored
@@ -16,7 +17,6 @@ from nobackfill.training.comparison.exported import exported
 from nobackfill.training.comparison.presets import DIGITS
 from nobackfill.training.comparison.ranges import by_range, known_to_old
 from nobackfill.training.comparison.recipe import Place, Run
-from nobackfill.training.data.folders import list_images
 from nobackfill.training.networks.transform import FctTransform, Upgrade
 
 

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
+from nobackfill.class_folders import list_images
 from nobackfill.metrics.distances import unit
 from nobackfill.metrics.retrieval import mean, score
 from nobackfill.training.comparison.catalogue import rows_of
@@ -18,7 +19,6 @@ from nobackfill.training.comparison.domains import SHIFTS, write_foreign
 from nobackfill.training.comparison.presets import DIGITS
 from nobackfill.training.comparison.recipe import Place, Run
 from nobackfill.training.comparison.scheduler import do, images_of
-from nobackfill.training.data.folders import list_images
 from nobackfill.training.loop.run import CHECKPOINT, read_finished
 
 SHORT = {

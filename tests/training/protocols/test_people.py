@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nobackfill.class_folders import Listing
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.metrics.ranking import rank
 from nobackfill.metrics.retrieval import average_precision, cmc
-from nobackfill.training.data.folders import Listing
 from nobackfill.training.protocols.market1501 import read_sightings, relevance
 from nobackfill.training.protocols.vggface2 import subsample
 

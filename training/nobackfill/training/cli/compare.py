@@ -14,6 +14,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from nobackfill.class_folders import list_images
 from nobackfill.durable import write_file
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.cli.command import command_app
@@ -36,7 +37,6 @@ from nobackfill.training.comparison.recipe import Place
 from nobackfill.training.comparison.results import MAIN, Comparison, as_json, as_markdown, points
 from nobackfill.training.comparison.rows import independent_of
 from nobackfill.training.comparison.scheduler import Planned, cells_path, do, images_of
-from nobackfill.training.data.folders import list_images
 
 _EPILOG = """
 Trains every model and measures every row of the table, --jobs of them at a time. What is done is

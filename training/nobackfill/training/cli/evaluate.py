@@ -8,20 +8,24 @@ from typing import Annotated
 
 import typer
 
+from nobackfill.class_folders import Listing, list_images
 from nobackfill.durable import write_file
 from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.metrics.ranking import Relevance, same_label
+from nobackfill.quality.backfill import backfill_curves
+from nobackfill.quality.cells import CellName, every_cell, parse_cell
+from nobackfill.quality.criterion import criterion
+from nobackfill.quality.embedded import Embedded, Published
+from nobackfill.quality.matrix import MatrixCell, evaluate_cells, neighbour_paths
 from nobackfill.release.manifest import Manifest
-from nobackfill.training.backfill import Curve, backfill_curves
+from nobackfill.release.trust.publication import read_publication
 from nobackfill.training.cli.command import command_app
 from nobackfill.training.cli.picture import write_picture
 from nobackfill.training.cli.table import matrix_table
-from nobackfill.training.criterion import criterion
-from nobackfill.training.data.folders import Listing, list_images
 from nobackfill.training.data.overlap import digests, left_out
-from nobackfill.training.matrix import MatrixCell, evaluate_cells, every_cell, neighbour_paths
-from nobackfill.training.measure import CellName, Embedded, parse_cell
-from nobackfill.training.networks.published import read_publication
+
+# Of an order: the curve at `shares` of the gallery, and its mean over them.
+Curve = dict[str, float | list[float]]
 
 _EPILOG = """
 A cell is written QUERY/GALLERY: 2/2 is release 2 on both sides (re-embedding everything, the upper
@@ -86,8 +90,8 @@ def main(
     asked, searched = list_images(queries), list_images(gallery)
     relevance, own = _relevance(asked, searched)
     one_set = queries.resolve() == gallery.resolve()
-    embedded = Embedded(asked, model_repo, manifests)
-    other = embedded if one_set else Embedded(searched, model_repo, manifests)
+    embedded = Published(asked, model_repo, manifests)
+    other = embedded if one_set else Published(searched, model_repo, manifests)
     measured = evaluate_cells(names, embedded, other, relevance, neighbours=neighbours, int8=int8)
     criteria = criterion(measured, embedded, other, relevance, independent)
     print(matrix_table(measured, criteria))
@@ -123,9 +127,18 @@ def _names(
 
 def _curves(
     cells: Sequence[MatrixCell], queries: Embedded, gallery: Embedded, relevance: Relevance
-) -> dict[str, Mapping[str, Curve]]:
+) -> dict[str, dict[str, Curve]]:
     return {
-        str(cell.name): backfill_curves(cell.name, queries, gallery, relevance)
+        str(cell.name): {
+            order: {
+                "mean_map": curve.mean_over(curve.map),
+                "mean_cmc1": curve.mean_over(curve.cmc1),
+                "shares": curve.shares.tolist(),
+                "map": curve.map.tolist(),
+                "cmc1": curve.cmc1.tolist(),
+            }
+            for order, curve in backfill_curves(cell.name, queries, gallery, relevance).items()
+        }
         for cell in cells
         if cell.name.gallery[0] != cell.name.query
     }

@@ -7,15 +7,17 @@ from typing import Annotated
 
 import typer
 
+from nobackfill.class_folders import Listing, list_images
 from nobackfill.errors import AlreadyExistsError, ConfigurationError, GateFailedError
+from nobackfill.quality.gate import Evidence, measure_release
+from nobackfill.quality.halves import halves
 from nobackfill.release.manifest import GateVerdict, Manifest
 from nobackfill.release.publishing.keys import Keys
 from nobackfill.release.publishing.publish import Published, check_keys, publish
 from nobackfill.release.publishing.staging import drafting
+from nobackfill.release.trust.publication import Publication, read_publication
 from nobackfill.training.cli.command import command_app
 from nobackfill.training.cli.table import gate_table
-from nobackfill.training.data.folders import Listing, list_images
-from nobackfill.training.data.halves import halves
 from nobackfill.training.data.overlap import unseen
 from nobackfill.training.data.plain import plain_trouble
 from nobackfill.training.export.assembly import (
@@ -27,8 +29,6 @@ from nobackfill.training.export.assembly import (
 from nobackfill.training.export.drafting import Release
 from nobackfill.training.export.external import Pixels, add_onnx_embedder
 from nobackfill.training.export.probes import make_probes
-from nobackfill.training.gate import Evidence, measure_release
-from nobackfill.training.networks.published import Publication, read_publication
 
 _EPILOG = """
 Exports each run to ONNX (compared with torch output for output, refused beyond 1e-4), writes golden

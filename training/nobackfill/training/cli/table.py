@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from nobackfill.training.gate import Evidence, Row
-from nobackfill.training.matrix import MatrixCell
+from nobackfill.quality.gate import Evidence, Row
+from nobackfill.quality.matrix import MatrixCell
 
 
 def gate_table(evidence: Evidence) -> str:

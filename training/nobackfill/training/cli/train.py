@@ -8,19 +8,13 @@ from typing import Annotated
 import torch
 import typer
 
+from nobackfill.class_folders import Listing, decode, list_images
 from nobackfill.digests import sha256_file
 from nobackfill.errors import InvalidInputError
 from nobackfill.training.cli.command import command_app
 from nobackfill.training.config import Config, EmbedderConfig, SideEncoderConfig, UpgradeConfig
 from nobackfill.training.config_file import load_config
-from nobackfill.training.data.folders import (
-    Listing,
-    decode,
-    hold_out,
-    list_images,
-    readable,
-    require_classes,
-)
+from nobackfill.training.data.folders import hold_out, readable, require_classes
 from nobackfill.training.loop.loop import fit, resumable
 from nobackfill.training.loop.progress import Progress
 from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, load_part, read_finished

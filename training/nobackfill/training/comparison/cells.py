@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from nobackfill.class_folders import Listing, decode
 from nobackfill.durable import write_file
 from nobackfill.metrics.backfill import (
     backfill_curve,
@@ -23,7 +24,6 @@ from nobackfill.metrics.ranking import Relevance, same_label
 from nobackfill.metrics.retrieval import PerQuery, score
 from nobackfill.training.comparison.rows import Row
 from nobackfill.training.comparison.serve import Served, serve
-from nobackfill.training.data.folders import Listing, decode
 from nobackfill.training.networks.frozen import features, of_run
 
 Floats = NDArray[np.float32]

@@ -13,9 +13,10 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from nobackfill.class_folders import Listing, list_images
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.training.data.allocations import allocate
-from nobackfill.training.data.folders import Listing, hold_out, list_images
+from nobackfill.training.data.folders import hold_out
 
 
 def write_digits(folder: Path) -> None:

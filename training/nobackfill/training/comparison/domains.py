@@ -9,8 +9,8 @@ from pathlib import Path
 
 from PIL import Image, ImageFilter, ImageOps
 
+from nobackfill.class_folders import list_images
 from nobackfill.training.comparison.data import begin
-from nobackfill.training.data.folders import list_images
 
 
 def blurred(image: Image.Image) -> Image.Image:

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from nobackfill.class_folders import Listing, list_images
 from nobackfill.training.comparison.cells import Cells
 from nobackfill.training.comparison.rows import Row
-from nobackfill.training.data.folders import Listing, list_images
 
 KNOWN, NEW = "known classes", "new classes"
 RANGED = ("new/new", "new/served")

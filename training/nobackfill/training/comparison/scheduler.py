@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
+from nobackfill.class_folders import Listing, list_images
 from nobackfill.digests import sha256_file
 from nobackfill.training.comparison.cells import evaluation, measure, read_cells, write_cells
 from nobackfill.training.comparison.recipe import Place, Run, ensure
 from nobackfill.training.comparison.rows import TEST, Row
 from nobackfill.training.comparison.settings import prepare
-from nobackfill.training.data.folders import Listing, list_images
 from nobackfill.training.loop.run import CHECKPOINT
 
 Planned = Sequence[tuple[Place, Sequence[Row]]]

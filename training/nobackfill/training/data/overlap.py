@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from nobackfill.class_folders import Listing, list_images
 from nobackfill.digests import sha256_file
 from nobackfill.errors import ConfigurationError, InvalidInputError, few
-from nobackfill.training.data.folders import Listing, hold_out, list_images
+from nobackfill.training.data.folders import hold_out
 from nobackfill.training.loop.run import read_finished
 
 # Of the images to measure on: so few are chance copies and left out, more are a wrong folder.

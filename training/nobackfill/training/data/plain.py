@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from nobackfill.class_folders import Images
 from nobackfill.errors import UnusableOutputError, few
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Embedder, open_embedder
-from nobackfill.training.data.folders import Images
 from nobackfill.training.export.probe_images import probe_images
 from nobackfill.vectors import Vectors
 

@@ -4,9 +4,9 @@ phi.
 
 import numpy as np
 
+from nobackfill.class_folders import Listing
 from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.training.config import StoredVectors
-from nobackfill.training.data.folders import Listing
 from nobackfill.vectors import Vectors, check_vectors
 
 

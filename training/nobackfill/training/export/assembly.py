@@ -15,6 +15,7 @@ from torch import Tensor
 from nobackfill.digests import sha256_file
 from nobackfill.errors import ConfigurationError, few
 from nobackfill.release.manifest import Manifest
+from nobackfill.release.trust.publication import require_release
 from nobackfill.training.config import EmbedderConfig, UpgradeConfig
 from nobackfill.training.export.drafting import Recipe, Release
 from nobackfill.training.export.probes import source_probes
@@ -23,7 +24,6 @@ from nobackfill.training.loop.upgrade import read_upgrade
 from nobackfill.training.method import UpgradeShape
 from nobackfill.training.methods import embedder_method
 from nobackfill.training.networks.frozen import load_encoder
-from nobackfill.training.networks.published import require_release
 
 # Names of this machine's files have no place in a manifest.
 _PRIVATE = {"run_dir", "images", "old", "new", "old_side", "new_side", "init"}

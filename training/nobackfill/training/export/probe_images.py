@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nobackfill.training.data.folders import Images
+from nobackfill.class_folders import Images
 
 _PROBES = 8
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nobackfill.class_folders import Listing
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import PublishedSource, StoredVectors, UpgradeConfig
-from nobackfill.training.data.folders import Listing
 from nobackfill.training.data.stored import read_stored
 from nobackfill.training.loop.loop import finish, fit, resumable
 from nobackfill.training.loop.progress import Progress

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nobackfill.class_folders import Images, Listing, decode
 from nobackfill.digests import sha256_file
 from nobackfill.durable import make_dir, write_file
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import Augmentation, EmbedderConfig, SideEncoderConfig
 from nobackfill.training.data.augment import Augment
-from nobackfill.training.data.folders import Images, Listing, decode
 from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, load_part, read_finished
 from nobackfill.training.method import Classifier
 from nobackfill.training.networks.embedder import ImageEncoder, build_encoder, to_pixels

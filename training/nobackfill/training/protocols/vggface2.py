@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from nobackfill.class_folders import Listing
 from nobackfill.errors import InvalidInputError
-from nobackfill.training.data.folders import Listing
 
 SUBSAMPLE = 50
 

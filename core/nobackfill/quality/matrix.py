@@ -5,23 +5,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nobackfill.class_folders import Listing
 from nobackfill.metrics.classes import worst_class
 from nobackfill.metrics.distances import Metric, distances
 from nobackfill.metrics.hubness import hubness
 from nobackfill.metrics.identification import open_set_search, tpir_at_fpir
-from nobackfill.metrics.neighbours import nearest
-from nobackfill.metrics.ranking import Relevance, rank
-from nobackfill.metrics.retrieval import (
-    PerQuery,
-    average_precision,
-    average_precision_at,
-    cmc,
-    mean,
-)
+from nobackfill.metrics.ranking import Relevance
+from nobackfill.metrics.retrieval import PerQuery, average_precision_at, mean
 from nobackfill.metrics.verification import tar_at_far
-from nobackfill.release.manifest import Manifest
-from nobackfill.training.data.folders import Listing
-from nobackfill.training.measure import CellName, Embedded, cell_vectors, served_cells
+from nobackfill.quality.cells import CellName
+from nobackfill.quality.embedded import Embedded, cell_vectors
+from nobackfill.quality.retrieval import measure
 from nobackfill.vectors import Vectors
 
 # Neighbours that hubness counts, and the k of mAP@k.
@@ -47,20 +41,6 @@ class MatrixCell:
     worst_class: str
 
 
-def every_cell(manifests: Mapping[int, Manifest]) -> list[CellName]:
-    """Each release on its own, every way in which old vectors are served, and the naive swaps."""
-    cells: list[CellName] = []
-    for number, manifest in sorted(manifests.items()):
-        cells.append(CellName(number, (number,)))
-        cells += list(served_cells(manifest, manifests))
-        cells += [
-            CellName(number, (old,))
-            for old in sorted(manifests)
-            if old < number and manifests[old].embedder.dim == manifest.embedder.dim
-        ]
-    return list(dict.fromkeys(cells))
-
-
 def evaluate_cells(
     cells: Sequence[CellName],
     queries: Embedded,
@@ -77,11 +57,6 @@ def evaluate_cells(
     ]
 
 
-def metric_of(embedded: Embedded, release: int) -> Metric:
-    """The metric that a release's space is searched by."""
-    return "cosine" if embedded.manifest(release).embedder.metric == "cosine" else "l2"
-
-
 def _evaluate(
     name: CellName,
     queries: Embedded,
@@ -91,27 +66,28 @@ def _evaluate(
     neighbours: int,
     int8: bool,
 ) -> MatrixCell:
-    query_vectors, gallery_vectors = cell_vectors(name, queries, gallery, int8=int8)
-    metric = metric_of(queries, name.query)
-    ranking = rank(query_vectors, gallery_vectors, relevance, metric)
-    own = max((len(ignored) for ignored in relevance.ignored), default=0)
-    k = min(max(neighbours, HUB_NEIGHBOURS) + own, len(gallery_vectors))
-    near = _without_ignored(nearest(query_vectors, gallery_vectors, k, metric)[0], relevance)
-    first, precision = cmc(ranking, 1), average_precision(ranking)
-    worst, worst_map = worst_class(precision, queries.listing.labels)
+    vectors, metric = cell_vectors(name, queries, gallery, int8=int8), queries.metric(name.query)
+    found = measure(*vectors, relevance, metric, neighbours=max(neighbours, HUB_NEIGHBOURS))
+    worst, worst_map = worst_class(found.map, queries.listing.labels)
+    items = len(gallery.listing)
     figures = {
-        "cmc1": mean(first),
-        "cmc5": mean(cmc(ranking, 5)),
-        "map": mean(precision),
-        f"map_at_{MAP_AT}": mean(average_precision_at(ranking, MAP_AT)),
+        "cmc1": mean(found.cmc1),
+        "cmc5": mean(found.cmc5),
+        "map": mean(found.map),
+        f"map_at_{MAP_AT}": mean(average_precision_at(found.ranking, MAP_AT)),
         "worst_class_map": worst_map,
-        "hub_skewness": hubness(near[:, :HUB_NEIGHBOURS], len(gallery_vectors)).skewness,
-        **_recognition(query_vectors, gallery_vectors, relevance, metric),
-        "queries": float(len(query_vectors)),
-        "items": float(len(gallery_vectors)),
+        "hub_skewness": hubness(found.neighbours[:, :HUB_NEIGHBOURS], items).skewness,
+        **_recognition(*vectors, relevance, metric),
+        "queries": float(len(queries.listing)),
+        "items": float(items),
     }
     return MatrixCell(
-        name, figures, first, precision, near[:, :neighbours], queries.listing.class_names[worst]
+        name,
+        figures,
+        found.cmc1,
+        found.map,
+        found.neighbours[:, :neighbours],
+        queries.listing.class_names[worst],
     )
 
 
@@ -139,15 +115,6 @@ def _recognition(
     if len(pairs[0]) and len(pairs[1]):
         figures[f"tar_at_far_{FAR:g}"] = tar_at_far(*pairs, FAR)
     return figures
-
-
-def _without_ignored(near: np.ndarray, relevance: Relevance) -> np.ndarray:
-    """Drop ignored positions from each row; rows keep one length."""
-    kept = [
-        row[~np.isin(row, ignored)] for row, ignored in zip(near, relevance.ignored, strict=True)
-    ]
-    width = min(map(len, kept))
-    return np.stack([row[:width] for row in kept])
 
 
 def neighbour_paths(

@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from nobackfill.class_folders import Listing, by_digest
 from nobackfill.errors import InvalidInputError, few
-from nobackfill.training.data.folders import Listing, by_digest
 
 # What a half needs, so that anything can be compared in it: classes with so many images.
 CLASSES = 2

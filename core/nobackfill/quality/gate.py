@@ -10,10 +10,16 @@ where there are any, and with float32 files alone, which a device may ask for.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from nobackfill.class_folders import Listing
 from nobackfill.errors import few
 from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
 from nobackfill.metrics.ranking import Relevance, same_label
 from nobackfill.metrics.retrieval import mean
+from nobackfill.quality.calibrate import fit_calibration
+from nobackfill.quality.cells import CellName, alone, served_cells
+from nobackfill.quality.embedded import Published
+from nobackfill.quality.halves import halves
+from nobackfill.quality.retrieval import Measured, search_cell
 from nobackfill.release.manifest import (
     Calibration,
     Cell,
@@ -23,11 +29,7 @@ from nobackfill.release.manifest import (
 )
 from nobackfill.release.models import Files
 from nobackfill.release.routes import route_along
-from nobackfill.training.calibrate import fit_calibration
-from nobackfill.training.data.folders import Listing
-from nobackfill.training.data.halves import halves
-from nobackfill.training.measure import CellName, Embedded, Measured, search_cell, served_cells
-from nobackfill.training.networks.published import Publication
+from nobackfill.release.trust.publication import Publication
 from nobackfill.vectors import Origin
 
 
@@ -66,7 +68,7 @@ class Measuring:
     """Cells on one set of images, every image a query against all others; each measured once."""
 
     def __init__(self, listing: Listing, files: Files, manifests: Mapping[int, Manifest]) -> None:
-        self.embedded = Embedded(listing, files, manifests)
+        self.embedded = Published(listing, files, manifests)
         self.relevance: Relevance = same_label(
             listing.labels, listing.labels, listing.paths, listing.paths
         )
@@ -95,7 +97,7 @@ class Measuring:
         measured, n = self.cell(name), len(self.embedded.listing)
         return Cell(
             query=str(name.query),
-            gallery=str(name).partition("/")[2],
+            gallery=name.carried,
             cmc1=mean(measured.cmc1),
             cmc5=mean(measured.cmc5),
             map=mean(measured.map),
@@ -132,7 +134,7 @@ def measure_release(
         gate.replace(new)
         rows = tuple(_rows(gate, new, manifests, published.withdrawn))
     manifests[release.release] = new
-    cells = [CellName(new.release, (new.release,))]
+    cells = [alone(new.release)]
     cells += [name for row in rows for name in (row.old, row.cell)]
     cells += [
         CellName(new.release, (number,))
@@ -187,7 +189,7 @@ def _rows(
     gate: Measuring, new: Manifest, manifests: Mapping[int, Manifest], withdrawn: frozenset[int]
 ) -> Iterator[Row]:
     for name in served_cells(new, manifests, withdrawn):
-        old = CellName(name.gallery[0], (name.gallery[0],))
+        old = alone(name.gallery[0])
         before = gate.cell(old)
         for exact in (False, True) if gate.quantised(name) else (False,):
             served = gate.cell(name, exact=exact)
@@ -201,7 +203,7 @@ def _rows(
 
 
 def _route(gate: Measuring, name: CellName) -> RouteEvidence:
-    upper = mean(gate.cell(CellName(name.query, (name.query,))).map)
+    upper = mean(gate.cell(alone(name.query)).map)
     exact, served = gate.cell(name, exact=True), mean(gate.cell(name).map)
     return RouteEvidence(
         releases=name.gallery,
@@ -227,7 +229,7 @@ def _calibrations(
             len(measuring.embedded.listing),
         )
 
-    own = CellName(new.release, (new.release,))
+    own = alone(new.release)
     native = fit(own, new.space, new.space, "native")
     yield native
     yield native.model_copy(update={"origin": "re-embedded"})
@@ -244,7 +246,7 @@ def _calibrations(
             yield fit(row.cell, new.space, manifests[row.old.query].space, "direct")
     for number in sorted({row.old.query for row in rows}):
         space = manifests[number].space
-        yield fit(CellName(number, (number,)), space, space, "old-model")
+        yield fit(alone(number), space, space, "old-model")
 
 
 def _verdict(published: Publication, rows: tuple[Row, ...]) -> GateVerdict:

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from nobackfill.metrics.ranking import Relevance
+from nobackfill.quality.calibrate import PAIRS_A_QUERY, fit_calibration, fit_curve, retrieved_pairs
 from nobackfill.release.calibration import scores
-from nobackfill.training.calibrate import PAIRS_A_QUERY, fit_calibration, fit_curve, retrieved_pairs
 
 SPACE = "sp-" + "0" * 64
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from nobackfill.class_folders import Listing
 from nobackfill.errors import InvalidInputError
-from nobackfill.training.data.folders import Listing
-from nobackfill.training.data.halves import halves
+from nobackfill.quality.halves import halves
 from tests.training.life import run_export
 
 

@@ -15,8 +15,9 @@ from nobackfill.metrics.compatibility import (
     upgrade_gain,
 )
 from nobackfill.metrics.ranking import Relevance
-from nobackfill.training.matrix import MatrixCell, metric_of
-from nobackfill.training.measure import CellName, Embedded
+from nobackfill.quality.cells import CellName, alone
+from nobackfill.quality.embedded import Published
+from nobackfill.quality.matrix import MatrixCell
 
 Judged = dict[str, float | bool | None]
 # The embedder method that has no regard for older models.
@@ -25,8 +26,8 @@ ALONE = "independent"
 
 def criterion(
     cells: Sequence[MatrixCell],
-    queries: Embedded,
-    gallery: Embedded,
+    queries: Published,
+    gallery: Published,
     relevance: Relevance,
     independent: int | None = None,
 ) -> dict[str, Judged]:
@@ -40,13 +41,13 @@ def criterion(
     found: dict[str, Judged] = {}
     for cell in cells:
         source, query = cell.name.gallery[0], cell.name.query
-        old, new = by_name.get(_alone(source)), by_name.get(_alone(query))
+        old, new = by_name.get(alone(source)), by_name.get(alone(query))
         if source == query or old is None or new is None:
             continue
         reference = independent
         if independent is None and queries.manifest(query).method == ALONE:
             reference = query
-        bound = None if reference is None else by_name.get(_alone(reference))
+        bound = None if reference is None else by_name.get(alone(reference))
         strict = _strict(cell.name, queries, gallery, relevance)
         found[str(cell.name)] = _judged(cell, old, new, bound) | strict
     return found
@@ -68,21 +69,17 @@ def _judged(
     }
 
 
-def _strict(name: CellName, queries: Embedded, gallery: Embedded, relevance: Relevance) -> Judged:
+def _strict(name: CellName, queries: Published, gallery: Published, relevance: Relevance) -> Judged:
     """BCT Eq. (1): the share of pairs that keep to it, of two classes and of one."""
     if len(name.gallery) > 1:
         return {"strict_apart": None, "strict_together": None}
     (old,) = name.gallery
     shares = strict_criterion(
-        queries.native(name.query)[0],
-        queries.native(old)[0],
-        gallery.native(old)[0],
+        queries.native(name.query),
+        queries.native(old),
+        gallery.native(old),
         relevance,
-        metric_of(queries, name.query),
+        queries.metric(name.query),
     )
     told = {"strict_apart": shares.apart, "strict_together": shares.together}
     return {key: None if np.isnan(share) else share for key, share in told.items()}
-
-
-def _alone(release: int) -> CellName:
-    return CellName(release, (release,))

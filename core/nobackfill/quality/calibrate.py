@@ -5,7 +5,6 @@ Random pairs would be nearly all easy; what a user sees are the nearest few, so 
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.isotonic import IsotonicRegression
 
 from nobackfill.metrics.ranking import Relevance
 from nobackfill.release.manifest import Calibration
@@ -43,6 +42,9 @@ def fit_curve(
     Pairs are pooled into bins of near distances first; blocks of equal probability become one
     breakpoint each, at their mean distance. With one block the curve is a hint of a slope.
     """
+    # Imported here: it takes a second, and only a release that is measured is calibrated.
+    from sklearn.isotonic import IsotonicRegression
+
     order = np.argsort(distances, kind="stable")
     distances, matches = distances[order], matches[order]
     bins = max(1, min(BREAKPOINTS, len(distances) // PAIRS_A_BREAKPOINT))

@@ -9,17 +9,19 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
+from nobackfill.class_folders import list_images
 from nobackfill.metrics.ranking import same_label
+from nobackfill.quality.calibrate import fit_calibration
+from nobackfill.quality.cells import parse_cell
+from nobackfill.quality.embedded import Published
+from nobackfill.quality.gate import Evidence, measure_release
+from nobackfill.quality.halves import halves
+from nobackfill.quality.retrieval import search_cell
 from nobackfill.release import paths
 from nobackfill.release.manifest import Manifest, Upgrade, space_of
 from nobackfill.release.publishing.draft import described
-from nobackfill.training.calibrate import fit_calibration
+from nobackfill.release.trust.publication import Publication, read_publication
 from nobackfill.training.cli.table import gate_table
-from nobackfill.training.data.folders import list_images
-from nobackfill.training.data.halves import halves
-from nobackfill.training.gate import Evidence, measure_release
-from nobackfill.training.measure import Embedded, parse_cell, search_cell
-from nobackfill.training.networks.published import Publication, read_publication
 from tests.support import graphs
 from tests.training.life import Life
 
@@ -155,7 +157,7 @@ def test_calibration_is_fitted_to_what_is_served(life: Life) -> None:
     listing = list_images(life.data / "eval")
     rows, _ = halves(listing, 0)
     half = listing.select(rows)
-    embedded = Embedded(half, life.repo, published)
+    embedded = Published(half, life.repo, published)
     relevance = same_label(half.labels, half.labels, half.paths, half.paths)
     fitted = {}
     for int8 in (False, True):

@@ -1,26 +1,29 @@
 import numpy as np
 import pytest
 
-from nobackfill.errors import ConfigurationError, InvalidInputError
+from nobackfill.class_folders import Listing, list_images
+from nobackfill.errors import InvalidInputError
 from nobackfill.metrics.ranking import same_label
-from nobackfill.training.data.folders import Listing, list_images
-from nobackfill.training.measure import Embedded, parse_cell, search_cell
-from nobackfill.training.networks.published import read_publication
+from nobackfill.quality.cells import parse_cell
+from nobackfill.quality.embedded import Published
+from nobackfill.quality.retrieval import search_cell
+from nobackfill.release.trust.publication import read_publication
 from nobackfill.vectors import Vectors
 from tests.training.life import Life
 
 N, QUERIES = 2100, 150
 
 
-class Scattered(Embedded):
+class Scattered(Published):
     """Vectors in 40 clouds, more of them than HNSW answers exactly."""
 
-    def native(self, release: int) -> tuple[Vectors, Vectors | None]:
+    def native(self, release: int) -> Vectors:
         rng = np.random.default_rng(release)
         centres = np.random.default_rng(99).normal(size=(40, 16))
         labels = self.listing.labels
         vectors = centres[labels] + 1.2 * rng.normal(size=(len(labels), 16))
-        return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32), None
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        return np.asarray(vectors, np.float32)
 
 
 @pytest.fixture
@@ -50,17 +53,11 @@ def test_the_real_index_gives_what_exact_search_gives(scattered: Scattered) -> N
 def test_raw_vectors_of_other_dimensions_are_not_compared(life: Life) -> None:
     published = read_publication(life.repo).manifests
 
-    class Wide(Embedded):
-        def native(self, release: int) -> tuple[Vectors, Vectors | None]:
-            return np.zeros((80, 8 * release), np.float32), None
+    class Wide(Published):
+        def native(self, release: int) -> Vectors:
+            return np.zeros((80, 8 * release), np.float32)
 
     wide = Wide(list_images(life.data / "queries"), life.repo, published)
     relevance = same_label(wide.listing.labels, wide.listing.labels)
     with pytest.raises(InvalidInputError, match="dimensions 16 and 8 cannot be compared"):
         search_cell(parse_cell("2/1"), wide, wide, relevance)
-
-
-@pytest.mark.parametrize("text", ["", "2", "2/", "a/b", "2/1>", "2>1/1", "2/1>x"])
-def test_what_is_no_cell_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="expected a cell like"):
-        parse_cell(text)

@@ -1,0 +1,130 @@
+"""Images in class folders: listed by name, decoded as everywhere.
+
+A listing is ordered by class name, then file name, and so is the same on any machine.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nobackfill.errors import ConfigurationError, InvalidInputError
+from nobackfill.images import decode_file
+
+Labels = NDArray[np.int64]
+Images = NDArray[np.uint8]
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The images of a folder of class folders."""
+
+    root: Path
+    class_names: tuple[str, ...]
+    # Relative to root, with forward slashes.
+    paths: tuple[str, ...]
+    # int64 [n], an index into class_names.
+    labels: Labels
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def select(self, rows: NDArray[np.int64]) -> "Listing":
+        """The images of `rows`, class names and labels unchanged."""
+        paths = tuple(self.paths[row] for row in rows)
+        return Listing(self.root, self.class_names, paths, self.labels[rows])
+
+    def class_of(self, row: int) -> str:
+        """The name of an image's class."""
+        return self.class_names[int(self.labels[row])]
+
+
+def list_images(root: Path, classes: int | None = None) -> Listing:
+    """List the first `classes` class folders (all when None).
+
+    Raises ConfigurationError for no such folder, InvalidInputError for no class folder, fewer class
+    folders than asked for, or a class folder without an image (named).
+    """
+    if not root.is_dir():
+        raise ConfigurationError(
+            f"no image folder {root}; expected a folder of class folders of images"
+        )
+    folders = _folders(root)
+    if not folders:
+        raise InvalidInputError(
+            f"{root}: expected class folders holding images ({', '.join(SUFFIXES)}), got none; "
+            "put each class's images into a folder of its own"
+        )
+    if classes is not None and classes > len(folders):
+        raise InvalidInputError(
+            f"{root}: expected at least {classes} class folders (classes: {classes}), "
+            f"got {len(folders)}"
+        )
+    files = _files(folders[:classes])
+    for folder, of_class in files.items():
+        if not of_class:
+            raise InvalidInputError(f"class folder {folder} holds no image; remove or fill it")
+    return _listed(root, files)
+
+
+def list_filled(root: Path) -> Listing:
+    """List the class folders that hold an image; of none where `root` is no folder."""
+    files = _files(_folders(root) if root.is_dir() else [])
+    return _listed(root, {folder: of_class for folder, of_class in files.items() if of_class})
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
+def _files(folders: list[Path]) -> dict[Path, list[Path]]:
+    return {
+        folder: sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES)
+        for folder in folders
+    }
+
+
+def _listed(root: Path, files: Mapping[Path, list[Path]]) -> Listing:
+    paths = tuple(p.relative_to(root).as_posix() for of_class in files.values() for p in of_class)
+    counts = np.array([len(of_class) for of_class in files.values()], np.int64)
+    labels = np.repeat(np.arange(len(files)), counts)
+    return Listing(root, tuple(folder.name for folder in files), paths, labels)
+
+
+def by_digest(listing: Listing, label: int, seed: int) -> NDArray[np.int64]:
+    """The rows of a class, by the digest of the seed and each file's name."""
+
+    def digest(row: np.int64) -> bytes:
+        return hashlib.sha256(f"{seed}:{listing.paths[row]}".encode()).digest()
+
+    return np.array(sorted(np.flatnonzero(listing.labels == label), key=digest), np.int64)
+
+
+def decode(listing: Listing, height: int, width: int | None = None) -> Images:
+    """Decode every image to uint8 [n,height,width,3], square where no width is given.
+
+    Raises InvalidInputError naming the first file that is no image.
+    """
+    width = width or height
+    images = np.empty((len(listing), height, width, 3), np.uint8)
+
+    def one(row: int) -> None:
+        try:
+            images[row] = decode_file(listing.root / listing.paths[row], height, width)
+        except InvalidInputError as error:
+            raise InvalidInputError(
+                f"{error}; remove {listing.paths[row]}, or train with skip_corrupt: true, which "
+                "leaves such files out"
+            ) from error
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        # Consumed, so that the first failure is raised here.
+        for _ in pool.map(one, range(len(listing)), chunksize=64):
+            pass
+    return images

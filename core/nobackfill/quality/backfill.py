@@ -1,0 +1,61 @@
+"""What a backfill would bring: quality while served vectors are replaced by re-embedded ones."""
+
+from collections.abc import Callable, Sequence
+
+from nobackfill.metrics.backfill import (
+    TENTHS,
+    BackfillCurve,
+    backfill_curve,
+    class_order,
+    class_shares,
+    oracle_order,
+    random_order,
+    uncertainty_order,
+)
+from nobackfill.metrics.ranking import Ints, Relevance
+from nobackfill.quality.cells import CellName
+from nobackfill.quality.embedded import Embedded
+
+# Random; by class in steps of 2 % of them (BCT's supplement); by the true error (what a perfect
+# uncertainty would reach); by the upgrade's uncertainty.
+ORDERS = ("random", "class", "oracle", "uncertainty")
+
+
+def backfill_curves(
+    cell: CellName,
+    queries: Embedded,
+    gallery: Embedded,
+    relevance: Relevance,
+    orders: Sequence[str] = ORDERS,
+    *,
+    int8: bool = False,
+) -> dict[str, BackfillCurve]:
+    """The curves of a cell of an older gallery, searched as it is or carried along a route, by
+    order; by uncertainty where the upgrade predicts one."""
+    served, whole = gallery.along(cell.gallery, int8=int8), gallery.native(cell.query)
+    uncertainty = served.uncertainty
+    made: dict[str, Callable[[], Ints]] = {
+        "random": lambda: random_order(len(whole), 0),
+        "class": lambda: class_order(gallery.listing.labels, 0),
+        "oracle": lambda: oracle_order(served.embedding, whole),
+    }
+    if uncertainty is not None:
+        made["uncertainty"] = lambda: uncertainty_order(uncertainty)
+    curves = {}
+    for name in orders:
+        if name not in made:
+            continue
+        order, shares = made[name](), TENTHS
+        if name == "class":
+            shares = class_shares(gallery.listing.labels, order)
+        curves[name] = backfill_curve(
+            queries.native(cell.query),
+            served.embedding,
+            whole,
+            order,
+            relevance,
+            shares=shares,
+            metric=queries.metric(cell.query),
+            served_queries=queries.asking(cell),
+        )
+    return curves

@@ -1,0 +1,138 @@
+"""One set of images in the spaces of several releases: what every cell is measured on."""
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from nobackfill.class_folders import Images, Listing, decode
+from nobackfill.errors import InvalidInputError, NotFoundError, few
+from nobackfill.metrics.distances import Metric
+from nobackfill.quality.cells import CellName
+from nobackfill.release.manifest import Manifest
+from nobackfill.release.models import Files, Upgraded, open_embedder, open_side_encoder
+from nobackfill.release.routes import open_route, route_along
+from nobackfill.vectors import Vectors
+
+# Images decoded and embedded at a time: a ResNet50 at 224 x 224 takes some 10 MB for each.
+BATCH = 32
+_METRICS: dict[str, Metric] = {"squared_l2": "l2", "cosine": "cosine"}
+
+
+class Embedded(ABC):
+    """Images as vectors. Published files make them, or encoders that are still in training."""
+
+    def __init__(self, listing: Listing) -> None:
+        self.listing = listing
+
+    @abstractmethod
+    def native(self, release: int) -> Vectors:
+        """Embeddings [n,dim] by the release's own model."""
+
+    @abstractmethod
+    def along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
+        """Vectors of the first release carried along the others."""
+
+    @abstractmethod
+    def metric(self, release: int) -> Metric:
+        """The metric that the release's space is searched by."""
+
+    def asking(self, cell: CellName) -> Vectors:
+        """The queries of a cell, as they meet its gallery."""
+        return self.native(cell.query)
+
+
+class Published(Embedded):
+    """By ONNX files, published or drafted, as they run on a gateway or a device. Each set of
+    vectors is computed when first asked for."""
+
+    def __init__(
+        self,
+        listing: Listing,
+        files: Files,
+        manifests: Mapping[int, Manifest],
+        threads: int | None = None,
+    ) -> None:
+        """`threads`: of each model; None: all cores."""
+        super().__init__(listing)
+        self.files, self.manifests = files, dict(manifests)
+        self._threads = threads or os.cpu_count() or 1
+        self._native: dict[int, Vectors] = {}
+        self._side: dict[int, Vectors] = {}
+        # What embedding with one release, or carrying along several, took.
+        self.seconds: dict[tuple[int, ...], float] = {}
+
+    def native(self, release: int) -> Vectors:
+        """Raises NotFoundError for a release that is not there."""
+        if release not in self._native:
+            model = open_embedder(self.files, self.manifest(release), self._threads)
+            started = time.perf_counter()
+            self._native[release] = self._run(model.run, release)
+            self.seconds[release,] = time.perf_counter() - started
+        return self._native[release]
+
+    def side(self, release: int) -> Vectors | None:
+        """Side-information [n,side_dim] by the release's own encoder, None where it has none."""
+        manifest = self.manifest(release)
+        if manifest.side_encoder is None:
+            return None
+        if release not in self._side:
+            model = open_side_encoder(self.files, manifest, self._threads)
+            self._side[release] = self._run(model.run, release)
+        return self._side[release]
+
+    def along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
+        """Vectors of the first release carried along the others, with int8 files where there are.
+
+        Raises NotFoundError where a release, or an upgrade on the way, does not exist.
+        """
+        for release in releases:
+            self.manifest(release)
+        route = route_along(self.manifests, releases)
+        embedding = self.native(releases[0])
+        if not route.steps:
+            return Upgraded(embedding, None, None)
+        side = self.side(releases[0]) if route.reads_side else None
+        runner = open_route(self.files, route, self._threads, int8=int8)
+        started = time.perf_counter()
+        carried = runner.run(embedding, side)
+        self.seconds[releases] = time.perf_counter() - started
+        return carried
+
+    def metric(self, release: int) -> Metric:
+        """The metric that the release's space is searched by."""
+        return _METRICS[self.manifest(release).embedder.metric]
+
+    def manifest(self, release: int) -> Manifest:
+        """Raises NotFoundError for a release that is not there."""
+        if release not in self.manifests:
+            raise NotFoundError(
+                f"release {release} is not published; known: "
+                f"{few(sorted(self.manifests, reverse=True)) or 'none'}"
+            )
+        return self.manifests[release]
+
+    def _run(self, run: Callable[[Images], Vectors], release: int) -> Vectors:
+        spec = self.manifest(release).embedder
+        rows = np.arange(len(self.listing))
+        parts = (self.listing.select(rows[at : at + BATCH]) for at in range(0, len(rows), BATCH))
+        return np.concatenate([run(decode(part, spec.height, spec.width)) for part in parts])
+
+
+def cell_vectors(
+    cell: CellName, queries: Embedded, gallery: Embedded, *, int8: bool = False
+) -> tuple[Vectors, Vectors]:
+    """Query and gallery vectors of a cell, of one dimension.
+
+    Raises InvalidInputError where raw vectors of two releases cannot even be compared.
+    """
+    asking = queries.asking(cell)
+    held = gallery.along(cell.gallery, int8=int8).embedding
+    if asking.shape[1] != held.shape[1]:
+        raise InvalidInputError(
+            f"cell {cell}: dimensions {asking.shape[1]} and {held.shape[1]} "
+            "cannot be compared; carry the gallery along a route"
+        )
+    return asking, held

@@ -1,0 +1,5 @@
+"""The small life of the training room's tests: trained once a test process."""
+
+from tests.training.conftest import _one_thread, digits, life, runs
+
+__all__ = ["_one_thread", "digits", "life", "runs"]
