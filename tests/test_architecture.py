@@ -45,8 +45,8 @@ ARROWS = {
 }
 # The parts of the server, lowest first: each may import those before it.
 SERVER = (
-    "settings", "arenas", "descriptors", "state", "grpc", "catalog", "publication", "vault",
-    "triton", "embedding", "galleries", "upgrades", "core", "rollout", "grpc.services", "assembly",
+    "settings", "arenas", "descriptors", "state", "grpc", "publication", "catalog", "vault",
+    "triton", "embedding", "galleries", "upgrades", "serving", "rollout", "grpc.services",
     "grpc.listener", "gateway", "backup", "cli",
 )  # fmt: skip
 MAX_LINES = 300

@@ -18,17 +18,14 @@ from nobackfill.errors import NobackfillError, NotFoundError
 from nobackfill.faults import FAULTS
 from nobackfill.gallery.store import Store
 from nobackfill.release import trial
-from nobackfill.server.assembly import assemble, load
-from nobackfill.server.core import Core
 from nobackfill.server.embedding.models import InProcessModels
-from nobackfill.server.galleries.puts import Put, Putting
+from nobackfill.server.galleries.puts import Put
+from nobackfill.server.gateway import Gateway
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.rollout.activation import Activations
-from nobackfill.server.rollout.rollback import Rollbacks, retire
-from nobackfill.server.rollout.rollout import Phase
+from nobackfill.server.rollout.run import Phase
 from nobackfill.server.settings import Settings
 from nobackfill.server.state import RolloutName
-from nobackfill.server.vault import Blob, Vault
+from nobackfill.server.vault import Blob
 from tests.support import releases
 from tests.support.blocks import png, publish_block_release
 from tests.support.crash import KILLED, run_with_fault, sweep
@@ -40,25 +37,23 @@ CIPHERTEXT = b"age-encryption.org/v1\n" + b"sealed" * 50
 
 
 class Life:
-    """A core on a data folder, without its gRPC server: what a service call would work on."""
+    """A gateway on a data folder, without its gRPC server: what a service call would work on."""
 
     def __init__(self, top: Path) -> None:
         settings = Settings(model_repo=top / "repo", data=top / "data")
         self.top = top
-        self.core: Core = assemble(settings, InProcessModels(top / "repo"), Metrics())
-        load(self.core)
-        self.activations = Activations(self.core)
-        self.putting = Putting(self.core.embedding, self.core.upgrading.runner)
-        self.vault = Vault(top / "data" / "vault", 2**30)
+        self.gateway = Gateway(settings)
+        self.gateway.assemble(InProcessModels(top / "repo"), Metrics())
+        self.gateway.load()
 
     def resume(self) -> None:
         """What a restarted gateway does by itself."""
-        run = self.activations.resume()
+        run = self.gateway.activations.resume()
         if run is not None:
             check(list(run.events())[-1].phase == Phase.DONE, "a resumed activation ends well")
 
     def close(self) -> None:
-        self.core.galleries.close()
+        self.gateway.galleries.close()
 
 
 def check(good: bool, what: str) -> None:
@@ -68,10 +63,10 @@ def check(good: bool, what: str) -> None:
 
 
 def activate(life: Life, release: int, kind: RolloutName | None = None) -> None:
-    there = all(hosted.spec().release == release for hosted in life.core.galleries.all())
-    if life.core.state.now.active == release and there:
+    there = all(hosted.spec().release == release for hosted in life.gateway.galleries.all())
+    if life.gateway.state.now.active == release and there:
         return
-    events = list(life.activations.start(release, kind).events())
+    events = list(life.gateway.activations.start(release, kind).events())
     if events[-1].phase == Phase.FAILED:
         raise NobackfillError(events[-1].message)
 
@@ -81,8 +76,8 @@ def first(life: Life) -> None:
 
 
 def create(life: Life) -> None:
-    if "g" not in {hosted.name for hosted in life.core.galleries.all()}:
-        life.core.create_gallery("g")
+    if "g" not in {hosted.name for hosted in life.gateway.galleries.all()}:
+        life.gateway.lifecycle.create("g")
 
 
 def put(life: Life, start: int, count: int) -> None:
@@ -90,31 +85,31 @@ def put(life: Life, start: int, count: int) -> None:
     for i in range(start, start + count, 3):
         numbers = range(i, min(i + 3, start + count))
         puts = [Put(f"i{n}", png(PIXELS[n]), {"n": float(n)}) for n in numbers]
-        outcome = life.putting.put(life.core.galleries.get("g"), puts)
+        outcome = life.gateway.putting.put(life.gateway.galleries.get("g"), puts)
         check(not outcome.refused, "good items are stored")
         with (life.top / "acknowledged").open("a") as file:
             file.writelines(f"i{n}\n" for n in numbers)
 
 
 def go_back(life: Life) -> None:
-    if life.core.state.now.active != 1:
-        Rollbacks(life.core, life.activations).do(1)
+    if life.gateway.state.now.active != 1:
+        life.gateway.rollbacks.do(1)
 
 
 def end_old(life: Life) -> None:
-    if life.core.state.now.retired != (1,):
-        retire(life.core, life.activations)
+    if life.gateway.state.now.retired != (1,):
+        life.gateway.rollbacks.retire()
 
 
 def store_blob(life: Life) -> None:
     blob = Blob("ab" * 32, len(CIPHERTEXT), hashlib.sha256(CIPHERTEXT).hexdigest())
-    held = life.vault.put("a", blob, 0, [])
-    life.vault.put("a", blob, held, [CIPHERTEXT[held:200], CIPHERTEXT[max(held, 200) :]])
+    held = life.gateway.vault.put("a", blob, 0, [])
+    life.gateway.vault.put("a", blob, held, [CIPHERTEXT[held:200], CIPHERTEXT[max(held, 200) :]])
 
 
 def delete(life: Life) -> None:
     try:
-        life.core.galleries.delete("g")
+        life.gateway.galleries.delete("g")
     except NotFoundError:
         return
 
@@ -172,9 +167,9 @@ def verify(top: Path) -> None:
             if (top / "acknowledged").exists()
             else set[str]()
         )
-        for hosted in life.core.galleries.all():
+        for hosted in life.gateway.galleries.all():
             for n in range(len(PIXELS)):
-                found = life.core.searching.search(hosted, png(PIXELS[n]), 1000, None)
+                found = life.gateway.searching.search(hosted, png(PIXELS[n]), 1000, None)
                 names = [hit.item.id for hit in found.hits]
                 check(len(names) == len(set(names)), "no item is doubled")
                 check(acknowledged <= set(names), f"lost {acknowledged - set(names)}")

@@ -49,7 +49,7 @@ def index(gateway: Gateway, client: Client, one: Manifest) -> ExactIndex:
         )
         for row, vector in enumerate(content)
     )
-    hosted = gateway.core.galleries.get("g")
+    hosted = gateway.galleries.get("g")
     view = hosted.view(one.space)
     wait_until(hosted.index_path(one.space).exists, "no graph")
     assert isinstance(view.snapshot().base.index, hnsw.HnswIndex)
@@ -86,7 +86,7 @@ def test_queries_of_another_distribution_are_answered_once_some_were_asked(
     gateway: Gateway, client: Client, one: Manifest, index: ExactIndex
 ) -> None:
     queries = unit(np.random.default_rng(2).standard_normal((200, graphs.DIM)))
-    view = gateway.core.galleries.get("g").view(one.space)
+    view = gateway.galleries.get("g").view(one.space)
     base = view.snapshot().base.index
     assert isinstance(base, hnsw.HnswIndex)
     before = base.ef
@@ -106,7 +106,7 @@ def test_a_request_says_how_hard_to_look(
     gateway: Gateway, client: Client, one: Manifest, index: ExactIndex
 ) -> None:
     queries = unit(np.random.default_rng(3).standard_normal((30, graphs.DIM)))
-    view = gateway.core.galleries.get("g").view(one.space)
+    view = gateway.galleries.get("g").view(one.space)
     plain = recall(client, one, index, queries[:10])
     seen = view.asked.seen
     wide = recall(client, one, index, queries, search_pb2.Accuracy(ef=1500))

@@ -73,13 +73,13 @@ def test_models_that_answer_otherwise_than_published_are_refused(
     gateway: Gateway, client: Client, repo: Path, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish_stage(repo, stages[2])
-    embed = gateway.core.models.embed
+    embed = gateway.models.embed
 
     def turned(manifest: Manifest, images: Images) -> Vectors:
         vectors = embed(manifest, images)
         return np.roll(vectors, 1, axis=1) if manifest.release == 2 else vectors
 
-    monkeypatch.setattr(gateway.core.models, "embed", turned)
+    monkeypatch.setattr(gateway.models, "embed", turned)
     event = client.activate(2)
     assert event.phase == release_pb2.PHASE_FAILED
     assert "golden probe" in event.message

@@ -41,7 +41,7 @@ def test_two_galleries_are_built_side_by_side_and_one_on_all_threads(
         for name in ("left", "right"):
             client.create(name)
             put(client, one, name=name)
-        hosts = [gateway.core.galleries.get(name) for name in ("left", "right")]
+        hosts = [gateway.galleries.get(name) for name in ("left", "right")]
         wait_until(
             lambda: all(hosted.index_path(one.space).exists() for hosted in hosts), "no index files"
         )
@@ -49,7 +49,7 @@ def test_two_galleries_are_built_side_by_side_and_one_on_all_threads(
         monkeypatch.setattr(hnsw, "build", alone)
         client.create("third")
         put(client, one, name="third")
-        third = gateway.core.galleries.get("third")
+        third = gateway.galleries.get("third")
         wait_until(third.index_path(one.space).exists, "no index file")
         assert shares == [1, 1, 2]
         for hosted in (*hosts, third):

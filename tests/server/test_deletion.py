@@ -87,12 +87,12 @@ def test_every_use_beside_deletions_in_a_loop(repo: Path, tmp_path: Path, one: M
 
 
 def test_a_deletion_and_a_put_under_way_wait_for_each_other_in_one_order(
-    gateway: Gateway, client: Client, one: Manifest
+    gateway: Gateway, client: Client, one: Manifest, tmp_path: Path
 ) -> None:
-    """The put was inside a plan and wanted the gate, the deletion inside the gate and wanted the
+    """The put was inside a plan and wanted the lock, the deletion inside the lock and wanted the
     plan: both waited for a minute, and so did who made another gallery."""
     client.create()
-    galleries = gateway.core.galleries
+    galleries = gateway.galleries
     with ThreadPoolExecutor(1) as pool, galleries.using("g") as hosted, hosted.using():
         deletion = pool.submit(delete, client)
         while not hosted.leaving:
@@ -103,7 +103,7 @@ def test_a_deletion_and_a_put_under_way_wait_for_each_other_in_one_order(
             assert not deletion.done()
     deletion.result(30)
     assert [gallery.name for gallery in galleries.all()] == ["another"]
-    assert not list(gateway.core.data.glob("galleries/.tmp-*"))
+    assert not list((tmp_path / "data").glob("galleries/.tmp-*"))
 
 
 def test_a_gallery_that_stays_in_use_stays(
@@ -111,7 +111,7 @@ def test_a_gallery_that_stays_in_use_stays(
 ) -> None:
     monkeypatch.setattr("nobackfill.server.galleries.galleries._LEAVE_S", 0.05)
     client.create()
-    with gateway.core.galleries.using("g"):
+    with gateway.galleries.using("g"):
         assert refusal(lambda: delete(client))[0] is grpc.StatusCode.ABORTED
     client.put_images(images(2))
     assert client.gallery().items == 2
@@ -131,9 +131,9 @@ def test_a_pause_ends_with_its_gallery(repo: Path, tmp_path: Path, stages: Stage
         assert client.activate(2).phase == release_pb2.PHASE_DONE
         client.pause()
         # As a kill between the deletion and its record leaves it.
-        gateway.core.galleries.delete("g")
+        gateway.galleries.delete("g")
     with running(repo, tmp_path / "data") as gateway:
-        assert gateway.core.state.now.paused == ()
+        assert gateway.state.now.paused == ()
 
 
 def test_closing_waits_for_who_reads(tmp_path: Path, one: Manifest) -> None:

@@ -59,7 +59,7 @@ def test_no_vector_is_in_the_index_file_which_outlives_deletions(
         assert index.read_bytes() == written
     assert files_with(data, vectors[7]) == []
     with running(repo, data) as gateway:
-        snapshot = gateway.core.galleries.get("g").view(space).snapshot()
+        snapshot = gateway.galleries.get("g").view(space).snapshot()
         assert isinstance(snapshot.base.index, hnsw.HnswIndex)
         assert (len(snapshot.base), len(snapshot.delta)) == (COUNT - 1, 0)
     assert files_with(data, vectors[7]) == []

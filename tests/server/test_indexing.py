@@ -54,7 +54,7 @@ def swapped(
     put(client, one)
     publish_stage(repo, stages[2])
     client.activate(2)
-    hosted = gateway.core.galleries.get("g")
+    hosted = gateway.galleries.get("g")
     path, spec = hosted.index_path(two.space), SpaceSpec.of(two)
     wait_until(lambda: path.exists() and skeleton.read(path, spec).fresh, "no graph of its own")
     return hosted
@@ -99,7 +99,7 @@ def test_what_was_put_joins_the_graph_when_puts_end(
     assert more < bases.LARGEST_DELTA
     client.create()
     put(client, one)
-    hosted = gateway.core.galleries.get("g")
+    hosted = gateway.galleries.get("g")
     wait_until(hosted.index_path(one.space).exists, "no index file")
     put(client, one, COUNT, COUNT + more)
     view = hosted.view(one.space)
@@ -134,13 +134,13 @@ def test_a_rollback_and_the_end_do_not_wait_for_an_index(
         events = client.begin(2, "CUTOVER")
 
         def indexing_now() -> bool:
-            job = gateway.core.upgrading.job("g")
+            job = gateway.upgrading.job("g")
             return job is not None and job.state == "indexing"
 
         wait_until(indexing_now, "the activation makes no index")
         client.rollback(confirm=True)
         assert "called off" in list(events)[-1].message
-        assert gateway.core.state.now.active == 1
+        assert gateway.state.now.active == 1
         gateway.stop()
     finally:
         over.set()

@@ -71,14 +71,14 @@ def test_a_start_opens_each_once_and_listing_none(
         really(connections)
 
     fill(repo, data, 40)
-    monkeypatch.setattr("nobackfill.server.assembly.open_galleries", lambda: 8)
+    monkeypatch.setattr("nobackfill.server.gateway.open_galleries", lambda: 8)
     monkeypatch.setattr(Connections, "_open", counted)
     with running(repo, data) as gateway, Client(gateway.address) as client:
         assert len(opened) == len(set(opened)) == 40
         names = sorted(f"g{i}" for i in range(40))
         assert listed(client) == names
         assert listed(client, 7) == listed(client, 8) == listed(client, 40) == names
-        assert gateway.core.gallery_items() == {(1, "active"): 200}
+        assert gateway.metrics.gallery_items() == {(1, "active"): 200}
         assert len(opened) == 40
 
 

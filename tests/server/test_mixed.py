@@ -215,7 +215,7 @@ def test_old_queries_are_answered_until_the_end(
     assert end.ToDatetime().strftime("%Y-%m-%d %H:%M") in shown.stdout
     client.put_images(images(5)[4:], first=4)
     assert client.search_by(embedding(one, images(5)[4])).hits[0].id == "i4"
-    gateway.core.state.change(ends={one.space: 1.0})
+    gateway.state.change(ends={one.space: 1.0})
     code, _, reason = refusal(lambda: client.search_by(old))
     assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "RELEASE_RETIRED")
     # The end was that of one swap; the next announces none.

@@ -64,7 +64,7 @@ def test_a_large_gallery_without_a_graph_is_slow_before_it_is_searched(
     """The first burst on it held every thread of the quick lane once."""
     client.create()
     client.put_images(images(5))
-    asked = gateway.core.galleries.slow
+    asked = gateway.galleries.slow
     monkeypatch.setattr(hosted, "_SLOW_ELEMENTS", 5 * one.embedder.dim)
     assert not asked("g")
     client.put_images(images(6)[5:], first=5)
@@ -79,7 +79,7 @@ def test_a_slow_gallery_delays_no_other(
         client.create(name)
         client.put_images(images(5), name)
     query = embedding(one, images(5)[2])
-    slow = gateway.core.galleries.get("slow")
+    slow = gateway.galleries.get("slow")
     # As its last searches did; nobody knows of one that was never searched.
     slow.took(10.0)
 
@@ -103,7 +103,7 @@ def test_searches_by_embedding_wait_for_no_model(
     client.create()
     client.put_images(images(5))
     opened = threading.Event()
-    models = gateway.core.models
+    models = gateway.models
     embed = models.embed
 
     def wait(manifest: Manifest, pixels: Images) -> Vectors:
@@ -128,7 +128,7 @@ def test_searches_go_on_while_the_view_of_a_new_space_is_read(
 ) -> None:
     client.create()
     client.put_images(images(5))
-    hosted = gateway.core.galleries.get("g")
+    hosted = gateway.galleries.get("g")
     space = hosted.plan.parts[0].space
     # As who makes another view holds it for as long as that is read.
     with hosted._making:

@@ -76,15 +76,14 @@ def test_nothing_begins_beside_a_rollback(
     from nobackfill.server.rollout import activation
 
     monkeypatch.setattr(activation, "_BRIEF_S", 0.1)
-    core = gateway.core
-    reached, go_on, settle = threading.Event(), threading.Event(), core.settle
+    reached, go_on, settle = threading.Event(), threading.Event(), gateway.serving.settle
 
     def slowly(old: list[object]) -> None:
         reached.set()
         go_on.wait(TIMEOUT_S)
         settle(old)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(core, "settle", slowly)
+    monkeypatch.setattr(gateway.serving, "settle", slowly)
     answers: list[release_pb2.RollbackReleaseResponse] = []
     thread = threading.Thread(target=lambda: answers.append(third.rollback(confirm=True, to=2)))
     thread.start()

@@ -5,17 +5,20 @@ import shutil
 import sqlite3
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from nobackfill.server.gateway import Gateway
 from nobackfill.server.state import StateFile
-from nobackfill.v1 import gallery_pb2
+from nobackfill.v1 import gallery_pb2, release_pb2
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import command
 from tests.server.support import Client, images, refusal, running
+from tests.support.waiting import wait_until
 
 
 def cut(file: Path) -> None:
@@ -82,7 +85,7 @@ def test_damaged_galleries_are_set_aside_and_named(repo: Path, tmp_path: Path) -
         client.create(name)
         assert client.gallery(name).items == 0
     with running(repo, data) as gateway:
-        assert gateway.core.galleries.aside().keys() == reasons.keys() - {name}
+        assert gateway.galleries.aside().keys() == reasons.keys() - {name}
 
 
 def test_one_that_cannot_be_brought_back_is_set_aside(
@@ -101,9 +104,35 @@ def test_one_that_cannot_be_brought_back_is_set_aside(
     with sqlite3.connect(data / "galleries" / "bad" / "gallery.sqlite") as connection:
         connection.execute("DELETE FROM spaces WHERE state = 'previous'")
     with running(repo, data) as gateway, Client(gateway.address) as client:
-        assert gateway.core.galleries.aside().keys() == {"bad"}
+        assert gateway.galleries.aside().keys() == {"bad"}
         hit = client.search(images(3)[1], "good", 1).hits[0]
         assert (hit.id, hit.release) == ("i1", 1)
+
+
+def test_one_that_a_swap_cannot_read_is_set_aside(
+    repo: Path, stages: Stages, tmp_path: Path, gateway: Gateway, client: Client
+) -> None:
+    """The swap stopped at it, and the galleries after it stayed in their old plans."""
+    for name in ("bad", "good"):
+        client.create(name)
+        client.put_images(images(3), name)
+    publish_stage(repo, stages[2])
+    upgrading = gateway.upgrading
+    upgrading.pause("bad")
+    with ThreadPoolExecutor(1) as pool:
+        activation = pool.submit(client.activate, 2)
+        wait_until(lambda: (job := upgrading.job("bad")) is not None and job.total == 3, "staged")
+        with sqlite3.connect(tmp_path / "data" / "galleries" / "bad" / "gallery.sqlite") as file:
+            file.execute("INSERT INTO state VALUES ('damaged', '{')")
+        upgrading.resume("bad")
+        assert activation.result().phase == release_pb2.PHASE_DONE
+    assert gateway.galleries.aside().keys() == {"bad"}
+    hit = client.search(images(3)[1], "good", 1).hits[0]
+    assert (hit.id, hit.release) == ("i1", 2)
+    assert "set aside" in refusal(lambda: client.search(images(3)[1], "bad", 1))[1]
+    client.galleries.DeleteGallery(gallery_pb2.DeleteGalleryRequest(name="bad"), timeout=30)
+    client.create("bad")
+    assert client.gallery("bad").items == 0
 
 
 def copy(data: Path, damage: Callable[[Path], None]) -> None:

@@ -1,6 +1,7 @@
 """The gateway's small state: what several threads change at once, each by what was there."""
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from nobackfill.server.gateway import Gateway
 from nobackfill.server.state import StateFile
@@ -8,9 +9,9 @@ from nobackfill.server.state import StateFile
 NAMES = [f"g{i}" for i in range(24)]
 
 
-def test_no_pause_is_lost_beside_others(gateway: Gateway) -> None:
+def test_no_pause_is_lost_beside_others(gateway: Gateway, tmp_path: Path) -> None:
     """Two that paused at once both wrote what they had read before: one was forgotten."""
-    upgrading, state = gateway.core.upgrading, gateway.core.state
+    upgrading, state = gateway.upgrading, gateway.state
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(upgrading.pause, NAMES))
         assert sorted(state.now.paused) == sorted(NAMES)
@@ -19,4 +20,4 @@ def test_no_pause_is_lost_beside_others(gateway: Gateway) -> None:
         list(pool.map(lambda name: upgrading.forget({name}), NAMES[1::2]))
         assert state.now.paused == ()
     upgrading.pause("g1")
-    assert StateFile(gateway.core.data / "state.json").now == state.now
+    assert StateFile(tmp_path / "data" / "state.json").now == state.now

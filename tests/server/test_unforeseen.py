@@ -77,7 +77,7 @@ def unforeseen(gateway: Gateway, thread: str) -> float:
     """How many were counted."""
     # This counter alone: others are read from what a test has made fail.
     name = "nobackfill_unforeseen_errors_total"
-    counted = gateway.core.metrics.registry.restricted_registry([name]).collect()
+    counted = gateway.metrics.registry.restricted_registry([name]).collect()
     samples = (sample for metric in counted for sample in metric.samples)
     return sum(s.value for s in samples if s.name == name and s.labels == {"thread": thread})
 
@@ -94,7 +94,7 @@ class Life:
 
     def activate(self, rollout: str) -> release_pb2.ActivateReleaseResponse:
         event = self.client.activate(2, rollout)
-        assert self.gateway.core.upgrading.job("g") is not None
+        assert self.gateway.upgrading.job("g") is not None
         self.watch_ends()
         return event
 
@@ -123,8 +123,8 @@ class Life:
     def back(self) -> None:
         """To release 1, as if 2 had never been."""
         self.client.rollback(confirm=True, to=1)
-        self.gateway.core.drop_unused()
-        store = self.gateway.core.galleries.get("g").store
+        self.gateway.serving.drop_unused()
+        store = self.gateway.galleries.get("g").store
         assert [info.spec.release for info in store.spaces()] == [1]
         last = f"i{self.count - 1}"
         if self.count > 3:
@@ -186,7 +186,7 @@ def test_the_indexing_thread_outlives_what_nobody_foresaw(
     for name in ("broken", "whole"):
         client.create(name)
         put(client, one, name=name)
-    broken, whole = map(gateway.core.galleries.get, ("broken", "whole"))
+    broken, whole = map(gateway.galleries.get, ("broken", "whole"))
     views = broken.views
 
     def no_views() -> Mapping[str, LiveView]:

@@ -71,7 +71,7 @@ def test_an_estimate_is_near_what_it_then_takes(
     """Time until the new space answers, and the disk; both within generous factors."""
     client.create()
     put(client, one, 0, 6000)
-    hosted = gateway.core.galleries.get("g")
+    hosted = gateway.galleries.get("g")
     wait_until(hosted.index_path(one.space).exists, "no index file")
     publish_stage(repo, stages[2])
     request = upgrade_pb2.EstimateUpgradeRequest(gallery="g", release=2, spare_cores=0.9)
@@ -119,7 +119,7 @@ def test_backfill_takes_the_least_certain_first(
     gateway: Gateway, ready: Client, two: Manifest
 ) -> None:
     ready.activate(2)
-    store = gateway.core.galleries.get("g").store
+    store = gateway.galleries.get("g").store
     doubtful = [item.id for item in staging.least_certain(store, two.space, COUNT)]
     assert len(doubtful) == COUNT
     supplied = doubtful[::2]
@@ -142,7 +142,7 @@ def test_a_client_backfills_the_least_certain_of_the_whole_gallery(
 ) -> None:
     """A call with few images at a time, as a client with a folder of millions makes it."""
     ready.activate(2)
-    store = gateway.core.galleries.get("g").store
+    store = gateway.galleries.get("g").store
     doubtful = [item.id for item in staging.least_certain(store, two.space, COUNT)]
     request = gallery_pb2.ListItemsRequest(
         gallery="g", page_size=4, order=gallery_pb2.ITEM_ORDER_LEAST_CERTAIN
@@ -185,7 +185,7 @@ def test_backfill_takes_one_model_call_and_one_commit_a_batch(
     client.put_images(images(count))
     publish_stage(repo, stages[2])
     client.activate(2)
-    models, store = gateway.core.models, gateway.core.galleries.get("g").store
+    models, store = gateway.models, gateway.galleries.get("g").store
     embed, sizes, commits = models.embed, list[int](), list[Change]()
 
     def counted(manifest: Manifest, pixels: Images) -> Vectors:
@@ -205,7 +205,7 @@ def test_backfill_takes_one_model_call_and_one_commit_a_batch(
 
 def kept(gateway: Gateway) -> float | None:
     name = "nobackfill_upgrade_neighbours_kept"
-    return gateway.core.metrics.registry.get_sample_value(name, {"release": "2"})
+    return gateway.metrics.registry.get_sample_value(name, {"release": "2"})
 
 
 def test_neighbours_are_looked_at_again_after_a_backfill(

@@ -8,6 +8,7 @@ from pathlib import Path
 import structlog
 
 from nobackfill.errors import (
+    ConfigurationError,
     NobackfillError,
     NotFoundError,
     UnavailableError,
@@ -20,6 +21,7 @@ from nobackfill.release.routes import twin_of
 from nobackfill.release.trust.trust import TrustedFolder
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.survival import surviving
+from nobackfill.server.publication import Opened, fetch
 
 log = structlog.get_logger("server.catalog")
 
@@ -141,6 +143,10 @@ class Catalog:
         self.refresh()
         return self._names(path)
 
+    def fetch(self, path: str, offset: int) -> Opened:
+        """Open a published file from an offset on. Raises as `publication.fetch`."""
+        return fetch(self._repo, path, offset, self.signed)
+
     def _names(self, path: str) -> bool:
         if self._trust is None:
             return False
@@ -182,6 +188,29 @@ class Catalog:
         except OSError:
             return None
         return status.st_mtime_ns, status.st_ino
+
+
+def open_catalog(repo: Path, state_dir: Path, root: Path | None, metrics: Metrics) -> Catalog:
+    """Read what is published, from the root metadata in file `root`; None: trusted on first use.
+
+    Raises ConfigurationError for a root that cannot be read, VerificationError for a publication
+    that is refused where nothing was verified before, CannotWriteError.
+    """
+    try:
+        known = None if root is None else root.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{root}: cannot be read ({error.strerror})") from error
+    catalog = Catalog(repo, state_dir, known, metrics)
+    try:
+        catalog.refresh()
+    except NotFoundError:
+        log.warning("nothing is published yet; waiting for the first release")
+    except VerificationError as error:
+        # What was verified before an expiry or an attack goes on serving.
+        if not catalog.manifests:
+            raise
+        log.error("publication folder refused, serving what was verified", error=str(error))
+    return catalog
 
 
 class Changed:

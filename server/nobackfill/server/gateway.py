@@ -1,4 +1,4 @@
-"""A running gateway: everything started in order, stopped in reverse."""
+"""A running gateway: its parts put together, started in order, stopped in reverse."""
 
 import shutil
 import sys
@@ -9,40 +9,62 @@ from pathlib import Path
 import structlog
 
 from nobackfill import durable
-from nobackfill.errors import ConfigurationError, NobackfillError
-from nobackfill.server.assembly import assemble, load
-from nobackfill.server.core import Core
-from nobackfill.server.descriptors import raise_limit
+from nobackfill.errors import ConfigurationError
+from nobackfill.gallery.residents import Residents
+from nobackfill.server.catalog import open_catalog
+from nobackfill.server.descriptors import open_galleries, raise_limit
+from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.embedding.models import InProcessModels, Models
+from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.indexing import Indexing
 from nobackfill.server.galleries.puts import Putting
+from nobackfill.server.galleries.searching import Searching
+from nobackfill.server.galleries.sizes import IndexSizes, vectors
 from nobackfill.server.grpc.auth import Tokens
 from nobackfill.server.grpc.interceptor import Border
-from nobackfill.server.grpc.listener import Listener
+from nobackfill.server.grpc.listener import Listener, Service
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.survival import surviving
+from nobackfill.server.grpc.services.gallery import GalleryService
+from nobackfill.server.grpc.services.release import ReleaseService
+from nobackfill.server.grpc.services.search import SearchService
+from nobackfill.server.grpc.services.upgrade import UpgradeService
+from nobackfill.server.grpc.services.vault import VaultService
 from nobackfill.server.grpc.tls import certificates
 from nobackfill.server.rollout.activation import Activations
+from nobackfill.server.rollout.admission import Admission
+from nobackfill.server.rollout.first_activation import FirstActivation
+from nobackfill.server.rollout.lifecycle import Lifecycle
+from nobackfill.server.rollout.recovery import return_galleries
+from nobackfill.server.rollout.rollback import Rollbacks
+from nobackfill.server.rollout.rollout import Rollout
+from nobackfill.server.rollout.run import Run
+from nobackfill.server.serving import Serving
 from nobackfill.server.settings import IN_PROCESS, Settings
+from nobackfill.server.state import StateFile
 from nobackfill.server.triton.client import TritonClient, remote_client
 from nobackfill.server.triton.models import TritonModels
 from nobackfill.server.triton.process import TritonProcess, has_triton
+from nobackfill.server.upgrades.jobs import Upgrading
 from nobackfill.server.vault import Vault
 
 log = structlog.get_logger("server.gateway")
 
 
 class Gateway:
-    """`start` it, then `stop` it. A data folder serves one gateway at a time."""
+    """`start` it, then `stop` it. A data folder serves one gateway at a time.
+
+    The parts are its attributes, each made of those before it, and know one another by constructor
+    alone: nothing but this file knows them all.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._closing = ExitStack()
         self._listener: Listener | None = None
-        # Held to look at the model server and to tell it: what is told last was seen last.
+        # Held to look at the model server and to report it: what is reported last was seen last.
         self._health = threading.Lock()
-        # What it works on; set by `start`.
-        self.core: Core
+        # Set when it drains: streams that only watch end then.
+        self._stopping = threading.Event()
         self.address = ""
         self.metrics_address = ""
 
@@ -64,6 +86,48 @@ class Gateway:
         self._closing.close()
         log.info("stopped")
 
+    def assemble(self, models: Models, metrics: Metrics) -> None:
+        """Put the parts together, with nothing opened yet but the publication and the state.
+
+        Raises VerificationError for a damaged state or publication, ConfigurationError for a root
+        that cannot be read, CannotWriteError.
+        """
+        repo, data = self._settings.model_repo, self._settings.data
+        self.models, self.metrics = models, metrics
+        catalog = self.catalog = open_catalog(repo, data / "trust", self._settings.root, metrics)
+        state = self.state = StateFile(data / "state.json")
+        embedding = Embedding(models, metrics)
+        residents = Residents(open_galleries())
+        galleries = self.galleries = Galleries(data / "galleries", residents, catalog, state)
+        self.searching = Searching(embedding, catalog, state, metrics)
+        upgrading = self.upgrading = Upgrading(repo, catalog, state, metrics)
+        self.putting = Putting(embedding, upgrading.runner)
+        serving = self.serving = Serving(catalog, state, galleries, models, metrics)
+        admission = Admission(catalog, galleries, models, upgrading.trials)
+
+        def roll_out(run: Run) -> None:
+            Rollout(run, admission, catalog, state, galleries, upgrading, serving, metrics).run()
+
+        activations = self.activations = Activations(
+            roll_out, catalog, state, galleries, upgrading, serving, metrics
+        )
+        self.rollbacks = Rollbacks(state, galleries, serving, activations)
+        self.lifecycle = Lifecycle(catalog, state, galleries, embedding, upgrading, activations)
+        self.vault = Vault(data / "vault", self._settings.vault_quota)
+        metrics.gallery_items = lambda: vectors(galleries.all())
+        metrics.registry.register(IndexSizes(galleries.all))
+
+    def load(self) -> None:
+        """Open the galleries, with their indexes, and load the models that are needed.
+
+        Raises VerificationError, UnavailableError, CannotWriteError.
+        """
+        self.galleries.open_all()
+        self.upgrading.forget_missing(self.galleries.names())
+        for name, error in return_galleries(self.galleries, self.state).items():
+            self.galleries.set_aside(name, error)
+        self.serving.load()
+
     def _start(self, closing: ExitStack) -> None:
         settings = self._settings
         if not settings.model_repo.is_dir():
@@ -82,33 +146,49 @@ class Gateway:
         chain = certificates(settings)
         models = self._models(metrics)
         closing.callback(models.close)
-        core = self.core = assemble(settings, models, metrics)
-        closing.callback(core.galleries.close)
-        closing.callback(core.catalog.close)
-        load(core)
-        indexing = Indexing(core.galleries.all, metrics, settings.index_threads)
+        self.assemble(models, metrics)
+        closing.callback(self.galleries.close)
+        closing.callback(self.catalog.close)
+        self.load()
+        indexing = Indexing(self.galleries.all, metrics, settings.index_threads)
         closing.callback(indexing.close)
         indexing.start()
-        activations = Activations(core)
-        closing.callback(activations.interrupt)
-        putting = Putting(core.embedding, core.upgrading.runner)
-        vault = Vault(settings.data / "vault", settings.vault_quota)
+        closing.callback(self.activations.interrupt)
         border = Border(
             metrics, tokens, settings.max_calls, settings.max_call_seconds,
-            slow=core.galleries.slow,
+            slow=self.galleries.slow,
         )  # fmt: skip
-        metrics.expiries.metadata = core.catalog.expiries
+        metrics.expiries.metadata = self.catalog.expiries
         if tokens is not None:
             metrics.expiries.tokens = tokens.first_expiry
         if chain is not None:
             metrics.expiries.certificates = chain.expiries
-        self._listener = Listener(core, putting, activations, vault, border, settings, chain)
-        self._begin(core, activations)
+        self._listener = Listener(self._services(), border, settings, chain, metrics)
+        if self.activations.resume() is None and self.state.now.active is None:
+            FirstActivation(
+                self.catalog, self.state, models, self.activations, self._stopping, metrics
+            ).begin()
         self.address = self._listener.start()
-        closing.callback(self._listener.stop, settings.drain_seconds)
+        closing.callback(self._drain, self._listener)
         self._set_health()
-        core.catalog.watch()
+        self.catalog.watch()
         log.info("serving", address=self.address, metrics=self.metrics_address)
+
+    def _services(self) -> list[Service]:
+        return [
+            SearchService(self.galleries, self.searching, self.state),
+            GalleryService(self.galleries, self.putting, self.lifecycle, self.state),
+            ReleaseService(
+                self.catalog, self.state, self.activations, self.rollbacks, self._stopping
+            ),
+            UpgradeService(self.lifecycle, self.galleries, self.searching, self._stopping),
+            VaultService(self.vault),
+        ]
+
+    def _drain(self, listener: Listener) -> None:
+        self._stopping.set()
+        self.catalog.changed.notify()
+        listener.stop(self._settings.drain_seconds)
 
     def _models(self, metrics: Metrics) -> Models:
         settings = self._settings
@@ -132,41 +212,9 @@ class Gateway:
         models.start()
         return models
 
-    def _begin(self, core: Core, activations: Activations) -> None:
-        """Resume an activation, or begin the first: now, or when something is published and the
-        model server is there."""
-        if activations.resume() is not None or core.state.now.active is not None:
-            return
-        newest, ready = core.catalog.newest(), core.models.ready()
-        if newest is not None and newest not in core.state.now.failed and ready:
-            self._activate_first(core, activations)
-            return
-        thread = threading.Thread(
-            target=self._wait_for_first, args=(core, activations), name="first", daemon=True
-        )
-        thread.start()
-
-    def _wait_for_first(self, core: Core, activations: Activations) -> None:
-        seen, tried = -1, None
-        while not core.stopping.is_set() and core.state.now.active is None:
-            newest = core.catalog.newest()
-            if newest != tried:
-                # One that fails is not tried over and over; the next one published is.
-                tried = newest
-                with surviving(core.metrics, "first"):
-                    self._activate_first(core, activations)
-            seen = core.catalog.changed.wait(seen, 0.5)
-
-    def _activate_first(self, core: Core, activations: Activations) -> None:
-        newest = core.catalog.newest()
-        assert newest is not None, "asked once something is published"
-        try:
-            for event in activations.start(newest).events():
-                log.info("first activation", phase=event.phase, message=event.message)
-        except NobackfillError as error:
-            log.error("first activation refused", release=newest, error=str(error))
-
     def _set_health(self) -> None:
         with self._health:
             if self._listener is not None:
-                self._listener.set_health(serving=True, embedding=self.core.models.ready())
+                self._listener.set_health(
+                    embedding=self.models.ready(), aside=self.galleries.aside()
+                )

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nobackfill import durable
-from nobackfill.errors import VerificationError
+from nobackfill.errors import PreconditionError, VerificationError
 
 RolloutName = Literal["direct", "dual", "cutover"]
 
@@ -66,6 +66,14 @@ class StateFile:
     @property
     def now(self) -> State:
         return self._now
+
+    def active(self) -> int:
+        """The release that answers. Raises PreconditionError before the first."""
+        if self._now.active is None:
+            raise PreconditionError(
+                "no release is active yet; publish one with training/export.py and wait for it"
+            )
+        return self._now.active
 
     def change(self, **values: object) -> State:
         """Replace some values. Raises CannotWriteError; then nothing has changed."""

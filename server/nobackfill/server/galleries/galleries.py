@@ -24,11 +24,11 @@ from nobackfill.gallery import staging
 from nobackfill.gallery.residents import Residents
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Store
-from nobackfill.release.manifest import Manifest
+from nobackfill.server.catalog import Catalog
 from nobackfill.server.galleries import order
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.order import Level
-from nobackfill.server.state import State
+from nobackfill.server.state import StateFile
 
 log = structlog.get_logger("server.galleries")
 
@@ -52,16 +52,21 @@ class Galleries:
     deletion closes it when the last of them has left.
     """
 
-    def __init__(self, folder: Path, residents: Residents) -> None:
+    def __init__(
+        self, folder: Path, residents: Residents, catalog: Catalog, state: StateFile
+    ) -> None:
         """`residents` bounds how many of their files are open at once."""
         self._folder = folder
         self._residents = residents
+        self._catalog = catalog
+        self._state = state
         self._names = threading.Lock()
         self._hosted: Mapping[str, Hosted] = {}
-        # Galleries that could not be opened, with the reason.
+        # Galleries that cannot be served, with the reason; those that were opened are in both.
         self._aside: Mapping[str, str] = {}
+        self._leaf = threading.Lock()
 
-    def open_all(self, state: State, manifests: Mapping[int, Manifest]) -> None:
+    def open_all(self) -> None:
         """Open what is there and sweep what was never finished. A gallery that cannot be served is
         set aside.
 
@@ -69,29 +74,28 @@ class Galleries:
         """
         durable.make_dir(self._folder, 0o700)
         durable.sweep(self._folder)
-        hosted, aside = {}, {}
+        hosted = {}
         for folder in sorted(self._folder.iterdir()):
             if _NAME.match(folder.name) and (folder / _FILE).is_file():
                 try:
-                    hosted[folder.name] = self._open(folder.name, state, manifests)
+                    hosted[folder.name] = self._open(folder.name)
                 except UNUSABLE as error:
-                    log.error("gallery set aside", gallery=folder.name, error=str(error))
-                    aside[folder.name] = str(error)
-        log.info("serving galleries", count=len(hosted), set_aside=len(aside))
-        if aside and not hosted:
-            name, reason = next(iter(aside.items()))
+                    self.set_aside(folder.name, error)
+        log.info("serving galleries", count=len(hosted), set_aside=len(self._aside))
+        if self._aside and not hosted:
+            name, reason = next(iter(self._aside.items()))
             raise VerificationError(
-                f"none of {len(aside)} galleries can be served, the first, {name!r}, because of: "
-                f"{reason}"
+                f"none of {len(self._aside)} galleries can be served, the first, {name!r}, because "
+                f"of: {reason}"
             )
-        self._hosted, self._aside = hosted, aside
+        self._hosted = hosted
 
-    def _open(self, name: str, state: State, manifests: Mapping[int, Manifest]) -> Hosted:
+    def _open(self, name: str) -> Hosted:
         folder = self._folder / name
         store = Store.open(folder / _FILE, self._residents)
         try:
             hosted = Hosted(name, folder, store)
-            hosted.replan(state, manifests)
+            hosted.replan(self._state.now, self._catalog.manifests)
             if sum(hosted.sizes().values()) > _SMALL:
                 hosted.wake()
             # Kept for whoever lists them: the file is open now, and may be closed again soon.
@@ -102,12 +106,11 @@ class Galleries:
         return hosted
 
     def set_aside(self, name: str, error: Exception) -> None:
-        """At the start, before anybody uses it: close a gallery that cannot be served after all."""
-        with self._taking():
-            hosted = self._hosted[name]
-            self._hosted = {n: h for n, h in self._hosted.items() if n != name}
+        """Refuse calls to a gallery that turns out unusable, with the reason. Who works with it
+        goes on; it is closed when it is deleted, or with the others."""
+        log.error("gallery set aside", gallery=name, error=str(error))
+        with self._leaf:
             self._aside = {**self._aside, name: str(error)}
-        hosted.close()
 
     def aside(self) -> Mapping[str, str]:
         """Galleries that are set aside, with the reason."""
@@ -136,8 +139,8 @@ class Galleries:
 
     def all(self) -> Iterator[Hosted]:
         """Every gallery, by name; each is kept open until the next is asked for."""
-        for _, hosted in sorted(self._hosted.items()):
-            if hosted.users.enter():
+        for name, hosted in sorted(self._hosted.items()):
+            if name not in self._aside and hosted.users.enter():
                 try:
                     yield hosted
                 finally:
@@ -158,23 +161,24 @@ class Galleries:
     def get(self, name: str) -> Hosted:
         """A gallery that the caller does not work with. Raises NotFoundError, VerificationError for
         one that is set aside."""
-        if hosted := self._hosted.get(name):
-            return hosted
         if reason := self._aside.get(name):
             raise VerificationError(
                 f"gallery {name!r} is set aside: {reason}; restore it from a backup and start the "
                 "gateway again, or delete it"
             )
+        if hosted := self._hosted.get(name):
+            return hosted
         raise _unknown(name)
 
-    def create(
-        self, name: str, specs: list[SpaceSpec], state: State, manifests: Mapping[int, Manifest]
-    ) -> Hosted:
-        """Make a gallery whose active space is the last of `specs`; the others are kept as
-        previous, so that a rollback finds what is put from now on.
+    def create(self, name: str) -> None:
+        """Make an empty gallery in the active release's space, and in those that a rollback may
+        return to, so that it finds what is put from now on.
 
-        Raises InvalidInputError for a name, AlreadyExistsError, CannotWriteError.
+        Raises InvalidInputError for a name, AlreadyExistsError, CannotWriteError,
+        PreconditionError before the first release is active.
         """
+        releases = (*self._state.now.previous, self._state.active())
+        specs = [SpaceSpec.of(self._catalog.manifest(release)) for release in releases]
         if not _NAME.match(name):
             raise InvalidInputError(
                 f"expected a gallery name of 1 to 64 of a-z, 0-9, '-', '_', got {name[:80]!r}"
@@ -190,10 +194,9 @@ class Galleries:
                     staging.flip(store, spec.space)
                 store.state_set({CREATED: time.time()})
             durable.publish_dir(unfinished, self._folder / name)
-            hosted = self._open(name, state, manifests)
+            hosted = self._open(name)
             hosted.wake()
             self._hosted = {**self._hosted, name: hosted}
-            return hosted
 
     def delete(self, name: str) -> None:
         """Delete a gallery with all in it, once nobody works with it; new calls are told that it is
@@ -203,13 +206,13 @@ class Galleries:
         """
         gone = self._folder / f"{_UNFINISHED}{name}-{uuid.uuid4().hex}"
         with self._taking():
-            if name in self._aside:
+            hosted = self._hosted.get(name)
+            if hosted is None and name in self._aside:
                 durable.publish_dir(self._folder / name, gone)
-                self._aside = {n: why for n, why in self._aside.items() if n != name}
+                self._serve_again(name)
                 durable.remove_tree(gone)
                 return
-            hosted = self.get(name)
-            if hosted.leaving:
+            if hosted is None or hosted.leaving:
                 raise _unknown(name)
             hosted.leaving = True
         try:
@@ -220,6 +223,7 @@ class Galleries:
                 hosted.store.rest()
                 durable.publish_dir(hosted.folder, gone)
                 self._hosted = {n: h for n, h in self._hosted.items() if n != name}
+                self._serve_again(name)
         except BaseException:
             hosted.leaving = False
             hosted.users.reopen()
@@ -230,6 +234,11 @@ class Galleries:
     def close(self) -> None:
         for hosted in self._hosted.values():
             hosted.close()
+
+    def _serve_again(self, name: str) -> None:
+        """A gallery of this name that is made now is another."""
+        with self._leaf:
+            self._aside = {n: why for n, why in self._aside.items() if n != name}
 
     @contextmanager
     def _taking(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -47,3 +47,16 @@ class IndexSizes(Collector):
             "Seconds since the oldest graph in use was first seen by a scrape.",
             value=now - oldest,
         )
+
+
+def vectors(galleries: Iterable[Hosted]) -> Mapping[tuple[int, str], int]:
+    """Vectors of all galleries, by release and state of their space."""
+    sizes: dict[tuple[int, str], int] = {}
+    for hosted in galleries:
+        if hosted.leaving:
+            continue
+        counts = hosted.sizes()
+        for info in hosted.spaces():
+            key = (info.spec.release, info.state)
+            sizes[key] = sizes.get(key, 0) + counts.get(info.spec.space, 0)
+    return sizes

@@ -1,40 +1,22 @@
 """The gRPC server: services behind the border, health, reflection, a bounded drain."""
 
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import cast
+from typing import Protocol, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from nobackfill.errors import BusyError
-from nobackfill.server.core import Core
 from nobackfill.server.descriptors import open_connections
-from nobackfill.server.galleries.puts import Putting
 from nobackfill.server.grpc.connections import Connections
 from nobackfill.server.grpc.interceptor import Border
-from nobackfill.server.grpc.services.gallery import GalleryService
-from nobackfill.server.grpc.services.release import ReleaseService
-from nobackfill.server.grpc.services.search import SearchService
-from nobackfill.server.grpc.services.upgrade import UpgradeService
-from nobackfill.server.grpc.services.vault import VaultService
+from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.tls import Certificates
-from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.settings import Settings, split_address
-from nobackfill.server.vault import Vault
-from nobackfill.v1 import (
-    gallery_pb2,
-    gallery_pb2_grpc,
-    release_pb2,
-    release_pb2_grpc,
-    search_pb2,
-    search_pb2_grpc,
-    upgrade_pb2,
-    upgrade_pb2_grpc,
-    vault_pb2,
-    vault_pb2_grpc,
-)
+from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, upgrade_pb2, vault_pb2
 from nobackfill.wire.limits import LARGEST_REQUEST
 
 # The services that embed images; the others, and queries by embedding, do without a model server.
@@ -65,14 +47,18 @@ _OPTIONS = [
 ]
 
 
+class Service(Protocol):
+    def add_to(self, server: grpc.Server) -> None: ...
+
+
 class Listener:
     """Answers calls from `start` to `stop`."""
 
     def __init__(
-        self, core: Core, putting: Putting, activations: Activations, vault: Vault,
-        border: Border, settings: Settings, certificates: Certificates | None,
+        self, services: Iterable[Service], border: Border, settings: Settings,
+        certificates: Certificates | None, metrics: Metrics,
     ) -> None:  # fmt: skip
-        self._core = core
+        self._metrics = metrics
         self._settings = settings
         self._certificates = certificates
         self._border = border
@@ -89,17 +75,8 @@ class Listener:
         )
         server = self._server
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        search_pb2_grpc.add_SearchServiceServicer_to_server(SearchService(core), server)
-        gallery_pb2_grpc.add_GalleryServiceServicer_to_server(
-            GalleryService(core, putting, activations), server
-        )
-        release_pb2_grpc.add_ReleaseServiceServicer_to_server(
-            ReleaseService(core, settings.model_repo, activations), server
-        )
-        upgrade_pb2_grpc.add_UpgradeServiceServicer_to_server(
-            UpgradeService(core, activations), server
-        )
-        vault_pb2_grpc.add_VaultServiceServicer_to_server(VaultService(vault), server)
+        for service in services:
+            service.add_to(server)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
 
@@ -121,25 +98,23 @@ class Listener:
                 "--address"
             ) from error
         self._server.start()
-        self._connections = Connections(port, self._core.metrics)
+        self._connections = Connections(port, self._metrics)
         host, _ = split_address(address, "address")
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def set_health(self, *, serving: bool, embedding: bool) -> None:
+    def set_health(self, *, embedding: bool, aside: Iterable[str]) -> None:
         """ "" says that the gateway answers; the services that embed follow the model server,
-        and a gallery that is set aside has a name of its own."""
+        and a gallery that is set `aside` has a name of its own."""
         status = health_pb2.HealthCheckResponse
         for name in ("", *SERVICES):
-            good = serving and (embedding or name not in EMBEDDING_SERVICES)
+            good = embedding or name not in EMBEDDING_SERVICES
             self._health.set(name, status.SERVING if good else status.NOT_SERVING)
-        for name in self._core.galleries.aside():
+        for name in aside:
             self._health.set(f"gallery/{name}", status.NOT_SERVING)
 
     def stop(self, drain_s: float) -> None:
         """Let calls under way end within `drain_s` seconds, then cut them; refuse new ones."""
         self._health.enter_graceful_shutdown()
-        self._core.stopping.set()
-        self._core.catalog.changed.notify()
         # gRPC would cut calls that have arrived but not been looked at yet.
         time.sleep(min(_LAME_DUCK_S, drain_s))
         self._border.drain()

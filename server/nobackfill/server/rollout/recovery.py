@@ -6,23 +6,24 @@ from contextlib import ExitStack, contextmanager
 import structlog
 
 from nobackfill.gallery import staging
-from nobackfill.server.core import Core
-from nobackfill.server.galleries.galleries import UNUSABLE
+from nobackfill.server.galleries.galleries import UNUSABLE, Galleries
 from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, Hosted
 from nobackfill.server.galleries.plan import Plan
+from nobackfill.server.serving import Serving
+from nobackfill.server.state import StateFile
 
 log = structlog.get_logger("server.recovery")
 
 
-def return_galleries(core: Core) -> dict[str, Exception]:
+def return_galleries(galleries: Galleries, state: StateFile) -> dict[str, Exception]:
     """Bring every gallery back to the active release, where one is ahead of it; does nothing while
     an activation is recorded, which goes on from there. Plans are to be made anew afterwards.
 
     Returns what keeps a gallery from it, by name: it stays where it is, the others do not wait.
     """
     kept: dict[str, Exception] = {}
-    for hosted in core.galleries.all():
-        now = core.state.now
+    for hosted in galleries.all():
+        now = state.now
         if now.activation is not None or now.active is None:
             break
         try:
@@ -41,17 +42,17 @@ def _return(hosted: Hosted, active: int) -> None:
         hosted.remember(state)
 
 
-def recover(core: Core) -> list[Plan]:
+def recover(galleries: Galleries, state: StateFile, serving: Serving) -> list[Plan]:
     """The same beside puts and searches, and plans to it; returns those they replace."""
-    with all_alone(core):
-        return_galleries(core)
-        return core.replan()
+    with all_alone(galleries):
+        return_galleries(galleries, state)
+        return serving.replan()
 
 
 @contextmanager
-def all_alone(core: Core) -> Iterator[None]:
+def all_alone(galleries: Galleries) -> Iterator[None]:
     """No gallery is put to meanwhile. Passed by name, as a flip passes them."""
-    with core.galleries.holding() as galleries, ExitStack() as alone:
-        for hosted in galleries:
+    with galleries.holding() as held, ExitStack() as alone:
+        for hosted in held:
             alone.enter_context(hosted.writes.alone())
         yield

@@ -5,13 +5,15 @@ from dataclasses import dataclass
 
 import structlog
 
-from nobackfill.errors import BusyError, PreconditionError
+from nobackfill.errors import PreconditionError
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceInfo
-from nobackfill.server.core import Core
+from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.rollout.recovery import all_alone, return_galleries
+from nobackfill.server.serving import Serving
+from nobackfill.server.state import State, StateFile
 
 log = structlog.get_logger("server.rollback")
 
@@ -31,10 +33,15 @@ class Rollback:
 
 
 class Rollbacks:
-    """Rollbacks of one gateway: looked at first, then done, one at a time."""
+    """Rollbacks of one gateway: looked at first, then done, one at a time; and retirement, after
+    which there is no way back."""
 
-    def __init__(self, core: Core, activations: Activations) -> None:
-        self._core = core
+    def __init__(
+        self, state: StateFile, galleries: Galleries, serving: Serving, activations: Activations
+    ) -> None:
+        self._state = state
+        self._galleries = galleries
+        self._serving = serving
         self._activations = activations
         # Whether somebody looked since the last one, or since the start.
         self._looked = False
@@ -43,7 +50,7 @@ class Rollbacks:
         """Count and list what would not be found. Raises PreconditionError if there is no way
         back."""
         self._looked = True
-        return _plan(self._core)
+        return self._plan()
 
     def do(self, to: int | None) -> Rollback:
         """Call off what is under way, and let release `to` answer again, everywhere at once; None:
@@ -55,20 +62,40 @@ class Rollbacks:
         UnavailableError if its models cannot be loaded; then nothing has changed. A model server
         that is away loads them when it comes.
         """
-        core = self._core
         with self._activations.held():
-            target = core.active().release if self._again(to) else self._prepare(to)
-            with all_alone(core):
+            target = self._state.active() if self._again(to) else self._prepare(to)
+            with all_alone(self._galleries):
                 result = self._switch(target)
-                return_galleries(core)
-                old = core.replan()
-            core.settle(old)
+                return_galleries(self._galleries, self._state)
+                old = self._serving.replan()
+            self._serving.settle(old)
         log.info("rolled back", release=target, lost=result.lost)
         return result
 
+    def retire(self) -> list[int]:
+        """Drop the spaces and models of every release older than the active one, for good.
+
+        A gallery that stays behind keeps its active space. Returns the releases that are gone now.
+        Raises BusyError during an activation or a rollback.
+        """
+        with self._activations.held():
+            self._activations.refuse_second("retire the old releases")
+            now, active = self._state.now, self._state.active()
+            galleries = self._galleries
+            kept = {part.query.release for h in galleries.all() for part in h.plan.parts} | {active}
+            present = {info.spec.release for h in galleries.all() for info in h.store.spaces()}
+            gone = sorted((present | set(now.previous)) - kept)
+            self._state.change(
+                previous=tuple(n for n in now.previous if n in kept),
+                retired=tuple(sorted({*now.retired, *(n for n in gone if n < active)})),
+            )
+            self._serving.settle(self._serving.replan())
+            self._serving.drop_unused()
+        return [release for release in gone if release < active]
+
     def _again(self, to: int | None) -> bool:
         """Whether this was done already."""
-        now = self._core.state.now
+        now = self._state.now
         if now.active is None or now.activation is not None:
             return False
         if to is not None:
@@ -78,74 +105,40 @@ class Rollbacks:
 
     def _prepare(self, to: int | None) -> int:
         """The release that will answer: its models loaded, and no activation under way."""
-        target = _target(self._core)
+        target = _target(self._state.now)
         if to not in (None, target):
             raise PreconditionError(
                 f"a rollback leads to release {target}, not to {to}; look again what it would cost"
             )
-        models = self._core.models
-        (models.load if models.ready() else models.want)(self._core.catalog.manifest(target))
+        self._serving.prepare(target)
         self._activations.call_off()
         return target
 
     def _switch(self, target: int) -> Rollback:
         # The activation may have ended in the meantime, or been called off before its switch.
-        now = self._core.state.now
-        if now.active == target:
+        if self._state.now.active == target:
             return Rollback(target, 0, [])
-        result = _plan(self._core)
-        # What answers by default has no end.
-        space = self._core.catalog.manifest(target).space
-        self._core.state.change(
-            active=target,
-            previous=now.previous[:-1],
-            ends={other: end for other, end in now.ends.items() if other != space},
-            rolled_back=time.time(),
-        )
+        result = self._plan()
+        self._serving.return_to(target)
         self._looked = False
         return result
 
-
-def _plan(core: Core) -> Rollback:
-    target, lost, listed = _target(core), 0, list[tuple[str, str]]()
-    for hosted in core.galleries.all():
-        space = _space_of(hosted, core, target)
-        if space is None:
-            continue
-        lost += staging.left_behind(hosted.store, space.spec.space)
-        items = staging.left_behind_items(
-            hosted.store, space.spec.space, limit=LARGEST_LISTING - len(listed) or 1
-        )
-        listed += [(hosted.name, item.id) for item in items]
-    return Rollback(target, lost, listed[:LARGEST_LISTING])
-
-
-def retire(core: Core, activations: Activations) -> list[int]:
-    """Drop the spaces and models of every release older than the active one, for good.
-
-    A gallery that stays behind keeps its active space. Returns the releases that are gone now.
-    Raises BusyError during an activation or a rollback.
-    """
-    with activations.held():
-        if activations.running() is not None:
-            raise BusyError("an activation is running; retire the old releases when it has ended")
-        now, active = core.state.now, core.active().release
-        kept = {part.query.release for h in core.galleries.all() for part in h.plan.parts}
-        kept.add(active)
-        present = {info.spec.release for h in core.galleries.all() for info in h.store.spaces()}
-        gone = sorted((present | set(now.previous)) - kept)
-        core.state.change(
-            previous=tuple(n for n in now.previous if n in kept),
-            retired=tuple(sorted({*now.retired, *(n for n in gone if n < active)})),
-        )
-        core.settle(core.replan())
-        core.drop_unused()
-    return [release for release in gone if release < active]
+    def _plan(self) -> Rollback:
+        target, lost, listed = _target(self._state.now), 0, list[tuple[str, str]]()
+        for hosted in self._galleries.all():
+            space = _space_of(hosted, target)
+            if space is None:
+                continue
+            lost += staging.left_behind(hosted.store, space.spec.space)
+            items = staging.left_behind_items(
+                hosted.store, space.spec.space, limit=LARGEST_LISTING - len(listed) or 1
+            )
+            listed += [(hosted.name, item.id) for item in items]
+        return Rollback(target, lost, listed[:LARGEST_LISTING])
 
 
-def _target(core: Core) -> int:
+def _target(now: State) -> int:
     """The release a rollback leads to."""
-    now = core.state.now
     record = now.activation
     if record is not None and now.active is not None and record.release != now.active:
         # Not switched yet: the old release still answers.
@@ -157,7 +150,7 @@ def _target(core: Core) -> int:
     return now.previous[-1]
 
 
-def _space_of(hosted: Hosted, core: Core, target: int) -> SpaceInfo | None:
+def _space_of(hosted: Hosted, target: int) -> SpaceInfo | None:
     """The space that would answer in a gallery, None where the gallery stays as it is."""
     infos = hosted.store.spaces()
     active = next(info for info in infos if info.state == "active")

@@ -4,14 +4,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
-from nobackfill.server.rollout.rollout import Phase
+from nobackfill.errors import NobackfillError
 from nobackfill.server.state import Activation
+
+
+class Phase(StrEnum):
+    VERIFYING = "verifying"
+    LOADING = "loading"
+    PROBING = "probing"
+    UPGRADING = "upgrading"
+    SWITCHING = "switching"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class CancelledError(NobackfillError):
+    """The activation was called off by a rollback or by the gateway's end."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What an activation told, and when (Unix time)."""
+    """What an activation reported, and when (Unix time)."""
 
     phase: Phase
     done: int
@@ -24,8 +39,8 @@ class Run:
     """One activation as its watchers see it."""
 
     def __init__(self, record: Activation, work: Callable[["Run"], tuple[Phase, str]]) -> None:
-        """`work` is done in a thread of its own once started; it returns DONE or FAILED, and what
-        is to be said of that."""
+        """`work` is done in a thread of its own once started; it returns DONE or FAILED, and the
+        message of that."""
         self.record = record
         self._work = work
         self.cancelled = threading.Event()
@@ -39,7 +54,7 @@ class Run:
         self._thread.start()
 
     def running(self) -> bool:
-        """Whether another must wait: False once the end was told, and if its thread is no more."""
+        """Whether another must wait: False once it has reported its end, or its thread is gone."""
         return not self._ended and (self._thread.ident is None or self._thread.is_alive())
 
     def cancel(self) -> None:
@@ -47,25 +62,31 @@ class Run:
         self.cancelled.set()
         self._thread.join()
 
-    def end(self, phase: Phase, message: str) -> None:
-        """The last that is told: DONE or FAILED. Another activation may begin now."""
-        self._ended = True
-        self.tell(phase, 0, 0, message)
+    def stop_if_cancelled(self) -> None:
+        """Raises CancelledError."""
+        if self.cancelled.is_set():
+            raise CancelledError(f"the activation of release {self.record.release} was called off")
 
-    def tell(self, phase: Phase, done: int, total: int, message: str) -> None:
+    def end(self, phase: Phase, message: str) -> None:
+        """Report the last: DONE or FAILED. Another activation may begin now."""
+        self._ended = True
+        self.report(phase, message=message)
+
+    def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
+        """`done` of `total` items."""
         with self._condition:
             last = self._events[-1] if self._events else None
-            # Progress within a phase replaces what was told before.
+            # Progress within a phase replaces what was reported before.
             if last is not None and last.phase == phase == Phase.UPGRADING:
                 self._events.pop()
             self._events.append(Event(phase, done, total, message, time.time()))
             self._condition.notify_all()
 
     def events(self, gone: Callable[[], bool] = lambda: False) -> Iterator[Event]:
-        """All that is told, from the beginning to DONE or FAILED, or until `gone`."""
-        told: list[Event] = []
+        """All reports, from the beginning to DONE or FAILED, or until `gone`."""
+        seen: list[Event] = []
         while not gone():
-            for event in self._wait(told):
+            for event in self._wait(seen):
                 yield event
                 if event.phase in (Phase.DONE, Phase.FAILED):
                     return
@@ -78,10 +99,10 @@ class Run:
         finally:
             self.end(phase, message)
 
-    def _wait(self, told: list[Event]) -> list[Event]:
-        """What is not in `told` yet; it is added there, progress in the place of progress."""
+    def _wait(self, seen: list[Event]) -> list[Event]:
+        """What is not in `seen` yet; it is added there, progress in the place of progress."""
         with self._condition:
-            self._condition.wait_for(lambda: self._events != told, 0.5)
-            fresh = [event for event in self._events[max(0, len(told) - 1) :] if event not in told]
-            told[:] = self._events
+            self._condition.wait_for(lambda: self._events != seen, 0.5)
+            fresh = [event for event in self._events[max(0, len(seen) - 1) :] if event not in seen]
+            seen[:] = self._events
             return fresh

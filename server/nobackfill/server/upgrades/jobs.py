@@ -142,7 +142,7 @@ class Upgrading:
             runner,
             spec,
             on_progress=on_chunk,
-            should_stop=lambda: should_stop() or hosted.name in self._state.now.paused,
+            should_stop=lambda: should_stop() or self.paused(hosted.name),
         )
         log.info("carried", gallery=hosted.name, written=outcome.written)
         if not outcome.stopped:
@@ -174,9 +174,18 @@ class Upgrading:
 
     def resume(self, gallery: str) -> None:
         """Let the jobs of a gallery go on. Raises CannotWriteError."""
-        if gallery in self._state.now.paused:
+        if self.paused(gallery):
             self._unpause({gallery})
             self._go_on(gallery, JobState.RUNNING)
+
+    def paused(self, gallery: str) -> bool:
+        """Whether the upgrades of a gallery are held back."""
+        return gallery in self._state.now.paused
+
+    def forget_missing(self, galleries: set[str]) -> None:
+        """At the start: forget pauses of galleries whose deletion a kill broke off; `galleries` are
+        those that are there. Raises CannotWriteError."""
+        self.forget(set(self._state.now.paused) - galleries)
 
     def forget(self, galleries: set[str]) -> None:
         """Forget pauses and jobs of galleries that are gone. Raises CannotWriteError."""
@@ -195,24 +204,21 @@ class Upgrading:
     def wait_resumed(self, gallery: str, should_stop: Callable[[], bool]) -> None:
         """Wait while a gallery is paused."""
         seen = -1
-        while gallery in self._state.now.paused and not should_stop():
+        while self.paused(gallery) and not should_stop():
             seen = self.changed.wait(seen, 0.2)
 
     def job(self, gallery: str) -> Job | None:
         """The last job of a gallery, running or ended."""
         return self._jobs.get(gallery)
 
-    def jobs(self) -> list[Job]:
-        return list(self._jobs.values())
-
     def expect(self, hosted: Hosted, release: int) -> None:
-        """An activation has begun that will carry the gallery: no earlier job is told any more."""
+        """An activation has begun that will carry the gallery: no earlier job is shown any more."""
         source = hosted.spec().release
         if source != release:
             self._set(Job(hosted.name, source, release, self._first_state(hosted.name)))
 
     def finish(self, gallery: str, state: JobState, message: str = "") -> None:
-        """Tell how a job ended, or that it is being indexed."""
+        """Record how a job ended, or that it is being indexed."""
         self._update(gallery, state=state, message=message)
 
     def give_up(self, gallery: str, message: str) -> None:
@@ -253,7 +259,7 @@ class Upgrading:
         self.changed.notify()
 
     def _first_state(self, gallery: str) -> JobState:
-        return JobState.PAUSED if gallery in self._state.now.paused else JobState.RUNNING
+        return JobState.PAUSED if self.paused(gallery) else JobState.RUNNING
 
     def _go_on(self, gallery: str, state: JobState, message: str = "") -> None:
         """Change the state of a job that has not ended; one that has stays as it ended."""

@@ -5,18 +5,21 @@ from contextlib import suppress
 
 import grpc
 
-from nobackfill.errors import BusyError, InvalidInputError, NotFoundError
-from nobackfill.server.core import Core
-from nobackfill.server.galleries.galleries import CREATED
+from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.server.galleries.galleries import CREATED, Galleries
 from nobackfill.server.galleries.hosted import NOTE, Hosted
 from nobackfill.server.galleries.puts import Bare, Put, Putting
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.errors import without_folders
 from nobackfill.server.grpc.services import items
 from nobackfill.server.grpc.services.convert import from_value, to_end
-from nobackfill.server.rollout.activation import Activations
+from nobackfill.server.rollout.lifecycle import Lifecycle
+from nobackfill.server.state import StateFile
 from nobackfill.v1 import gallery_pb2 as pb
-from nobackfill.v1.gallery_pb2_grpc import GalleryServiceServicer
+from nobackfill.v1.gallery_pb2_grpc import (
+    GalleryServiceServicer,
+    add_GalleryServiceServicer_to_server,
+)
 
 # Refused items that an answer names.
 LISTED_ERRORS = 1_000
@@ -31,18 +34,22 @@ _STATES = {
 class GalleryService(GalleryServiceServicer):
     """See protos/nobackfill/v1/gallery.proto."""
 
-    def __init__(self, core: Core, putting: Putting, activations: Activations) -> None:
-        self._core = core
+    def __init__(
+        self, galleries: Galleries, putting: Putting, lifecycle: Lifecycle, state: StateFile
+    ) -> None:
+        self._galleries = galleries
         self._putting = putting
-        self._activations = activations
+        self._lifecycle = lifecycle
+        self._state = state
+
+    def add_to(self, server: grpc.Server) -> None:
+        add_GalleryServiceServicer_to_server(self, server)
 
     def CreateGallery(  # noqa: N802 - the contract's name
         self, request: pb.CreateGalleryRequest, context: grpc.ServicerContext
     ) -> pb.CreateGalleryResponse:
-        with self._activations.held():
-            self._refuse_during_activation("make a gallery")
-            self._core.create_gallery(request.name)
-        with self._core.galleries.using(request.name) as hosted:
+        self._lifecycle.create(request.name)
+        with self._galleries.using(request.name) as hosted:
             if request.exact_distances:
                 hosted.answer_exactly(True)
             return pb.CreateGalleryResponse(gallery=self._gallery(hosted))
@@ -50,7 +57,7 @@ class GalleryService(GalleryServiceServicer):
     def UpdateGallery(  # noqa: N802
         self, request: pb.UpdateGalleryRequest, context: grpc.ServicerContext
     ) -> pb.UpdateGalleryResponse:
-        with self._core.galleries.using(request.name) as hosted:
+        with self._galleries.using(request.name) as hosted:
             if request.HasField("exact_distances"):
                 hosted.answer_exactly(request.exact_distances)
             return pb.UpdateGalleryResponse(gallery=self._gallery(hosted))
@@ -58,13 +65,13 @@ class GalleryService(GalleryServiceServicer):
     def GetGallery(  # noqa: N802
         self, request: pb.GetGalleryRequest, context: grpc.ServicerContext
     ) -> pb.GetGalleryResponse:
-        with self._core.galleries.using(request.name) as hosted:
+        with self._galleries.using(request.name) as hosted:
             return pb.GetGalleryResponse(gallery=self._gallery(hosted))
 
     def ListGalleries(  # noqa: N802
         self, request: pb.ListGalleriesRequest, context: grpc.ServicerContext
     ) -> pb.ListGalleriesResponse:
-        galleries, caller = self._core.galleries, calls.current().principal
+        galleries, caller = self._galleries, calls.current().principal
         if request.page_size > items.LARGEST_PAGE:
             raise InvalidInputError(
                 f"page_size: expected at most {items.LARGEST_PAGE}, got {request.page_size}"
@@ -87,8 +94,7 @@ class GalleryService(GalleryServiceServicer):
     def DeleteGallery(  # noqa: N802
         self, request: pb.DeleteGalleryRequest, context: grpc.ServicerContext
     ) -> pb.DeleteGalleryResponse:
-        self._refuse_during_activation("delete a gallery")
-        self._core.delete_gallery(request.name)
+        self._lifecycle.delete(request.name)
         return pb.DeleteGalleryResponse()
 
     def PutItems(  # noqa: N802
@@ -106,7 +112,7 @@ class GalleryService(GalleryServiceServicer):
                 except InvalidInputError as error:
                     errors.append(pb.ItemError(id=item.id[:256], message=str(error)))
             # Not kept open while the client makes its next message.
-            with self._core.galleries.using(name) as hosted:
+            with self._galleries.using(name) as hosted:
                 outcome = self._putting.put(hosted, puts)
             stored += outcome.stored
             errors += [pb.ItemError(id=id_, message=why) for id_, why in outcome.refused]
@@ -116,42 +122,35 @@ class GalleryService(GalleryServiceServicer):
     def GetItem(  # noqa: N802
         self, request: pb.GetItemRequest, context: grpc.ServicerContext
     ) -> pb.GetItemResponse:
-        with self._core.galleries.using(request.gallery) as hosted:
+        with self._galleries.using(request.gallery) as hosted:
             return items.get(hosted, request.id)
 
     def ListItems(  # noqa: N802
         self, request: pb.ListItemsRequest, context: grpc.ServicerContext
     ) -> pb.ListItemsResponse:
-        with self._core.galleries.using(request.gallery) as hosted:
+        with self._galleries.using(request.gallery) as hosted:
             return items.page(hosted, request)
 
     def CountItems(  # noqa: N802
         self, request: pb.CountItemsRequest, context: grpc.ServicerContext
     ) -> pb.CountItemsResponse:
-        with self._core.galleries.using(request.gallery) as hosted:
+        with self._galleries.using(request.gallery) as hosted:
             return pb.CountItemsResponse(items=items.count(hosted, request.filter))
 
     def SetMetadata(  # noqa: N802
         self, request: pb.SetMetadataRequest, context: grpc.ServicerContext
     ) -> pb.SetMetadataResponse:
-        with self._core.galleries.using(request.gallery) as hosted:
+        with self._galleries.using(request.gallery) as hosted:
             return pb.SetMetadataResponse(items=items.set_metadata(hosted, request))
 
     def DeleteItems(  # noqa: N802
         self, request: pb.DeleteItemsRequest, context: grpc.ServicerContext
     ) -> pb.DeleteItemsResponse:
-        with self._core.galleries.using(request.gallery) as hosted:
+        with self._galleries.using(request.gallery) as hosted:
             return pb.DeleteItemsResponse(deleted=items.delete(hosted, request))
 
     def _gallery(self, hosted: Hosted) -> pb.Gallery:
-        return _gallery(hosted, self._core.state.now.ends)
-
-    def _refuse_during_activation(self, what: str) -> None:
-        run = self._activations.running()
-        if run is not None:
-            raise BusyError(
-                f"cannot {what} while release {run.record.release} is being activated; try later"
-            )
+        return _gallery(hosted, self._state.now.ends)
 
 
 def _put(item: pb.PutItem) -> Put:

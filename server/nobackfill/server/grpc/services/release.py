@@ -1,22 +1,23 @@
 """ReleaseService."""
 
+import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.core import Core
+from nobackfill.server.catalog import Catalog
 from nobackfill.server.grpc.services.convert import to_end
-from nobackfill.server.publication import fetch
 from nobackfill.server.rollout.activation import Activations
-from nobackfill.server.rollout.rollback import Rollbacks, retire
-from nobackfill.server.rollout.rollout import Phase
-from nobackfill.server.rollout.run import Event
-from nobackfill.server.state import RolloutName, State
+from nobackfill.server.rollout.rollback import Rollbacks
+from nobackfill.server.rollout.run import Event, Phase
+from nobackfill.server.state import RolloutName, State, StateFile
 from nobackfill.v1 import release_pb2 as pb
-from nobackfill.v1.release_pb2_grpc import ReleaseServiceServicer
+from nobackfill.v1.release_pb2_grpc import (
+    ReleaseServiceServicer,
+    add_ReleaseServiceServicer_to_server,
+)
 
 _ROLLOUTS: dict[int, RolloutName | None] = {
     pb.ROLLOUT_UNSPECIFIED: None,
@@ -38,11 +39,19 @@ _PHASES = {
 class ReleaseService(ReleaseServiceServicer):
     """See protos/nobackfill/v1/release.proto."""
 
-    def __init__(self, core: Core, repo: Path, activations: Activations) -> None:
-        self._core = core
-        self._repo = repo
+    def __init__(
+        self, catalog: Catalog, state: StateFile, activations: Activations, rollbacks: Rollbacks,
+        stopping: threading.Event,
+    ) -> None:  # fmt: skip
+        """`stopping`: set when the gateway drains; streams that only watch end then."""
+        self._catalog = catalog
+        self._state = state
         self._activations = activations
-        self._rollbacks = Rollbacks(core, activations)
+        self._rollbacks = rollbacks
+        self._stopping = stopping
+
+    def add_to(self, server: grpc.Server) -> None:
+        add_ReleaseServiceServicer_to_server(self, server)
 
     def ListReleases(  # noqa: N802 - the contract's name
         self, request: pb.ListReleasesRequest, context: grpc.ServicerContext
@@ -52,13 +61,13 @@ class ReleaseService(ReleaseServiceServicer):
     def GetRelease(  # noqa: N802
         self, request: pb.GetReleaseRequest, context: grpc.ServicerContext
     ) -> pb.GetReleaseResponse:
-        manifest = self._core.catalog.find(request.number)
+        manifest = self._catalog.find(request.number)
         return pb.GetReleaseResponse(release=self._release(manifest))
 
     def WatchReleases(  # noqa: N802
         self, request: pb.WatchReleasesRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.WatchReleasesResponse]:
-        changed, seen, last = self._core.catalog.changed, -1, None
+        changed, seen, last = self._catalog.changed, -1, None
         while not self._gone(context):
             count = changed.wait(seen, 0.5)
             if count == seen:
@@ -72,7 +81,7 @@ class ReleaseService(ReleaseServiceServicer):
     def FetchFile(  # noqa: N802
         self, request: pb.FetchFileRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.FetchFileResponse]:
-        opened = fetch(self._repo, request.path, request.offset, self._core.catalog.signed)
+        opened = self._catalog.fetch(request.path, request.offset)
         first = next(opened.chunks, b"")
         yield pb.FetchFileResponse(chunk=first, size=opened.size)
         for chunk in opened.chunks:
@@ -96,7 +105,7 @@ class ReleaseService(ReleaseServiceServicer):
             yield _response(event)
 
     def _gone(self, context: grpc.ServicerContext) -> bool:
-        return not context.is_active() or self._core.stopping.is_set()
+        return not context.is_active() or self._stopping.is_set()
 
     def RollbackRelease(  # noqa: N802
         self, request: pb.RollbackReleaseRequest, context: grpc.ServicerContext
@@ -113,16 +122,16 @@ class ReleaseService(ReleaseServiceServicer):
     def RetireRelease(  # noqa: N802
         self, request: pb.RetireReleaseRequest, context: grpc.ServicerContext
     ) -> pb.RetireReleaseResponse:
-        return pb.RetireReleaseResponse(retired=retire(self._core, self._activations))
+        return pb.RetireReleaseResponse(retired=self._rollbacks.retire())
 
     def _releases(self) -> list[pb.Release]:
-        manifests = self._core.catalog.manifests
+        manifests = self._catalog.manifests
         return [self._release(manifests[number]) for number in sorted(manifests)]
 
     def _release(self, manifest: Manifest) -> pb.Release:
-        withdrawn = self._core.catalog.releases.get(manifest.release)
-        state, reason = state_of(manifest.release, self._core.state.now, withdrawn)
-        spaces = {m.space: m.release for m in self._core.catalog.manifests.values()}
+        withdrawn = self._catalog.releases.get(manifest.release)
+        state, reason = state_of(manifest.release, self._state.now, withdrawn)
+        spaces = {m.space: m.release for m in self._catalog.manifests.values()}
         release = pb.Release(
             number=manifest.release,
             space=manifest.space,
@@ -136,7 +145,7 @@ class ReleaseService(ReleaseServiceServicer):
             upgrades_from=[upgrade.from_release for upgrade in manifest.upgrades],
             manifest=manifest.model_dump_json(),
         )
-        to_end(manifest.space, self._core.state.now.ends, release.ends_at)
+        to_end(manifest.space, self._state.now.ends, release.ends_at)
         return release
 
 

@@ -7,8 +7,8 @@ import grpc
 
 from nobackfill.errors import InvalidInputError, TooLargeError
 from nobackfill.gallery.search.index import EVERY
-from nobackfill.server.core import Core
-from nobackfill.server.galleries.searching import Found, Query
+from nobackfill.server.galleries.galleries import Galleries
+from nobackfill.server.galleries.searching import Found, Query, Searching
 from nobackfill.server.grpc.services.convert import (
     ORIGINS,
     from_filter,
@@ -16,8 +16,12 @@ from nobackfill.server.grpc.services.convert import (
     to_end,
     to_metadata,
 )
+from nobackfill.server.state import StateFile
 from nobackfill.v1 import search_pb2 as pb
-from nobackfill.v1.search_pb2_grpc import SearchServiceServicer
+from nobackfill.v1.search_pb2_grpc import (
+    SearchServiceServicer,
+    add_SearchServiceServicer_to_server,
+)
 from nobackfill.wire.limits import LARGEST_K
 
 DEFAULT_K = 10
@@ -28,21 +32,26 @@ LARGEST_EF = 4096
 class SearchService(SearchServiceServicer):
     """See protos/nobackfill/v1/search.proto."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, galleries: Galleries, searching: Searching, state: StateFile) -> None:
+        self._galleries = galleries
+        self._searching = searching
+        self._state = state
+
+    def add_to(self, server: grpc.Server) -> None:
+        add_SearchServiceServicer_to_server(self, server)
 
     def Search(  # noqa: N802 - the contract's name
         self, request: pb.SearchRequest, context: grpc.ServicerContext
     ) -> pb.SearchResponse:
-        with self._core.galleries.using(request.gallery) as hosted:
-            found = self._core.searching.search(
+        with self._galleries.using(request.gallery) as hosted:
+            found = self._searching.search(
                 hosted,
                 _query(request.query),
                 _k(request.k),
                 from_filter(request.filter),
                 _ef(request.accuracy),
             )
-        return _response(found, request, self._core.state.now.ends)
+        return _response(found, request, self._state.now.ends)
 
     def SearchBatch(  # noqa: N802
         self, request: pb.SearchBatchRequest, context: grpc.ServicerContext
@@ -55,15 +64,15 @@ class SearchService(SearchServiceServicer):
                 "send several batches"
             )
         queries = [_query(query) for query in request.queries]
-        with self._core.galleries.using(request.gallery) as hosted:
-            found = self._core.searching.batch(
+        with self._galleries.using(request.gallery) as hosted:
+            found = self._searching.batch(
                 hosted, queries, _k(request.k), from_filter(request.filter), _ef(request.accuracy)
             )
         return pb.SearchBatchResponse(
             responses=[
                 pb.SearchResponse(error=str(one))
                 if isinstance(one, InvalidInputError)
-                else _response(one, request, self._core.state.now.ends)
+                else _response(one, request, self._state.now.ends)
                 for one in found
             ]
         )

@@ -1,0 +1,57 @@
+"""The first activation: of the newest release, now or once one is published."""
+
+import threading
+
+import structlog
+
+from nobackfill.errors import NobackfillError
+from nobackfill.server.catalog import Catalog
+from nobackfill.server.embedding.models import Models
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.survival import surviving
+from nobackfill.server.rollout.activation import Activations
+from nobackfill.server.state import StateFile
+
+log = structlog.get_logger("server.gateway")
+
+
+class FirstActivation:
+    """What a gateway without an active release does by itself."""
+
+    def __init__(
+        self, catalog: Catalog, state: StateFile, models: Models, activations: Activations,
+        stopping: threading.Event, metrics: Metrics,
+    ) -> None:  # fmt: skip
+        self._catalog = catalog
+        self._state = state
+        self._models = models
+        self._activations = activations
+        self._stopping = stopping
+        self._metrics = metrics
+
+    def begin(self) -> None:
+        """Return once a release that is there answers; one that is not, or whose model server is
+        not, is waited for in a thread."""
+        newest = self._catalog.newest()
+        if newest is not None and newest not in self._state.now.failed and self._models.ready():
+            self._activate(newest)
+        else:
+            threading.Thread(target=self._wait, name="first", daemon=True).start()
+
+    def _wait(self) -> None:
+        seen, tried = -1, None
+        while not self._stopping.is_set() and self._state.now.active is None:
+            newest = self._catalog.newest()
+            if newest is not None and newest != tried:
+                # One that fails is not tried over and over; the next one published is.
+                tried = newest
+                with surviving(self._metrics, "first"):
+                    self._activate(newest)
+            seen = self._catalog.changed.wait(seen, 0.5)
+
+    def _activate(self, release: int) -> None:
+        try:
+            for event in self._activations.start(release).events():
+                log.info("first activation", phase=event.phase, message=event.message)
+        except NobackfillError as error:
+            log.error("first activation refused", release=release, error=str(error))

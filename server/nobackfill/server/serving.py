@@ -1,0 +1,149 @@
+"""What is served: the release that answers, a plan for each gallery, the models and spaces that
+these need."""
+
+import sqlite3
+import time
+from collections.abc import Collection
+
+import structlog
+
+from nobackfill.errors import NobackfillError
+from nobackfill.gallery import staging
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.catalog import Catalog
+from nobackfill.server.embedding.models import Models
+from nobackfill.server.galleries.galleries import UNUSABLE, Galleries
+from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.plan import Plan
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.state import StateFile
+
+log = structlog.get_logger("server.serving")
+
+# How long calls that began before a change may keep what they use.
+_DRAIN_S = 120.0
+
+
+class Serving:
+    """The one place that makes plans, and lets go of what no plan needs.
+
+    `activate` and `return_to` change which release answers; `replan` makes the galleries follow,
+    and `settle` ends what was before.
+    """
+
+    def __init__(
+        self, catalog: Catalog, state: StateFile, galleries: Galleries, models: Models,
+        metrics: Metrics,
+    ) -> None:  # fmt: skip
+        self._catalog = catalog
+        self._state = state
+        self._galleries = galleries
+        self._models = models
+        self._metrics = metrics
+
+    def load(self) -> None:
+        """At the start: plan all galleries, load the models that they need, and drop the spaces
+        that none needs. Raises VerificationError, UnavailableError."""
+        self.replan()
+        for release in sorted(self._needed()):
+            self._catalog.verified(release)
+            self._models.want(self._catalog.manifest(release))
+        self.drop_unused(self._state.now.retired)
+
+    def prepare(self, release: int) -> None:
+        """Load the models of a release that will answer. A model server that is away loads them
+        when it comes. Raises UnavailableError."""
+        load = self._models.load if self._models.ready() else self._models.want
+        load(self._catalog.manifest(release))
+
+    def activate(self, manifest: Manifest, old_space_seconds: int) -> None:
+        """Record that a release answers, and for how long the one before is still asked (0: no end
+        is announced). Raises CannotWriteError."""
+        now = self._state.now
+        if now.active == manifest.release:
+            return
+        previous = now.previous if now.active is None else (*now.previous, now.active)
+        failed = {n: why for n, why in now.failed.items() if n != manifest.release}
+        ends = dict(now.ends)
+        if now.active is not None:
+            # What an earlier swap announced counts no longer.
+            space = self._catalog.manifest(now.active).space
+            ends.pop(space, None)
+            if old_space_seconds:
+                ends[space] = time.time() + old_space_seconds
+        self._state.change(active=manifest.release, previous=previous, failed=failed, ends=ends)
+
+    def return_to(self, release: int) -> None:
+        """Record that the release before answers again. Raises CannotWriteError."""
+        now = self._state.now
+        # What answers by default has no end.
+        space = self._catalog.manifest(release).space
+        self._state.change(
+            active=release,
+            previous=now.previous[:-1],
+            ends={other: end for other, end in now.ends.items() if other != space},
+            rolled_back=time.time(),
+        )
+
+    def replan(self) -> list[Plan]:
+        """Make every gallery's plan anew; returns those they replace, for `settle`. A gallery that
+        cannot be read is set aside."""
+        old = []
+        for hosted in self._galleries.all():
+            try:
+                old.append(self.replan_one(hosted))
+            except UNUSABLE as error:
+                self._galleries.set_aside(hosted.name, error)
+                old.append(hosted.plan)
+        self._metrics.active_release.set(self._state.now.active or 0)
+        self._catalog.changed.notify()
+        return old
+
+    def replan_one(self, hosted: Hosted) -> Plan:
+        """The same for one gallery. Raises as `Hosted.replan`."""
+        return hosted.replan(self._state.now, self._catalog.manifests)
+
+    def settle(self, old: list[Plan]) -> None:
+        """Once nobody uses `old` plans: let go of views and models that no plan needs, and of the
+        spaces of retired releases that the last gallery has left."""
+        for plan in old:
+            if not plan.users.wait_until_none(_DRAIN_S):
+                log.warning("a call still uses an old plan; keeping its models")
+                return
+        for hosted in self._galleries.all():
+            hosted.forget_views(hosted.plan)
+        needed = self._needed()
+        for release in self._catalog.manifests:
+            if release not in needed:
+                self._models.unload(release)
+        self.drop_unused(self._state.now.retired)
+
+    def drop_unused(self, releases: Collection[int] | None = None) -> None:
+        """Remove from the files the spaces that no plan uses; only of `releases`, if given. What
+        one gallery does not let go of is tried again at the next start, or by another `retire`."""
+        for hosted in self._galleries.all():
+            try:
+                _drop_unused(hosted, releases)
+            except (NobackfillError, OSError, sqlite3.Error) as error:
+                log.error("spaces not dropped", gallery=hosted.name, error=str(error))
+
+    def _needed(self) -> set[int]:
+        """Releases whose models must be loaded: the galleries', the active one, and those that a
+        rollback may return to, for which a gallery that is made now embeds, too."""
+        now = self._state.now
+        used = {m.release for hosted in self._galleries.all() for m in _models_of(hosted.plan)}
+        return used.union(now.previous, [] if now.active is None else [now.active])
+
+
+def _drop_unused(hosted: Hosted, releases: Collection[int] | None) -> None:
+    used = hosted.plan.searched() | {manifest.space for manifest in hosted.plan.writes}
+    for info in hosted.spaces():
+        chosen = releases is None or info.spec.release in releases
+        if chosen and info.state != "active" and info.spec.space not in used:
+            staging.drop(hosted.store, info.spec.space)
+            hosted.index_path(info.spec.space).unlink(missing_ok=True)
+
+
+def _models_of(plan: Plan) -> list[Manifest]:
+    """Releases whose models a plan uses, the one that answers first."""
+    return [*(part.query for part in plan.parts), *plan.writes]
