@@ -10,7 +10,7 @@ import pytest
 from nobackfill.errors import DeadlineError
 from nobackfill.server.embedding.batching import Batcher
 from nobackfill.server.grpc import calls
-from nobackfill.server.grpc.auth import LOCAL
+from nobackfill.server.grpc.tokens import LOCAL
 
 
 def test_every_thread_gets_its_own_answer() -> None:

@@ -16,7 +16,7 @@ from nobackfill.errors import (
 from nobackfill.server.embedding import decoding
 from nobackfill.server.embedding.decoding import Decoding
 from nobackfill.server.grpc import calls
-from nobackfill.server.grpc.auth import LOCAL
+from nobackfill.server.grpc.tokens import LOCAL
 from tests.support import pictures
 
 SIZE = (8, 8)

@@ -16,7 +16,8 @@ from nobackfill.gallery.store import Store
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import order
 from nobackfill.server.galleries.order import Level, LockOrderError
-from nobackfill.server.galleries.write_lock import Gate, Users
+from nobackfill.server.galleries.users import Users
+from nobackfill.server.galleries.write_lock import WriteLock
 from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
 from tests.server.conftest import Stages, publish_stage
@@ -99,7 +100,7 @@ def test_a_deletion_and_a_put_under_way_wait_for_each_other_in_one_order(
             pass
         client.create("another")
         assert refusal(lambda: client.gallery("g"))[0] is grpc.StatusCode.NOT_FOUND
-        with hosted.writes.together():
+        with hosted.write_lock.shared():
             assert not deletion.done()
     deletion.result(30)
     assert [gallery.name for gallery in galleries.all()] == ["another"]
@@ -160,16 +161,16 @@ def test_closing_gives_up_where_a_reader_never_ends(
 
 
 def test_waiting_against_the_order_is_refused() -> None:
-    a, b = Gate("a"), Gate("b")
+    a, b = WriteLock("a"), WriteLock("b")
     plan, gallery = Users(Level.PLAN), Users(Level.GALLERY, "a")
-    with a.alone(), b.alone():
+    with a.exclusive(), b.exclusive():
         with pytest.raises(LockOrderError, match="waiting for PLAN"):
             plan.wait_until_none(1)
-        with pytest.raises(LockOrderError, match="holding WRITES"), a.together():
+        with pytest.raises(LockOrderError, match="holding WRITES"), a.shared():
             pass
     with order.holding(Level.PLAN, "a"):
         with pytest.raises(LockOrderError, match="waiting for GALLERY"):
             gallery.close(1)
-        with a.together():
+        with a.shared():
             order.check(Level.VIEW, "a")
     order.check(Level.NAMES)

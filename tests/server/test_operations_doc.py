@@ -14,8 +14,8 @@ import pytest
 from google.protobuf import json_format
 from google.protobuf.message_factory import GetMessageClass
 
-from nobackfill.server.grpc import auth
 from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.tokens import Role
 from nobackfill.server.settings import Settings
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
 from tests.server.conftest import Stages, publish_stage
@@ -108,7 +108,7 @@ def test_grpcurl_requests_are_the_contracts() -> None:
 def test_every_setting_role_and_series_is_told() -> None:
     for name in Settings.model_fields:
         assert f"`{name}`" in TEXT, name
-    for role in auth.Role:
+    for role in Role:
         assert f"`{role}`" in TEXT, role
     for family in Metrics().registry.collect():
         if family.name.startswith("nobackfill"):

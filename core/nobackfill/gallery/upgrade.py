@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.errors import UnusableOutputError
+from nobackfill.errors import UnusableOutputError, few
 from nobackfill.gallery import staging
 from nobackfill.gallery.remaining import Order, Remaining
 from nobackfill.gallery.search.index import Labels
@@ -125,11 +125,10 @@ def _named(
     store: Store, labels: Labels, target: SpaceSpec, error: UnusableOutputError
 ) -> UnusableOutputError:
     """The error with ids in place of rows."""
-    items = store.items([int(labels[row]) for row in error.rows[:3]])
-    names = ", ".join(item.id for item in items if item is not None)
-    more = f" and {len(error.rows) - 3} more" if len(error.rows) > 3 else ""
+    items = store.items([int(labels[row]) for row in error.rows])
+    names = few(item.id for item in items if item is not None)
     return UnusableOutputError(
-        f"the upgrade to release {target.release} gives no usable vector for {names}{more}: embed "
+        f"the upgrade to release {target.release} gives no usable vector for {names}: embed "
         "them again from their images, or ask the publisher for another release",
         error.rows,
     )

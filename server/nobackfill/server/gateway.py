@@ -20,7 +20,6 @@ from nobackfill.server.galleries.indexing import Indexing
 from nobackfill.server.galleries.puts import Putting
 from nobackfill.server.galleries.searching import Searching
 from nobackfill.server.galleries.sizes import IndexSizes, vectors
-from nobackfill.server.grpc.auth import Tokens
 from nobackfill.server.grpc.interceptor import Border
 from nobackfill.server.grpc.listener import Listener, Service
 from nobackfill.server.grpc.metrics import Metrics
@@ -30,6 +29,7 @@ from nobackfill.server.grpc.services.search import SearchService
 from nobackfill.server.grpc.services.upgrade import UpgradeService
 from nobackfill.server.grpc.services.vault import VaultService
 from nobackfill.server.grpc.tls import certificates
+from nobackfill.server.grpc.tokens import Tokens
 from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.rollout.admission import Admission
 from nobackfill.server.rollout.first_activation import FirstActivation

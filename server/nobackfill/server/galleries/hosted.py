@@ -18,7 +18,8 @@ from nobackfill.server.galleries.initial_index import beginning
 from nobackfill.server.galleries.items import ItemCache
 from nobackfill.server.galleries.order import Level
 from nobackfill.server.galleries.plan import Part, Plan, make_plan
-from nobackfill.server.galleries.write_lock import Gate, Users
+from nobackfill.server.galleries.users import Users
+from nobackfill.server.galleries.write_lock import WriteLock
 from nobackfill.server.state import State
 
 # Keys of `Hosted.state`: how the gallery came to its staging space, and why it stays behind.
@@ -41,7 +42,7 @@ class Hosted:
 
     `users` are all who work with it, `Galleries` counts them; `leaving` is set while its deletion
     waits for the last. `plan` is one reference: a call takes it once, through `using`, and keeps to
-    it. `writes` is passed together by puts and alone by whoever changes the gallery's spaces.
+    it. `write_lock` is shared by puts, and exclusive to whoever changes the gallery's spaces.
     """
 
     def __init__(self, name: str, folder: Path, store: Store) -> None:
@@ -50,7 +51,7 @@ class Hosted:
         self.store = store
         self.users = Users(Level.GALLERY, name)
         self.leaving = False
-        self.writes = Gate(name)
+        self.write_lock = WriteLock(name)
         self._lock = threading.Lock()
         # Held to make or drop views. The mapping is replaced, never changed: a search of a view
         # that is there does not wait while another is read from the file.

@@ -4,11 +4,12 @@
     NAMES     the mapping of names: to make a gallery, to take a name away
     GALLERY   a use of a gallery; its deletion waits until there is none
     PLAN      a use of a plan; who lets go of old views and models waits until there is none
-    WRITES    a gallery's gate: puts together, a flip alone; several galleries by rising name
+    WRITES    a gallery's lock: puts share it, a flip has it exclusively; several by rising name
     VIEW      the making of a gallery's views; searches of views that are there never wait for it
 
-A thread waits only for what stands below everything that it holds. All other locks are leaves: the
-store's writer, then a view's or a cache's own, held for one statement or one swap of a reference.
+A thread waits only for what stands below everything that it holds. All other locks are leaves:
+the store's writer, then a view's or a cache's own, held for one statement or one swap of a
+reference. Only a gallery's own is held longer, while the store reads its spaces or its state.
 """
 
 import threading

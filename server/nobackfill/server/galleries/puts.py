@@ -91,7 +91,7 @@ class Putting:
         with hosted.using() as plan:
             refused: list[tuple[str, str]] = []
             ready = self._make(plan, puts, refused)
-            with hosted.writes.together():
+            with hosted.write_lock.shared():
                 if hosted.plan is not plan:
                     return False
                 for group in _by_spaces(ready):

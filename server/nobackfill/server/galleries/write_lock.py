@@ -1,4 +1,4 @@
-"""A gate that many pass together, or one passes alone: puts together, a flip alone."""
+"""The lock on writes to a gallery: shared by puts, exclusive to who changes its spaces."""
 
 import threading
 from collections.abc import Iterator
@@ -8,91 +8,47 @@ from nobackfill.server.galleries import order
 from nobackfill.server.galleries.order import Level
 
 
-class Gate:
-    """Who waits to be alone goes before those who come later to be together."""
+class WriteLock:
+    """Who waits to have it exclusively goes before those who come later to share it."""
 
     def __init__(self, name: str = "") -> None:
         """`name`: of its gallery, for the order of locks."""
         self._name = name
         self._condition = threading.Condition()
-        self._together = 0
-        self._alone = False
+        self._shared = 0
+        self._exclusive = False
         self._waiting = 0
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Pass while nobody is alone."""
+    def shared(self) -> Iterator[None]:
+        """Held together with others who share it."""
         order.check(Level.WRITES, self._name)
         with self._condition:
-            self._condition.wait_for(lambda: not self._alone and not self._waiting)
-            self._together += 1
+            self._condition.wait_for(lambda: not self._exclusive and not self._waiting)
+            self._shared += 1
         try:
             with order.holding(Level.WRITES, self._name):
                 yield
         finally:
             with self._condition:
-                self._together -= 1
+                self._shared -= 1
                 self._condition.notify_all()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Pass once all others are through."""
+    def exclusive(self) -> Iterator[None]:
+        """Held by the caller only."""
         order.check(Level.WRITES, self._name)
         with self._condition:
             self._waiting += 1
             try:
-                self._condition.wait_for(lambda: not self._alone and not self._together)
+                self._condition.wait_for(lambda: not self._exclusive and not self._shared)
             finally:
                 self._waiting -= 1
-            self._alone = True
+            self._exclusive = True
         try:
             with order.holding(Level.WRITES, self._name):
                 yield
         finally:
             with self._condition:
-                self._alone = False
+                self._exclusive = False
                 self._condition.notify_all()
-
-
-class Users:
-    """Counts those who use something that may only be let go when nobody does."""
-
-    def __init__(self, level: Level, name: str = "") -> None:
-        """`level` and `name`: what is used, for the order of locks."""
-        self._level = level
-        self._name = name
-        self._lock = threading.Lock()
-        self._none = threading.Condition(self._lock)
-        self._count = 0
-        self._closed = False
-
-    def enter(self) -> bool:
-        """One more uses it; False, and nothing is counted, once it is closed. Never waits."""
-        with self._lock:
-            self._count += not self._closed
-            return not self._closed
-
-    def leave(self) -> None:
-        """One fewer does."""
-        with self._lock:
-            self._count -= 1
-            if not self._count:
-                self._none.notify_all()
-
-    def wait_until_none(self, timeout_s: float) -> bool:
-        """Wait until nobody uses it; False if somebody still does after `timeout_s` seconds."""
-        order.check(self._level, self._name)
-        with self._lock:
-            return self._none.wait_for(lambda: not self._count, timeout_s)
-
-    def close(self, timeout_s: float) -> bool:
-        """The same, and nobody enters any more from the moment that nobody uses it."""
-        order.check(self._level, self._name)
-        with self._lock:
-            self._closed = self._none.wait_for(lambda: not self._count, timeout_s)
-            return self._closed
-
-    def reopen(self) -> None:
-        """Let users in again."""
-        with self._lock:
-            self._closed = False

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from nobackfill.errors import CancelledError, DeadlineError
-from nobackfill.server.grpc.auth import LOCAL, Principal
+from nobackfill.server.grpc.tokens import LOCAL, Principal
 
 
 def _always() -> bool:

@@ -11,13 +11,14 @@ from typing import Any, TypeAlias
 import grpc
 
 from nobackfill.errors import NobackfillError, UnavailableError
-from nobackfill.server.grpc.auth import RULES, Tokens, authorize
+from nobackfill.server.grpc.auth import RULES, authorize
 from nobackfill.server.grpc.lanes import Lanes
 from nobackfill.server.grpc.logs import begin_request
 from nobackfill.server.grpc.messages import reader
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.reception import PATIENCE_S, Reception
 from nobackfill.server.grpc.stalls import Stalls
+from nobackfill.server.grpc.tokens import Tokens
 from nobackfill.server.grpc.visit import Kind, Visit
 
 # Generic in its stubs only.

@@ -11,12 +11,13 @@ from grpc_status import rpc_status
 
 from nobackfill.errors import DeadlineError, NobackfillError
 from nobackfill.server.grpc import calls
-from nobackfill.server.grpc.auth import LOCAL, Principal, check_gallery
+from nobackfill.server.grpc.auth import check_gallery
 from nobackfill.server.grpc.errors import code_of, status_of
 from nobackfill.server.grpc.lanes import Lane
 from nobackfill.server.grpc.logs import Sparing
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.stalls import Stalls
+from nobackfill.server.grpc.tokens import LOCAL, Principal
 from nobackfill.v1 import search_pb2
 
 log = structlog.get_logger("server.border")

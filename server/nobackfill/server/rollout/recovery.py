@@ -44,15 +44,15 @@ def _return(hosted: Hosted, active: int) -> None:
 
 def recover(galleries: Galleries, state: StateFile, serving: Serving) -> list[Plan]:
     """The same beside puts and searches, and plans to it; returns those they replace."""
-    with all_alone(galleries):
+    with writes_locked(galleries):
         return_galleries(galleries, state)
         return serving.replan()
 
 
 @contextmanager
-def all_alone(galleries: Galleries) -> Iterator[None]:
-    """No gallery is put to meanwhile. Passed by name, as a flip passes them."""
-    with galleries.holding() as held, ExitStack() as alone:
+def writes_locked(galleries: Galleries) -> Iterator[None]:
+    """No gallery is put to meanwhile. Locked by rising name, as a flip locks them."""
+    with galleries.holding() as held, ExitStack() as locks:
         for hosted in held:
-            alone.enter_context(hosted.writes.alone())
+            locks.enter_context(hosted.write_lock.exclusive())
         yield

@@ -11,7 +11,7 @@ from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.rollout.activation import Activations
-from nobackfill.server.rollout.recovery import all_alone, return_galleries
+from nobackfill.server.rollout.recovery import return_galleries, writes_locked
 from nobackfill.server.serving import Serving
 from nobackfill.server.state import State, StateFile
 
@@ -64,7 +64,7 @@ class Rollbacks:
         """
         with self._activations.held():
             target = self._state.active() if self._again(to) else self._prepare(to)
-            with all_alone(self._galleries):
+            with writes_locked(self._galleries):
                 result = self._switch(target)
                 return_galleries(self._galleries, self._state)
                 old = self._serving.replan()

@@ -103,7 +103,7 @@ class Rollout:
             if self._record.rollout != "cutover" and manifest.space in kept:
                 # Searched from now on: read before puts have to wait.
                 hosted.view(manifest.space)
-            with hosted.writes.alone():
+            with hosted.write_lock.exclusive():
                 staging.begin(hosted.store, SpaceSpec.of(manifest))
                 hosted.remember({ROLLOUT: self._record.rollout, NOTE: None})
                 self._serving.replan_one(hosted)
@@ -173,10 +173,10 @@ class Rollout:
         Puts wait meanwhile; what came in the old space only since the upgrade is carried first.
         """
         old: list[Plan] = []
-        with ExitStack() as alone:
+        with ExitStack() as locks:
             flipped = []
             for hosted in carried:
-                alone.enter_context(hosted.writes.alone())
+                locks.enter_context(hosted.write_lock.exclusive())
                 if hosted.spec().space == manifest.space:
                     continue
                 if staging.left_behind(hosted.store, manifest.space):

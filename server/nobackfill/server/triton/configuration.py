@@ -9,7 +9,7 @@ from pathlib import Path
 from google.protobuf import json_format, text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from nobackfill.errors import VerificationError
+from nobackfill.errors import VerificationError, few
 from nobackfill.release.paths import config_path
 
 _BACKEND = "onnxruntime"
@@ -34,7 +34,7 @@ def model_config(repo: Path, name: str) -> str:
     if config.name != name or config.backend != _BACKEND or unknown:
         raise VerificationError(
             f"{path}: expected {name!r} for the backend {_BACKEND!r} and nothing else, got "
-            f"{config.name!r} for {config.backend!r}, with {', '.join(unknown[:3]) or 'no more'}; "
+            f"{config.name!r} for {config.backend!r}, with {few(unknown) or 'no more'}; "
             "publish the release anew"
         )
     return json_format.MessageToJson(config, preserving_proto_field_name=True, indent=None)

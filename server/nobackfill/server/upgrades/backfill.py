@@ -4,15 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from nobackfill.errors import InvalidInputError, PreconditionError
+from nobackfill.errors import InvalidInputError, PreconditionError, few
 from nobackfill.gallery import staging
 from nobackfill.gallery.store import Item
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import LARGEST_BATCH, Embedding, size_of
 from nobackfill.server.galleries.hosted import Hosted
-
-# Refusals that one message shows.
-_EXAMPLES = 3
 
 
 def backfill(
@@ -45,8 +42,9 @@ def backfill(
                 contents = [images[item.id] for item in batch]
                 on_batch(_embed(hosted, embedding, manifest, batch, contents, refused))
     if refused:
-        shown = "; ".join(refused[:_EXAMPLES])
-        raise InvalidInputError(f"{len(refused)} of {len(chosen)} images are refused: {shown}")
+        raise InvalidInputError(
+            f"{len(refused)} of {len(chosen)} images are refused: {few(refused)}"
+        )
 
 
 def _embed(
