@@ -24,21 +24,21 @@ _OF_ITEMS = """
 
 _FORGET = (
     "DELETE FROM attributes WHERE (key, kind, value, label) IN"
-    f" ({_OF_ITEMS.format(where='i.label = ?1')})"
+    f" ({_OF_ITEMS.format(where='i.label = :label')})"
 )
 
 
 def add(connection: sqlite3.Connection, first: int, last: int) -> None:
     """Index the items with labels from `first` to `last`."""
     connection.execute(
-        f"INSERT INTO attributes {_OF_ITEMS.format(where='i.label BETWEEN ?1 AND ?2')}",
-        (first, last),
+        f"INSERT INTO attributes {_OF_ITEMS.format(where='i.label BETWEEN :first AND :last')}",
+        {"first": first, "last": last},
     )
 
 
 def remove(connection: sqlite3.Connection, labels: Labels) -> None:
     """Forget items, before they are deleted or described anew."""
-    connection.executemany(_FORGET, zip(labels.tolist()))
+    connection.executemany(_FORGET, ({"label": label} for label in labels.tolist()))
 
 
 def describe(connection: sqlite3.Connection, described: list[tuple[int, str]]) -> None:
@@ -47,6 +47,6 @@ def describe(connection: sqlite3.Connection, described: list[tuple[int, str]]) -
         row = connection.execute("SELECT metadata FROM items WHERE label = ?", (label,)).fetchone()
         if row[0] == metadata:
             continue
-        connection.execute(_FORGET, (label,))
+        connection.execute(_FORGET, {"label": label})
         connection.execute("UPDATE items SET metadata = ? WHERE label = ?", (metadata, label))
         add(connection, label, label)

@@ -101,14 +101,14 @@ def _least_certain(
 def _uncertain(
     store: Store, space: str, after: Place | None
 ) -> Iterator[tuple[tuple[int, ...], tuple[float, ...]]]:
-    last = (float("inf"), 0) if after is None else (after.uncertainty, after.label)
+    last = Place(0, float("inf")) if after is None else after
     with store.reading() as connection:
         table = vector_table(find_space(connection, space).number)
         rows = connection.execute(
             f"SELECT label, uncertainty FROM {table} WHERE uncertainty IS NOT NULL"
-            " AND (uncertainty < ?1 OR uncertainty = ?1 AND label > ?2)"
+            " AND (uncertainty < :uncertainty OR uncertainty = :uncertainty AND label > :label)"
             " ORDER BY uncertainty DESC, label",
-            last,
+            {"uncertainty": last.uncertainty, "label": last.label},
         )
         while chunk := rows.fetchmany(_ROWS):
             labels, uncertainties = zip(*chunk, strict=True)
