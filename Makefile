@@ -9,6 +9,8 @@ TRITON_VENV := .venv-triton
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TRITON_READY := $(TRITON_VENV)/.ready
+# What `gateway install-triton` installs, too.
+TRITON_PACKAGES := server/nobackfill/server/triton/requirements.txt
 CHROMA_READY := build/chroma/.ready
 PROTOS := $(wildcard protos/nobackfill/v1/*.proto)
 CODE := core server client training demo bench tests protos/generate.py
@@ -31,9 +33,9 @@ $(READY): pyproject.toml constraints.txt $(VENV)/bin/uv
 	touch $@
 
 # Triton's wheel holds numpy below 2, so it lives alone.
-$(TRITON_READY): constraints-triton.txt $(VENV)/bin/uv
+$(TRITON_READY): $(TRITON_PACKAGES) $(VENV)/bin/uv
 	$(PYTHON) -m venv $(TRITON_VENV)
-	$(BIN)/uv pip install --quiet --python $(TRITON_VENV)/bin/python --requirement constraints-triton.txt
+	$(BIN)/uv pip install --quiet --python $(TRITON_VENV)/bin/python --requirement $(TRITON_PACKAGES)
 	touch $@
 
 setup: $(READY) $(TRITON_READY) ## virtual environments and packages

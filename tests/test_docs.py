@@ -73,11 +73,13 @@ def test_subcommands_that_are_named_exist(name: str, module: str) -> None:
         check=True,
         env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
     )
-    commands = set(re.findall(r"^[│ ]+([a-z]+) ", done.stdout, re.MULTILINE))
+    commands = set(re.findall(r"^[│ ]+([a-z-]+) ", done.stdout, re.MULTILINE))
     assert commands
     for page in PAGES:
-        fenced = re.findall(rf"^ *{name} ([a-z]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
-        quoted = re.findall(rf"`{name} ([a-z]+)", page.read_text(encoding="utf-8"))
+        fenced = re.findall(
+            rf"^ *{name} ([a-z][a-z-]*)", page.read_text(encoding="utf-8"), re.MULTILINE
+        )
+        quoted = re.findall(rf"`{name} ([a-z][a-z-]*)", page.read_text(encoding="utf-8"))
         assert set(fenced + quoted) <= commands, page.name
 
 

@@ -1,10 +1,8 @@
 """A running gateway: its parts put together, started in order, stopped in reverse."""
 
 import shutil
-import sys
 import threading
 from contextlib import ExitStack
-from pathlib import Path
 
 import structlog
 
@@ -42,6 +40,7 @@ from nobackfill.server.serving import Serving
 from nobackfill.server.settings import IN_PROCESS, Settings
 from nobackfill.server.state import StateFile
 from nobackfill.server.triton.client import TritonClient, remote_client
+from nobackfill.server.triton.installation import default_folder
 from nobackfill.server.triton.models import TritonModels
 from nobackfill.server.triton.process import TritonProcess, has_triton
 from nobackfill.server.upgrades.jobs import Upgrading
@@ -192,7 +191,7 @@ class Gateway:
 
     def _models(self, metrics: Metrics) -> Models:
         settings = self._settings
-        venv = settings.triton_venv or Path(sys.prefix).parent / ".venv-triton"
+        venv = settings.triton_venv or default_folder()
 
         def on_change(up: bool) -> None:
             metrics.model_server_up.set(up)
@@ -206,7 +205,10 @@ class Gateway:
             client = TritonClient(process.address)
             models = TritonModels(settings.model_repo, client, process, metrics, on_change)
         else:
-            log.warning("no Triton: images are embedded in this process, with onnxruntime")
+            log.warning(
+                "no Triton: images are embedded in this process, with onnxruntime; `gateway "
+                "install-triton` makes its environment"
+            )
             metrics.model_server_up.set(1)
             return InProcessModels(settings.model_repo)
         models.start()

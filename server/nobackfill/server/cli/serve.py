@@ -32,15 +32,15 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT. Each flag may also be NOBACKFILL_* or in --config."""
     flags = {name: value for name, value in locals().items() if name != "config"}
-    # Imported here: the operator's commands need neither numpy nor Triton's client.
-    from nobackfill.server.arenas import bound_arenas
-
-    bound_arenas()
-    from nobackfill.server.gateway import Gateway
-    from nobackfill.server.grpc.logs import configure
-    from nobackfill.server.settings import load_settings
-
     with exit_codes():
+        # Imported here: the operator's commands need neither numpy nor Triton's client.
+        from nobackfill.server.arenas import bound_arenas
+
+        bound_arenas()
+        from nobackfill.server.gateway import Gateway
+        from nobackfill.server.grpc.logs import configure
+        from nobackfill.server.settings import load_settings
+
         settings = load_settings(flags, config)
         configure()
         ended = _ended()

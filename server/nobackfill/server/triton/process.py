@@ -37,8 +37,8 @@ class TritonProcess:
         self._python = (venv / "bin" / "python").absolute()
         if not (self._triton / "bin" / "tritonserver").is_file():
             raise UnavailableError(
-                f"expected nvidia-pytriton in {venv}, found none; run `make setup`, or give "
-                "--triton-venv"
+                f"expected nvidia-pytriton in {venv}, found none; run `gateway install-triton "
+                f"{venv}`, or give --triton-venv"
             )
         self._libraries = site / "nvidia_pytriton.libs"
         self._model_repo = model_repo.absolute()
@@ -163,7 +163,7 @@ def _ask(python: Path, program: str) -> str:
     try:
         answer = subprocess.run([python, "-I", "-c", program], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise UnavailableError(f"{python} does not run; run `make setup`") from error
+        raise UnavailableError(f"{python} does not run; run `gateway install-triton`") from error
     return answer.stdout.decode().strip()
 
 
