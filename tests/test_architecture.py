@@ -29,6 +29,7 @@ BASE = {
     "sqlite_errors": {"errors"},
     "class_folders": {"errors", "images"},
     "digests": {"errors", "vectors"},
+    "extras": {"errors"},
     "durable": {"errors", "faults", "sqlite_errors"},
 }
 # Rooms that each may import, beside the base.

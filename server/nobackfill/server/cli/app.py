@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nobackfill.errors import NobackfillError
+from nobackfill.extras import extra
 from nobackfill.terminal import visible
 
 app = typer.Typer(
@@ -33,7 +34,8 @@ DEFAULT_SERVER = "127.0.0.1:50051"
 def exit_codes() -> Iterator[None]:
     """Say an error in one sentence on stderr, and exit with its code."""
     try:
-        yield
+        with extra("server"):
+            yield
     except NobackfillError as error:
         typer.echo(visible(f"gateway: {error}"), err=True)
         raise typer.Exit(error.exit_code) from error

@@ -19,9 +19,9 @@ def backup(
     as_json: Json = False,
 ) -> None:
     """Copy all galleries and the vault, consistent under load, and verify the copy."""
-    from nobackfill.server.backup import backup
-
     with exit_codes():
+        from nobackfill.server.backup import backup
+
         _show(asdict(backup(data, target)), as_json)
 
 
@@ -32,9 +32,9 @@ def restore(
     as_json: Json = False,
 ) -> None:
     """Make a new data folder from a verified backup."""
-    from nobackfill.server.backup import restore
-
     with exit_codes():
+        from nobackfill.server.backup import restore
+
         _show(asdict(restore(source, data)), as_json)
 
 
@@ -44,9 +44,9 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check digests, every page of every gallery, and every vector."""
-    from nobackfill.server.backup import verify
-
     with exit_codes():
+        from nobackfill.server.backup import verify
+
         _show(asdict(verify(folder)), as_json)
 
 

@@ -1,0 +1,73 @@
+"""What the distributions hold: every module and data file, types, a page; and nothing else."""
+
+import re
+import tarfile
+import zipfile
+from email import message_from_bytes
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.conftest import ROOT, build
+from tests.test_architecture import ROOTS
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    """Its files but those about the distribution itself."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+        return {name: archive.read(name) for name in names}
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        return message_from_bytes(archive.read(name))
+
+
+def test_the_wheel_holds_every_file_of_the_roots_and_nothing_else(wheel: Path) -> None:
+    """Templates, Triton's backend, its requirements: code reads data as well."""
+    files = {
+        str(path.relative_to(ROOT / root)): path.read_bytes()
+        for root in ROOTS
+        for path in (ROOT / root / "nobackfill").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    files |= {
+        f"nobackfill/training/{path.relative_to(ROOT)}": path.read_bytes()
+        for path in (ROOT / "configs").rglob("*.yaml")
+    }
+    assert len(files) > 300
+    assert contents(wheel) == files
+
+
+def test_a_wheel_of_the_sdist_is_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    with tarfile.open(build("sdist", ROOT, tmp_path)) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert contents(build("wheel", unpacked, tmp_path / "again")) == contents(wheel)
+
+
+def test_types_are_there_for_apps(wheel: Path) -> None:
+    """mypy takes the marker of the namespace for all below it, pyright a room's own; the modules
+    of the base have the namespace's alone, and each root of an editable install its rooms'."""
+    rooms = {f"nobackfill/{room}/py.typed" for rooms in ROOTS.values() for room in rooms}
+    assert rooms | {"nobackfill/py.typed"} <= set(contents(wheel))
+
+
+def test_the_package_has_a_page(metadata: Message) -> None:
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    page = str(metadata.get_payload())
+    assert page.startswith("# nobackfill\n")
+    assert "## Quick start" in page
+    assert not re.findall(r"\]\((?!https?://)", page), "links that lead nowhere on a package's page"
+
+
+def test_the_metadata_name_no_address_and_every_python_that_was_tried(metadata: Message) -> None:
+    assert metadata.get_all("Project-URL") is metadata["Home-page"] is None
+    tried = re.findall(r"Python :: (3\.\d+)", " ".join(metadata.get_all("Classifier", [])))
+    first, last = tried[0], tried[-1]
+    following = f"3.{int(last.removeprefix('3.')) + 1}"
+    assert metadata["Requires-Python"] == f"<{following},>={first}"
