@@ -17,13 +17,12 @@ from bench.load import Run
 from bench.published import Publication
 from demo import gateway, serve
 from demo.children import Children
-from nobackfill.v1 import gallery_pb2, gallery_pb2_grpc, search_pb2, types_pb2
+from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
 from nobackfill.vectors import Vectors
 
 HERE = Path(__file__).parent
 SEARCH = "/nobackfill.v1.SearchService/Search"
 GALLERY = "bench"
-PUT_ITEMS = 500
 
 
 @dataclass(frozen=True)
@@ -118,25 +117,20 @@ def echoing(kind: str, answer: int) -> Iterator[str]:
 def fill(address: str, space: str, side_space: str, vectors: Vectors, side: Vectors) -> None:
     """Make gallery `bench` and put items by embedding and side-information."""
 
-    def requests() -> Iterator[gallery_pb2.PutItemsRequest]:
-        for start in range(0, len(vectors), PUT_ITEMS):
-            items = [
-                gallery_pb2.PutItem(
-                    id=f"item-{row}",
-                    vectors=gallery_pb2.Vectors(
-                        embedding=types_pb2.Embedding(space=space, values=vectors[row].tobytes()),
-                        side_info=types_pb2.SideInfo(space=side_space, values=side[row].tobytes()),
-                    ),
-                )
-                for row in range(start, min(start + PUT_ITEMS, len(vectors)))
-            ]
-            yield gallery_pb2.PutItemsRequest(gallery=GALLERY, items=items)
-
-    with gateway.connect(address) as channel:
-        gateway.create(channel, GALLERY)
-        stub = gallery_pb2_grpc.GalleryServiceStub(channel)
-        for answer in stub.PutItems(requests(), timeout=3600):
-            assert not answer.errors, answer.errors[0]
+    items = (
+        gallery_pb2.PutItem(
+            id=f"item-{row}",
+            vectors=gallery_pb2.Vectors(
+                embedding=types_pb2.Embedding(space=space, values=vectors[row].tobytes()),
+                side_info=types_pb2.SideInfo(space=side_space, values=side[row].tobytes()),
+            ),
+        )
+        for row in range(len(vectors))
+    )
+    with gateway.connect(address) as connection:
+        gateway.create(connection, GALLERY)
+        refused = connection.put_items(GALLERY, items)
+        assert not refused, next(iter(refused.items()))
 
 
 def by_embedding(space: str, queries: Vectors, k: int = 10) -> list[bytes]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from demo.errors import DemoError
+from nobackfill.errors import NobackfillError
 
 LEASH = Path(__file__).with_name("leash.py")
 ROOT = Path(__file__).parent.parent
@@ -28,11 +28,11 @@ class Child:
     output: Path
     log: Path
 
-    def failure(self) -> DemoError:
+    def failure(self) -> NobackfillError:
         """What to say when it ended badly: its last words, and where all of them are."""
         words = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         last = "\n  ".join(words[-LAST_WORDS:]) or "(it said nothing)"
-        return DemoError(
+        return NobackfillError(
             f"{self.name} ended with exit code {self.process.returncode}:\n  {last}\n"
             f"Its whole log: {self.log}"
         )
@@ -72,13 +72,13 @@ class Children:
         return child
 
     def wait(self, child: Child) -> str:
-        """Wait for its end; its standard output. Raises DemoError where it failed."""
+        """Wait for its end; its standard output. Raises NobackfillError where it failed."""
         if child.process.wait() != 0:
             raise child.failure()
         return child.output.read_text(encoding="utf-8")
 
     def run(self, name: str, command: Sequence[str | Path]) -> str:
-        """Run a command to its end; its standard output. Raises DemoError where it failed."""
+        """Run a command to its end; its standard output. Raises NobackfillError where it failed."""
         return self.wait(self.start(name, command))
 
     def stop(self, child: Child) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from demo.errors import DemoError
+from nobackfill.errors import InvalidInputError
 
 # What each part of the images is for, and its share of every class.
 PARTS = {
@@ -51,29 +51,27 @@ def write_digits(folder: Path) -> None:
 def classes_of(images: Path, limit: int | None) -> dict[str, list[Path]]:
     """Image files of each class folder, in alphabetical order, at most `limit` a class.
 
-    Raises DemoError (65) where there is no such folder, too few classes, or too few images of some.
+    Raises InvalidInputError for no such folder, too few classes, or too few images of some.
     """
     if not images.is_dir():
-        raise DemoError(f"--images: expected a folder of class folders, {images} is none", 65)
+        raise InvalidInputError(f"--images: expected a folder of class folders, {images} is none")
     classes = {
         folder.name: [p for p in sorted(folder.iterdir()) if p.suffix.lower() in SUFFIXES][:limit]
         for folder in sorted(images.iterdir())
         if folder.is_dir() and not folder.name.startswith(".")
     }
     if len(classes) < MIN_CLASSES:
-        raise DemoError(
+        raise InvalidInputError(
             f"{images}: expected at least {MIN_CLASSES} class folders, found {len(classes)}: "
             "the old model learns the first half of them, the new model all",
-            65,
         )
     small = [f"{name}: {len(files)}" for name, files in classes.items() if len(files) < MIN_IMAGES]
     if small:
         more = f" and {len(small) - 3} more" if len(small) > 3 else ""
-        raise DemoError(
+        raise InvalidInputError(
             f"{images}: {len(small)} of {len(classes)} class folders hold fewer than {MIN_IMAGES} "
             f"PNG, JPEG or WebP images ({', '.join(small[:3])}{more}); training, gate, both "
             "galleries and queries need some of each: add images, or move these folders away",
-            65,
         )
     return classes
 
@@ -129,10 +127,12 @@ def size_for(sides: Sequence[int]) -> int:
 
 
 def check_image(path: Path) -> int:
-    """The shorter side in pixels. Raises DemoError (65) unless Pillow can read the whole file."""
+    """The shorter side in pixels. Raises InvalidInputError unless Pillow reads all of it."""
     try:
         with Image.open(path, formats=("PNG", "JPEG", "WEBP")) as image:
             image.load()
             return min(image.size)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DemoError(f"{path} is no image that can be read ({error}); remove it", 65) from error
+        raise InvalidInputError(
+            f"{path} is no image that can be read ({error}); remove it"
+        ) from error

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from demo.errors import DemoError
+from nobackfill.errors import ConfigurationError
 
 # What a step measured; JSON values only.
 Result = dict[str, Any]
@@ -16,7 +16,7 @@ class Journal:
     """`journal.json` in the demo's folder. Written whole, aside, then moved: never half there."""
 
     def __init__(self, path: Path, options: Mapping[str, object]) -> None:
-        """Open or begin. Raises DemoError (78) where the run was begun with other options."""
+        """Open or begin. Raises ConfigurationError where the run was begun with other options."""
         self._path = path
         self._content: dict[str, Any] = {"options": dict(options), "steps": {}}
         if path.exists():
@@ -24,10 +24,9 @@ class Journal:
             begun = self._content["options"]
             if begun != dict(options):
                 changed = {k: (begun.get(k), v) for k, v in options.items() if begun.get(k) != v}
-                raise DemoError(
+                raise ConfigurationError(
                     f"{path.parent} holds a run with other options (then, now): {changed}; "
                     "go on with the same, or give --fresh to begin anew",
-                    78,
                 )
 
     def __contains__(self, step: str) -> bool:

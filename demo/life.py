@@ -14,15 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-import grpc
 import typer
 
 from demo import page, summary
 from demo.children import Children
-from demo.errors import DemoError
 from demo.journal import Journal
 from demo.screen import Screen
 from demo.steps import Life, Options
+from nobackfill.errors import BusyError, CannotWriteError, NobackfillError
 
 Rollout = Literal["cutover", "dual", "direct"]
 
@@ -52,17 +51,17 @@ def live(options: Options) -> None:
 
 @contextlib.contextmanager
 def alone(out: Path) -> Iterator[None]:
-    """Hold the folder for one run. Raises DemoError (75) where another run holds it."""
+    """Hold the folder for one run. Raises BusyError where another run holds it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / "lock").open("w")
     except OSError as error:
-        raise DemoError(f"--out {out}: cannot be written ({error.strerror})", 73) from error
+        raise CannotWriteError(f"--out {out}: cannot be written ({error.strerror})") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise DemoError(f"another demo is running in {out}; wait for its end", 75) from error
+            raise BusyError(f"another demo is running in {out}; wait for its end") from error
         yield
 
 
@@ -127,13 +126,9 @@ def main() -> None:
     app.command()(command)
     try:
         app()
-    except DemoError as error:
+    except NobackfillError as error:
         print(f"demo: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except grpc.RpcError as error:
-        what = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else error
-        print(f"demo: the gateway answered {what}", file=sys.stderr)
-        sys.exit(1)
 
 
 if __name__ == "__main__":

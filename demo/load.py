@@ -15,8 +15,9 @@ from pathlib import Path
 
 import grpc
 
-from demo.gateway import DEADLINE, connect, images_in
+from demo.gateway import DEADLINE, images_in
 from nobackfill.v1 import search_pb2, search_pb2_grpc
+from nobackfill.wire.channel import open_channel
 
 HITS = 10
 
@@ -55,7 +56,7 @@ class Client:
         self.answered = threading.Event()
 
     def run(self, stop: threading.Event) -> None:
-        with connect(self._address) as channel:
+        with open_channel(self._address) as channel:
             search = search_pb2_grpc.SearchServiceStub(channel)
             while not stop.is_set():
                 self.answers.append(self._ask(search))

@@ -9,23 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
-
 from demo import gateway
 from demo.children import Child, Children
-from demo.errors import DemoError
 from demo.latency import Window, read
 from demo.load import Answer
+from nobackfill.errors import UnavailableError
 from nobackfill.v1 import release_pb2
+from nobackfill.wire import Gateway
 
 COMMAND = Path(sys.executable).with_name("gateway")
 # Seconds until the gateway and its Triton have loaded a release, on a busy machine.
 START_SECONDS = 120
-ROLLOUTS = {
-    "cutover": release_pb2.ROLLOUT_CUTOVER,
-    "dual": release_pb2.ROLLOUT_DUAL,
-    "direct": release_pb2.ROLLOUT_DIRECT,
-}
 
 
 def free_addresses(count: int) -> list[str]:
@@ -40,7 +34,7 @@ def free_addresses(count: int) -> list[str]:
 
 
 def start(children: Children, model_repo: Path, data: Path, addresses: Sequence[str]) -> Child:
-    """Start `gateway serve` and wait until a release answers. Raises DemoError where none does."""
+    """Start `gateway serve` and wait until a release answers. Raises UnavailableError."""
     address, metrics = addresses
     child = children.start(
         "gateway",
@@ -50,18 +44,18 @@ def start(children: Children, model_repo: Path, data: Path, addresses: Sequence[
         ],
     )
     deadline = time.monotonic() + START_SECONDS
-    with gateway.connect(address) as channel:
+    with gateway.connect(address) as connection:
         while time.monotonic() < deadline:
             if child.process.poll() is not None:
                 raise child.failure()
             try:
-                if gateway.active_release(channel) is not None:
+                if gateway.active_release(connection) is not None:
                     return child
-            except grpc.RpcError:
+            except UnavailableError:
                 pass  # not listening yet
             time.sleep(0.2)
-    raise DemoError(
-        f"the gateway answers nothing after {START_SECONDS} s; its log: {child.log}", 69
+    raise UnavailableError(
+        f"the gateway answers nothing after {START_SECONDS} s; its log: {child.log}",
     )
 
 
@@ -104,13 +98,13 @@ class Activation:
     phases: list[str]
 
 
-def activate(channel: grpc.Channel, release: int, rollout: str) -> Activation:
-    """Activate a release and time it. Raises DemoError where the release failed."""
+def activate(connection: Gateway, release: int, rollout: str) -> Activation:
+    """Activate a release and time it. Raises PreconditionError where the release failed."""
     phases: list[str] = []
     upgrading: list[float] = []
     items = 0
     start = time.monotonic()
-    for report in gateway.activate(channel, release, ROLLOUTS[rollout]):
+    for report in connection.activate(release, rollout=rollout):
         name = release_pb2.Phase.Name(report.phase).removeprefix("PHASE_").lower()
         if name not in phases:
             phases.append(name)

@@ -144,13 +144,13 @@ class Life:
         return {}
 
     def fill_server(self) -> Result:
-        with gateway.connect(self.address()) as channel:
+        with gateway.connect(self.address()) as connection:
             items = {}
             for name, part in ((SERVER, "server"), (MIRROR, "device")):
                 folder = self.data / part
                 bar = self.screen.bar(f"put {part} images", len(gateway.images_in(folder)))
-                gateway.create(channel, name)
-                items[name] = gateway.put(channel, name, folder, bar)
+                gateway.create(connection, name)
+                items[name] = gateway.put(connection, name, folder, bar)
         return {"items": items[SERVER]}
 
     def fill_device(self) -> Result:
@@ -164,9 +164,9 @@ class Life:
         server_ids = self.journal["server"]["items"]
         device_ids = self.journal["device"]["ids"]
         queries = self.queries()
-        with gateway.connect(self.address()) as channel:
-            on_server = gateway.ask(channel, SERVER, queries, len(server_ids))
-            on_mirror = gateway.ask(channel, MIRROR, queries, len(device_ids))
+        with gateway.connect(self.address()) as connection:
+            on_server = gateway.ask(connection, SERVER, queries, len(server_ids))
+            on_mirror = gateway.ask(connection, MIRROR, queries, len(device_ids))
         on_device = self.device.ask(queries, len(device_ids))
         self._keep_answers(name, on_server)
         return {
@@ -185,14 +185,14 @@ class Life:
 
     def swap(self) -> Result:
         options = self.options
-        with gateway.connect(self.address()) as channel:
-            if gateway.settled_release(channel) == 2:
-                gateway.roll_back(channel)
+        with gateway.connect(self.address()) as connection:
+            if gateway.settled_release(connection) == 2:
+                connection.rollback(confirm=True)
             with serve.under_load(
                 self.children, self.addresses[0], SERVER, self.data / "queries", options.clients
             ) as load:
                 time.sleep(options.steady_seconds)
-                activation = serve.activate(channel, 2, options.rollout)
+                activation = serve.activate(connection, 2, options.rollout)
                 time.sleep(options.steady_seconds)
         window = activation.window
         return {

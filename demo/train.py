@@ -22,7 +22,7 @@ def epochs_done(run: Path) -> int:
 
 
 def train(children: Children, screen: Screen, recipes: Sequence[Recipe]) -> None:
-    """Train side by side, one core each. Raises DemoError when the first of them fails."""
+    """Train side by side, one core each. Raises NobackfillError when the first of them fails."""
     running: list[tuple[Child, Recipe, Bar]] = []
     for recipe in recipes:
         bar = screen.bar(f"train {recipe.run.name}", recipe.epochs)

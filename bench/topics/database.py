@@ -15,13 +15,13 @@ from bench.loaded import table
 from bench.published import INNER, Publication, publication
 from bench.serving import SEARCH, by_embedding, copy_filled, serving
 from bench.topics.index import SPEC, recall
-from demo import gateway as calls
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.v1 import search_pb2, search_pb2_grpc
 from nobackfill.vectors import Vectors
+from nobackfill.wire.channel import open_channel
 
 K = 10
 QUERIES = 200
@@ -112,7 +112,7 @@ def _enough(vectors: Vectors, queries: Vectors, true: Labels) -> dict[float, int
 
 def _found(address: str, requests: Path) -> Labels:
     """What the gateway finds, as numbers of items [q, k]."""
-    with calls.connect(address) as channel:
+    with open_channel(address) as channel:
         search = search_pb2_grpc.SearchServiceStub(channel).Search
         answers = [
             search(search_pb2.SearchRequest.FromString(request), timeout=60)

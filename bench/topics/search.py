@@ -9,7 +9,7 @@ from bench.load import write_requests
 from bench.loaded import table
 from bench.published import INNER, Publication, publication
 from bench.serving import SEARCH, by_embedding, copy_filled, echoing, serving
-from demo import gateway as calls
+from nobackfill.wire.channel import open_channel
 
 QUERIES = 256
 NOTE = (
@@ -47,6 +47,6 @@ def _table(bench: Bench, pair: Publication, size: int) -> Table:
 
 
 def _answer_bytes(address: str, request: bytes) -> int:
-    with calls.connect(address) as channel:
+    with open_channel(address) as channel:
         call: Any = channel.unary_unary(SEARCH)
         return len(call(request, timeout=60))

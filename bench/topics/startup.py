@@ -15,10 +15,10 @@ from bench.galleries import put
 from bench.harness import Bench, Contender, Row, Table, interleave
 from bench.published import INNER, SIZE, Publication, publication
 from bench.serving import by_image, copy_filled
-from demo import gateway, serve
+from demo import serve
 from demo.children import Children
 from nobackfill.gallery.store import Store
-from nobackfill.v1 import search_pb2, search_pb2_grpc
+from nobackfill.v1 import release_pb2, release_pb2_grpc, search_pb2, search_pb2_grpc
 
 DEVICE = (
     "Seconds of whole commands; `python` is an interpreter that imports numpy and onnxruntime and "
@@ -84,7 +84,10 @@ def _gateway(bench: Bench, pair: Publication) -> Table:
         return bool(search_pb2_grpc.SearchServiceStub(channel).Search(request, timeout=60).hits)
 
     def active(channel: grpc.Channel) -> bool:
-        return gateway.active_release(channel) is not None
+        answer = release_pb2_grpc.ReleaseServiceStub(channel).ListReleases(
+            release_pb2.ListReleasesRequest(), timeout=60
+        )
+        return any(r.state == release_pb2.RELEASE_STATE_ACTIVE for r in answer.releases)
 
     first = _until(active, folder / "first", pair.repo)
     copy_filled(bench, pair, size, folder)

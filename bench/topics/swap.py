@@ -3,8 +3,6 @@
 import time
 from collections.abc import Sequence
 
-import grpc
-
 from bench import data
 from bench.harness import Bench, Row, Table
 from bench.load import Run, write_requests
@@ -14,7 +12,6 @@ from bench.serving import GALLERY, SEARCH, Gateway, Load, by_image, fill, servin
 from demo import gateway as calls
 from demo import serve
 from demo.latency import Window
-from nobackfill.v1 import gallery_pb2, gallery_pb2_grpc
 
 CLIENTS = 8
 QUERIES = 64
@@ -74,22 +71,16 @@ def run(bench: Bench) -> list[Table]:
 
 def _swap(gateway: Gateway, number: int, pause: float) -> Window:
     """Forward, or back; then serve on for `pause` seconds."""
-    with calls.connect(gateway.address) as channel:
+    with calls.connect(gateway.address) as connection:
         begun = time.monotonic()
         if number % 2 == 0:
-            serve.activate(channel, 2, "cutover")
+            serve.activate(connection, 2, "cutover")
         else:
-            calls.roll_back(channel)
+            connection.rollback(confirm=True)
         window = Window(begun, time.monotonic())
-        _answers(channel, 2 - number % 2)
+        assert connection.get_gallery(GALLERY).release == 2 - number % 2
     time.sleep(pause)
     return window
-
-
-def _answers(channel: grpc.Channel, release: int) -> None:
-    request = gallery_pb2.GetGalleryRequest(name=GALLERY)
-    found = gallery_pb2_grpc.GalleryServiceStub(channel).GetGallery(request, timeout=60)
-    assert found.gallery.release == release, found.gallery
 
 
 def _rows(met: Run, windows: Sequence[Window]) -> list[Row]:

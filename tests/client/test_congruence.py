@@ -13,14 +13,12 @@ from nobackfill.client.device import Device
 from nobackfill.client.photos.search import Search
 from nobackfill.errors import NotFoundError
 from nobackfill.gallery.filters import AnyOf, Exists, Filter, Not, OneOf, Range, Scalar
-from nobackfill.v1.gallery_pb2 import UpdateGalleryRequest
 from nobackfill.wire.gateway import Gateway
 from tests.server.support import Client, running
 from tests.support import blocks, edge
 
 # (file name, distance, score, release, origin) of each hit.
 Hits = list[tuple[str, float, float, int, str]]
-ORIGINS = {1: "native", 3: "upgraded"}
 # What no float64 is.
 BIG = 2**53 + 1
 # Filters, and whether the one picture that has `stars` passes, alone.
@@ -48,7 +46,7 @@ class Pair:
         with Gateway(self.address) as gateway:
             answers = [gateway.search("photos", image=query, k=7) for query in self.queries]
         return [
-            [(h.id, h.distance, h.score, h.release, ORIGINS[h.origin]) for h in answer.hits]
+            [(h.id, h.distance, h.score or 0, h.release, h.origin) for h in answer.hits]
             for answer in answers
         ]
 
@@ -75,12 +73,9 @@ def pair(world: edge.World, tmp_path: Path) -> Iterator[Pair]:
         gallery = edge.make_device(repo, tmp_path / "gallery.sqlite", source)
         assert edge.fill(gallery, tmp_path / "images") == 20
         with Gateway(gateway.address) as app:
-            app.create("photos")
-            assert app.put("photos", {path.name: path for path in images}) == {}
-        with Client(gateway.address) as client:
             # A device tells distances as they are.
-            exact = UpdateGalleryRequest(name="photos", exact_distances=True)
-            client.galleries.UpdateGallery(exact, timeout=30)
+            app.create_gallery("photos", exact_distances=True)
+            assert app.put("photos", {path.name: path for path in images}) == {}
         yield Pair(gateway.address, gallery, repo, images, queries)
 
 

@@ -12,7 +12,7 @@ from nobackfill.client.sync.sync import Wishes
 from nobackfill.client.vault.transport import Vault
 from nobackfill.errors import UnavailableError
 from nobackfill.v1 import release_pb2, vault_pb2
-from nobackfill.wire.channel import open_channel
+from nobackfill.wire.gateway import Gateway
 from tests.support import edge
 from tests.support.edge import Setting
 
@@ -180,11 +180,11 @@ def test_a_vault_that_falls_silent_is_taken_up_again(
 ) -> None:
     service, address = stalling
     service.before, service.silence.times = 3000, 2
-    with open_channel(address) as connection:
-        assert _pulled(Vault(connection, address), tmp_path) == BLOB
+    with Gateway(address) as gateway:
+        assert _pulled(Vault(gateway), tmp_path) == BLOB
         assert service.offsets == [0, 3000, 6000]
         service.silence.times = 2
-        assert _pushed(Vault(connection, address), tmp_path) == len(BLOB)
+        assert _pushed(Vault(gateway), tmp_path) == len(BLOB)
     assert bytes(service.received) == BLOB
 
 
@@ -194,5 +194,5 @@ def test_a_vault_that_stays_silent_is_given_up(
 ) -> None:
     service, address = stalling
     service.silence.times = 1000
-    with open_channel(address) as connection, pytest.raises(UnavailableError, match="stands still"):
-        transfer(Vault(connection, address), tmp_path)
+    with Gateway(address) as gateway, pytest.raises(UnavailableError, match="stands still"):
+        transfer(Vault(gateway), tmp_path)

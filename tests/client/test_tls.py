@@ -83,7 +83,7 @@ def test_an_app_shows_its_token_or_is_refused(
 ) -> None:
     become("ada")
     with Gateway(gateway, tls=True) as app:
-        app.create("photos")
+        app.create_gallery("photos")
         assert app.put("photos", {"one": setting.images[0]}) == {}
     become("rita")
     with Gateway(gateway, tls=True) as app:

@@ -1,5 +1,6 @@
 """The vault through a real gateway: ciphertext only, resumed, compared, really removed."""
 
+import functools
 import hashlib
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from nobackfill.client.vault import encryption
 from nobackfill.client.vault.pull import Pulled, pull
 from nobackfill.client.vault.push import Pushed, push
 from nobackfill.errors import ConfigurationError, NotFoundError, UnavailableError
-from nobackfill.v1 import vault_pb2
+from nobackfill.wire import Gateway
 from tests.server.support import running
 from tests.support import edge
 from tests.support.crash import KILLED
@@ -143,13 +144,10 @@ def test_half_an_upload_leaves_the_vault_too(
 ) -> None:
     with monkeypatch.context() as broken:
 
-        def half(
-            blob: vault_pb2.Blob, source: Path, offset: int
-        ) -> Iterator[vault_pb2.PutBlobRequest]:
-            chunk = source.read_bytes()[offset:300]
-            yield vault_pb2.PutBlobRequest(blob=blob, offset=offset, chunk=chunk)
+        def half(source: Path, offset: int) -> Iterator[bytes]:
+            yield source.read_bytes()[offset:300]
 
-        broken.setattr("nobackfill.client.vault.transport._upload", half)
+        broken.setattr("nobackfill.client.vault.transport._chunks", half)
         broken.setattr("nobackfill.client.vault.transport._STANDSTILLS", 1)
         with pytest.raises(UnavailableError):
             vaulted.push()
@@ -245,6 +243,7 @@ def test_an_item_removed_during_its_push_leaves_nothing_behind(vaulted: Vaulted)
 
 
 def test_a_vault_that_is_away(vaulted: Vaulted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nobackfill.client.vault.transport._SECONDS", 0.3)
+    soon = functools.partial(Gateway, seconds=0.3)
+    monkeypatch.setattr("nobackfill.client.vault.push.Gateway", soon)
     with Device(vaulted.gallery) as device, pytest.raises(UnavailableError):
         push(device, [], "grpc://127.0.0.1:1", edge.QUIET)

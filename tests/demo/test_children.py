@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from demo.children import Children
-from demo.errors import DemoError
+from nobackfill.errors import NobackfillError
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -38,7 +38,7 @@ def test_a_failure_quotes_the_last_words_and_names_the_log(tmp_path: Path) -> No
     script = "import sys; print('port 1 is busy', file=sys.stderr); sys.exit(69)"
     with (
         Children(tmp_path) as children,
-        pytest.raises(DemoError, match=r"(?s)code 69:.*port 1 is busy.*gateway\.log"),
+        pytest.raises(NobackfillError, match=r"(?s)code 69:.*port 1 is busy.*gateway\.log"),
     ):
         children.run("gateway", [sys.executable, "-c", script])
 

@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from demo.data import MIN_IMAGES, PARTS, check_image, cut, prepare, size_for
-from demo.errors import DemoError
 from demo.recipes import Recipes
 from nobackfill.class_folders import list_images
+from nobackfill.errors import InvalidInputError
 from nobackfill.quality.halves import halves
 
 
@@ -71,7 +71,7 @@ def test_own_images_are_copied_and_only_read(tmp_path: Path) -> None:
 )
 def test_too_little_is_refused(tmp_path: Path, classes: int, each: int, message: str) -> None:
     images = make_images(tmp_path / "mine", classes, each)
-    with pytest.raises(DemoError, match=message) as refusal:
+    with pytest.raises(InvalidInputError, match=message) as refusal:
         prepare(tmp_path / "data", images, seed=0, limit=None)
     assert refusal.value.exit_code == 65
     assert len(str(refusal.value)) < 500
@@ -81,7 +81,7 @@ def test_one_large_class_among_tiny_ones_is_refused_at_once(tmp_path: Path) -> N
     images = make_images(tmp_path / "mine", 1, 250)
     for number in range(200):
         shutil.copytree(images / "class0", images / f"tiny{number}", ignore=but_three)
-    with pytest.raises(DemoError, match="200 of 201 class folders") as refusal:
+    with pytest.raises(InvalidInputError, match="200 of 201 class folders") as refusal:
         prepare(tmp_path / "data", images, seed=0, limit=None)
     assert len(str(refusal.value)) < 500
     assert not (tmp_path / "data").exists()
@@ -120,16 +120,16 @@ def test_the_models_see_pictures_in_about_their_own_size(side: int, size: int) -
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DemoError, match="folder of class folders"):
+    with pytest.raises(InvalidInputError, match="folder of class folders"):
         prepare(tmp_path / "data", tmp_path / "nowhere", seed=0, limit=None)
 
 
 def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
     path = tmp_path / "note.png"
     path.write_text("not a picture")
-    with pytest.raises(DemoError, match=r"note\.png is no image"):
+    with pytest.raises(InvalidInputError, match=r"note\.png is no image"):
         check_image(path)
     whole = make_images(tmp_path / "mine", 1, 1) / "class0" / "0.png"
     path.write_bytes(whole.read_bytes()[:50])
-    with pytest.raises(DemoError, match=r"note\.png is no image"):
+    with pytest.raises(InvalidInputError, match=r"note\.png is no image"):
         check_image(path)

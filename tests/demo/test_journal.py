@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from demo.errors import DemoError
 from demo.journal import Journal
+from nobackfill.errors import ConfigurationError
 
 
 def test_finished_steps_are_there_after_a_restart(tmp_path: Path) -> None:
@@ -18,6 +18,6 @@ def test_finished_steps_are_there_after_a_restart(tmp_path: Path) -> None:
 
 def test_other_options_are_refused_by_name(tmp_path: Path) -> None:
     Journal(tmp_path / "journal.json", {"seed": 1, "images": None}).finish("data", {}, 1)
-    with pytest.raises(DemoError, match=r"'seed': \(1, 2\)") as refusal:
+    with pytest.raises(ConfigurationError, match=r"'seed': \(1, 2\)") as refusal:
         Journal(tmp_path / "journal.json", {"seed": 2, "images": None})
     assert refusal.value.exit_code == 78

@@ -2,11 +2,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import pytest
 
 from demo import gateway, serve
 from demo.children import Children
+from nobackfill.wire import Gateway
 from tests.support.blocks import publish_block_release, write_pngs
 
 ITEMS = 200
@@ -26,7 +26,7 @@ class Place:
     repo: Path
     address: str
     images: list[Path]
-    channel: grpc.Channel
+    gateway: Gateway
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def place(children: Children, tmp_path: Path) -> Place:
     addresses = serve.free_addresses(2)
     serve.start(children, repo, tmp_path / "data", addresses)
     images = write_pngs(tmp_path / "gallery" / "images", ITEMS)
-    channel = gateway.connect(addresses[0])
-    gateway.create(channel, "blocks")
-    gateway.put(channel, "blocks", tmp_path / "gallery", lambda done: None)
-    return Place(repo, addresses[0], images, channel)
+    connection = gateway.connect(addresses[0])
+    gateway.create(connection, "blocks")
+    gateway.put(connection, "blocks", tmp_path / "gallery", lambda done: None)
+    return Place(repo, addresses[0], images, connection)

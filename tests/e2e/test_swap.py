@@ -9,13 +9,13 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
 import pytest
 
 from demo import gateway, serve
 from demo.children import Children
 from demo.device import Device
-from nobackfill.v1 import gallery_pb2, gallery_pb2_grpc, search_pb2, search_pb2_grpc
+from nobackfill.errors import NobackfillError
+from nobackfill.wire import Gateway
 from tests.e2e.conftest import ITEMS, Place
 from tests.support.blocks import publish_block_release, write_pngs
 
@@ -41,18 +41,15 @@ class Asker(threading.Thread):
         return id(self)
 
     def run(self) -> None:
-        with gateway.connect(self.address) as channel:
-            search = search_pb2_grpc.SearchServiceStub(channel)
+        with gateway.connect(self.address) as connection:
             while not self.stop.is_set():
-                self.ask(search, self.images[(self.first + self.asked) % len(self.images)])
+                self.ask(connection, self.images[(self.first + self.asked) % len(self.images)])
                 self.asked += 1
 
-    def ask(self, search: search_pb2_grpc.SearchServiceStub, image: Path) -> None:
-        query = search_pb2.Query(image=image.read_bytes())
-        request = search_pb2.SearchRequest(gallery="blocks", query=query, k=5)
+    def ask(self, connection: Gateway, image: Path) -> None:
         try:
-            answer = search.Search(request, timeout=30)
-        except grpc.RpcError as error:
+            answer = connection.search("blocks", image=image, k=5)
+        except NobackfillError as error:
             self.wrong.append(str(error))
             return
         hits = [(hit.id, hit.distance) for hit in answer.hits]
@@ -73,9 +70,9 @@ def swap_under_load(place: Place, rollout: str) -> list[Asker]:
     for asker in askers:
         asker.start()
     try:
-        serve.activate(place.channel, 2, rollout)
-        gateway.roll_back(place.channel)
-        serve.activate(place.channel, 2, rollout)
+        serve.activate(place.gateway, 2, rollout)
+        place.gateway.rollback(confirm=True)
+        serve.activate(place.gateway, 2, rollout)
     finally:
         stop.set()
         for asker in askers:
@@ -94,8 +91,7 @@ def test_no_search_fails_and_none_meets_another_space(place: Place, rollout: str
         assert set(asker.releases) == {1, 2}
         assert asker.releases[-1] == 2
         assert len(asker.releases) <= 4
-    delete = gallery_pb2.DeleteItemsRequest(gallery="blocks", ids=["images/0-0000.png"])
-    assert gallery_pb2_grpc.GalleryServiceStub(place.channel).DeleteItems(delete).deleted == 1
+    assert place.gateway.delete("blocks", ["images/0-0000.png"]) == 1
 
 
 def test_device_and_server_answer_alike_before_and_after(
@@ -108,7 +104,7 @@ def test_device_and_server_answer_alike_before_and_after(
     queries = write_pngs(tmp_path / "queries", 30, seed=7)
     assert_alike(place, children, device, queries, release=1)
     publish_block_release(place.repo, 2, [1])
-    serve.activate(place.channel, 2, "cutover")
+    serve.activate(place.gateway, 2, "cutover")
     _, answered, failed = device.sync(f"grpc://{place.address}", queries[0])
     assert (answered > 0, failed) == (True, 0)
     assert_alike(place, children, device, queries, release=2)
@@ -129,13 +125,8 @@ def assert_alike(
         "--json",
     ]
     output = children.run("search", command)
-    search = search_pb2_grpc.SearchServiceStub(place.channel)
     for query, offline in zip(queries, json.loads(output)["answers"], strict=True):
-        online = search.Search(
-            search_pb2.SearchRequest(
-                gallery="blocks", query=search_pb2.Query(image=query.read_bytes()), k=10
-            )
-        )
+        online = place.gateway.search("blocks", image=query, k=10)
         assert (online.release, offline["release"]) == (release, release)
         assert online.space == offline["space"]
         assert [hit.id.split("/")[-1] for hit in online.hits] == [

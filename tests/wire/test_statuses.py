@@ -45,7 +45,7 @@ def test_every_error_arrives_as_it_was_raised() -> None:
                 SearchServiceStub(channel).Search(SearchRequest(), timeout=30)
             row, found = row_of(type(error)), error_of(refused.value, "here")
             assert row is not None and type(found) is row.error
-            assert transient(refused.value) is row.transient
+            assert transient(found) is row.transient
             assert found.exit_code == error.exit_code
             assert str(found).startswith(f"here: {error}")
 
@@ -86,8 +86,8 @@ def test_a_message_above_the_bound_is_too_large_and_not_tried_again() -> None:
         for one in (bounded, channel):
             with pytest.raises(grpc.RpcError) as refused:
                 SearchServiceStub(one).Search(request, timeout=30)
-            assert not transient(refused.value)
-            assert type(error_of(refused.value, "here")) is errors.TooLargeError
+            found = error_of(refused.value, "here")
+            assert type(found) is errors.TooLargeError and not transient(found)
 
 
 @pytest.mark.parametrize("page", ["architecture.md", "operations.md"])

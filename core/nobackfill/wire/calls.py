@@ -42,7 +42,8 @@ def retried(
             return attempt(min(each, max(0.001, end - time.monotonic())))
         except grpc.RpcError as error:
             wait = pause * random.uniform(0.5, 1.5)  # noqa: S311
-            if not transient(error) or time.monotonic() + wait >= end:
-                raise error_of(error, asked) from error
+            found = error_of(error, asked)
+            if not transient(found) or time.monotonic() + wait >= end:
+                raise found from error
         time.sleep(wait)
         pause = min(2 * pause, 2.0)

@@ -25,13 +25,15 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
     Raises ConfigurationError for another scheme, files that cannot be read, a file that holds no
     token, and a token without TLS.
     """
-    scheme, _, host = address.rpartition("://")
+    scheme, _, host = address.rstrip("/").rpartition("://")
     if scheme not in _SCHEMES:
         raise ConfigurationError(
             f"expected HOST:PORT, grpc://HOST:PORT or grpcs://HOST:PORT, got {address!r}"
         )
     options = [
         ("grpc.enable_retries", 0),
+        # Channels of one process share no connection.
+        ("grpc.use_local_subchannel_pool", 1),
         ("grpc.max_receive_message_length", LARGEST_ANSWER),
         ("grpc.max_send_message_length", LARGEST_REQUEST),
     ]

@@ -1,5 +1,7 @@
 """Filters as a gateway takes them: messages of nobackfill.gallery.filters."""
 
+from collections.abc import Mapping
+
 from nobackfill.gallery.filters import (
     All,
     AnyOf,
@@ -10,21 +12,25 @@ from nobackfill.gallery.filters import (
     Range,
     Scalar,
     TimeRange,
+    check,
 )
 from nobackfill.v1 import types_pb2 as types
+from nobackfill.wire.values import to_value
 
 _BOUNDS = ("at_least", "less_than", "greater_than", "at_most")
 
 
-def to_value(value: Scalar) -> types.Value:
-    """An integer of 64 bits stays exact; a larger one is the float nearest to it."""
-    if isinstance(value, bool):
-        return types.Value(flag=value)
-    if isinstance(value, str):
-        return types.Value(text=value)
-    if isinstance(value, int) and -(2**63) <= value < 2**63:
-        return types.Value(integer=value)
-    return types.Value(number=value)
+def to_filter(where: Mapping[str, Scalar] | Filter | None) -> types.Filter:
+    """Metadata that equals the given values, or a filter. Raises InvalidInputError."""
+    made = types.Filter()
+    if isinstance(where, Mapping):
+        # Gateways before expressions answer these, too; an expression they would not see.
+        for key, value in where.items():
+            made.conditions.add(key=key, equals=to_value(value))
+    elif where is not None:
+        check(where)
+        made.expression.CopyFrom(to_expression(where))
+    return made
 
 
 def to_expression(filtered: Filter) -> types.Expression:

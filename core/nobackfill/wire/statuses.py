@@ -73,7 +73,7 @@ _CONNECTING = (
         "its certificate is another host's; use the name that it was made for",
     ),
     ("handshake failed", "TLS fails there; is the certificate in NOBACKFILL_CERT_FILE its own?"),
-    ("refused", "nothing listens there; start the gateway, or check the address"),
+    ("refused", "nothing listens there; start it with `gateway serve`, or check the address"),
     ("resolving", "no host of that name is known; check the address"),
     ("Socket closed", "hangs up; does it expect TLS (grpcs://)?"),
     ("HTTP/2", "no gateway listens there; check the address"),
@@ -85,15 +85,16 @@ def row_of(error: type[BaseException]) -> Row | None:
     return next((_BY_ERROR[kind] for kind in error.__mro__ if kind in _BY_ERROR), None)
 
 
-def transient(error: grpc.RpcError) -> bool:
+def transient(error: errors.NobackfillError) -> bool:
     """Whether the same call may be answered when it is made again."""
-    row = _understood(error)
+    row = row_of(type(error))
     return row is not None and row.transient
 
 
 def error_of(error: grpc.RpcError, asked: str) -> errors.NobackfillError:
     """The error of our taxonomy that a gRPC status stands for; `asked` names the server or call."""
-    row = _understood(error)
+    code = error.code()
+    row = _BY_STATUS.get((code, _reason(error))) or _BY_CODE.get(code)
     kind = errors.NobackfillError if row is None else row.error
     return kind(f"{asked}: {sentence(error)}")
 
@@ -107,11 +108,6 @@ def sentence(error: grpc.RpcError) -> str:
     if code is StatusCode.UNAUTHENTICATED and not os.environ.get("NOBACKFILL_TOKEN_FILE"):
         return f"{details}; name the file that holds your token in NOBACKFILL_TOKEN_FILE"
     return details
-
-
-def _understood(error: grpc.RpcError) -> Row | None:
-    code = error.code()
-    return _BY_STATUS.get((code, _reason(error))) or _BY_CODE.get(code)
 
 
 def _reason(error: grpc.RpcError) -> str:

@@ -1,24 +1,28 @@
-"""Files of a publication, streamed by a gateway: a fetcher for release/trust.py."""
+"""Files of a publication, streamed by a gateway: a fetcher for nobackfill.release.trust."""
 
 from collections.abc import Iterator
 
-import grpc
 from tuf.api.exceptions import DownloadError, DownloadHTTPError, SlowRetrievalError
 
-from nobackfill.errors import NotPermittedError
+from nobackfill.errors import (
+    DeadlineError,
+    NobackfillError,
+    NotFoundError,
+    NotPermittedError,
+    OutOfRangeError,
+)
 from nobackfill.release.trust.fetchers import SILENCE_SECONDS
-from nobackfill.v1 import release_pb2, release_pb2_grpc
-from nobackfill.wire.statuses import sentence
+from nobackfill.wire.gateway import Gateway
 
-_STATUS = {grpc.StatusCode.NOT_FOUND: 404, grpc.StatusCode.OUT_OF_RANGE: 416}
+_HTTP = {NotFoundError: 404, OutOfRangeError: 416}
 
 
-class GrpcFetcher:
-    """The publication folder of the gateway `source`, at `channel`; URLs are base_url + path."""
+class GatewayFetcher:
+    """The publication folder of a gateway; URLs are base_url + path."""
 
-    def __init__(self, channel: grpc.Channel, source: str) -> None:
-        self._releases = release_pb2_grpc.ReleaseServiceStub(channel)
-        self.base_url = f"{source}/"
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self.base_url = f"{gateway.address}/"
 
     def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
         """See nobackfill.release.trust.fetchers.Fetcher. Raises NotPermittedError, too.
@@ -30,28 +34,22 @@ class GrpcFetcher:
         came = offset
         while True:
             started = came
-            request = release_pb2.FetchFileRequest(path=path, offset=came)
-            stream = self._releases.FetchFile(request, timeout=SILENCE_SECONDS)
             try:
-                for message in stream:
-                    came += len(message.chunk)
-                    yield message.chunk
+                for chunk in self._gateway.fetch_file(path, came, seconds=SILENCE_SECONDS):
+                    came += len(chunk)
+                    yield chunk
                 return
-            except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or came == started:
-                    raise _translated(error, path) from error
-            finally:
-                stream.cancel()
-
-
-def _translated(error: grpc.RpcError, path: str) -> DownloadError | NotPermittedError:
-    code = error.code()
-    text = f"{path}: {sentence(error)}"
-    if code in _STATUS:
-        return DownloadHTTPError(text, _STATUS[code])
-    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        # Not a trouble of the network, and trying again will not help.
-        return NotPermittedError(text)
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return SlowRetrievalError(f"{path}: nothing came for {SILENCE_SECONDS:g} s")
-    return DownloadError(text)
+            except NotPermittedError:
+                # Not a trouble of the network, and trying again will not help.
+                raise
+            except DeadlineError as error:
+                if came == started:
+                    raise SlowRetrievalError(
+                        f"{path}: nothing came for {SILENCE_SECONDS:g} s"
+                    ) from error
+            except NobackfillError as error:
+                status = _HTTP.get(type(error))
+                text = f"{path}: {error}"
+                raise (
+                    DownloadError(text) if status is None else DownloadHTTPError(text, status)
+                ) from error

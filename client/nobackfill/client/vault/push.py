@@ -14,7 +14,7 @@ from nobackfill import durable
 from nobackfill.client.cli.output import Output
 from nobackfill.client.device import Device, beside
 from nobackfill.client.photos.files import local_image
-from nobackfill.client.sync.sources import gateway_address
+from nobackfill.client.sync.sources import is_gateway
 from nobackfill.client.vault import encryption
 from nobackfill.client.vault.identity import identity_for_push
 from nobackfill.client.vault.queue import Entry, VaultQueue
@@ -22,7 +22,7 @@ from nobackfill.client.vault.transport import Vault
 from nobackfill.errors import ConfigurationError
 from nobackfill.gallery.store import Item
 from nobackfill.v1 import vault_pb2
-from nobackfill.wire.channel import open_channel
+from nobackfill.wire.gateway import Gateway
 
 _PAGE = 500
 
@@ -48,14 +48,12 @@ class Pushed:
 def connected(device: Device) -> Iterator[Vault]:
     """The vault of this gallery. Raises ConfigurationError where there is none."""
     where = str(device.state("vault") or device.state("source"))
-    gateway = gateway_address(where)
-    if gateway is None:
+    if not is_gateway(where):
         raise ConfigurationError(
             f"{where} holds no vault: name a gateway once, `push --vault grpc://HOST:PORT`"
         )
-    address, tls = gateway
-    with open_channel(address, tls=tls) as connection:
-        yield Vault(connection, address)
+    with Gateway(where) as gateway:
+        yield Vault(gateway)
 
 
 def push(

@@ -5,17 +5,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
-
 from nobackfill import durable
-from nobackfill.errors import UnavailableError, VerificationError
-from nobackfill.v1 import vault_pb2, vault_pb2_grpc
-from nobackfill.wire import calls
+from nobackfill.errors import NobackfillError, UnavailableError, VerificationError
+from nobackfill.v1 import vault_pb2
+from nobackfill.wire.gateway import Gateway
 from nobackfill.wire.limits import LARGEST_BLOB
-from nobackfill.wire.statuses import error_of, transient
+from nobackfill.wire.statuses import transient
 
 _CHUNK = 256 * 1024
-_SECONDS = 30.0
 # The deadline of one stream, so that a gateway that falls silent does not hold it. A transfer that
 # breaks off goes on from where it was; one that never moves on is given up.
 STREAM_SECONDS = 30.0
@@ -26,24 +23,25 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 class Vault:
-    """One gateway's VaultService. `where` names it in messages. Raises our errors."""
+    """The vault of one gateway."""
 
-    def __init__(self, connection: grpc.Channel, where: str) -> None:
-        self._stub = vault_pb2_grpc.VaultServiceStub(connection)
-        self._where = where
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._where = gateway.address
 
     def put(self, blob: vault_pb2.Blob, source: Path) -> int:
         """Upload the ciphertext `source`; the number of bytes that were still to be sent."""
-        held = first = self._held(blob)
+        held = first = self._gateway.held_of_blob(blob)
         standstills = 0
         while held < blob.size:
             try:
-                messages = _upload(blob, source, held)
-                answer = self._stub.PutBlob(messages, timeout=STREAM_SECONDS).received
-            except grpc.RpcError as error:
+                answer = self._gateway.put_blob(
+                    blob, _chunks(source, held), held, seconds=STREAM_SECONDS
+                )
+            except NobackfillError as error:
                 if not transient(error):
-                    raise error_of(error, self._where) from error
-                answer = self._held(blob)
+                    raise
+                answer = self._gateway.held_of_blob(blob)
             standstills = 0 if answer > held else standstills + 1
             if standstills == _STANDSTILLS:
                 raise UnavailableError(
@@ -52,15 +50,6 @@ class Vault:
                 )
             held = answer
         return int(blob.size - first)
-
-    def _held(self, blob: vault_pb2.Blob) -> int:
-        request = vault_pb2.PutBlobRequest(blob=blob)
-        answer = calls.retried(
-            lambda timeout: self._stub.PutBlob(iter([request]), timeout=timeout),
-            self._where,
-            seconds=_SECONDS,
-        )
-        return int(answer.received)
 
     def get(self, blob: vault_pb2.Blob, target: Path) -> None:
         """Download a blob to `target`, whole and with the right digest, or raise.
@@ -73,9 +62,9 @@ class Vault:
         while (held := part.stat().st_size if part.exists() else 0) < blob.size:
             try:
                 self._download(blob, held, part)
-            except grpc.RpcError as error:
+            except NobackfillError as error:
                 if not transient(error):
-                    raise error_of(error, self._where) from error
+                    raise
             now = part.stat().st_size if part.exists() else 0
             standstills = 0 if now > held else standstills + 1
             if standstills == _STANDSTILLS:
@@ -94,15 +83,14 @@ class Vault:
         durable.replace(part, target)
 
     def _download(self, blob: vault_pb2.Blob, held: int, part: Path) -> None:
-        request = vault_pb2.GetBlobRequest(id=blob.id, offset=held)
-        for message in self._stub.GetBlob(request, timeout=STREAM_SECONDS):
-            held += len(message.chunk)
+        for chunk in self._gateway.get_blob(blob.id, held, seconds=STREAM_SECONDS):
+            held += len(chunk)
             if held > blob.size:
                 durable.remove_tree(part)
                 raise VerificationError(
                     f"blob {blob.id}: expected {blob.size} bytes, the vault sends more"
                 )
-            durable.append(part, message.chunk, 0o600)
+            durable.append(part, chunk, 0o600)
         if held < blob.size:
             durable.remove_tree(part)
             raise VerificationError(
@@ -111,16 +99,7 @@ class Vault:
 
     def delete(self, blob_id: str) -> None:
         """Delete a blob; one that is not there is fine."""
-        request = vault_pb2.DeleteBlobRequest(id=blob_id)
-
-        def attempt(timeout: float) -> None:
-            try:
-                self._stub.DeleteBlob(request, timeout=timeout)
-            except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.NOT_FOUND:
-                    raise
-
-        calls.retried(attempt, self._where, seconds=_SECONDS)
+        self._gateway.delete_blob(blob_id)
 
     def blobs(self) -> list[vault_pb2.Blob]:
         """Every blob that the vault lists, by id.
@@ -131,7 +110,7 @@ class Vault:
         found: list[vault_pb2.Blob] = []
         token = ""
         while True:
-            page = self._page(token)
+            page = self._gateway.list_blobs(token)
             for blob in page.blobs:
                 check_blob(blob, self._where)
                 if found and blob.id <= found[-1].id:
@@ -149,24 +128,12 @@ class Vault:
                 )
             token = page.next_page_token
 
-    def _page(self, token: str) -> vault_pb2.ListBlobsResponse:
-        request = vault_pb2.ListBlobsRequest(page_token=token)
-        return calls.retried(
-            lambda timeout: self._stub.ListBlobs(request, timeout=timeout),
-            self._where,
-            seconds=_SECONDS,
-        )
 
-
-def _upload(blob: vault_pb2.Blob, source: Path, offset: int) -> Iterator[vault_pb2.PutBlobRequest]:
+def _chunks(source: Path, offset: int) -> Iterator[bytes]:
     with source.open("rb") as file:
         file.seek(offset)
-        first = True
         while chunk := file.read(_CHUNK):
-            yield vault_pb2.PutBlobRequest(
-                blob=blob if first else None, offset=offset if first else 0, chunk=chunk
-            )
-            first = False
+            yield chunk
 
 
 def check_blob(blob: vault_pb2.Blob, where: str) -> None:

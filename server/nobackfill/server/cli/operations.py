@@ -1,4 +1,4 @@
-"""The operator's commands: thin over gRPC."""
+"""The operator's commands: thin over the calls of nobackfill.wire, each of them made once."""
 
 import json
 from typing import Annotated, Any
@@ -8,17 +8,11 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from nobackfill.errors import PreconditionError
 from nobackfill.server.cli.app import DEFAULT_SERVER, Json, Server, app, exit_codes, show
-from nobackfill.server.cli.remote import connected
 from nobackfill.terminal import visible
 from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
-from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
-from nobackfill.v1.release_pb2_grpc import ReleaseServiceStub
-from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceStub
-
-# Calls that only look; activations and watches have no deadline.
-TIMEOUT_S = 30.0
+from nobackfill.wire.gateway import Gateway
+from nobackfill.wire.releases import ROLLOUTS
 
 _STATE = release_pb2.ReleaseState.Name
 _PHASE = release_pb2.Phase.Name
@@ -27,9 +21,8 @@ _PHASE = release_pb2.Phase.Name
 @app.command()
 def releases(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """What is published, and what this gateway does with it."""
-    with exit_codes(), connected(server) as channel:
-        request = release_pb2.ListReleasesRequest()
-        answer = ReleaseServiceStub(channel).ListReleases(request, timeout=TIMEOUT_S)
+    with exit_codes(), Gateway(server, retries=False) as gateway:
+        answer = release_pb2.ListReleasesResponse(releases=gateway.list_releases())
     rows = [["release", "state", "dim", "metric", "upgrades from", "searches directly"]]
     rows[0] += ["old queries until", "reason"]
     rows += [
@@ -48,8 +41,8 @@ def releases(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
 @app.command()
 def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """Galleries, their spaces, and why one stays behind or is set aside."""
-    with exit_codes(), connected(server) as channel:
-        answer = _galleries(GalleryServiceStub(channel))
+    with exit_codes(), Gateway(server, retries=False) as gateway:
+        answer = gallery_pb2.ListGalleriesResponse(galleries=gateway.list_galleries())
     rows = [["gallery", "items", "answers with", "spaces", "note"]]
     for g in answer.galleries:
         spaces = ", ".join(
@@ -64,18 +57,6 @@ def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     show(as_json, plain(answer), rows)
 
 
-def _galleries(calls: GalleryServiceStub) -> gallery_pb2.ListGalleriesResponse:
-    """All of them, asked for by page: thousands are too many for one answer."""
-    request = gallery_pb2.ListGalleriesRequest(page_size=500)
-    found: list[gallery_pb2.Gallery] = []
-    while True:
-        answer = calls.ListGalleries(request, timeout=TIMEOUT_S)
-        found += answer.galleries
-        if not answer.next_page_token:
-            return gallery_pb2.ListGalleriesResponse(galleries=found)
-        request.page_token = answer.next_page_token
-
-
 @app.command()
 def activate(
     number: Annotated[int, typer.Argument(help="release to serve")],
@@ -86,21 +67,16 @@ def activate(
     as_json: Json = False,
 ) -> None:
     """Make a release the one that answers; progress on stderr. Ctrl-C leaves it running."""
-    known = {_word(v.name): v.name for v in release_pb2.Rollout.DESCRIPTOR.values}
-    if rollout not in known:
-        raise typer.BadParameter(f"expected one of {', '.join(sorted(known))}, got {rollout!r}")
-    request = release_pb2.ActivateReleaseRequest(
-        number=number, rollout=known[rollout], spare_cores=spare_cores,
-        old_space_seconds=old_space_seconds,
-    )  # fmt: skip
-    with exit_codes(), connected(server) as channel:
+    if rollout not in ROLLOUTS:
+        raise typer.BadParameter(f"expected one of {', '.join(sorted(ROLLOUTS))}, got {rollout!r}")
+    with exit_codes(), Gateway(server, retries=False) as gateway:
         event = release_pb2.ActivateReleaseResponse()
-        for event in ReleaseServiceStub(channel).ActivateRelease(request):
+        for event in gateway.activate(
+            number, rollout=rollout, spare_cores=spare_cores, old_space_seconds=old_space_seconds
+        ):
             progress = f" {event.done}/{event.total}" if event.total else ""
             line = f"{_word(_PHASE(event.phase))}{progress} {event.message}"
             typer.echo(visible(line.rstrip()), err=True)
-        if event.phase == release_pb2.PHASE_FAILED:
-            raise PreconditionError(f"release {number} is not activated: {event.message}")
         show(as_json, plain(event), [["release", "left behind"], [str(number), event.message]])
 
 
@@ -113,13 +89,11 @@ def rollback(
     as_json: Json = False,
 ) -> None:
     """Return to the release before. Without --yes: count and list what would not be found then."""
-    with exit_codes(), connected(server) as channel:
-        calls = ReleaseServiceStub(channel)
-        answer = calls.RollbackRelease(release_pb2.RollbackReleaseRequest(), timeout=TIMEOUT_S)
+    with exit_codes(), Gateway(server, retries=False) as gateway:
+        answer = gateway.rollback()
         if confirm:
             # To the release that was looked at: repeated, this goes back no further.
-            request = release_pb2.RollbackReleaseRequest(confirm=True, to_release=answer.number)
-            answer = calls.RollbackRelease(request, timeout=600)
+            answer = gateway.rollback(confirm=True, to=answer.number)
     rows = [["release", "done", "items not found there"]]
     rows.append([str(answer.number), "yes" if answer.done else "no", str(answer.lost_items)])
     rows += [["", "", f"{lost.gallery}: {lost.id}"] for lost in answer.lost[:20]]
@@ -129,9 +103,8 @@ def rollback(
 @app.command()
 def retire(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """Drop the spaces and models of every older release. No rollback after it."""
-    with exit_codes(), connected(server) as channel:
-        request = release_pb2.RetireReleaseRequest()
-        answer = ReleaseServiceStub(channel).RetireRelease(request, timeout=600)
+    with exit_codes(), Gateway(server, retries=False) as gateway:
+        answer = release_pb2.RetireReleaseResponse(retired=gateway.retire())
     show(as_json, plain(answer), [["retired"], [_numbers(answer.retired) or "none"]])
 
 
@@ -144,11 +117,8 @@ def estimate(
     as_json: Json = False,
 ) -> None:
     """Items, seconds and bytes of an upgrade, measured on a few items; nothing is changed."""
-    with exit_codes(), connected(server) as channel:
-        request = upgrade_pb2.EstimateUpgradeRequest(
-            gallery=gallery, release=number, spare_cores=spare_cores
-        )
-        answer = UpgradeServiceStub(channel).EstimateUpgrade(request, timeout=TIMEOUT_S)
+    with exit_codes(), Gateway(server, retries=False) as gateway:
+        answer = gateway.estimate_upgrade(gallery, number, spare_cores=spare_cores)
     rows = [
         ["items", "seconds", "then indexed", "bytes", "memory", "route", "kept of new/new",
          "left behind"],
@@ -171,17 +141,15 @@ def watch(
     as_json: Json = False,
 ) -> None:
     """Follow one gallery's upgrade to its end, or the releases until Ctrl-C, a line each."""
-    with exit_codes(), connected(server) as channel:
+    with exit_codes(), Gateway(server, retries=False) as gateway:
         if gallery is None:
-            request = release_pb2.WatchReleasesRequest()
-            for seen in ReleaseServiceStub(channel).WatchReleases(request):
-                states = [f"{r.number}: {_word(_STATE(r.state))}" for r in seen.releases]
-                line = {str(r.number): _word(_STATE(r.state)) for r in seen.releases}
+            for seen in gateway.watch_releases():
+                states = [f"{r.number}: {_word(_STATE(r.state))}" for r in seen]
+                line = {str(r.number): _word(_STATE(r.state)) for r in seen}
                 typer.echo(json.dumps(line) if as_json else ", ".join(states))
             return
-        wanted, quality = upgrade_pb2.WatchUpgradeRequest(gallery=gallery, group_by=by), None
-        for update in UpgradeServiceStub(channel).WatchUpgrade(wanted):
-            job = update.progress
+        quality = None
+        for job in gateway.watch_upgrade(gallery, by=by):
             if as_json:
                 typer.echo(json.dumps(plain(job)))
                 continue
@@ -212,7 +180,7 @@ def plain(message: Message) -> dict[str, Any]:
 
 def _word(name: str) -> str:
     """RELEASE_STATE_ACTIVE -> active"""
-    for prefix in ("RELEASE_STATE_", "SPACE_STATE_", "PHASE_", "ROLLOUT_", "UPGRADE_STATE_"):
+    for prefix in ("RELEASE_STATE_", "SPACE_STATE_", "PHASE_", "UPGRADE_STATE_"):
         name = name.removeprefix(prefix)
     return name.lower()
 

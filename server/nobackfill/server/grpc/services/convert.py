@@ -1,9 +1,7 @@
 """Between protocol messages and what the gateway works on."""
 
-import math
 from collections.abc import Collection, Mapping
 
-from google.protobuf.internal.containers import MessageMap
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from nobackfill.errors import InvalidInputError
@@ -15,56 +13,12 @@ from nobackfill.gallery.filters import (
     Not,
     OneOf,
     Range,
-    Scalar,
     Test,
     TimeRange,
 )
-from nobackfill.gallery.spec import Origin
-from nobackfill.gallery.writing import Metadata, MetadataValue
+from nobackfill.gallery.writing import Metadata
 from nobackfill.v1 import types_pb2 as types
-
-ORIGINS: Mapping[Origin, types.Origin] = {
-    "native": types.ORIGIN_NATIVE,
-    "direct": types.ORIGIN_DIRECT,
-    "upgraded": types.ORIGIN_UPGRADED,
-    "re-embedded": types.ORIGIN_RE_EMBEDDED,
-    "old-model": types.ORIGIN_OLD_MODEL,
-}
-
-
-Values = MessageMap[str, types.Value]
-
-
-def from_value(value: types.Value, key: str) -> MetadataValue:
-    """Raises InvalidInputError for an empty value or a number that is not finite."""
-    return list(value.texts.texts) if value.HasField("texts") else _scalar(value, key)
-
-
-def _scalar(value: types.Value, key: str) -> Scalar:
-    kind = value.WhichOneof("kind")
-    if kind == "text":
-        return value.text
-    if kind == "flag":
-        return value.flag
-    if kind == "integer":
-        return value.integer
-    if kind == "number" and math.isfinite(value.number):
-        return value.number
-    raise InvalidInputError(f"{key[:64]!r}: expected text, a finite number or a flag")
-
-
-def to_value(value: MetadataValue, into: types.Value) -> None:
-    """Fill a metadata value."""
-    if isinstance(value, bool):
-        into.flag = value
-    elif isinstance(value, str):
-        into.text = value
-    elif isinstance(value, int):
-        into.integer = value
-    elif isinstance(value, float):
-        into.number = value
-    else:
-        into.texts.texts.extend(value)
+from nobackfill.wire.values import Values, fill_value, from_scalar
 
 
 def keys_of(fields: types.Fields | None) -> Collection[str] | None:
@@ -76,7 +30,7 @@ def to_metadata(metadata: Metadata, keys: Collection[str] | None, into: Values) 
     """Fill what an answer brings of an item."""
     for key, value in metadata.items():
         if keys is None or key in keys:
-            to_value(value, into[key])
+            fill_value(value, into[key])
 
 
 def from_filter(filtered: types.Filter) -> Filter | None:
@@ -108,9 +62,9 @@ def _expression(expression: types.Expression) -> Filter:
 def _condition(condition: types.Condition) -> Test | Not:
     key, test = condition.key, condition.WhichOneof("test")
     if test == "equals":
-        return OneOf(key, (_scalar(condition.equals, key),))
+        return OneOf(key, (from_scalar(condition.equals, key),))
     if test == "one_of":
-        return OneOf(key, tuple(_scalar(value, key) for value in condition.one_of.values))
+        return OneOf(key, tuple(from_scalar(value, key) for value in condition.one_of.values))
     if test == "range":
         return Range(key, **_bounds(condition.range))
     if test == "integer_range":

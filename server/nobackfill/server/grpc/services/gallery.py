@@ -12,7 +12,7 @@ from nobackfill.server.galleries.puts import Bare, Put, Putting
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.errors import without_folders
 from nobackfill.server.grpc.services import items
-from nobackfill.server.grpc.services.convert import from_value, to_end
+from nobackfill.server.grpc.services.convert import to_end
 from nobackfill.server.rollout.lifecycle import Lifecycle
 from nobackfill.server.state import StateFile
 from nobackfill.v1 import gallery_pb2 as pb
@@ -20,6 +20,7 @@ from nobackfill.v1.gallery_pb2_grpc import (
     GalleryServiceServicer,
     add_GalleryServiceServicer_to_server,
 )
+from nobackfill.wire.values import from_value
 
 # Refused items that an answer names.
 LISTED_ERRORS = 1_000

@@ -9,14 +9,13 @@ from nobackfill.gallery.store import Item
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.services.convert import (
-    ORIGINS,
     from_filter,
-    from_value,
     keys_of,
     to_metadata,
 )
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1 import types_pb2 as types
+from nobackfill.wire.values import ORIGINS, from_value
 
 LARGEST_CHANGE = 10_000
 LARGEST_PAGE = 1000

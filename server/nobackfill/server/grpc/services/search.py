@@ -10,7 +10,6 @@ from nobackfill.gallery.search.index import EVERY
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.searching import Found, Query, Searching
 from nobackfill.server.grpc.services.convert import (
-    ORIGINS,
     from_filter,
     keys_of,
     to_end,
@@ -23,6 +22,7 @@ from nobackfill.v1.search_pb2_grpc import (
     add_SearchServiceServicer_to_server,
 )
 from nobackfill.wire.limits import LARGEST_K
+from nobackfill.wire.values import ORIGINS
 
 DEFAULT_K = 10
 LARGEST_BATCH = 256

@@ -9,7 +9,6 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.searching import Searching
-from nobackfill.server.grpc.services.convert import to_value
 from nobackfill.server.rollout.lifecycle import Lifecycle
 from nobackfill.server.upgrades.jobs import Job, JobState
 from nobackfill.server.upgrades.subgroups import Subgroup, subgroups
@@ -18,6 +17,7 @@ from nobackfill.v1.upgrade_pb2_grpc import (
     UpgradeServiceServicer,
     add_UpgradeServiceServicer_to_server,
 )
+from nobackfill.wire.values import fill_value
 
 _STATES = {
     JobState.RUNNING: pb.UPGRADE_STATE_RUNNING,
@@ -133,7 +133,7 @@ def _quality(found: Sequence[Subgroup]) -> pb.SubgroupQuality:
             cmc1=one.cmc1,
             cmc1_before=one.before,
         )
-        to_value(one.value, group.value)
+        fill_value(one.value, group.value)
     return quality
 
 

@@ -1,0 +1,56 @@
+"""A connection to one gateway: what the calls of every service share."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Self, TypeVar
+
+from nobackfill.wire import calls
+from nobackfill.wire.channel import open_channel
+
+T = TypeVar("T")
+
+
+class Connection:
+    """A channel, and how calls go through it; usable from several threads.
+
+    `address` is HOST:PORT, grpc://HOST:PORT or grpcs://HOST:PORT. With TLS (`tls`, or grpcs),
+    certificates and a bearer token come from the variables that `nobackfill.wire.channel` names.
+    `seconds` bounds each call with all its retries; with `retries` False nothing is asked twice.
+    Methods raise the errors of nobackfill.errors.
+    """
+
+    def __init__(
+        self, address: str, *, tls: bool = False, seconds: float = 30.0, retries: bool = True
+    ) -> None:
+        self.address = address
+        self.seconds = seconds
+        self._retries = retries
+        self._channel = open_channel(address, tls=tls)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; calls that run end with UnavailableError."""
+        self._channel.close()
+
+    def _again(self, attempt: Callable[[float], T], *, each: float = 10.0) -> T:
+        """The answer of an idempotent call, that `attempt(timeout)` makes."""
+        if not self._retries:
+            return self._once(attempt)
+        return calls.retried(attempt, self.address, seconds=self.seconds, each=each)
+
+    def _once(self, attempt: Callable[[float], T], *, seconds: float | None = None) -> T:
+        """The answer of a call that must not be made twice."""
+        with calls.translated(self.address):
+            return attempt(self.seconds if seconds is None else seconds)
+
+    def _followed(self, stream: Any) -> Iterator[Any]:
+        """Messages of a stream that has begun; leaving off ends it."""
+        try:
+            with calls.translated(self.address):
+                yield from stream
+        finally:
+            stream.cancel()

@@ -1,0 +1,144 @@
+"""SearchService."""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from nobackfill.errors import InvalidInputError, TooLargeError
+from nobackfill.gallery.filters import Filter, Scalar
+from nobackfill.v1 import search_pb2 as pb
+from nobackfill.v1.search_pb2_grpc import SearchServiceStub
+from nobackfill.wire.answers import Answer, Hit, Image
+from nobackfill.wire.connection import Connection
+from nobackfill.wire.expressions import to_filter
+from nobackfill.wire.values import from_metadata, origin_name
+
+Where = Mapping[str, Scalar] | Filter
+# Vectors by the id of their space.
+Embeddings = Mapping[str, Sequence[float]]
+
+
+class Searches(Connection):
+    """Searches of a gallery."""
+
+    @cached_property
+    def _searches(self) -> SearchServiceStub:
+        return SearchServiceStub(self._channel)
+
+    def search(
+        self,
+        gallery: str,
+        *,
+        image: Image | None = None,
+        embeddings: Embeddings | None = None,
+        k: int = 10,
+        where: Where | None = None,
+        ef: int | None = None,
+        exact: bool = False,
+    ) -> Answer:
+        """The `k` (1 to 1000) items of `gallery` nearest to an image, or to embeddings by space id.
+
+        `where` lets only items pass whose metadata equals the given values, or that pass a filter
+        of nobackfill.gallery.filters: `All((Range("year", at_least=2020), Not(OneOf("tag", ("sea",
+        )))))`.
+        `ef` (1 to 4096) candidates at least are looked at, with `exact` all items: that finds more,
+        and takes longer. Raises InvalidInputError, TooLargeError, NotFoundError, a
+        PreconditionError with its reason, UnavailableError.
+        """
+        request = pb.SearchRequest(
+            gallery=gallery,
+            query=_query(image, embeddings),
+            k=k,
+            filter=to_filter(where),
+            accuracy=_accuracy(ef, exact),
+        )
+        return _answer(self._again(lambda t: self._searches.Search(request, timeout=t)))
+
+    def search_batch(
+        self,
+        gallery: str,
+        *,
+        images: Sequence[Image] = (),
+        embeddings: Sequence[Embeddings] = (),
+        k: int = 10,
+        where: Where | None = None,
+        ef: int | None = None,
+        exact: bool = False,
+    ) -> Sequence[Answer]:
+        """Like `search`, of at most 256 queries on one snapshot: the images' answers, then the
+        embeddings'. A query that is refused alone has its `error` instead of hits."""
+        request = pb.SearchBatchRequest(
+            gallery=gallery,
+            queries=[
+                *(_query(image, None) for image in images),
+                *(_query(None, vectors) for vectors in embeddings),
+            ],
+            k=k,
+            filter=to_filter(where),
+            accuracy=_accuracy(ef, exact),
+        )
+        answer = self._again(lambda t: self._searches.SearchBatch(request, timeout=t))
+        return [_answer(response) for response in answer.responses]
+
+
+def image_bytes(image: Image) -> bytes:
+    """An encoded image as it is sent. Raises InvalidInputError for a file that cannot be read,
+    TooLargeError above what a gateway takes; nothing was sent then."""
+    # Loads Pillow: only who sends images does.
+    from nobackfill.images import LARGEST_BYTES, read_file
+
+    if not isinstance(image, bytes):
+        try:
+            return read_file(Path(image))
+        except InvalidInputError as error:
+            raise type(error)(f"{image}: {error}") from error
+    if len(image) > LARGEST_BYTES:
+        raise TooLargeError(
+            f"image: expected at most {LARGEST_BYTES} bytes, got {len(image)}; send a smaller copy"
+        )
+    return image
+
+
+def _query(image: Image | None, embeddings: Embeddings | None) -> pb.Query:
+    if (image is None) == (embeddings is None):
+        raise InvalidInputError("expected either image= or embeddings=")
+    if image is not None:
+        return pb.Query(image=image_bytes(image))
+    query = pb.Query()
+    for space, vector in (embeddings or {}).items():
+        values = np.ascontiguousarray(vector, "<f4").tobytes()
+        query.embeddings.embeddings.add(space=space, values=values)
+    return query
+
+
+def _accuracy(ef: int | None, exact: bool) -> pb.Accuracy | None:
+    if exact and ef is not None:
+        raise InvalidInputError("expected ef= or exact=, not both: exact looks at all items")
+    if exact:
+        return pb.Accuracy(exact=True)
+    return None if ef is None else pb.Accuracy(ef=ef)
+
+
+def _answer(response: pb.SearchResponse) -> Answer:
+    hits = [
+        Hit(
+            id=hit.id,
+            distance=hit.distance,
+            score=hit.score if hit.HasField("score") else None,
+            release=hit.release,
+            origin=origin_name(hit.origin) or "",
+            metadata=from_metadata(hit.metadata),
+        )
+        for hit in response.hits
+    ]
+    ends = response.space_ends_at if response.HasField("space_ends_at") else None
+    return Answer(
+        hits,
+        response.release,
+        response.space,
+        None if ends is None else ends.ToDatetime(UTC),
+        response.error,
+    )
