@@ -1,3 +1,4 @@
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -6,13 +7,14 @@ import onnxruntime as ort
 import pytest
 from sklearn.metrics import average_precision_score
 
+from nobackfill.class_folders import decode, list_images
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.release.models import Embedder, open_side_encoder
 from nobackfill.release.paths import upgrade_int8_path, upgrade_path
 from nobackfill.report import pictures
 from nobackfill.report.comparison import HITS, Comparison, compare, predecessor
 from nobackfill.report.figures import Flips, flips, kept, matrix_of_pictures
-from nobackfill.report.pictures import Picture, read_folder
+from nobackfill.report.pictures import read_folder
 from tests.support.publication import manifests_of
 
 
@@ -25,7 +27,11 @@ def comparison(
     assert predecessor(manifests, 1) is None
     shown, total = read_folder(images, seed=0)
     assert total == len(shown) == 24
-    return compare(model_repo, manifests, manifests[1], manifests[2], shown)
+    return compare(model_repo, manifests, 1, 2, shown)
+
+
+def labels_of(comparison: Comparison) -> list[str]:
+    return [path.split("/")[0] for path in comparison.pictures.paths]
 
 
 def slow_map(queries: np.ndarray, gallery: np.ndarray, labels: list[str]) -> float:
@@ -40,7 +46,7 @@ def slow_map(queries: np.ndarray, gallery: np.ndarray, labels: list[str]) -> flo
 
 
 def test_cells_agree_with_a_slow_loop(comparison: Comparison) -> None:
-    labels = [picture.label for picture in comparison.pictures]
+    labels = labels_of(comparison)
     old, new = comparison.old_vectors, comparison.new_vectors
     for name, queries, gallery in (
         ("old/old", old, old),
@@ -58,7 +64,7 @@ def test_hits_are_the_nearest_others(comparison: Comparison) -> None:
     distances = ((new[:, None] - new[None]) ** 2).sum(-1)
     np.fill_diagonal(distances, np.inf)
     expected = np.argsort(distances, axis=1, kind="stable")[:, :HITS]
-    assert (comparison.cells["new/new"].hits == expected).all()
+    assert (comparison.cells["new/new"].neighbours == expected).all()
 
 
 def test_a_naive_swap_finds_nothing_and_the_exact_upgrade_everything(
@@ -74,16 +80,18 @@ def test_a_naive_swap_finds_nothing_and_the_exact_upgrade_everything(
 
 
 def test_flips_are_those_of_the_first_hit(comparison: Comparison) -> None:
-    labels = [picture.label for picture in comparison.pictures]
+    labels = labels_of(comparison)
     worse = dict(comparison.cells)
     # As if the upgrade had turned the first hits of the first three pictures.
     cell = comparison.cells["new/served"]
     cmc1, precision = cell.cmc1.copy(), cell.map.copy()
     cmc1[:3], precision[:3] = 1 - cmc1[:3], precision[:3] - [0.1, 0.3, 0.2]
-    worse["new/served"] = type(cell)(cmc1, cell.cmc5, precision, cell.hits)
+    worse["new/served"] = replace(cell, cmc1=cmc1, map=precision)
     changed = flips(replace(comparison, cells=worse))
     before = comparison.cells["old/old"]
-    right = [labels[hits[0]] == label for hits, label in zip(before.hits, labels, strict=True)]
+    right = [
+        labels[hits[0]] == label for hits, label in zip(before.neighbours, labels, strict=True)
+    ]
     assert right == (before.cmc1 == 1).tolist()
     turned_bad = [i for i in (1, 2, 0) if right[i]]
     turned_good = [i for i in (0, 2, 1) if not right[i]]
@@ -110,8 +118,8 @@ def test_it_measures_the_int8_upgrade_that_is_run_by_default(
 ) -> None:
     manifests = manifests_of(chain_repo, tmp_path)
     shown, _ = read_folder(images, seed=0)
-    measured = compare(chain_repo, manifests, manifests[1], manifests[2], shown)
-    side = open_side_encoder(chain_repo, manifests[1]).run(pictures.pixels(shown, 8, 8))
+    measured = compare(chain_repo, manifests, 1, 2, shown)
+    side = open_side_encoder(chain_repo, manifests[1]).run(decode(shown, 8))
     inputs = {"embedding": measured.old_vectors, "side": side}
 
     def upgraded(path: str) -> np.ndarray:
@@ -136,10 +144,10 @@ def test_images_are_embedded_a_few_at_a_time(
         sizes.append(len(pixels))
         return run(self, pixels)
 
-    monkeypatch.setattr("nobackfill.report.comparison.BATCH", 5)
+    monkeypatch.setattr("nobackfill.quality.embedded.BATCH", 5)
     monkeypatch.setattr(Embedder, "run", spied)
     manifests = manifests_of(model_repo, tmp_path)
-    again = compare(model_repo, manifests, manifests[1], manifests[2], comparison.pictures)
+    again = compare(model_repo, manifests, 1, 2, comparison.pictures)
     assert sizes == 2 * [5, 5, 5, 5, 4]
     np.testing.assert_allclose(again.old_vectors, comparison.old_vectors, atol=1e-6)
     np.testing.assert_allclose(again.new_vectors, comparison.new_vectors, atol=1e-6)
@@ -149,9 +157,9 @@ def test_a_large_folder_is_sampled_by_seed(images: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(pictures, "MOST_IMAGES", 10)
     shown, total = read_folder(images, seed=1)
     assert (len(shown), total) == (10, 24)
-    assert shown == read_folder(images, seed=1)[0]
-    assert shown != read_folder(images, seed=2)[0]
-    assert all(isinstance(picture, Picture) for picture in shown)
+    assert shown.paths == read_folder(images, seed=1)[0].paths
+    assert shown.paths != read_folder(images, seed=2)[0].paths
+    assert [path.split("/")[0] for path in shown.paths] == [shown.class_of(i) for i in range(10)]
 
 
 def test_folders_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
@@ -159,3 +167,12 @@ def test_folders_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
         read_folder(tmp_path / "nowhere", 0)
     with pytest.raises(InvalidInputError, match="at least two class folders"):
         read_folder(tmp_path, 0)
+
+
+def test_a_class_folder_may_be_empty_here(images: Path, tmp_path: Path) -> None:
+    """A report only reads: what training would refuse, it passes over."""
+    shutil.copytree(images, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "abandoned").mkdir()
+    assert read_folder(tmp_path, 0)[0].class_names == tuple("abcd")
+    with pytest.raises(InvalidInputError, match="abandoned holds no image"):
+        list_images(tmp_path)

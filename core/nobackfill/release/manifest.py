@@ -128,6 +128,11 @@ class Cell(_Strict):
     queries: int = Field(ge=1)
     items: int = Field(ge=1)
 
+    @property
+    def name(self) -> str:
+        """As in `2/1>2`."""
+        return f"{self.query}/{self.gallery}"
+
 
 class Calibration(_Strict):
     """Distance -> probability of a match, for one (query space, gallery space, origin).

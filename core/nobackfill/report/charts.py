@@ -21,6 +21,8 @@ COLOURS = (
     "#7b4fa3", "#8a6d3b",
 )  # fmt: skip
 GREY = "#c8ccd0"
+# What a reader calls an order of the backfill.
+ORDERS = {"random": "random order", "uncertainty": "least certain first"}
 # Inches. A phone shows a chart about as wide as this, so that its text keeps its size there.
 WIDTH = 4.6
 
@@ -43,11 +45,11 @@ def backfill_chart(comparison: Comparison) -> str:
     """mAP in percent against the share of images embedded again, up to the upper bound."""
     figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     axes = figure.add_subplot()
-    for (name, curve), colour in zip(comparison.curves.items(), COLOURS, strict=False):
+    for (order, curve), colour in zip(comparison.curves.items(), COLOURS, strict=False):
         area = 100 * curve.mean_over(curve.map)
         axes.plot(
             100 * curve.shares, 100 * curve.map, color=colour, marker="o", markersize=3,
-            label=f"{name} (mean {area:.1f})",
+            label=f"{ORDERS[order]} (mean {area:.1f})",
         )  # fmt: skip
     bound = 100 * mean(comparison.cells["new/new"].map)
     axes.axhline(bound, color="#555", linestyle="--", linewidth=1, label=f"new/new {bound:.1f}")
@@ -63,7 +65,8 @@ def gallery_map(comparison: Comparison) -> GalleryMap:
     Each side on its own two principal components; upgraded and re-embedded share theirs, so that
     they can be compared point by point.
     """
-    labels = [picture.label for picture in comparison.pictures]
+    pictures = comparison.pictures
+    labels = [pictures.class_of(row) for row in range(len(pictures))]
     shown = sorted(label for label, _ in Counter(labels).most_common(len(COLOURS)))
     points = {"stored by the old model": _plane(comparison.old_vectors)(comparison.old_vectors)}
     after = _plane(comparison.new_vectors)

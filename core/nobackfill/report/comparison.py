@@ -5,7 +5,6 @@ Words: `old` is the release that the gallery was stored with, `new` the release 
 searches them directly).
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,38 +12,20 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.gallery.search.exact import ExactIndex
-from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.metrics.backfill import (
-    BackfillCurve,
-    backfill_curve,
-    random_order,
-    uncertainty_order,
-)
-from nobackfill.metrics.distances import Metric
-from nobackfill.metrics.ranking import Ints, Relevance, same_label
-from nobackfill.metrics.retrieval import PerQuery, score
+from nobackfill.class_folders import Listing
+from nobackfill.metrics.backfill import BackfillCurve
+from nobackfill.metrics.ranking import same_label
+from nobackfill.quality.backfill import backfill_curves
+from nobackfill.quality.cells import upgrade_cells
+from nobackfill.quality.embedded import Published
+from nobackfill.quality.retrieval import Measured, measure_cell
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.models import Embedder, SideEncoder, open_embedder, open_side_encoder
-from nobackfill.release.routes import open_route, plan_route
-from nobackfill.report.pictures import Picture, pixels
+from nobackfill.release.routes import Route, plan_route
 from nobackfill.vectors import Vectors
 
-METRICS: dict[str, Metric] = {"squared_l2": "l2", "cosine": "cosine"}
 HITS = 5
-# Images decoded and embedded at a time: a ResNet50 at 224 x 224 takes some 10 MB for each.
-BATCH = 32
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One cell of the compatibility matrix: figures of every query, and its nearest five."""
-
-    cmc1: PerQuery
-    cmc5: PerQuery
-    map: PerQuery
-    # Positions of the pictures found, int64 [n, HITS], nearest first, -1 where there are no more.
-    hits: Ints
+# Orders of the backfill that a reader could follow.
+ORDERS = ("random", "uncertainty")
 
 
 @dataclass(frozen=True)
@@ -64,9 +45,10 @@ class Comparison:
     new: Manifest
     # Releases on the way; empty where the old vectors are searched directly.
     route: tuple[int, ...]
-    pictures: list[Picture]
-    # By query/gallery, as in "new/served"; new/old is missing where the dimensions differ.
-    cells: Mapping[str, Cell]
+    pictures: Listing
+    # By query/gallery, as in "new/served", with each picture's nearest HITS others; new/old is
+    # missing where the dimensions differ.
+    cells: Mapping[str, Measured]
     old_vectors: Vectors
     served_vectors: Vectors
     new_vectors: Vectors
@@ -77,136 +59,62 @@ class Comparison:
     cost: Cost
 
 
-@dataclass(frozen=True)
-class _Vectors:
-    old: Vectors
-    served: Vectors
-    new: Vectors
-    uncertainty: NDArray[np.float32] | None
-    route: tuple[int, ...]
-    cost: Cost
+def best_route(manifests: Mapping[int, Manifest], old: int, new: int) -> Route | None:
+    """The route that a gallery of `old`, whose items all have side-information, takes to `new`."""
+    return plan_route(manifests, old, new, manifests[old].side_space)
 
 
 def predecessor(manifests: Mapping[int, Manifest], release: int) -> int | None:
     """The newest older release whose galleries `release` can take over, or None."""
-    new = manifests[release]
+    direct = manifests[release].searches_directly
     for number in sorted((n for n in manifests if n < release), reverse=True):
-        old = manifests[number]
-        if plan_route(manifests, number, release, old.side_space):
-            return number
-        if old.space in new.searches_directly:
+        if best_route(manifests, number, release) or manifests[number].space in direct:
             return number
     return None
 
 
 def compare(
-    folder: Path,
-    manifests: Mapping[int, Manifest],
-    old: Manifest,
-    new: Manifest,
-    pictures: list[Picture],
+    folder: Path, manifests: Mapping[int, Manifest], old: int, new: int, pictures: Listing
 ) -> Comparison:
-    """Measure the upgrade from `old` to `new` on pictures, with what gateways and devices run by
-    default: int8 transforms where they are published.
+    """Measure the upgrade from release `old` to `new` on pictures, with what gateways and devices
+    run by default: int8 transforms where they are published.
 
     Raises VerificationError for models that are not the published ones, InvalidInputError for a
     file that is no image.
     """
-    vectors = _embed(folder, manifests, old, new, pictures)
-    sides = {
-        "old/old": (vectors.old, vectors.old, old),
-        "new/old": (vectors.new, vectors.old, old),
-        "new/served": (vectors.new, vectors.served, new),
-        "new/new": (vectors.new, vectors.new, new),
+    found = best_route(manifests, old, new)
+    route = () if found is None else found.releases
+    names = upgrade_cells(old, new, route)
+    images = Published(pictures, folder, manifests, threads=1)
+    # A picture is to find the others of its class; its own place in the gallery is left out.
+    relevance = same_label(pictures.labels, pictures.labels, pictures.paths, pictures.paths)
+    before, native = images.native(old), images.native(new)
+    served = images.along(names["new/served"].gallery, int8=True)
+    comparable = {
+        "old/old": True,
+        "new/old": before.shape[1] == native.shape[1],
+        "new/served": served.embedding.shape[1] == native.shape[1],
+        "new/new": True,
     }
     cells = {
-        name: _cell(queries, gallery, space, pictures)
-        for name, (queries, gallery, space) in sides.items()
-        if queries.shape[1] == gallery.shape[1]
+        name: measure_cell(cell, images, images, relevance, neighbours=HITS, int8=True)
+        for name, cell in names.items()
+        if comparable[name]
     }
+    curves = {}
+    if comparable["new/served"]:
+        cell = names["new/served"]
+        curves = backfill_curves(cell, images, images, relevance, ORDERS, int8=True)
     return Comparison(
-        old=old,
-        new=new,
-        route=vectors.route,
+        old=manifests[old],
+        new=manifests[new],
+        route=route,
         pictures=pictures,
         cells=cells,
-        old_vectors=vectors.old,
-        served_vectors=vectors.served,
-        new_vectors=vectors.new,
-        uncertainty=vectors.uncertainty,
-        curves=_curves(vectors, new, pictures),
-        cost=vectors.cost,
+        old_vectors=before,
+        served_vectors=served.embedding,
+        new_vectors=native,
+        uncertainty=served.uncertainty,
+        curves=curves,
+        cost=Cost(len(pictures), images.seconds.get(route, 0.0), images.seconds[new,]),
     )
-
-
-def _embed(
-    folder: Path,
-    manifests: Mapping[int, Manifest],
-    old: Manifest,
-    new: Manifest,
-    pictures: list[Picture],
-) -> _Vectors:
-    stored = _run(open_embedder(folder, old), old, pictures)
-    side = None
-    if old.side_encoder is not None:
-        side = _run(open_side_encoder(folder, old), old, pictures)
-    embedder = open_embedder(folder, new)
-    start = time.perf_counter()
-    fresh = _run(embedder, new, pictures)
-    reembed_seconds = time.perf_counter() - start
-    route = plan_route(manifests, old.release, new.release, old.side_space)
-    served, uncertainty, seconds = stored, None, 0.0
-    if route is not None:
-        runner = open_route(folder, route, int8=True)
-        start = time.perf_counter()
-        upgraded = runner.run(stored, side)
-        seconds = time.perf_counter() - start
-        served, uncertainty = upgraded.embedding, upgraded.uncertainty
-    releases = () if route is None else route.releases
-    cost = Cost(len(pictures), seconds, reembed_seconds)
-    return _Vectors(stored, served, fresh, uncertainty, releases, cost)
-
-
-def _run(model: Embedder | SideEncoder, release: Manifest, pictures: list[Picture]) -> Vectors:
-    """Vectors [n,dim] of every picture, decoded at the release's size."""
-    height, width = release.embedder.height, release.embedder.width
-    return np.concatenate(
-        [
-            model.run(pixels(pictures[start : start + BATCH], height, width))
-            for start in range(0, len(pictures), BATCH)
-        ]
-    )
-
-
-def _relevance(pictures: list[Picture]) -> Relevance:
-    """A picture is to find the others of its class; its own place in the gallery is left out."""
-    labels = [picture.label for picture in pictures]
-    names = [picture.name for picture in pictures]
-    return same_label(labels, labels, names, names)
-
-
-def _cell(queries: Vectors, gallery: Vectors, space: Manifest, pictures: list[Picture]) -> Cell:
-    """Every picture against all others; `space` is the release whose space the gallery lives in."""
-    spec = SpaceSpec.of(space)
-    figures = score(queries, gallery, _relevance(pictures), METRICS[spec.metric])
-    index = ExactIndex(spec, np.arange(len(gallery), dtype=np.int64), gallery)
-    found = index.search(queries, HITS + 1).labels
-    own = np.arange(len(queries))[:, None]
-    hits = np.stack([row[row != i][:HITS] for i, row in zip(own, found, strict=True)])
-    return Cell(figures["cmc1"], figures["cmc5"], figures["map"], hits)
-
-
-def _curves(vectors: _Vectors, new: Manifest, pictures: list[Picture]) -> dict[str, BackfillCurve]:
-    if vectors.served.shape[1] != vectors.new.shape[1]:
-        return {}
-    orders = {"random order": random_order(len(pictures), seed=0)}
-    if vectors.uncertainty is not None:
-        orders["least certain first"] = uncertainty_order(vectors.uncertainty)
-    metric = METRICS[new.embedder.metric]
-    relevance = _relevance(pictures)
-    return {
-        name: backfill_curve(
-            vectors.new, vectors.served, vectors.new, order, relevance, metric=metric
-        )
-        for name, order in orders.items()
-    }

@@ -7,8 +7,10 @@ import numpy as np
 
 from nobackfill.metrics.compatibility import negative_flips, share_kept
 from nobackfill.metrics.retrieval import PerQuery, mean
+from nobackfill.quality.cells import upgrade_cells
+from nobackfill.quality.retrieval import Measured
 from nobackfill.release.manifest import Manifest
-from nobackfill.report.comparison import Cell, Comparison
+from nobackfill.report.comparison import Comparison
 
 # Rows and columns of the matrix, as query model and gallery.
 QUERIES = ("old", "new")
@@ -28,7 +30,7 @@ class MatrixCell:
 Matrix = Mapping[tuple[str, str], MatrixCell]
 
 
-def matrix_of_pictures(cells: Mapping[str, Cell]) -> Matrix:
+def matrix_of_pictures(cells: Mapping[str, Measured]) -> Matrix:
     """The matrix as the pictures give it."""
     return _shaded(
         {
@@ -44,17 +46,12 @@ def matrix_of_evidence(old: Manifest, new: Manifest, route: tuple[int, ...]) -> 
     What is served is told with int8 transforms where they are published, as they are what gateways
     and devices run; the CMC of older manifests is that of exact ones.
     """
-    served = ">".join(map(str, route)) if route else str(old.release)
-    names = {
-        f"{old.release}/{old.release}": "old/old",
-        f"{new.release}/{old.release}": "new/old",
-        f"{new.release}/{served}": "new/served",
-        f"{new.release}/{new.release}": "new/new",
-    }
+    cells = upgrade_cells(old.release, new.release, route)
+    names = {str(cell): name for name, cell in cells.items()}
     figures = {
-        names[f"{cell.query}/{cell.gallery}"]: (100 * cell.map, 100 * cell.cmc1, 100 * cell.cmc5)
+        names[cell.name]: (100 * cell.map, 100 * cell.cmc1, 100 * cell.cmc5)
         for cell in new.evidence
-        if f"{cell.query}/{cell.gallery}" in names
+        if cell.name in names
     }
     int8_map = _int8_map(new, route)
     if int8_map is not None and "new/served" in figures:

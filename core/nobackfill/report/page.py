@@ -9,9 +9,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from nobackfill.metrics.backfill import uncertainty_order
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.routes import plan_route
 from nobackfill.report.charts import backfill_chart, gallery_map
-from nobackfill.report.comparison import Comparison
+from nobackfill.report.comparison import Comparison, best_route
 from nobackfill.report.facts import downloads, facts, software
 from nobackfill.report.figures import (
     GALLERIES,
@@ -92,7 +91,8 @@ def render(
     `basis` says in words what the comparison was measured on.
     """
     new = manifests[release]
-    route = _route(manifests, release, old, comparison)
+    found = None if old is None else best_route(manifests, old, release)
+    route = () if found is None else found.releases
     matrix: Matrix = {}
     if comparison is not None:
         matrix = matrix_of_pictures(comparison.cells)
@@ -129,20 +129,6 @@ def render(
     )
 
 
-def _route(
-    manifests: Mapping[int, Manifest],
-    release: int,
-    old: int | None,
-    comparison: Comparison | None,
-) -> tuple[int, ...]:
-    if comparison is not None:
-        return comparison.route
-    if old is None:
-        return ()
-    planned = plan_route(manifests, old, release, manifests[old].side_space)
-    return planned.releases if planned else ()
-
-
 def _groups(comparison: Comparison) -> list[Group]:
     changed = flips(comparison)
     asked = f"of {changed.answerable} searches"
@@ -168,7 +154,7 @@ def _groups(comparison: Comparison) -> list[Group]:
 def _asked(comparison: Comparison, query: int) -> Asked:
     cells = comparison.cells
     rows = [
-        Row(title, [_tile(comparison, hit) for hit in cells[name].hits[query].tolist() if hit >= 0])
+        Row(title, [_tile(comparison, hit) for hit in cells[name].neighbours[query].tolist()])
         for title, name in ROWS.items()
         if name in cells
     ]
@@ -176,23 +162,18 @@ def _asked(comparison: Comparison, query: int) -> Asked:
     return Asked(tile.picture, tile.label, rows)
 
 
-def _tile(comparison: Comparison, position: int) -> Tile:
-    picture = comparison.pictures[position]
-    return Tile(thumbnail(picture), picture.label)
+def _tile(comparison: Comparison, row: int, times: float | None = None) -> Tile:
+    pictures = comparison.pictures
+    return Tile(thumbnail(pictures.root / pictures.paths[row]), pictures.class_of(row), times)
 
 
 def _least_certain(comparison: Comparison) -> list[Tile]:
     if comparison.uncertainty is None:
         return []
+    least = uncertainty_order(comparison.uncertainty)[:LEAST_CERTAIN]
     median = float(np.median(comparison.uncertainty))
-    return [
-        Tile(
-            thumbnail(comparison.pictures[item]),
-            comparison.pictures[item].label,
-            float(comparison.uncertainty[item]) / median if median > 0 else None,
-        )
-        for item in uncertainty_order(comparison.uncertainty)[:LEAST_CERTAIN]
-    ]
+    times = comparison.uncertainty[least] / median if median > 0 else [None] * len(least)
+    return [_tile(comparison, row, over) for row, over in zip(least, times, strict=True)]
 
 
 def _seconds(value: float) -> str:

@@ -34,9 +34,7 @@ def upgrade_page(model_repo: Path, release: int, images: Path | None) -> str:
             pictures, total = read_folder(images, SEED)
             for number in {old, *range(old + 1, release + 1)} & set(manifests):
                 trusted.verified(number)
-            comparison = compare(
-                model_repo, manifests, manifests[old], manifests[release], pictures
-            )
+            comparison = compare(model_repo, manifests, old, release, pictures)
             basis = (
                 f"Measured on {len(pictures)} of {total} images of {images.resolve().name}: each "
                 "is asked, all others are the gallery. Upgraded as gateways and devices do it, by "

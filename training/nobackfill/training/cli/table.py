@@ -15,9 +15,9 @@ def gate_table(evidence: Evidence) -> str:
     table = Table("cell", "CMC-1", "CMC-5", "mAP", "gain CMC-1", "gain mAP", "gate")
     rows = {str(row): row for row in evidence.rows}
     for cell in evidence.cells:
-        row = rows.get(f"{cell.query}/{cell.gallery}")
+        row = rows.get(cell.name)
         figures = (f"{100 * value:.2f}" for value in (cell.cmc1, cell.cmc5, cell.map))
-        table.add_row(f"{cell.query}/{cell.gallery}", *figures, *_gains(row))
+        table.add_row(cell.name, *figures, *_gains(row))
     for row in evidence.rows:
         if row.exact:
             table.add_row(str(row), "", "", "", *_gains(row))
