@@ -215,9 +215,11 @@ def _settle(life: Life, release: int, rollout: Rollout, *, paused: bool) -> None
         return
     server.begin(release, rollout)
     server.advance(paused=paused)
-    if server.begun is None:
-        # Nothing holds it up, paused or not: galleries without a route do not.
-        _wait_idle(life)
+    # It begins to go on before calls are answered. Galleries without a route hold nothing up.
+    wait_until(
+        lambda: life.world.idle() or (server.begun is not None and _as_told(life)),
+        "an activation neither ends nor comes to the gallery that holds it up",
+    )
     if not _as_told(life):
         vars(server).update(before)
 
