@@ -41,7 +41,7 @@ def test_landmarks_are_those_of_the_usage(landmarks: Path) -> None:
     assert private.queries == ("q0", "q3") and len(private.index) == 300
     assert private.relevance.relevant[0].tolist() == [3, 7]
     assert read_landmarks(landmarks, "Public").queries == ("q1",)
-    assert image_path(Path("index"), "a1b2") == Path("index/a/1/b/a1b2.jpg")
+    assert image_path("a1b2") == "a/1/b/a1b2.jpg"
 
 
 def test_map_at_100_divides_by_at_most_100(landmarks: Path) -> None:

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -21,8 +22,9 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.release.trust.publication import read_publication
 from nobackfill.training.cli.command import command_app
 from nobackfill.training.cli.picture import write_picture
-from nobackfill.training.cli.table import matrix_table
+from nobackfill.training.cli.table import matrix_table, protocol_table
 from nobackfill.training.data.overlap import digests, left_out
+from nobackfill.training.protocols.evaluation import evaluate_protocol
 
 # Of an order: the curve at `shares` of the gallery, and its mean over them.
 Curve = dict[str, float | list[float]]
@@ -44,10 +46,17 @@ release N of --independent N, on the same images as the compatible one. Without 
 only for releases that were trained on their own themselves. BCT Eq. 1 is about old vectors as they
 are: the shares of pairs of two classes, and of one class, that keep to it.
 
-Example:
+A published test protocol says itself what is asked and what counts: --protocol NAME --root FOLDER
+instead of --queries and --gallery. Names: ijbc, gldv2, roxford5k, rparis6k, market1501, vggface2;
+docs/training.md says what each expects below FOLDER. JSON: {"protocol": NAME, "cells": {CELL:
+{FIGURE: share}}}.
+
+Examples:
 
 python training/evaluate.py --model-repo model_repo --queries photos/queries --gallery photos/all
 --cells "1/1,2/1,2/1>2,2/2" --json build/cells.json --picture build/cells.png
+
+python training/evaluate.py --model-repo model_repo --protocol market1501 --root Market-1501
 
 Exit codes: 0 measured, 65 refused data or failed verification, 66 a cell names what is not
 published, 78 wrong configuration.
@@ -56,8 +65,18 @@ published, 78 wrong configuration.
 
 def main(
     model_repo: Annotated[Path, typer.Option(metavar="DIR", help="publication folder")],
-    queries: Annotated[Path, typer.Option(metavar="FOLDER", help="class folders of query images")],
-    gallery: Annotated[Path, typer.Option(metavar="FOLDER", help="class folders to search in")],
+    queries: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="class folders of query images")
+    ] = None,
+    gallery: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="class folders to search in")
+    ] = None,
+    protocol: Annotated[
+        str | None, typer.Option(metavar="NAME", help="a published test protocol")
+    ] = None,
+    root: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="the protocol's files and images")
+    ] = None,
     cells: Annotated[
         str | None,
         typer.Option(help="e.g. 1/1,2/1,2/1>2,2/2; all that there are when absent"),
@@ -87,33 +106,72 @@ def main(
     if not manifests:
         raise ConfigurationError(f"--model-repo {model_repo}: nothing is published there")
     names = _names(cells, manifests, independent)
-    asked, searched = list_images(queries), list_images(gallery)
-    relevance, own = _relevance(asked, searched)
-    one_set = queries.resolve() == gallery.resolve()
-    embedded = Published(asked, model_repo, manifests)
-    other = embedded if one_set else Published(searched, model_repo, manifests)
-    measured = evaluate_cells(names, embedded, other, relevance, neighbours=neighbours, int8=int8)
-    criteria = criterion(measured, embedded, other, relevance, independent)
+    if protocol is not None:
+        others = (queries, gallery, picture, independent, neighbours or None, backfill or None)
+        if root is None or any(other is not None for other in others):
+            raise typer.BadParameter("--protocol goes with --root, --cells, --int8, --json alone")
+        shares = evaluate_protocol(protocol, root, model_repo, manifests, names, int8=int8)
+        print(protocol_table(shares))
+        _write(json_file, lambda: {"protocol": protocol, "cells": shares})
+        return
+    if queries is None or gallery is None:
+        raise typer.BadParameter("expected --queries and --gallery, or --protocol and --root")
+    sets = _sets(queries, gallery, model_repo, manifests)
+    measured = evaluate_cells(names, *sets.sides, neighbours=neighbours, int8=int8)
+    criteria = criterion(measured, *sets.sides, independent)
     print(matrix_table(measured, criteria))
     if picture is not None:
         write_picture(measured, picture)
-    if json_file is not None:
-        report = {
-            "left_out": own,
-            "cells": {
-                str(cell.name): {**cell.figures, "worst_class": cell.worst_class}
-                for cell in measured
-            },
-            "criterion": criteria,
-            "backfill": _curves(measured if backfill else (), embedded, other, relevance),
-            "neighbours": {
-                str(cell.name): dict(neighbour_paths(cell, asked, searched))
-                for cell in measured
-                if neighbours
-            },
-        }
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(json_file, json.dumps(report, indent=1).encode())
+    _write(json_file, lambda: _report(sets, measured, criteria, neighbours > 0, backfill))
+
+
+@dataclass(frozen=True)
+class _Sets:
+    """Query and gallery images with what counts as an answer; `left_out`: of so many queries their
+    own picture."""
+
+    sides: tuple[Published, Published, Relevance]
+    left_out: int
+
+
+def _sets(
+    queries: Path, gallery: Path, model_repo: Path, manifests: Mapping[int, Manifest]
+) -> _Sets:
+    asked, searched = list_images(queries), list_images(gallery)
+    relevance, own = _relevance(asked, searched)
+    embedded = Published(asked, model_repo, manifests)
+    if queries.resolve() == gallery.resolve():
+        return _Sets((embedded, embedded, relevance), own)
+    return _Sets((embedded, Published(searched, model_repo, manifests), relevance), own)
+
+
+def _report(
+    sets: _Sets,
+    measured: Sequence[MatrixCell],
+    criteria: Mapping[str, object],
+    neighbours: bool,
+    backfill: bool,
+) -> dict[str, object]:
+    asked, searched = (side.listing for side in sets.sides[:2])
+    return {
+        "left_out": sets.left_out,
+        "cells": {
+            str(cell.name): {**cell.figures, "worst_class": cell.worst_class} for cell in measured
+        },
+        "criterion": criteria,
+        "backfill": _curves(measured if backfill else (), *sets.sides),
+        "neighbours": {
+            str(cell.name): dict(neighbour_paths(cell, asked, searched))
+            for cell in measured
+            if neighbours
+        },
+    }
+
+
+def _write(file: Path | None, report: Callable[[], Mapping[str, object]]) -> None:
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, json.dumps(report(), indent=1).encode())
 
 
 def _names(

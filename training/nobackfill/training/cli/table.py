@@ -57,6 +57,15 @@ def matrix_table(
     return render(table)
 
 
+def protocol_table(cells: Mapping[str, Mapping[str, float]]) -> str:
+    """Every cell with the figures that its protocol defines."""
+    titles = list(dict.fromkeys(name for figures in cells.values() for name in figures))
+    table = Table("cell", *titles)
+    for cell, figures in cells.items():
+        table.add_row(cell, *(f"{100 * figures[title]:.2f}" for title in titles))
+    return render(table)
+
+
 def _percent(share: float | bool | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
 

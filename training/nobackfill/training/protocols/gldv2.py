@@ -1,7 +1,8 @@
 """Google Landmarks v2, retrieval: mAP@100 of test queries over the index set.
 
 `retrieval_solution_v2.1.csv` has id, images (index ids, spaces between, or None) and Usage: Public,
-Private, or Ignored for queries without an answer. `index.csv` lists the index images by id.
+Private, or Ignored for queries without an answer. `index.csv` lists the index images by id. The
+images lie below `test` and `index`.
 """
 
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.metrics.ranking import Relevance
+from nobackfill.metrics.ranking import Ranking, Relevance
+from nobackfill.metrics.retrieval import average_precision_at, mean
 from nobackfill.training.protocols.files import table
+from nobackfill.training.protocols.protocol import Figures, Protocol, images, ranked
 
 MAP_AT = 100
 
@@ -52,6 +55,18 @@ def read_landmarks(folder: Path, usage: str = "Private") -> Landmarks:
     return Landmarks(tuple(queries), index, Relevance(relevant, [nothing] * len(queries)))
 
 
-def image_path(images: Path, image_id: str) -> Path:
+def image_path(image_id: str) -> str:
     """Where the data set keeps an image: below the first three characters of its id."""
-    return images / image_id[0] / image_id[1] / image_id[2] / f"{image_id}.jpg"
+    return f"{image_id[0]}/{image_id[1]}/{image_id[2]}/{image_id}.jpg"
+
+
+def protocol(root: Path, _scratch: Path) -> Protocol:
+    """mAP@100 of the private queries."""
+    landmarks = read_landmarks(root)
+    queries = images(root / "test", [image_path(query) for query in landmarks.queries])
+    index = images(root / "index", [image_path(image) for image in landmarks.index])
+    return ranked(queries, index, landmarks.relevance, _figures)
+
+
+def _figures(ranking: Ranking) -> Figures:
+    return {f"map_at_{MAP_AT}": mean(average_precision_at(ranking, MAP_AT))}

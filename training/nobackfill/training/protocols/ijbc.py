@@ -2,7 +2,8 @@
 
 Files, as NIST and the usual copies name them: `ijbc_face_tid_mid.txt` (image, template, media),
 `ijbc_template_pair_label.txt` (template, template, 1 or 0), `ijbc_1N_gallery_G1.csv` and `…_G2.csv`
-and `ijbc_1N_probe_mixed.csv` (TEMPLATE_ID, SUBJECT_ID, …).
+and `ijbc_1N_probe_mixed.csv` (TEMPLATE_ID, SUBJECT_ID, …), all of them below `meta`. The faces, cut
+out, lie below `loose_crop`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,12 @@ from nobackfill.metrics.ranking import rank, same_label
 from nobackfill.metrics.retrieval import cmc, mean
 from nobackfill.metrics.verification import tar_at_far
 from nobackfill.training.protocols.files import integer, table, words
+from nobackfill.training.protocols.protocol import Figures, Protocol, images
+from nobackfill.vectors import Vectors
 
 Ints = NDArray[np.int64]
+# The operating points of BCT's main tables.
+FAR, FPIR = (1e-4,), (1e-2,)
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,27 @@ def search(
         for name, value in told.items():
             figures.setdefault(name, []).append(value)
     return {name: float(np.mean(values)) for name, values in figures.items()}
+
+
+def protocol(root: Path, _scratch: Path) -> Protocol:
+    """TAR@FAR of the pairs, TPIR@FPIR and ranks of the mixed probes in both galleries.
+
+    The first template of a pair, and the probes, by the query's model; the others by the gallery's.
+    """
+    meta = root / "meta"
+    faces, pairs = read_faces(meta), read_pairs(meta)
+    probes = read_enrolled(meta / "ijbc_1N_probe_mixed.csv")
+    galleries = [read_enrolled(meta / f"ijbc_1N_gallery_G{number}.csv") for number in (1, 2)]
+    listing = images(root / "loose_crop", faces.names)
+
+    def figures(queries: Vectors, stored: Vectors, _metric: Metric) -> Figures:
+        # Templates are means of unit norm, which both metrics rank alike.
+        first, second = pool(faces, queries), pool(faces, stored)
+        verified = verify(pairs, first, second, FAR)
+        accepted = {f"tar@far={rate:g}": share for rate, share in verified.items()}
+        return accepted | dict(search(probes, galleries, first, second, FPIR))
+
+    return Protocol(listing, listing, figures)
 
 
 def _means(vectors: Floats, place: Ints, groups: int) -> Floats:

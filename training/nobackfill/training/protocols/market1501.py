@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.errors import InvalidInputError, NotFoundError
-from nobackfill.metrics.ranking import Relevance
+from nobackfill.metrics.ranking import Ranking, Relevance
+from nobackfill.metrics.retrieval import average_precision, cmc, mean
+from nobackfill.training.protocols.protocol import Figures, Protocol, images, ranked
 
 _NAME = re.compile(r"^(-1|\d{4})_c(\d)s\d_\d{6}_\d{2}\.jpg(\.jpg)?\Z")
 _BAD = -1
@@ -56,3 +58,17 @@ def relevance(queries: Sightings, gallery: Sightings) -> Relevance:
         relevant.append(np.flatnonzero(same & ~here & ~bad))
         ignored.append(np.flatnonzero(bad | (same & here)))
     return Relevance(relevant, ignored)
+
+
+def protocol(root: Path, _scratch: Path) -> Protocol:
+    """Rank-1 and mAP of `query` in `bounding_box_test`."""
+    queries, gallery = (read_sightings(root / part) for part in ("query", "bounding_box_test"))
+    asked, searched = (
+        images(sightings.paths[0].parent, [path.name for path in sightings.paths])
+        for sightings in (queries, gallery)
+    )
+    return ranked(asked, searched, relevance(queries, gallery), _figures)
+
+
+def _figures(ranking: Ranking) -> Figures:
+    return {"rank-1": mean(cmc(ranking, 1)), "map": mean(average_precision(ranking))}

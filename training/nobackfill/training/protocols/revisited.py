@@ -1,22 +1,30 @@
 """Revisited Oxford and Paris (Radenovic et al. 2018): easy, medium and hard, with junk left out.
 
 `gnd_roxford5k.pkl`, `gnd_rparis6k.pkl`: {"imlist", "qimlist", "gnd": [{"bbx", "easy", "hard",
-"junk"}]}, the last three as positions in imlist.
+"junk"}]}, the last three as positions in imlist. The images lie below `jpg`.
 """
 
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from PIL import Image
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.metrics.ranking import Ints, Ranking, Relevance
-from nobackfill.metrics.retrieval import PerQuery
+from nobackfill.images import checked_header, read_file
+from nobackfill.metrics.distances import Metric
+from nobackfill.metrics.ranking import Ints, Ranking, Relevance, rank
+from nobackfill.metrics.retrieval import PerQuery, mean
 from nobackfill.training.protocols.pickles import read_plain
+from nobackfill.training.protocols.protocol import Figures, Protocol, images
+from nobackfill.vectors import Vectors
 
 Difficulty = Literal["easy", "medium", "hard"]
+# Answers that mP@k looks at.
+PRECISION_AT = 10
 # What counts as an answer, and what is taken out of the ranking.
 _SETUPS: Mapping[Difficulty, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "easy": (("easy",), ("junk", "hard")),
@@ -87,6 +95,47 @@ def precision_at(ranking: Ranking, k: int) -> PerQuery:
         depth = min(int(ranks[-1]), k)
         values.append(float((ranks <= depth).sum()) / depth)
     return np.array(values)
+
+
+def oxford(root: Path, scratch: Path) -> Protocol:
+    """mAP and mP@10 of the revisited Oxford, each difficulty."""
+    return _protocol(root, "gnd_roxford5k.pkl", scratch)
+
+
+def paris(root: Path, scratch: Path) -> Protocol:
+    """mAP and mP@10 of the revisited Paris, each difficulty."""
+    return _protocol(root, "gnd_rparis6k.pkl", scratch)
+
+
+def _protocol(root: Path, truth: str, scratch: Path) -> Protocol:
+    setups = {difficulty: read_revisited(root / truth, difficulty) for difficulty in _SETUPS}
+    read = setups["medium"]
+    asked = images(root / "jpg", [f"{name}.jpg" for name in read.queries])
+    for number, (path, box) in enumerate(zip(asked.paths, read.boxes, strict=True)):
+        _write_cut(asked.root / path, box, scratch / f"{number}.png")
+    cut = images(scratch, [f"{number}.png" for number in range(len(asked))])
+    gallery = images(root / "jpg", [f"{name}.jpg" for name in read.gallery])
+
+    def figures(queries: Vectors, stored: Vectors, metric: Metric) -> Figures:
+        found = {}
+        for difficulty, setup in setups.items():
+            ranking = rank(queries, stored, setup.relevance, metric)
+            found[f"map_{difficulty}"] = mean(trapezoid_average_precision(ranking))
+            found[f"mp_at_{PRECISION_AT}_{difficulty}"] = mean(precision_at(ranking, PRECISION_AT))
+        return found
+
+    return Protocol(cut, gallery, figures)
+
+
+def _write_cut(image: Path, box: tuple[float, float, float, float], to: Path) -> None:
+    """The box of an image, at its own resolution, without loss."""
+    try:
+        header = checked_header(read_file(image))
+        with Image.open(io.BytesIO(header.picture), formats=(header.format,)) as whole:
+            left, top, right, bottom = map(round, box)
+            whole.convert("RGB").crop((left, top, right, bottom)).save(to)
+    except (InvalidInputError, OSError, ValueError) as error:
+        raise InvalidInputError(f"{image}: cannot be cut to {box}: {error}") from error
 
 
 def _joined(truth: Mapping[str, object], kinds: tuple[str, ...], size: int) -> Ints:

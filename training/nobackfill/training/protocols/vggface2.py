@@ -1,10 +1,15 @@
 """VGGFace2's test set: 50 images of each of its 500 subjects, drawn once (fct.txt section 4.2)."""
 
+from pathlib import Path
+
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.class_folders import Listing
+from nobackfill.class_folders import Listing, list_images
 from nobackfill.errors import InvalidInputError
+from nobackfill.metrics.ranking import Ranking, same_label
+from nobackfill.metrics.retrieval import average_precision, cmc, mean
+from nobackfill.training.protocols.protocol import Figures, Protocol, ranked
 
 SUBSAMPLE = 50
 
@@ -26,3 +31,16 @@ def subsample(listing: Listing, per_class: int = SUBSAMPLE, seed: int = 0) -> ND
             )
         chosen.append(rng.permutation(rows)[:per_class])
     return np.sort(np.concatenate(chosen))
+
+
+def protocol(root: Path, _scratch: Path) -> Protocol:
+    """CMC and mAP over class folders, a folder a subject. A query is left out of its answers."""
+    listing = list_images(root)
+    drawn = listing.select(subsample(listing))
+    relevance = same_label(drawn.labels, drawn.labels, drawn.paths, drawn.paths)
+    return ranked(drawn, drawn, relevance, _figures)
+
+
+def _figures(ranking: Ranking) -> Figures:
+    first = {f"cmc{k}": mean(cmc(ranking, k)) for k in (1, 5)}
+    return {**first, "map": mean(average_precision(ranking))}
