@@ -15,7 +15,7 @@ import pytest
 
 from nobackfill.errors import AlreadyExistsError, BusyError, VerificationError
 from nobackfill.gallery import connections, staging
-from nobackfill.gallery.access import Access
+from nobackfill.gallery.access import Access, connect
 from nobackfill.gallery.store import NewVectors, Store
 from nobackfill.gallery.upgrade import run_upgrade
 from tests.gallery.making import Linear, filled, ids, put, rows, spec, vectors
@@ -210,7 +210,6 @@ def test_nobody_checks_while_another_has_it_open(
 ) -> None:
     path = tmp_path / "g.sqlite"
     checks: list[str] = []
-    connect = connections.connect
 
     def traced(where: Path, access: Access) -> sqlite3.Connection:
         connection = connect(where, access)

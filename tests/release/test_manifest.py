@@ -8,7 +8,7 @@ import pytest
 
 from nobackfill.errors import UnfitError, VerificationError
 from nobackfill.release import paths
-from nobackfill.release.manifest import parse_manifest
+from nobackfill.release.parsing import parse_manifest
 from tests.support.releases import draft
 
 

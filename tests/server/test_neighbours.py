@@ -12,7 +12,7 @@ from nobackfill.gallery.search.index import Content, Index, Labels, Mask, Neighb
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
-from nobackfill.server.galleries import hosted
+from nobackfill.server.galleries import speed
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import search_pb2
@@ -65,7 +65,7 @@ def test_a_large_gallery_without_a_graph_is_slow_before_it_is_searched(
     client.create()
     client.put_images(images(5))
     asked = gateway.galleries.slow
-    monkeypatch.setattr(hosted, "_SLOW_ELEMENTS", 5 * one.embedder.dim)
+    monkeypatch.setattr(speed, "_SLOW_ELEMENTS", 5 * one.embedder.dim)
     assert not asked("g")
     client.put_images(images(6)[5:], first=5)
     assert asked("g")
@@ -81,7 +81,7 @@ def test_a_slow_gallery_delays_no_other(
     query = embedding(one, images(5)[2])
     slow = gateway.galleries.get("slow")
     # As its last searches did; nobody knows of one that was never searched.
-    slow.took(10.0)
+    slow.speed.took(10.0)
 
     def ask() -> search_pb2.SearchResponse:
         return client.search_by(query, name="slow", k=1)
@@ -93,7 +93,7 @@ def test_a_slow_gallery_delays_no_other(
                 assert ids(client.search_by(query, name="quick", k=1)) == ["i2"]
             assert not any(future.done() for future in asked)
         assert all(ids(future.result(60)) == ["i2"] for future in asked)
-    while slow.slow:
+    while slow.speed.slow:
         ask()
 
 

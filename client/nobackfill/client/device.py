@@ -96,7 +96,7 @@ class Device:
 
     def manifest(self, release: int) -> "Manifest":
         """The manifest of an installed release. Raises like manifest_text."""
-        from nobackfill.release.manifest import parse_manifest
+        from nobackfill.release.parsing import parse_manifest
 
         return parse_manifest(self.manifest_text(release), release)
 

@@ -5,6 +5,7 @@ sole     no room for the shared memory: by one process at a time, through one co
 reading  file or folder cannot be written: read as it is, and nothing is made beside it
 """
 
+import contextlib
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from nobackfill.errors import BusyError, CannotWriteError
 # SQLite maps 32 KiB beside the gallery before it reads a row; where blocks are smaller than its
 # pages it finds out by SIGBUS that there is no room. The rest is for the log's first pages.
 LEAST_ROOM = 256 << 10
+# How long a writer waits for another process before BusyError.
+BUSY_TIMEOUT_MS = 5000
 _BESIDE = ("-wal", "-shm", ".lock")
 _EFFECTIVE = os.access in os.supports_effective_ids
 
@@ -52,6 +55,20 @@ class Access:
 
 
 SHARED = Access()
+
+
+def connect(path: Path, access: Access = SHARED) -> sqlite3.Connection:
+    """A connection as every one of ours is set up: explicit transactions, full durability."""
+    with contextlib.ExitStack() as undo:
+        connection = undo.enter_context(contextlib.closing(access.connect(path)))
+        connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA secure_delete = ON")
+        # Sorted rows hold ids; they stay out of files that outlive them.
+        connection.execute("PRAGMA temp_store = MEMORY")
+        undo.pop_all()
+    return connection
 
 
 def accesses(path: Path, alone: bool) -> Iterator[Access]:

@@ -21,7 +21,7 @@ from nobackfill.errors import (
     NotFoundError,
     VerificationError,
 )
-from nobackfill.gallery.access import SHARED, Access, accesses
+from nobackfill.gallery.access import BUSY_TIMEOUT_MS, SHARED, accesses, connect
 from nobackfill.gallery.file_lock import lock_path, open_lock, share
 from nobackfill.gallery.residents import Residents
 from nobackfill.gallery.tables import FORMAT
@@ -29,8 +29,6 @@ from nobackfill.sqlite_errors import refusal, refusing_sqlite
 
 # Marks the file as ours: "nobf".
 APPLICATION = 0x6E6F6266
-# How long a writer waits for another process before BusyError.
-BUSY_TIMEOUT_MS = 5000
 # How long closing waits for the statements under way.
 _CLOSE_S = 60.0
 # Where shared memory or the log's file could not be made after all.
@@ -39,20 +37,6 @@ _NO_ROOM = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN)
 
 class _NoRoomError(Exception):
     """What SQLite makes beside the gallery could not be made."""
-
-
-def connect(path: Path, access: Access = SHARED) -> sqlite3.Connection:
-    """A connection as every one of ours is set up: explicit transactions, full durability."""
-    with contextlib.ExitStack() as undo:
-        connection = undo.enter_context(contextlib.closing(access.connect(path)))
-        connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute("PRAGMA secure_delete = ON")
-        # Sorted rows hold ids; they stay out of files that outlive them.
-        connection.execute("PRAGMA temp_store = MEMORY")
-        undo.pop_all()
-    return connection
 
 
 class Connections:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nobackfill import durable
-from nobackfill.gallery.blank import PAGE_BYTES
-from nobackfill.gallery.connections import connect
+from nobackfill.gallery.access import connect
+from nobackfill.gallery.creation import PAGE_BYTES
 from nobackfill.gallery.remaining import Remaining
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec

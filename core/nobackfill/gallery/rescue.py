@@ -15,9 +15,8 @@ from typing import Any, get_args
 from nobackfill import durable
 from nobackfill.errors import BusyError, DamagedError, InvalidInputError, UnusableRowsError
 from nobackfill.gallery import attributes, reading, writing
-from nobackfill.gallery.access import SHARED, accesses
-from nobackfill.gallery.blank import make_blank
-from nobackfill.gallery.connections import BUSY_TIMEOUT_MS, connect
+from nobackfill.gallery.access import BUSY_TIMEOUT_MS, SHARED, accesses, connect
+from nobackfill.gallery.creation import make_empty
 from nobackfill.gallery.file_lock import lock_path, open_lock, share
 from nobackfill.gallery.spec import Origin, SpaceInfo
 from nobackfill.gallery.tables import add_space, find_space, from_blobs, read_spaces, vector_table
@@ -63,7 +62,7 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> Rescued:
             raise DamagedError(
                 source, f"{error}, where it says what it is: nothing can be rescued"
             ) from error
-        make_blank(target, None)
+        make_empty(target, None)
         with contextlib.closing(connect(target)) as new:
             return _Rescue(old, new, spaces).run(state, others)
 

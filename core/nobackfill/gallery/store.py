@@ -10,22 +10,17 @@ for one another up to the busy timeout, then BusyError. Files are 0600, on a loc
 
 import contextlib
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from sqlite3 import Connection
 from typing import Any, Self
 
-import numpy as np
-
-from nobackfill import durable
-from nobackfill.errors import AlreadyExistsError, DamagedError
+from nobackfill.errors import DamagedError
 from nobackfill.gallery import reading, writing
-from nobackfill.gallery.blank import make_blank
+from nobackfill.gallery.change import Change
 from nobackfill.gallery.connections import Connections
-from nobackfill.gallery.file_lock import lock_path
+from nobackfill.gallery.creation import create_file
 from nobackfill.gallery.reading import Item
 from nobackfill.gallery.residents import Residents
 from nobackfill.gallery.search.index import Labels
@@ -37,21 +32,6 @@ from nobackfill.vectors import Vectors
 __all__ = ["Change", "Item", "Metadata", "NewVectors", "PutResult", "Store"]
 
 
-@dataclass(frozen=True)
-class Change:
-    """What one committed transaction did.
-
-    `added`: vectors that came or were replaced, by space id. `deleted`: labels that are gone from
-    every space; they go before the others come. `spaces`: a space came, went or changed its state.
-    `described`: labels that are new, or whose metadata may be another.
-    """
-
-    added: Mapping[str, tuple[Labels, Vectors]]
-    deleted: Labels
-    spaces: bool = False
-    described: Labels = field(default_factory=lambda: np.empty(0, np.int64))
-
-
 class Store:
     """Made by `create` or `open`; `close` it, or use it in a `with` statement."""
 
@@ -61,7 +41,7 @@ class Store:
         self._connections = Connections(path, residents)
         self._listeners: list[Callable[[Change], None]] = []
         # Held from before a commit until its listeners know, so that they hear commits in order.
-        self._telling = threading.RLock()
+        self._reporting = threading.RLock()
         self._unscrubbed = False
 
     @classmethod
@@ -70,18 +50,7 @@ class Store:
 
         Raises AlreadyExistsError, CannotWriteError, BusyError.
         """
-        durable.make_dir(path.parent, mode=0o700)
-        with durable.lock(lock_path(path)):
-            if path.exists():
-                raise AlreadyExistsError(f"{path}: exists already; choose another name or open it")
-            for stale in path.parent.glob(f"{durable.TEMPORARY}{path.name}-*"):
-                durable.remove_tree(stale)
-            temporary = path.parent / f"{durable.TEMPORARY}{path.name}-{uuid.uuid4().hex}"
-            try:
-                make_blank(temporary, spec)
-                durable.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
+        create_file(path, spec)
         return cls(path)
 
     @classmethod
@@ -121,9 +90,9 @@ class Store:
     @contextlib.contextmanager
     def changing(self) -> Iterator[tuple[Connection, list[Change]]]:
         """A transaction that changes vectors or spaces, for this room: the changes appended to the
-        list are told to the listeners once it is durable.
+        list are reported to the listeners once it is durable.
         """
-        with self._connections.using(), self._telling:
+        with self._connections.using(), self._reporting:
             changes: list[Change] = []
             before = after = -1
             try:
@@ -132,7 +101,7 @@ class Store:
                     connection.execute("UPDATE commits SET count = count + 1")
                     yield connection, changes
             finally:
-                # An error can come after the commit, too: what is durable must be told.
+                # An error can come after the commit, too: what is durable is reported.
                 with self._connections.writer() as connection:
                     after = _commits(connection) if before >= 0 else before
                 if after > before:
@@ -156,7 +125,7 @@ class Store:
 
     def subscribe(self, listener: Callable[[Change], None]) -> None:
         """Call `listener` after each commit of this process, in order, in the writer's thread."""
-        with self._telling:
+        with self._reporting:
             self._listeners.append(listener)
 
     def unsubscribe(self, listener: Callable[[Change], None]) -> None:

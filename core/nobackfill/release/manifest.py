@@ -14,12 +14,11 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    ValidationError,
     model_validator,
 )
 
 from nobackfill.digests import side_space_id, space_id
-from nobackfill.errors import UnfitError, few
+from nobackfill.errors import few
 from nobackfill.release import paths
 from nobackfill.vectors import Metric, Origin
 
@@ -104,7 +103,7 @@ class Upgrade(_Strict):
 
 
 class RouteEvidence(_Strict):
-    """What a whole route into this release keeps, measured on the exported files."""
+    """What a route into this release keeps, measured on the exported files."""
 
     # Releases on the way, from the first one's space to this one's: [1, 3], or chained [1, 2, 3].
     releases: tuple[ReleaseNumber, ...] = Field(min_length=2)
@@ -187,7 +186,7 @@ class Probes(_Strict):
 
 
 class Manifest(_Strict):
-    """Release N. Raises pydantic.ValidationError; use `parse_manifest` at the borders."""
+    """Release N. Raises pydantic.ValidationError; files are read by `parse_manifest`."""
 
     format: Literal[1] = 1
     release: ReleaseNumber
@@ -265,31 +264,3 @@ def space_of(embedder: Embedder) -> str:
         metric=embedder.metric,
         unit=embedder.unit,
     )
-
-
-def parse_manifest(text: str | bytes, release: int | None = None) -> Manifest:
-    """Read a manifest, of `release` where one is expected: the one reader of all.
-
-    Raises UnfitError in one line: it needs a newer version of this program (another format, or keys
-    that this one does not know), or it breaks the rules.
-    """
-    name = "this release" if release is None else f"release {release}"
-    try:
-        manifest = Manifest.model_validate_json(text)
-    except ValidationError as error:
-        raise UnfitError(_refusal(name, error)) from error
-    if release not in (None, manifest.release):
-        raise UnfitError(f"{name}: its manifest says it is release {manifest.release}")
-    return manifest
-
-
-def _refusal(name: str, error: ValidationError) -> str:
-    problems = error.errors(include_url=False, include_context=False)
-    keys = {".".join(map(str, problem["loc"])): problem for problem in problems}
-    kind = keys.get("format")
-    if kind is not None and isinstance(kind["input"], int) and kind["input"] > 1:
-        return f"{name} needs a newer nobackfill: its manifest is of format {kind['input']}, not 1"
-    if all(problem["type"] == "extra_forbidden" for problem in problems):
-        return f"{name} needs a newer nobackfill: its manifest has the new keys {few(keys)}"
-    wrong = (f"{key}: {problem['msg']}".removeprefix(": ") for key, problem in keys.items())
-    return f"{name}: its manifest cannot be used ({few(wrong)})"

@@ -15,7 +15,8 @@ from tuf.api.metadata import Root, TargetFile
 from nobackfill import durable
 from nobackfill.digests import sha256_bytes, sha256_file
 from nobackfill.errors import NotFoundError, UnfitError, VerificationError
-from nobackfill.release.manifest import Manifest, parse_manifest
+from nobackfill.release.manifest import Manifest
+from nobackfill.release.parsing import parse_manifest
 from nobackfill.release.paths import is_plain, manifest_path, release_of_manifest
 from nobackfill.release.publishing.metadata import verified, withdrawn
 from nobackfill.release.routes import twin_of

@@ -8,7 +8,6 @@ from typing import Any
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.gallery.passing import Filtering
-from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.store import Change, Item, Store
@@ -18,6 +17,7 @@ from nobackfill.server.galleries.initial_index import beginning
 from nobackfill.server.galleries.items import ItemCache
 from nobackfill.server.galleries.order import Level
 from nobackfill.server.galleries.plan import Part, Plan, make_plan
+from nobackfill.server.galleries.speed import Speed
 from nobackfill.server.galleries.users import Users
 from nobackfill.server.galleries.write_lock import WriteLock
 from nobackfill.server.state import State
@@ -27,14 +27,6 @@ ROLLOUT = "rollout"
 NOTE = "note"
 # Whether answers bring distances as they were computed.
 EXACT = "exact_distances"
-
-
-# A gallery whose searches take longer than this, in the mean of the last few, keeps to a lane of
-# its kind.
-_SLOW_S = 0.02
-_SMOOTHING = 0.2
-# So many numbers compared by each search take as long: known before the first is asked.
-_SLOW_ELEMENTS = 1 << 24
 
 
 class Hosted:
@@ -67,7 +59,7 @@ class Hosted:
         self._counts: dict[str | None, int] = {}
         self.exact = bool(self.state(EXACT))
         self._plan: Plan | None = None
-        self._took = 0.0
+        self.speed = Speed(self.views)
         self._rest: tuple[Snapshot, Snapshot, Snapshot] | None = None
 
     @property
@@ -156,25 +148,6 @@ class Hosted:
         """Spaces in which an item has a vector."""
         spaces = [info.spec.space for info in self.spaces()]
         return [space for space in spaces if self.store.vector(label, space) is not None]
-
-    def took(self, seconds: float) -> None:
-        """Tell how long a search of it took."""
-        self._took += _SMOOTHING * (seconds - self._took)
-
-    @property
-    def slow(self) -> bool:
-        """Whether searches of it take long at present: most have no graph yet."""
-        return self._took > _SLOW_S or self._compared() > _SLOW_ELEMENTS
-
-    def _compared(self) -> int:
-        """Numbers that a search compares one by one: without a graph, and beside one."""
-        numbers = 0
-        for view in self.views().values():
-            snapshot = view.snapshot()
-            alone = isinstance(snapshot.base.index, ExactIndex)
-            rows = len(snapshot.delta) + alone * len(snapshot.base)
-            numbers += rows * snapshot.spec.dim
-        return numbers
 
     def snapshots(self, parts: Sequence[Part]) -> list[Snapshot]:
         """One snapshot a part, each item in the first part that has it.

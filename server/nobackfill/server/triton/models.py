@@ -1,6 +1,5 @@
 """Models in Triton: loaded by name, watched, brought back when Triton dies or hangs."""
 
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from nobackfill.server.grpc.survival import surviving
 from nobackfill.server.triton.client import TritonClient
 from nobackfill.server.triton.configuration import model_config
 from nobackfill.server.triton.process import TritonProcess
+from nobackfill.server.triton.starts import Starts
 from nobackfill.vectors import Vectors, check_vectors
 
 log = structlog.get_logger("server.triton")
@@ -48,7 +48,6 @@ _FIRST_S = 30.0
 _FOUND_S = 5.0
 _LOAD_S = 120.0
 _LOADS_AT_ONCE = 4
-_LONGEST_PAUSE_S = 5.0
 
 
 class TritonModels:
@@ -75,7 +74,7 @@ class TritonModels:
         # When each model last gave an answer.
         self._answered: dict[str, float] = {}
         self._missed = 0
-        self._starts = _Starts()
+        self._starts = Starts()
         self._up = threading.Event()
         # Set once it was up, or a child of ours has ended without.
         self._tried = threading.Event()
@@ -252,24 +251,6 @@ class TritonModels:
             self._on_change(up)
             if up:
                 self._tried.set()
-
-
-class _Starts:
-    """When the child was started, whether it answered since, how long to wait before another."""
-
-    def __init__(self) -> None:
-        self.began = 0.0
-        self.answered = False
-        self._failures = 0
-
-    def pause(self) -> float:
-        """Seconds to wait: none after a child that worked, then growing, with jitter."""
-        self._failures = 0 if self.answered else self._failures + 1
-        self.answered = False
-        if not self._failures:
-            return 0.0
-        longest: float = min(_LONGEST_PAUSE_S, 0.1 * 2**self._failures)
-        return longest * random.uniform(0.5, 1.0)  # noqa: S311 - spreads restarts, hides nothing
 
 
 def _names(manifest: Manifest) -> list[str]:

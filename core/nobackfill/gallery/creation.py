@@ -1,13 +1,15 @@
-"""An empty gallery file: its pages, its log, its tables."""
+"""Creation of a gallery file: its pages, its log, its tables."""
 
 import contextlib
 import os
+import uuid
 from pathlib import Path
 
 from nobackfill import durable
-from nobackfill.errors import CannotWriteError
-from nobackfill.gallery.access import has_room
-from nobackfill.gallery.connections import APPLICATION, connect
+from nobackfill.errors import AlreadyExistsError, CannotWriteError
+from nobackfill.gallery.access import connect, has_room
+from nobackfill.gallery.connections import APPLICATION
+from nobackfill.gallery.file_lock import lock_path
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.tables import add_space
 from nobackfill.sqlite_errors import refusing_sqlite
@@ -16,7 +18,23 @@ from nobackfill.sqlite_errors import refusing_sqlite
 PAGE_BYTES = 16384
 
 
-def make_blank(path: Path, spec: SpaceSpec | None) -> None:
+def create_file(path: Path, spec: SpaceSpec) -> None:
+    """Make an empty gallery, which appears as the last step. Raises like `Store.create`."""
+    durable.make_dir(path.parent, mode=0o700)
+    with durable.lock(lock_path(path)):
+        if path.exists():
+            raise AlreadyExistsError(f"{path}: exists already; choose another name or open it")
+        for stale in path.parent.glob(f"{durable.TEMPORARY}{path.name}-*"):
+            durable.remove_tree(stale)
+        temporary = path.parent / f"{durable.TEMPORARY}{path.name}-{uuid.uuid4().hex}"
+        try:
+            make_empty(temporary, spec)
+            durable.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def make_empty(path: Path, spec: SpaceSpec | None) -> None:
     """Make a gallery file whose active space is `spec`; without, it has none yet.
 
     Raises CannotWriteError, and leaves what there is of it.
@@ -32,7 +50,7 @@ def make_blank(path: Path, spec: SpaceSpec | None) -> None:
         raise CannotWriteError(f"{path.parent}: no room for a gallery; free some space")
     with refusing_sqlite(path), contextlib.closing(connect(path)) as connection:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-        # Free pages can be given back a few at a time, where VACUUM would copy the whole file.
+        # Free pages can be given back a few at a time, where VACUUM would copy the file.
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
