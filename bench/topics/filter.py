@@ -8,8 +8,8 @@ import numpy as np
 from bench import data
 from bench.harness import Bench, Contender, Row, Table, interleave, seconds
 from bench.topics.index import recall
+from nobackfill.gallery.filter_engine import FilterEngine
 from nobackfill.gallery.filters import All, Filter, OneOf, Range
-from nobackfill.gallery.passing import Filtering
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels
@@ -45,7 +45,7 @@ def run(bench: Bench) -> list[Table]:
         view.compact(
             lambda spec, labels, content: hnsw.build(spec, labels, content, threads=lambda: 2)
         )
-        filtering = Filtering(store)
+        filtering = FilterEngine(store)
         firsts = _firsts(store, filtering, items)
         tables = [_searches(bench, view, filtering, vectors, queries), firsts]
         filtering.close()
@@ -74,7 +74,7 @@ def _fill(store: Store, vectors: Vectors) -> None:
         )
 
 
-def _firsts(store: Store, filtering: Filtering, items: int) -> Table:
+def _firsts(store: Store, filtering: FilterEngine, items: int) -> Table:
     asked: dict[str, Filter] = {
         "flag": OneOf("flag", (True,)),
         "integers": Range("number", less_than=items // 2),
@@ -96,7 +96,7 @@ def _firsts(store: Store, filtering: Filtering, items: int) -> Table:
 
 
 def _searches(
-    bench: Bench, view: LiveView, filtering: Filtering, vectors: Vectors, queries: Vectors
+    bench: Bench, view: LiveView, filtering: FilterEngine, vectors: Vectors, queries: Vectors
 ) -> Table:
     count = len(vectors)
     numbers = np.arange(count) * 7919 % count
@@ -135,14 +135,14 @@ def _each(queries: Vectors) -> list[Vectors]:
 
 
 def _search(
-    view: LiveView, filtering: Filtering, filtered: Filter | None, query: Vectors
+    view: LiveView, filtering: FilterEngine, filtered: Filter | None, query: Vectors
 ) -> Labels:
     allowed = None if filtered is None else filtering.passing(filtered).mask
     return view.snapshot().search(query, K, allowed).labels
 
 
 def _work(
-    view: LiveView, filtering: Filtering, filtered: Filter | None, queries: Vectors
+    view: LiveView, filtering: FilterEngine, filtered: Filter | None, queries: Vectors
 ) -> Callable[[], float]:
     each = _each(queries)
 

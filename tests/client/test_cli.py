@@ -15,7 +15,7 @@ from PIL import Image
 
 from nobackfill.client.cli.app import main
 from nobackfill.client.device import Device
-from nobackfill.client.upkeep import remove
+from nobackfill.client.maintenance import remove
 from tests.support import blocks, edge
 from tests.support.edge import Setting
 

@@ -10,9 +10,9 @@ import pytest
 
 from nobackfill.client.cli.app import main
 from nobackfill.client.device import Device
+from nobackfill.client.maintenance import verify
 from nobackfill.client.photos.search import Search
 from nobackfill.client.sync import fetcher
-from nobackfill.client.upkeep import verify
 from nobackfill.errors import NobackfillError, UnavailableError
 from nobackfill.release.trust import pace, refresh
 from nobackfill.v1 import search_pb2, search_pb2_grpc

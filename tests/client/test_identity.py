@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from nobackfill.client.device import Device, beside
+from nobackfill.client.maintenance import verify
 from nobackfill.client.status import status
 from nobackfill.client.sync.sync import Wishes
-from nobackfill.client.upkeep import verify
 from nobackfill.client.vault import encryption
 from nobackfill.client.vault.pull import pull
 from nobackfill.client.vault.push import Pushed, push

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from nobackfill.client.device import Device
+from nobackfill.client.maintenance import verify
 from nobackfill.client.photos.adding import add
 from nobackfill.client.photos.files import find_images
-from nobackfill.client.upkeep import verify
 from tests.support.edge import Setting
 from tests.support.odd_pictures import ODD
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from nobackfill.client.device import Device
+from nobackfill.client.maintenance import collect, verify
 from nobackfill.client.photos.adding import add
 from nobackfill.client.photos.files import find_images
 from nobackfill.client.status import status
 from nobackfill.client.sync.rollback import roll_back
 from nobackfill.client.sync.sync import Wishes, sync
-from nobackfill.client.upkeep import collect, verify
 from nobackfill.errors import NotFoundError, VerificationError
 from nobackfill.gallery import staging
 from nobackfill.gallery.store import NewVectors

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from nobackfill.client.device import Device
+from nobackfill.client.maintenance import remove, verify
 from nobackfill.client.status import status
 from nobackfill.client.sync.sync import Wishes
-from nobackfill.client.upkeep import remove, verify
 from nobackfill.client.vault import encryption
 from nobackfill.client.vault.pull import Pulled, pull
 from nobackfill.client.vault.push import Pushed, push

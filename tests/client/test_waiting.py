@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from nobackfill.client.device import Device
+from nobackfill.client.maintenance import collect
 from nobackfill.client.photos.search import Search
 from nobackfill.client.sync.rollback import roll_back
 from nobackfill.client.sync.sync import Report, Wishes
-from nobackfill.client.upkeep import collect
 from nobackfill.errors import BusyError
 from tests.support import edge
 from tests.support.edge import Setting

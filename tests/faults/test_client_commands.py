@@ -13,8 +13,8 @@ import pytest
 
 from nobackfill.client import creation
 from nobackfill.client.device import Device
+from nobackfill.client.maintenance import collect, remove, verify
 from nobackfill.client.sync.rollback import roll_back
-from nobackfill.client.upkeep import collect, remove, verify
 from nobackfill.errors import AlreadyExistsError, CannotWriteError, NotFoundError
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import NewVectors

@@ -13,9 +13,9 @@ import pytest
 
 from nobackfill.client import creation
 from nobackfill.client.device import Device
+from nobackfill.client.maintenance import collect, remove, verify
 from nobackfill.client.rescue import rescue
 from nobackfill.client.sync.rollback import roll_back
-from nobackfill.client.upkeep import collect, remove, verify
 from nobackfill.client.vault.pull import pull
 from nobackfill.client.vault.push import push
 from nobackfill.errors import AlreadyExistsError, NotFoundError

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nobackfill.errors import NotFoundError, PreconditionError
 from nobackfill.gallery import staging
+from nobackfill.gallery.filter_engine import passing_labels
 from nobackfill.gallery.filters import OneOf
-from nobackfill.gallery.passing import passing_labels
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.view import LiveView
 from nobackfill.gallery.store import NewVectors, Store

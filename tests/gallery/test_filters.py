@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nobackfill.errors import InvalidInputError
+from nobackfill.gallery.filter_engine import FilterEngine, passing_labels
 from nobackfill.gallery.filters import (
     MOST_DEPTH,
     MOST_TESTS,
@@ -25,7 +26,6 @@ from nobackfill.gallery.filters import (
     TimeRange,
     microseconds,
 )
-from nobackfill.gallery.passing import Filtering, passing_labels
 from nobackfill.gallery.store import NewVectors, Store
 from nobackfill.gallery.writing import MetadataValue
 from tests.gallery.making import ids, spec, vectors
@@ -129,7 +129,7 @@ def test_filters_let_through_what_the_predicate_does(
     count = len(items)
     there: dict[int, dict[str, MetadataValue]] = {}
 
-    def check(store: Store, filtering: Filtering) -> None:
+    def check(store: Store, filtering: FilterEngine) -> None:
         for filtered in asked:
             expected = [label for label, what in there.items() if holds(filtered, what)]
             assert passing_labels(store, filtered).tolist() == expected
@@ -140,7 +140,7 @@ def test_filters_let_through_what_the_predicate_does(
                 assert index[found.mask(index)].tolist() == np.intersect1d(index, expected).tolist()
 
     with Store.create(tmp_path_factory.mktemp("g") / "g.sqlite", spec()) as store:
-        filtering = Filtering(store)
+        filtering = FilterEngine(store)
         check(store, filtering)
         digests = [str(n) for n in range(count)]
         new = NewVectors(spec().space, vectors(count, 1))
@@ -193,7 +193,7 @@ def nested(levels: int) -> Filter:
 def test_filters_are_bounded(tmp_path: Path, filtered: Filter, why: str) -> None:
     with Store.create(tmp_path / "g.sqlite", spec()) as store:
         with pytest.raises(InvalidInputError, match=why):
-            Filtering(store).passing(filtered)
+            FilterEngine(store).passing(filtered)
         with pytest.raises(InvalidInputError, match=why):
             passing_labels(store, filtered)
         assert not len(passing_labels(store, OneOf("a", (1.0,) * MOST_VALUES)))

@@ -7,9 +7,9 @@ import pytest
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery import edits, listing
+from nobackfill.gallery.filter_engine import FilterEngine, passing_labels
 from nobackfill.gallery.filters import Exists, Not, OneOf, Range
 from nobackfill.gallery.listing import Place
-from nobackfill.gallery.passing import Filtering, passing_labels
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.store import Change, Store
 from nobackfill.gallery.writing import MOST_METADATA_BYTES, NewVectors
@@ -77,7 +77,7 @@ def test_what_is_no_token_is_refused(token: str) -> None:
 
 def test_items_are_deleted_by_filter(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edits, "PIECE", 4)
-    filtering = Filtering(store)
+    filtering = FilterEngine(store)
     chosen = edits.chosen_by_filter(filtering, Range("n", at_least=10, less_than=20))
     # What ceases to pass before its turn stays.
     edits.describe(store, edits.chosen_by_ids(store, ["item-12"]), {"n": 99}, ())
@@ -90,7 +90,7 @@ def test_items_are_deleted_by_filter(store: Store, monkeypatch: pytest.MonkeyPat
 
 def test_metadata_is_set_and_removed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edits, "PIECE", 4)
-    filtering = Filtering(store)
+    filtering = FilterEngine(store)
     told: list[Change] = []
     store.subscribe(told.append)
     chosen = edits.chosen_by_filter(filtering, Range("n", less_than=10))
@@ -121,7 +121,7 @@ def test_giving_up_leaves_whole_pieces(store: Store, monkeypatch: pytest.MonkeyP
     def stop() -> None:
         raise TimeoutError
 
-    chosen = edits.chosen_by_filter(Filtering(store), Exists("n"))
+    chosen = edits.chosen_by_filter(FilterEngine(store), Exists("n"))
     with pytest.raises(TimeoutError):
         edits.delete(store, chosen, stop)
     assert store.count() == COUNT - 4

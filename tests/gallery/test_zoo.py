@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from nobackfill.gallery import staging
+from nobackfill.gallery.filter_engine import passing_labels
 from nobackfill.gallery.filters import OneOf
-from nobackfill.gallery.passing import passing_labels
 from nobackfill.gallery.store import Store
 from nobackfill.gallery.tables import FORMAT
 from tests.gallery.making import Linear, put, rows, spec, vectors

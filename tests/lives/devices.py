@@ -4,11 +4,11 @@ import copy
 from collections.abc import Callable
 
 from nobackfill.client.cli.output import Output
+from nobackfill.client.maintenance import collect, remove, verify
 from nobackfill.client.photos.adding import add, item_id
 from nobackfill.client.photos.search import Search
 from nobackfill.client.sync.rollback import roll_back
 from nobackfill.client.sync.sync import Report, Wishes, sync
-from nobackfill.client.upkeep import collect, remove, verify
 from nobackfill.digests import sha256_file
 from nobackfill.errors import NotFoundError
 from tests.lives.life import Life

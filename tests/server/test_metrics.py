@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from nobackfill.server.grpc.auth import RULES
-from nobackfill.server.grpc.interceptor import Border
+from nobackfill.server.grpc.interceptor import Interceptor
 from nobackfill.server.grpc.lanes import Lanes
 from nobackfill.server.grpc.metrics import Metrics
 from tests.server.support import Client, images, running
@@ -51,9 +51,9 @@ class Sleeping(grpc.GenericRpcHandler):
 
 @contextmanager
 def serving(sleeping: Sleeping, metrics: Metrics, max_calls: int) -> Iterator[Client]:
-    """`sleeping` behind a border."""
-    border = Border(metrics, None, max_calls, max_call_seconds=60)
-    server = grpc.server(cast(ThreadPoolExecutor, border.pool), interceptors=[border])
+    """`sleeping` behind a interceptor."""
+    interceptor = Interceptor(metrics, None, max_calls, max_call_seconds=60)
+    server = grpc.server(cast(ThreadPoolExecutor, interceptor.pool), interceptors=[interceptor])
     server.add_generic_rpc_handlers((sleeping,))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -62,7 +62,7 @@ def serving(sleeping: Sleeping, metrics: Metrics, max_calls: int) -> Iterator[Cl
             yield client
     finally:
         server.stop(None).wait()
-        border.close()
+        interceptor.close()
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:

@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from nobackfill.server.grpc.auth import RULES
 from nobackfill.server.grpc.connections import LARGEST_PEER
-from nobackfill.server.grpc.interceptor import Border
+from nobackfill.server.grpc.interceptor import Interceptor
 from nobackfill.server.grpc.lanes import STREAMS
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.v1 import gallery_pb2, search_pb2
@@ -154,8 +154,8 @@ def test_peers_who_do_nothing_keep_no_gateway_from_ending(repo: Path, tmp_path: 
 
 def test_what_is_silent_or_old_is_ended_and_counted(guarded: Guarded) -> None:
     metrics = Metrics()
-    border = Border(metrics, None, max_calls=8, max_call_seconds=60, patience_s=0.5)
-    server = grpc.server(cast(ThreadPoolExecutor, border.pool), interceptors=[border])
+    interceptor = Interceptor(metrics, None, max_calls=8, max_call_seconds=60, patience_s=0.5)
+    server = grpc.server(cast(ThreadPoolExecutor, interceptor.pool), interceptors=[interceptor])
     servicer = health.HealthServicer(experimental_non_blocking=False)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -178,7 +178,7 @@ def test_what_is_silent_or_old_is_ended_and_counted(guarded: Guarded) -> None:
             assert value == 1, counted
     finally:
         server.stop(None).wait()
-        border.close()
+        interceptor.close()
 
 
 def test_refused_calls_are_counted(guarded: Guarded) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from nobackfill.client.device import Device
+from nobackfill.client.maintenance import verify
 from nobackfill.client.photos.search import Search
-from nobackfill.client.upkeep import verify
 from tests.support import edge
 from tests.support.crash import KILLED
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery import attributes, reading
+from nobackfill.gallery.filter_engine import FilterEngine
 from nobackfill.gallery.filters import Filter
-from nobackfill.gallery.passing import Filtering
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.segment import Segment
 from nobackfill.gallery.store import Change, Store
@@ -48,7 +48,7 @@ def chosen_by_ids(store: Store, ids: Sequence[str]) -> Chosen:
         return Chosen(labels_of(connection, ids))
 
 
-def chosen_by_filter(filtering: Filtering, filtered: Filter) -> Chosen:
+def chosen_by_filter(filtering: FilterEngine, filtered: Filter) -> Chosen:
     """Those that pass. Raises InvalidInputError for a filter that `filters.check` refuses."""
     return Chosen(filtering.passing(filtered).labels(), filtered)
 

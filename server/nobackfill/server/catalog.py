@@ -19,8 +19,8 @@ from nobackfill.errors import (
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.routes import twin_of
 from nobackfill.release.trust.trust import TrustedFolder
+from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.survival import surviving
 from nobackfill.server.publication import Opened, fetch
 
 log = structlog.get_logger("server.catalog")
@@ -171,7 +171,7 @@ class Catalog:
             stamp = self._look()
             if stamp is None or stamp == self._stamp:
                 continue
-            with surviving(self._metrics, "catalog"):
+            with error_boundary(self._metrics, "catalog"):
                 try:
                     self.refresh()
                 except NobackfillError as error:

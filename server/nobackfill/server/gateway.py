@@ -18,7 +18,7 @@ from nobackfill.server.galleries.indexing import Indexing
 from nobackfill.server.galleries.puts import Putting
 from nobackfill.server.galleries.searching import Searching
 from nobackfill.server.galleries.sizes import IndexSizes, vectors
-from nobackfill.server.grpc.interceptor import Border
+from nobackfill.server.grpc.interceptor import Interceptor
 from nobackfill.server.grpc.listener import Listener, Service
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.services.gallery import GalleryService
@@ -153,7 +153,7 @@ class Gateway:
         closing.callback(indexing.close)
         indexing.start()
         closing.callback(self.activations.interrupt)
-        border = Border(
+        interceptor = Interceptor(
             metrics, tokens, settings.max_calls, settings.max_call_seconds,
             slow=self.galleries.slow,
         )  # fmt: skip
@@ -162,7 +162,7 @@ class Gateway:
             metrics.expiries.tokens = tokens.first_expiry
         if chain is not None:
             metrics.expiries.certificates = chain.expiries
-        self._listener = Listener(self._services(), border, settings, chain, metrics)
+        self._listener = Listener(self._services(), interceptor, settings, chain, metrics)
         if self.activations.resume() is None and self.state.now.active is None:
             FirstActivation(
                 self.catalog, self.state, models, self.activations, self._stopping, metrics

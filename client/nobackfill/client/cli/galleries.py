@@ -33,7 +33,7 @@ def init(
     json: Json = False,
 ) -> None:
     """Make an empty gallery that follows the releases published at SOURCE."""
-    from nobackfill.client import reserve
+    from nobackfill.client import ballast
     from nobackfill.client.creation import init as make
 
     try:
@@ -42,7 +42,7 @@ def init(
         raise ConfigurationError(f"--root {root}: cannot be read ({error.strerror})") from error
     output = Output(json)
     made = make(context.obj, source, trusted, _confirm, output)
-    reserve.keep(context.obj)
+    ballast.keep(context.obj)
     output.result(
         made,
         f"{made['gallery']}: made in the space of release {made['release']} "
@@ -188,7 +188,7 @@ def remove(
 ) -> None:
     """Remove items from the gallery, for good; from the vault too, at the next push."""
     from nobackfill.client.device import Device
-    from nobackfill.client.upkeep import remove as forget
+    from nobackfill.client.maintenance import remove as forget
 
     with Device(context.obj) as device:
         done = forget(device, items)
@@ -198,21 +198,21 @@ def remove(
 
 def gc(context: typer.Context, json: Json = False) -> None:
     """Confirm the active release and free what only a rollback would need."""
-    from nobackfill.client import reserve
+    from nobackfill.client import ballast
     from nobackfill.client.device import Device
-    from nobackfill.client.upkeep import collect
+    from nobackfill.client.maintenance import collect
 
-    reserve.give_back(context.obj)
+    ballast.give_back(context.obj)
     with Device(context.obj) as device:
         done = collect(device)
-    reserve.keep(context.obj)
+    ballast.keep(context.obj)
     Output(json).result(done, f"{size(done['freed_bytes'])} freed")
 
 
 def verify(context: typer.Context, json: Json = False) -> None:
     """Check the file, every vector, the models and the keys; exit 65 if something is wrong."""
     from nobackfill.client.device import Device
-    from nobackfill.client.upkeep import verify as check
+    from nobackfill.client.maintenance import verify as check
 
     with Device(context.obj) as device:
         found = check(device)

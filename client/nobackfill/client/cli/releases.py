@@ -51,7 +51,7 @@ def sync(
     json: Json = False,
 ) -> None:
     """Follow the newest release: verify, download, upgrade every vector without its image, flip."""
-    from nobackfill.client import reserve
+    from nobackfill.client import ballast
     from nobackfill.client.device import Device
     from nobackfill.client.sync.sync import Wishes
     from nobackfill.client.sync.sync import sync as follow
@@ -60,7 +60,7 @@ def sync(
     wishes = Wishes(dry_run, backfill, keep_original, int8, retry, source)
     with Device(context.obj) as device:
         report = follow(device, wishes, output)
-    reserve.keep(context.obj)
+    ballast.keep(context.obj)
     for note in report.notes:
         output.note(note)
     output.result(report.as_json(), _told(report))

@@ -19,8 +19,8 @@ from nobackfill.errors import (
     UnusableOutputError,
     UnusableRowsError,
 )
+from nobackfill.gallery.filter_engine import passing_labels
 from nobackfill.gallery.filters import Filter, Scalar
-from nobackfill.gallery.passing import passing_labels
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels, mask_of
 from nobackfill.gallery.spec import SpaceSpec

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.gallery.passing import Filtering
+from nobackfill.gallery.filter_engine import FilterEngine
 from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.store import Change, Item, Store
@@ -51,7 +51,7 @@ class Hosted:
         self._views: Mapping[str, LiveView] = {}
         self._items: dict[str, ItemCache] = {}
         store.subscribe(self._forward)
-        self.filtering = Filtering(store)
+        self.filtering = FilterEngine(store)
         # What the file says, kept so that looking over all galleries opens no files.
         self._spaces: tuple[SpaceInfo, ...] | None = None
         self._state: Mapping[str, Any] | None = None

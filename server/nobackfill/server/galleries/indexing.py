@@ -13,8 +13,8 @@ from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.server.galleries.bases import due, make_index, tuned
 from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.survival import surviving
 
 # While a gallery is filled, that keeps its graph from being made over and over. Once nothing
 # changed for so long, fewer than this lie beside it: every search compares each of them.
@@ -77,13 +77,13 @@ class Indexing:
         self._makers.shutdown(cancel_futures=True)
 
     def _give_way(self) -> None:
-        with surviving(self._metrics, "indexing"):
+        with error_boundary(self._metrics, "indexing"):
             give_way()
 
     def _work(self) -> None:
         self._give_way()
         while not self._stopping.is_set():
-            with surviving(self._metrics, "indexing"):
+            with error_boundary(self._metrics, "indexing"):
                 for hosted in self._galleries():
                     self._look_at(hosted)
             self._wake.wait(_EVERY_S)
@@ -92,7 +92,7 @@ class Indexing:
     def _alone(self, hosted: Hosted) -> Iterator[None]:
         """What fails in one gallery keeps no other from its index, and is tried again later."""
         self._resting[hosted] = time.monotonic() + _REST_S
-        with surviving(self._metrics, "indexing"):
+        with error_boundary(self._metrics, "indexing"):
             yield
             del self._resting[hosted]
 

@@ -23,7 +23,7 @@ class CallMetrics(Collector):
             buckets=_BUCKETS, registry=registry,
         )  # fmt: skip
         self._series: dict[str, tuple[Mapping[grpc.StatusCode, Counter], Histogram]] = {}
-        # Set by the border: calls that are open and those that wait, by lane, when asked.
+        # Set by the interceptor: calls that are open and those that wait, by lane, when asked.
         self.lanes: Mapping[str, tuple[Callable[[], int], Callable[[], int]]] = {}
         registry.register(self)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import structlog
 
+from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.survival import surviving
 
 log = structlog.get_logger("server.connections")
 
@@ -53,7 +53,7 @@ class Connections:
                 # No descriptor is left to look with; silent connections are ended by gRPC.
                 continue
             if len(descriptors) > LARGEST_PEER:
-                with surviving(self._metrics, "connections"):
+                with error_boundary(self._metrics, "connections"):
                     self._bound(descriptors)
 
     def _bound(self, descriptors: list[int]) -> None:

@@ -1,7 +1,7 @@
-"""The border of the gateway: the one interceptor every call passes, as soon as its headers come.
+"""The one interceptor that every call passes, as soon as its headers come.
 
 It names the request and checks the token and the role, before a thread is taken or a message read.
-What follows is in visit.py. Services behind it only raise.
+What follows is in rpc.py. Services behind it only raise.
 """
 
 from collections.abc import Callable
@@ -12,21 +12,21 @@ import grpc
 
 from nobackfill.errors import NobackfillError, UnavailableError
 from nobackfill.server.grpc.auth import RULES, authorize
+from nobackfill.server.grpc.executor import PATIENCE_S, CallExecutor
 from nobackfill.server.grpc.lanes import Lanes
 from nobackfill.server.grpc.logs import begin_request
 from nobackfill.server.grpc.messages import reader
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.reception import PATIENCE_S, Reception
+from nobackfill.server.grpc.rpc import Kind, Rpc
 from nobackfill.server.grpc.stalls import Stalls
 from nobackfill.server.grpc.tokens import Tokens
-from nobackfill.server.grpc.visit import Kind, Visit
 
 # Generic in its stubs only.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 
 
-class Border(grpc.ServerInterceptor):
+class Interceptor(grpc.ServerInterceptor):
     """Wraps each call. `pool` is what gRPC hands them to."""
 
     def __init__(
@@ -45,11 +45,11 @@ class Border(grpc.ServerInterceptor):
         self._tokens = tokens
         self._max_call_seconds = max_call_seconds
         self._lanes = Lanes(max_calls, shared=tokens is not None)
-        self._reception = Reception(self._lanes, max_calls, patience_s, metrics)
+        self._executor = CallExecutor(self._lanes, max_calls, patience_s, metrics)
         self._stalls = Stalls(metrics)
         self._draining = False
         self._kinds: dict[str, tuple[Kind, Handler]] = {}
-        awaited = self._reception.awaited
+        awaited = self._executor.awaited
         metrics.calls.lanes = {
             "message": (awaited, awaited),
             **{name: (lane.held, lane.waiting) for name, lane in self._lanes.all.items()},
@@ -57,7 +57,7 @@ class Border(grpc.ServerInterceptor):
 
     @property
     def pool(self) -> Executor:
-        return self._reception
+        return self._executor
 
     def intercept_service(
         self,
@@ -73,27 +73,27 @@ class Border(grpc.ServerInterceptor):
                 return None
             known = self._kinds[method] = (self._kind(method, handler), handler)
         metadata = dict(handler_call_details.invocation_metadata)
-        visit = Visit(known[0], begin_request(_text(metadata.get("x-request-id"))))
+        rpc = Rpc(known[0], begin_request(_text(metadata.get("x-request-id"))))
         try:
             if self._draining:
                 raise UnavailableError("the gateway is stopping; try again elsewhere")
             principal = authorize(method, self._tokens, _text(metadata.get("authorization")))
             named = self._tokens is not None and RULES[method] is not None
-            visit.let_in(principal, named=named)
+            rpc.let_in(principal, named=named)
         except NobackfillError as error:
-            visit.refusal = error
-        return _handler(known[1], visit)
+            rpc.refusal = error
+        return _handler(known[1], rpc)
 
     def drain(self) -> None:
         """The gateway ends: calls that come now are refused, and those that nobody works on end."""
         self._draining = True
-        self._reception.give_up()
+        self._executor.give_up()
         self._stalls.end_all()
 
     def close(self) -> None:
         """End the threads once their calls have ended."""
         self._stalls.close()
-        self._reception.close()
+        self._executor.close()
         self._lanes.close()
 
     def _kind(self, method: str, handler: Handler) -> Kind:
@@ -120,8 +120,8 @@ class Border(grpc.ServerInterceptor):
         )
 
 
-def _handler(handler: Handler, visit: Visit) -> Handler:
-    """`handler` with the visit as its behavior. Messages come as bytes: the visit reads them."""
+def _handler(handler: Handler, rpc: Rpc) -> Handler:
+    """`handler` with the rpc as its behavior. Messages come as bytes: the rpc reads them."""
     if handler.request_streaming:
         if handler.response_streaming:
             make = grpc.stream_stream_rpc_method_handler
@@ -131,7 +131,7 @@ def _handler(handler: Handler, visit: Visit) -> Handler:
         make = grpc.unary_stream_rpc_method_handler
     else:
         make = grpc.unary_unary_rpc_method_handler
-    return make(visit, None, handler.response_serializer)
+    return make(rpc, None, handler.response_serializer)
 
 
 def _text(value: str | bytes | None) -> str | None:

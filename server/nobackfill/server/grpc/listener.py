@@ -1,4 +1,4 @@
-"""The gRPC server: services behind the border, health, reflection, a bounded drain."""
+"""The gRPC server: services behind the interceptor, health, reflection, a bounded drain."""
 
 import time
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection
 from nobackfill.errors import BusyError
 from nobackfill.server.descriptors import open_connections
 from nobackfill.server.grpc.connections import Connections
-from nobackfill.server.grpc.interceptor import Border
+from nobackfill.server.grpc.interceptor import Interceptor
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.tls import Certificates
 from nobackfill.server.settings import Settings, split_address
@@ -55,17 +55,17 @@ class Listener:
     """Answers calls from `start` to `stop`."""
 
     def __init__(
-        self, services: Iterable[Service], border: Border, settings: Settings,
+        self, services: Iterable[Service], interceptor: Interceptor, settings: Settings,
         certificates: Certificates | None, metrics: Metrics,
     ) -> None:  # fmt: skip
         self._metrics = metrics
         self._settings = settings
         self._certificates = certificates
-        self._border = border
+        self._border = interceptor
         self._health = health.HealthServicer(experimental_non_blocking=False)
         self._server = grpc.server(
-            cast(ThreadPoolExecutor, border.pool),
-            interceptors=[border],
+            cast(ThreadPoolExecutor, interceptor.pool),
+            interceptors=[interceptor],
             # Above the bound on calls, so that those too many are told RESOURCE_EXHAUSTED.
             options=[
                 *_OPTIONS,

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import structlog
 
+from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.survival import surviving
 
 log = structlog.get_logger("server.stalls")
 
@@ -86,7 +86,7 @@ class Stalls:
 
     def _watch(self) -> None:
         while not self._stopping.wait(_EVERY_S):
-            with surviving(self._metrics, "stalls"):
+            with error_boundary(self._metrics, "stalls"):
                 self._end_stalled()
 
     def _end_stalled(self) -> None:

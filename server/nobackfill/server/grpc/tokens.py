@@ -14,7 +14,7 @@ import structlog
 
 from nobackfill.errors import ConfigurationError, UnauthenticatedError
 
-log = structlog.get_logger("server.border")
+log = structlog.get_logger("server.interceptor")
 
 
 class Role(StrEnum):

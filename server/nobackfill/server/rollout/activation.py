@@ -16,8 +16,8 @@ from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import NOTE
 from nobackfill.server.galleries.indexing import give_way
 from nobackfill.server.galleries.order import Level
+from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.survival import surviving
 from nobackfill.server.rollout.recovery import recover
 from nobackfill.server.rollout.run import CancelledError, Phase, Run
 from nobackfill.server.serving import Serving
@@ -184,13 +184,13 @@ class Activations:
 
     def _work(self, run: Run) -> tuple[Phase, str]:
         phase, message = Phase.FAILED, "unforeseen error; the gateway's log has its traceback"
-        with surviving(self._metrics, "activation"):
+        with error_boundary(self._metrics, "activation"):
             began = time.monotonic()
             phase, message = self._roll_out(run)
             if not run.cancelled.is_set():
                 seconds = self._metrics.swap_seconds.labels(phase.value)
                 seconds.observe(time.monotonic() - began)
-        with surviving(self._metrics, "activation"):
+        with error_boundary(self._metrics, "activation"):
             self._end_jobs(phase, message)
         return phase, message
 
@@ -214,7 +214,7 @@ class Activations:
             self._fail(release, reason)
             return Phase.FAILED, reason
         # From here on it has happened; what is left to do is to let go of what was before.
-        with surviving(self._metrics, "activation"):
+        with error_boundary(self._metrics, "activation"):
             self._serving.settle(self._serving.replan())
         behind = "; ".join(f"{name}: {why}" for name, why in self._behind().items())
         log.info("activated", release=release, behind=behind)
@@ -226,13 +226,13 @@ class Activations:
         values: dict[str, object] = {"activation": None}
         if now.active != release:
             values["failed"] = {**now.failed, release: reason}
-        with surviving(self._metrics, "activation"):
+        with error_boundary(self._metrics, "activation"):
             try:
                 self._state.change(**values)
             except CannotWriteError as error:
                 # A restart finds the activation as it was, and tries it again.
                 log.error("the failure is not recorded", error=str(error))
-        with surviving(self._metrics, "activation"):
+        with error_boundary(self._metrics, "activation"):
             self._serving.settle(recover(self._galleries, self._state, self._serving))
 
     def _behind(self) -> dict[str, str]:

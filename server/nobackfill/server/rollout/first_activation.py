@@ -7,8 +7,8 @@ import structlog
 from nobackfill.errors import NobackfillError
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.models import Models
+from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.survival import surviving
 from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.state import StateFile
 
@@ -45,7 +45,7 @@ class FirstActivation:
             if newest is not None and newest != tried:
                 # One that fails is not tried over and over; the next one published is.
                 tried = newest
-                with surviving(self._metrics, "first"):
+                with error_boundary(self._metrics, "first"):
                     self._activate(newest)
             seen = self._catalog.changed.wait(seen, 0.5)
 

@@ -22,8 +22,8 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
 from nobackfill.release.paths import embedder_model, side_encoder_model
 from nobackfill.server.grpc import calls
+from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.survival import surviving
 from nobackfill.server.triton.client import TritonClient
 from nobackfill.server.triton.configuration import model_config
 from nobackfill.server.triton.process import TritonProcess
@@ -174,7 +174,7 @@ class TritonModels:
     def _watch(self) -> None:
         try:
             while not self._stopping.is_set():
-                with surviving(self._metrics, "triton"):
+                with error_boundary(self._metrics, "triton"):
                     self._look()
                 self._stopping.wait(_PROBE_EVERY_S if self._up.is_set() else _PROBE_EVERY_S / 5)
         finally:

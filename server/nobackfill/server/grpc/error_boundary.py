@@ -11,7 +11,7 @@ log = structlog.get_logger("server.survival")
 
 
 @contextmanager
-def surviving(metrics: Metrics, thread: str) -> Iterator[None]:
+def error_boundary(metrics: Metrics, thread: str) -> Iterator[None]:
     """One turn of a thread's work. `thread` is a label of nobackfill_unforeseen_errors_total: a
     fixed word, never a name from outside."""
     try:

@@ -57,7 +57,7 @@ class _Base:
 
 
 @dataclass
-class Passing:
+class Matches:
     """The items that passed at one moment."""
 
     _base: _Base
@@ -100,19 +100,19 @@ class _State:
     recent: Segment
     gone: Rows
     # By a digest of the filter; the last was used last.
-    answers: dict[bytes, Passing] = field(default_factory=dict)
+    answers: dict[bytes, Matches] = field(default_factory=dict)
 
-    def passing(self, filtered: Filter, keys: frozenset[str]) -> Passing:
+    def passing(self, filtered: Filter, keys: frozenset[str]) -> Matches:
         mask = self.stored.passing(filtered, keys)
         mask[self.gone] = False
-        return Passing(self.base, mask, self.recent.labels[self.recent.passing(filtered)])
+        return Matches(self.base, mask, self.recent.labels[self.recent.passing(filtered)])
 
     def most(self) -> int:
         """Changed items that are kept beside it."""
         return max(LEAST_CHANGED, len(self.base.labels) // CHANGED_SHARE)
 
 
-class Filtering:
+class FilterEngine:
     """Answers filters on one store, from any thread. Nothing is held until the first."""
 
     def __init__(self, store: Store) -> None:
@@ -133,7 +133,7 @@ class Filtering:
         """Stop following the store."""
         self._store.unsubscribe(self._on_change)
 
-    def passing(self, filtered: Filter) -> Passing:
+    def passing(self, filtered: Filter) -> Matches:
         """Items that pass now: every change that was acknowledged before the call is in it.
 
         Raises InvalidInputError for a filter that `filters.check` refuses.
@@ -223,7 +223,7 @@ def _beginning(store: Store) -> _State:
 
 
 def passing_labels(store: Store, filtered: Filter) -> Labels:
-    """Labels of the items that pass, int64, increasing; asked once. Raises like `Filtering`."""
+    """Labels of the items that pass, int64, increasing; asked once. Raises like `FilterEngine`."""
     keys = check(filtered)
     stored = StoredSegment(store, MOST_BYTES)
     return stored.labels[stored.passing(filtered, keys)]

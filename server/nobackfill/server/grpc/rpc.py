@@ -1,4 +1,4 @@
-"""One call's way through the border: authorised, bounded, answered, counted once."""
+"""One call's way through the interceptor: authorised, bounded, answered, counted once."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from nobackfill.server.grpc.stalls import Stalls
 from nobackfill.server.grpc.tokens import LOCAL, Principal
 from nobackfill.v1 import search_pb2
 
-log = structlog.get_logger("server.border")
+log = structlog.get_logger("server.interceptor")
 # For refusals that cost their callers nothing: not let in, or shed.
 _unworked = Sparing(10)
 
@@ -57,7 +57,7 @@ class Kind:
         return self.reads_stream or self.sends_stream
 
 
-class Visit:
+class Rpc:
     """One call, from its arrival. gRPC calls it as the method's behavior, at most once."""
 
     def __init__(self, kind: Kind, request_id: str) -> None:

@@ -1,4 +1,4 @@
-"""A file that holds room on the disk, so that `gc` can begin where there is none."""
+"""A ballast file holds room on the disk, so that `gc` can begin where there is none."""
 
 import contextlib
 import os

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import BusyError
-from nobackfill.gallery import passing as engine
+from nobackfill.gallery import filter_engine as engine
 from nobackfill.gallery import segment, stored_columns
 from nobackfill.gallery.columns import Column
+from nobackfill.gallery.filter_engine import FilterEngine
 from nobackfill.gallery.filters import All, Exists, OneOf, Range, TimeRange
-from nobackfill.gallery.passing import Filtering
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.segment import StoredSegment
 from nobackfill.gallery.store import NewVectors, Store
@@ -72,7 +72,7 @@ def test_who_asks_for_another_key_does_not_wait(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = gated(monkeypatch, "a")
-    filtering = Filtering(store)
+    filtering = FilterEngine(store)
     with ThreadPoolExecutor(3) as pool:
         slow = [pool.submit(filtering.passing, Range("a", at_least=40)) for _ in range(2)]
         assert gate.reached.wait(WAIT_S)
@@ -91,7 +91,7 @@ def test_who_asks_for_another_key_does_not_wait(
 def test_a_reading_that_fails_is_told_and_tried_again(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    filtering = Filtering(store)
+    filtering = FilterEngine(store)
     assert len(filtering.passing(Exists("a"))) == 50
 
     def busy(*_: object) -> Column:
@@ -114,7 +114,7 @@ def test_many_changes_are_read_anew_while_others_are_answered(
     monkeypatch.setattr(engine, "LEAST_CHANGED", 10)
     gate = gated(monkeypatch, "n")
     gate.go_on.set()
-    filtering = Filtering(store)
+    filtering = FilterEngine(store)
     assert len(filtering.passing(Exists("n"))) == 50
     put(store, 50, 5)
     assert len(filtering.passing(Range("n", at_least=40))) == 15
@@ -143,7 +143,7 @@ def test_more_changes_than_are_remembered_are_read_with_the_rest(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "MOST_STALE", 30)
-    filtering = Filtering(store)
+    filtering = FilterEngine(store)
     assert len(filtering.passing(Exists("n"))) == 50
     put(store, 100, 100)
     assert len(filtering.passing(Exists("n"))) == 150
@@ -153,7 +153,7 @@ def test_more_changes_than_are_remembered_are_read_with_the_rest(
 def test_an_answer_is_kept_until_something_changes(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    filtering = Filtering(store)
+    filtering = FilterEngine(store)
     first = filtering.passing(OneOf("n", (1,)))
     assert filtering.passing(OneOf("n", (1,))) is first
     # Equal to Python, not here.

@@ -24,13 +24,13 @@ from nobackfill.errors import (
     NobackfillError,
     OverloadedError,
 )
+from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.lanes import Lane, Lanes
 from nobackfill.server.grpc.messages import LARGE
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.survival import surviving
-from nobackfill.server.grpc.visit import Visit
+from nobackfill.server.grpc.rpc import Rpc
 
-log = structlog.get_logger("server.reception")
+log = structlog.get_logger("server.executor")
 
 # For so long a unary call may take to send its message.
 PATIENCE_S = 20.0
@@ -52,9 +52,9 @@ class _Arrival:
 
     def __init__(
         self, run: Callable[..., object], respond: Callable[..., object], event: Any, state: Any,
-        visit: Visit, argument: Callable[[], Any], _read: object, write: object,
+        rpc: Rpc, argument: Callable[[], Any], _read: object, write: object,
     ) -> None:  # fmt: skip
-        self.visit = visit
+        self.rpc = rpc
         self.event = event
         self.state = state
         self.argument = argument
@@ -65,11 +65,11 @@ class _Arrival:
 
     def answer(self, argument: Callable[[], Any]) -> None:
         """Call the behavior on this thread, and send what it answers."""
-        self._run(self._respond, self.event, self.state, self.visit, argument, None, self._write)
+        self._run(self._respond, self.event, self.state, self.rpc, argument, None, self._write)
 
     def refuse(self, error: NobackfillError) -> None:
         """Answer with a refusal, without waiting for anything."""
-        self.visit.refusal = error
+        self.rpc.refusal = error
         self.answer(lambda: b"")
 
     def receive(self, received: Callable[[bytes | None], None]) -> None:
@@ -91,12 +91,12 @@ class _Arrival:
         """End a call whose message has not come; its receiving ends with None."""
         with self.state.condition:
             if not self.state.statused:
-                self.visit.code = code
+                self.rpc.code = code
                 number = _server._application_code(code)
                 _server._abort(self.state, self.event.call, number, sentence.encode())
 
 
-class Reception(Executor):
+class CallExecutor(Executor):
     """Takes the place of gRPC's thread pool."""
 
     def __init__(self, lanes: Lanes, max_calls: int, patience_s: float, metrics: Metrics) -> None:
@@ -116,17 +116,17 @@ class Reception(Executor):
         self._awaited: defaultdict[str, dict[_Arrival, None]] = defaultdict(dict)
         self._held = 0
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="reception", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="executor", daemon=True)
         self._thread.start()
 
     def submit(self, *call: Any, **_none: Any) -> Future[Any]:
         """What gRPC calls for each call that arrives. Never waits."""
         arrival = _Arrival(*call)
-        visit = arrival.visit
-        if visit.refusal is not None:
-            arrival.refuse(visit.refusal)
-        elif visit.reads_stream:
-            self._admit(arrival, visit.lane, arrival.argument)
+        rpc = arrival.rpc
+        if rpc.refusal is not None:
+            arrival.refuse(rpc.refusal)
+        elif rpc.reads_stream:
+            self._admit(arrival, rpc.lane, arrival.argument)
         else:
             self._await(arrival)
         done: Future[Any] = Future()
@@ -152,7 +152,7 @@ class Reception(Executor):
     def _await(self, arrival: _Arrival) -> None:
         longest = None
         with self._lock:
-            awaited = self._awaited[arrival.visit.caller]
+            awaited = self._awaited[arrival.rpc.caller]
             if len(awaited) >= self._most:
                 longest = next(iter(awaited))
                 del awaited[longest]
@@ -166,20 +166,20 @@ class Reception(Executor):
 
     def _received(self, arrival: _Arrival, message: bytes | None) -> None:
         with self._lock:
-            self._awaited[arrival.visit.caller].pop(arrival, None)
-        visit = arrival.visit
+            self._awaited[arrival.rpc.caller].pop(arrival, None)
+        rpc = arrival.rpc
         if message is None:
             self._nothing_came(arrival)
             return
-        lane = visit.lane
+        lane = rpc.lane
         large = len(message) > LARGE
         try:
             request: Any = message
             if not large:
-                request = visit.read(message)
-            if large or visit.is_heavy(request):
+                request = rpc.read(message)
+            if large or rpc.is_heavy(request):
                 lane = self._lanes.heavier(lane)
-            elif visit.is_slow(request):
+            elif rpc.is_slow(request):
                 lane = self._lanes.slower(lane)
         except NobackfillError as error:
             arrival.refuse(error)
@@ -195,7 +195,7 @@ class Reception(Executor):
             arrival.refuse(OverloadedError("too many large requests at once; try again later"))
             return
         if size:
-            arrival.visit.on_end(lambda: self._let_go(size))
+            arrival.rpc.on_end(lambda: self._let_go(size))
         self._admit(arrival, lane, lambda: request)
 
     def _let_go(self, size: int) -> None:
@@ -206,22 +206,22 @@ class Reception(Executor):
         if arrival.state.client is _server._CLOSED and not arrival.state.statused:
             arrival.refuse(InvalidInputError("expected one message, got none"))
         else:
-            arrival.visit.end(arrival.visit.code or grpc.StatusCode.CANCELLED)
+            arrival.rpc.end(arrival.rpc.code or grpc.StatusCode.CANCELLED)
 
     def _admit(self, arrival: _Arrival, lane: Lane, argument: Callable[[], Any]) -> None:
-        visit = arrival.visit
-        caller = visit.caller or _address(arrival.event.call.peer())
+        rpc = arrival.rpc
+        caller = rpc.caller or _address(arrival.event.call.peer())
         try:
             lane.enter(caller)
         except OverloadedError as error:
             arrival.refuse(error)
             return
-        visit.on_end(lambda: lane.leave(caller))
+        rpc.on_end(lambda: lane.leave(caller))
         lane.run(lambda: arrival.answer(argument))
 
     def _watch(self) -> None:
         while not self._stopping.wait(_EVERY_S):
-            with surviving(self._metrics, "reception"):
+            with error_boundary(self._metrics, "executor"):
                 self._end_silent()
 
     def _end_silent(self) -> None:
