@@ -26,7 +26,7 @@ def init(
     """Make an empty gallery at `path` that follows `source`.
 
     Without `root`, the publication's own first root metadata is shown to `confirm`, which raises if
-    it is not to be trusted. The gallery appears whole, as the last step. Raises AlreadyExistsError,
+    it is not to be trusted. The gallery appears as the last step. Raises AlreadyExistsError,
     NotFoundError (nothing is published), VerificationError, UnavailableError, CannotWriteError.
     """
     if path.exists():

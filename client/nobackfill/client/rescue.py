@@ -1,4 +1,4 @@
-"""`rescue`: a new gallery of all that is whole in a damaged one, with what lies beside it."""
+"""`rescue`: a new gallery of all intact rows of a damaged one, with what lies beside it."""
 
 import uuid
 from dataclasses import asdict
@@ -19,7 +19,7 @@ def rescue(path: Path, to: Path) -> dict[str, Any]:
     """Make the gallery `to` of every row of `path` that can be read and passes the checks.
 
     The damaged gallery stays as it is. Of the vault's rows those go along whose items do: what
-    belongs to lost items stays in the vault, for `pull --unknown`. The gallery appears whole, as
+    belongs to lost items stays in the vault, for `pull --unknown`. The gallery appears as
     the last step. Raises NotFoundError, AlreadyExistsError, DamagedError (nothing can be saved),
     BusyError, CannotWriteError.
     """

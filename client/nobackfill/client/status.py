@@ -1,4 +1,4 @@
-"""What a gallery is and holds, told offline.
+"""What a gallery is and holds, found out offline.
 
 Apart from upkeep.py, which loads what downloads and checks signatures: `status` is a command that
 people run often.

@@ -101,9 +101,9 @@ class Column:
             else:
                 numbers.append(value)
         if numbers:
-            whole = [int(n) for n in numbers if math.isfinite(n) and n == int(n)]
-            whole = [n for n in whole if LEAST_INTEGER <= n <= LARGEST_INTEGER]
-            found += _equal(self.integers, np.array(whole, np.int64))
+            integers = [int(n) for n in numbers if math.isfinite(n) and n == int(n)]
+            integers = [n for n in integers if LEAST_INTEGER <= n <= LARGEST_INTEGER]
+            found += _equal(self.integers, np.array(integers, np.int64))
             exact = [float(n) for n in numbers if float(n) == n]
             found += _equal(self.floats, np.array(exact, np.float64))
         return found

@@ -64,8 +64,8 @@ class Matches:
     _mask: Mask
     # Of those that were changed since, increasing.
     _changed: Labels
-    # What the last indexes that asked were told.
-    _told: list[tuple[Labels, Mask]] = field(default_factory=list)
+    # The masks of the last indexes that asked.
+    _masks: list[tuple[Labels, Mask]] = field(default_factory=list)
 
     def labels(self) -> Labels:
         """All of them, increasing."""
@@ -78,14 +78,14 @@ class Matches:
     def mask(self, labels: Labels) -> Mask:
         """Which of an index's `labels` (increasing) passed, as Index.search takes it; not to be
         written."""
-        for known, told in tuple(self._told):
+        for known, mask in tuple(self._masks):
             if known is labels:
-                return told
+                return mask
         places = self._base.places(labels)
         found = self._mask.copy() if places is None else np.append(self._mask, False)[places]
         found[rows_of(labels, self._changed)] = True
         found.flags.writeable = False
-        self._told = [*self._told, (labels, found)][-KNOWN_INDEXES:]
+        self._masks = [*self._masks, (labels, found)][-KNOWN_INDEXES:]
         return found
 
 

@@ -18,7 +18,7 @@ Scalar = str | int | float | bool
 
 # Integers have 64 bits.
 LEAST_INTEGER, LARGEST_INTEGER = -(2**63), 2**63 - 1
-# Of a whole filter: tests, values of all OneOf together, and how deep All, AnyOf and Not may nest.
+# Of a filter: tests, values of all OneOf together, and how deep All, AnyOf and Not may nest.
 MOST_TESTS = 500
 MOST_VALUES = 10_000
 MOST_DEPTH = 32

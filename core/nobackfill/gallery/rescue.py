@@ -1,4 +1,4 @@
-"""Saving what is whole in a damaged gallery file: every row that can be read and passes, no other.
+"""Saving the intact rows of a damaged gallery file: every one that is read and passes, no other.
 
 Rows are asked for by ranges of labels. A range that meets a damaged page is asked for in halves,
 down to the rows that cannot be had. Labels stay as they were, so that vectors meet their items.
@@ -124,7 +124,7 @@ class _Rescue:
     def _last(self, table: str, key: str = "label") -> int:
         with contextlib.suppress(sqlite3.DatabaseError):
             found = self._old.execute(f"SELECT max({key}) FROM {table}").fetchone()[0]
-            # The largest label can lie on a damaged page of one table and be whole in another.
+            # The largest label can lie on a damaged page of one table and be intact in another.
             return found if isinstance(found, int) else 0
         return 0
 

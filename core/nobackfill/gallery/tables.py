@@ -78,7 +78,7 @@ def to_blobs(vectors: Vectors | None, rows: int) -> Sequence[bytes | None]:
     if vectors is None:
         return [None] * rows
     packed = np.ascontiguousarray(vectors, "<f4")
-    # Viewed as one opaque value a row, the whole array becomes bytes objects in one call.
+    # Viewed as one opaque value a row, the array becomes bytes objects in one call.
     blobs: list[bytes] = packed.view(f"V{4 * packed.shape[1]}").ravel().tolist()
     return blobs
 

@@ -24,8 +24,8 @@ Chain = tuple[int, ...]
 class Route:
     """Upgrades in order, each with the manifest that published it; empty where nothing is to do.
 
-    `kept` is the share of new/new mAP that is left, None where nobody knows; `measured` tells a
-    measurement of the whole route from a product of its measured parts.
+    `kept` is the share of new/new mAP that is left, None where nobody knows; `measured`: from end
+    to end, not as a product of its measured parts.
     """
 
     steps: Steps
@@ -85,7 +85,7 @@ def plan_route(
     """The best route, or None if there is none.
 
     `manifests` are the releases that may be used; the source's own may be missing. Best is the
-    largest share kept, whole measurements and products of parts alike; routes of unknown quality
+    largest share kept, measurements and products of parts alike; routes of unknown quality
     come last; then the fewest steps. `side` is the space of the side-information at hand, None for
     none. Raises NotFoundError if `to_release` is not among them.
     """

@@ -1,4 +1,4 @@
-"""The inputs and outputs of a release's models: what the ONNX gate demands and Triton is told."""
+"""The inputs and outputs of a release's models: what the ONNX rules and Triton expect."""
 
 from nobackfill.release.manifest import Manifest, SideEncoder, Upgrade
 

@@ -88,7 +88,7 @@ def restore(source: Path, data: Path) -> Summary:
     if data.exists() and any(data.iterdir()):
         raise AlreadyExistsError(f"{data}: is not empty; restore into a new folder")
     if not (source / LISTING).is_file():
-        raise NotFoundError(f"{source}: expected a whole backup, found no {LISTING}")
+        raise NotFoundError(f"{source}: expected a complete backup, found no {LISTING}")
     summary = verify(source)
     unfinished = data.with_name(f"{durable.TEMPORARY}{data.name}")
     durable.remove_tree(unfinished)

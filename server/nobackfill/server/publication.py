@@ -13,7 +13,7 @@ from nobackfill.release.paths import is_plain
 # them: a line of 7 kB a second will do.
 CHUNK = 64 * 1024
 
-# TUF metadata at the root, manifests, probes, and files of whole models.
+# TUF metadata at the root, manifests, probes, and files of models.
 _METADATA = re.compile(r"(timestamp|[0-9]+\.(root|targets|snapshot))\.json")
 
 
@@ -26,7 +26,7 @@ class Opened:
 
 
 def fetch(repo: Path, path: str, offset: int, signed: Callable[[str], bool]) -> Opened:
-    """Open one file from an offset on. `signed` tells whether signed metadata names it.
+    """Open one file from an offset on. `signed`: whether signed metadata names it.
 
     Raises InvalidInputError for a path that is none, NotFoundError, OutOfRangeError.
     """

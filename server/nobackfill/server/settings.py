@@ -26,7 +26,7 @@ def cores() -> int:
 
 
 class Settings(BaseSettings):
-    """What `gateway serve` can be told."""
+    """What `gateway serve` is configured with."""
 
     model_config = SettingsConfigDict(env_prefix="NOBACKFILL_", extra="forbid", frozen=True)
 

@@ -160,10 +160,10 @@ class Vault:
 
     @contextmanager
     def _room(self, owner: str, part: Path, blob: Blob) -> Iterator[None]:
-        """Room for the whole blob while it comes; after that, for what there is of it."""
-        whole = max(blob.size, _LEAST)
+        """Room for all of the blob while it comes; after that, for what there is of it."""
+        full = max(blob.size, _LEAST)
         with self._lock:
-            used = self._usage(owner) - _cost(part) + whole
+            used = self._usage(owner) - _cost(part) + full
             if used > self._quota:
                 raise QuotaExceededError(
                     f"the vault keeps {self._quota} bytes under one name, this blob would make it "
@@ -174,7 +174,7 @@ class Vault:
             yield
         finally:
             with self._lock:
-                self._used[owner] += (_cost(part) or _cost(part.with_suffix(""))) - whole
+                self._used[owner] += (_cost(part) or _cost(part.with_suffix(""))) - full
 
     def _usage(self, owner: str) -> int:
         if owner not in self._used:

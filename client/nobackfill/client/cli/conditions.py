@@ -44,8 +44,8 @@ def _read(text: str) -> Filter:
             "expected KEY=VALUE, KEY!=VALUE, KEY>VALUE (or <, >=, <=) or 'KEY exists', got "
             f"{text!r}"
         )
-    key, sign, told = parts.groups()
-    value = value_of(told)
+    key, sign, text = parts.groups()
+    value = value_of(text)
     if sign in ("=", "!="):
         equal = OneOf(key, (value,))
         return equal if sign == "=" else Not(equal)

@@ -27,7 +27,7 @@ def init(
         typer.Option(
             help="Root metadata to trust: the publisher's 1.root.json, got by another way than "
             "SOURCE (with the app, over HTTPS, by hand). Without it you are shown its fingerprint: "
-            "compare it with what the publisher told you."
+            "compare it with the one that the publisher gave you."
         ),
     ] = None,
     json: Json = False,
@@ -57,7 +57,7 @@ def _confirm(root: bytes) -> None:
         f"The publication's root metadata has the fingerprint\n{fingerprint(root)}", err=True
     )
     try:
-        trusted = typer.confirm("Is this what its publisher told you?", err=True)
+        trusted = typer.confirm("Is this the one that its publisher gave you?", err=True)
     except typer.Abort:
         trusted = False
     if not trusted:

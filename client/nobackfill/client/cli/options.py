@@ -34,7 +34,7 @@ def metadata_values(pairs: list[str] | None) -> dict[str, Scalar]:
 
 
 def value_of(text: str) -> Scalar:
-    """Numbers, true and false are told from text as in JSON."""
+    """Numbers, true and false are written as in JSON; the rest is text."""
     if text in ("true", "false"):
         return text == "true"
     try:

@@ -15,7 +15,7 @@ def rescue(
     to: Annotated[Path, typer.Option(help="The file of the new gallery.")],
     json: Json = False,
 ) -> None:
-    """Make a new gallery of every row of a damaged one that is whole; exit 65 if some were not."""
+    """Make a new gallery of every intact row of a damaged one; exit 65 if some were not."""
     from nobackfill.client.rescue import rescue as save
 
     output = Output(json)

@@ -39,7 +39,7 @@ def re_embed(device: Device, manifest: Manifest, budget: int, output: Output) ->
     chosen += staging.least_certain(device.store, space, limit=budget - len(chosen))
     if not chosen:
         output.note(
-            f"release {manifest.release}: no upgraded item tells how uncertain it is, so none is "
+            f"release {manifest.release}: no upgraded item has an uncertainty, so none is "
             "re-embedded"
         )
         return 0

@@ -72,7 +72,7 @@ class Search:
         self._device = device
         self.spec, labels, vectors = self._load()
         if len(labels) < device.store.count():
-            # Items may lack a vector, and pages may have lost some: only their bytes tell which.
+            # Items may lack a vector, and pages may have lost some: only their bytes show which.
             device.store.check_pages()
         try:
             check_vectors(vectors, self.spec.dim, what="stored vectors", unit=self.spec.unit)

@@ -132,7 +132,7 @@ def estimate_seconds(plan: Plan) -> float:
     """What the upgrade of a plan may take, from the size of its models and this machine's speed.
 
     A dense layer does one multiply-accumulate for each of its 4-byte weights, so a file's length
-    tells an item's work.
+    reports an item's work.
     """
     rate = _multiply_accumulates_a_second()
     total = 0.0

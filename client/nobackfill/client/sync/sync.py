@@ -2,7 +2,7 @@
 
 A kill at any moment leaves the gallery wholly in the old space or wholly in the new one, and the
 next sync goes on from there. The space that was left is kept, so that `rollback` can return to it,
-until a later sync finds nothing more to do (or `gc` is told to): that confirms the release.
+until a later sync finds nothing more to do (or `gc` is asked to): that confirms the release.
 """
 
 import time
@@ -255,7 +255,7 @@ class _Sync:
         return True
 
     def _settle(self) -> Report:
-        """Nothing newer can be followed: what answers is made whole and, if newest, confirmed."""
+        """Nothing newer can be followed: what answers is completed and, if newest, confirmed."""
         device, report = self._device, self._report
         manifest = device.active()
         report.download_bytes += installation.download(

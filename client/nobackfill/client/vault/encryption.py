@@ -63,10 +63,10 @@ def encrypt(plain: bytes, recipients: Sequence[Recipient]) -> bytes:
 
 
 def decrypt(source: Path, identities: Sequence[Identity]) -> bytes:
-    """The whole plaintext of the age file `source`, in memory only.
+    """The plaintext of the age file `source`, in memory only.
 
     age authenticates chunk by chunk and the library hands out the good ones before it meets a bad
-    end, so nothing is written before it is whole. Raises VerificationError.
+    end, so nothing is written before all of it is verified. Raises VerificationError.
     """
     try:
         return bytes(pyrage.decrypt(source.read_bytes(), list(identities)))

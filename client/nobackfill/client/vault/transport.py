@@ -52,7 +52,7 @@ class Vault:
         return int(blob.size - first)
 
     def get(self, blob: vault_pb2.Blob, target: Path) -> None:
-        """Download a blob to `target`, whole and with the right digest, or raise.
+        """Download a blob to `target`, complete and with the right digest, or raise.
 
         `target`.part holds what an earlier try brought. Raises NotFoundError, VerificationError.
         """

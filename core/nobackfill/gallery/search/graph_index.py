@@ -151,8 +151,8 @@ class HnswIndex:
         # Rows that passed first, still by distance.
         order = np.argsort(~passed[full], axis=1, kind="stable")[:, :wanted]
         rows = np.take_along_axis(rows[full], order, axis=1)
-        told = _answer(self.labels[rows], np.take_along_axis(apart[full], order, axis=1), k)
-        answer.labels[full], answer.distances[full] = told.labels, told.distances
+        fuller = _answer(self.labels[rows], np.take_along_axis(apart[full], order, axis=1), k)
+        answer.labels[full], answer.distances[full] = fuller.labels, fuller.distances
         left: Rows = np.flatnonzero(~full)
         return left
 
@@ -172,8 +172,8 @@ class HnswIndex:
     def skeleton(self, *, sums: bool = True) -> Skeleton:
         """What is left of it without its vectors."""
         links = graph_state.links_of(self.graph)
-        told = sums_of(graph_state.vectors_of(self.graph)) if sums else None
-        return Skeleton(self.spec, self.labels, self._held, links, told, self.fresh)
+        kept = sums_of(graph_state.vectors_of(self.graph)) if sums else None
+        return Skeleton(self.spec, self.labels, self._held, links, kept, self.fresh)
 
     def save(self, path: Path) -> None:
         """Write a checked file, without the vectors. Raises CannotWriteError."""

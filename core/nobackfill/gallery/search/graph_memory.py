@@ -2,7 +2,7 @@
 
 hnswlib 0.8 keeps one record an element: links of the ground level (their count in 2 bytes, a delete
 mark in the third), the vector, and an 8-byte label. Where the library keeps them is read from the
-object itself, at offsets whose neighbours must agree with what the graph tells of itself; a build
+object itself, at offsets whose neighbours must agree with what the graph says of itself; a build
 of the library that lays things out otherwise is seen, and its state copied instead: the same
 answers, with one copy more of the vectors.
 """
@@ -64,13 +64,13 @@ def graph_words(graph: Any) -> tuple[int, ...] | None:
         return None
     words = _words(index[_INDEX_GRAPH], _GRAPH_WORDS)
     layout, m = Layout.of(graph.dim, graph.M), graph.M
-    told = (
+    stated = (
         (1, graph.max_elements), (2, graph.element_count), (3, layout.size), (4, layout.upper),
         (6, m), (7, m), (8, 2 * m), (9, graph.ef_construction), (27, layout.vector),
         (28, layout.vector), (29, 0), (30, layout.label),
     )  # fmt: skip
     room = words[_LEVELS + 1] - words[_LEVELS]
-    agree = all(words[place] == value for place, value in told) and room == 4 * graph.max_elements
+    agree = all(words[place] == value for place, value in stated) and room == 4 * graph.max_elements
     return words if agree else None
 
 

@@ -252,7 +252,7 @@ def _recall(
     index: HnswIndex, probes: Vectors, farthest: Vectors, between: Callable[[], None]
 ) -> float:
     """Share of the true K nearest of the probes that `index` finds for one query at a time: many
-    at once are cheaper compared with every row, and would tell nothing of the graph."""
+    at once are cheaper compared with every row, and would say nothing of the graph."""
     if not len(probes):
         return 1.0
     found = []

@@ -1,4 +1,4 @@
-"""An index on disk: a cache with a header of our own, checked whole before any engine sees a byte.
+"""An index on disk: a cache with a header of our own, checked before any engine sees a byte.
 
     8 bytes magic | sha256 of all that follows | header length, uint32 | header, JSON | arrays
 

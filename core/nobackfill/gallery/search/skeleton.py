@@ -1,7 +1,7 @@
 """A graph without its vectors, as it lies on the disk and as it is carried to other vectors.
 
 The vectors are read where the truth is, so that a file outlives what was deleted and holds none of
-it. What tells a vector that was replaced is a sum of its bits, 64 of them.
+it. A vector that was replaced shows in a sum of its bits, 64 of them.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Skeleton:
 
     def write(self, path: Path) -> None:
         """Write a checked file; `sums` must be there. Raises CannotWriteError."""
-        assert self.sums is not None, "a file tells what was replaced"
+        assert self.sums is not None, "a file shows what was replaced"
         arrays: index_file.Arrays = {
             "labels": self.labels, "rows": self.rows.astype(np.int64), "sums": self.sums,
             "ground": self.links.ground, "levels": self.links.levels, "upper": self.links.upper,
@@ -109,7 +109,7 @@ def _moved(skeleton: Skeleton, labels: Labels) -> Rows:
     there = np.minimum(np.searchsorted(labels, skeleton.labels), len(labels) - 1)
     there[labels[there] != skeleton.labels] = -1
     if len(skeleton.rows) and skeleton.rows.max() >= len(there):
-        raise VerificationError("the index tells of rows it does not have; build it anew")
+        raise VerificationError("the index names rows it does not have; build it anew")
     # The last -1 is nobody's: where row -1 leads.
     moved: Rows = np.append(there, -1)[skeleton.rows]
     return moved

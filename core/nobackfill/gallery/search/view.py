@@ -161,7 +161,7 @@ def _begun(store: Store, spec: SpaceSpec, begin: Opener | None) -> Snapshot | No
 
 
 def changed(snapshot: Snapshot, change: Change) -> Snapshot:
-    """The state after one commit; vectors that were replaced are told as added."""
+    """The state after one commit; vectors that were replaced count as added."""
     snapshot = snapshot.without(change.deleted)
     labels, vectors = change.added.get(snapshot.spec.space, (None, None))
     if labels is None or vectors is None or not len(labels):
@@ -200,7 +200,7 @@ class LiveView:
         self.spec = store.space(space).spec
         self._changing = threading.Lock()
         self._compacting = threading.Lock()
-        # Commits since a base was begun, to be told to it when it is ready.
+        # Commits since a base was begun, passed to it when it is ready.
         self._log: list[Change] | None = []
         self._snapshot: Snapshot | None = None
         self._store = store

@@ -54,7 +54,7 @@ TargetsKey = Annotated[
     Path | None, typer.Option("--targets-key", help="The targets key, if kept elsewhere.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and tell, write nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and report, write nothing.")]
 
 DEFAULT_REPO = Path("model_repo")
 

@@ -18,7 +18,7 @@ from nobackfill.release.trust.trust import TrustedFolder
 @dataclass(frozen=True)
 class Entry:
     """One published release: `size` is the bytes of the files it added. `unfit` says why nothing
-    but its number can be told, or is None."""
+    but its number is known, or is None."""
 
     release: int
     withdrawn: str | None

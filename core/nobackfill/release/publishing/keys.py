@@ -30,7 +30,7 @@ class Keys:
     """Where signing keys are: a folder of ROLE.pem files, and files named one by one.
 
     While a key is being rotated its successor lies beside it as ROLE.next.pem; which of the two
-    signs is told by the root metadata.
+    signs is in the root metadata.
     """
 
     folder: Path

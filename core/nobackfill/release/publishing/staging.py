@@ -1,5 +1,5 @@
 """Where releases are put together: beside the publication folder, as Triton trips over any other
-folder in it, and on its file system, so that what is whole can be renamed into it."""
+folder in it, and on its file system, so that what is complete can be renamed into it."""
 
 import contextlib
 import uuid

@@ -1,4 +1,4 @@
-"""Downloads of published files: resumed, never longer than what was signed, durable when whole."""
+"""Downloads of published files: resumed, never longer than signed, durable when complete."""
 
 from pathlib import Path
 

@@ -75,7 +75,7 @@ class HttpFetcher:
             response = self._answer(quote(url, safe=":/@%?=&[]"), offset)
         except _TROUBLE as error:
             raise DownloadError(f"{url}: {_sentence(error)}") from error
-        whole = False
+        complete = False
         try:
             if response.status not in (200, 206):
                 raise DownloadHTTPError(f"{url}: HTTP {response.status}", response.status)
@@ -86,14 +86,14 @@ class HttpFetcher:
                 if len(piece) > skip:
                     yield piece[skip:]
                 skip = max(0, skip - len(piece))
-            whole = True
+            complete = True
         except urllib3.exceptions.TimeoutError as error:
             raise SlowRetrievalError(f"{url}: nothing came for {SILENCE_SECONDS:g} s") from error
         except _TROUBLE as error:
             raise DownloadError(f"{url}: {error}") from error
         finally:
-            # After a whole file its connection is used again; after less, the rest is in the way.
-            if not whole:
+            # After a complete file its connection is used again; else the rest is in the way.
+            if not complete:
                 response.close()
             response.release_conn()
 

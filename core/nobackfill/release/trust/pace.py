@@ -58,7 +58,7 @@ class _Source:
         self._given_up = threading.Event()
 
     def read(self) -> None:
-        """Read to the end, an error, or until nobody wants more; the thread's whole work."""
+        """Read to the end, an error, or until nobody wants more; all the thread does."""
         last: bytes | BaseException = b""
         try:
             for piece in self._fetch():

@@ -227,7 +227,7 @@ class TrustedFolder(Trust):
         super().__init__(state_dir, fetcher, fetcher.base_url, root)
 
     def manifest(self, release: int) -> Manifest:
-        """A release's manifest, which must be whole in its place. Raises like Trust.manifest."""
+        """A release's manifest, which must be complete in its place. Raises like Trust.manifest."""
         self._check_in_place(manifest_path(release))
         return super().manifest(release)
 

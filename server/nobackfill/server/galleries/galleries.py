@@ -199,8 +199,8 @@ class Galleries:
             self._hosted = {**self._hosted, name: hosted}
 
     def delete(self, name: str) -> None:
-        """Delete a gallery with all in it, once nobody works with it; new calls are told that it is
-        gone while the last ones end.
+        """Delete a gallery with all in it, once nobody works with it; new calls are refused as if
+        it were gone while the last ones end.
 
         Raises NotFoundError, BusyError when they do not end (then it stays), CannotWriteError.
         """

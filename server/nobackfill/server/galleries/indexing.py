@@ -123,7 +123,7 @@ class Indexing:
         """What there is to do, one after another; asked again, the same."""
         for space, view in hosted.views().items():
             if space not in hosted.plan.alone and len(view.snapshot()) < _LARGEST_FILLING:
-                # An upgrade fills it; it inherits an index when it is whole.
+                # An upgrade fills it; it inherits an index when it is full.
                 continue
             if due(view) or self._settled(hosted, space, view):
                 yield functools.partial(self._make, hosted, space, view)

@@ -15,8 +15,8 @@ from nobackfill.server.state import RolloutName, State
 class Part:
     """Vectors of one space, searched by queries of one space.
 
-    `release` made the vectors. `origin` None: each hit tells its item's own; direct and old-model
-    are told of the whole part. `curves` turn distances into scores, by the origin of the vector.
+    `release` made the vectors. `origin` None: each hit has its item's own; direct and old-model
+    hold for the part. `curves` turn distances into scores, by the origin of the vector.
     """
 
     space: str

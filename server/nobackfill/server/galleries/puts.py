@@ -1,4 +1,4 @@
-"""Putting items: each image embedded for every space the gallery keeps, then durable, then told."""
+"""Putting items: images embedded for every space the gallery keeps, made durable, acknowledged."""
 
 import hashlib
 from collections.abc import Callable, Sequence

@@ -38,10 +38,10 @@ def rank(
 
     One part: by distance. Several: by score, as distances of different spaces do not compare;
     where a score is missing (a direct search that was published without calibration), by distance,
-    which the release then declares to compare. Always by what was computed; the hits tell it
+    which the release then declares to compare. Always by what was computed; the hits show it
     rounded, score and all, unless `exact`.
     """
-    # What is ranked, with what is told.
+    # What is ranked, with what is shown.
     hits: list[tuple[Hit, Hit]] = []
     for part, neighbours in zip(parts, found, strict=True):
         hits += _hits(part, neighbours, row, k, items, exact=exact)
@@ -49,7 +49,7 @@ def rank(
         scored = all(hit.score is not None for hit, _ in hits)
         order = _by_score if scored else _by_distance
         hits.sort(key=lambda pair: order(pair[0]))
-    return [told for _, told in hits[:k]]
+    return [shown for _, shown in hits[:k]]
 
 
 def rounded(distances: Vectors) -> Vectors:

@@ -64,7 +64,7 @@ UNBOUND = frozenset(
 def authorize(method: str, tokens: Tokens | None, authorization: str | None) -> Principal:
     """Let `method` pass for the caller, or raise UnauthenticatedError or NotPermittedError.
 
-    Decided before the request is read, so an answer never tells whether an object exists.
+    Decided before the request is read, so an answer never reveals whether an object exists.
     """
     roles = RULES.get(method, frozenset())
     if roles is None or tokens is None:

@@ -19,7 +19,7 @@ class Expiries(Collector):
     def __init__(self) -> None:
         self.metadata: Callable[[], Mapping[str, datetime]] = _none
         self.certificates: Callable[[], Mapping[str, datetime]] = _none
-        # The first token to expire; nobody's name is told.
+        # The first token to expire; nobody's name is shown.
         self.tokens: Callable[[], datetime | None] = lambda: None
 
     def collect(self) -> Iterator[Metric]:

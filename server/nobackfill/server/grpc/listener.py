@@ -66,7 +66,7 @@ class Listener:
         self._server = grpc.server(
             cast(ThreadPoolExecutor, interceptor.pool),
             interceptors=[interceptor],
-            # Above the bound on calls, so that those too many are told RESOURCE_EXHAUSTED.
+            # Above the bound on calls, so that those too many get RESOURCE_EXHAUSTED.
             options=[
                 *_OPTIONS,
                 ("grpc.max_concurrent_streams", 1024 + settings.max_calls),

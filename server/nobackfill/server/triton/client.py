@@ -31,7 +31,7 @@ _HEADER = "triton-grpc-protocol-nobackfill-token"
 
 
 class TritonClient:
-    """One channel to one tritonserver. Times out as told, never retries.
+    """One channel to one tritonserver. Times out as asked, never retries.
 
     `credentials` None: in the clear, for sockets of our own and loopback. `token` goes with every
     call.

@@ -1,4 +1,4 @@
-"""What Triton is told of a model: its signed configuration, if that can run nothing but ONNX.
+"""What Triton gets of a model: its signed configuration, if that can run nothing but ONNX.
 
 Triton runs any code that a configuration names: another backend, an environment to unpack, a
 runtime. A publisher's signature makes a release believable, not its files code.

@@ -118,8 +118,8 @@ class TritonProcess:
         except OSError:
             return ""
         lines = [line for line in lines if line.strip() and line[0] not in "+|"]
-        telling = [line for line in lines if line[0] in "EF" or "rror" in line] or lines
-        return " | ".join(telling[-3:])
+        relevant = [line for line in lines if line[0] in "EF" or "rror" in line] or lines
+        return " | ".join(relevant[-3:])
 
     def _remove_shared_memory(self) -> None:
         for left in _SHM.glob(f"{self._prefix}*"):

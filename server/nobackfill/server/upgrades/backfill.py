@@ -20,7 +20,7 @@ def backfill(
     on_batch: Callable[[int], None],
 ) -> None:
     """Replace upgraded vectors of the active space by those of the items' images, a model call and
-    a commit a batch; `on_batch` is told how many each durable batch replaced.
+    a commit a batch; `on_batch` gets how many each durable batch replaced.
 
     At most `budget` items (0: all), the least certain first; items that are gone or were embedded
     from their image already are passed over. Raises InvalidInputError for what is no image, when

@@ -110,7 +110,7 @@ class Upgrading:
         on_progress: Callable[[int], None] = lambda _done: None,
     ) -> Outcome:
         """Fill the target's space in this thread, from where an earlier run ended, until it is
-        whole, paused or stopped. `on_progress` is told the number of items done.
+        full, paused or stopped. `on_progress` gets the number of items done.
 
         Raises PreconditionError without a route, VerificationError for bad outputs,
         CannotWriteError.

@@ -12,7 +12,7 @@ from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.galleries.searching import Searching
 
-# Items asked as queries, shared evenly among the groups; more groups than this tell nothing.
+# Items asked as queries, shared evenly among the groups; more groups than this say nothing.
 _PROBES = 2000
 _MOST_GROUPS = 200
 _AT_ONCE = 64

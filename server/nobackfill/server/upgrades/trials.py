@@ -14,7 +14,7 @@ class Trials:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._lock = threading.Lock()
-        # Replaced, never changed: what was tried is told without waiting for a trial that runs.
+        # Replaced, never changed: what was tried is known without waiting for a trial that runs.
         self._tried: frozenset[tuple[str, int | None]] = frozenset()
 
     def release(

@@ -156,7 +156,7 @@ class GalleryService(GalleryServiceServicer):
 
 def _put(item: pb.PutItem) -> Put:
     kind = item.WhichOneof("content")
-    # A message cannot tell no metadata from empty metadata: neither erases what is there.
+    # No metadata and empty metadata are the same message: neither erases what is there.
     metadata = {key: from_value(value, key) for key, value in item.metadata.items()} or None
     if kind == "image":
         return Put(item.id, item.image, metadata)

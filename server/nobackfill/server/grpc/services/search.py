@@ -127,7 +127,7 @@ def _response(
             release=hit.release,
             origin=ORIGINS[hit.origin],
         )
-        # The distance that the answer tells: a line drawn finer would tell more.
+        # The distance as the answer shows it: a line drawn finer would reveal more.
         if message.distance <= farthest:
             to_metadata(hit.item.metadata, keys, message.metadata)
             response.hits.append(message)
