@@ -23,7 +23,7 @@ from nobackfill.server.catalog import Catalog
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import StateFile
-from nobackfill.server.upgrades.jobs import Upgrading
+from nobackfill.server.upgrades.upgrading import Upgrading
 from tests.gallery.making import rows
 from tests.support import edge, graphs
 from tests.support.blocks import Side

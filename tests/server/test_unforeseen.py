@@ -148,7 +148,8 @@ def test_an_error_at_any_call_ends_an_activation_with_its_reason(
     calls = Calls(
         "activation",
         "rollout",
-        "upgrades/jobs.py",
+        "serving.py",
+        "upgrades/upgrading.py",
     )
     with (
         running(tmp_path / "repo", tmp_path / "data") as gateway,

@@ -43,7 +43,7 @@ from nobackfill.server.triton.client import TritonClient, remote_client
 from nobackfill.server.triton.installation import default_folder
 from nobackfill.server.triton.models import TritonModels
 from nobackfill.server.triton.process import TritonProcess, has_triton
-from nobackfill.server.upgrades.jobs import Upgrading
+from nobackfill.server.upgrades.upgrading import Upgrading
 from nobackfill.server.vault import Vault
 
 log = structlog.get_logger("server.gateway")

@@ -22,8 +22,8 @@ from nobackfill.server.rollout.recovery import recover
 from nobackfill.server.rollout.run import CancelledError, Phase, Run
 from nobackfill.server.serving import Serving
 from nobackfill.server.state import Activation, RolloutName, StateFile
-from nobackfill.server.upgrades.jobs import Upgrading
 from nobackfill.server.upgrades.throttle import DEFAULT_SPARE_CORES
+from nobackfill.server.upgrades.upgrading import Upgrading
 
 log = structlog.get_logger("server.activation")
 

@@ -14,8 +14,9 @@ from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.state import StateFile
 from nobackfill.server.upgrades.backfill import backfill
 from nobackfill.server.upgrades.cost import Cost
-from nobackfill.server.upgrades.jobs import Job, JobState, Upgrading
+from nobackfill.server.upgrades.job import Job, JobState
 from nobackfill.server.upgrades.throttle import DEFAULT_SPARE_CORES
+from nobackfill.server.upgrades.upgrading import Upgrading
 
 
 class Lifecycle:

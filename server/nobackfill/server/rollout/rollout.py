@@ -18,7 +18,8 @@ from nobackfill.server.rollout.admission import Admission
 from nobackfill.server.rollout.run import Phase, Run
 from nobackfill.server.serving import Serving
 from nobackfill.server.state import StateFile
-from nobackfill.server.upgrades.jobs import JobState, Upgrading
+from nobackfill.server.upgrades.job import JobState
+from nobackfill.server.upgrades.upgrading import Upgrading
 
 log = structlog.get_logger("server.rollout")
 

@@ -10,7 +10,7 @@ from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.searching import Searching
 from nobackfill.server.rollout.lifecycle import Lifecycle
-from nobackfill.server.upgrades.jobs import Job, JobState
+from nobackfill.server.upgrades.job import Job, JobState
 from nobackfill.server.upgrades.subgroups import Subgroup, subgroups
 from nobackfill.v1 import upgrade_pb2 as pb
 from nobackfill.v1.upgrade_pb2_grpc import (

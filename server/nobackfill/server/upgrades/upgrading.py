@@ -3,8 +3,7 @@
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -20,46 +19,12 @@ from nobackfill.server.galleries.indexing import give_way
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import StateFile
 from nobackfill.server.upgrades.cost import Cost, cost
+from nobackfill.server.upgrades.job import Job, JobState
 from nobackfill.server.upgrades.neighbours import LOOKS, neighbours_kept
 from nobackfill.server.upgrades.throttle import Throttle
 from nobackfill.server.upgrades.trials import Trials
 
 log = structlog.get_logger("server.upgrading")
-
-
-class JobState(StrEnum):
-    RUNNING = "running"
-    PAUSED = "paused"
-    INDEXING = "indexing"
-    DONE = "done"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True)
-class Job:
-    """How far the upgrade of one gallery is."""
-
-    gallery: str
-    from_release: int
-    to_release: int
-    state: JobState = JobState.RUNNING
-    done: int = 0
-    total: int = 0
-    items_per_second: float = 0.0
-    re_embedded: int = 0
-    neighbours_kept: float | None = None
-    message: str = ""
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more will happen in it."""
-        return self.state in (JobState.DONE, JobState.FAILED)
-
-    @property
-    def remaining_s(self) -> float:
-        """Seconds to go at the present rate; 0 where none is known."""
-        left = self.total - self.done
-        return left / self.items_per_second if self.items_per_second > 0 else 0.0
 
 
 class Upgrading:
