@@ -69,7 +69,7 @@ def commits(step: Operation, repo: Path) -> bool:
 def test_random_kills(
     gate: str, kills: int, fast_tmp: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Most of a publish is the ONNX gate's process; without it the kills fall among the writes."""
+    """Most of a publish is the ONNX check's process; without it the kills fall among the writes."""
     if gate == "near_gate":
         request.getfixturevalue(gate)
     seed = random.SystemRandom().randrange(2**32)

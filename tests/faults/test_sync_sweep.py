@@ -114,7 +114,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 @pytest.fixture(autouse=True)
 def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ONNX gate writes nothing and would take a second at every step."""
+    """The ONNX check writes nothing and would take a second at every step."""
     monkeypatch.setattr("nobackfill.client.sync.installation.try_release", check_probes)
 
 

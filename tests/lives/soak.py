@@ -57,7 +57,7 @@ class Watch:
                 files = len(list((process / "fd").iterdir()))
                 maps = (process / "maps").read_text().splitlines()
             except OSError:
-                # Gone since it was listed: the ONNX gate's, say, which lives for a second.
+                # Gone since it was listed: the ONNX check's, say, which lives for a second.
                 continue
             resident[name] += pages * 4096
             descriptors[name] += files

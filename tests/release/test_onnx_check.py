@@ -1,4 +1,4 @@
-"""The ONNX gate: crafted and mutated files are refused, before any session, at bounded cost."""
+"""The ONNX check: crafted and mutated files are refused, before any session, at bounded cost."""
 
 import random
 import resource

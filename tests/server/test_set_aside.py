@@ -127,6 +127,9 @@ def test_one_that_a_swap_cannot_read_is_set_aside(
         upgrading.resume("bad")
         assert activation.result().phase == release_pb2.PHASE_DONE
     assert gateway.galleries.aside().keys() == {"bad"}
+    asked = health_pb2.HealthCheckRequest(service="gallery/bad")
+    status = health_pb2_grpc.HealthStub(client.channel).Check(asked).status
+    assert status == health_pb2.HealthCheckResponse.NOT_SERVING
     hit = client.search(images(3)[1], "good", 1).hits[0]
     assert (hit.id, hit.release) == ("i1", 2)
     assert "set aside" in refusal(lambda: client.search(images(3)[1], "bad", 1))[1]

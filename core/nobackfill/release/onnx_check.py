@@ -1,4 +1,4 @@
-"""The ONNX gate: what a model file may be, decided before any session is made.
+"""The ONNX check: what a model file may be, decided before any session is made.
 
 A crafted file may crash or fill whatever parses it: trial.py runs this in a child with limits.
 """

@@ -1,4 +1,4 @@
-"""The rules of the ONNX gate, for one file. Runs in a subprocess with limits: see onnx_check.py.
+"""The rules of the ONNX check, for one file. Runs in a subprocess with limits: see onnx_check.py.
 
 A graph may compute, and nothing else: operators of the default domain from a list, no control flow,
 no randomness, no functions, no data outside of the file, and exactly the declared inputs and

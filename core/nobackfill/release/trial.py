@@ -52,7 +52,7 @@ def try_release(
     threads: int = 1,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
-    """Check every ONNX file of a release that `files` holds by the rules of the ONNX gate, load it
+    """Check every ONNX file of a release that `files` holds by the rules of the ONNX check, load it
     and run its golden probes, within limits of memory, processor and time.
 
     `upgrades`: releases whose upgrades are probed (None: all). `meanwhile` is called now and then;

@@ -169,6 +169,7 @@ class Gateway:
             ).begin()
         self.address = self._listener.start()
         closing.callback(self._drain, self._listener)
+        self.galleries.on_set_aside = self._set_health
         self._set_health()
         self.catalog.watch()
         log.info("serving", address=self.address, metrics=self.metrics_address)

@@ -5,7 +5,7 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -65,6 +65,8 @@ class Galleries:
         # Galleries that cannot be served, with the reason; those that were opened are in both.
         self._aside: Mapping[str, str] = {}
         self._leaf = threading.Lock()
+        # Called when one is set aside.
+        self.on_set_aside: Callable[[], None] = lambda: None
 
     def open_all(self) -> None:
         """Open what is there and sweep what was never finished. A gallery that cannot be served is
@@ -111,6 +113,7 @@ class Galleries:
         log.error("gallery set aside", gallery=name, error=str(error))
         with self._leaf:
             self._aside = {**self._aside, name: str(error)}
+        self.on_set_aside()
 
     def aside(self) -> Mapping[str, str]:
         """Galleries that are set aside, with the reason."""
