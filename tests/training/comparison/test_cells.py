@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nobackfill.class_folders import decode, list_images
-from nobackfill.training.comparison.cells import evaluation, measure
+from nobackfill.training.comparison.cells import evaluation, row_cells
 from nobackfill.training.comparison.recipe import Run
 from nobackfill.training.comparison.rows import Row
 from nobackfill.training.loop.upgrade import read_upgrade
@@ -32,7 +32,7 @@ def test_every_cell_is_made_of_the_vectors_that_its_name_says(
     row = Row("r", first, second, route, run("side_encoder", "side-1"))
     listing = list_images(digits / "queries")
     test = evaluation(listing, "cosine", tmp_path)
-    cells = measure(row, test)
+    cells = row_cells(row, test)
     images = torch.from_numpy(decode(listing, 8))
     old, new, side = (
         load_encoder(runs / name)[0](images) for name in ("embedder-1", "embedder-2", "side-1")

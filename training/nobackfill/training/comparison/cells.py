@@ -10,24 +10,20 @@ from numpy.typing import NDArray
 
 from nobackfill.class_folders import Listing, decode
 from nobackfill.durable import write_file
-from nobackfill.metrics.backfill import (
-    backfill_curve,
-    oracle_order,
-    random_order,
-    uncertainty_order,
-)
 from nobackfill.metrics.cka import linear_cka
-from nobackfill.metrics.distances import Metric, unit
+from nobackfill.metrics.distances import Metric
 from nobackfill.metrics.hubness import hubness
 from nobackfill.metrics.neighbours import nearest
 from nobackfill.metrics.ranking import Relevance, same_label
-from nobackfill.metrics.retrieval import PerQuery, score
+from nobackfill.metrics.retrieval import PerQuery
+from nobackfill.quality.backfill import backfill_curves
+from nobackfill.quality.cells import upgrade_cells
+from nobackfill.quality.retrieval import Measured, measure, measure_cell
 from nobackfill.training.comparison.rows import Row
-from nobackfill.training.comparison.serve import Served, serve
+from nobackfill.training.comparison.serve import NEW, OLD, Trained
 from nobackfill.training.networks.frozen import features, of_run
 
 Floats = NDArray[np.float32]
-FIGURES = ("cmc1", "cmc5", "map")
 HUB_NEIGHBOURS = 10
 
 
@@ -61,74 +57,47 @@ class Cells:
     extras: Mapping[str, float]
 
 
-def measure(row: Row, test: Evaluation) -> Cells:
+def row_cells(row: Row, test: Evaluation) -> Cells:
     """Every cell of a row. A cell whose two sides differ in dimension is left out."""
     old = test.features(row.old.folder, "embedder")
     new = test.features(row.new.folder, "embedder")
     side = None if row.side is None else test.features(row.side.folder, "side_encoder")
-    served = serve(row, old, side)
-    cells = {
-        "old/old": score(old, old, test.relevance, test.metric),
-        "new/new": score(new, new, test.relevance, test.metric),
+    images = Trained(row, test.listing, test.metric, {OLD: old, NEW: new}, side)
+    names = upgrade_cells(OLD, NEW, (OLD, NEW) if row.route else ())
+    # The first elements of a longer embedding, as BCT section 3.6 has it; none of a shorter one.
+    measured = {
+        cell: by_query(measure_cell(cell, images, images, test.relevance, int8=row.int8))
+        for cell in names.values()
+        if not cell.raw or new.shape[1] >= old.shape[1]
     }
-    if new.shape[1] >= old.shape[1]:
-        # The first elements of a longer embedding, as BCT section 3.6 has it.
-        meets_old = as_old(new, old, test.metric)
-        cells["new/old"] = score(meets_old, old, test.relevance, test.metric)
-    if served is None:
-        cells["new/served"] = cells["new/old"]
-        answers, gallery = meets_old, old
-    else:
-        cells["new/served"] = score(new, served.embedding, test.relevance, test.metric)
-        cells["served/served"] = score(
-            served.embedding, served.embedding, test.relevance, test.metric
-        )
-        answers, gallery = new, served.embedding
-    extras = _curves(new, answers, gallery, served, test, cells)
-    near, _ = nearest(answers, gallery, min(HUB_NEIGHBOURS + 1, len(gallery)), test.metric)
-    extras["hubness"] = hubness(near, len(gallery)).skewness
+    cells = {name: measured[cell] for name, cell in names.items() if cell in measured}
+    served = images.along(names["new/served"].gallery, int8=row.int8)
+    if row.route:
+        carried = measure(served.embedding, served.embedding, test.relevance, test.metric)
+        cells["served/served"] = by_query(carried)
+    orders = ("random", "oracle", "uncertainty") if row.route else ("random",)
+    curves = backfill_curves(
+        names["new/served"], images, images, test.relevance, orders, int8=row.int8
+    )
+    for name, curve in curves.items():
+        cells[f"backfill {name}"] = {"cmc1": curve.cmc1_areas, "map": curve.map_areas}
+    extras = {"hubness": _hubness(images.asking(names["new/served"]), served.embedding, test)}
+    if served.uncertainty is not None:
+        squared = ((served.embedding - new) ** 2).mean(axis=1)
+        extras["variance_ratio"] = float(np.mean(squared / served.uncertainty))
     if side is not None:
         extras["cka"] = linear_cka(old, side)
-    extras |= _logged(row.new.folder / "stats.jsonl")
-    return Cells(cells, extras)
+    return Cells(cells, extras | _logged(row.new.folder / "stats.jsonl"))
 
 
-def as_old(new: Floats, old: Floats, metric: Metric) -> Floats:
-    """The first elements of new vectors, renormalised where directions are compared."""
-    first = new[:, : old.shape[1]]
-    unit_space = np.allclose(np.linalg.norm(old, axis=1), 1, atol=1e-3)
-    return unit(first).astype(np.float32) if metric == "cosine" or unit_space else first
+def by_query(measured: Measured) -> dict[str, PerQuery]:
+    """The figures that a row keeps of a cell."""
+    return {"cmc1": measured.cmc1, "cmc5": measured.cmc5, "map": measured.map}
 
 
-def _curves(
-    new: Floats,
-    answers: Floats,
-    gallery: Floats,
-    served: Served | None,
-    test: Evaluation,
-    cells: dict[str, dict[str, PerQuery]],
-) -> dict[str, float]:
-    """Backfill curves in random order and, where there is something to order by, by it."""
-    orders = {"random": random_order(len(gallery), 0)}
-    extras = {}
-    if served is not None:
-        orders["oracle"] = oracle_order(gallery, new)
-        if served.log_variance is not None:
-            orders["uncertainty"] = uncertainty_order(served.log_variance)
-            squared = ((gallery - new) ** 2).mean(axis=1)
-            extras["variance_ratio"] = float(np.mean(squared / np.exp(served.log_variance)))
-    for name, order in orders.items():
-        curve = backfill_curve(
-            new,
-            gallery,
-            new,
-            order,
-            test.relevance,
-            metric=test.metric,
-            served_queries=answers,
-        )
-        cells[f"backfill {name}"] = {"cmc1": curve.cmc1_areas, "map": curve.map_areas}
-    return extras
+def _hubness(queries: Floats, gallery: Floats, test: Evaluation) -> float:
+    near, _ = nearest(queries, gallery, min(HUB_NEIGHBOURS + 1, len(gallery)), test.metric)
+    return hubness(near, len(gallery)).skewness
 
 
 def _logged(stats: Path) -> dict[str, float]:

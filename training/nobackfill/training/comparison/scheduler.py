@@ -12,7 +12,7 @@ import torch
 
 from nobackfill.class_folders import Listing, list_images
 from nobackfill.digests import sha256_file
-from nobackfill.training.comparison.cells import evaluation, measure, read_cells, write_cells
+from nobackfill.training.comparison.cells import evaluation, read_cells, row_cells, write_cells
 from nobackfill.training.comparison.recipe import Place, Run, ensure
 from nobackfill.training.comparison.rows import TEST, Row
 from nobackfill.training.comparison.settings import prepare
@@ -108,7 +108,7 @@ def measure_row(place: Place, row: Row) -> None:
         return
     started = time.monotonic()
     test = evaluation(images_of(place, row), place.preset.metric, place.runs / "features")
-    write_cells(path, measure(row, test), key)
+    write_cells(path, row_cells(row, test), key)
     _tell(f"measured {row.name}, {place.split.name}, seed {place.seed}", started)
 
 

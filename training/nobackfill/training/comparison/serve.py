@@ -1,12 +1,16 @@
 """A gallery of old vectors as a row serves it: as it is, or carried along upgrades."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from nobackfill.class_folders import Listing
+from nobackfill.metrics.distances import Metric, unit
+from nobackfill.quality.cells import CellName
+from nobackfill.quality.embedded import Embedded
+from nobackfill.release.models import Upgraded
 from nobackfill.training.comparison.exported import exported
 from nobackfill.training.comparison.recipe import Run
 from nobackfill.training.comparison.rows import Row
@@ -15,38 +19,75 @@ from nobackfill.training.loop.run import load_part
 from nobackfill.training.loop.upgrade import read_upgrade
 from nobackfill.training.method import UpgradeShape
 from nobackfill.training.methods import embedder_method
+from nobackfill.training.networks import transform
 from nobackfill.training.networks.frozen import load_encoder
-from nobackfill.training.networks.transform import Upgrade, Upgraded
+from nobackfill.training.networks.transform import Upgrade
+from nobackfill.vectors import Vectors
 
-Floats = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Served:
-    """The gallery in the new space, and the log-variance [n] an item where the route
-    predicts one.
-    """
-
-    embedding: Floats
-    log_variance: Floats | None
+# A row's models, as releases are numbered.
+OLD, NEW = 1, 2
 
 
-def serve(row: Row, old: Floats, side: Floats | None) -> Served | None:
-    """Carry `old` [n,dim] with `side` along the row's route; None where it is searched as it is."""
-    if not row.route:
-        return None
+class Trained(Embedded):
+    """Test images in the spaces of a row's models, and those of OLD carried along its route."""
+
+    def __init__(
+        self,
+        row: Row,
+        listing: Listing,
+        metric: Metric,
+        vectors: Mapping[int, Vectors],
+        side: Vectors | None,
+    ) -> None:
+        """`vectors` by model [n,dim]; `side` [n,side_dim] is stored beside those of OLD."""
+        super().__init__(listing)
+        self._row, self._metric, self._vectors, self._side = row, metric, vectors, side
+        self._served: dict[bool, Upgraded] = {}
+
+    def native(self, release: int) -> Vectors:
+        """Of OLD or NEW."""
+        return self._vectors[release]
+
+    def along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
+        """OLD's along the row's route; `int8`: through the exported, quantised files."""
+        if len(releases) == 1:
+            return Upgraded(self.native(releases[0]), None, None)
+        if int8 not in self._served:
+            self._served[int8] = serve(self._row, self.native(OLD), self._side, int8=int8)
+        return self._served[int8]
+
+    def metric(self, release: int) -> Metric:
+        """One for all."""
+        return self._metric
+
+    def asking(self, cell: CellName) -> Vectors:
+        """Queries of NEW meet vectors of OLD by their first elements."""
+        own = self.native(cell.query)
+        return as_old(own, self.native(OLD), self._metric) if cell.raw else own
+
+
+def as_old(new: Vectors, old: Vectors, metric: Metric) -> Vectors:
+    """The first elements of new vectors, renormalised where directions are compared."""
+    first = new[:, : old.shape[1]]
+    unit_space = np.allclose(np.linalg.norm(old, axis=1), 1, atol=1e-3)
+    return unit(first).astype(np.float32) if metric == "cosine" or unit_space else first
+
+
+def serve(row: Row, old: Vectors, side: Vectors | None, *, int8: bool) -> Upgraded:
+    """Carry `old` [n,dim] with `side` along the row's route."""
     embedding, stored = torch.from_numpy(old), None if side is None else torch.from_numpy(side)
     log_variance = None
     for step in map(step_of, row.route):
-        if row.int8:
+        if int8:
             out = _quantised(step, embedding, stored)
         else:
             with torch.no_grad():
                 out = step(embedding, stored if step.reads_side else None)
         embedding = out.embedding
         stored = out.side if out.side is not None else stored
-        log_variance = None if out.log_variance is None else out.log_variance.numpy()
-    return Served(embedding.numpy(), log_variance)
+        log_variance = out.log_variance
+    uncertainty = None if log_variance is None else np.exp(log_variance.numpy())
+    return Upgraded(embedding.numpy(), None, uncertainty)
 
 
 def step_of(run: Run) -> Upgrade:
@@ -64,7 +105,7 @@ def step_of(run: Run) -> Upgrade:
     return head.eval().requires_grad_(False)
 
 
-def _quantised(step: Upgrade, embedding: Tensor, side: Tensor | None) -> Upgraded:
+def _quantised(step: Upgrade, embedding: Tensor, side: Tensor | None) -> transform.Upgraded:
     """The step through its exported int8 file."""
     inputs = {"embedding": embedding.numpy()}
     if step.reads_side:
@@ -73,4 +114,4 @@ def _quantised(step: Upgrade, embedding: Tensor, side: Tensor | None) -> Upgrade
     side_dim = 0 if side is None else side.shape[1]
     session = exported(step, embedding.shape[1], side_dim, int8=True)
     (upgraded,) = session.run(["upgraded"], inputs)
-    return Upgraded(torch.from_numpy(upgraded), None, None)
+    return transform.Upgraded(torch.from_numpy(upgraded), None, None)
