@@ -17,9 +17,10 @@ from bench.models import First, int8_path, multiplications
 from bench.record import ROOT
 from demo.data import prepare
 from nobackfill.class_folders import Listing, decode, list_images
-from nobackfill.metrics import retrieval
 from nobackfill.metrics.compatibility import share_kept
 from nobackfill.metrics.ranking import same_label
+from nobackfill.metrics.retrieval import mean
+from nobackfill.quality.retrieval import measure
 from nobackfill.training.export.onnx_export import export_onnx, quantise
 from nobackfill.training.loop.upgrade import read_upgrade
 from nobackfill.training.networks.frozen import of_run
@@ -110,8 +111,8 @@ def _rows(
     queries, old = found["queries", "embedder-2"], found["server", "embedder-1"]
 
     def quality(asked: Vectors, gallery: Vectors) -> dict[str, float]:
-        scores = retrieval.score(asked, gallery, relevance)
-        return {name: retrieval.mean(values) for name, values in scores.items()}
+        found = measure(asked, gallery, relevance)
+        return {"map": mean(found.map), "cmc1": mean(found.cmc1)}
 
     best = quality(queries, found["server", "embedder-2"])
     rows = [

@@ -49,7 +49,11 @@ def score(
     queries: Floats, gallery: Floats, relevance: Relevance, metric: Metric = "l2"
 ) -> dict[str, PerQuery]:
     """The three figures of every table, by query: {"cmc1", "cmc5", "map"}."""
-    ranking = rank(queries, gallery, relevance, metric)
+    return figures(rank(queries, gallery, relevance, metric))
+
+
+def figures(ranking: Ranking) -> dict[str, PerQuery]:
+    """Those of `score`, of a ranking."""
     return {
         "cmc1": cmc(ranking, 1),
         "cmc5": cmc(ranking, 5),

@@ -10,7 +10,7 @@ from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.metrics.distances import Metric
 from nobackfill.metrics.neighbours import nearest
 from nobackfill.metrics.ranking import Ints, Ranking, Relevance, rank, rank_neighbours
-from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc
+from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc, figures
 from nobackfill.quality.cells import CellName
 from nobackfill.quality.embedded import Embedded, Published, cell_vectors
 from nobackfill.vectors import Vectors
@@ -67,9 +67,7 @@ def measure(
         own = max((len(ignored) for ignored in relevance.ignored), default=0)
         near, apart = nearest(queries, gallery, min(neighbours + own, len(gallery)), metric)
         near, apart = _without_ignored(near, apart, relevance, neighbours)
-    return Measured(
-        cmc(ranking, 1), cmc(ranking, 5), average_precision(ranking), ranking, near, apart
-    )
+    return Measured(**figures(ranking), ranking=ranking, neighbours=near, distances=apart)
 
 
 def _without_ignored(
