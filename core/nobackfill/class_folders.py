@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from nobackfill.digests import sha256_file
 from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.images import decode_file
 
@@ -104,6 +105,19 @@ def by_digest(listing: Listing, label: int, seed: int) -> NDArray[np.int64]:
         return hashlib.sha256(f"{seed}:{listing.paths[row]}".encode()).digest()
 
     return np.array(sorted(np.flatnonzero(listing.labels == label), key=digest), np.int64)
+
+
+def digests(listing: Listing) -> list[str]:
+    """SHA-256 of each file. Raises InvalidInputError naming one that cannot be read."""
+    return [digest(listing.root / path) for path in listing.paths]
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file. Raises InvalidInputError where it cannot be read."""
+    try:
+        return sha256_file(file)
+    except OSError as error:
+        raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
 
 
 def decode(listing: Listing, height: int, width: int | None = None) -> Images:

@@ -11,13 +11,17 @@ def test_every_name_is_offered() -> None:
         assert getattr(nobackfill.quality, name).__module__.startswith("nobackfill.quality.")
 
 
+def loaded(script: str) -> str:
+    """Those heavy packages that a script has loaded."""
+    end = "\nprint(sorted({'torch', 'sklearn', 'matplotlib'} & set(sys.modules)))"
+    command = [sys.executable, "-c", "import sys" + script + end]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def test_neither_torch_nor_scikit_learn_nor_matplotlib_is_loaded() -> None:
-    script = (
-        "import sys, nobackfill.quality as q\nassert 'hnswlib' not in sys.modules\n"
-        "[getattr(q, name) for name in q.__all__]\n"
-        "print(sorted({'torch', 'sklearn', 'matplotlib'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
+    script = ", nobackfill.quality as q\nassert 'hnswlib' not in sys.modules\n"
+    assert loaded(script + "[getattr(q, name) for name in q.__all__]") == "[]"
+
+
+def test_releases_are_evaluated_without_torch() -> None:
+    assert loaded(", nobackfill.training.cli.evaluate") == "[]"

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from nobackfill.class_folders import Listing
 from nobackfill.errors import few
 from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
-from nobackfill.metrics.ranking import Relevance, same_label
 from nobackfill.metrics.retrieval import mean
 from nobackfill.quality.calibrate import fit_calibration
 from nobackfill.quality.cells import CellName, alone, served_cells
 from nobackfill.quality.embedded import Published
 from nobackfill.quality.halves import halves
+from nobackfill.quality.relevance import among_others
 from nobackfill.quality.retrieval import Measured, search_cell
 from nobackfill.release.manifest import (
     Calibration,
@@ -69,9 +69,7 @@ class Measuring:
 
     def __init__(self, listing: Listing, files: Files, manifests: Mapping[int, Manifest]) -> None:
         self.embedded = Published(listing, files, manifests)
-        self.relevance: Relevance = same_label(
-            listing.labels, listing.labels, listing.paths, listing.paths
-        )
+        self.relevance = among_others(listing)
         self._done: dict[tuple[CellName, bool], Measured] = {}
 
     def quantised(self, name: CellName) -> bool:

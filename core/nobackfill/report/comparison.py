@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from nobackfill.class_folders import Listing
 from nobackfill.metrics.backfill import BackfillCurve
-from nobackfill.metrics.ranking import same_label
 from nobackfill.quality.backfill import backfill_curves
 from nobackfill.quality.cells import upgrade_cells
 from nobackfill.quality.embedded import Published
+from nobackfill.quality.relevance import among_others
 from nobackfill.quality.retrieval import Measured, measure_cell
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.routes import Route, plan_route
@@ -86,8 +86,7 @@ def compare(
     route = () if found is None else found.releases
     names = upgrade_cells(old, new, route)
     images = Published(pictures, folder, manifests, threads=1)
-    # A picture is to find the others of its class; its own place in the gallery is left out.
-    relevance = same_label(pictures.labels, pictures.labels, pictures.paths, pictures.paths)
+    relevance = among_others(pictures)
     before, native = images.native(old), images.native(new)
     served = images.along(names["new/served"].gallery, int8=True)
     comparable = {

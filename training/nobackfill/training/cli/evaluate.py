@@ -9,21 +9,21 @@ from typing import Annotated
 
 import typer
 
-from nobackfill.class_folders import Listing, list_images
+from nobackfill.class_folders import list_images
 from nobackfill.durable import write_file
-from nobackfill.errors import ConfigurationError, InvalidInputError
-from nobackfill.metrics.ranking import Relevance, same_label
+from nobackfill.errors import ConfigurationError
+from nobackfill.metrics.ranking import Relevance
 from nobackfill.quality.backfill import backfill_curves
 from nobackfill.quality.cells import CellName, every_cell, parse_cell
 from nobackfill.quality.criterion import criterion
 from nobackfill.quality.embedded import Embedded, Published
 from nobackfill.quality.matrix import MatrixCell, evaluate_cells, neighbour_paths
+from nobackfill.quality.relevance import same_class
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.trust.publication import read_publication
 from nobackfill.training.cli.command import command_app
 from nobackfill.training.cli.picture import write_picture
 from nobackfill.training.cli.table import matrix_table, protocol_table
-from nobackfill.training.data.overlap import digests, left_out
 from nobackfill.training.protocols.evaluation import evaluate_protocol
 
 # Of an order: the curve at `shares` of the gallery, and its mean over them.
@@ -138,7 +138,13 @@ def _sets(
     queries: Path, gallery: Path, model_repo: Path, manifests: Mapping[int, Manifest]
 ) -> _Sets:
     asked, searched = list_images(queries), list_images(gallery)
-    relevance, own = _relevance(asked, searched)
+    relevance, own = same_class(asked, searched)
+    if own:
+        print(
+            f"{own} of {len(asked)} queries are in the gallery too: their own picture is left "
+            "out of their answers",
+            file=sys.stderr,
+        )
     embedded = Published(asked, model_repo, manifests)
     if queries.resolve() == gallery.resolve():
         return _Sets((embedded, embedded, relevance), own)
@@ -200,29 +206,6 @@ def _curves(
         for cell in cells
         if cell.name.gallery[0] != cell.name.query
     }
-
-
-def _relevance(queries: Listing, gallery: Listing) -> tuple[Relevance, int]:
-    """Same class name = relevant; a query's own picture, known by its digest, is left out: of how
-    many queries.
-
-    Raises InvalidInputError where no class name is in both folders.
-    """
-    known = {name: label for label, name in enumerate(gallery.class_names)}
-    labels = [known.get(queries.class_names[label], -1) for label in queries.labels]
-    if all(label < 0 for label in labels):
-        raise InvalidInputError(
-            f"{queries.root} and {gallery.root} have no class folder name in common"
-        )
-    asked, held = digests(queries), digests(gallery)
-    own = left_out(asked, held)
-    if own:
-        print(
-            f"{own} of {len(queries)} queries are in the gallery too: their own picture is left "
-            "out of their answers",
-            file=sys.stderr,
-        )
-    return same_label(labels, gallery.labels, asked, held), own
 
 
 app = command_app("evaluate.py", main, _EPILOG)

@@ -14,10 +14,11 @@ from nobackfill.metrics.cka import linear_cka
 from nobackfill.metrics.distances import Metric
 from nobackfill.metrics.hubness import hubness
 from nobackfill.metrics.neighbours import nearest
-from nobackfill.metrics.ranking import Relevance, same_label
+from nobackfill.metrics.ranking import Relevance
 from nobackfill.metrics.retrieval import PerQuery
 from nobackfill.quality.backfill import backfill_curves
 from nobackfill.quality.cells import upgrade_cells
+from nobackfill.quality.relevance import among_others
 from nobackfill.quality.retrieval import Measured, measure, measure_cell
 from nobackfill.training.comparison.rows import Row
 from nobackfill.training.comparison.serve import NEW, OLD, Trained
@@ -44,9 +45,7 @@ class Evaluation:
 
 def evaluation(listing: Listing, metric: Metric, cache: Path) -> Evaluation:
     """Query set = gallery, without the query's own image (fct.txt section 4.2)."""
-    images = np.arange(len(listing))
-    relevance = same_label(listing.labels, listing.labels, images, images)
-    return Evaluation(listing, relevance, metric, cache)
+    return Evaluation(listing, among_others(listing), metric, cache)
 
 
 @dataclass(frozen=True)

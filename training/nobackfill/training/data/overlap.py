@@ -1,25 +1,19 @@
 """Pictures that two sets share, known by their content, whatever they are named."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.class_folders import Listing, list_images
-from nobackfill.digests import sha256_file
+from nobackfill.class_folders import Listing, digest, digests, list_images
 from nobackfill.errors import ConfigurationError, InvalidInputError, few
 from nobackfill.training.data.folders import hold_out
 from nobackfill.training.loop.run import read_finished
 
 # Of the images to measure on: so few are chance copies and left out, more are a wrong folder.
 _CHANCE = 0.01
-
-
-def digests(listing: Listing) -> list[str]:
-    """SHA-256 of each file. Raises InvalidInputError naming one that cannot be read."""
-    return [_digest(listing.root / path) for path in listing.paths]
 
 
 def unseen(listing: Listing, runs: Sequence[Path], *, force: bool) -> tuple[Listing, int]:
@@ -52,9 +46,9 @@ def _trained_on(listing: Listing, runs: Sequence[Path]) -> tuple[NDArray[np.int6
         for path in _training_files(run):
             # Only what is as long as one of them can be one of them.
             if path not in trained and path.stat().st_size in sizes:
-                trained[path] = _digest(path)
+                trained[path] = digest(path)
     known = set(trained.values())
-    shared = [row for row, digest in enumerate(digests(listing)) if digest in known]
+    shared = [row for row, own in enumerate(digests(listing)) if own in known]
     return np.array(shared, np.int64), [listing.paths[row] for row in shared]
 
 
@@ -67,16 +61,3 @@ def _training_files(run: Path) -> list[Path]:
         return []
     rows, _ = hold_out(listing, config.held_out, config.split_seed)
     return [listing.root / listing.paths[row] for row in rows]
-
-
-def left_out(queries: Sequence[str], gallery: Sequence[str]) -> int:
-    """How many queries have their own picture, or a copy of it, in the gallery."""
-    held: Mapping[str, None] = dict.fromkeys(gallery)
-    return sum(query in held for query in queries)
-
-
-def _digest(path: Path) -> str:
-    try:
-        return sha256_file(path)
-    except OSError as error:
-        raise InvalidInputError(f"{path}: cannot be read ({error.strerror})") from error
