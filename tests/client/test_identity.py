@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.client.device import Device, beside
+from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import beside
 from nobackfill.client.maintenance import verify
 from nobackfill.client.status import status
 from nobackfill.client.sync.sync import Wishes

@@ -8,7 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from nobackfill.client.device import Device, beside
+from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import beside
 from nobackfill.client.vault import encryption, transport
 from nobackfill.client.vault.pull import Pulled, pull
 from nobackfill.errors import UnavailableError, VerificationError

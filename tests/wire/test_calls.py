@@ -17,7 +17,7 @@ from nobackfill.server.cli import main  # noqa: F401 - it brings the commands
 from nobackfill.server.cli.app import app as server_app
 from nobackfill.server.cli.app import show
 from nobackfill.v1 import release_pb2
-from nobackfill.wire.answers import Answer
+from nobackfill.wire.answers import Answer, Hit
 from nobackfill.wire.channel import open_channel
 from nobackfill.wire.gateway import Gateway
 from tests.wire.scripted import Scripted, serving
@@ -29,7 +29,7 @@ def server() -> Iterator[tuple[Scripted, str]]:
         yield served
 
 
-def ask(address: str, seconds: float = 30.0) -> Answer:
+def ask(address: str, seconds: float = 30.0) -> Answer[Hit]:
     with Gateway(address, seconds=seconds) as gateway:
         return gateway.search("gallery", embeddings={"sp-x": [1.0, 0.0]})
 

@@ -4,7 +4,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from nobackfill.client.device import beside
+from nobackfill.client.gallery_file import beside
 from nobackfill.gallery.access import has_room
 
 # What dropping a small space and shortening the file write to the log.

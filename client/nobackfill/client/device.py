@@ -1,130 +1,174 @@
-"""One gallery on this device: its SQLite file and what lies beside it.
+"""The gallery of this device from Python."""
 
-    gallery.sqlite            items, vectors, state: the truth
-    gallery.sqlite.models/    published files of the releases in use, and the trusted metadata
-    gallery.sqlite.identity   the age secret key, made by the first push
-    gallery.sqlite.outbox/    ciphertext on its way to the vault
-    gallery.sqlite.reserve    room on the disk that gc gives back
-
-State kept in the SQLite file: `source`, `root` (the root metadata trusted first), `floor` (the
-newest metadata versions seen), `installed` (release -> SHA-256 of its manifest), `held_back`
-(release -> why this device does not follow it), `keep_original` (whether vectors that were embedded
-from images outlive their release), `return_to` (the space before the last upgrade),
-`tried` (version of the trial -> digests of the files that passed it),
-`vault` (where it is), `identity` (the public key of the identity file), `recipients` (public keys
-that every pushed image is encrypted to, too).
-"""
-
-import hashlib
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-from nobackfill import durable
-from nobackfill.errors import NotFoundError, VerificationError
-from nobackfill.gallery.spec import SpaceInfo
-from nobackfill.gallery.store import Store
-from nobackfill.release import paths
+from nobackfill.client.gallery_file import GalleryFile
+from nobackfill.errors import (
+    ConfigurationError,
+    InvalidInputError,
+    NotFoundError,
+)
+from nobackfill.wire.answers import Answer, Hit, Image, Item, Status
 
 if TYPE_CHECKING:
-    # pydantic and python-tuf take longer to load than a search may: only who uses them does.
-    from nobackfill.release.manifest import Manifest
-    from nobackfill.release.trust.fetchers import Fetcher
-    from nobackfill.release.trust.trust import Trust
+    from nobackfill.client.photos.adding import Added
+    from nobackfill.client.sync.sync import Report
+    from nobackfill.gallery.filters import Filter, Scalar
+    from nobackfill.gallery.search.index import Labels
 
 
-def beside(gallery: Path, what: str) -> Path:
-    """`gallery.sqlite` -> `gallery.sqlite.WHAT`."""
-    return gallery.with_name(f"{gallery.name}.{what}")
+def _image(image: Image) -> Path | bytes:
+    return image if isinstance(image, bytes) else Path(image).absolute()
 
 
-class Device:
-    """An opened gallery; close it, or use it in a `with` statement."""
+class Device(GalleryFile):
+    """An opened gallery; close it, or use it in a `with` statement.
 
-    def __init__(self, path: Path) -> None:
-        """Raises NotFoundError where there is no gallery, VerificationError, BusyError."""
-        if not path.is_file():
-            raise NotFoundError(
-                f"{path}: no gallery there; make one with `edge-client --gallery {path} init "
-                "--from SOURCE`, or name another with --gallery"
-            )
-        self.path = path
-        self.models = beside(path, "models")
-        self.store = Store.open(path)
+        from nobackfill.client import Device
 
-    def __enter__(self) -> Self:
-        return self
+        with Device.create("gallery.sqlite", "grpc://127.0.0.1:50051", "1.root.json") as device:
+            device.put({"cat": "cat.png"})
+            for hit in device.search(image="query.png", k=5).hits:
+                print(hit.id, hit.distance, hit.score)
+            device.sync()
 
-    def __exit__(self, *error: object) -> None:
-        self.store.close()
+    All but `create` and `sync` work offline. The verbs are those of nobackfill.wire.Gateway, and so
+    are their answers; methods load what they need, and raise the errors of nobackfill.errors.
+    """
 
-    # Locks are taken in this order. Reading, searching and adding take none of them.
+    @classmethod
+    def create(cls, path: str | Path, source: str, root: str | Path) -> Self:
+        """Make an empty gallery that follows `source`, and trusts its publisher's root metadata.
 
-    def following(self) -> AbstractContextManager[None]:
-        """Alone in talking to the source, however long that takes. Raises BusyError."""
-        return durable.lock(self.models / "sync.lock")
-
-    def vaulting(self) -> AbstractContextManager[None]:
-        """Alone in talking to the vault, however long that takes. Raises BusyError."""
-        return durable.lock(self.models / "vault.lock")
-
-    def changing(self, timeout_s: float = 0.0) -> AbstractContextManager[None]:
-        """Alone in changing spaces and releases; no host is waited for in it. Raises BusyError."""
-        return durable.lock(self.models / "change.lock", timeout_s)
-
-    def state(self, key: str, default: Any = None) -> Any:
-        """A value of the state that this module's docstring lists, or `default`."""
-        value = self.store.state_get(key)
-        return default if value is None else value
-
-    def trust(self, fetcher: "Fetcher", base_url: str) -> "Trust":
-        """The verified view of this gallery's publication, anchored in the gallery file itself.
-
-        A damaged or lost models folder costs downloads, and lowers no guard: the first root and the
-        versions seen are in the SQLite file.
+        `source`: a gateway (grpc://HOST:PORT, grpcs:// with TLS), a static host (https://…) or a
+        publication folder; `root`: the file 1.root.json. Raises AlreadyExistsError, NotFoundError,
+        VerificationError, UnavailableError, ConfigurationError.
         """
-        from nobackfill.release.trust.minimum_versions import Floor
-        from nobackfill.release.trust.trust import Trust
+        from nobackfill.client import ballast, creation
+        from nobackfill.client.cli.output import Output
 
-        root = str(self.state("root")).encode()
-        floor = Floor.model_validate(self.state("floor"))
         try:
-            return Trust(self.models, fetcher, base_url, root, floor)
-        except VerificationError:
-            durable.remove_tree(self.models / "trusted.json")
-            return Trust(self.models, fetcher, base_url, root, floor)
-
-    def manifest(self, release: int) -> "Manifest":
-        """The manifest of an installed release. Raises like manifest_text."""
-        from nobackfill.release.parsing import parse_manifest
-
-        return parse_manifest(self.manifest_text(release), release)
-
-    def manifest_text(self, release: int) -> bytes:
-        """The manifest of an installed release, byte for byte as it was verified when it came.
-
-        Raises NotFoundError if it is not installed, VerificationError if the file was changed.
-        """
-        digest = self.state("installed", {}).get(str(release))
-        path = self.models / paths.manifest_path(release)
-        if digest is None:
-            raise NotFoundError(f"release {release} is not installed here; run `edge-client sync`")
-        try:
-            text = path.read_bytes()
+            trusted = Path(root).read_bytes()
         except OSError as error:
-            raise VerificationError(
-                f"{path}: cannot be read ({error.strerror}); run `edge-client sync`"
-            ) from error
-        if hashlib.sha256(text).hexdigest() != digest:
-            raise VerificationError(f"{path}: was changed after it came; run `edge-client sync`")
-        return text
+            raise ConfigurationError(f"{root}: cannot be read ({error.strerror})") from error
+        creation.init(Path(path), source, trusted, lambda _: None, Output(bars=False))
+        ballast.keep(Path(path))
+        return cls(path)
 
-    def active(self) -> "Manifest":
-        """The manifest of the release that answers."""
-        return self.manifest(self.store.active().spec.release)
+    def put(
+        self,
+        images: Mapping[str, Image],
+        metadata: Mapping[str, "Mapping[str, Scalar]"] | None = None,
+    ) -> Mapping[str, str]:
+        """Store images by id; durable when this returns. Returns {id: why it was refused}.
 
-    def previous(self) -> SpaceInfo | None:
-        """The space that a rollback returns to; None once the release after it is confirmed."""
-        wanted = self.state("return_to")
-        kept = (space for space in self.store.spaces() if space.spec.space == wanted)
-        return next(kept, None)
+        An id that exists is replaced, unless it has the very same content. Of a file the item keeps
+        path, folder and name as metadata, too.
+        """
+        from nobackfill.client.photos import adding
+
+        return adding.put(self, {name: _image(one) for name, one in images.items()}, metadata)
+
+    def add(self, paths: "Sequence[str | Path]") -> "Added":
+        """Store the image files named and those below the folders named, by their content, as
+        `edge-client add` does: what the gallery holds already is passed over."""
+        from nobackfill.client.photos import adding, files
+
+        found = files.find_images([Path(path) for path in paths])
+        return adding.add(self, found, {}, lambda done, total: None)
+
+    def search(
+        self,
+        *,
+        image: Image | None = None,
+        embeddings: Mapping[str, Sequence[float]] | None = None,
+        k: int = 10,
+        where: "Mapping[str, Scalar] | Filter | None" = None,
+    ) -> Answer[Hit]:
+        """The `k` (1 to 1000) items nearest to an image, or to an embedding of the active space.
+
+        `where`: see nobackfill.wire.Gateway.search. Raises InvalidInputError,
+        IncompatibleSpaceError.
+        """
+        from nobackfill.client.photos.search import Search
+
+        if (image is None) == (embeddings is None):
+            raise InvalidInputError("expected either image= or embeddings=")
+        view = Search(self, {} if where is None else where)
+        if image is not None:
+            return view.by_images([_image(image)], k)[0]
+        return view.by_embedding(embeddings or {}, k)
+
+    def get(self, id: str) -> Item:
+        """One item. Raises NotFoundError."""
+        found = self.store.get(id)
+        item = None if found is None else self.store.items([found.label], self._space())[0]
+        if item is None:
+            raise NotFoundError(f"{id}: no such item; `edge-client list` names them")
+        return Item(item.id, item.metadata, item.origin, item.uncertainty)
+
+    def list(
+        self,
+        *,
+        where: "Mapping[str, Scalar] | Filter | None" = None,
+        least_certain: bool = False,
+    ) -> Iterator[Item]:
+        """Items as they were put, all or those that pass `where`.
+
+        `least_certain`: those that an upgrade made, the least certain first.
+        """
+        from nobackfill.gallery.listing import page
+
+        allowed, space, after = self._passing(where), self._space(), None
+        while True:
+            found, after = page(
+                self.store, space, 500, after=after, allowed=allowed, least_certain=least_certain
+            )
+            for item, _ in found:
+                yield Item(item.id, item.metadata, item.origin, item.uncertainty)
+            if after is None:
+                return
+
+    def count(self, *, where: "Mapping[str, Scalar] | Filter | None" = None) -> int:
+        """How many items there are, or pass `where`."""
+        allowed = self._passing(where)
+        return self.store.count() if allowed is None else len(allowed)
+
+    def delete(self, ids: Sequence[str]) -> int:
+        """Delete items by id, their ciphertext in the vault at the next push; how many existed."""
+        from nobackfill.client.maintenance import delete
+
+        return delete(self, ids)[0]
+
+    def status(self) -> Status:
+        """How many items the gallery holds, and which release answers."""
+        return Status(self.store.count(), self.store.active().spec.release)
+
+    def sync(self, *, backfill: int = 0) -> "Report":
+        """Follow the newest release without the images; the `backfill` least certain items are
+        embedded again from their files. Raises BusyError, VerificationError (nothing changed),
+        UnavailableError, CannotWriteError."""
+        from nobackfill.client.cli.output import Output
+        from nobackfill.client.sync.sync import Wishes, sync
+
+        return sync(self, Wishes(backfill=backfill), Output(bars=False))
+
+    def rollback(self) -> Status:
+        """Return to the release before, and follow the present one no more. Raises NotFoundError
+        where there is none to return to, PreconditionError, BusyError."""
+        from nobackfill.client.sync.rollback import roll_back
+
+        roll_back(self)
+        return self.status()
+
+    def _space(self) -> str:
+        return self.store.active().spec.space
+
+    def _passing(self, where: "Mapping[str, Scalar] | Filter | None") -> "Labels | None":
+        from nobackfill.client.cli.conditions import every
+        from nobackfill.gallery.filter_engine import passing_labels
+
+        filtered = None if where is None else every(where)
+        return None if filtered is None else passing_labels(self.store, filtered)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from nobackfill import durable
-from nobackfill.client.device import Device, beside
+from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import beside
 from nobackfill.client.status import disk_bytes
 from nobackfill.client.sync.installation import missing, tidy
 from nobackfill.client.sync.plan import embedding_files
@@ -40,6 +41,12 @@ def remove(device: Device, named: Sequence[str]) -> dict[str, Any]:
     Raises NotFoundError for a name that is none; nothing is removed then.
     """
     ids = list(dict.fromkeys(i for name in named for i in _find(device, name)))
+    removed, in_vault = delete(device, ids)
+    return {"removed": removed, "left_in_vault": in_vault}
+
+
+def delete(device: Device, ids: Sequence[str]) -> tuple[int, int]:
+    """Like `remove`, by ids alone: how many existed, and of how many the vault holds ciphertext."""
     queue = VaultQueue(device.store)
     outbox = beside(device.path, "outbox")
     in_vault = 0
@@ -50,7 +57,7 @@ def remove(device: Device, named: Sequence[str]) -> dict[str, Any]:
             queue.mark(entry.blob, "removing")
             durable.remove_tree(outbox / entry.blob)
         in_vault += bool(entries)
-    return {"removed": device.store.delete(ids), "left_in_vault": in_vault}
+    return device.store.delete(ids), in_vault
 
 
 def _find(device: Device, name: str) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nobackfill import durable
-from nobackfill.client.device import beside
+from nobackfill.client.gallery_file import beside
 from nobackfill.client.vault.queue import TABLE
 from nobackfill.errors import AlreadyExistsError, NotFoundError
 from nobackfill.gallery.rescue import rescue as save

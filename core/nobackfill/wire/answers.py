@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from nobackfill.gallery.writing import Metadata
 
@@ -25,15 +26,18 @@ class Hit:
     metadata: Metadata = field(default_factory=dict)
 
 
+Found = TypeVar("Found", bound=Hit, covariant=True)
+
+
 @dataclass(frozen=True)
-class Answer:
+class Answer(Generic[Found]):
     """Hits of one query, nearest first, and the release and space that it was answered in.
 
     `space_ends`: when queries in that space are refused; None while no end is announced. `error`:
     why this one of several queries has no answer; empty where it has one.
     """
 
-    hits: Sequence[Hit]
+    hits: Sequence[Found]
     release: int
     space: str
     space_ends: datetime | None = None

@@ -38,7 +38,7 @@ class Searches(Connection):
         where: Where | None = None,
         ef: int | None = None,
         exact: bool = False,
-    ) -> Answer:
+    ) -> Answer[Hit]:
         """The `k` (1 to 1000) items of `gallery` nearest to an image, or to embeddings by space id.
 
         `where` lets only items pass whose metadata equals the given values, or that pass a filter
@@ -67,7 +67,7 @@ class Searches(Connection):
         where: Where | None = None,
         ef: int | None = None,
         exact: bool = False,
-    ) -> Sequence[Answer]:
+    ) -> Sequence[Answer[Hit]]:
         """Like `search`, of at most 256 queries on one snapshot: the images' answers, then the
         embeddings'. A query that is refused alone has its `error` instead of hits."""
         request = pb.SearchBatchRequest(
@@ -122,7 +122,7 @@ def _accuracy(ef: int | None, exact: bool) -> pb.Accuracy | None:
     return None if ef is None else pb.Accuracy(ef=ef)
 
 
-def _answer(response: pb.SearchResponse) -> Answer:
+def _answer(response: pb.SearchResponse) -> Answer[Hit]:
     hits = [
         Hit(
             id=hit.id,

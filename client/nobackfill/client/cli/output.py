@@ -13,9 +13,10 @@ Advance = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Output:
-    """Where the answers of one command go; `json` chooses the form."""
+    """Where the answers of one command go; `json` chooses the form, `bars` may be none."""
 
     json: bool = False
+    bars: bool = True
 
     def result(self, answer: Mapping[str, object], *lines: str) -> None:
         """Print `answer` as one JSON object, or `lines` for people."""
@@ -32,7 +33,7 @@ class Output:
     @contextmanager
     def progress(self, what: str) -> Iterator[Advance]:
         """A bar on stderr while a terminal watches; yields advance(done, total)."""
-        if not sys.stderr.isatty():
+        if not (self.bars and sys.stderr.isatty()):
             yield lambda done, total: None
             return
         from rich.console import Console

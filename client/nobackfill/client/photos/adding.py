@@ -1,6 +1,7 @@
 """Adding images: each file is read, embedded, stored durably, and left where it is."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,23 +27,48 @@ class Added:
 
 
 @dataclass(frozen=True)
-class Photo:
-    """One image to be stored, decoded for each encoder.
+class Source:
+    """An image to be stored: a file, or an image's bytes.
 
-    The same picture is the same item: its id is the head of its digest.
+    Without an `id`, the same picture is the same item: its id is the head of its digest.
     """
 
-    path: Path
+    image: Path | bytes
+    notes: Metadata | None = None
+    id: str | None = None
+
+    @property
+    def name(self) -> str:
+        """As reports call it."""
+        return self.id or str(self.image)
+
+    def read(self) -> tuple[bytes, str]:
+        """The image and its digest. Raises InvalidInputError."""
+        if isinstance(self.image, bytes):
+            return self.image, hashlib.sha256(self.image).hexdigest()
+        return read_image(self.image)
+
+    @property
+    def metadata(self) -> Metadata | None:
+        """The notes; of a file also where it is, so that it is found again."""
+        path = self.image
+        if isinstance(path, bytes):
+            return self.notes
+        notes = self.notes or {}
+        return {**notes, "path": str(path), "folder": path.parent.name, "name": path.name}
+
+
+@dataclass(frozen=True)
+class Photo:
+    """One image to be stored, decoded for each encoder."""
+
+    source: Source
     sha256: str
     pixels: tuple[Pixels, ...]
 
     @property
     def id(self) -> str:
-        return item_id(self.sha256)
-
-    @property
-    def metadata(self) -> Metadata:
-        return {"path": str(self.path), "folder": self.path.parent.name, "name": self.path.name}
+        return self.source.id or item_id(self.sha256)
 
 
 def item_id(sha256: str) -> str:
@@ -57,40 +83,57 @@ def add(device: Device, files: Sequence[Path], notes: Metadata, advance: Advance
     the next begins, so a kill loses at most the one at hand, and adding the same files again goes
     on. Raises VerificationError, BusyError, CannotWriteError.
     """
+    return _stored(device, [Source(path, notes) for path in files], advance)
+
+
+def put(
+    device: Device,
+    images: Mapping[str, Path | bytes],
+    metadata: Mapping[str, Metadata] | None = None,
+) -> dict[str, str]:
+    """Store images by id, in place of what is there; why some were refused, by id.
+
+    Raises like `add`, and InvalidInputError for an id that is none.
+    """
+    notes = metadata or {}
+    sources = [Source(image, notes.get(name), name) for name, image in images.items()]
+    return _stored(device, sources, lambda done, total: None).refused
+
+
+def _stored(device: Device, sources: Sequence[Source], advance: Advance) -> Added:
     report = Added()
-    adder = _Adder(device, notes, report)
-    for start in range(0, len(files), _BATCH):
-        adder.store(files[start : start + _BATCH])
-        advance(min(start + _BATCH, len(files)), len(files))
+    adder = _Adder(device, report)
+    for start in range(0, len(sources), _BATCH):
+        adder.store(sources[start : start + _BATCH])
+        advance(min(start + _BATCH, len(sources)), len(sources))
     return report
 
 
 class _Adder:
     """Embeds for the space that answers and for the one that a rollback would return to."""
 
-    def __init__(self, device: Device, notes: Metadata, report: Added) -> None:
+    def __init__(self, device: Device, report: Added) -> None:
         self._device = device
-        self._notes = notes
         self._report = report
         self._open: dict[str, Encoder] = {}
 
-    def store(self, files: Iterable[Path], *, held_too: bool = False) -> None:
+    def store(self, sources: Iterable[Source], *, held_too: bool = False) -> None:
         """Store one batch, durably; with `held_too` also what the gallery holds already."""
         encoders = self._current()
-        photos, vectors = self._embedded(list(self._photos(files, encoders, held_too)), encoders)
+        photos, vectors = self._embedded(list(self._photos(sources, encoders, held_too)), encoders)
         if not photos:
             return
         self._device.store.put(
             [photo.id for photo in photos],
             vectors,
             digests=[photo.sha256 for photo in photos],
-            metadata=[{**self._notes, **photo.metadata} for photo in photos],
+            metadata=[photo.source.metadata for photo in photos],
         )
         if self._device.store.active().spec.space not in {e.manifest.space for e in encoders}:
             # A sync flipped in between: the same images once more, for the new space too.
-            self.store([photo.path for photo in photos], held_too=True)
+            self.store([photo.source for photo in photos], held_too=True)
         elif not held_too:
-            self._report.added += [str(photo.path) for photo in photos]
+            self._report.added += [photo.source.name for photo in photos]
 
     def _embedded(
         self, photos: list[Photo], encoders: Sequence[Encoder]
@@ -103,7 +146,7 @@ class _Adder:
                     vectors.append(encoder.vectors([photo.pixels[number] for photo in photos]))
                 except UnusableOutputError as error:
                     why = str(no_vector(encoder.manifest))
-                    self._report.refused |= {str(photos[row].path): why for row in error.rows}
+                    self._report.refused |= {photos[row].source.name: why for row in error.rows}
                     photos = [one for row, one in enumerate(photos) if row not in error.rows]
                     break
             else:
@@ -120,19 +163,20 @@ class _Adder:
         return [self._open[spec.space] for spec in specs]
 
     def _photos(
-        self, files: Iterable[Path], encoders: Sequence[Encoder], held_too: bool
+        self, sources: Iterable[Source], encoders: Sequence[Encoder], held_too: bool
     ) -> Iterator[Photo]:
         seen = set[str]()
-        for path in files:
+        for source in sources:
             try:
-                data, sha256 = read_image(path)
-                if sha256 in seen or not (held_too or self._lacks(sha256)):
+                data, sha256 = source.read()
+                by_content = source.id is None
+                if by_content and (sha256 in seen or not (held_too or self._lacks(sha256))):
                     self._report.held += 1
                     continue
-                yield Photo(path, sha256, tuple(encoder.pixels(data) for encoder in encoders))
+                yield Photo(source, sha256, tuple(encoder.pixels(data) for encoder in encoders))
                 seen.add(sha256)
             except InvalidInputError as error:
-                self._report.refused[str(path)] = str(error)
+                self._report.refused[source.name] = str(error)
 
     def _lacks(self, sha256: str) -> bool:
         """Whether the image is new, or its file has moved: then its path is stored anew."""

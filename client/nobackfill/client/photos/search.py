@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from nobackfill.errors import (
     NotFoundError,
     UnusableOutputError,
     UnusableRowsError,
+    few,
 )
 from nobackfill.gallery.filter_engine import passing_labels
 from nobackfill.gallery.filters import Filter, Scalar
@@ -26,6 +27,7 @@ from nobackfill.gallery.search.index import Labels, mask_of
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.release.calibration import scores
 from nobackfill.vectors import Vectors, check_vectors
+from nobackfill.wire import answers
 from nobackfill.wire.limits import LARGEST_K
 
 
@@ -37,30 +39,33 @@ class Curve:
     probabilities: list[float]
 
 
-@dataclass(frozen=True)
-class Hit:
-    """An item that was found. `score`: calibrated probability of a match, None if the release
-    carries no calibration; `release`: whose space its vector lives in."""
+class Hit(answers.Hit):
+    """An item that was found, and the file that it was added from."""
 
-    id: str
-    path: str
-    distance: float
-    score: float | None
-    release: int
-    origin: str
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The hits of one query, nearest first."""
-
-    query: str
-    release: int
-    space: str
-    hits: list[Hit]
+    @property
+    def path(self) -> str:
+        return str(self.metadata.get("path", ""))
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {
+            "id": self.id,
+            "path": self.path,
+            "distance": self.distance,
+            "score": self.score,
+            "release": self.release,
+            "origin": self.origin,
+        }
+
+
+@dataclass(frozen=True)
+class Answer(answers.Answer[Hit]):
+    """The hits of one query; `query`: the image's path, or the item's id."""
+
+    query: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        hits = [hit.as_json() for hit in self.hits]
+        return {"query": self.query, "release": self.release, "space": self.space, "hits": hits}
 
 
 class Search:
@@ -92,24 +97,43 @@ class Search:
                 return spec, *self._device.store.load(spec.space)
             # A sync dropped it in between: it is not the active one any more.
 
-    def by_images(self, images: Sequence[Path], k: int) -> list[Answer]:
-        """The items nearest to each image file. Raises InvalidInputError for one that is none."""
+    def by_images(self, images: Sequence[Path | bytes], k: int) -> list[Answer]:
+        """The items nearest to each image. Raises InvalidInputError for one that is none."""
         from nobackfill.client.photos.encoding import Encoder
-        from nobackfill.images import decode_file
+        from nobackfill.images import decode, decode_file
         from nobackfill.release.models import no_vector
 
         manifest = self._device.manifest(self.spec.release)
         encoder = Encoder(self._device.models, manifest, side=False)
-        size = manifest.embedder
-        pixels = [decode_file(path, size.height, size.width) for path in images]
+        size = (manifest.embedder.height, manifest.embedder.width)
+        names = ["the image" if isinstance(image, bytes) else str(image) for image in images]
+        pixels = [
+            decode(image, *size) if isinstance(image, bytes) else decode_file(image, *size)
+            for image in images
+        ]
         queries = []
         for start in range(0, len(pixels), 64):
             try:
                 queries.append(encoder.embed(pixels[start : start + 64]))
             except UnusableOutputError as error:
-                worst = images[start + error.rows[0]]
+                worst = names[start + error.rows[0]]
                 raise InvalidInputError(f"{worst}: {no_vector(manifest)}") from error
-        return self._answers([str(path) for path in images], np.concatenate(queries), k)
+        return self._answers(names, np.concatenate(queries), k)
+
+    def by_embedding(self, embeddings: Mapping[str, Sequence[float]], k: int) -> Answer:
+        """The items nearest to the vector of the space that answers.
+
+        Raises IncompatibleSpaceError without one, InvalidInputError for a vector that is none.
+        """
+        given = embeddings.get(self.spec.space)
+        if given is None:
+            raise IncompatibleSpaceError(
+                f"expected an embedding of release {self.spec.release} ({self.spec.space}), got "
+                f"{few(embeddings) or 'none'}; embed the query with that release"
+            )
+        query = np.ascontiguousarray(given, np.float32)[None]
+        check_vectors(query, self.spec.dim, what="query", unit=self.spec.unit)
+        return self._answers([""], query, k)[0]
 
     def by_id(self, item_id: str, k: int) -> Answer:
         """The other items nearest to one of the gallery. Raises NotFoundError."""
@@ -117,16 +141,19 @@ class Search:
         vector = None if item is None else self._device.store.vector(item.label, self.spec.space)
         if item is None or vector is None:
             raise NotFoundError(f"{item_id}: no such item; `edge-client list` names them")
-        answer = self._answers([item_id], vector, k + 1)[0]
+        answer = self._answers([item_id], vector, k, itself=True)[0]
         others = [hit for hit in answer.hits if hit.id != item.id]
-        return Answer(answer.query, answer.release, answer.space, others[:k])
+        return replace(answer, hits=others[:k])
 
-    def _answers(self, names: Sequence[str], queries: Vectors, k: int) -> list[Answer]:
-        if not 1 <= k <= LARGEST_K + 1:
+    def _answers(
+        self, names: Sequence[str], queries: Vectors, k: int, *, itself: bool = False
+    ) -> list[Answer]:
+        """The `k` nearest of each query; one more where an item finds `itself` among them."""
+        if not 1 <= k <= LARGEST_K:
             raise InvalidInputError(f"expected k from 1 to {LARGEST_K}, got {k}")
-        found = self._index.search(queries, k, self._allowed)
+        found = self._index.search(queries, k + itself, self._allowed)
         return [
-            Answer(name, self.spec.release, self.spec.space, self._hits(labels, distances))
+            Answer(self._hits(labels, distances), self.spec.release, self.spec.space, query=name)
             for name, labels, distances in zip(names, found.labels, found.distances, strict=True)
         ]
 
@@ -138,11 +165,11 @@ class Search:
         return [
             Hit(
                 id=item.id,
-                path=str(item.metadata.get("path", "")),
                 distance=float(distance),
                 score=self._score(item.origin or "native", float(distance)),
                 release=self.spec.release,
                 origin=item.origin or "native",
+                metadata=item.metadata,
             )
             for item, distance in zip(items, distances, strict=False)
             if item is not None

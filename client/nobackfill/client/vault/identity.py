@@ -7,7 +7,8 @@ was pushed before can be opened.
 
 from pyrage.x25519 import Identity
 
-from nobackfill.client.device import Device, beside
+from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import beside
 from nobackfill.client.vault import encryption
 from nobackfill.client.vault.queue import VaultQueue
 from nobackfill.errors import ConfigurationError, NobackfillError

@@ -12,7 +12,8 @@ from pyrage.x25519 import Identity
 
 from nobackfill import durable
 from nobackfill.client.cli.output import Output, size
-from nobackfill.client.device import Device, beside
+from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import beside
 from nobackfill.client.vault import encryption
 from nobackfill.client.vault.identity import own_identity
 from nobackfill.client.vault.push import connected

@@ -12,7 +12,8 @@ from pyrage.x25519 import Recipient
 
 from nobackfill import durable
 from nobackfill.client.cli.output import Output
-from nobackfill.client.device import Device, beside
+from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import beside
 from nobackfill.client.photos.files import local_image
 from nobackfill.client.sync.sources import is_gateway
 from nobackfill.client.vault import encryption

@@ -1,0 +1,135 @@
+"""One gallery on this device: its SQLite file, and what lies beside it.
+
+    gallery.sqlite            items, vectors, state: the truth
+    gallery.sqlite.models/    published files of the releases in use, and the trusted metadata
+    gallery.sqlite.identity   the age secret key, made by the first push
+    gallery.sqlite.outbox/    ciphertext on its way to the vault
+    gallery.sqlite.reserve    room on the disk that gc gives back
+
+State kept in the SQLite file: `source`, `root` (the root metadata trusted first), `floor` (the
+newest metadata versions seen), `installed` (release -> SHA-256 of its manifest), `held_back`
+(release -> why this device does not follow it), `keep_original` (whether vectors that were embedded
+from images outlive their release), `return_to` (the space before the last upgrade),
+`tried` (version of the trial -> digests of the files that passed it),
+`vault` (where it is), `identity` (the public key of the identity file), `recipients` (public keys
+that every pushed image is encrypted to, too).
+"""
+
+import hashlib
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from nobackfill import durable
+from nobackfill.errors import NotFoundError, VerificationError
+from nobackfill.gallery.spec import SpaceInfo
+from nobackfill.gallery.store import Store
+from nobackfill.release import paths
+
+if TYPE_CHECKING:
+    # pydantic and python-tuf take longer to load than a search may: only who uses them does.
+    from nobackfill.release.manifest import Manifest
+    from nobackfill.release.trust.fetchers import Fetcher
+    from nobackfill.release.trust.trust import Trust
+
+
+def beside(gallery: Path, what: str) -> Path:
+    """`gallery.sqlite` -> `gallery.sqlite.WHAT`."""
+    return gallery.with_name(f"{gallery.name}.{what}")
+
+
+class GalleryFile:
+    """An opened gallery: the store in its file, its state, its releases, its locks."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open. Raises NotFoundError where there is no gallery, VerificationError, BusyError."""
+        path = Path(path)
+        if not path.is_file():
+            raise NotFoundError(
+                f"{path}: no gallery there; make one with `edge-client --gallery {path} init "
+                "--from SOURCE`, or name another with --gallery"
+            )
+        self.path = path
+        self.models = beside(path, "models")
+        self.store = Store.open(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self.store.close()
+
+    # Locks are taken in this order. Reading, searching and adding take none of them.
+
+    def following(self) -> AbstractContextManager[None]:
+        """Alone in talking to the source, however long that takes. Raises BusyError."""
+        return durable.lock(self.models / "sync.lock")
+
+    def vaulting(self) -> AbstractContextManager[None]:
+        """Alone in talking to the vault, however long that takes. Raises BusyError."""
+        return durable.lock(self.models / "vault.lock")
+
+    def changing(self, timeout_s: float = 0.0) -> AbstractContextManager[None]:
+        """Alone in changing spaces and releases; no host is waited for in it. Raises BusyError."""
+        return durable.lock(self.models / "change.lock", timeout_s)
+
+    def state(self, key: str, default: Any = None) -> Any:
+        """A value of the state that this module's docstring lists, or `default`."""
+        value = self.store.state_get(key)
+        return default if value is None else value
+
+    def trust(self, fetcher: "Fetcher", base_url: str) -> "Trust":
+        """The verified view of this gallery's publication, anchored in the gallery file itself.
+
+        A damaged or lost models folder costs downloads, and lowers no guard: the first root and the
+        versions seen are in the SQLite file.
+        """
+        from nobackfill.release.trust.minimum_versions import Floor
+        from nobackfill.release.trust.trust import Trust
+
+        root = str(self.state("root")).encode()
+        floor = Floor.model_validate(self.state("floor"))
+        try:
+            return Trust(self.models, fetcher, base_url, root, floor)
+        except VerificationError:
+            durable.remove_tree(self.models / "trusted.json")
+            return Trust(self.models, fetcher, base_url, root, floor)
+
+    def manifest(self, release: int) -> "Manifest":
+        """The manifest of an installed release. Raises like manifest_text."""
+        from nobackfill.release.parsing import parse_manifest
+
+        return parse_manifest(self.manifest_text(release), release)
+
+    def manifest_text(self, release: int) -> bytes:
+        """The manifest of an installed release, byte for byte as it was verified when it came.
+
+        Raises NotFoundError if it is not installed, VerificationError if the file was changed.
+        """
+        digest = self.state("installed", {}).get(str(release))
+        path = self.models / paths.manifest_path(release)
+        if digest is None:
+            raise NotFoundError(f"release {release} is not installed here; run `edge-client sync`")
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise VerificationError(
+                f"{path}: cannot be read ({error.strerror}); run `edge-client sync`"
+            ) from error
+        if hashlib.sha256(text).hexdigest() != digest:
+            raise VerificationError(f"{path}: was changed after it came; run `edge-client sync`")
+        return text
+
+    def active(self) -> "Manifest":
+        """The manifest of the release that answers."""
+        return self.manifest(self.store.active().spec.release)
+
+    def previous(self) -> SpaceInfo | None:
+        """The space that a rollback returns to; None once the release after it is confirmed."""
+        wanted = self.state("return_to")
+        kept = (space for space in self.store.spaces() if space.spec.space == wanted)
+        return next(kept, None)
