@@ -30,6 +30,7 @@ BASE = {
     "class_folders": {"digests", "errors", "images"},
     "digests": {"errors", "vectors"},
     "extras": {"errors"},
+    "faces": set[str](),
     "durable": {"errors", "faults", "sqlite_errors"},
 }
 # Rooms that each may import, beside the base.

@@ -1,0 +1,50 @@
+"""What a gallery is: one SQLite file of items, with a table of vectors for each space.
+
+`nobackfill.gallery.search` finds the nearest; `staging` is the life of a second space beside the
+active one.
+
+>>> import numpy as np
+>>> from nobackfill.gallery import NewVectors, SpaceSpec, Store
+>>> spec = SpaceSpec("s1", 1, dim=2, metric="l2", unit=False, side_space=None, side_dim=0)
+>>> with Store.create(folder / "photos.sqlite", spec) as store:
+...     vectors = NewVectors("s1", np.eye(2, dtype=np.float32))
+...     put = store.put(["cat", "dog"], [vectors], metadata=[{"year": 2026}, None])
+...     store.count(), store.get("cat").metadata
+(2, {'year': 2026})
+"""
+
+from typing import TYPE_CHECKING
+
+from nobackfill.faces import offer
+
+if TYPE_CHECKING:
+    from nobackfill.gallery.estimate import Estimate as Estimate
+    from nobackfill.gallery.filter_engine import passing_labels as passing_labels
+    from nobackfill.gallery.filters import (
+        All as All,
+        AnyOf as AnyOf,
+        Exists as Exists,
+        Not as Not,
+        OneOf as OneOf,
+        Range as Range,
+        TimeRange as TimeRange,
+    )
+    from nobackfill.gallery.reading import Item as Item
+    from nobackfill.gallery.spec import SpaceInfo as SpaceInfo, SpaceSpec as SpaceSpec
+    from nobackfill.gallery.store import Change as Change, Store as Store
+    from nobackfill.gallery.upgrade import run_upgrade as run_upgrade
+    from nobackfill.gallery.writing import NewVectors as NewVectors, PutResult as PutResult
+else:
+    __getattr__ = offer(
+        __name__,
+        {
+            "estimate": "Estimate",
+            "filter_engine": "passing_labels",
+            "filters": "All AnyOf Exists Not OneOf Range TimeRange",
+            "reading": "Item",
+            "spec": "SpaceInfo SpaceSpec",
+            "store": "Change Store",
+            "upgrade": "run_upgrade",
+            "writing": "NewVectors PutResult",
+        },
+    )

@@ -1,0 +1,62 @@
+"""What a release is: its manifest, its models, and the routes of upgrades between releases.
+
+Publishing is in `nobackfill.release.publishing`; what may be believed of a publication, in
+`nobackfill.release.trust`.
+
+>>> from nobackfill.release import open_route, plan_route
+>>> from nobackfill.release.trust import read_publication
+>>> manifests = read_publication(model_repo).manifests
+>>> route = plan_route(manifests, 1, 2, side=manifests[1].side_space)
+>>> route.releases
+(1, 2)
+>>> upgraded = open_route(model_repo, route).run(embedding, side)
+>>> upgraded.embedding.shape == (len(embedding), manifests[2].embedder.dim)
+True
+"""
+
+from typing import TYPE_CHECKING
+
+from nobackfill.faces import offer
+
+if TYPE_CHECKING:
+    from nobackfill.release.calibration import Scorer as Scorer, scores as scores
+    from nobackfill.release.manifest import (
+        Calibration as Calibration,
+        Manifest as Manifest,
+        Upgrade as Upgrade,
+    )
+    from nobackfill.release.models import (
+        Embedder as Embedder,
+        SideEncoder as SideEncoder,
+        UpgradeModel as UpgradeModel,
+        Upgraded as Upgraded,
+        open_embedder as open_embedder,
+        open_side_encoder as open_side_encoder,
+        open_upgrade as open_upgrade,
+    )
+    from nobackfill.release.onnx_check import check_release as check_release
+    from nobackfill.release.parsing import parse_manifest as parse_manifest
+    from nobackfill.release.probes import check_probes as check_probes
+    from nobackfill.release.routes import (
+        Route as Route,
+        RouteRunner as RouteRunner,
+        every_route as every_route,
+        open_route as open_route,
+        plan_route as plan_route,
+    )
+else:
+    __getattr__ = offer(
+        __name__,
+        {
+            "calibration": "Scorer scores",
+            "manifest": "Calibration Manifest Upgrade",
+            "models": (
+                "Embedder SideEncoder UpgradeModel Upgraded open_embedder open_side_encoder "
+                "open_upgrade"
+            ),
+            "onnx_check": "check_release",
+            "parsing": "parse_manifest",
+            "probes": "check_probes",
+            "routes": "Route RouteRunner every_route open_route plan_route",
+        },
+    )

@@ -1,0 +1,23 @@
+"""One HTML page that shows what an upgrade does to a gallery; needs the extra `training`.
+
+`python -m nobackfill.report` writes it to a file.
+
+>>> from nobackfill.report import upgrade_page
+>>> page = upgrade_page(model_repo, release=2, images=None)
+>>> page.startswith("<!doctype html>")
+True
+"""
+
+from typing import TYPE_CHECKING
+
+from nobackfill.faces import offer
+
+if TYPE_CHECKING:
+    from nobackfill.report.upgrade import upgrade_page as upgrade_page
+else:
+    __getattr__ = offer(
+        __name__,
+        {
+            "upgrade": "upgrade_page",
+        },
+    )

@@ -1,0 +1,43 @@
+"""Training embedders, side-information and upgrades: torch lives here and nowhere else.
+
+The doors are `python training/train.py`, `evaluate.py`, `compare.py` and `export.py`, in an install
+`python -m nobackfill.training.cli.train` and so on. Needs the extra `training`.
+
+>>> from nobackfill.training import load_config
+>>> from nobackfill.training.config_file import configs
+>>> config = load_config(configs() / "digits" / "embedder-1.yaml", ("epochs=3",))
+>>> config.kind, config.epochs
+('embedder', 3)
+"""
+
+from typing import TYPE_CHECKING
+
+from nobackfill.faces import offer
+
+if TYPE_CHECKING:
+    from nobackfill.training.config import (
+        Config as Config,
+        EmbedderConfig as EmbedderConfig,
+        SideEncoderConfig as SideEncoderConfig,
+        UpgradeConfig as UpgradeConfig,
+    )
+    from nobackfill.training.config_file import (
+        load_config as load_config,
+        parse_config as parse_config,
+    )
+    from nobackfill.training.method import (
+        EmbedderInputs as EmbedderInputs,
+        EmbedderMethod as EmbedderMethod,
+        UpgradeInputs as UpgradeInputs,
+        UpgradeMethod as UpgradeMethod,
+        UpgradeShape as UpgradeShape,
+    )
+else:
+    __getattr__ = offer(
+        __name__,
+        {
+            "config": "Config EmbedderConfig SideEncoderConfig UpgradeConfig",
+            "config_file": "load_config parse_config",
+            "method": "EmbedderInputs EmbedderMethod UpgradeInputs UpgradeMethod UpgradeShape",
+        },
+    )

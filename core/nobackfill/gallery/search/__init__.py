@@ -1,0 +1,34 @@
+"""Indexes over the vectors of one space: exact, or a graph (`hnsw`, which needs hnswlib).
+
+An index never changes; a `LiveView` puts what came since beside it.
+
+>>> import numpy as np
+>>> from nobackfill.gallery import SpaceSpec
+>>> from nobackfill.gallery.search import ExactIndex
+>>> spec = SpaceSpec("s1", 1, dim=2, metric="l2", unit=False, side_space=None, side_dim=0)
+>>> index = ExactIndex(spec, np.array([7, 9]), np.array([[1, 0], [0, 1]], np.float32))
+>>> index.search(np.array([[0, 2]], np.float32), k=2).labels.tolist()
+[[9, 7]]
+"""
+
+from typing import TYPE_CHECKING
+
+from nobackfill.faces import offer
+
+if TYPE_CHECKING:
+    from nobackfill.gallery.search.exact import ExactIndex as ExactIndex
+    from nobackfill.gallery.search.index import (
+        Content as Content,
+        Index as Index,
+        Neighbours as Neighbours,
+    )
+    from nobackfill.gallery.search.view import LiveView as LiveView, Snapshot as Snapshot
+else:
+    __getattr__ = offer(
+        __name__,
+        {
+            "exact": "ExactIndex",
+            "index": "Content Index Neighbours",
+            "view": "LiveView Snapshot",
+        },
+    )

@@ -1,0 +1,41 @@
+"""The publisher's side: drafts, keys, renewal, and a look at the whole publication folder.
+
+The functions `publish` and `withdraw` are in the module `publish`; the command is `publication`.
+
+>>> from nobackfill.release.publishing import list_releases, verify
+>>> [entry.release for entry in list_releases(model_repo)]
+[1, 2]
+>>> verify(model_repo, release=2).releases
+(2,)
+"""
+
+from typing import TYPE_CHECKING
+
+from nobackfill.faces import offer
+
+if TYPE_CHECKING:
+    from nobackfill.release.publishing.draft import Draft as Draft, described as described
+    from nobackfill.release.publishing.inspection import (
+        Entry as Entry,
+        Health as Health,
+        list_releases as list_releases,
+        verify as verify,
+    )
+    from nobackfill.release.publishing.keys import Keys as Keys
+    from nobackfill.release.publishing.renew import (
+        Renewed as Renewed,
+        resign as resign,
+        rotate as rotate,
+    )
+    from nobackfill.release.publishing.staging import drafting as drafting
+else:
+    __getattr__ = offer(
+        __name__,
+        {
+            "draft": "Draft described",
+            "inspection": "Entry Health list_releases verify",
+            "keys": "Keys",
+            "renew": "Renewed resign rotate",
+            "staging": "drafting",
+        },
+    )

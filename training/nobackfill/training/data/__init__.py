@@ -1,0 +1,32 @@
+"""Which images are trained on, how they are divided and how they are varied.
+
+>>> import numpy as np
+>>> from nobackfill.training.data import allocate
+>>> rows = allocate("open-class", np.array([0, 0, 1, 1]), share=0.5)
+>>> rows.old.tolist(), rows.new.tolist()
+([0, 1], [2, 3])
+"""
+
+from typing import TYPE_CHECKING
+
+from nobackfill.faces import offer
+
+if TYPE_CHECKING:
+    from nobackfill.training.data.allocations import Allocation as Allocation, allocate as allocate
+    from nobackfill.training.data.augment import Augment as Augment
+    from nobackfill.training.data.folders import (
+        hold_out as hold_out,
+        readable as readable,
+        require_classes as require_classes,
+    )
+    from nobackfill.training.data.stored import read_stored as read_stored
+else:
+    __getattr__ = offer(
+        __name__,
+        {
+            "allocations": "Allocation allocate",
+            "augment": "Augment",
+            "folders": "hold_out readable require_classes",
+            "stored": "read_stored",
+        },
+    )

@@ -1,0 +1,40 @@
+"""From training runs to a draft of a release: ONNX files, checked against torch, and probes.
+
+>>> from nobackfill.training.export import Pixels
+>>> imagenet = Pixels(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+>>> imagenet.std
+(0.229, 0.224, 0.225)
+"""
+
+from typing import TYPE_CHECKING
+
+from nobackfill.faces import offer
+
+if TYPE_CHECKING:
+    from nobackfill.training.export.assembly import (
+        add_embedder_run as add_embedder_run,
+        add_side_run as add_side_run,
+        add_upgrade_run as add_upgrade_run,
+    )
+    from nobackfill.training.export.drafting import Release as Release
+    from nobackfill.training.export.external import (
+        Pixels as Pixels,
+        add_onnx_embedder as add_onnx_embedder,
+    )
+    from nobackfill.training.export.onnx_export import (
+        check_parity as check_parity,
+        export_onnx as export_onnx,
+        quantise as quantise,
+    )
+    from nobackfill.training.export.probes import make_probes as make_probes
+else:
+    __getattr__ = offer(
+        __name__,
+        {
+            "assembly": "add_embedder_run add_side_run add_upgrade_run",
+            "drafting": "Release",
+            "external": "Pixels add_onnx_embedder",
+            "onnx_export": "check_parity export_onnx quantise",
+            "probes": "make_probes",
+        },
+    )

@@ -1,0 +1,40 @@
+"""The training loop, what it minimises, and the folder of a run that it resumes from.
+
+>>> from nobackfill.training import load_config
+>>> from nobackfill.training.config_file import configs
+>>> from nobackfill.training.loop import learning_rate
+>>> config = load_config(configs() / "digits" / "embedder-1.yaml")
+>>> learning_rate(config, epoch=2) == config.lr
+True
+"""
+
+from typing import TYPE_CHECKING
+
+from nobackfill.faces import offer
+
+if TYPE_CHECKING:
+    from nobackfill.training.loop.loop import (
+        DivergedError as DivergedError,
+        fit as fit,
+        learning_rate as learning_rate,
+    )
+    from nobackfill.training.loop.objective import Frozen as Frozen, Objective as Objective
+    from nobackfill.training.loop.run import (
+        Checkpoint as Checkpoint,
+        read_checkpoint as read_checkpoint,
+        read_finished as read_finished,
+    )
+    from nobackfill.training.loop.upgrade import (
+        read_upgrade as read_upgrade,
+        train_upgrade as train_upgrade,
+    )
+else:
+    __getattr__ = offer(
+        __name__,
+        {
+            "loop": "DivergedError fit learning_rate",
+            "objective": "Frozen Objective",
+            "run": "Checkpoint read_checkpoint read_finished",
+            "upgrade": "read_upgrade train_upgrade",
+        },
+    )

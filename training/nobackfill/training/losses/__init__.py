@@ -3,4 +3,9 @@
 Unless a docstring says otherwise: embeddings are float [n, dim], labels int64 [n] within the
 classifier they meet, weights float [classes, dim], and a function returns one value a row, so that
 methods can weight rows before they average.
+
+>>> import torch
+>>> from nobackfill.training.losses.pairwise import regress
+>>> regress(torch.ones(2, 3), torch.zeros(2, 3)).tolist()
+[3.0, 3.0]
 """

@@ -2,6 +2,10 @@
 
 One file a method beside this one. `embedder_method` and `upgrade_method` look a name up and raise
 ConfigurationError, naming the known ones, for any other.
+
+>>> from nobackfill.training.methods import UPGRADE_METHODS, upgrade_method
+>>> upgrade_method("fct") is UPGRADE_METHODS["fct"]
+True
 """
 
 from typing import TypeVar

@@ -1,0 +1,77 @@
+"""Each room's face: its example runs, its names are there, and none is loaded unasked."""
+
+import ast
+import doctest
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nobackfill.release import open_embedder, open_side_encoder
+from nobackfill.release.trust import read_publication
+from nobackfill.server.grpc.logs import configure
+from tests.support import blocks, releases
+from tests.test_architecture import ARROWS, module, sources
+
+# Those with a face of their own kind, or with none yet.
+APART = {"wire", "client", "quality"}
+FACES = [
+    path
+    for path in sources(*(set(ARROWS) - APART))
+    if path.name == "__init__.py" and not module(path).startswith("nobackfill.server.")
+]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What examples take as there: a publication, a folder, vectors of release 1."""
+    top = tmp_path_factory.mktemp("faces")
+    repo = top / "repo"
+    blocks.publish_block_release(repo, 1)
+    blocks.publish_block_release(repo, 2, [1])
+    first = read_publication(repo).manifests[1]
+    images = releases.images(3, 0)
+    return {
+        "model_repo": repo,
+        "folder": top,
+        "embedding": open_embedder(repo, first).run(images),
+        "side": open_side_encoder(repo, first).run(images),
+    }
+
+
+@pytest.mark.parametrize("path", FACES, ids=module)
+def test_examples_run(path: Path, given: dict[str, Any]) -> None:
+    configure()
+    face = importlib.import_module(module(path))
+    (example,) = doctest.DocTestFinder(recurse=False).find(face, globs=dict(given)) or (None,)
+    assert example is not None, f"{path}: no docstring"
+    assert example.examples or "protocols" in path.parts, f"{path}: no example"
+    said: list[str] = []
+    result = doctest.DocTestRunner(verbose=False).run(example, out=said.append)
+    assert result.failed == 0, "".join(said)
+
+
+@pytest.mark.parametrize("path", FACES, ids=module)
+def test_type_checkers_read_the_names_that_are_there(path: Path) -> None:
+    face = importlib.import_module(module(path))
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module != "nobackfill.faces":
+            for alias in node.names:
+                if alias.name != "TYPE_CHECKING":
+                    home = importlib.import_module(str(node.module))
+                    assert getattr(face, alias.name) is getattr(home, alias.name)
+
+
+@pytest.mark.parametrize("room", sorted(set(ARROWS) - {"training", "metrics"}))
+def test_a_face_costs_nothing_until_a_name_is_asked_for(room: str) -> None:
+    script = (
+        f"import sys, nobackfill.{room}; assert not hasattr(nobackfill.{room}, 'no_such_name')\n"
+        "print(sorted({'numpy', 'grpc', 'onnx', 'tuf', 'hnswlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
