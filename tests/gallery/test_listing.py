@@ -1,5 +1,6 @@
 """Pages of items, and changes by filter, against loops over everything."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ UNCERTAINTY = [0.5, 0.25, 0.5, 1e-9, 2.0]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(tmp_path: Path) -> Iterator[Store]:
     store = filled(tmp_path / "g.sqlite", 0)
     new = NewVectors(spec().space, vectors(COUNT, 1))
     store.put(ids(COUNT), [new], metadata=[{"n": n, "odd": bool(n % 2)} for n in range(COUNT)])
@@ -31,7 +32,8 @@ def store(tmp_path: Path) -> Store:
             f"UPDATE vectors_{number} SET uncertainty = ? WHERE label = ?",
             [(UNCERTAINTY[n % 5], n + 1) for n in range(20)],
         )
-    return store
+    with store:
+        yield store
 
 
 def pages(store: Store, size: int, allowed: Labels | None, *, least_certain: bool) -> list[int]:

@@ -5,6 +5,7 @@ import shutil
 import sqlite3
 import struct
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from tests.gallery.making import Linear, ids, spec, vectors
 def sql(path: Path, statement: str) -> list[list[str]]:
     """What a program that knows nothing of ours reads: the CLI, or Python's module without it."""
     if shutil.which("sqlite3") is None:
-        with sqlite3.connect(path) as connection:
+        with closing(sqlite3.connect(path)) as connection, connection:
             return [[str(v) for v in row] for row in connection.execute(statement)]
     command = ["sqlite3", "-readonly", "-json", str(path), statement]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -65,7 +66,7 @@ def test_another_program_reads_the_gallery(tmp_path: Path) -> None:
 def test_a_second_active_space_is_impossible(tmp_path: Path) -> None:
     make(tmp_path / "g.sqlite")
     with (
-        sqlite3.connect(tmp_path / "g.sqlite") as connection,
+        closing(sqlite3.connect(tmp_path / "g.sqlite")) as connection,
         pytest.raises(sqlite3.IntegrityError),
     ):
         connection.execute("UPDATE spaces SET state = 'active'")

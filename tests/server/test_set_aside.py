@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import grpc
@@ -31,17 +32,17 @@ def overwrite(file: Path) -> None:
 
 def lose_a_table(file: Path) -> None:
     """It was a traceback: SQLite reports it as an error of the statement."""
-    with sqlite3.connect(file) as connection:
+    with closing(sqlite3.connect(file)) as connection, connection:
         connection.execute("DROP TABLE spaces")
 
 
 def unknown_release(file: Path) -> None:
-    with sqlite3.connect(file) as connection:
+    with closing(sqlite3.connect(file)) as connection, connection:
         connection.execute("UPDATE spaces SET release = 9")
 
 
 def bad_state(file: Path) -> None:
-    with sqlite3.connect(file) as connection:
+    with closing(sqlite3.connect(file)) as connection, connection:
         connection.execute("INSERT OR REPLACE INTO state VALUES ('rollout', '{')")
 
 
@@ -101,7 +102,10 @@ def test_one_that_cannot_be_brought_back_is_set_aside(
     with running(repo, data) as gateway, Client(gateway.address) as client:
         client.activate(2)
     StateFile(data / "state.json").change(active=1, previous=())
-    with sqlite3.connect(data / "galleries" / "bad" / "gallery.sqlite") as connection:
+    with (
+        closing(sqlite3.connect(data / "galleries" / "bad" / "gallery.sqlite")) as connection,
+        connection,
+    ):
         connection.execute("DELETE FROM spaces WHERE state = 'previous'")
     with running(repo, data) as gateway, Client(gateway.address) as client:
         assert gateway.galleries.aside().keys() == {"bad"}
@@ -122,7 +126,12 @@ def test_one_that_a_swap_cannot_read_is_set_aside(
     with ThreadPoolExecutor(1) as pool:
         activation = pool.submit(client.activate, 2)
         wait_until(lambda: (job := upgrading.job("bad")) is not None and job.total == 3, "staged")
-        with sqlite3.connect(tmp_path / "data" / "galleries" / "bad" / "gallery.sqlite") as file:
+        with (
+            closing(
+                sqlite3.connect(tmp_path / "data" / "galleries" / "bad" / "gallery.sqlite")
+            ) as file,
+            file,
+        ):
             file.execute("INSERT INTO state VALUES ('damaged', '{')")
         upgrading.resume("bad")
         assert activation.result().phase == release_pb2.PHASE_DONE
