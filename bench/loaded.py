@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.harness import Bench, Contender, Measured, Row, Table, interleave
-from bench.load import Run
-from bench.serving import Load
+from demo.load import Load, Run
 
 # Where, which method, and the file of the requests.
 Target = tuple[str, str, Path]

@@ -1,6 +1,5 @@
 """Servers and their load as child processes: the gateway, echoes, closed loops of clients."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 
 from bench import data
 from bench.harness import Bench
-from bench.load import Run
 from bench.published import Publication
 from demo import gateway, serve
 from demo.children import Children
@@ -21,7 +19,6 @@ from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
 from nobackfill.vectors import Vectors
 
 HERE = Path(__file__).parent
-SEARCH = "/nobackfill.v1.SearchService/Search"
 GALLERY = "bench"
 
 
@@ -157,55 +154,3 @@ def by_image(images: Sequence[bytes], k: int = 10) -> list[bytes]:
         ).SerializeToString()
         for image in images
     ]
-
-
-class Load:
-    """bench/load.py in a process of its own."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, str(HERE / "load.py")]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def __enter__(self) -> "Load":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._process.kill()
-        # Waits, and closes both pipes.
-        self._process.communicate()
-
-    def run(self, address: str, method: str, requests: Path, clients: int, seconds: float) -> Run:
-        """One closed loop, to its end."""
-        self._tell(address, method, requests, clients, seconds=seconds)
-        return self._answer()
-
-    def begin(
-        self, address: str, method: str, requests: Path, clients: int, least: int = 0
-    ) -> None:
-        """A closed loop that goes on until `end` and `least` requests; returns when it began."""
-        self._tell(address, method, requests, clients, until_told=least)
-        assert self._process.stdout is not None
-        self._process.stdout.readline()
-
-    def end(self) -> Run:
-        """End it; what its clients met."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _tell(
-        self, address: str, method: str, requests: Path, clients: int, **more: float | bool
-    ) -> None:
-        task = {
-            "address": address, "method": method, "requests": str(requests), "clients": clients,
-        }  # fmt: skip
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(task | more) + "\n")
-        self._process.stdin.flush()
-
-    def _answer(self) -> Run:
-        assert self._process.stdout is not None
-        return Run(**json.loads(self._process.stdout.readline()))

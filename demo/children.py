@@ -59,13 +59,13 @@ class Children:
         for child in reversed(self._running):
             self.stop(child)
 
-    def start(self, name: str, command: Sequence[str | Path], stdin: int | None = None) -> Child:
+    def start(self, name: str, command: Sequence[str | Path]) -> Child:
         """Start a command in the project's folder; it writes NAME.out and NAME.log."""
         leashed = [sys.executable, str(LEASH), str(os.getpid()), *map(str, command)]
         output, log = self._logs / f"{name}.out", self._logs / f"{name}.log"
         with output.open("wb") as out, log.open("wb") as err:
             process = subprocess.Popen(
-                leashed, cwd=ROOT, stdin=stdin or subprocess.DEVNULL, stdout=out, stderr=err
+                leashed, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err
             )
         child = Child(name, process, output, log)
         self._running.append(child)

@@ -1,16 +1,10 @@
-"""What the clients of demo/load.py met before, during and after the swap."""
+"""What clients under load met before, during and after the swap."""
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from demo.load import Answer
-
-
-def read(lines: str) -> list[Answer]:
-    """The answers that demo/load.py printed after its line "ready"."""
-    return [Answer(**json.loads(line)) for line in lines.splitlines()[1:]]
+from demo.load import OK, Answer
 
 
 def percentile(answers: Sequence[Answer], percent: int) -> float:
@@ -38,7 +32,7 @@ def summary(answers: Sequence[Answer], swap: Window) -> dict[str, float]:
     after = [a for a in answers if a.start >= swap.end]
     return {
         "requests": len(answers),
-        "failed": sum(answer.status != "OK" for answer in answers),
+        "failed": sum(answer.outcome != OK for answer in answers),
         "p50_ms_steady": percentile(before, 50),
         "p99_ms_steady": percentile(before, 99),
         "p50_ms_swap": percentile(during, 50),

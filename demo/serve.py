@@ -1,8 +1,8 @@
 """The gateway as the demo's child, and the load of clients that it is watched under."""
 
 import socket
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,15 +11,17 @@ from pathlib import Path
 
 from demo import gateway
 from demo.children import Child, Children
-from demo.latency import Window, read
-from demo.load import Answer
+from demo.latency import Window
+from demo.load import SEARCH, Load, Run, write_requests
 from nobackfill.errors import UnavailableError
-from nobackfill.v1 import release_pb2
+from nobackfill.v1 import release_pb2, search_pb2
 from nobackfill.wire import Gateway
 
 COMMAND = Path(sys.executable).with_name("gateway")
 # Seconds until the gateway and its Triton have loaded a release, on a busy machine.
 START_SECONDS = 120
+# Asked for by each search under load.
+HITS = 10
 
 
 def free_addresses(count: int) -> list[str]:
@@ -59,32 +61,22 @@ def start(children: Children, model_repo: Path, data: Path, addresses: Sequence[
     )
 
 
-@dataclass
-class Load:
-    """Clients that search all the time; `answers` is filled when they have stopped."""
-
-    answers: list[Answer]
-
-
 @contextmanager
-def under_load(
-    children: Children, address: str, name: str, queries: Path, clients: int
-) -> Iterator[Load]:
-    """Clients at work inside the context, from their first answers on."""
-    load = Load([])
-    child = children.start(
-        "load",
-        [sys.executable, "-m", "demo.load", address, name, queries, str(clients)],
-        stdin=subprocess.PIPE,
-    )
-    while not child.output.read_text(encoding="utf-8"):
-        if child.process.poll() is not None:
-            raise child.failure()
-        time.sleep(0.05)
-    yield load
-    assert child.process.stdin is not None
-    child.process.stdin.close()
-    load.answers = read(children.wait(child))
+def under_load(address: str, name: str, queries: Path, clients: int) -> Iterator[Run]:
+    """Clients at work inside the context, from their first answers on; what they met is there
+    after it."""
+    messages = [
+        search_pb2.SearchRequest(
+            gallery=name, query=search_pb2.Query(image=path.read_bytes()), k=HITS
+        ).SerializeToString()
+        for path in gateway.images_in(queries).values()
+    ]
+    met = Run()
+    with tempfile.TemporaryDirectory() as folder, Load() as load:
+        requests = write_requests(Path(folder, "requests"), messages)
+        load.begin(address, SEARCH, requests, clients, judged=True)
+        yield met
+        vars(met).update(vars(load.end()))
 
 
 @dataclass(frozen=True)

@@ -189,15 +189,15 @@ class Life:
             if gateway.settled_release(connection) == 2:
                 connection.rollback(confirm=True)
             with serve.under_load(
-                self.children, self.addresses[0], SERVER, self.data / "queries", options.clients
-            ) as load:
+                self.addresses[0], SERVER, self.data / "queries", options.clients
+            ) as met:
                 time.sleep(options.steady_seconds)
                 activation = serve.activate(connection, 2, options.rollout)
                 time.sleep(options.steady_seconds)
         window = activation.window
         return {
-            **summary(load.answers, window),
-            "failures": dict(Counter(a.status for a in load.answers if a.status != "OK")),
+            **summary(met.answers, window),
+            "failures": dict(Counter(met.failures)),
             "swap_seconds": round(window.end - window.start, 2),
             "upgrade_items_per_second": round(activation.items / activation.upgrade_seconds, 1),
             "phases": activation.phases,

@@ -10,11 +10,11 @@ import numpy as np
 
 from bench import chroma, data, record
 from bench.harness import Bench, Row, Table
-from bench.load import HTTP, read_requests, write_requests
 from bench.loaded import table
 from bench.published import INNER, Publication, publication
-from bench.serving import SEARCH, by_embedding, copy_filled, serving
+from bench.serving import by_embedding, copy_filled, serving
 from bench.topics.index import SPEC, recall
+from demo.load import HTTP, SEARCH, read_requests, write_requests
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels
@@ -116,6 +116,6 @@ def _found(address: str, requests: Path) -> Labels:
         search = search_pb2_grpc.SearchServiceStub(channel).Search
         answers = [
             search(search_pb2.SearchRequest.FromString(request), timeout=60)
-            for request in read_requests(requests)
+            for request, _ in read_requests(requests)
         ]
     return np.array([[int(hit.id.removeprefix("item-")) for hit in a.hits] for a in answers])

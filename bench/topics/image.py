@@ -9,11 +9,11 @@ from tritonclient.grpc import service_pb2
 
 from bench import data
 from bench.harness import Bench, Table
-from bench.load import write_requests
 from bench.loaded import table
 from bench.published import INNER, SIZE, publication
 from bench.record import ROOT
-from bench.serving import SEARCH, by_image, copy_filled, serving
+from bench.serving import by_image, copy_filled, serving
+from demo.load import SEARCH, write_requests
 from nobackfill.images import decode
 from nobackfill.release import paths
 from nobackfill.server.triton.client import TritonClient

@@ -5,10 +5,10 @@ from typing import Any
 
 from bench import data, echo
 from bench.harness import Bench, Table
-from bench.load import write_requests
 from bench.loaded import table
 from bench.published import INNER, Publication, publication
-from bench.serving import SEARCH, by_embedding, copy_filled, echoing, serving
+from bench.serving import by_embedding, copy_filled, echoing, serving
+from demo.load import SEARCH, write_requests
 from nobackfill.wire.channel import open_channel
 
 QUERIES = 256

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 from bench import data
 from bench.harness import Bench, Row, Table
-from bench.load import Run, write_requests
 from bench.loaded import latency
 from bench.published import INNER, SIZE, publication
-from bench.serving import GALLERY, SEARCH, Gateway, Load, by_image, fill, serving
+from bench.serving import GALLERY, Gateway, by_image, fill, serving
 from demo import gateway as calls
 from demo import serve
 from demo.latency import Window
+from demo.load import SEARCH, Load, Run, write_requests
 
 CLIENTS = 8
 QUERIES = 64
@@ -43,7 +43,7 @@ def run(bench: Bench) -> list[Table]:
         pause = least / (len(warm.latencies) / warm.seconds) / (swaps + 2)
         memory, triton = [gateway.resident_mib()], [gateway.triton_mib()]
         pair.publish_second(repo)
-        load.begin(gateway.address, SEARCH, requests, CLIENTS, least)
+        load.begin(gateway.address, SEARCH, requests, CLIENTS, least=least)
         time.sleep(max(steady, pause))
         windows = [_swap(gateway, number, pause / 2) for number in range(swaps)]
         memory.append(gateway.resident_mib())

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
+from demo.load import SEARCH, Load, Run
 from nobackfill.v1 import gallery_pb2, release_pb2
-from tests.server.load import ITEMS, Load
 from tests.server.process import Served, children, serving, triton_venv
-from tests.server.support import Client, images
+from tests.server.support import SEARCHED, Client, images, mixed_searches
 from tests.support.blocks import manifest, png, publish_block_release
 
 # A gallery of more items than this is searched by a graph.
@@ -91,7 +91,7 @@ class Growth:
         return cls(tuple(float(np.median(part)) for part in parts), float(slope))
 
 
-def soak(top: Path, minutes: float, swaps: int) -> tuple[Watch, Load]:
+def soak(top: Path, minutes: float, swaps: int) -> tuple[Watch, Run]:
     """Serve, load, swap; what was seen."""
     repo, watch = top / "repo", Watch()
     publish_block_release(repo, 1)
@@ -99,22 +99,25 @@ def soak(top: Path, minutes: float, swaps: int) -> tuple[Watch, Load]:
     options = [f"--triton-venv={venv}"] if venv else ["--triton=in-process"]
     with serving(repo, top / "data", *options) as served, Client(served.address) as client:
         client.create()
-        for first in range(0, ITEMS + EXTRA, 100):
-            client.put_images(images(ITEMS + EXTRA)[first : first + 100], first=first)
+        for first in range(0, SEARCHED + EXTRA, 100):
+            client.put_images(images(SEARCHED + EXTRA)[first : first + 100], first=first)
         publish_block_release(repo, 2, [1])
         ended = threading.Event()
         writer = threading.Thread(target=_write, args=(served.address, ended))
         began = time.monotonic()
-        with Load(served.address, 2, manifest(repo, 1), manifest(repo, 2)) as load:
+        searches = mixed_searches(top / "searches", manifest(repo, 1), manifest(repo, 2))
+        with Load() as load:
+            load.begin(served.address, SEARCH, searches, 2, judged=True)
             writer.start()
             due = [began + 60 * minutes * (i + 0.5) / swaps for i in range(swaps)]
             for number, (moment, _) in enumerate(pairwise([*due, 0.0])):
                 _look_until(watch, served, began, moment)
                 _swap(client, number)
             _look_until(watch, served, began, began + 60 * minutes)
+            met = load.end()
         ended.set()
         writer.join()
-    return watch, load
+    return watch, met
 
 
 def _look_until(watch: Watch, served: Served, began: float, moment: float) -> None:
@@ -138,7 +141,7 @@ def _write(address: str, ended: threading.Event) -> None:
     pictures = [png(picture) for picture in images(200, seed=7)]
     with Client(address) as client:
         while not ended.wait(0.2):
-            names = [f"i{ITEMS + int(n)}" for n in rng.integers(EXTRA, size=4)]
+            names = [f"i{SEARCHED + int(n)}" for n in rng.integers(EXTRA, size=4)]
             client.put(
                 [
                     gallery_pb2.PutItem(id=name, image=pictures[int(rng.integers(200))])
@@ -149,12 +152,12 @@ def _write(address: str, ended: threading.Event) -> None:
             client.galleries.DeleteItems(request)
 
 
-def tell(watch: Watch, load: Load) -> list[str]:
+def tell(watch: Watch, met: Run) -> list[str]:
     """Print what was seen; what is beyond its bound."""
-    wrong = [f"{sum(load.failed.values())} failed calls: {load.failed}"] if load.failed else []
-    wrong += load.wrong[:5]
-    print(f"{len(load.latencies):,} answers, {sum(load.failed.values())} failed, "
-          f"{len(load.wrong)} wrong, by release {dict(sorted(load.answered.items()))}")  # fmt: skip
+    failures = Counter(met.failures)
+    wrong = [f"{count} times {what}" for what, count in failures.most_common(5)]
+    print(f"{len(met.latencies):,} answers, {len(met.failures)} failed or wrong, "
+          f"by release {dict(sorted(Counter(met.releases).items()))}")  # fmt: skip
     print(f"{'program':20} {'MiB, a fifth of the time each':34} {'a minute':>8}  files")
     longest = max(map(len, watch.programs.values()))
     for name, samples in watch.programs.items():

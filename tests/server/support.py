@@ -14,6 +14,7 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_status import rpc_status
 from numpy.typing import NDArray
 
+from demo.load import write_requests
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.gateway import Gateway
 from nobackfill.server.settings import Settings
@@ -27,6 +28,29 @@ from tests.support import graphs, releases
 from tests.support.blocks import png
 
 TIMEOUT_S = 60.0
+
+
+# Items `i0`, `i1`, ... that `mixed_searches` asks for.
+SEARCHED = 400
+
+
+def mixed_searches(file: Path, one: Manifest, two: Manifest) -> Path:
+    """Requests of demo.load for images of gallery `g`: by image, and by the embeddings of old and
+    of new clients. Release v embeds into its own orthogonal block, so a query that met a vector of
+    another space would find cosine 0 instead of itself at distance 0.
+    """
+    searches, items = [], []
+    for number, picture in enumerate(images(SEARCHED)):
+        old, new = (embedding(manifest, picture) for manifest in (one, two))
+        by_image = search_pb2.Query(image=png(picture))
+        by_old = search_pb2.Query(embeddings=search_pb2.Embeddings(embeddings=[old]))
+        by_both = search_pb2.Query(embeddings=search_pb2.Embeddings(embeddings=[old, new]))
+        for query in (by_image, by_image, by_old, by_both):
+            request = search_pb2.SearchRequest(gallery="g", query=query, k=5)
+            searches.append(request.SerializeToString())
+            items.append(f"i{number}")
+    order = np.random.default_rng(0).permutation(len(items))
+    return write_requests(file, [searches[i] for i in order], [items[i] for i in order])
 
 
 def settings(model_repo: Path, data: Path, **given: Any) -> Settings:
