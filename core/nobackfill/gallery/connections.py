@@ -19,16 +19,13 @@ from nobackfill.errors import (
     CannotWriteError,
     DamagedError,
     NotFoundError,
-    VerificationError,
 )
 from nobackfill.gallery.access import BUSY_TIMEOUT_MS, SHARED, accesses, connect
+from nobackfill.gallery.file_format import FORMAT, format_of, not_a_gallery
 from nobackfill.gallery.file_lock import lock_path, open_lock, share
 from nobackfill.gallery.residents import Residents
-from nobackfill.gallery.tables import FORMAT
 from nobackfill.sqlite_errors import refusal, refusing_sqlite
 
-# Marks the file as ours: "nobf".
-APPLICATION = 0x6E6F6266
 # How long closing waits for the statements under way.
 _CLOSE_S = 60.0
 # Where shared memory or the log's file could not be made after all.
@@ -95,34 +92,18 @@ class Connections:
         try:
             connection = self._connect()
             if unclean:
-                verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-                if verdict != "ok":
-                    raise DamagedError(self.path, verdict.splitlines()[-1])
-            application = connection.execute("PRAGMA application_id").fetchone()[0]
-            version = connection.execute("PRAGMA user_version").fetchone()[0]
+                check_pages(connection, self.path)
+            version = format_of(connection, self.path)
         except sqlite3.DatabaseError as error:
             code = getattr(error, "sqlite_errorcode", 0)
             if code & 0xFF in _NO_ROOM and code != sqlite3.SQLITE_IOERR_SHORT_READ:
                 raise _NoRoomError from error
             if code == sqlite3.SQLITE_NOTADB:
-                raise VerificationError(
-                    f"{self.path}: expected a gallery, got a file of another kind; name the "
-                    "gallery's file"
-                ) from error
+                raise not_a_gallery(self.path, "a file of another kind") from error
             found = refusal(self.path, error)
             if found is None:
                 raise
             raise found from error
-        if application != APPLICATION:
-            raise VerificationError(
-                f"{self.path}: expected a gallery, got a database of another program; name the "
-                "gallery's file"
-            )
-        if version > FORMAT:
-            raise VerificationError(
-                f"{self.path}: expected a gallery of format {FORMAT} or older, got format "
-                f"{version}; use a newer nobackfill"
-            )
         if version < FORMAT:
             from nobackfill.gallery.schema import migrate
 
@@ -256,6 +237,13 @@ class Connections:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def check_pages(connection: sqlite3.Connection, path: Path) -> None:
+    """Read every page. Raises DamagedError."""
+    verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if verdict != "ok":
+        raise DamagedError(path, verdict.splitlines()[-1])
 
 
 @contextlib.contextmanager

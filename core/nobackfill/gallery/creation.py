@@ -8,7 +8,7 @@ from pathlib import Path
 from nobackfill import durable
 from nobackfill.errors import AlreadyExistsError, CannotWriteError
 from nobackfill.gallery.access import connect, has_room
-from nobackfill.gallery.connections import APPLICATION
+from nobackfill.gallery.file_format import APPLICATION
 from nobackfill.gallery.file_lock import lock_path
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.tables import add_space

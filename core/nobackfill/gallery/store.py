@@ -19,7 +19,7 @@ from typing import Any, Self
 from nobackfill.errors import DamagedError
 from nobackfill.gallery import reading, writing
 from nobackfill.gallery.change import Change
-from nobackfill.gallery.connections import Connections
+from nobackfill.gallery.connections import Connections, check_pages
 from nobackfill.gallery.creation import create_file
 from nobackfill.gallery.reading import Item
 from nobackfill.gallery.residents import Residents
@@ -237,9 +237,7 @@ class Store:
         A part would not do: only among all can a page be seen that no table has any more.
         """
         with self.reading() as connection:
-            verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if verdict != "ok":
-            raise DamagedError(self.path, verdict.splitlines()[-1])
+            check_pages(connection, self.path)
 
     def state_get(self, key: str) -> Any:
         """A small JSON value kept with the gallery; None if there is none."""

@@ -13,9 +13,6 @@ from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, State
 from nobackfill.vectors import Vectors
 
-# Of the tables; PRAGMA user_version of every gallery file. schema.py leads there.
-FORMAT = 1
-
 VECTOR_TABLE = (
     "CREATE TABLE {name} (label INTEGER PRIMARY KEY REFERENCES items (label) ON DELETE CASCADE,"
     " origin TEXT NOT NULL, uncertainty REAL, embedding BLOB NOT NULL, side BLOB)"

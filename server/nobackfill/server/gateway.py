@@ -4,6 +4,7 @@ import shutil
 import threading
 from contextlib import ExitStack
 
+import grpc
 import structlog
 
 from nobackfill import durable
@@ -19,7 +20,7 @@ from nobackfill.server.galleries.puts import Putting
 from nobackfill.server.galleries.searching import Searching
 from nobackfill.server.galleries.sizes import IndexSizes, vectors
 from nobackfill.server.grpc.interceptor import Interceptor
-from nobackfill.server.grpc.listener import Listener, Service
+from nobackfill.server.grpc.listener import Listener
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.services.gallery import GalleryService
 from nobackfill.server.grpc.services.release import ReleaseService
@@ -45,6 +46,13 @@ from nobackfill.server.triton.models import TritonModels
 from nobackfill.server.triton.process import TritonProcess, has_triton
 from nobackfill.server.upgrades.upgrading import Upgrading
 from nobackfill.server.vault import Vault
+from nobackfill.v1 import (
+    gallery_pb2_grpc,
+    release_pb2_grpc,
+    search_pb2_grpc,
+    upgrade_pb2_grpc,
+    vault_pb2_grpc,
+)
 
 log = structlog.get_logger("server.gateway")
 
@@ -162,7 +170,7 @@ class Gateway:
             metrics.expiries.tokens = tokens.first_expiry
         if chain is not None:
             metrics.expiries.certificates = chain.expiries
-        self._listener = Listener(self._services(), interceptor, settings, chain, metrics)
+        self._listener = Listener(self._add_services, interceptor, settings, chain, metrics)
         if self.activations.resume() is None and self.state.now.active is None:
             FirstActivation(
                 self.catalog, self.state, models, self.activations, self._stopping, metrics
@@ -174,16 +182,18 @@ class Gateway:
         self.catalog.watch()
         log.info("serving", address=self.address, metrics=self.metrics_address)
 
-    def _services(self) -> list[Service]:
-        return [
-            SearchService(self.galleries, self.searching, self.state),
-            GalleryService(self.galleries, self.putting, self.lifecycle, self.state),
-            ReleaseService(
-                self.catalog, self.state, self.activations, self.rollbacks, self._stopping
-            ),
-            UpgradeService(self.lifecycle, self.galleries, self.searching, self._stopping),
-            VaultService(self.vault),
-        ]
+    def _add_services(self, server: grpc.Server) -> None:
+        search = SearchService(self.galleries, self.searching, self.state)
+        gallery = GalleryService(self.galleries, self.putting, self.lifecycle, self.state)
+        release = ReleaseService(
+            self.catalog, self.state, self.activations, self.rollbacks, self._stopping
+        )
+        upgrade = UpgradeService(self.lifecycle, self.galleries, self.searching, self._stopping)
+        search_pb2_grpc.add_SearchServiceServicer_to_server(search, server)
+        gallery_pb2_grpc.add_GalleryServiceServicer_to_server(gallery, server)
+        release_pb2_grpc.add_ReleaseServiceServicer_to_server(release, server)
+        upgrade_pb2_grpc.add_UpgradeServiceServicer_to_server(upgrade, server)
+        vault_pb2_grpc.add_VaultServiceServicer_to_server(VaultService(self.vault), server)
 
     def _drain(self, listener: Listener) -> None:
         self._stopping.set()

@@ -1,9 +1,9 @@
 """The gRPC server: services behind the interceptor, health, reflection, a bounded drain."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, cast
+from typing import cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -47,21 +47,17 @@ _OPTIONS = [
 ]
 
 
-class Service(Protocol):
-    def add_to(self, server: grpc.Server) -> None: ...
-
-
 class Listener:
     """Answers calls from `start` to `stop`."""
 
     def __init__(
-        self, services: Iterable[Service], interceptor: Interceptor, settings: Settings,
-        certificates: Certificates | None, metrics: Metrics,
+        self, add_services: Callable[[grpc.Server], None], interceptor: Interceptor,
+        settings: Settings, certificates: Certificates | None, metrics: Metrics,
     ) -> None:  # fmt: skip
         self._metrics = metrics
         self._settings = settings
         self._certificates = certificates
-        self._border = interceptor
+        self._interceptor = interceptor
         self._health = health.HealthServicer(experimental_non_blocking=False)
         self._server = grpc.server(
             cast(ThreadPoolExecutor, interceptor.pool),
@@ -75,8 +71,7 @@ class Listener:
         )
         server = self._server
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        for service in services:
-            service.add_to(server)
+        add_services(server)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
 
@@ -117,7 +112,7 @@ class Listener:
         self._health.enter_graceful_shutdown()
         # gRPC would cut calls that have arrived but not been looked at yet.
         time.sleep(min(_LAME_DUCK_S, drain_s))
-        self._border.drain()
+        self._interceptor.drain()
         self._server.stop(drain_s).wait()
         self._connections.close()
-        self._border.close()
+        self._interceptor.close()

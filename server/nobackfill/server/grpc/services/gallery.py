@@ -16,10 +16,7 @@ from nobackfill.server.grpc.services.convert import to_end
 from nobackfill.server.rollout.lifecycle import Lifecycle
 from nobackfill.server.state import StateFile
 from nobackfill.v1 import gallery_pb2 as pb
-from nobackfill.v1.gallery_pb2_grpc import (
-    GalleryServiceServicer,
-    add_GalleryServiceServicer_to_server,
-)
+from nobackfill.v1.gallery_pb2_grpc import GalleryServiceServicer
 from nobackfill.wire.values import from_value
 
 # Refused items that an answer names.
@@ -42,9 +39,6 @@ class GalleryService(GalleryServiceServicer):
         self._putting = putting
         self._lifecycle = lifecycle
         self._state = state
-
-    def add_to(self, server: grpc.Server) -> None:
-        add_GalleryServiceServicer_to_server(self, server)
 
     def CreateGallery(  # noqa: N802 - the contract's name
         self, request: pb.CreateGalleryRequest, context: grpc.ServicerContext

@@ -14,10 +14,7 @@ from nobackfill.server.rollout.rollback import Rollbacks
 from nobackfill.server.rollout.run import Event, Phase
 from nobackfill.server.state import RolloutName, State, StateFile
 from nobackfill.v1 import release_pb2 as pb
-from nobackfill.v1.release_pb2_grpc import (
-    ReleaseServiceServicer,
-    add_ReleaseServiceServicer_to_server,
-)
+from nobackfill.v1.release_pb2_grpc import ReleaseServiceServicer
 
 _ROLLOUTS: dict[int, RolloutName | None] = {
     pb.ROLLOUT_UNSPECIFIED: None,
@@ -49,9 +46,6 @@ class ReleaseService(ReleaseServiceServicer):
         self._activations = activations
         self._rollbacks = rollbacks
         self._stopping = stopping
-
-    def add_to(self, server: grpc.Server) -> None:
-        add_ReleaseServiceServicer_to_server(self, server)
 
     def ListReleases(  # noqa: N802 - the contract's name
         self, request: pb.ListReleasesRequest, context: grpc.ServicerContext

@@ -17,10 +17,7 @@ from nobackfill.server.grpc.services.convert import (
 )
 from nobackfill.server.state import StateFile
 from nobackfill.v1 import search_pb2 as pb
-from nobackfill.v1.search_pb2_grpc import (
-    SearchServiceServicer,
-    add_SearchServiceServicer_to_server,
-)
+from nobackfill.v1.search_pb2_grpc import SearchServiceServicer
 from nobackfill.wire.limits import LARGEST_K
 from nobackfill.wire.values import ORIGINS
 
@@ -36,9 +33,6 @@ class SearchService(SearchServiceServicer):
         self._galleries = galleries
         self._searching = searching
         self._state = state
-
-    def add_to(self, server: grpc.Server) -> None:
-        add_SearchServiceServicer_to_server(self, server)
 
     def Search(  # noqa: N802 - the contract's name
         self, request: pb.SearchRequest, context: grpc.ServicerContext

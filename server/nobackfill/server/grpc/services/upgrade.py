@@ -13,10 +13,7 @@ from nobackfill.server.rollout.lifecycle import Lifecycle
 from nobackfill.server.upgrades.job import Job, JobState
 from nobackfill.server.upgrades.subgroups import Subgroup, subgroups
 from nobackfill.v1 import upgrade_pb2 as pb
-from nobackfill.v1.upgrade_pb2_grpc import (
-    UpgradeServiceServicer,
-    add_UpgradeServiceServicer_to_server,
-)
+from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceServicer
 from nobackfill.wire.values import fill_value
 
 _STATES = {
@@ -40,9 +37,6 @@ class UpgradeService(UpgradeServiceServicer):
         self._galleries = galleries
         self._searching = searching
         self._stopping = stopping
-
-    def add_to(self, server: grpc.Server) -> None:
-        add_UpgradeServiceServicer_to_server(self, server)
 
     def EstimateUpgrade(  # noqa: N802 - the contract's name
         self, request: pb.EstimateUpgradeRequest, context: grpc.ServicerContext

@@ -8,10 +8,7 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.server.grpc import calls
 from nobackfill.server.vault import PAGE, Blob, Vault
 from nobackfill.v1 import vault_pb2 as pb
-from nobackfill.v1.vault_pb2_grpc import (
-    VaultServiceServicer,
-    add_VaultServiceServicer_to_server,
-)
+from nobackfill.v1.vault_pb2_grpc import VaultServiceServicer
 
 
 class VaultService(VaultServiceServicer):
@@ -19,9 +16,6 @@ class VaultService(VaultServiceServicer):
 
     def __init__(self, vault: Vault) -> None:
         self._vault = vault
-
-    def add_to(self, server: grpc.Server) -> None:
-        add_VaultServiceServicer_to_server(self, server)
 
     def PutBlob(  # noqa: N802 - the contract's name
         self, request_iterator: Iterator[pb.PutBlobRequest], context: grpc.ServicerContext
