@@ -14,8 +14,8 @@ from nobackfill.errors import BusyError, NotFoundError
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Store
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.galleries import order
-from nobackfill.server.galleries.order import Level, LockOrderError
+from nobackfill.server.galleries import lock_order
+from nobackfill.server.galleries.lock_order import Level, LockOrderError
 from nobackfill.server.galleries.users import Users
 from nobackfill.server.galleries.write_lock import WriteLock
 from nobackfill.server.gateway import Gateway
@@ -168,9 +168,9 @@ def test_waiting_against_the_order_is_refused() -> None:
             plan.wait_until_none(1)
         with pytest.raises(LockOrderError, match="holding WRITES"), a.shared():
             pass
-    with order.holding(Level.PLAN, "a"):
+    with lock_order.holding(Level.PLAN, "a"):
         with pytest.raises(LockOrderError, match="waiting for GALLERY"):
             gallery.close(1)
         with a.shared():
-            order.check(Level.VIEW, "a")
-    order.check(Level.NAMES)
+            lock_order.check(Level.VIEW, "a")
+    lock_order.check(Level.NAMES)

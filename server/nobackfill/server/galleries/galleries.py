@@ -25,9 +25,9 @@ from nobackfill.gallery.residents import Residents
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Store
 from nobackfill.server.catalog import Catalog
-from nobackfill.server.galleries import order
+from nobackfill.server.galleries import lock_order
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.order import Level
+from nobackfill.server.galleries.lock_order import Level
 from nobackfill.server.state import StateFile
 
 log = structlog.get_logger("server.galleries")
@@ -126,7 +126,7 @@ class Galleries:
         if hosted.leaving or not hosted.users.enter():
             raise _unknown(name)
         try:
-            with order.holding(Level.GALLERY, name):
+            with lock_order.holding(Level.GALLERY, name):
                 yield hosted
         finally:
             hosted.users.leave()
@@ -157,7 +157,7 @@ class Galleries:
             for hosted in self.all():
                 if hosted.users.enter():
                     leaving.callback(hosted.users.leave)
-                    leaving.enter_context(order.holding(Level.GALLERY, hosted.name))
+                    leaving.enter_context(lock_order.holding(Level.GALLERY, hosted.name))
                     found.append(hosted)
             yield found
 
@@ -245,8 +245,8 @@ class Galleries:
 
     @contextmanager
     def _taking(self) -> Iterator[None]:
-        order.check(Level.NAMES)
-        with self._names, order.holding(Level.NAMES):
+        lock_order.check(Level.NAMES)
+        with self._names, lock_order.holding(Level.NAMES):
             yield
 
 

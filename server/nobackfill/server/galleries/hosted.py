@@ -12,10 +12,10 @@ from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.store import Change, Item, Store
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.galleries import order
+from nobackfill.server.galleries import lock_order
 from nobackfill.server.galleries.initial_index import beginning
 from nobackfill.server.galleries.items import ItemCache
-from nobackfill.server.galleries.order import Level
+from nobackfill.server.galleries.lock_order import Level
 from nobackfill.server.galleries.plan import Part, Plan, make_plan
 from nobackfill.server.galleries.speed import Speed
 from nobackfill.server.galleries.users import Users
@@ -77,7 +77,7 @@ class Hosted:
                 break
             plan.users.leave()
         try:
-            with order.holding(Level.PLAN, self.name):
+            with lock_order.holding(Level.PLAN, self.name):
                 yield plan
         finally:
             plan.users.leave()
@@ -123,8 +123,8 @@ class Hosted:
         view = self._views.get(space)
         if view is not None:
             return view
-        order.check(Level.VIEW, self.name)
-        with self._making, order.holding(Level.VIEW, self.name):
+        lock_order.check(Level.VIEW, self.name)
+        with self._making, lock_order.holding(Level.VIEW, self.name):
             view = self._views.get(space)
             if view is None:
                 begin = beginning(self.index_path(space), source, between)
@@ -174,7 +174,7 @@ class Hosted:
     def forget_views(self, plan: Plan) -> None:
         """Let go of the views that `plan` does not search; nobody may use an older one by now."""
         self._rest = None
-        order.check(Level.VIEW, self.name)
+        lock_order.check(Level.VIEW, self.name)
         with self._making:
             kept = plan.searched()
             gone = [view for space, view in self._views.items() if space not in kept]

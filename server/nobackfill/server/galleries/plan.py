@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from nobackfill.gallery.spec import Origin, SpaceInfo
 from nobackfill.release.calibration import Scorer, find
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.galleries.order import Level
+from nobackfill.server.galleries.lock_order import Level
 from nobackfill.server.galleries.users import Users
 from nobackfill.server.state import RolloutName, State
 

@@ -2,8 +2,8 @@
 
 import threading
 
-from nobackfill.server.galleries import order
-from nobackfill.server.galleries.order import Level
+from nobackfill.server.galleries import lock_order
+from nobackfill.server.galleries.lock_order import Level
 
 
 class Users:
@@ -33,13 +33,13 @@ class Users:
 
     def wait_until_none(self, timeout_s: float) -> bool:
         """Wait until nobody uses it; False if somebody still does after `timeout_s` seconds."""
-        order.check(self._level, self._name)
+        lock_order.check(self._level, self._name)
         with self._lock:
             return self._none.wait_for(lambda: not self._count, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """The same, and nobody enters any more from the moment that nobody uses it."""
-        order.check(self._level, self._name)
+        lock_order.check(self._level, self._name)
         with self._lock:
             self._closed = self._none.wait_for(lambda: not self._count, timeout_s)
             return self._closed

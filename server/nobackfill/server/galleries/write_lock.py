@@ -4,8 +4,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nobackfill.server.galleries import order
-from nobackfill.server.galleries.order import Level
+from nobackfill.server.galleries import lock_order
+from nobackfill.server.galleries.lock_order import Level
 
 
 class WriteLock:
@@ -22,12 +22,12 @@ class WriteLock:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Held together with others who share it."""
-        order.check(Level.WRITES, self._name)
+        lock_order.check(Level.WRITES, self._name)
         with self._condition:
             self._condition.wait_for(lambda: not self._exclusive and not self._waiting)
             self._shared += 1
         try:
-            with order.holding(Level.WRITES, self._name):
+            with lock_order.holding(Level.WRITES, self._name):
                 yield
         finally:
             with self._condition:
@@ -37,7 +37,7 @@ class WriteLock:
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Held by the caller only."""
-        order.check(Level.WRITES, self._name)
+        lock_order.check(Level.WRITES, self._name)
         with self._condition:
             self._waiting += 1
             try:
@@ -46,7 +46,7 @@ class WriteLock:
                 self._waiting -= 1
             self._exclusive = True
         try:
-            with order.holding(Level.WRITES, self._name):
+            with lock_order.holding(Level.WRITES, self._name):
                 yield
         finally:
             with self._condition:

@@ -11,11 +11,11 @@ import structlog
 from nobackfill.errors import BusyError, CannotWriteError, NobackfillError, PreconditionError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
-from nobackfill.server.galleries import order
+from nobackfill.server.galleries import lock_order
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import NOTE
 from nobackfill.server.galleries.indexing import give_way
-from nobackfill.server.galleries.order import Level
+from nobackfill.server.galleries.lock_order import Level
 from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.recovery import recover
@@ -129,11 +129,11 @@ class Activations:
 
         Raises BusyError where another holds them for longer than a moment.
         """
-        order.check(Level.RELEASES)
+        lock_order.check(Level.RELEASES)
         if not self._lock.acquire(timeout=_BRIEF_S):
             raise BusyError("releases are being rolled back or retired; try again with a delay")
         try:
-            with order.holding(Level.RELEASES):
+            with lock_order.holding(Level.RELEASES):
                 yield
         finally:
             self._lock.release()

@@ -14,6 +14,8 @@ from nobackfill.server.settings import TLS
 # Releases are immutable, so a model has one version.
 VERSION = "1"
 
+# Answers that take no model take no longer.
+LIVE_TIMEOUT_S = 0.6
 _OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ import structlog
 from nobackfill.errors import (
     CannotWriteError,
     InvalidInputError,
-    NobackfillError,
     UnavailableError,
     UnusableOutputError,
     UnusableRowsError,
@@ -24,8 +22,8 @@ from nobackfill.release.paths import embedder_model, side_encoder_model
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.triton.client import TritonClient
-from nobackfill.server.triton.configuration import model_config
+from nobackfill.server.triton.client import LIVE_TIMEOUT_S, TritonClient
+from nobackfill.server.triton.loading import load_models, model_names
 from nobackfill.server.triton.process import TritonProcess
 from nobackfill.server.triton.starts import Starts
 from nobackfill.vectors import Vectors, check_vectors
@@ -33,7 +31,6 @@ from nobackfill.vectors import Vectors, check_vectors
 log = structlog.get_logger("server.triton")
 
 _PROBE_EVERY_S = 0.2
-_LIVE_TIMEOUT_S = 0.6
 # A model may be busy with large batches; one that answered lately needs no probe.
 _INFER_TIMEOUT_S = 1.5
 _FRESH_S = 1.0
@@ -46,8 +43,6 @@ _START_S = 60.0
 # else's Triton.
 _FIRST_S = 30.0
 _FOUND_S = 5.0
-_LOAD_S = 120.0
-_LOADS_AT_ONCE = 4
 
 
 class TritonModels:
@@ -96,7 +91,7 @@ class TritonModels:
     def load(self, manifest: Manifest) -> None:
         if not self._up.wait(min(_START_S, calls.current().remaining())):
             raise UnavailableError("the model server is away; load the release when it is back")
-        for error in self._load(_names(manifest)).values():
+        for error in load_models(self._client, self._model_repo, model_names(manifest)).values():
             raise error
         with self._lock:
             self._wanted[manifest.release] = manifest
@@ -115,12 +110,12 @@ class TritonModels:
     def unload(self, release: int) -> None:
         with self._lock:
             manifest = self._wanted.pop(release, None)
-            kept = {name for other in self._wanted.values() for name in _names(other)}
-        for name in _names(manifest) if manifest else ():
+            kept = {name for other in self._wanted.values() for name in model_names(other)}
+        for name in model_names(manifest) if manifest else ():
             if name in kept:
                 continue
             try:
-                self._client.unload(name, _LIVE_TIMEOUT_S)
+                self._client.unload(name, LIVE_TIMEOUT_S)
             except UnavailableError:
                 # It will not be loaded again when Triton is back.
                 log.warning("not unloaded, Triton is away", model=name)
@@ -155,22 +150,6 @@ class TritonModels:
         self._answered[name] = time.monotonic()
         return vectors
 
-    def _load(self, names: list[str]) -> dict[str, NobackfillError]:
-        """Load models side by side, as each starts an interpreter; those that fail, and why."""
-
-        def load(name: str) -> NobackfillError | None:
-            try:
-                if not self._client.model_ready(name, _LIVE_TIMEOUT_S):
-                    config = model_config(self._model_repo, name)
-                    self._client.load(name, config, _LOAD_S)
-            except (UnavailableError, VerificationError) as error:
-                return error
-            return None
-
-        with ThreadPoolExecutor(_LOADS_AT_ONCE) as pool:
-            errors = zip(names, pool.map(load, names), strict=True)
-            return {name: error for name, error in errors if error is not None}
-
     def _watch(self) -> None:
         try:
             while not self._stopping.is_set():
@@ -185,7 +164,7 @@ class TritonModels:
     def _look(self) -> None:
         if self._process is not None and not self._process.alive():
             self._start_process(self._process)
-        elif not self._client.live(_LIVE_TIMEOUT_S):
+        elif not self._client.live(LIVE_TIMEOUT_S):
             self._miss(1)
         elif not self._embeds():
             self._miss(2)
@@ -214,8 +193,8 @@ class TritonModels:
         with self._lock:
             wanted = list(self._wanted.values())
         if not self._up.is_set():
-            names = sorted({name for manifest in wanted for name in _names(manifest)})
-            for name, error in self._load(names).items():
+            names = sorted({name for manifest in wanted for name in model_names(manifest)})
+            for name, error in load_models(self._client, self._model_repo, names).items():
                 log.error("not loaded again", model=name, error=str(error))
         if not wanted:
             return True
@@ -251,14 +230,6 @@ class TritonModels:
             self._on_change(up)
             if up:
                 self._tried.set()
-
-
-def _names(manifest: Manifest) -> list[str]:
-    names = [embedder_model(manifest.release)]
-    if manifest.side_encoder is not None:
-        # A release may keep the encoder of an older one.
-        names.append(side_encoder_model(manifest.side_encoder.origin_release))
-    return names
 
 
 def _checked(vectors: Vectors, dim: int, *, unit: bool) -> Vectors:

@@ -47,7 +47,7 @@ def check(level: Level, name: str = "") -> None:
         if other > level or (other == level and held >= name):
             raise LockOrderError(
                 f"waiting for {level.name} {name!r} while holding {other.name} {held!r}; "
-                "take them in the order of server/galleries/order.py"
+                "take them in the order of server/galleries/lock_order.py"
             )
 
 
