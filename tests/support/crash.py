@@ -26,7 +26,7 @@ class Outcome:
 
 
 def run_with_fault(spec: str | None, action: Callable[[], object]) -> Outcome:
-    """Fork, arm `spec` (see release/faults.py), run `action`.
+    """Fork, arm `spec` (see nobackfill.faults), run `action`.
 
     Our own errors end the child with their exit codes; any other exception fails the caller, as no
     fault may show as a traceback.

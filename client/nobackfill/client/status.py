@@ -1,7 +1,7 @@
 """What a gallery is and holds, found out offline.
 
-Apart from upkeep.py, which loads what downloads and checks signatures: `status` is a command that
-people run often.
+Apart from maintenance.py, which loads what downloads and checks signatures: `status` is a command
+that people run often.
 """
 
 from typing import Any

@@ -231,7 +231,7 @@ def _answer(as_json: bool, answer: Mapping[str, object], lines: list[str]) -> No
 
 
 def main() -> None:
-    """Run a command; exit codes as in release/errors.py."""
+    """Run a command; exit codes as in nobackfill.errors."""
     try:
         app()
     except NobackfillError as error:

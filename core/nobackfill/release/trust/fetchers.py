@@ -1,7 +1,7 @@
 """Where a publication comes from: a folder or any static HTTP host. The gateway's is in client/.
 
 A fetcher has one method. What it gives is untrusted: lengths, digests and signatures are checked by
-release/trust.py.
+trust.py.
 """
 
 import http.client

@@ -12,7 +12,7 @@ from nobackfill.errors import InvalidInputError, OverloadedError, TooLargeError
 from nobackfill.images import Pixels, checked_header, decode_picture
 from nobackfill.server.grpc import calls
 
-# Costs are in pixels of a plain JPEG, see release/image_header.py: 7 ns each on one core.
+# Costs are in pixels of a plain JPEG, see core/nobackfill/image_header.py: 7 ns each on one core.
 # What the pictures of one call, or of one message of a stream, may cost together.
 LARGEST_COST = 2_000_000_000
 _SECONDS = 7e-9

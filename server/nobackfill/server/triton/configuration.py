@@ -13,7 +13,7 @@ from nobackfill.errors import VerificationError, few
 from nobackfill.release.paths import config_path
 
 _BACKEND = "onnxruntime"
-# What release/triton.py writes.
+# What release/triton_config.py writes.
 _FIELDS = {
     "name", "backend", "max_batch_size", "input", "output", "dynamic_batching", "instance_group",
 }  # fmt: skip
