@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nobackfill.gallery.search import exact, hnsw
+from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.index import Index, Neighbours
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.metrics.distances import Metric
@@ -86,18 +86,13 @@ def search_cell(
     gallery: Published,
     relevance: Relevance,
     *,
-    engine: str = "hnsw",
     int8: bool = False,
 ) -> Measured:
-    """Measure a cell through a real index of the gallery room ("hnsw" or "exact")."""
+    """Measure a cell as a gateway serves it, through an HNSW index of the gallery room."""
     query_vectors, gallery_vectors = cell_vectors(cell, queries, gallery, int8=int8)
     spec = SpaceSpec.of(queries.manifest(cell.query))
-    labels = np.arange(len(gallery_vectors))
-    if engine == "hnsw":
-        # One thread: the same graph, and so the same verdict, each time.
-        index: Index = hnsw.build(spec, labels, gallery_vectors)
-    else:
-        index = exact.ExactIndex(spec, labels, gallery_vectors)
+    # One thread: the same graph, and so the same verdict, each time.
+    index = hnsw.build(spec, np.arange(len(gallery_vectors)), gallery_vectors)
     found = _search(index, query_vectors, DEPTH)
     first = rank_neighbours(_search(index, query_vectors, SERVED).labels, relevance)
     ranking = rank_neighbours(found.labels, relevance)
