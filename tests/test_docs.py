@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from nobackfill import errors
+from tests.support.documents import ROOT, section
+from tests.support.documents import page as text_of
 
-ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], key=lambda path: path.relative_to(ROOT)
 )
@@ -18,13 +19,13 @@ NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_no_half_of_a_merge_is_left(page: Path) -> None:
-    left = re.findall(r"^(?:<{7} |>{7} |={7}$).*", page.read_text(encoding="utf-8"), re.MULTILINE)
+    left = re.findall(r"^(?:<{7} |>{7} |={7}$).*", text_of(page), re.MULTILINE)
     assert not left, f"{page.name}: {left}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_links_lead_to_files_that_are_there(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text_of(page)):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
@@ -32,13 +33,13 @@ def test_links_lead_to_files_that_are_there(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_files_that_are_named_are_there(page: Path) -> None:
     rooms = "bench|client|configs|core|demo|docs|protos|server|tests|training"
-    for name in re.findall(rf"`((?:{rooms})/[\w./-]*)`", page.read_text(encoding="utf-8")):
+    for name in re.findall(rf"`((?:{rooms})/[\w./-]*)`", text_of(page)):
         assert (ROOT / name).exists() or "NAME" in name, f"{page.name} names {name}"
 
 
 def test_every_party_of_the_threat_model_names_tests_that_are_there() -> None:
-    text = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8")
-    rows = text.split("## The parties, one by one")[1].split("\n## ")[0].splitlines()
+    text = text_of("docs/threat-model.md")
+    rows = section(text, "The parties, one by one").splitlines()
     parties = [row for row in rows if row.startswith("| **")]
     assert len(parties) == 7
     for row in parties:
@@ -54,7 +55,7 @@ def test_every_party_of_the_threat_model_names_tests_that_are_there() -> None:
 def test_make_targets_that_are_named_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    text = page.read_text(encoding="utf-8")
+    text = text_of(page)
     named = set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE))
     assert named <= targets, f"{page.name}: make {sorted(named - targets)}"
 
@@ -76,10 +77,8 @@ def test_subcommands_that_are_named_exist(name: str, module: str) -> None:
     commands = set(re.findall(r"^[│ ]+([a-z-]+) ", done.stdout, re.MULTILINE))
     assert commands
     for page in PAGES:
-        fenced = re.findall(
-            rf"^ *{name} ([a-z][a-z-]*)", page.read_text(encoding="utf-8"), re.MULTILINE
-        )
-        quoted = re.findall(rf"`{name} ([a-z][a-z-]*)", page.read_text(encoding="utf-8"))
+        fenced = re.findall(rf"^ *{name} ([a-z][a-z-]*)", text_of(page), re.MULTILINE)
+        quoted = re.findall(rf"`{name} ([a-z][a-z-]*)", text_of(page))
         assert set(fenced + quoted) <= commands, page.name
 
 
@@ -89,7 +88,7 @@ def test_every_exit_code_is_documented() -> None:
         for value in vars(errors).values()
         if isinstance(value, type) and issubclass(value, errors.NobackfillError)
     ]
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = text_of("docs/architecture.md")
     documented = {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)}
     assert {error.exit_code for error in classes} <= documented
     reasons = {e.reason for e in classes if issubclass(e, errors.PreconditionError)}
@@ -98,10 +97,10 @@ def test_every_exit_code_is_documented() -> None:
 
 
 def test_the_readme_shows_rows_of_the_measured_tables() -> None:
-    shown = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    shown = text_of("README.md").splitlines()
     start = 0
     for name in ("digits-core", "cifar100-cpu"):
-        measured = (ROOT / f"bench/results/compare-{name}.md").read_text("utf-8").splitlines()
+        measured = text_of(f"bench/results/compare-{name}.md").splitlines()
         head = next(line for line in measured if line.startswith("| method"))
         start = shown.index(head, start)
         rows = shown[start : shown.index("", start)]

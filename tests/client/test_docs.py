@@ -13,11 +13,10 @@ from nobackfill.client.cli.app import app, main
 from nobackfill.client.device import Device
 from nobackfill.client.vault import encryption
 from tests.server.support import running
-from tests.support import blocks, edge, releases
+from tests.support import blocks, documents, edge, releases
+from tests.support.documents import page
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "edge.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+PAGE = page("docs/edge.md")
 
 
 def test_every_command_and_option_is_documented() -> None:
@@ -79,8 +78,8 @@ def test_the_blocks_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert len(BLOCKS) == 4
-    for line in "".join(BLOCKS).splitlines():
+    assert len(documents.blocks(PAGE, "sh")) == 4
+    for line in documents.lines(PAGE, "sh"):
         if published := re.fullmatch(r"# the publisher publishes release (\d)", line):
             world.publish(tmp_path / "pub" / "repo", int(published[1]))
             continue
@@ -89,11 +88,8 @@ def test_the_blocks_run(
                 scene["$ITEM"] = device.store.listing()[0].id
         for name, value in scene.items():
             line = line.replace(name, value)
-        monkeypatch.setattr("sys.argv", shlex.split(line))
-        with pytest.raises(SystemExit) as ended:
-            main()
+        documents.run_command(main, shlex.split(line), monkeypatch)
         said = capsys.readouterr()
-        assert ended.value.code in (0, None), f"{line}\n{said.err}"
         if "--json" in line:
             assert json.loads(said.out)
     with Device(tmp_path / "gallery.sqlite") as device:
@@ -106,7 +102,6 @@ def test_the_example_of_the_help_runs(
     scene: dict[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert typer.main.get_command(app).epilog
     lines = re.findall(r"^  (edge-client .*)$", str(app.info.epilog), re.MULTILINE)
@@ -115,13 +110,10 @@ def test_the_example_of_the_help_runs(
     (tmp_path / "photos" / "a.jpg").write_bytes(blocks.png(releases.images(1, seed=3)[0]))
     for line in lines:
         words = shlex.split(line.replace("127.0.0.1:50051", scene["127.0.0.1:50051"]))
-        monkeypatch.setattr("sys.argv", words)
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code in (0, None), f"{line}\n{capsys.readouterr().err}"
+        documents.run_command(main, words, monkeypatch)
 
 
 def test_the_threat_model_names_each_party() -> None:
-    page = (DOCS / "threat-model.md").read_text(encoding="utf-8")
+    text = page("docs/threat-model.md").lower()
     for party in ("publisher", "host", "gateway", "vault", "device", "network", "app"):
-        assert party in page.lower(), party
+        assert party in text, party

@@ -1,6 +1,5 @@
 """tritonserver, started by hand as docs/architecture.md says, serves a publication folder."""
 
-import re
 import subprocess
 import time
 from pathlib import Path
@@ -13,17 +12,16 @@ from demo import serve
 from tests.e2e.conftest import Place
 from tests.support import releases
 from tests.support.blocks import publish_block_release
+from tests.support.documents import ROOT, blocks, page
 
-ROOT = Path(__file__).parent.parent.parent
 PATIENCE = 200
 VENV = ROOT / ".venv-triton"
 
 
 def documented_command() -> str:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    found = re.search(r"^```\n(TRITON=.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return found[1]
+    found = [text for _, text in blocks(page("docs/architecture.md"), "") if "TRITON=" in text]
+    assert len(found) == 1
+    return found[0]
 
 
 @pytest.mark.skipif(not VENV.exists(), reason="Triton's environment is not set up (make setup)")

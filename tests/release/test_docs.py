@@ -18,14 +18,10 @@ from nobackfill.release.publishing.metadata import TERM, require_ledger
 from nobackfill.release.publishing.publish import publish
 from nobackfill.release.trust.fetchers import fetcher_for
 from nobackfill.release.trust.trust import first_root
+from tests.support.documents import lines, page, run_command
 from tests.support.releases import draft
 
-ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "docs" / "releases.md").read_text()
-
-
-def blocks() -> list[list[str]]:
-    return [block.splitlines() for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)]
+PAGE = page("docs/releases.md")
 
 
 @pytest.mark.usefixtures("near_gate")
@@ -33,8 +29,8 @@ def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
     """In the page's order, but for `keys`, which comes before anything is published."""
     (tmp_path / "offline").mkdir()
     monkeypatch.chdir(tmp_path)
-    lines = [line for block in blocks() for line in block]
-    keys_line = next(line for line in lines if line.startswith("publication keys"))
+    commands = lines(PAGE, "sh")
+    keys_line = next(line for line in commands if line.startswith("publication keys"))
     run(keys_line, monkeypatch)
     keys = Keys.beside(Path("model_repo"), {"targets": Path("offline/targets.pem")})
     first = draft(tmp_path / "drafts", 1)
@@ -42,7 +38,7 @@ def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
     publish(Path("model_repo"), draft(tmp_path / "drafts", 2, [first.manifest]), keys)
     # Exporting needs training runs: tests/training/test_releases_page.py.
     elsewhere = ("python training/export.py", "publication keys")
-    others = [line for line in lines if not line.startswith(elsewhere)]
+    others = [line for line in commands if not line.startswith(elsewhere)]
     for line in others:
         run(line, monkeypatch)
     assert len(others) >= 10
@@ -56,11 +52,7 @@ def run(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         case "python" if words[2] == "http.server":
             serve(words)
         case "publication":
-            monkeypatch.setattr(sys, "argv", words)
-            with pytest.raises(SystemExit) as ended:
-                main()
-                raise SystemExit(0)
-            assert not ended.value.code, line
+            run_command(main, words, monkeypatch)
         case "rsync":
             copy(words)
         case _:

@@ -1,12 +1,9 @@
 """docs/operations.md: its commands run, top to bottom; its grpcurl requests are the contract's."""
 
 import json
-import os
-import re
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,24 +16,19 @@ from nobackfill.server.grpc.tokens import Role
 from nobackfill.server.settings import Settings
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
 from tests.server.conftest import Stages, publish_stage
-from tests.server.process import ROOT
 from tests.server.support import images
 from tests.support.blocks import png
+from tests.support.documents import lines, page, run_script
 
-TEXT = (ROOT / "docs" / "operations.md").read_text()
+TEXT = page("docs/operations.md")
 FILES = (search_pb2, gallery_pb2, release_pb2)
-
-
-def blocks(kind: str) -> list[str]:
-    """Fenced blocks of one kind, in order."""
-    return re.findall(rf"^```{kind}\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
 def test_the_commands_run_as_they_stand(stages: Stages, tmp_path: Path) -> None:
     publish_stage(tmp_path / "model_repo", stages[1])
     shutil.copytree(stages[2], tmp_path / "next")
-    script = "\n".join(blocks("sh"))
+    script = "\n".join(lines(TEXT, "sh"))
     port, metrics = free_ports()
     script = script.replace("50051", str(port)).replace("9464", str(metrics))
     # What happens between the commands: items are put, and release 2 is published.
@@ -45,19 +37,9 @@ def test_the_commands_run_as_they_stand(stages: Stages, tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(png(images(1)[0]))
     between = f"{shlex.quote(sys.executable)} fill.py\ncp -r next/. model_repo/\n"
     script = script.replace("gateway estimate", between + "gateway estimate", 1)
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "NOBACKFILL_TRITON": "in-process",
-    }
-    program = f"set -eu\ntrap 'kill $(jobs -p) 2>/dev/null; wait' EXIT\n{script}"
-    done = subprocess.run(
-        ["bash", "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True,
-        timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "nobackfill_active_release 2.0" in done.stdout
-    assert "2026.0: 1 items, too few to ask" in done.stdout
+    said = run_script(script, tmp_path, {"NOBACKFILL_TRITON": "in-process"}, 280)
+    assert "nobackfill_active_release 2.0" in said
+    assert "2026.0: 1 items, too few to ask" in said
     assert (tmp_path / "restored-data" / "state.json").is_file()
 
 
@@ -94,7 +76,7 @@ def test_grpcurl_requests_are_the_contracts() -> None:
         for method in service.methods
     }
     seen = 0
-    for line in "\n".join(blocks("grpcurl")).splitlines():
+    for line in lines(TEXT, "grpcurl"):
         words = shlex.split(line)
         if "-d" not in words:
             continue

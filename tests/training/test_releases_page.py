@@ -1,6 +1,5 @@
 """docs/releases.md: its exports run as they stand, on real training runs."""
 
-import re
 import shlex
 from pathlib import Path
 
@@ -10,19 +9,25 @@ from nobackfill.release.publishing.inspection import verify
 from nobackfill.release.publishing.keys import Keys, Role
 from nobackfill.release.publishing.publish import begin_publication
 from nobackfill.training.cli import export
+from tests.support.documents import lines, page
 from tests.training.life import Life, invoke
 
-PAGE = Path(__file__).parents[2] / "docs" / "releases.md"
-EXPORTS = re.findall(r"^python training/export\.py (.*)$", PAGE.read_text("utf-8"), re.MULTILINE)
+COMMAND = "python training/export.py "
+EXPORTS = [
+    line.removeprefix(COMMAND)
+    for line in lines(page("docs/releases.md"), "sh")
+    if line.startswith(COMMAND)
+]
 REPO = Path("model_repo")
 
 
 def test_the_exports_of_the_page_run(
     life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert len(EXPORTS) >= 2
     plain = [line for line in EXPORTS if "--targets-key" not in line]
     offline = [line for line in EXPORTS if "--targets-key" in line]
-    for name, lines in (("plain", plain), ("offline", offline)):
+    for name, exports in (("plain", plain), ("offline", offline)):
         (tmp_path / name / "images").mkdir(parents=True)
         (tmp_path / name / "images" / "held-out").symlink_to(life.data / "eval")
         (tmp_path / name / "runs").symlink_to(life.runs)
@@ -30,7 +35,7 @@ def test_the_exports_of_the_page_run(
         if name == "offline":
             keys: dict[Role, Path] = {"targets": Path("offline/targets.pem")}
             begin_publication(REPO, Keys.beside(REPO, keys))
-        for line in lines:
+        for line in exports:
             result = invoke(export.app, *shlex.split(line))
             assert result.exit_code == 0, f"{line}\n{result.output}"
-        assert verify(REPO).releases == tuple(range(1, len(lines) + 1))
+        assert verify(REPO).releases == tuple(range(1, len(exports) + 1))
