@@ -5,6 +5,7 @@ import doctest
 import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +14,39 @@ import pytest
 from nobackfill.release import open_embedder, open_side_encoder
 from nobackfill.release.trust import read_publication
 from nobackfill.server.grpc.logs import configure
+from tests.server.support import running
 from tests.support import blocks, releases
 from tests.test_architecture import ARROWS, module, sources
 
 # Those with a face of their own kind, or with none yet.
-APART = {"wire", "client", "quality"}
+APART = {"quality"}
 FACES = [
     path
     for path in sources(*(set(ARROWS) - APART))
-    if path.name == "__init__.py" and not module(path).startswith("nobackfill.server.")
+    if path.name == "__init__.py"
+    and not module(path).startswith(("nobackfill.server.", "nobackfill.client."))
 ]
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What examples take as there: a publication, a folder, vectors of release 1."""
+def given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What examples take as there: a publication, a folder, vectors of release 1, a gateway."""
     top = tmp_path_factory.mktemp("faces")
     repo = top / "repo"
     blocks.publish_block_release(repo, 1)
     blocks.publish_block_release(repo, 2, [1])
     first = read_publication(repo).manifests[1]
     images = releases.images(3, 0)
-    return {
-        "model_repo": repo,
-        "folder": top,
-        "embedding": open_embedder(repo, first).run(images),
-        "side": open_side_encoder(repo, first).run(images),
-    }
+    with running(repo, top / "data") as gateway:
+        yield {
+            "model_repo": repo,
+            "folder": top,
+            "embedding": open_embedder(repo, first).run(images),
+            "side": open_side_encoder(repo, first).run(images),
+            "image": blocks.png(images[0]),
+            "address": gateway.address,
+            "root": repo / "1.root.json",
+        }
 
 
 @pytest.mark.parametrize("path", FACES, ids=module)

@@ -1,31 +1,28 @@
 """Image galleries from Python: one on this device, or those of a gateway, by the same verbs.
 
-    from nobackfill.client import Device, Gateway
+>>> from nobackfill.client import Device, Gateway
+>>> with Device.create(folder / "gallery.sqlite", f"grpc://{address}", root) as device:
+...     refused = device.put({"cat": image})
+...     near = device.search(image=image, k=5)
+>>> [(hit.id, hit.origin) for hit in near.hits]
+[('cat', 'native')]
 
-    with Device("gallery.sqlite") as device:
-        near = device.search(image="query.png", k=5)
-    with Gateway("127.0.0.1:50051") as gateway:
-        near = gateway.search("photos", image="query.png", k=5)
+>>> with Gateway(address) as gateway:
+...     made = gateway.create_gallery("photos")
+...     refused = gateway.put("photos", {"cat": image})
+...     near = gateway.search("photos", image=image, k=5)
+>>> [(hit.id, hit.origin) for hit in near.hits]
+[('cat', 'native')]
 
-Both are loaded when they are asked for: a search on a device needs no gRPC.
+Each is loaded when it is asked for: a search on a device needs no gRPC.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nobackfill.faces import offer
 
 if TYPE_CHECKING:
-    from nobackfill.client.device import Device
-    from nobackfill.wire.gateway import Gateway
-
-__all__ = ["Device", "Gateway"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Device":
-        from nobackfill.client.device import Device
-
-        return Device
-    if name == "Gateway":
-        from nobackfill.wire.gateway import Gateway
-
-        return Gateway
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from nobackfill.client.device import Device as Device
+    from nobackfill.wire.gateway import Gateway as Gateway
+else:
+    __getattr__ = offer("nobackfill", {"client.device": "Device", "wire.gateway": "Gateway"})

@@ -1,25 +1,31 @@
 """The way into a gateway: addresses, statuses as errors, and the client of all its calls.
 
-    from nobackfill.wire import Gateway
-
-    with Gateway("grpcs://gateway.example:50051") as gateway:
-        gateway.create_gallery("photos")
-        gateway.put("photos", {"cat": "cat.png"})
-
-Loaded when it is asked for: the answers and limits below do not need gRPC.
+>>> from nobackfill.wire import Gateway
+>>> with Gateway(address) as gateway:
+...     made = gateway.create_gallery("animals")
+...     refused = gateway.put("animals", {"cat": image})
+...     answer = gateway.search("animals", image=image, k=5)
+>>> refused, [hit.id for hit in answer.hits]
+({}, ['cat'])
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nobackfill.faces import offer
 
 if TYPE_CHECKING:
-    from nobackfill.wire.gateway import Gateway
-
-__all__ = ["Gateway"]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "Gateway":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from nobackfill.wire.gateway import Gateway
-
-    return Gateway
+    from nobackfill.wire.answers import Answer as Answer
+    from nobackfill.wire.answers import Hit as Hit
+    from nobackfill.wire.answers import Image as Image
+    from nobackfill.wire.answers import Item as Item
+    from nobackfill.wire.answers import Status as Status
+    from nobackfill.wire.gateway import Gateway as Gateway
+else:
+    __getattr__ = offer(
+        __name__,
+        {
+            # These need no gRPC.
+            "answers": "Answer Hit Image Item Status",
+            "gateway": "Gateway",
+        },
+    )
