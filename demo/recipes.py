@@ -56,7 +56,7 @@ class Recipes:
         """phi and psi of a release that knows the first `classes` classes, of so many images."""
         backbone = "small" if self.image_size <= SMALL_SIDE else "small_resnet"
         shape: Settings = {"classes": classes, "image_size": self.image_size, "backbone": backbone}
-        # Another seed a release: the new model knows nothing of the old one, unless it is told to.
+        # Another seed a release: a new model knows the old one only where it trains compatibly.
         seed = 10 * self.seed + release
         method: Settings = {}
         if self.compatible and release > 1:

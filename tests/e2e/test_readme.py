@@ -1,11 +1,7 @@
 """The README's quick start, run as it stands: every fenced bash and python block, in order."""
 
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,29 +9,18 @@ import yaml
 
 from demo.data import prepare
 from demo.serve import free_addresses
+from tests.support.documents import ROOT, blocks, page, run_script, section
 
-ROOT = Path(__file__).parent.parent.parent
 # Short trainings on few images: small batches make enough steps of them.
 SHORT = {"epochs": 20, "warmup_epochs": 0, "batch_size": 16}
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
-def quick_start() -> list[tuple[str, str]]:
-    """Language and text of each block of the section Quick start."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = text.split("\n## Quick start\n")[1].split("\n## ")[0]
-    return re.findall(r"^```(bash|python)\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
-
-
-def as_script(blocks: list[tuple[str, str]]) -> str:
-    """One bash script; the gateway that it starts in the background ends with it."""
-    lines = [
-        "set -euo pipefail",
-        "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT",
-        # Waiting for a gateway that has ended would have no end.
-        "sleep() { kill -0 $(jobs -p) || exit 69; command sleep $1; }",
-    ]
-    for language, text in blocks:
+def as_script(steps: list[tuple[str, str]]) -> str:
+    """One bash script of blocks in bash and Python."""
+    # Waiting for a gateway that has ended would have no end.
+    lines = ["sleep() { kill -0 $(jobs -p) || exit 69; command sleep $1; }"]
+    for language, text in steps:
         lines.append(text if language == "bash" else f"python - <<'PYTHON'\n{text}PYTHON")
     return "\n".join(lines)
 
@@ -56,33 +41,16 @@ def home(tmp_path: Path) -> Path:
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
 @pytest.mark.timeout(1200)
 def test_the_quick_start_runs_as_it_stands(home: Path) -> None:
-    blocks = quick_start()
-    assert len(blocks) >= 6
+    steps = blocks(section(page("README.md"), "Quick start"), "bash", "python")
+    assert len(steps) >= 6
     address, metrics = free_addresses(2)
-    script = as_script(blocks).replace(DEFAULT_ADDRESS, address)
+    script = as_script(steps).replace(DEFAULT_ADDRESS, address)
     environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "NOBACKFILL_ADDRESS": address,
         "NOBACKFILL_METRICS_ADDRESS": metrics,
         "NOBACKFILL_SERVER": address,
     }
-    process = subprocess.Popen(
-        ["bash", "-c", script],
-        cwd=home,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=1100)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, errors[-3000:]
+    output = run_script(script, home, environment, 1100)
     # The last block prints five hits, all of them of release 2, with their calibrated scores.
     hits = output.strip().splitlines()[-5:]
     assert all(re.match(r"photos/server/\d/\d+\.png 2 \d+%\Z", hit) for hit in hits), hits

@@ -1,4 +1,4 @@
-"""What a training is told, checked by pydantic; config_file.py reads it.
+"""The keys of a training's configuration, checked by pydantic; config_file.py reads them.
 
 Three kinds: `embedder` (phi), `side_encoder` (psi), `upgrade` (h, g). Paths are relative to the
 working directory.

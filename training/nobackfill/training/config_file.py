@@ -64,7 +64,7 @@ def parse_config(values: dict[str, object], source: str) -> Config:
                 known = ", ".join(_known_keys(_KINDS[str(kind)], problem["loc"][1:-1]))
                 lines.append(f"unknown key {where!r}; known: {known}")
             else:
-                lines.append(f"{where or 'the whole'}: {problem['msg']}")
+                lines.append(f"{where}: {problem['msg']}" if where else problem["msg"])
         raise ConfigurationError(f"{source}: " + "; ".join(lines)) from error
 
 

@@ -1,4 +1,4 @@
-"""Pictures of a single colour: what an embedder makes of them is told before it is published."""
+"""Pictures of a single colour: export.py says what an embedder makes of them."""
 
 from collections.abc import Mapping
 from itertools import combinations

@@ -48,7 +48,7 @@ class Checkpoint:
 
 
 def write_config(run_dir: Path, config: Config) -> None:
-    """Write config.yaml, the whole configuration with its defaults."""
+    """Write config.yaml: every key, defaults included."""
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     write_file(run_dir / CONFIG, text.encode(), 0o644)
 
