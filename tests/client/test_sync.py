@@ -171,7 +171,7 @@ def test_a_backfill_without_uncertainties_says_why_it_does_nothing(
     blocks.publish_block_release(setting.repo, 2, (1,), side="none")
     report = edge.follow(setting.gallery, Wishes(backfill=3))
     assert (report.state, report.re_embedded) == ("upgraded", 0)
-    assert "how uncertain" in capsys.readouterr().err
+    assert "has an uncertainty" in capsys.readouterr().err
 
 
 def test_a_lost_models_folder_lowers_no_guard(
