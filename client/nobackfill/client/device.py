@@ -167,8 +167,8 @@ class Device(GalleryFile):
         return self.store.active().spec.space
 
     def _passing(self, where: "Mapping[str, Scalar] | Filter | None") -> "Labels | None":
-        from nobackfill.client.cli.conditions import every
         from nobackfill.gallery.filter_engine import passing_labels
+        from nobackfill.gallery.filters import every
 
         filtered = None if where is None else every(where)
         return None if filtered is None else passing_labels(self.store, filtered)

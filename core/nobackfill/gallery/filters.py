@@ -8,7 +8,7 @@ so that 1 is 1.0. Times are texts in RFC 3339, for metadata is JSON.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 
@@ -89,6 +89,13 @@ class Not:
 
 Test = OneOf | Range | TimeRange | Exists
 Filter = Test | All | AnyOf | Not
+
+
+def every(where: Mapping[str, Scalar] | Filter) -> Filter | None:
+    """A filter, or that each of these keys has its value; None: everything passes."""
+    if not isinstance(where, Mapping):
+        return where
+    return All(tuple(OneOf(key, (value,)) for key, value in where.items())) if where else None
 
 
 def check(filtered: Filter) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """Filters as the commands read them: KEY=VALUE, KEY!=VALUE, KEY>VALUE, KEY exists."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from nobackfill.client.cli.options import value_of
 from nobackfill.errors import InvalidInputError
@@ -12,7 +12,6 @@ from nobackfill.gallery.filters import (
     Not,
     OneOf,
     Range,
-    Scalar,
     TimeRange,
     microseconds,
 )
@@ -20,13 +19,6 @@ from nobackfill.gallery.filters import (
 _CONDITION = re.compile(r"(.+?)(!=|>=|<=|=|>|<)(.*)", re.DOTALL)
 _BOUNDS = {">": "greater_than", ">=": "at_least", "<": "less_than", "<=": "at_most"}
 _EXISTS = " exists"
-
-
-def every(where: Mapping[str, Scalar] | Filter) -> Filter | None:
-    """A filter, or that each of these keys has its value; None: everything passes."""
-    if not isinstance(where, Mapping):
-        return where
-    return All(tuple(OneOf(key, (value,)) for key, value in where.items())) if where else None
 
 
 def read(conditions: Sequence[str]) -> All:

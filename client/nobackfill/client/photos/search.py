@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from nobackfill.client.cli.conditions import every
 from nobackfill.client.device import Device
 from nobackfill.errors import (
     DamagedError,
@@ -21,7 +20,7 @@ from nobackfill.errors import (
     few,
 )
 from nobackfill.gallery.filter_engine import passing_labels
-from nobackfill.gallery.filters import Filter, Scalar
+from nobackfill.gallery.filters import Filter, Scalar, every
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels, mask_of
 from nobackfill.gallery.spec import SpaceSpec
