@@ -23,6 +23,7 @@ BASE = {
     "errors": set[str](),
     "faults": {"errors"},
     "vectors": {"errors"},
+    "ridge": set[str](),
     "terminal": set[str](),
     "image_header": {"errors"},
     "images": {"errors", "image_header"},

@@ -1,0 +1,120 @@
+"""The ridge map and its penalty, against fits that really leave rows out."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from sklearn.linear_model import Ridge as SklearnRidge
+
+from nobackfill import ridge
+from nobackfill.ridge import DECADES, Moments, fit, in_blocks, solve
+
+Doubles = NDArray[np.float64]
+
+
+def paired(n: int, a: int, b: int, seed: int, noise: float = 0.5) -> tuple[Doubles, Doubles]:
+    """x [n, a] with unequal variances and a shift, y [n, b] linear in it plus noise."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, a)) * np.linspace(0.2, 2, a) + 3
+    return x, x @ rng.normal(size=(a, b)) + noise * rng.normal(size=(n, b)) - 7
+
+
+def slow_error(x: Doubles, y: Doubles, penalty: float, together: int) -> float:
+    """By as many fits of scikit-learn as there are groups; lambda stays what it is for all rows."""
+    centred = x - x.mean(0)
+    alpha = penalty * float(np.square(centred).sum()) / x.shape[1]
+    groups = np.arange(len(x)) // together
+    total = 0.0
+    for group in range(groups[-1] + 1):
+        out = groups == group
+        model = SklearnRidge(alpha=alpha).fit(x[~out], y[~out])
+        total += float(np.square(model.predict(x[out]).reshape(y[out].shape) - y[out]).sum())
+    return total / len(x)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    n=st.integers(8, 30), a=st.integers(1, 12), b=st.integers(2, 4), together=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_the_chosen_error_is_that_of_really_leaving_out(
+    n: int, a: int, b: int, together: int, seed: int
+) -> None:
+    x, y = paired(n * together, a, b, seed)
+    found = fit(in_blocks(x, y, rows=4 * together), together=together)
+    assert found.error == pytest.approx(slow_error(x, y, found.penalty, together), rel=1e-5)
+    # No penalty of the coarse grid is better by really leaving out.
+    others = [slow_error(x, y, penalty, together) for penalty in DECADES]
+    assert found.error <= min(others) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("penalty", [1e-5, 0.1, 3.0])
+def test_the_map_is_scikit_learns(penalty: float) -> None:
+    x, y = paired(50, 6, 3, 0)
+    found = solve(Moments.of(in_blocks(x, y, 7)()), penalty)
+    alpha = penalty * float(np.square(x - x.mean(0)).sum()) / 6
+    model = SklearnRidge(alpha=alpha).fit(x, y)
+    np.testing.assert_allclose(found.weight, model.coef_, rtol=1e-8)
+    np.testing.assert_allclose(found.bias, model.intercept_, rtol=1e-8)
+
+
+def test_a_linear_truth_is_found_and_noise_is_answered_by_the_mean() -> None:
+    x, y = paired(400, 5, 3, 1, noise=0)
+    exact = fit(in_blocks(x, y))
+    assert exact.penalty < 1e-5
+    np.testing.assert_allclose(x @ exact.weight.T + exact.bias, y, atol=1e-3)
+    rng = np.random.default_rng(2)
+    noise = rng.normal(size=(100, 3))
+    inputs = rng.normal(size=(100, 60))
+    unrelated = fit(in_blocks(inputs, noise))
+    mean_alone = float(np.square((noise - noise.mean(0)) * 100 / 99).sum(1).mean())
+    assert unrelated.error <= mean_alone * 1.001
+    # Least squares answers with what it learnt by heart.
+    assert slow_error(inputs, noise, 1e-6, 1) > 2 * mean_alone
+
+
+def test_the_fewer_the_pairs_the_larger_the_penalty() -> None:
+    x, y = paired(5000, 40, 10, 3, noise=8)
+    penalties = [fit(in_blocks(x[:n], y[:n])).penalty for n in (60, 400, 5000)]
+    assert penalties[0] > penalties[1] > penalties[2]
+
+
+def test_blocks_and_a_far_origin_change_nothing() -> None:
+    """Raw sums of products of float32 far from 0 would leave no digit of the variance."""
+    x, y = paired(600, 8, 4, 4)
+    whole = fit(in_blocks(x, y))
+    far = fit(in_blocks(x + 1e6, y - 1e6, rows=37))
+    np.testing.assert_allclose(far.weight, whole.weight, rtol=1e-5)
+    assert far.error == pytest.approx(whole.error, rel=1e-5)
+
+
+def test_of_many_rows_some_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = paired(4000, 10, 3, 5)
+    all_rows = fit(in_blocks(x, y))
+    monkeypatch.setattr(ridge, "MOST_LEFT_OUT", 1000)
+    some = fit(in_blocks(x, y, rows=300))
+    assert some.error == pytest.approx(all_rows.error, rel=0.1)
+    assert some.error != all_rows.error
+    np.testing.assert_allclose(some.weight, all_rows.weight, atol=0.02)
+
+
+def test_inputs_that_never_vary_weigh_nothing() -> None:
+    y = np.arange(12.0).reshape(6, 2)
+    found = fit(in_blocks(np.full((6, 3), 2.0), y))
+    assert not found.weight.any()
+    np.testing.assert_allclose(found.bias, y.mean(0))
+
+
+def test_what_is_no_pair_is_refused() -> None:
+    good = np.ones((4, 2))
+    with pytest.raises(ValueError, match="at least 2 pairs, got 0"):
+        Moments.of([])
+    with pytest.raises(ValueError, match="expected paired rows"):
+        Moments.of([(good, good[:3])])
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        Moments.of([(good, good), (good * np.nan, good)])
+    with pytest.raises(ValueError, match="of dimensions"):
+        Moments.of([(good, good), (np.ones((4, 3)), good)])
+    with pytest.raises(ValueError, match="2 groups of 4 rows"):
+        fit(in_blocks(good, good), together=4)
