@@ -15,6 +15,7 @@ from nobackfill.client.sync.sources import opened
 from nobackfill.client.sync.upgrade import carry
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import NewVectors, Store
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.publishing.publish import publish
@@ -96,7 +97,7 @@ def on_server(
     catalog.refresh()
     upgrading = Upgrading(repo, catalog, StateFile(folder / "state.json"), metrics)
     target = made[max(made)]
-    with Store.create(folder / "g.sqlite", SpaceSpec.of(made[1])) as store:
+    with SqliteGallery.create(folder / "g.sqlite", SpaceSpec.of(made[1])) as store:
         fill(store, made[1].space)
         hosted = Hosted("g", folder, store)
         route = upgrading.route(hosted, target.release)

@@ -12,9 +12,10 @@ from nobackfill.gallery.filter_engine import FilterEngine, passing_labels
 from nobackfill.gallery.filters import Exists, Not, OneOf, Range
 from nobackfill.gallery.listing import Place
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.store import Change, Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import Change
 from nobackfill.gallery.writing import MOST_METADATA_BYTES, NewVectors
-from tests.gallery.making import filled, ids, spec, vectors
+from tests.gallery.making import ids, spec, vectors
 
 COUNT = 30
 # Several are equal, some have none.
@@ -22,8 +23,8 @@ UNCERTAINTY = [0.5, 0.25, 0.5, 1e-9, 2.0]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = filled(tmp_path / "g.sqlite", 0)
+def store(tmp_path: Path) -> Iterator[SqliteGallery]:
+    store = SqliteGallery.create(tmp_path / "g.sqlite", spec())
     new = NewVectors(spec().space, vectors(COUNT, 1))
     store.put(ids(COUNT), [new], metadata=[{"n": n, "odd": bool(n % 2)} for n in range(COUNT)])
     with store.writing() as connection:
@@ -36,7 +37,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
-def pages(store: Store, size: int, allowed: Labels | None, *, least_certain: bool) -> list[int]:
+def pages(
+    store: SqliteGallery, size: int, allowed: Labels | None, *, least_certain: bool
+) -> list[int]:
     """Every label, page by page, through the token's text."""
     found: list[int] = []
     after = None
@@ -54,7 +57,7 @@ def pages(store: Store, size: int, allowed: Labels | None, *, least_certain: boo
 
 @pytest.mark.parametrize("size", [1, 3, 20, 100])
 @pytest.mark.parametrize("odd", [False, True])
-def test_pages_bring_every_item_once_in_order(store: Store, size: int, odd: bool) -> None:
+def test_pages_bring_every_item_once_in_order(store: SqliteGallery, size: int, odd: bool) -> None:
     labels = np.arange(1, COUNT + 1)
     allowed = passing_labels(store, OneOf("odd", (True,))) if odd else None
     if odd:
@@ -77,7 +80,7 @@ def test_what_is_no_token_is_refused(token: str) -> None:
         Place.read("5:0.5", least_certain=False)
 
 
-def test_items_are_deleted_by_filter(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_are_deleted_by_filter(store: SqliteGallery, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edits, "PIECE", 4)
     filtering = FilterEngine(store)
     chosen = edits.chosen_by_filter(filtering, Range("n", at_least=10, less_than=20))
@@ -90,7 +93,7 @@ def test_items_are_deleted_by_filter(store: Store, monkeypatch: pytest.MonkeyPat
     assert store.count() == len(left)
 
 
-def test_metadata_is_set_and_removed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_is_set_and_removed(store: SqliteGallery, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edits, "PIECE", 4)
     filtering = FilterEngine(store)
     told: list[Change] = []
@@ -106,7 +109,7 @@ def test_metadata_is_set_and_removed(store: Store, monkeypatch: pytest.MonkeyPat
         assert passing_labels(store, filtered).tolist() == [*range(1, 11)]
 
 
-def test_what_would_become_too_large_stays_as_it_is(store: Store) -> None:
+def test_what_would_become_too_large_stays_as_it_is(store: SqliteGallery) -> None:
     many = edits.chosen_by_ids(store, ids(COUNT))
     text = "x" * (MOST_METADATA_BYTES - 30)
     edits.describe(store, edits.chosen_by_ids(store, ["item-3"]), {"text": text}, ())
@@ -117,7 +120,9 @@ def test_what_would_become_too_large_stays_as_it_is(store: Store) -> None:
     assert len(passing_labels(store, Exists("more"))) == COUNT
 
 
-def test_giving_up_leaves_whole_pieces(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_giving_up_leaves_whole_pieces(
+    store: SqliteGallery, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(edits, "PIECE", 4)
 
     def stop() -> None:

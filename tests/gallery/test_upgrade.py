@@ -11,9 +11,8 @@ import pytest
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery import staging
 from nobackfill.gallery.estimate import estimate
-from nobackfill.gallery.remaining import Order
 from nobackfill.gallery.store import Store
-from nobackfill.gallery.upgrade import Progress, run_upgrade
+from nobackfill.gallery.upgrade import Order, Progress, run_upgrade
 from nobackfill.vectors import Vectors
 from tests.gallery.making import DIM, SIDE_DIM, Carried, Linear, filled, ids, put, rows, spec
 

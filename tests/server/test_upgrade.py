@@ -8,7 +8,8 @@ import pytest
 
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.store import Change, Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import Change
 from nobackfill.gallery.writing import NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
@@ -231,7 +232,7 @@ def test_probes_of_neighbours_are_drawn_from_the_whole_gallery(tmp_path: Path) -
     new = SpaceSpec("sp-new", 2, dim, "squared_l2", False, None, 0)
     before = rng.standard_normal((count, dim)).astype(np.float32)
     after = np.concatenate([before[:2000], rng.permutation(before[2000:])])
-    with Store.create(tmp_path / "g.sqlite", old) as store:
+    with SqliteGallery.create(tmp_path / "g.sqlite", old) as store:
         assert neighbours_kept(store, old, old) is None
         staging.begin(store, new)
         names = [f"i{i}" for i in range(count)]

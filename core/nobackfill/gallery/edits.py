@@ -1,20 +1,21 @@
 """Changes to many items at once: by a filter, a piece a transaction."""
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from sqlite3 import Connection
+from typing import Protocol
 
 import numpy as np
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery import attributes, reading
-from nobackfill.gallery.filter_engine import FilterEngine
 from nobackfill.gallery.filters import Filter
+from nobackfill.gallery.matches import Filtering
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.segment import Segment
 from nobackfill.gallery.store import Change, Store
-from nobackfill.gallery.writing import Metadata, labels_of, metadata_text
+from nobackfill.gallery.writing import Metadata, metadata_text
 
 # Items a transaction: other writers come in between.
 PIECE = 1000
@@ -42,33 +43,47 @@ class Chosen:
         return {item.label: (item.id, item.metadata) for item in items}
 
 
-def chosen_by_ids(store: Store, ids: Sequence[str]) -> Chosen:
+class Editing(Protocol):
+    """What these changes need of a store; each is one transaction."""
+
+    def labels_of(self, ids: Sequence[str]) -> Labels:
+        """Labels of those ids that exist, increasing."""
+        ...
+
+    def delete_some(self, labels: Labels, filtered: Filter | None) -> int:
+        """Remove those of `labels` that are there and pass now."""
+        ...
+
+    def describe_some(
+        self, labels: Labels, filtered: Filter | None, values: Metadata, remove: Collection[str]
+    ) -> int:
+        """Remove keys from the metadata of those of `labels` that are there and pass now, then set
+        `values`. Raises InvalidInputError where an item's would become too large."""
+        ...
+
+
+def chosen_by_ids(store: Editing, ids: Sequence[str]) -> Chosen:
     """Those that exist."""
-    with store.reading() as connection:
-        return Chosen(labels_of(connection, ids))
+    return Chosen(store.labels_of(ids))
 
 
-def chosen_by_filter(filtering: FilterEngine, filtered: Filter) -> Chosen:
+def chosen_by_filter(filtering: Filtering, filtered: Filter) -> Chosen:
     """Those that pass. Raises InvalidInputError for a filter that `filters.check` refuses."""
     return Chosen(filtering.passing(filtered).labels(), filtered)
 
 
-def delete(store: Store, chosen: Chosen, between: Callable[[], None] = lambda: None) -> int:
+def delete(store: Editing, chosen: Chosen, between: Callable[[], None] = lambda: None) -> int:
     """Remove items; returns how many. `between` is called after each piece, and may raise to give
     up: what is gone until then stays gone. Raises BusyError, CannotWriteError."""
     count = 0
     for piece in chosen.pieces():
-
-        def choose(connection: Connection, piece: Chosen = piece) -> Labels:
-            return np.array([*piece.now(connection)], np.int64)
-
-        count += store.delete_chosen(choose)
+        count += store.delete_some(piece.labels, piece.filtered)
         between()
     return count
 
 
 def describe(
-    store: Store,
+    store: Editing,
     chosen: Chosen,
     values: Metadata,
     remove: Collection[str],
@@ -80,18 +95,36 @@ def describe(
     metadata_text(values)
     count = 0
     for piece in chosen.pieces():
-        with store.changing() as (connection, changes):
-            now = piece.now(connection)
-            texts = []
-            for label, (name, metadata) in now.items():
-                kept = {key: value for key, value in metadata.items() if key not in remove}
-                try:
-                    texts.append((label, metadata_text({**kept, **values})))
-                except InvalidInputError as error:
-                    raise InvalidInputError(f"item {json.dumps(name)}: {error}") from error
-            attributes.describe(connection, texts)
-            described = np.array([*now], np.int64)
-            changes.append(Change({}, np.empty(0, np.int64), described=described))
-        count += len(now)
+        count += store.describe_some(piece.labels, piece.filtered, values, remove)
         between()
     return count
+
+
+def described(
+    now: Mapping[int, tuple[str, Metadata]], values: Metadata, remove: Collection[str]
+) -> list[tuple[int, str]]:
+    """The metadata, as JSON texts by label, that items with these ids and metadata have then.
+    Raises InvalidInputError."""
+    texts = []
+    for label, (name, metadata) in now.items():
+        kept = {key: value for key, value in metadata.items() if key not in remove}
+        try:
+            texts.append((label, metadata_text({**kept, **values})))
+        except InvalidInputError as error:
+            raise InvalidInputError(f"item {json.dumps(name)}: {error}") from error
+    return texts
+
+
+def delete_in_file(store: Store, piece: Chosen) -> int:
+    """One piece of `delete`."""
+    return store.delete_chosen(lambda connection: np.array([*piece.now(connection)], np.int64))
+
+
+def describe_in_file(store: Store, piece: Chosen, values: Metadata, remove: Collection[str]) -> int:
+    """One piece of `describe`."""
+    with store.changing() as (connection, changes):
+        now = piece.now(connection)
+        attributes.describe(connection, described(now, values, remove))
+        labels = np.array([*now], np.int64)
+        changes.append(Change({}, np.empty(0, np.int64), described=labels))
+    return len(now)

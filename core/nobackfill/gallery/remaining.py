@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from itertools import compress
-from typing import Literal
 
 import numpy as np
 
@@ -10,10 +9,8 @@ from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Store
 from nobackfill.gallery.tables import among, from_blobs, label_column, vector_table
+from nobackfill.gallery.upgrade import Order
 from nobackfill.vectors import Vectors
-
-# label: as they were put. uncertainty: what the source's own upgrade was least certain of first.
-Order = Literal["label", "uncertainty"]
 
 
 class Remaining:

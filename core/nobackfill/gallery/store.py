@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from sqlite3 import Connection
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+from numpy.typing import ArrayLike
 
 from nobackfill.errors import DamagedError
 from nobackfill.gallery import reading, writing
@@ -24,10 +26,13 @@ from nobackfill.gallery.creation import create_file
 from nobackfill.gallery.reading import Item
 from nobackfill.gallery.residents import Residents
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
+from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec
 from nobackfill.gallery.tables import find_space, read_spaces
 from nobackfill.gallery.writing import Metadata, NewVectors, PutResult
 from nobackfill.vectors import Vectors
+
+if TYPE_CHECKING:
+    from nobackfill.gallery.remaining import Remaining
 
 __all__ = ["Change", "Item", "Metadata", "NewVectors", "PutResult", "Store"]
 
@@ -199,6 +204,37 @@ class Store:
             changes.append(Change({}, labels))
             self._unscrubbed |= len(labels) > 0
         return len(labels)
+
+    def begin(self, spec: SpaceSpec) -> None:
+        """See staging.begin."""
+        # What this device does not do is not imported, here as below.
+        from nobackfill.gallery import staging
+
+        staging.begin(self, spec)
+
+    def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> "Remaining":
+        """See Remaining."""
+        from nobackfill.gallery.remaining import Remaining
+
+        return Remaining(self, source, target, needs_side)
+
+    def write(
+        self, space: str, labels: Labels, embedding: ArrayLike, *, side: ArrayLike | None = None,
+        uncertainty: ArrayLike | None = None, origin: Origin = "upgraded", replace: bool = False,
+    ) -> Labels:  # fmt: skip
+        """See staging.write."""
+        from nobackfill.gallery import staging
+
+        return staging.write(
+            self, space, labels, embedding, side=side, uncertainty=uncertainty, origin=origin,
+            replace=replace,
+        )  # fmt: skip
+
+    def left_behind(self, space: str) -> int:
+        """Number of items without a vector in `space`."""
+        from nobackfill.gallery import staging
+
+        return staging.left_behind(self, space)
 
     def get(self, item_id: str) -> Item | None:
         """One item by its id."""

@@ -4,22 +4,22 @@ A run that was broken off and resumed gives the same bits as an unbroken one.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from nobackfill.errors import UnusableOutputError, few
-from nobackfill.gallery import staging
-from nobackfill.gallery.remaining import Order, Remaining
+from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import Origin, SpaceSpec
-from nobackfill.gallery.store import Store
+from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec
 from nobackfill.vectors import Vectors
 
 CHUNK = 1024
+# label: as they were put. uncertainty: what the source's own upgrade was least certain of first.
+Order = Literal["label", "uncertainty"]
 
 
 class Upgraded(Protocol):
@@ -54,6 +54,52 @@ class Runner(Protocol):
         ...
 
 
+class Windows(Protocol):
+    """What a source space has and a target still lacks."""
+
+    def chunks(self, order: Order, size: int) -> Iterator[tuple[Labels, Vectors, Vectors | None]]:
+        """Labels, embeddings, and side-information of all of them or of none, until nothing is left
+        that was there when the last was asked for."""
+        ...
+
+
+class Carrying(Protocol):
+    """What an upgrade needs of a store."""
+
+    def active(self) -> SpaceInfo:
+        """The space that queries are answered in."""
+        ...
+
+    def items(self, labels: Sequence[int] | Labels, space: str | None = None) -> list[Item | None]:
+        """Items in the order of `labels`; None where there is none (any more)."""
+        ...
+
+    def count(self, space: str | None = None) -> int:
+        """Number of items, or of vectors in a space."""
+        ...
+
+    def begin(self, spec: SpaceSpec) -> None:
+        """Add a staging space; one that is there is left as it is. Raises InvalidInputError if it
+        is there with another dimension, metric or side space."""
+        ...
+
+    def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> Windows:
+        """Items without side-information are passed over where they `needs_side`, and otherwise
+        come last. Raises IncompatibleSpaceError for an unknown source."""
+        ...
+
+    def write(
+        self, space: str, labels: Labels, embedding: ArrayLike, *, side: ArrayLike | None = None,
+        uncertainty: ArrayLike | None = None, origin: Origin = "upgraded", replace: bool = False,
+    ) -> Labels:  # fmt: skip
+        """Write vectors of existing items into a space; see staging.write."""
+        ...
+
+    def left_behind(self, space: str) -> int:
+        """Number of items without a vector in `space`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Progress:
     """`done` of `total` items have a vector in the target, `written` of them by this run so far."""
@@ -74,7 +120,7 @@ class Outcome:
 
 
 def run_upgrade(
-    store: Store,
+    store: Carrying,
     runner: Runner,
     target: SpaceSpec,
     *,
@@ -95,14 +141,14 @@ def run_upgrade(
     Raises UnusableOutputError, naming items, and InvalidInputError for bad outputs of the runner;
     nothing of that chunk is written then.
     """
-    staging.begin(store, target)
-    remaining = Remaining(store, source or store.active().spec.space, target, runner.reads_side)
+    store.begin(target)
+    windows = store.windows(source or store.active().spec.space, target, runner.reads_side)
     started = time.monotonic()
     total = store.count()
-    before = total - staging.left_behind(store, target.space)
+    before = total - store.left_behind(target.space)
     written = 0
     stopped = False
-    for labels, embedding, side in remaining.chunks(order, chunk):
+    for labels, embedding, side in windows.chunks(order, chunk):
         if should_stop is not None and should_stop():
             stopped = True
             break
@@ -110,19 +156,19 @@ def run_upgrade(
             upgraded = runner.run(embedding, side)
         except UnusableOutputError as error:
             raise _named(store, labels, target, error) from error
-        new = staging.write(
-            store, target.space, labels, upgraded.embedding, side=upgraded.side,
+        new = store.write(
+            target.space, labels, upgraded.embedding, side=upgraded.side,
             uncertainty=upgraded.uncertainty, origin=origin,
         )  # fmt: skip
         written += len(new)
         if on_progress is not None:
             done = before + written
             on_progress(Progress(done, max(total, done), written, time.monotonic() - started))
-    return Outcome(written, staging.left_behind(store, target.space), stopped)
+    return Outcome(written, store.left_behind(target.space), stopped)
 
 
 def _named(
-    store: Store, labels: Labels, target: SpaceSpec, error: UnusableOutputError
+    store: Carrying, labels: Labels, target: SpaceSpec, error: UnusableOutputError
 ) -> UnusableOutputError:
     """The error with ids in place of rows."""
     items = store.items([int(labels[row]) for row in error.rows])

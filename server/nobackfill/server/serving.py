@@ -8,7 +8,6 @@ from collections.abc import Collection
 import structlog
 
 from nobackfill.errors import NobackfillError
-from nobackfill.gallery import staging
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.models import Models
@@ -140,7 +139,7 @@ def _drop_unused(hosted: Hosted, releases: Collection[int] | None) -> None:
     for info in hosted.spaces():
         chosen = releases is None or info.spec.release in releases
         if chosen and info.state != "active" and info.spec.space not in used:
-            staging.drop(hosted.store, info.spec.space)
+            hosted.store.drop(info.spec.space)
             hosted.index_path(info.spec.space).unlink(missing_ok=True)
 
 

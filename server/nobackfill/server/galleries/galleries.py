@@ -20,10 +20,9 @@ from nobackfill.errors import (
     NotFoundError,
     VerificationError,
 )
-from nobackfill.gallery import staging
 from nobackfill.gallery.residents import Residents
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.store import Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.galleries import lock_order
 from nobackfill.server.galleries.hosted import Hosted
@@ -94,7 +93,7 @@ class Galleries:
 
     def _open(self, name: str) -> Hosted:
         folder = self._folder / name
-        store = Store.open(folder / _FILE, self._residents)
+        store = SqliteGallery.open(folder / _FILE, self._residents)
         try:
             hosted = Hosted(name, folder, store)
             hosted.replan(self._state.now, self._catalog.manifests)
@@ -191,10 +190,10 @@ class Galleries:
                 raise AlreadyExistsError(f"gallery {name!r} exists already")
             unfinished = self._folder / f"{_UNFINISHED}{name}-{uuid.uuid4().hex}"
             durable.make_dir(unfinished, 0o700)
-            with Store.create(unfinished / _FILE, specs[0]) as store:
+            with SqliteGallery.create(unfinished / _FILE, specs[0]) as store:
                 for spec in specs[1:]:
-                    staging.begin(store, spec)
-                    staging.flip(store, spec.space)
+                    store.begin(spec)
+                    store.flip(spec.space)
                 store.state_set({CREATED: time.time()})
             durable.publish_dir(unfinished, self._folder / name)
             hosted = self._open(name)

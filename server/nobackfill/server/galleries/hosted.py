@@ -10,7 +10,8 @@ from nobackfill.errors import ConfigurationError
 from nobackfill.gallery.filter_engine import FilterEngine
 from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
-from nobackfill.gallery.store import Change, Item, Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import Change, Item
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import lock_order
 from nobackfill.server.galleries.initial_index import beginning
@@ -37,7 +38,7 @@ class Hosted:
     it. `write_lock` is shared by puts, and exclusive to whoever changes the gallery's spaces.
     """
 
-    def __init__(self, name: str, folder: Path, store: Store) -> None:
+    def __init__(self, name: str, folder: Path, store: SqliteGallery) -> None:
         self.name = name
         self.folder = folder
         self.store = store

@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager
 
 import structlog
 
-from nobackfill.gallery import staging
 from nobackfill.server.galleries.galleries import UNUSABLE, Galleries
 from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, Hosted
 from nobackfill.server.galleries.plan import Plan
@@ -37,7 +36,7 @@ def return_galleries(galleries: Galleries, state: StateFile) -> dict[str, Except
 def _return(hosted: Hosted, active: int) -> None:
     state = {ROLLOUT: None, NOTE: None}
     if hosted.spec().release > active:
-        staging.rollback(hosted.store, leave_behind=True, state=state)
+        hosted.store.rollback(leave_behind=True, state=state)
     elif hosted.spec().release == active and any(map(hosted.state, state)):
         hosted.remember(state)
 

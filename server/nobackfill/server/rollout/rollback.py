@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import structlog
 
 from nobackfill.errors import PreconditionError
-from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import Hosted
@@ -129,9 +128,9 @@ class Rollbacks:
             space = _space_of(hosted, target)
             if space is None:
                 continue
-            lost += staging.left_behind(hosted.store, space.spec.space)
-            items = staging.left_behind_items(
-                hosted.store, space.spec.space, limit=LARGEST_LISTING - len(listed) or 1
+            lost += hosted.store.left_behind(space.spec.space)
+            items = hosted.store.left_behind_items(
+                space.spec.space, limit=LARGEST_LISTING - len(listed) or 1
             )
             listed += [(hosted.name, item.id) for item in items]
         return Rollback(target, lost, listed[:LARGEST_LISTING])

@@ -5,7 +5,6 @@ from contextlib import ExitStack
 import structlog
 
 from nobackfill.errors import PreconditionError
-from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
@@ -105,7 +104,7 @@ class Rollout:
                 # Searched from now on: read before puts have to wait.
                 hosted.view(manifest.space)
             with hosted.write_lock.exclusive():
-                staging.begin(hosted.store, SpaceSpec.of(manifest))
+                hosted.store.begin(SpaceSpec.of(manifest))
                 hosted.remember({ROLLOUT: self._record.rollout, NOTE: None})
                 self._serving.replan_one(hosted)
 
@@ -180,15 +179,15 @@ class Rollout:
                 locks.enter_context(hosted.write_lock.exclusive())
                 if hosted.spec().space == manifest.space:
                     continue
-                if staging.left_behind(hosted.store, manifest.space):
+                if hosted.store.left_behind(manifest.space):
                     self._upgrading.run(hosted, manifest, 0.0, self._run.cancelled.is_set)
                     self._run.stop_if_cancelled()
-                if left := staging.left_behind(hosted.store, manifest.space):
+                if left := hosted.store.left_behind(manifest.space):
                     hosted.remember({NOTE: _stuck(left, hosted)})
                     continue
                 flipped.append(hosted)
             for hosted in flipped:
-                staging.flip(hosted.store, manifest.space, state={ROLLOUT: None, NOTE: None})
+                hosted.store.flip(manifest.space, state={ROLLOUT: None, NOTE: None})
             if active:
                 self._serving.activate(manifest, self._record.old_space_seconds)
                 old = self._serving.replan()

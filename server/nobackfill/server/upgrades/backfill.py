@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from nobackfill.errors import InvalidInputError, PreconditionError, few
-from nobackfill.gallery import staging
 from nobackfill.gallery.store import Item
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import LARGEST_BATCH, Embedding, size_of
@@ -34,7 +33,7 @@ def backfill(
             raise PreconditionError(
                 "the gallery is being upgraded; backfill it when that has ended"
             )
-        chosen = staging.upgraded(hosted.store, manifest.space, list(images))[: budget or None]
+        chosen = hosted.store.upgraded(manifest.space, list(images))[: budget or None]
         refused = list[str]()
         with embedding.decoding.batch([images[item.id] for item in chosen]):
             for start in range(0, len(chosen), LARGEST_BATCH):
@@ -72,8 +71,8 @@ def _embed(
     if not good:
         return 0
     labels, kept, vectors = zip(*good, strict=True)
-    written = staging.write(
-        hosted.store, manifest.space, np.array(labels, np.int64), np.concatenate(vectors),
+    written = hosted.store.write(
+        manifest.space, np.array(labels, np.int64), np.concatenate(vectors),
         side=embedding.sides(manifest, kept), origin="re-embedded", replace=True,
     )  # fmt: skip
     return len(written)

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from nobackfill.gallery import staging
-from nobackfill.gallery.estimate import estimate
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.spec import SpaceSpec
@@ -48,7 +46,7 @@ def cost(
     """With the pauses of `throttle`, on a machine as busy as now. Raises CannotWriteError."""
     runner, opening = _timed(open_runner)
     _, looking = _timed(lambda: neighbours_kept(hosted.store, hosted.spec(), hosted.spec()))
-    found = estimate(hosted.store, runner, target, hosted.folder.parent)
+    found = hosted.store.estimate(runner, target)
     count = hosted.store.count() - found.left_behind
     vectors = 4 * target.dim * count
     links = _ELEMENT_BYTES * count if count >= SMALL else 0
@@ -72,7 +70,7 @@ def _index_seconds(hosted: Hosted, target: SpaceSpec, count: int) -> tuple[float
     if count < SMALL:
         return 0.0, 0.0
     spec = hosted.spec()
-    labels, vectors, _ = staging.sample(hosted.store, spec.space, spec.space, _SAMPLE)
+    labels, vectors, _ = hosted.store.sample(spec.space, spec.space, _SAMPLE)
     _, seconds = _timed(lambda: hnsw.build(spec, labels, vectors))
     # Each insertion walks down a graph whose depth grows with the logarithm of its size.
     growth = count / len(labels) * math.log(count) / math.log(len(labels))

@@ -2,11 +2,10 @@
 
 import numpy as np
 
-from nobackfill.gallery import staging
+from nobackfill.gallery.gallery_store import GalleryStore
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.store import Store
 from nobackfill.vectors import Vectors
 
 PROBES = 1000
@@ -15,13 +14,13 @@ K = 10
 LOOKS = 10
 
 
-def neighbours_kept(store: Store, old: SpaceSpec, new: SpaceSpec) -> float | None:
+def neighbours_kept(store: GalleryStore, old: SpaceSpec, new: SpaceSpec) -> float | None:
     """Share of each probe's K nearest among the probes that stay so after the upgrade, 0 to 1.
 
     Probes are items that have a vector in both spaces, drawn at random anew each time. None where
     there are too few.
     """
-    labels, was, now = staging.sample(store, old.space, new.space, PROBES)
+    labels, was, now = store.sample(old.space, new.space, PROBES)
     if len(labels) <= K:
         return None
     before, after = _nearest(old, labels, was), _nearest(new, labels, now)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nobackfill.errors import InvalidInputError, ReleaseRetiredError
-from nobackfill.gallery.groups import Group, by_value
+from nobackfill.gallery.groups import Group
 from nobackfill.gallery.writing import MetadataValue
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Plan
@@ -47,7 +47,7 @@ def subgroups(hosted: Hosted, searching: Searching, key: str) -> list[Subgroup]:
     item has, or with more than 200 values.
     """
     plan = hosted.plan
-    groups = by_value(hosted.store, key, plan.query.space)
+    groups = hosted.store.groups(key, plan.query.space)
     if not 0 < len(groups) <= _MOST_GROUPS:
         raise InvalidInputError(
             f"metadata {key[:64]!r} has {len(groups)} values in gallery {hosted.name!r}; "

@@ -1,7 +1,7 @@
 """Items of a gallery, for GalleryService: pages, and changes by ids or by filter."""
 
 from nobackfill.errors import InvalidInputError, NotFoundError, TooLargeError
-from nobackfill.gallery import edits, listing
+from nobackfill.gallery import edits
 from nobackfill.gallery.edits import Chosen
 from nobackfill.gallery.filters import check
 from nobackfill.gallery.listing import Place
@@ -51,14 +51,13 @@ def page(hosted: Hosted, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
         Place.read(request.page_token, least_certain=least_certain) if request.page_token else None
     )
     filtered = from_filter(request.filter)
-    allowed = None if filtered is None else hosted.filtering.passing(filtered).labels()
+    allowed = None if filtered is None else hosted.filtering.passing(filtered)
     keys = keys_of(request.fields if request.HasField("fields") else None)
     response, size = pb.ListItemsResponse(), 0
     left = request.page_size or DEFAULT_PAGE
     while left > 0:
         calls.current().check()
-        found, after = listing.page(
-            hosted.store,
+        found, after = hosted.store.page(
             hosted.spec().space,
             min(left, _READ),
             after=after,
