@@ -23,7 +23,8 @@ from nobackfill.training.comparison.cells import Cells, read_cells
 from nobackfill.training.comparison.claims import CLAIMS, judge
 from nobackfill.training.comparison.cost import costs
 from nobackfill.training.comparison.curve import draw
-from nobackfill.training.comparison.data import check_classes, train_and_test, write_digits
+from nobackfill.training.comparison.data import check_classes, write_digits
+from nobackfill.training.comparison.development import development_of, place_images, seeds_of
 from nobackfill.training.comparison.presets import (
     DIGITS,
     Preset,
@@ -43,6 +44,9 @@ Trains every model and measures every row of the table, --jobs of them at a time
 kept below OUT and not done again, so an interrupted comparison goes on where it stopped; remove a
 folder to train it anew.
 
+--development leaves the tables' test images and unseen classes alone: choose there, and fill a
+table with what was chosen. Its seeds are not the table's.
+
 Writes OUT/NAME.json, OUT/NAME.md and OUT/NAME.svg. Groups of --methods: core, core_unseen,
 core_unseen_compatible, bct_family, dmu_family, variants, maps, transforms, chains, noise,
 allocations, long_chain, foreign, disjoint, sizes, parts.
@@ -55,7 +59,7 @@ def main(
     data: Annotated[
         str, typer.Option(help="digits, cifar100-cpu, cifar100, or a folder of class folders")
     ] = "digits",
-    seeds: Annotated[int, typer.Option(min=1, help="number of seeds, from 0")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="number of seeds")] = 3,
     methods: Annotated[
         str | None, typer.Option(help="groups and methods, with commas; the preset's own if absent")
     ] = None,
@@ -64,6 +68,9 @@ def main(
     ] = None,
     out: Annotated[Path, typer.Option(help="folder of the results")] = Path("build/compare"),
     jobs: Annotated[int, typer.Option(min=1, help="processes")] = min(2, os.cpu_count() or 1),
+    development: Annotated[
+        bool, typer.Option("--development", help="the images and classes to choose by")
+    ] = False,
 ) -> None:
     """Train and evaluate the methods on the same splits; print the table and the claims."""
     folder = Path(data)
@@ -72,13 +79,15 @@ def main(
     else:
         preset = preset_named(data)
     wanted = tuple(methods.split(",")) if methods else None
-    comparison = compare(preset, images, out, range(seeds), wanted, jobs)
+    if development:
+        preset = development_of(preset)
+    comparison = compare(preset, images, out, seeds_of(preset, seeds), wanted, jobs)
     text = as_markdown(comparison)
     told = json.dumps(as_json(comparison), indent=1)
-    write_file(out / f"{preset.name}.json", told.encode(), 0o644)
-    write_file(out / f"{preset.name}.md", text.encode(), 0o644)
-    drawing = draw(points(comparison), f"Quality and cost on {preset.name}")
-    write_file(out / f"{preset.name}.svg", drawing, 0o644)
+    write_file(out / f"{preset.title}.json", told.encode(), 0o644)
+    write_file(out / f"{preset.title}.md", text.encode(), 0o644)
+    drawing = draw(points(comparison), f"Quality and cost on {preset.title}")
+    write_file(out / f"{preset.title}.svg", drawing, 0o644)
     print(text)
 
 
@@ -95,7 +104,7 @@ def compare(
 
     `changes` replace keys of the preset's configurations, by kind.
     """
-    root = out / preset.name
+    root = out / preset.title
     source = _source(preset, images, root)
     planned = []
     for seed in seeds:
@@ -130,9 +139,7 @@ def _place(
     source: Path,
     changes: Mapping[str, Values],
 ) -> Place:
-    partition = seed if preset.partition_by_seed else 0
-    images = root / f"data-{partition}"
-    train_and_test(source, images, preset.test_share, partition)
+    images = place_images(preset, source, root, seed)
     return Place(preset, split, seed, images, root / f"seed-{seed}" / split.name, changes)
 
 
@@ -153,7 +160,7 @@ def _collect(preset: Preset, seeds: tuple[int, ...], planned: Planned) -> Compar
     # Of the first place: seeds and splits differ in weights, not in cost.
     first = planned[0][1]
     held_to = {row.name: independent_of(row, first) for row in first}
-    return Comparison(preset.name, seeds, preset.metric, rows, claims, costs(first), held_to)
+    return Comparison(preset.title, seeds, preset.metric, rows, claims, costs(first), held_to)
 
 
 app = command_app("compare.py", main, _EPILOG)

@@ -60,12 +60,17 @@ class Preset:
     unseen_groups: tuple[str, ...]
     # Images apart for the test, where the data has no test folder of its own.
     test_share: float | None
-    # Whether each seed has its own partition into training and test images.
-    partition_by_seed: bool
     metric: Metric
     # Where given, the independent and the compatible new models begin as one, which saves the half
     # of their time and treats them alike.
     branch: Branch | None = None
+    # Whether it chooses hyper-parameters (comparison/development.py) rather than fills a table.
+    development: bool = False
+
+    @property
+    def title(self) -> str:
+        """What files and tables of this comparison are called."""
+        return f"{self.name}-development" if self.development else self.name
 
     @cached_property
     def embedder(self) -> Values:
@@ -115,7 +120,6 @@ DIGITS = Preset(
     ),
     unseen_groups=("bct_family", "dmu_family", "variants", "maps", "transforms", "sizes", "parts"),
     test_share=0.4,
-    partition_by_seed=True,
     metric="cosine",
 )
 
@@ -134,7 +138,6 @@ CIFAR100_CPU = Preset(
     groups=("core",),
     unseen_groups=("core_unseen",),
     test_share=None,
-    partition_by_seed=False,
     metric="cosine",
     branch=Branch(shared_epochs=3, own_epochs=5),
 )
@@ -167,9 +170,7 @@ def folder_preset(classes: int) -> Preset:
         Split("main", classes // 2, classes, 0, classes, max(2, classes // 4), classes // 2),
         Split("unseen", new // 2, new, new, classes),
     )
-    return replace(
-        CIFAR100_CPU, name="folder", splits=splits, test_share=0.3, partition_by_seed=True
-    )
+    return replace(CIFAR100_CPU, name="folder", splits=splits, test_share=0.3)
 
 
 def preset_named(name: str) -> Preset:

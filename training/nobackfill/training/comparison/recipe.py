@@ -118,7 +118,8 @@ class Place:
             **self.changes.get(kind, {}),
             "run_dir": self.runs / name,
             "seed": 100 * self.seed + roles.index(role),
-            "split_seed": self.seed if self.preset.partition_by_seed else 0,
+            # One for all: models of a comparison hold out the same images.
+            "split_seed": 0,
         }
 
 
