@@ -24,6 +24,7 @@ from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.triton.client import LIVE_TIMEOUT_S, TritonClient
 from nobackfill.server.triton.loading import load_models, model_names
+from nobackfill.server.triton.misses import Misses
 from nobackfill.server.triton.process import TritonProcess
 from nobackfill.server.triton.starts import Starts
 from nobackfill.vectors import Vectors, check_vectors
@@ -34,10 +35,6 @@ _PROBE_EVERY_S = 0.2
 # A model may be busy with large batches; one that answered lately needs no probe.
 _INFER_TIMEOUT_S = 1.5
 _FRESH_S = 1.0
-# Points for probes missed in a row: at so many, calls are refused at once and those under way are
-# cut; at so many, a hanging child is killed. A model that hangs counts more than a slow answer.
-_UNREADY = 2
-_KILL = 4
 _START_S = 60.0
 # The gateway's start waits so long for a child that neither answers nor ends, or for somebody
 # else's Triton.
@@ -68,7 +65,7 @@ class TritonModels:
         self._wanted: dict[int, Manifest] = {}
         # When each model last gave an answer.
         self._answered: dict[str, float] = {}
-        self._missed = 0
+        self._misses = Misses(None if process is None else process.processor_s)
         self._starts = Starts()
         self._up = threading.Event()
         # Set once it was up, or a child of ours has ended without.
@@ -167,9 +164,10 @@ class TritonModels:
         elif not self._client.live(LIVE_TIMEOUT_S):
             self._miss(1)
         elif not self._embeds():
+            # A model that hangs counts more than a slow answer.
             self._miss(2)
         else:
-            self._missed = 0
+            self._misses.clear()
             self._starts.answered = True
             self._set_up(True)
 
@@ -185,7 +183,7 @@ class TritonModels:
         except (UnavailableError, CannotWriteError, OSError) as error:
             log.error("Triton cannot be started", error=str(error))
             self._tried.set()
-        self._missed = 0
+        self._misses.clear()
         self._starts.began = time.monotonic()
 
     def _embeds(self) -> bool:
@@ -211,16 +209,16 @@ class TritonModels:
         return True
 
     def _miss(self, points: int) -> None:
-        self._missed += points
+        self._misses.add(points)
         was_up = self._up.is_set()
-        if self._missed >= _UNREADY and was_up:
+        if self._misses.unready and was_up:
             self._set_up(False)
             self._client.reconnect()
         if self._process is None:
             return
-        late = self._missed >= _KILL and self._starts.answered
+        late = self._misses.hangs and self._starts.answered
         if late or time.monotonic() - self._starts.began > _START_S:
-            log.error("Triton hangs, ending it", missed=self._missed, was_up=was_up)
+            log.error("Triton hangs, ending it", missed=self._misses.points, was_up=was_up)
             self._process.kill()
 
     def _set_up(self, up: bool) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from nobackfill import durable
 from nobackfill.errors import CannotWriteError, UnavailableError
+from nobackfill.server.triton.misses import group_processor_s
 
 _SHM = Path("/dev/shm")  # noqa: S108 - where Triton itself puts it
 _SHM_PREFIX = "nobackfill-"
@@ -110,6 +111,10 @@ class TritonProcess:
             self._process.wait()
             assert self._process.stdin is not None, "a pipe"
             self._process.stdin.close()
+
+    def processor_s(self) -> float:
+        """Seconds of processor time that it and its model processes have used; 0 if none runs."""
+        return group_processor_s(self._process.pid) if self._process is not None else 0.0
 
     def log_tail(self) -> str:
         """The last error lines that Triton wrote, for messages."""
