@@ -98,7 +98,7 @@ def _loop(bench: Bench) -> Table:
 def _cache(bench: Bench) -> Table:
     """Features of a frozen model: computed, and found again."""
     count = bench.size(256, 4096, 16384)
-    images = data.images(count, PIXELS)
+    images = torch.from_numpy(data.images(count, PIXELS))
     objective = EmbedderObjective(_config(bench, 0, Augmentation()), CLASSES)
     network = objective.embedder.eval()
 

@@ -5,7 +5,7 @@ A listing is ordered by class name, then file name, and so is the same on any ma
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,13 +98,17 @@ def _listed(root: Path, files: Mapping[Path, list[Path]]) -> Listing:
     return Listing(root, tuple(folder.name for folder in files), paths, labels)
 
 
-def by_digest(listing: Listing, label: int, seed: int) -> NDArray[np.int64]:
-    """The rows of a class, by the digest of the seed and each file's name."""
+def by_digest(listing: Listing, seed: int) -> Iterator[NDArray[np.int64]]:
+    """The rows of each class, by the digest of the seed and each file's name."""
 
     def digest(row: np.int64) -> bytes:
-        return hashlib.sha256(f"{seed}:{listing.paths[row]}".encode()).digest()
+        named = f"{seed}:{listing.paths[row]}"
+        return hashlib.sha256(named.encode("utf-8", "surrogateescape")).digest()
 
-    return np.array(sorted(np.flatnonzero(listing.labels == label), key=digest), np.int64)
+    counts = np.bincount(listing.labels, minlength=len(listing.class_names))
+    together = np.argsort(listing.labels, kind="stable")
+    for rows in np.split(together, np.cumsum(counts)[:-1]):
+        yield np.array(sorted(rows, key=digest), np.int64)
 
 
 def digests(listing: Listing) -> list[str]:
@@ -139,6 +143,6 @@ def decode(listing: Listing, height: int, width: int | None = None) -> Images:
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         # Consumed, so that the first failure is raised here.
-        for _ in pool.map(one, range(len(listing)), chunksize=64):
+        for _ in pool.map(one, range(len(listing))):
             pass
     return images

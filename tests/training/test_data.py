@@ -101,7 +101,7 @@ def test_a_corrupt_image_is_named_and_skipped_only_if_asked(digits: Path, tmp_pa
     listing = list_images(tmp_path / "q")
     with pytest.raises(InvalidInputError, match=r"remove 3/0000\.png.*skip_corrupt"):
         decode(listing, 8)
-    left, skipped = readable(listing)
+    left, skipped = readable(listing, tmp_path / "notes")
     assert skipped == ["3/0000.png"]
     assert len(left) == len(listing) - 1
     decode(left, 8)
@@ -115,4 +115,4 @@ def test_a_class_left_without_readable_images_is_refused(tmp_path: Path) -> None
         else:
             (tmp_path / name / "1.png").write_bytes(data)
     with pytest.raises(InvalidInputError, match="class b"):
-        readable(list_images(tmp_path))
+        readable(list_images(tmp_path), tmp_path / "notes")

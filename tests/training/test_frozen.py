@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ from nobackfill.class_folders import Images, decode, list_images
 from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.release.trust.publication import read_publication
 from nobackfill.training.config import Augmentation, StoredVectors
+from nobackfill.training.data.pictures import Reading, Source, chunks
 from nobackfill.training.data.stored import read_stored
 from nobackfill.training.networks.frozen import (
     FrozenEncoder,
@@ -33,13 +35,14 @@ def test_features_are_computed_once(images: Images, tmp_path: Path) -> None:
         return batch.reshape(len(batch), -1)[:, :3].astype(np.float32)
 
     encoder = FrozenEncoder("test", run, 3, SIZE, False, "digest")
-    first = features(encoder, images, tmp_path)
-    again = features(encoder, images, tmp_path)
+    pixels = torch.from_numpy(images)
+    first = features(encoder, pixels, tmp_path)
+    again = features(encoder, pixels, tmp_path)
     assert np.array_equal(first, again)
     assert calls == [len(images)]
     # Another picture, or another model, is another file.
-    features(encoder, images[1:], tmp_path)
-    features(FrozenEncoder("test", run, 3, SIZE, False, "other"), images, tmp_path)
+    features(encoder, pixels[1:], tmp_path)
+    features(FrozenEncoder("test", run, 3, SIZE, False, "other"), pixels, tmp_path)
     assert len(calls) == 3
     assert len(list(tmp_path.glob("*.npy"))) == 3
 
@@ -68,12 +71,19 @@ def test_a_run_and_its_release_are_the_same_model(life: Life, images: Images) ->
         np.testing.assert_allclose(published.run(images), expected, atol=1e-4)
 
 
+def whole(view: Mapping[int, torch.Tensor | Source]) -> dict[int, Images]:
+    """A view's images by size."""
+    return {size: torch.cat(list(chunks(images))).numpy() for size, images in view.items()}
+
+
 def test_views_begin_with_the_images_and_repeat_by_seed(digits: Path) -> None:
     listing = list_images(digits / "queries", 2)
     moving = Augmentation(rotate_degrees=20, translate=0.1)
 
     def views(seed: int) -> list[dict[int, Images]]:
-        return list(augmented_views(listing, (8, 16), 3, moving, seed))
+        return [
+            whole(view) for view in augmented_views(listing, (8, 16), 3, moving, seed, Reading())
+        ]
 
     first, again, other = views(1), views(1), views(2)
     assert np.array_equal(first[0][8], decode(listing, 8))
@@ -86,7 +96,7 @@ def test_views_begin_with_the_images_and_repeat_by_seed(digits: Path) -> None:
 def test_models_of_different_sizes_see_the_same_view(digits: Path) -> None:
     listing = list_images(digits / "queries", 2)
     moving = Augmentation(rotate_degrees=40, translate=0.2)
-    view = list(augmented_views(listing, (8, 16), 2, moving, 0))[1]
+    view = whole(list(augmented_views(listing, (8, 16), 2, moving, 0, Reading()))[1])
     # Averaged over 2 x 2 pixels the large view is nearly the small one, and far from the others.
     halved = view[16].reshape(len(listing), 8, 2, 8, 2, 3).mean((2, 4))
     gap = np.abs(halved - view[8]).mean((1, 2, 3))

@@ -10,8 +10,9 @@ from nobackfill.errors import ConfigurationError
 from nobackfill.release.trust.publication import read_publication
 from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.data.folders import hold_out
+from nobackfill.training.data.pictures import Reading, chunks
 from nobackfill.training.loop.upgrade import open_sources, read_upgrade, repeat_unseen, upgrade_rows
-from nobackfill.training.networks.frozen import of_run
+from nobackfill.training.networks.frozen import augmented_views, of_run
 from tests.training.life import Life, copy_publication, run_export, train_quietly, upgrade_config
 
 
@@ -35,16 +36,17 @@ def test_features_of_one_row_are_of_one_view(runs: Path, digits: Path, tmp_path:
         "new_side": (16, 3, 12),
         "labels": (16,),
     }
-    from nobackfill.training.networks.frozen import augmented_views
-
-    views = augmented_views(listing, (8, 8, 8, 8), 3, config.augmentation, config.split_seed)
+    views = augmented_views(
+        listing, (8, 8, 8, 8), 3, config.augmentation, config.split_seed, Reading()
+    )
     for number, images in enumerate(views):
         for name, run, kind in (
             ("old", "embedder-1", "embedder"),
             ("side", "side-1", "side_encoder"),
             ("new", "embedder-2", "embedder"),
         ):
-            expected = of_run(runs / run, kind).run(images[8])
+            pixels = torch.cat(list(chunks(images[8]))).numpy()
+            expected = of_run(runs / run, kind).run(pixels)
             assert np.allclose(rows[name][:, number].numpy(), expected, atol=1e-6)
 
 

@@ -23,8 +23,7 @@ def halves(listing: Listing, seed: int) -> tuple[Rows, Rows]:
     second = np.zeros(len(listing), bool)
     # Classes whose pair only one of the halves can have take turns of their own.
     turns = {True: False, False: False}
-    for label in range(len(listing.class_names)):
-        rows = by_digest(listing, label, seed)
+    for rows in by_digest(listing, seed):
         size = len(rows) // 2
         if len(rows) % 2 or len(rows) == IMAGES:
             single = len(rows) in (IMAGES, IMAGES + 1)

@@ -32,7 +32,7 @@ def test_every_method_trains_resumes_and_leaves_the_old_model_alone(
     inputs = tiny.inputs(tmp_path / "run", old, method=name, checkpoint_every=1)
     torch.manual_seed(1)
     made = embedder_method(name).objective(inputs)
-    checkpoint = fit(made, inputs.rows, inputs.config, tiny.NAMES, progress=Progress(visible=False))
+    checkpoint = fit(made, tiny.rows(), inputs.config, tiny.NAMES, progress=Progress(visible=False))
     assert checkpoint.finished
     for key, value in old.encoder.state_dict().items():
         assert torch.equal(value, before[key]), key
@@ -42,7 +42,7 @@ def test_every_method_trains_resumes_and_leaves_the_old_model_alone(
     lines = [json.loads(line) for line in text.splitlines()]
     first, last = (sum(line["classification"] for line in part) for part in (lines[:6], lines[-6:]))
     assert last < first
-    vectors = encode_all(made.embedder, inputs.rows["images"])
+    vectors = encode_all(made.embedder, inputs.images)
     assert torch.isfinite(vectors).all()
 
 

@@ -59,7 +59,8 @@ def old_model(run_dir: Path, classes: int = 2, **changes: object) -> Classifier:
 
 def inputs(run_dir: Path, old: Classifier | None, **changes: object) -> EmbedderInputs:
     """Inputs of a method that learns all four classes."""
-    return EmbedderInputs(config(run_dir, **changes), NAMES, rows(), old)
+    made = rows()
+    return EmbedderInputs(config(run_dir, **changes), NAMES, made["images"], made["labels"], old)
 
 
 def batch() -> dict[str, torch.Tensor]:

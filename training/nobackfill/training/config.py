@@ -13,6 +13,10 @@ HeadName = Literal["softmax", "normalized_softmax", "cosface", "arcface"]
 SideInfo = Literal["simclr", "autoencoder", "alternate", "mixup", "binary_simclr"]
 
 
+# Keys that change nothing about what is trained: a training may go on with others.
+HOW_IMAGES_ARE_READ = {"in_memory_mib", "workers", "pixel_cache"}
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -47,6 +51,13 @@ class _Training(_Strict):
     images: Path
     # The first N class folders by name; all where absent.
     classes: int | None = Field(None, ge=1)
+    # Decoded images up to so many MiB are held in memory. More are read as they are needed, and
+    # looked through for files that are no image before a training begins.
+    in_memory_mib: int = Field(2048, ge=0)
+    # Processes that read them; absent: one a core; 0: the training's own.
+    workers: int | None = Field(None, ge=0, le=256)
+    # A folder that keeps them resized, size x size x 3 bytes each; trainings may share it.
+    pixel_cache: Path | None = None
     # Skip files that are no image, naming them, rather than refuse the folder.
     skip_corrupt: bool = False
     # Share of each class that no model trains on: for stopping, variance and calibration.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nobackfill.training.config import EmbedderConfig, UpgradeConfig
+from nobackfill.training.data.pictures import Images
 from nobackfill.training.loop.objective import Objective
 from nobackfill.training.networks.embedder import EmbedderObjective, ImageEncoder
 from nobackfill.training.networks.heads import Head
@@ -32,8 +33,9 @@ class EmbedderInputs:
 
     config: EmbedderConfig
     class_names: tuple[str, ...]
-    # Training rows: `images` uint8 [n,H,W,3], `labels` int64 [n].
-    rows: Mapping[str, Tensor]
+    # Of the training: uint8 [n,H,W,3], in memory or read as they are needed, and int64 [n].
+    images: Images
+    labels: Tensor
     # The embedder of config.old, None where there is none.
     old: Classifier | None
 

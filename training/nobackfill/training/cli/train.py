@@ -8,13 +8,14 @@ from typing import Annotated
 import torch
 import typer
 
-from nobackfill.class_folders import Listing, decode, list_images
+from nobackfill.class_folders import Listing, list_images
 from nobackfill.digests import sha256_file
-from nobackfill.errors import InvalidInputError
+from nobackfill.errors import InvalidInputError, few
 from nobackfill.training.cli.command import command_app
 from nobackfill.training.config import Config, EmbedderConfig, SideEncoderConfig, UpgradeConfig
 from nobackfill.training.config_file import load_config
 from nobackfill.training.data.folders import hold_out, readable, require_classes
+from nobackfill.training.data.pictures import open_pictures, reading, streams
 from nobackfill.training.loop.loop import fit, resumable
 from nobackfill.training.loop.progress import Progress
 from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, load_part, read_finished
@@ -71,11 +72,7 @@ def main(
 def train(config: Config, progress: Progress) -> Checkpoint:
     """Train what the configuration says; see the errors of the parts. A finished run is kept."""
     _check_names(config)
-    listing = list_images(config.images, config.classes)
-    if config.skip_corrupt:
-        listing, skipped = readable(listing)
-        for path in skipped:
-            print(f"skipped, no image: {listing.root / path}", file=sys.stderr)
+    listing = _usable(list_images(config.images, config.classes), config)
     require_classes(listing)
     train_rows, held_rows = hold_out(listing, config.held_out, config.split_seed)
     chosen, held_out = listing.select(train_rows), listing.select(held_rows)
@@ -85,6 +82,27 @@ def train(config: Config, progress: Progress) -> Checkpoint:
     if done is not None and done.finished:
         return done
     return _train_network(config, chosen, progress)
+
+
+def _usable(listing: Listing, config: Config) -> Listing:
+    """The images, with skip_corrupt without files that are no image.
+
+    Of a set that is read as it is needed all are looked at first: better now than in hours.
+    """
+    later = not isinstance(config, UpgradeConfig) and streams(
+        listing, config.image_size, reading(config)
+    )
+    if not config.skip_corrupt and not later:
+        return listing
+    left, skipped = readable(listing, config.run_dir.parent / "features")
+    if skipped and not config.skip_corrupt:
+        raise InvalidInputError(
+            f"{len(skipped)} of the {len(listing)} files of {listing.root} are no images: "
+            f"{few(skipped)}; remove them, or train with skip_corrupt: true, which leaves them out"
+        )
+    for path in skipped:
+        print(f"skipped, no image: {listing.root / path}", file=sys.stderr)
+    return left
 
 
 def _check_names(config: Config) -> None:
@@ -99,7 +117,7 @@ def _train_network(
     config: EmbedderConfig | SideEncoderConfig, listing: Listing, progress: Progress
 ) -> Checkpoint:
     torch.manual_seed(config.seed)
-    rows = {"labels": torch.from_numpy(listing.labels)}
+    labels = torch.from_numpy(listing.labels)
     if len(listing) < config.batch_size:
         raise InvalidInputError(
             f"{listing.root}: {len(listing)} images to train on are fewer than batch_size "
@@ -107,15 +125,17 @@ def _train_network(
         )
     if isinstance(config, SideEncoderConfig):
         objective = side_objective(config, len(listing.class_names))
-        rows["images"] = torch.from_numpy(decode(listing, config.image_size))
+        images = open_pictures(listing, config.image_size, reading(config))
+        rows = {"labels": labels, "images": images}
         return fit(objective, rows, config, listing.class_names, progress=progress)
     method = embedder_method(config.method)
     old = None if config.old is None else load_classifier(config.old)
-    rows["images"] = torch.from_numpy(decode(listing, config.image_size))
-    embedder = method.objective(EmbedderInputs(config, listing.class_names, rows, old))
+    images = open_pictures(listing, config.image_size, reading(config))
+    embedder = method.objective(EmbedderInputs(config, listing.class_names, images, labels, old))
     if config.init is not None:
         _start_from(embedder, read_finished(config.init), config, listing.class_names)
     facts = {} if config.old is None else {"old_digest": sha256_file(config.old / CHECKPOINT)}
+    rows = {"labels": labels, "images": images}
     return fit(embedder, rows, config, listing.class_names, progress=progress, facts=facts)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.class_folders import Listing, decode
+from nobackfill.class_folders import Listing
 from nobackfill.durable import write_file
 from nobackfill.metrics.cka import linear_cka
 from nobackfill.metrics.distances import Metric
@@ -22,6 +22,7 @@ from nobackfill.quality.relevance import among_others
 from nobackfill.quality.retrieval import Measured, measure, measure_cell
 from nobackfill.training.comparison.rows import Row
 from nobackfill.training.comparison.serve import NEW, OLD, Trained
+from nobackfill.training.data.pictures import Reading, open_pictures
 from nobackfill.training.networks.frozen import features, of_run
 
 Floats = NDArray[np.float32]
@@ -40,7 +41,8 @@ class Evaluation:
     def features(self, run_dir: Path, kind: str) -> Floats:
         """Vectors [n,dim] of the test images by a run's encoder."""
         encoder = of_run(run_dir, kind)
-        return features(encoder, decode(self.listing, encoder.image_size), self.cache)
+        images = open_pictures(self.listing, encoder.image_size, Reading())
+        return features(encoder, images, self.cache)
 
 
 def evaluation(listing: Listing, metric: Metric, cache: Path) -> Evaluation:

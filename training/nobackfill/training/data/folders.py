@@ -4,16 +4,22 @@ The held-out images of a class depend on its file names and the split seed alone
 the first N and the first M classes hold out the same images.
 """
 
+import hashlib
+import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.class_folders import Listing, by_digest
+from nobackfill.durable import make_dir, write_file
 from nobackfill.errors import InvalidInputError, few
 from nobackfill.images import decode_file
+
+_PART = 10_000
 
 
 def require_classes(listing: Listing, least: int = 2) -> None:
@@ -34,29 +40,60 @@ def hold_out(
     Rounded down for small classes, so a class of one image is trained on.
     """
     held = np.zeros(len(listing), bool)
-    for label in range(len(listing.class_names)):
-        rows = by_digest(listing, label, seed)
+    for rows in by_digest(listing, seed):
         held[rows[: int(share * len(rows))]] = True
     return np.flatnonzero(~held), np.flatnonzero(held)
 
 
-def readable(listing: Listing) -> tuple[Listing, Sequence[str]]:
+def readable(listing: Listing, remembered: Path) -> tuple[Listing, Sequence[str]]:
     """The images that can be decoded, and the paths of those that cannot.
 
-    Raises InvalidInputError where a class is left without images.
+    The folder `remembered` keeps what was found of these files as they are now. Raises
+    InvalidInputError where a class is left without images.
     """
+    note = remembered / f"unreadable-{identity(listing)[:32]}.json"
+    if note.is_file():
+        bad = np.array(json.loads(note.read_text("utf-8")), np.int64)
+    else:
+        bad = _unreadable(listing)
+        make_dir(remembered)
+        write_file(note, json.dumps(bad.tolist()).encode())
+    left = listing.select(np.setdiff1d(np.arange(len(listing)), bad))
+    counts = np.bincount(left.labels, minlength=len(listing.class_names))
+    for name, count in zip(listing.class_names, counts, strict=True):
+        if not count:
+            raise InvalidInputError(f"class {name} of {listing.root} has no readable image")
+    return left, [listing.paths[row] for row in bad]
 
-    def can(row: int) -> bool:
+
+def _unreadable(listing: Listing) -> NDArray[np.int64]:
+    def can(path: str) -> bool:
         try:
-            decode_file(listing.root / listing.paths[row], 8, 8)
+            decode_file(listing.root / path, 8, 8)
         except InvalidInputError:
             return False
         return True
 
+    good = np.ones(len(listing), bool)
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        good = np.array(list(pool.map(can, range(len(listing)), chunksize=64)))
-    left = listing.select(np.flatnonzero(good))
-    for label, name in enumerate(listing.class_names):
-        if not (left.labels == label).any():
-            raise InvalidInputError(f"class {name} of {listing.root} has no readable image")
-    return left, [listing.paths[row] for row in np.flatnonzero(~good)]
+        # In parts: the pool makes an object of each call that waits.
+        for at in range(0, len(listing), _PART):
+            good[at : at + _PART] = list(pool.map(can, listing.paths[at : at + _PART]))
+    return np.flatnonzero(~good)
+
+
+def identity(listing: Listing) -> str:
+    """A digest of which files these are, as they are now: folder, names, lengths, times of change.
+
+    Raises InvalidInputError for one that is not there.
+    """
+    told = hashlib.sha256(f"{listing.root.resolve()}".encode("utf-8", "surrogateescape"))
+    root = str(listing.root)
+    for path in listing.paths:
+        try:
+            status = os.stat(f"{root}/{path}")  # noqa: PTH116 - a Path a file takes longer
+        except OSError as error:
+            raise InvalidInputError(f"{root}/{path}: cannot be read ({error.strerror})") from error
+        line = f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n"
+        told.update(line.encode("utf-8", "surrogateescape"))
+    return told.hexdigest()

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from nobackfill.durable import append, make_dir, write_file
 from nobackfill.errors import ConfigurationError, NobackfillError, few
-from nobackfill.training.config import Config
+from nobackfill.training.config import HOW_IMAGES_ARE_READ, Config
+from nobackfill.training.data.pictures import Images, in_batches
 from nobackfill.training.loop.objective import Batch, Objective
 from nobackfill.training.loop.precision import precision_of
 from nobackfill.training.loop.progress import Progress
@@ -39,14 +40,14 @@ class DivergedError(NobackfillError):
 
 def fit(
     objective: Objective,
-    rows: Mapping[str, Tensor],
+    rows: Mapping[str, Images],
     config: Config,
     class_names: tuple[str, ...],
     *,
     progress: Progress,
     facts: Mapping[str, str | int | float | bool] | None = None,
 ) -> Checkpoint:
-    """Train `objective` on `rows` (tensors of equal length, indexed by batch) into config.run_dir.
+    """Train `objective` on `rows` (of equal length, indexed by batch) into config.run_dir.
 
     A finished run is returned as it is; an unfinished one with the same configuration goes on after
     its last checkpoint. Raises ConfigurationError where the run folder holds another configuration
@@ -106,8 +107,8 @@ def resumable(config: Config) -> Checkpoint | None:
     if not (config.run_dir / CHECKPOINT).is_file():
         return None
     done = read_checkpoint(config.run_dir)
-    if done.config != config:
-        before, now = done.config.model_dump(), config.model_dump()
+    before, now = (c.model_dump(exclude=HOW_IMAGES_ARE_READ) for c in (done.config, config))
+    if before != now:
         keys = [key for key in now if before.get(key, now[key]) != now[key]] or ["kind"]
         raise ConfigurationError(
             f"{config.run_dir} holds a training of another configuration (different: "
@@ -173,7 +174,7 @@ def _seed(seed: int, epoch: int) -> None:
 
 
 def _batches(
-    rows: Mapping[str, Tensor], n: int, config: Config, fabric: lightning_fabric.Fabric
+    rows: Mapping[str, Images], n: int, config: Config, fabric: lightning_fabric.Fabric
 ) -> Iterator[Batch]:
     """Every row once, shuffled, the last short batch left out (BatchNorm meets no batch of one).
 
@@ -181,10 +182,14 @@ def _batches(
     """
     order = torch.randperm(n)
     size = min(config.batch_size, n)
-    for start in range(0, n - size + 1, size):
-        picked = order[start : start + size][fabric.global_rank :: fabric.world_size]
-        batch = {name: tensor[picked] for name, tensor in rows.items()}
-        yield {k: v.to(fabric.device) for k, v in {**batch, "rows": picked}.items()}
+    picked = [
+        order[start : start + size][fabric.global_rank :: fabric.world_size]
+        for start in range(0, n - size + 1, size)
+    ]
+    columns = {"rows": iter(picked)} | {k: in_batches(v, picked) for k, v in rows.items()}
+    for values in zip(*columns.values(), strict=True):
+        batch = zip(columns, values, strict=True)
+        yield {name: value.to(fabric.device) for name, value in batch}
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

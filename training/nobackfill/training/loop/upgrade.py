@@ -14,6 +14,7 @@ from torch import Tensor
 from nobackfill.class_folders import Listing
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import PublishedSource, StoredVectors, UpgradeConfig
+from nobackfill.training.data.pictures import reading
 from nobackfill.training.data.stored import read_stored
 from nobackfill.training.loop.loop import finish, fit, resumable
 from nobackfill.training.loop.progress import Progress
@@ -92,7 +93,10 @@ def upgrade_rows(
     cache = config.run_dir.parent / "features"
     columns: dict[str, list[np.ndarray]] = {name: [] for name in encoders}
     sizes = tuple(encoder.image_size for encoder in encoders.values())
-    for images in augmented_views(listing, sizes, views, config.augmentation, config.split_seed):
+    read = reading(config)
+    for images in augmented_views(
+        listing, sizes, views, config.augmentation, config.split_seed, read
+    ):
         for name, encoder in encoders.items():
             columns[name].append(features(encoder, images[encoder.image_size], cache))
     rows = {name: torch.from_numpy(np.stack(parts, 1)) for name, parts in columns.items()}

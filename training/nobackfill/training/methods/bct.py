@@ -76,9 +76,9 @@ def extended_classifier(
     rows = known.clone()
     if not len(missing):
         return old, rows
-    labels = inputs.rows["labels"]
+    labels = inputs.labels
     wanted = torch.isin(labels, missing)
-    features = encode_all(objective.old.encoder, inputs.rows["images"][wanted])
+    features = encode_all(objective.old.encoder, inputs.images[wanted])
     place = torch.searchsorted(missing, labels[wanted])
     means = by_class(place, len(missing), lambda picked: class_average(features[picked]))
     bias = None

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from nobackfill.errors import ConfigurationError
+from nobackfill.training.data.pictures import Images, chunks
 from nobackfill.training.loop.objective import Batch, Frozen, Terms
 from nobackfill.training.method import Classifier, EmbedderInputs
 from nobackfill.training.networks.embedder import EmbedderObjective, ImageEncoder, to_pixels
@@ -22,8 +23,6 @@ from nobackfill.training.networks.fixed_classifier import (
     labels_in,
     of_head,
 )
-
-_CHUNK = 256
 
 
 class Options(BaseModel):
@@ -121,16 +120,13 @@ def old_model(inputs: EmbedderInputs) -> Classifier:
     return inputs.old
 
 
-def encode_all(encoder: ImageEncoder, images: Tensor) -> Tensor:
+def encode_all(encoder: ImageEncoder, images: Images) -> Tensor:
     """Vectors [n,dim] of images uint8 [n,H,W,3] without augmentation, in eval mode; the mode and
     the device of `encoder` are left as they were.
     """
     training, device = encoder.training, next(encoder.parameters()).device
     encode = _Resized(encoder).eval()
     with torch.no_grad():
-        parts = [
-            encode(to_pixels(images[start : start + _CHUNK].to(device))).float()
-            for start in range(0, len(images), _CHUNK)
-        ]
+        parts = [encode(to_pixels(part.to(device))).float() for part in chunks(images)]
     encoder.train(training)
     return torch.cat(parts)

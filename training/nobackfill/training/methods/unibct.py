@@ -51,7 +51,7 @@ class UniBctObjective(CompatibleObjective):
     def __init__(self, inputs: EmbedderInputs) -> None:
         super().__init__(inputs)
         self.options = read_options(inputs.config.options, UniBctOptions, "unibct")
-        self.images, self.labels = inputs.rows["images"], inputs.rows["labels"]
+        self.images, self.labels = inputs.images, inputs.labels
         self.classes = len(inputs.class_names)
         self.old_features = encode_all(self.old.encoder, self.images)
         self.first, self.refreshes = refresh_epochs(inputs.config.epochs, self.options)

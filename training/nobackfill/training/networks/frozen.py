@@ -1,12 +1,13 @@
 """Models that are used, not trained: of a run or of a release, and their features cached on disk.
 
-A feature file is named by what it depends on: the model's digest, the pixels' digest. So two
+A feature file is named by what it depends on: the model's digest, the digest of the pixels (of
+images that are read as they are needed: of their files' names, lengths and times of change). So two
 trainings over the same images share it, and nothing stale is ever read.
 """
 
 import hashlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,19 +17,27 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nobackfill.class_folders import Images, Listing, decode
+from nobackfill.class_folders import Listing
 from nobackfill.digests import sha256_file
 from nobackfill.durable import make_dir, write_file
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import Augmentation, EmbedderConfig, SideEncoderConfig
 from nobackfill.training.data.augment import Augment
+from nobackfill.training.data.pictures import (
+    CHUNK,
+    Images,
+    Reading,
+    Source,
+    chunks,
+    digest_of,
+    open_pictures,
+)
 from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, load_part, read_finished
 from nobackfill.training.method import Classifier
 from nobackfill.training.networks.embedder import ImageEncoder, build_encoder, to_pixels
 from nobackfill.training.networks.heads import Head, build_head
 
 Floats = NDArray[np.float32]
-_CHUNK = 256
 
 
 @dataclass(frozen=True)
@@ -89,8 +98,8 @@ def of_run(run_dir: Path, kind: str) -> FrozenEncoder:
     def run(images: NDArray[np.uint8]) -> Floats:
         parts = []
         with torch.no_grad():
-            for start in range(0, len(images), _CHUNK):
-                chunk = torch.from_numpy(images[start : start + _CHUNK]).to(device)
+            for start in range(0, len(images), CHUNK):
+                chunk = torch.from_numpy(images[start : start + CHUNK]).to(device)
                 parts.append(encoder(chunk).cpu().numpy())
         return np.concatenate(parts)
 
@@ -98,17 +107,20 @@ def of_run(run_dir: Path, kind: str) -> FrozenEncoder:
     return FrozenEncoder(str(run_dir), run, encoder.dim, encoder.image_size, encoder.unit, digest)
 
 
-def features(encoder: FrozenEncoder, images: Images, cache: Path) -> Floats:
+def features(encoder: FrozenEncoder, images: Tensor | Source, cache: Path) -> Floats:
     """Vectors [n,dim] of images uint8 [n,size,size,3], computed once and kept in the folder
     `cache`.
     """
-    key = hashlib.sha256(f"{encoder.digest} {images.shape}".encode())
-    key.update(np.ascontiguousarray(images).data)
+    key = hashlib.sha256(f"{encoder.digest} {digest_of(images)}".encode())
     path = cache / f"{key.hexdigest()[:32]}.npy"
     if path.is_file():
         stored: Floats = np.load(path, allow_pickle=False)
         return stored
-    vectors = encoder.run(images)
+    vectors = np.empty((len(images), encoder.dim), np.float32)
+    done = 0
+    for part in chunks(images):
+        vectors[done : done + len(part)] = encoder.run(part.numpy())
+        done += len(part)
     data = io.BytesIO()
     np.save(data, vectors, allow_pickle=False)
     make_dir(cache)
@@ -116,31 +128,56 @@ def features(encoder: FrozenEncoder, images: Images, cache: Path) -> Floats:
     return vectors
 
 
-def augmented_views(
-    listing: Listing, sizes: tuple[int, ...], views: int, config: Augmentation, seed: int
-) -> Iterator[dict[int, Images]]:
-    """`views` times the images of `listing` at each of `sizes`: {size: uint8 [n,size,size,3]}.
-
-    The first is the images as they are; the others are augmented once at the largest size and
-    scaled down, so that every model sees the same view.
+@dataclass(frozen=True)
+class AugmentedView:
+    """Images augmented at their own size and scaled to `size`: uint8 [n,size,size,3]. A seed gives
+    the same view at every size.
     """
-    plain = {size: decode(listing, size) for size in set(sizes)}
+
+    images: Images
+    size: int
+    config: Augmentation
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def digest(self) -> str:
+        """What tells this view from others, without making it."""
+        what = f"{digest_of(self.images)} {self.size} {self.seed} {self.config.model_dump_json()}"
+        return hashlib.sha256(f"{what} torch-{torch.__version__}".encode()).hexdigest()
+
+    def chunks(self) -> Iterator[Tensor]:
+        """All images in their order, some at a time."""
+        augment = Augment(self.config)
+        torch.manual_seed(self.seed)
+        for part in chunks(self.images):
+            yield _to_images(augment(to_pixels(part)), self.size)
+
+
+def augmented_views(
+    listing: Listing,
+    sizes: tuple[int, ...],
+    views: int,
+    config: Augmentation,
+    seed: int,
+    reading: Reading,
+) -> Iterator[Mapping[int, Tensor | Source]]:
+    """`views` times the images of `listing` at each of `sizes`, by size.
+
+    The first is the images as they are; the others are augmented at the largest size and scaled
+    down, so that every model sees the same view.
+    """
+    plain = {size: open_pictures(listing, size, reading) for size in set(sizes)}
     yield plain
-    largest = max(sizes)
-    augment = Augment(config)
+    largest = plain[max(sizes)]
     for view in range(1, views):
-        torch.manual_seed(seed * 1_000_003 + view)
-        scaled: dict[int, Images] = {size: np.empty_like(plain[size]) for size in plain}
-        for start in range(0, len(listing), _CHUNK):
-            rows = slice(start, start + _CHUNK)
-            pixels = augment(to_pixels(torch.from_numpy(plain[largest][rows])))
-            for size in plain:
-                scaled[size][rows] = _to_images(pixels, size)
-        yield scaled
+        begin = seed * 1_000_003 + view
+        yield {size: AugmentedView(largest, size, config, begin) for size in plain}
 
 
-def _to_images(pixels: Tensor, size: int) -> Images:
+def _to_images(pixels: Tensor, size: int) -> Tensor:
     if pixels.shape[2] != size:
         pixels = F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)
-    images: Images = (pixels * 255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
-    return images
+    return (pixels * 255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).contiguous()
