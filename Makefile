@@ -47,7 +47,7 @@ test: setup ## the whole suite, CPU only, no network
 	$(BIN)/python -m pytest -m 'not faults' --numprocesses 2 --dist loadfile tests
 
 faults: setup ## the long crash and fault sweeps
-	$(BIN)/python -m pytest -q -m faults tests
+	$(BIN)/python -m pytest -q -m faults --timeout 1800 tests
 
 # What is compared with oracles in other arithmetic, or hangs on what a small network learnt.
 NUMERICAL := tests/metrics tests/training/losses tests/training/methods $(addprefix tests/training/test_,heads.py \

@@ -15,7 +15,7 @@ _UNREADY = 2
 _HANGS = 4
 # Of one core: a child that works uses more even where a dozen others want the same core, an idle
 # one less.
-_BUSY = 0.05
+_BUSY = 0.02
 # Busy for so long without any answer is a loop.
 _LONGEST_S = 30.0
 _MARK_EVERY_S = 1.0

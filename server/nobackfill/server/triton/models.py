@@ -216,8 +216,11 @@ class TritonModels:
             self._client.reconnect()
         if self._process is None:
             return
-        late = self._misses.hangs and self._starts.answered
-        if late or time.monotonic() - self._starts.began > _START_S:
+        if self._starts.answered:
+            late = self._misses.hangs
+        else:
+            late = time.monotonic() - self._starts.began > _START_S
+        if late:
             log.error("Triton hangs, ending it", missed=self._misses.points, was_up=was_up)
             self._process.kill()
 
