@@ -15,6 +15,7 @@ from nobackfill.server.descriptors import open_galleries, raise_limit
 from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.embedding.models import InProcessModels, Models
 from nobackfill.server.galleries.galleries import Galleries
+from nobackfill.server.galleries.immediate_answers import ImmediateAnswers
 from nobackfill.server.galleries.indexing import Indexing
 from nobackfill.server.galleries.puts import Putting
 from nobackfill.server.galleries.searching import Searching
@@ -24,7 +25,7 @@ from nobackfill.server.grpc.listener import Listener
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.services.gallery import GalleryService
 from nobackfill.server.grpc.services.release import ReleaseService
-from nobackfill.server.grpc.services.search import SearchService
+from nobackfill.server.grpc.services.search import SEARCH, SearchService
 from nobackfill.server.grpc.services.upgrade import UpgradeService
 from nobackfill.server.grpc.services.vault import VaultService
 from nobackfill.server.grpc.tls import certificates
@@ -161,9 +162,15 @@ class Gateway:
         closing.callback(indexing.close)
         indexing.start()
         closing.callback(self.activations.interrupt)
+        self.search = SearchService(
+            self.galleries,
+            self.searching,
+            ImmediateAnswers(self.galleries, self.state, metrics),
+            self.state,
+        )
         interceptor = Interceptor(
             metrics, tokens, settings.max_calls, settings.max_call_seconds,
-            slow=self.galleries.slow,
+            slow=self.galleries.slow, at_once={SEARCH: self.search.at_once},
         )  # fmt: skip
         metrics.expiries.metadata = self.catalog.expiries
         if tokens is not None:
@@ -183,13 +190,12 @@ class Gateway:
         log.info("serving", address=self.address, metrics=self.metrics_address)
 
     def _add_services(self, server: grpc.Server) -> None:
-        search = SearchService(self.galleries, self.searching, self.state)
         gallery = GalleryService(self.galleries, self.putting, self.lifecycle, self.state)
         release = ReleaseService(
             self.catalog, self.state, self.activations, self.rollbacks, self._stopping
         )
         upgrade = UpgradeService(self.lifecycle, self.galleries, self.searching, self._stopping)
-        search_pb2_grpc.add_SearchServiceServicer_to_server(search, server)
+        search_pb2_grpc.add_SearchServiceServicer_to_server(self.search, server)
         gallery_pb2_grpc.add_GalleryServiceServicer_to_server(gallery, server)
         release_pb2_grpc.add_ReleaseServiceServicer_to_server(release, server)
         upgrade_pb2_grpc.add_UpgradeServiceServicer_to_server(upgrade, server)

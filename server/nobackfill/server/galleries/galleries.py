@@ -130,6 +130,12 @@ class Galleries:
         finally:
             hosted.users.leave()
 
+    def at_hand(self, name: str) -> Hosted | None:
+        """A gallery that can be searched without waiting for anything, by who touches its memory
+        only; None: `using` says why, or gets it."""
+        hosted = self._hosted.get(name)
+        return None if hosted is None or hosted.leaving or name in self._aside else hosted
+
     def slow(self, name: str) -> bool:
         """Whether searches of a gallery take long at present; False for one that is not there."""
         hosted = self._hosted.get(name)

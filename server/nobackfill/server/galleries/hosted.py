@@ -62,6 +62,8 @@ class Hosted:
         self._plan: Plan | None = None
         self.speed = Speed(self.views)
         self._rest: tuple[Snapshot, Snapshot, Snapshot] | None = None
+        # What ImmediateAnswers have made ready, by space.
+        self.ready: dict[str, Any] = {}
 
     @property
     def plan(self) -> Plan:
@@ -139,11 +141,15 @@ class Hosted:
 
     def items(self, labels: list[int], space: str) -> list[Item | None]:
         """Items as `space` shows them, in order; None for those deleted meanwhile."""
+        return self.items_of(space).get(labels)
+
+    def items_of(self, space: str) -> ItemCache:
+        """The items that are kept in memory as `space` shows them."""
         cache = self._items.get(space)
         if cache is None:
             with self._lock:
                 cache = self._items.setdefault(space, ItemCache(self.store, space))
-        return cache.get(labels)
+        return cache
 
     def spaces_of(self, label: int) -> list[str]:
         """Spaces in which an item has a vector."""
@@ -185,6 +191,7 @@ class Hosted:
         with self._lock:
             for space in set(self._items) - kept:
                 self._items.pop(space)
+            self.ready = {}
 
     def spaces(self) -> tuple[SpaceInfo, ...]:
         """All spaces, oldest first, as of the last commit."""

@@ -3,14 +3,15 @@
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nobackfill.gallery.store import Change, Item, Store
+from nobackfill.server.galleries.hit_bytes import HitBytes
 
 # Of the items of one gallery in one space, in memory.
 MOST_BYTES = 64 << 20
-# An Item, its id and an empty dict.
-_ITEM_BYTES = 400
+# An Item, its id and an empty dict, and the bytes of its hit.
+_ITEM_BYTES = 900
 
 
 class ItemCache:
@@ -26,6 +27,8 @@ class ItemCache:
         self._lock = threading.Lock()
         self._commits = 0
         self._items: OrderedDict[int, Item] = OrderedDict()
+        # Of those items, as far as they were asked for.
+        self._shown: dict[int, HitBytes] = {}
         self._bytes = 0
 
     def get(self, labels: Sequence[int]) -> list[Item | None]:
@@ -43,6 +46,26 @@ class ItemCache:
         rest = iter(read)
         return [next(rest) if item is None else item for item in found]
 
+    def shown(
+        self, labels: Sequence[int], make: Callable[[Item], HitBytes | None]
+    ) -> list[HitBytes] | None:
+        """Hits of `labels`, in order; None if one is of an item that is not in memory. `make` is
+        the same at each call."""
+        known = self._shown
+        found: list[HitBytes] = []
+        for label in labels:
+            hit = known.get(label)
+            if hit is None:
+                item = self._items.get(label)
+                hit = None if item is None else make(item)
+                if hit is None:
+                    return None
+                with self._lock:
+                    if self._items.get(label) is item:
+                        known[label] = hit
+            found.append(hit)
+        return found
+
     def _keep(self, items: Sequence[Item]) -> None:
         """Under the lock. The oldest make room."""
         for item in items:
@@ -53,6 +76,7 @@ class ItemCache:
             self._drop(next(iter(self._items)))
 
     def _drop(self, label: int) -> None:
+        self._shown.pop(label, None)
         item = self._items.pop(label, None)
         if item is not None:
             self._bytes -= size_of(item)
@@ -73,10 +97,10 @@ class ItemCache:
 
 
 def size_of(item: Item) -> int:
-    """About how much memory an item takes, in bytes."""
-    size = _ITEM_BYTES
+    """About how much memory an item and its hit take, in bytes."""
+    size = 0
     for key, value in item.metadata.items():
         size += sys.getsizeof(key) + sys.getsizeof(value)
         if not isinstance(value, str | int | float):
             size += sum(map(sys.getsizeof, value))
-    return size
+    return _ITEM_BYTES + 2 * size

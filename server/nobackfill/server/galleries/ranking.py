@@ -69,7 +69,7 @@ def _hits(
     origins = [part.origin or (item.origin if item else None) for item in found]
 
     def hits(distances: Vectors) -> list[Hit]:
-        scores = _scores(part, origins, distances)
+        scores = scores_of(part, origins, distances)
         return [
             Hit(item, distance, score, part.release, origin)
             for item, origin, distance, score in zip(
@@ -82,7 +82,10 @@ def _hits(
     return list(zip(true, true if exact else hits(rounded(distances)), strict=True))
 
 
-def _scores(part: Part, origins: list[Origin | None], distances: Vectors) -> list[float | None]:
+def scores_of(
+    part: Part, origins: Sequence[Origin | None], distances: Vectors
+) -> list[float | None]:
+    """Of each hit, None where its origin has no calibration."""
     kinds = set(origins)
     if len(kinds) == 1:
         curve = part.curves.get(origins[0]) if origins[0] else None

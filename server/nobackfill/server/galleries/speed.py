@@ -3,11 +3,18 @@
 from collections.abc import Callable, Mapping
 
 from nobackfill.gallery.search.exact import ExactIndex
-from nobackfill.gallery.search.view import LiveView
+from nobackfill.gallery.search.view import LiveView, Snapshot
 
 # Slower than this, in the mean of the last few searches.
 _SLOW_S = 0.02
 _SMOOTHING = 0.2
+# Settles where two searches of five take longer.
+_LONGER, _SHORTER = 1.06, 0.96
+# Searches are answered where they arrive while they usually take less: meanwhile nothing else that
+# arrives is looked at.
+_QUICK_S = 0.001
+# So many numbers compared take as long.
+_QUICK_ELEMENTS = 1 << 20
 # So many numbers compared by each search take as long: known before the first is asked.
 _SLOW_ELEMENTS = 1 << 24
 
@@ -18,10 +25,17 @@ class Speed:
     def __init__(self, views: Callable[[], Mapping[str, LiveView]]) -> None:
         self._views = views
         self._mean = 0.0
+        self._usual = _QUICK_S / 4
 
-    def took(self, seconds: float) -> None:
-        """Count one search."""
+    def took(self, seconds: float, queries: int = 1) -> None:
+        """Count one search, of so many queries at once."""
         self._mean += _SMOOTHING * (seconds - self._mean)
+        # However long one waits for its turn, it is one of many: the share of longer ones counts.
+        self._usual *= _LONGER if seconds > queries * self._usual else _SHORTER
+
+    def quick(self, snapshot: Snapshot) -> bool:
+        """Whether a search of the snapshot takes hardly longer than handing it on."""
+        return self._usual < _QUICK_S and _rows(snapshot) * snapshot.spec.dim < _QUICK_ELEMENTS
 
     @property
     def slow(self) -> bool:
@@ -33,7 +47,11 @@ class Speed:
         numbers = 0
         for view in self._views().values():
             snapshot = view.snapshot()
-            alone = isinstance(snapshot.base.index, ExactIndex)
-            rows = len(snapshot.delta) + alone * len(snapshot.base)
-            numbers += rows * snapshot.spec.dim
+            numbers += _rows(snapshot) * snapshot.spec.dim
         return numbers
+
+
+def _rows(snapshot: Snapshot) -> int:
+    """Rows that each search compares one by one."""
+    alone = isinstance(snapshot.base.index, ExactIndex)
+    return len(snapshot.delta) + alone * len(snapshot.base)

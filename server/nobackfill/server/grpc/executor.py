@@ -40,6 +40,9 @@ _EVERY_S = 0.5
 _AWAITED = 4
 # Bytes of large messages that have come and are worked on, or wait for it.
 _LARGEST_HELD = 512 * 2**20
+# What gRPC is given for each call: nobody waits for it.
+_DONE: Future[Any] = Future()
+_DONE.set_result(None)
 
 _PARAMETERS = (
     "rpc_event", "state", "behavior", "argument_thunk", "request_deserializer",
@@ -66,6 +69,16 @@ class _Arrival:
     def answer(self, argument: Callable[[], Any]) -> None:
         """Call the behavior on this thread, and send what it answers."""
         self._run(self._respond, self.event, self.state, self.rpc, argument, None, self._write)
+
+    def send(self, answer: bytes) -> None:
+        """Answer with a message that is there."""
+        self.rpc.end(grpc.StatusCode.OK)
+        _server._status(self.event, self.state, answer)
+
+    def is_wanted(self) -> bool:
+        """Whether the caller still waits."""
+        open_ = self.state.client is not _server._CANCELLED
+        return open_ and self.event.call_details.deadline > time.time()
 
     def refuse(self, error: NobackfillError) -> None:
         """Answer with a refusal, without waiting for anything."""
@@ -129,9 +142,7 @@ class CallExecutor(Executor):
             self._admit(arrival, rpc.lane, arrival.argument)
         else:
             self._await(arrival)
-        done: Future[Any] = Future()
-        done.set_result(None)
-        return done
+        return _DONE
 
     def awaited(self) -> int:
         """Calls whose message has not come yet."""
@@ -173,6 +184,10 @@ class CallExecutor(Executor):
             return
         lane = rpc.lane
         large = len(message) > LARGE
+        answer = None if large or not arrival.is_wanted() else rpc.at_once(message)
+        if answer is not None:
+            arrival.send(answer)
+            return
         try:
             request: Any = message
             if not large:

@@ -4,8 +4,9 @@ It names the request and checks the token and the role, before a thread is taken
 What follows is in rpc.py. Services behind it only raise.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import grpc
@@ -17,7 +18,7 @@ from nobackfill.server.grpc.lanes import Lanes
 from nobackfill.server.grpc.logs import begin_request
 from nobackfill.server.grpc.messages import reader
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.rpc import Kind, Rpc
+from nobackfill.server.grpc.rpc import AtOnce, Kind, Rpc
 from nobackfill.server.grpc.stalls import Stalls
 from nobackfill.server.grpc.tokens import Tokens
 
@@ -37,10 +38,13 @@ class Interceptor(grpc.ServerInterceptor):
         max_call_seconds: float,
         patience_s: float = PATIENCE_S,
         slow: Callable[[str], bool] = lambda _gallery: False,
+        at_once: Mapping[str, AtOnce] = MappingProxyType({}),
     ) -> None:
         """`patience_s`: how long a unary call may take to send its message. `slow`: whether
-        searches of a gallery take long, which then take no threads of the others."""
+        searches of a gallery take long, which then take no threads of the others. `at_once`: what
+        answers calls of a method where they arrive, if it can."""
         self._slow = slow
+        self._at_once = at_once
         self._metrics = metrics
         self._tokens = tokens
         self._max_call_seconds = max_call_seconds
@@ -82,7 +86,7 @@ class Interceptor(grpc.ServerInterceptor):
             rpc.let_in(principal, named=named)
         except NobackfillError as error:
             rpc.refusal = error
-        return _handler(known[1], rpc)
+        return _Handling(known[1], rpc)
 
     def drain(self) -> None:
         """The gateway ends: calls that come now are refused, and those that nobody works on end."""
@@ -117,21 +121,21 @@ class Interceptor(grpc.ServerInterceptor):
             metrics=self._metrics,
             max_call_seconds=self._max_call_seconds,
             slow=self._slow,
+            at_once=self._at_once.get(method),
         )
 
 
-def _handler(handler: Handler, rpc: Rpc) -> Handler:
-    """`handler` with the rpc as its behavior. Messages come as bytes: the rpc reads them."""
-    if handler.request_streaming:
-        if handler.response_streaming:
-            make = grpc.stream_stream_rpc_method_handler
-        else:
-            make = grpc.stream_unary_rpc_method_handler
-    elif handler.response_streaming:
-        make = grpc.unary_stream_rpc_method_handler
-    else:
-        make = grpc.unary_unary_rpc_method_handler
-    return make(rpc, None, handler.response_serializer)
+class _Handling(grpc.RpcMethodHandler):  # type: ignore[type-arg] # generic in its stubs only
+    """A call, as gRPC wants to have it handled: messages come as bytes, the rpc reads them."""
+
+    request_deserializer = None
+
+    def __init__(self, handler: Handler, rpc: Rpc) -> None:
+        self.request_streaming = handler.request_streaming
+        self.response_streaming = handler.response_streaming
+        self.response_serializer = handler.response_serializer
+        # gRPC looks at the one that the two flags name.
+        self.unary_unary = self.unary_stream = self.stream_unary = self.stream_stream = rpc
 
 
 def _text(value: str | bytes | None) -> str | None:

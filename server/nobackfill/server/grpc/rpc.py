@@ -12,6 +12,7 @@ from grpc_status import rpc_status
 from nobackfill.errors import DeadlineError, NobackfillError
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.auth import check_gallery
+from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.errors import code_of, status_of
 from nobackfill.server.grpc.lanes import Lane
 from nobackfill.server.grpc.logs import Sparing
@@ -25,6 +26,8 @@ log = structlog.get_logger("server.interceptor")
 _unworked = Sparing(10)
 
 Behavior = Callable[[Any, grpc.ServicerContext], Any]
+# A request's bytes to its answer's, where nothing has to be waited for; None: on a thread, then.
+AtOnce = Callable[[bytes, Principal], bytes | None]
 
 
 class _Status(
@@ -50,6 +53,8 @@ class Kind:
     max_call_seconds: float
     # Whether searches of a gallery of that name take long.
     slow: Callable[[str], bool]
+    # Answers some calls where they arrive: handing them on would cost more than they do.
+    at_once: AtOnce | None = None
 
     @property
     def streams(self) -> bool:
@@ -80,6 +85,15 @@ class Rpc:
         """`named`: its token says who calls."""
         self._principal = principal
         self.caller = principal.name if named else ""
+
+    def at_once(self, message: bytes) -> bytes | None:
+        """The answer, where it takes no thread. Raises nothing: gRPC's own thread calls this."""
+        answer = self._kind.at_once
+        if answer is None:
+            return None
+        with error_boundary(self._kind.metrics, "at once"):
+            return answer(message, self._principal)
+        return None
 
     def on_end(self, ending: Callable[[], None]) -> None:
         """Do this when the call has ended, whatever becomes of it."""

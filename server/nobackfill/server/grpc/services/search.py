@@ -4,10 +4,12 @@ import math
 from collections.abc import Mapping
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from nobackfill.errors import InvalidInputError, TooLargeError
 from nobackfill.gallery.search.index import EVERY
 from nobackfill.server.galleries.galleries import Galleries
+from nobackfill.server.galleries.immediate_answers import ImmediateAnswers
 from nobackfill.server.galleries.searching import Found, Query, Searching
 from nobackfill.server.grpc.services.convert import (
     from_filter,
@@ -15,21 +17,32 @@ from nobackfill.server.grpc.services.convert import (
     to_end,
     to_metadata,
 )
+from nobackfill.server.grpc.tokens import Principal
 from nobackfill.server.state import StateFile
 from nobackfill.v1 import search_pb2 as pb
 from nobackfill.v1.search_pb2_grpc import SearchServiceServicer
 from nobackfill.wire.limits import LARGEST_K
 from nobackfill.wire.values import ORIGINS
 
+SEARCH = "/nobackfill.v1.SearchService/Search"
 DEFAULT_K = 10
 LARGEST_BATCH = 256
 LARGEST_EF = 4096
+# With one of these a search may take longer, or its hits are not those that were made ready.
+_WORK = ("filter", "accuracy", "fields")
 
 
 class SearchService(SearchServiceServicer):
     """See protos/nobackfill/v1/search.proto."""
 
-    def __init__(self, galleries: Galleries, searching: Searching, state: StateFile) -> None:
+    def __init__(
+        self,
+        galleries: Galleries,
+        searching: Searching,
+        immediate: ImmediateAnswers,
+        state: StateFile,
+    ) -> None:
+        self._immediate = immediate
         self._galleries = galleries
         self._searching = searching
         self._state = state
@@ -46,6 +59,24 @@ class SearchService(SearchServiceServicer):
                 _ef(request.accuracy),
             )
         return _response(found, request, self._state.now.ends)
+
+    def at_once(self, message: bytes, principal: Principal) -> bytes | None:
+        """What `Search` answers, where it needs no thread; None for all that is left to it."""
+        try:
+            request = pb.SearchRequest.FromString(message)
+        except DecodeError:
+            return None
+        embeddings = request.query.embeddings.embeddings
+        if len(embeddings) != 1 or any(request.HasField(field) for field in _WORK):
+            return None
+        farthest = request.max_distance if request.HasField("max_distance") else math.inf
+        if math.isnan(farthest) or not principal.may_use(request.gallery):
+            return None
+        embedding = embeddings[0]
+        k = request.k or DEFAULT_K
+        return self._immediate.answer(
+            request.gallery, embedding.space, embedding.values, k, farthest
+        )
 
     def SearchBatch(  # noqa: N802
         self, request: pb.SearchBatchRequest, context: grpc.ServicerContext

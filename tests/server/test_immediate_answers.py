@@ -1,0 +1,154 @@
+"""Searches that are answered where they arrive say what a thread says."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.gateway import Gateway
+from nobackfill.server.grpc.tokens import LOCAL, Principal, Role
+from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
+from tests.server.support import TIMEOUT_S, Client, embedding, ids, images, metadata, running
+from tests.support.blocks import png
+
+COUNT = 40
+
+
+@pytest.fixture(scope="module")
+def served(stages: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with running(stages[1], tmp_path_factory.mktemp("immediate") / "data") as gateway:
+        with Client(gateway.address) as client:
+            client.create()
+            items = [
+                gallery_pb2.PutItem(
+                    id=f"i{i}" * (1 + 20 * (i % 3)),
+                    image=png(image),
+                    metadata=metadata(number=i, colour="red" * (i % 50), odd=bool(i % 2)),
+                )
+                for i, image in enumerate(images(COUNT))
+            ]
+            assert client.put(items).stored == COUNT
+        yield gateway
+
+
+def asking(one: Manifest, query: int, k: int = 10) -> search_pb2.SearchRequest:
+    embeddings = search_pb2.Embeddings(embeddings=[embedding(one, images(query + 1)[query])])
+    return search_pb2.SearchRequest(gallery="g", query=search_pb2.Query(embeddings=embeddings), k=k)
+
+
+def at_once(served: Gateway, request: search_pb2.SearchRequest) -> search_pb2.SearchResponse | None:
+    answer = served.search.at_once(request.SerializeToString(), LOCAL)
+    return None if answer is None else search_pb2.SearchResponse.FromString(answer)
+
+
+def on_a_thread(client: Client, request: search_pb2.SearchRequest) -> search_pb2.SearchResponse:
+    batch = search_pb2.SearchBatchRequest(
+        gallery=request.gallery, queries=[request.query], k=request.k
+    )
+    if request.HasField("max_distance"):
+        batch.max_distance = request.max_distance
+    return client.searches.SearchBatch(batch, timeout=TIMEOUT_S).responses[0]
+
+
+def searched_in_batches(served: Gateway) -> float:
+    found = served.metrics.registry.get_sample_value(
+        "nobackfill_batch_size_count", {"stage": "search"}
+    )
+    return found or 0.0
+
+
+def test_the_same_answer_with_and_without_a_thread(served: Gateway, one: Manifest) -> None:
+    with Client(served.address) as client:
+
+        @hypothesis_settings(max_examples=60, deadline=None)
+        @given(
+            query=st.integers(0, COUNT + 5),
+            k=st.integers(0, 64),
+            farthest=st.none() | st.floats(0, 2, width=32),
+            exact=st.booleans(),
+        )
+        def same(query: int, k: int, farthest: float | None, exact: bool) -> None:
+            served.galleries.get("g").exact = exact
+            request = asking(one, query, k)
+            if farthest is not None:
+                request.max_distance = farthest
+            expected = on_a_thread(client, request)
+            assert at_once(served, request) == expected
+            assert client.searches.Search(request, timeout=TIMEOUT_S) == expected
+
+        same()
+        served.galleries.get("g").exact = False
+
+
+def test_it_takes_no_thread_once_its_items_are_in_memory(served: Gateway, one: Manifest) -> None:
+    with Client(served.address) as client:
+        request = asking(one, 3)
+        expected = on_a_thread(client, request)
+        before = searched_in_batches(served)
+        assert client.searches.Search(request, timeout=TIMEOUT_S) == expected
+        assert searched_in_batches(served) == before
+
+
+def test_what_was_changed_is_not_answered_as_it_was(served: Gateway, one: Manifest) -> None:
+    with Client(served.address) as client:
+        request = asking(one, 4)
+        first = client.searches.Search(request, timeout=TIMEOUT_S).hits[0]
+        assert at_once(served, request) is not None
+        change = gallery_pb2.SetMetadataRequest(
+            gallery="g", ids=[first.id], set=metadata(colour="changed")
+        )
+        client.galleries.SetMetadata(change, timeout=TIMEOUT_S)
+        assert at_once(served, request) is None, "what changed has to be read"
+        again = client.searches.Search(request, timeout=TIMEOUT_S).hits[0]
+        assert again.id == first.id and again.metadata["colour"].text == "changed"
+        assert at_once(served, request) is not None
+
+
+def test_what_may_wait_or_is_wrong_is_left_to_a_thread(served: Gateway, one: Manifest) -> None:
+    good = asking(one, 5)
+    with Client(served.address) as client:
+        on_a_thread(client, good)
+    assert at_once(served, good) is not None
+    others = [search_pb2.SearchRequest() for _ in range(9)]
+    for other in others:
+        other.CopyFrom(good)
+    image, unknown, foreign, short, wrong, many, exact, chosen, filtered = others
+    image.query.image = png(images(1)[0])
+    unknown.gallery = "elsewhere"
+    foreign.query.embeddings.embeddings[0].space = "sp-0"
+    short.query.embeddings.embeddings[0].values = b"1234"
+    dim = len(good.query.embeddings.embeddings[0].values) // 4
+    wrong.query.embeddings.embeddings[0].values = np.full(dim, math.nan, "<f4").tobytes()
+    many.k = 1001
+    exact.accuracy.exact = True
+    chosen.fields.keys.append("colour")
+    filtered.filter.conditions.append(types_pb2.Condition(key="odd", exists=True))
+    assert [at_once(served, other) for other in others] == [None] * len(others)
+    stranger = Principal("somebody", Role.READER, frozenset({"others"}))
+    assert served.search.at_once(good.SerializeToString(), stranger) is None
+    assert served.search.at_once(good.SerializeToString(), replace(stranger, galleries=None))
+    assert served.search.at_once(b"\xff\xff", LOCAL) is None
+
+
+def test_a_slow_gallery_is_searched_on_threads_until_it_is_quick(
+    served: Gateway, one: Manifest
+) -> None:
+    request = asking(one, 6)
+    with Client(served.address) as client:
+        on_a_thread(client, request)
+        assert at_once(served, request) is not None
+        speed = served.galleries.get("g").speed
+        for _ in range(60):
+            speed.took(0.5)
+        assert at_once(served, request) is None
+        for _ in range(200):
+            speed.took(0.0001)
+        assert at_once(served, request) is not None
+        assert len(ids(client.searches.Search(request, timeout=TIMEOUT_S))) == 10
