@@ -15,7 +15,7 @@ CHROMA_READY := build/chroma/.ready
 PROTOS := $(wildcard protos/nobackfill/v1/*.proto)
 CODE := core server client training demo bench tests protos/generate.py
 
-.PHONY: help setup demo test faults numerics random soak lint fmt proto bench clean
+.PHONY: help setup demo test faults numerics random soak lint fmt proto bench tables clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -87,6 +87,9 @@ $(CHROMA_READY): bench/constraints-chroma.txt $(VENV)/bin/uv
 
 bench: setup $(CHROMA_READY) ## side-by-side benchmarks; FULL=1 for the large sizes, TOPICS='edge swap' for some
 	$(BIN)/python -m bench.run $(TOPICS) $(if $(filter-out 0,$(FULL)),--full)
+
+tables: setup ## the tables of README.md from bench/results/compare-*.json
+	$(BIN)/python training/compare.py --page README.md $(addprefix --page ,$(wildcard bench/results/compare-*.json))
 
 clean: ## remove what was built and installed
 	rm -rf build $(VENV) $(TRITON_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,5 @@
 """compare.py in small: few digits, few epochs, the whole way from images to the claims."""
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,16 +9,19 @@ import numpy as np
 import pytest
 
 from nobackfill.class_folders import list_images
+from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.metrics.ranking import rank, same_label
 from nobackfill.metrics.retrieval import average_precision, mean
 from nobackfill.training.cli.compare import compare
 from nobackfill.training.comparison.catalogue import rows_of
 from nobackfill.training.comparison.cells import Cells, evaluation, read_cells, write_cells
+from nobackfill.training.comparison.curve import points
 from nobackfill.training.comparison.data import link, train_and_test, with_label_noise, write_digits
 from nobackfill.training.comparison.presets import DIGITS
 from nobackfill.training.comparison.recipe import Place
-from nobackfill.training.comparison.results import Comparison, as_json, as_markdown, points
+from nobackfill.training.comparison.results import Results, read_results, write_results
 from nobackfill.training.comparison.scheduler import do
+from nobackfill.training.comparison.tables import whole
 from nobackfill.training.loop.loop import DivergedError
 
 SHORT: Mapping[str, Mapping[str, object]] = {
@@ -45,32 +47,31 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "few"
 
 
-def compared(out: Path, digits: Path) -> Comparison:
+def compared(out: Path, digits: Path) -> Results:
     return compare(FEW, digits, out, [0], WANTED, 1, SHORT)
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[Path, Comparison]:
+def small(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[Path, Results]:
     """A comparison of one seed with a part of the digits."""
     out = tmp_path_factory.mktemp("compare")
     return out, compared(out, digits)
 
 
-def untimed(comparison: Comparison) -> dict[str, object]:
-    """The comparison as JSON, without what a clock measured."""
-    costs = {name: replace(cost, microseconds=0.0) for name, cost in comparison.costs.items()}
-    return as_json(replace(comparison, costs=costs))
+def untimed(results: Results) -> dict[str, object]:
+    """The results without what a clock measured."""
+    return results.model_dump(exclude={"costs"})
 
 
 def test_two_processes_find_what_one_does(
-    small: tuple[Path, Comparison], digits: Path, tmp_path: Path
+    small: tuple[Path, Results], digits: Path, tmp_path: Path
 ) -> None:
-    shared = compare(FEW, digits, tmp_path, [0], ("bct", "residual_simclr"), 2, SHORT)
-    alone, cells = as_json(small[1])["cells"], as_json(shared)["cells"]
-    assert isinstance(alone, dict) and isinstance(cells, dict)
-    assert {name: row["new/served"] for name, row in cells.items()} == {
-        name: alone[name]["new/served"] for name in ("bct", "residual_simclr")
-    }
+    names = ("bct", "residual_simclr")
+    shared = compare(FEW, digits, tmp_path, [0], names, 2, SHORT)
+    alone = small[1].main.rows
+    assert set(shared.main.rows) == set(names)
+    for name in names:
+        assert shared.main.rows[name].cells["new/served"] == alone[name].cells["new/served"]
 
 
 def test_a_training_that_fails_in_a_process_ends_the_comparison(
@@ -82,111 +83,137 @@ def test_a_training_that_fails_in_a_process_ends_the_comparison(
     assert not list(tmp_path.rglob("cells/*"))
 
 
-def test_every_wanted_row_has_its_cells_on_both_splits(small: tuple[Path, Comparison]) -> None:
-    _, comparison = small
-    told = as_json(comparison)
-    assert json.loads(json.dumps(told)) == told
-    assert told["data"] == "few" and told["seeds"] == 1
-    cells = told["cells"]
-    assert isinstance(cells, dict) and set(cells) == set(WANTED)
-    for name, row in cells.items():
-        for part in (row, row["unseen"]):
+def test_every_wanted_row_has_its_cells_on_both_splits(small: tuple[Path, Results]) -> None:
+    _, results = small
+    assert results.data == "few" and results.seeds == (0,)
+    rows = results.main.rows
+    for split in results.splits.values():
+        assert set(split.rows) == set(WANTED)
+        for name, row in split.rows.items():
             for cell in ("old/old", "new/old", "new/new", "new/served"):
                 for figure in ("cmc1", "cmc5", "map"):
-                    value, std = part[cell][figure]
-                    assert 0 < value <= 1 and std == 0, (name, cell, figure)
+                    value, deviation = row.cells[cell][figure]
+                    # One seed has no deviation.
+                    assert 0 < value <= 1 and deviation is None, (name, cell, figure)
     # One old model for all rows, one new model for all but the compatible ones.
-    assert len({row["old/old"]["map"][0] for row in cells.values()}) == 1
-    assert cells["affine"]["new/new"] == cells["independent"]["new/new"]
-    assert cells["bct"]["new/new"] != cells["independent"]["new/new"]
-    assert cells["bct"]["new/served"] == cells["bct"]["new/old"]
-    assert cells["dmu"]["new/served"] != cells["dmu"]["new/old"]
-    assert cells["dmu"]["extras"]["weight_spread"] < 1.01
-    assert "variance_ratio" in cells["residual_simclr"]["extras"]
+    assert len({row.mean("old/old", "map") for row in rows.values()}) == 1
+    assert rows["affine"].cells["new/new"] == rows["independent"].cells["new/new"]
+    assert rows["bct"].cells["new/new"] != rows["independent"].cells["new/new"]
+    assert rows["bct"].cells["new/served"] == rows["bct"].cells["new/old"]
+    assert rows["dmu"].cells["new/served"] != rows["dmu"].cells["new/old"]
+    assert rows["dmu"].extras["weight_spread"] < 1.01
+    assert "variance_ratio" in rows["residual_simclr"].extras
     # 32 numbers of the old embedding, 32 of side-information.
-    assert cells["residual_simclr"]["cost"]["stored"] == 256
-    for name, row in cells.items():
-        transformed = name in ("dmu", "affine", "residual_simclr")
-        assert (row["cost"]["microseconds"] > 0) == transformed, name
+    assert results.costs["residual_simclr"].stored == 256
+    for name, cost in results.costs.items():
+        assert (cost.microseconds > 0) == (name in ("dmu", "affine", "residual_simclr")), name
 
 
-def test_figures_by_class_range_are_those_of_the_whole(small: tuple[Path, Comparison]) -> None:
+def test_the_results_are_read_as_they_were_written(
+    small: tuple[Path, Results], tmp_path: Path
+) -> None:
+    write_results(tmp_path / "r.json", small[1])
+    assert read_results(tmp_path / "r.json") == small[1]
+    (tmp_path / "r.json").write_text('{"data": "digits"}')
+    with pytest.raises(InvalidInputError, match="expected results of compare"):
+        read_results(tmp_path / "r.json")
+    with pytest.raises(NotFoundError, match="no such file"):
+        read_results(tmp_path / "none.json")
+
+
+def test_figures_by_class_range_are_those_of_the_whole(small: tuple[Path, Results]) -> None:
     """Digits 0-4 trained the old model, 5-9 did not: half of the queries each."""
-    _, comparison = small
-    for runs in comparison.rows["main"].values():
-        by_query = runs[0].by_query
+    _, results = small
+    for row in results.main.rows.values():
         for cell in ("new/new", "new/served"):
-            parts = [by_query[f"{cell}, {name} classes"]["map"] for name in ("known", "new")]
-            assert [np.isfinite(part).sum() for part in parts] == [80, 80]
-            assert sum(mean(part) for part in parts) / 2 == pytest.approx(
-                mean(by_query[cell]["map"])
+            parts = [row.cells[f"{cell}, {name} classes"]["map"][0] for name in ("known", "new")]
+            assert sum(parts) / 2 == pytest.approx(row.cells[cell]["map"][0])
+    for row in results.splits["unseen"].rows.values():
+        assert not any("classes" in cell for cell in row.cells)
+
+
+def test_what_is_kept_is_held_to_the_best_new_model_of_the_table(
+    small: tuple[Path, Results],
+) -> None:
+    """Whichever row it is: a weak independent model makes no transform look whole."""
+    _, results = small
+    for split in results.splits.values():
+        for figure in ("cmc1", "map"):
+            reached = {name: row.cells["new/new"][figure][0] for name, row in split.rows.items()}
+            best = max(reached.values())
+            for row in split.rows.values():
+                assert row.held_to[figure].value == best
+                assert reached[row.held_to[figure].row] == best
+                served = row.cells["new/served"][figure][0]
+                assert row.extras[f"kept_{figure}"] == pytest.approx(served / best)
+        for row in split.rows.values():
+            old, served, new = (
+                row.cells[c]["map"][0] for c in ("old/old", "new/served", "new/new")
             )
-    for runs in comparison.rows["unseen"].values():
-        assert not any("classes" in cell for cell in runs[0].by_query)
+            best = row.held_to["map"].value
+            assert row.extras["gap_closed"] == pytest.approx((served - old) / (best - old))
+            assert row.extras["degradation"] == pytest.approx(1 - new / best)
 
 
-def test_the_curve_shows_every_row_of_the_shared_old_model(small: tuple[Path, Comparison]) -> None:
-    _, comparison = small
-    shown = {point.name: point for point in points(comparison)}
+def test_the_curve_and_the_table_tell_one_share_kept(small: tuple[Path, Results]) -> None:
+    _, results = small
+    shown = {point.name: point.kept for point in points(results)}
     assert set(shown) == set(WANTED)
-    served = mean(comparison.rows["main"]["affine"][0].by_query["new/served"]["map"])
-    whole = mean(comparison.rows["main"]["independent"][0].by_query["new/new"]["map"])
-    assert shown["affine"].kept == pytest.approx(served / whole)
+    lines = [line.split(" | ") for line in whole(results).splitlines()]
+    told = {line[0].removeprefix("| "): line[5] for line in lines if len(line) == 11}
+    for name, row in results.main.rows.items():
+        assert shown[name] == row.extras["kept_map"]
+        kept = [f"{100 * row.extras[f'kept_{figure}']:.1f}" for figure in ("cmc1", "map")]
+        assert told[name] == " / ".join(kept)
 
 
-def test_one_share_kept_is_told_everywhere(small: tuple[Path, Comparison]) -> None:
-    """Compatible models are held to the independent new/new, never to their own."""
-    _, comparison = small
-    rows = comparison.rows["main"]
-
-    def of(name: str, cell: str) -> float:
-        return mean(rows[name][0].by_query[cell]["map"])
-
-    whole = of("independent", "new/new")
-    cells = as_json(comparison)["cells"]
-    assert isinstance(cells, dict)
-    lines = [line.split(" | ") for line in as_markdown(comparison).splitlines()]
-    kept = {line[0].removeprefix("| "): line[5] for line in lines if len(line) == 10}
-    for name in WANTED:
-        old, served, extras = of(name, "old/old"), of(name, "new/served"), cells[name]["extras"]
-        assert extras["share_kept"] == pytest.approx(served / whole)
-        assert extras["gap_closed"] == pytest.approx((served - old) / (whole - old))
-        assert extras["degradation"] == pytest.approx(1 - of(name, "new/new") / whole)
-        assert kept[name] == f"{100 * served / whole:.1f}"
-    assert cells["bct"]["extras"]["degradation"] != 0 == cells["affine"]["extras"]["degradation"]
-
-
-def test_the_claims_are_judged_where_their_rows_are(small: tuple[Path, Comparison]) -> None:
-    _, comparison = small
-    claims = as_json(comparison)["claims"]
-    assert isinstance(claims, dict)
+def test_one_seed_decides_no_claim(small: tuple[Path, Results]) -> None:
+    _, results = small
+    claims = results.main.claims
     incompatible = claims["independent models are incompatible"]
-    assert incompatible["holds"] is True and incompatible["difference"][1] > 0
-    assert "BCT loses new/new (unseen classes)" in claims
-    assert "FCT with SimCLR > BCT" not in claims
-    text = as_markdown(comparison)
+    for figure in ("cmc1", "map"):
+        bounds = incompatible[figure].bounds
+        assert bounds is not None and bounds[0] > 0
+        assert incompatible[figure].verdict == "undecided"
+    assert "BCT loses new/new" in results.splits["unseen"].claims
+    assert "FCT with SimCLR > the strongest BCT" not in claims
+    text = whole(results)
+    assert "±" not in text and "One seed (0)" in text
     for name in WANTED:
         assert f"| {name} |" in text
-    assert "independent models are incompatible | holds |" in text
+    assert "independent models are incompatible | undecided |" in text
 
 
-def test_what_is_done_is_not_done_again(small: tuple[Path, Comparison], digits: Path) -> None:
-    out, comparison = small
+def test_rows_of_one_seed_stand_beside_those_of_two(
+    small: tuple[Path, Results], digits: Path
+) -> None:
+    results = compare(FEW, digits, small[0], [0, 1], ("independent",), 1, SHORT, once=("bct",))
+    rows = results.main.rows
+    assert {name: row.seeds for name, row in rows.items()} == {"independent": 2, "bct": 1}
+    # Of the first seed, as bct's own figures are.
+    assert rows["bct"].held_to["map"].value != rows["independent"].held_to["map"].value
+    text = whole(results)
+    assert "| bct (1 seed) |" in text and "| independent |" in text
+    assert results.main.claims["BCT loses new/new"]["map"].seeds == 1
+
+
+def test_what_is_done_is_not_done_again(small: tuple[Path, Results], digits: Path) -> None:
+    out, results = small
     run = out / "few" / "seed-0" / "main" / "bct" / "checkpoint.safetensors"
     kept = out / "few" / "seed-0" / "main" / "cells" / "bct.npz"
     before = run.stat().st_mtime_ns, kept.stat().st_mtime_ns
     again = compared(out, digits)
     assert (run.stat().st_mtime_ns, kept.stat().st_mtime_ns) == before
-    assert untimed(again) == untimed(comparison)
+    assert untimed(again) == untimed(results)
 
 
 def test_a_lost_checkpoint_is_trained_again_to_the_same_cells(
-    small: tuple[Path, Comparison], digits: Path
+    small: tuple[Path, Results], digits: Path
 ) -> None:
-    out, comparison = small
+    out, results = small
     shutil.rmtree(out / "few" / "seed-0" / "main" / "bct")
     again = compared(out, digits)
-    assert untimed(again) == untimed(comparison)
+    assert untimed(again) == untimed(results)
 
 
 def test_cells_are_measured_again_when_a_model_changed(tmp_path: Path) -> None:

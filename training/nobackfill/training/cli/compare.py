@@ -2,7 +2,6 @@
 metrics.
 """
 
-import json
 import os
 import sys
 import time
@@ -19,14 +18,18 @@ from nobackfill.durable import write_file
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.cli.command import command_app
 from nobackfill.training.comparison.catalogue import rows_of
-from nobackfill.training.comparison.cells import Cells, read_cells
-from nobackfill.training.comparison.claims import CLAIMS, judge
+from nobackfill.training.comparison.cells import read_cells
+from nobackfill.training.comparison.claims import CLAIMS
+from nobackfill.training.comparison.configured import digest
 from nobackfill.training.comparison.cost import costs
-from nobackfill.training.comparison.curve import draw
+from nobackfill.training.comparison.curve import draw, points
 from nobackfill.training.comparison.data import check_classes, write_digits
 from nobackfill.training.comparison.development import development_of, place_images, seeds_of
+from nobackfill.training.comparison.machine import machine
+from nobackfill.training.comparison.pages import refresh
 from nobackfill.training.comparison.presets import (
     DIGITS,
+    PRESETS,
     Preset,
     Split,
     Values,
@@ -35,21 +38,24 @@ from nobackfill.training.comparison.presets import (
 )
 from nobackfill.training.comparison.ranges import by_range, known_to_old
 from nobackfill.training.comparison.recipe import Place
-from nobackfill.training.comparison.results import MAIN, Comparison, as_json, as_markdown, points
-from nobackfill.training.comparison.rows import independent_of
+from nobackfill.training.comparison.results import MAIN, Made, Results, write_results
 from nobackfill.training.comparison.scheduler import Planned, cells_path, do, images_of
+from nobackfill.training.comparison.summary import Measured, summarise
+from nobackfill.training.comparison.tables import whole
 
 _EPILOG = """
 Trains every model and measures every row of the table, --jobs of them at a time. What is done is
 kept below OUT and not done again, so an interrupted comparison goes on where it stopped; remove a
 folder to train it anew.
 
+Writes OUT/NAME.json, OUT/NAME.md and OUT/NAME.svg. Groups of --methods and --once: core,
+core_unseen, core_unseen_compatible, bct_family, dmu_family, variants, maps, transforms, chains,
+noise, allocations, long_chain, foreign, disjoint, sizes, parts.
+
 --development leaves the tables' test images and unseen classes alone: choose there, and fill a
 table with what was chosen. Its seeds are not the table's.
 
-Writes OUT/NAME.json, OUT/NAME.md and OUT/NAME.svg. Groups of --methods: core, core_unseen,
-core_unseen_compatible, bct_family, dmu_family, variants, maps, transforms, chains, noise,
-allocations, long_chain, foreign, disjoint, sizes, parts.
+--page writes the tables of README.md and its like from results that are there, and trains nothing.
 
 Exit codes: 0 done, 1 a training diverged, 65 refused data, 73 cannot write, 78 wrong configuration.
 """
@@ -63,6 +69,9 @@ def main(
     methods: Annotated[
         str | None, typer.Option(help="groups and methods, with commas; the preset's own if absent")
     ] = None,
+    once: Annotated[
+        str | None, typer.Option(help="further groups and methods, for the first seed alone")
+    ] = None,
     images: Annotated[
         Path | None, typer.Option(help="folder with train and test, for cifar100 and cifar100-cpu")
     ] = None,
@@ -71,24 +80,51 @@ def main(
     development: Annotated[
         bool, typer.Option("--development", help="the images and classes to choose by")
     ] = False,
+    page: Annotated[
+        list[Path] | None,
+        typer.Option(help="write this page's tables, or those of this JSON; train nothing"),
+    ] = None,
 ) -> None:
     """Train and evaluate the methods on the same splits; print the table and the claims."""
+    if page:
+        for one in page:
+            for file in refresh(one):
+                print(f"{one}: {file}")
+        return
     folder = Path(data)
     if data != DIGITS.name and folder.is_dir():
         preset, images = folder_preset(len(list_images(folder).class_names)), folder
     else:
         preset = preset_named(data)
-    wanted = tuple(methods.split(",")) if methods else None
     if development:
         preset = development_of(preset)
-    comparison = compare(preset, images, out, seeds_of(preset, seeds), wanted, jobs)
-    text = as_markdown(comparison)
-    told = json.dumps(as_json(comparison), indent=1)
-    write_file(out / f"{preset.title}.json", told.encode(), 0o644)
+    results = compare(
+        preset,
+        images,
+        out,
+        seeds_of(preset, seeds),
+        methods.split(",") if methods else None,
+        jobs,
+        once=once.split(",") if once else (),
+        command=_command(preset, seeds, methods, once),
+    )
+    text = whole(results)
+    write_results(out / f"{preset.title}.json", results)
     write_file(out / f"{preset.title}.md", text.encode(), 0o644)
-    drawing = draw(points(comparison), f"Quality and cost on {preset.title}")
+    drawing = draw(points(results), f"Quality and cost on {preset.title}")
     write_file(out / f"{preset.title}.svg", drawing, 0o644)
     print(text)
+
+
+def _command(preset: Preset, seeds: int, methods: str | None, once: str | None) -> str:
+    """What was asked for, without the places of this machine."""
+    named = preset.name if preset.name in PRESETS else "FOLDER"
+    words = ["python training/compare.py", f"--data {named} --seeds {seeds}"]
+    words += [f"--methods {methods}"] if methods else []
+    words += [f"--once {once}"] if once else []
+    words += ["--images FOLDER"] if preset.test_share is None else []
+    words += ["--development"] if preset.development else []
+    return " ".join(words)
 
 
 def compare(
@@ -99,8 +135,11 @@ def compare(
     wanted: Sequence[str] | None,
     jobs: int,
     changes: Mapping[str, Values] | None = None,
-) -> Comparison:
-    """Train and measure the wanted groups and methods, the preset's own where None.
+    once: Sequence[str] = (),
+    command: str = "compare()",
+) -> Results:
+    """Train and measure the wanted groups and methods, the preset's own where None; those of `once`
+    with the first seed alone.
 
     `changes` replace keys of the preset's configurations, by kind.
     """
@@ -111,11 +150,15 @@ def compare(
         for split in preset.splits:
             place = _place(preset, split, seed, root, source, changes or {})
             own = preset.groups if split.name == MAIN else preset.unseen_groups
-            planned.append((place, rows_of(place, wanted or own)))
+            further = once if seed == seeds[0] else ()
+            planned.append((place, rows_of(place, (*(wanted or own), *further))))
     started = time.monotonic()
     do(planned, jobs)
     print(f"compare.py: {time.monotonic() - started:.0f} s", file=sys.stderr)
-    return _collect(preset, tuple(seeds), planned)
+    # Of the first place: seeds and splits differ in weights, not in cost.
+    told, rows = costs(planned[0][1]), _collect(planned)
+    made = Made(command=command, machine=machine(), configured=digest(preset, rows))
+    return summarise(preset.title, preset.metric, seeds, made, rows, CLAIMS, told)
 
 
 def _source(preset: Preset, images: Path | None, root: Path) -> Path:
@@ -143,8 +186,9 @@ def _place(
     return Place(preset, split, seed, images, root / f"seed-{seed}" / split.name, changes)
 
 
-def _collect(preset: Preset, seeds: tuple[int, ...], planned: Planned) -> Comparison:
-    rows: dict[str, dict[str, list[Cells]]] = {split.name: {} for split in preset.splits}
+def _collect(planned: Planned) -> dict[str, dict[str, Measured]]:
+    """By split and row, in the order of the first seed."""
+    found: dict[str, dict[str, Measured]] = {}
     for place, of_place in planned:
         # Rows share their old models and tests: each folder is read once.
         known: dict[tuple[Path, str], NDArray[np.bool_]] = {}
@@ -154,13 +198,9 @@ def _collect(preset: Preset, seeds: tuple[int, ...], planned: Planned) -> Compar
             ends = (row.old.folder, row.tested)
             if ends not in known:
                 known[ends] = known_to_old(row, images_of(place, row))
-            cells = by_range(cells, known[ends])
-            rows[place.split.name].setdefault(row.name, []).append(cells)
-    claims = {name: judge(CLAIMS, by_row) for name, by_row in rows.items()}
-    # Of the first place: seeds and splits differ in weights, not in cost.
-    first = planned[0][1]
-    held_to = {row.name: independent_of(row, first) for row in first}
-    return Comparison(preset.title, seeds, preset.metric, rows, claims, costs(first), held_to)
+            split = found.setdefault(place.split.name, {})
+            split.setdefault(row.name, Measured(row, [])).runs.append(by_range(cells, known[ends]))
+    return found
 
 
 app = command_app("compare.py", main, _EPILOG)

@@ -12,7 +12,7 @@ from nobackfill.faces import offer
 if TYPE_CHECKING:
     from nobackfill.training.comparison.catalogue import rows_of as rows_of
     from nobackfill.training.comparison.cells import Cells as Cells
-    from nobackfill.training.comparison.claims import Claim as Claim, judge as judge
+    from nobackfill.training.comparison.results import Results as Results
     from nobackfill.training.comparison.presets import (
         Preset as Preset,
         Split as Split,
@@ -25,7 +25,7 @@ else:
         {
             "catalogue": "rows_of",
             "cells": "Cells",
-            "claims": "Claim judge",
+            "results": "Results",
             "presets": "Preset Split preset_named",
             "rows": "Row",
         },

@@ -25,7 +25,7 @@ COMPATIBLE: Mapping[str, tuple[str, Values]] = {
     "regress": ("regress", {}),
     "contrastive": ("contrastive", {}),
     Name.BCT: ("bct", {}),
-    "bct_kd": ("bct_kd", {}),
+    Name.BCT_KD: ("bct_kd", {}),
     Name.BCT_SYS: ("bct_sys", {}),
     Name.UNIBCT_VANILLA: ("unibct", {"prototypes": "vanilla"}),
     "unibct_drop": ("unibct", {"prototypes": "drop"}),

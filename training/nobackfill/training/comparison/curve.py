@@ -4,15 +4,26 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nobackfill.training.comparison.results import Results
+
 
 @dataclass(frozen=True)
 class Point:
-    """A way to serve an old gallery. `kept`: its mAP over the independent new/new, 0..1."""
+    """A way to serve an old gallery. `kept`: its mAP over the best new/new, 0..1."""
 
     name: str
     stored: float
     microseconds: float
     kept: float
+
+
+def points(results: Results) -> list[Point]:
+    """The rows that serve the shared old model's vectors, all that have something to be held to."""
+    return [
+        Point(name, cost.stored, cost.microseconds, row.extras["kept_map"])
+        for name, row in results.main.rows.items()
+        if row.shared and row.held_to and (cost := results.costs[name])
+    ]
 
 
 def front(points: Sequence[Point], cost: str) -> list[Point]:

@@ -8,6 +8,7 @@ class Name(StrEnum):
 
     INDEPENDENT = auto()
     BCT = auto()
+    BCT_KD = auto()
     UNIBCT_VANILLA = auto()
     UNIBCT = auto()
     BCT_SYS = auto()
@@ -62,6 +63,10 @@ class Name(StrEnum):
     # Of UniBCT's allocations.
     VANILLA = auto()
     REFINED = auto()
+
+
+# The default recipe.
+OURS = Name.RESIDUAL_SIMCLR
 
 
 def within(setting: str, row: str | int) -> str:

@@ -1,6 +1,5 @@
 """One row of a comparison's table, and the models that every row of a place shares."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -35,17 +34,13 @@ class Row:
         return tuple({run.folder: run for run in own}.values())
 
 
-def independent_of(row: Row, rows: Sequence[Row]) -> str | None:
-    """The row that `row`'s quality is held to, by name: the same test, and a new model trained
-    alone on the same images (BCT's new*, DMU's oracle). Its own where its new model was; None where
-    none of `rows` is such.
+def learned(row: Row) -> tuple[object, ...]:
+    """What a row's new model saw and is tested on: rows that are equal in it share one upper bound.
+
+    Another backbone is another bound; another width of the embedding is a variant (BCT Table 3).
     """
-
-    def trained_on(other: Row) -> tuple[object, ...]:
-        return other.tested, other.new.values["images"], other.new.values["classes"]
-
-    alone = [other for other in (row, *rows) if "old" not in other.new.values]
-    return next((other.name for other in alone if trained_on(other) == trained_on(row)), None)
+    new = row.new.values
+    return row.tested, new["images"], new["classes"], new["backbone"], new.get("width")
 
 
 class Shared:

@@ -1,0 +1,18 @@
+"""On what the results were made, in words."""
+
+import os
+import platform
+import re
+from pathlib import Path
+
+import torch
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def machine() -> str:
+    """Processor, cores and torch's version; never the machine's own name."""
+    told = _CPUINFO.read_text("utf-8") if _CPUINFO.is_file() else ""
+    model = re.search(r"^model name\s*: (.+)$", told, re.MULTILINE)
+    name = model[1].strip() if model else platform.machine()
+    return f"{name}, {os.cpu_count()} cores, torch {torch.__version__}"
