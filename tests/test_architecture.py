@@ -48,8 +48,8 @@ ARROWS = {
 }
 # The parts of the server, lowest first: each may import those before it.
 SERVER = (
-    "settings", "arenas", "descriptors", "state", "grpc", "publication", "catalog", "vault",
-    "triton", "embedding", "galleries", "upgrades", "serving", "rollout", "grpc.services",
+    "settings", "arenas", "descriptors", "state", "stores", "grpc", "publication", "catalog",
+    "vault", "triton", "embedding", "galleries", "upgrades", "serving", "rollout", "grpc.services",
     "grpc.listener", "gateway", "backup", "cli",
 )  # fmt: skip
 MAX_LINES = 300
@@ -183,6 +183,11 @@ def test_hnsw_is_imported_by_server_and_quality_only() -> None:
                 for name in ("hnsw", "graph_state", "graph_index")
             }
             assert not graphs & set(imports(path)), path.relative_to(ROOT)
+
+
+def test_only_the_store_in_postgresql_imports_psycopg() -> None:
+    users = {path for path in sources(*ARROWS) if packages(path) & {"psycopg", "psycopg_pool"}}
+    assert {path.parent for path in users} == {folder("server") / "stores" / "postgresql"}
 
 
 def test_the_edge_client_loads_no_torch_no_tritonclient_no_hnswlib() -> None:

@@ -37,12 +37,12 @@ def by_value(store: Store, key: str, space: str) -> list[Group]:
             (key,),
         ).fetchall()
     return [
-        _group(kind, value, [row[2:] for row in members])
+        group_of(kind, value, [row[2:] for row in members])
         for (kind, value), members in groupby(rows, key=lambda row: row[:2])
     ]
 
 
-def _group(kind: str, value: Any, members: list[tuple[int | None, Origin | None]]) -> Group:
+def group_of(kind: str, value: Any, members: list[tuple[int | None, Origin | None]]) -> Group:
     labels = [label for label, _ in members if label is not None]
     again = sum(origin == "re-embedded" for _, origin in members)
     value = bool(value) if kind == "flag" else value

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from nobackfill.errors import InvalidInputError, NotFoundError, PreconditionError
 from nobackfill.gallery import reading
@@ -35,13 +35,14 @@ def begin(store: Store, spec: SpaceSpec) -> None:
     with store.changing() as (connection, changes):
         for info in read_spaces(connection):
             if info.spec.space == spec.space:
-                _same(info.spec, spec)
+                ensure_same(info.spec, spec)
                 return
         add_space(connection, spec, "staging")
         changes.append(_SPACES_CHANGED)
 
 
-def _same(old: SpaceSpec, new: SpaceSpec) -> None:
+def ensure_same(old: SpaceSpec, new: SpaceSpec) -> None:
+    """Raises InvalidInputError where a space that is there differs."""
     if old != new:
         differing = [
             field.name
@@ -74,12 +75,7 @@ def write(
     """
     checked = check(store.space(space), NewVectors(space, embedding, side, origin), len(labels))
     order = np.argsort(labels)
-    doubt = None
-    if uncertainty is not None:
-        column = np.asarray(uncertainty)[:, None]
-        doubt = check_vectors(column, 1, what="uncertainties of an upgrade")[:, 0]
-        if len(doubt) != len(labels):
-            raise InvalidInputError(f"uncertainties: expected {len(labels)} rows, got {len(doubt)}")
+    doubt = check_doubt(uncertainty, len(labels))
     with store.changing() as (connection, changes):
         info = find_space(connection, space)
         good = live_labels(connection, "items", labels)
@@ -93,6 +89,17 @@ def write(
         )
         changes.append(Change({space: (good, kept.embedding)}, _NONE))
     return good
+
+
+def check_doubt(uncertainty: ArrayLike | None, rows: int) -> NDArray[np.float32] | None:
+    """Uncertainties [n] of `rows` items, if any. Raises InvalidInputError for others."""
+    if uncertainty is None:
+        return None
+    column = np.asarray(uncertainty)[:, None]
+    doubt = check_vectors(column, 1, what="uncertainties of an upgrade")[:, 0]
+    if len(doubt) != rows:
+        raise InvalidInputError(f"uncertainties: expected {rows} rows, got {len(doubt)}")
+    return doubt
 
 
 def left_behind(store: Store, space: str) -> int:
@@ -151,18 +158,31 @@ def rollback(
 def _activate(
     connection: sqlite3.Connection, target: SpaceInfo, old_becomes: str, leave_behind: bool
 ) -> None:
-    lacking = _left_behind(connection, target)
-    if lacking and not leave_behind:
-        raise PreconditionError(
-            f"{lacking} items have no vector in release {target.spec.release}'s space and could "
-            "not be found there; list them, upgrade or embed them, or accept to leave them behind"
-        )
+    if not leave_behind:
+        ensure_whole(_left_behind(connection, target), target)
     connection.execute("UPDATE spaces SET state = ? WHERE state = 'active'", (old_becomes,))
     connection.execute(
         "UPDATE spaces SET state = 'active', activated = (SELECT max(activated) + 1 FROM spaces)"
         " WHERE number = ?",
         (target.number,),
     )
+
+
+def ensure_whole(lacking: int, target: SpaceInfo) -> None:
+    """Raises PreconditionError where so many items have no vector in a space."""
+    if lacking:
+        raise PreconditionError(
+            f"{lacking} items have no vector in release {target.spec.release}'s space and could "
+            "not be found there; list them, upgrade or embed them, or accept to leave them behind"
+        )
+
+
+def ensure_active_may_go(info: SpaceInfo) -> None:
+    """Raises PreconditionError for the active space, which no gallery is without."""
+    if info.state == "active":
+        raise PreconditionError(
+            f"release {info.spec.release}'s space is the active one; flip to another first"
+        )
 
 
 def drop(store: Store, space: str) -> None:
@@ -172,10 +192,7 @@ def drop(store: Store, space: str) -> None:
     """
     with store.changing() as (connection, changes):
         info = find_space(connection, space)
-        if info.state == "active":
-            raise PreconditionError(
-                f"release {info.spec.release}'s space is the active one; flip to another first"
-            )
+        ensure_active_may_go(info)
         table = vector_table(info.number)
         piece = f"DELETE FROM {table} WHERE label IN (SELECT label FROM {table} LIMIT {DROP_ROWS})"
         while connection.execute(piece).rowcount:

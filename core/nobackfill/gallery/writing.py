@@ -22,7 +22,7 @@ from nobackfill.vectors import Vectors, check_vectors
 MAX_ID_CHARACTERS = 256
 
 # Which rows of a vector table a native vector does not replace.
-_NATIVE = "origin IN ('native', 're-embedded')"
+NATIVE = "origin IN ('native', 're-embedded')"
 
 # Of one item's metadata, as JSON in UTF-8: what a page of items or an answer can bring many times.
 MOST_METADATA_BYTES = 64 << 10
@@ -70,7 +70,7 @@ def check_batch(
             raise InvalidInputError(f"expected {name} for {len(ids)} ids, got {len(given)}")
     lengths = [len(item_id) for item_id in ids]
     if ids and not (
-        1 <= min(lengths) <= max(lengths) <= MAX_ID_CHARACTERS and _storable("".join(ids))
+        1 <= min(lengths) <= max(lengths) <= MAX_ID_CHARACTERS and storable("".join(ids))
     ):
         raise InvalidInputError(
             f"expected ids of 1 to {MAX_ID_CHARACTERS} characters of valid text, got "
@@ -85,7 +85,7 @@ def check_batch(
     )
 
 
-def _storable(text: str) -> bool:
+def storable(text: str) -> bool:
     # What SQLite's JSON functions and its command line read back as it was.
     try:
         return b"\0" not in text.encode()
@@ -97,7 +97,7 @@ def metadata_text(metadata: Metadata) -> str:
     """Metadata as it is stored: JSON, keys in order. Raises InvalidInputError for what is no
     metadata, or too large."""
     for key, value in metadata.items():
-        if not (_storable(key) and _allowed(value)):
+        if not (storable(key) and _allowed(value)):
             raise InvalidInputError(
                 f"metadata {key[:64]!r}: expected text, a finite number (an integer of 64 bits), a "
                 "flag or a list of texts; leave it out"
@@ -113,13 +113,13 @@ def metadata_text(metadata: Metadata) -> str:
 
 def _allowed(value: MetadataValue) -> bool:
     if isinstance(value, str):
-        return _storable(value)
+        return storable(value)
     if isinstance(value, int):
         return LEAST_INTEGER <= value <= LARGEST_INTEGER
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, list | tuple) and all(
-        isinstance(text, str) and _storable(text) for text in value
+        isinstance(text, str) and storable(text) for text in value
     )
 
 
@@ -211,7 +211,7 @@ def insert(
         rest = checked
         if kept.any():
             # A vector made from the content is better than one that an upgrade carried.
-            good = _NATIVE if checked.origin == "native" else "TRUE"
+            good = NATIVE if checked.origin == "native" else "TRUE"
             wanted = ~np.isin(labels, live_labels(connection, table, labels[kept], good))
             rest = checked.some(wanted)
         insert_vectors(connection, rest, labels[wanted], replace=True)
@@ -222,12 +222,20 @@ def insert(
 def _existing(
     connection: sqlite3.Connection, batch: Batch
 ) -> tuple[Labels, NDArray[np.bool_], Labels]:
-    """Labels [n] of kept items (-1 elsewhere), which are kept, and the labels to be replaced."""
     rows = connection.execute(
         "SELECT id, label, digest FROM items WHERE id IN (SELECT value FROM json_each(?))",
         (json.dumps(list(batch.ids)),),
     )
-    found = {item_id: (label, digest) for item_id, label, digest in rows}
+    return kept_and_replaced(batch, {item_id: rest for item_id, *rest in rows})
+
+
+def kept_and_replaced(
+    batch: Batch, found: Mapping[str, Sequence[Any]]
+) -> tuple[Labels, NDArray[np.bool_], Labels]:
+    """Labels [n] of kept items (-1 elsewhere), which are kept, and the labels to be replaced.
+
+    `found`: label and digest of those ids that exist.
+    """
     labels = np.full(len(batch.ids), -1, np.int64)
     replaced = []
     if found:

@@ -1,0 +1,220 @@
+"""Connections to PostgreSQL: a pool, reads that are asked again when one breaks, and transactions
+that have happened once, whatever breaks.
+
+Locks are taken in one order, so that no two transactions wait for each other: the gallery's gate (a
+table lock, first come, first served: puts share it, a change of spaces has it alone), then rows of
+`items` by rising label, then new ids in order, then rows of vectors.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any, TypeVar
+
+import psycopg
+from pgvector.psycopg import register_vector
+from psycopg.conninfo import conninfo_to_dict
+from psycopg_pool import ConnectionPool, PoolTimeout
+
+from nobackfill.errors import BusyError, ConfigurationError, UnavailableError
+from nobackfill.server.stores.postgresql.failures import COLLISIONS, lost, refusal
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+Result = TypeVar("Result")
+
+# How long a call waits for a connection of the pool, for a lock, and for a server that is restarted
+# while broken connections are replaced.
+_WAIT_S = 5.0
+_STATEMENT_S = 60
+# A transaction that met another, or a connection that breaks, is tried again so often.
+_TRIES = 8
+# Candidates of a graph that are looked at, unless a search asks for more.
+EF = 100
+_LOCAL = ("", "localhost", "127.0.0.1", "::1")
+_ENCRYPTED = ("require", "verify-ca", "verify-full")
+
+
+def check_url(url: str) -> None:
+    """Raises ConfigurationError for what is no address, or one over the network in the clear. The
+    sentence does not repeat the address: it may hold a password."""
+    try:
+        given = conninfo_to_dict(url)
+    except psycopg.Error as error:
+        raise ConfigurationError(
+            "store: expected postgresql://USER@HOST/DATABASE?sslmode=verify-full, or a socket's "
+            "folder as host"
+        ) from error
+    hosts = [*str(given.get("host") or "").split(","), str(given.get("hostaddr") or "")]
+    if not all(map(_is_local, hosts)) and given.get("sslmode") not in _ENCRYPTED:
+        raise _in_the_clear()
+
+
+def _is_local(host: str) -> bool:
+    return host in _LOCAL or host.startswith(("/", "@"))
+
+
+def _in_the_clear() -> ConfigurationError:
+    return ConfigurationError(
+        "store: a database on another machine demands TLS; add sslmode=verify-full (and "
+        "sslrootcert) to its address"
+    )
+
+
+def run(connection: Connection, statement: str, values: Sequence[Any] = ()) -> Any:
+    """Execute a statement whose names were made by us; values are bound."""
+    return connection.execute(statement.encode(), values or None, binary=True)
+
+
+class Database:
+    """One database, from many threads."""
+
+    def __init__(self, url: str, most: int = 16, wait_s: float = _WAIT_S) -> None:
+        """`most`: connections at once. Raises ConfigurationError."""
+        check_url(url)
+        self._url = url
+        self._pool = ConnectionPool(
+            url, min_size=1, max_size=most, open=False, timeout=wait_s, configure=self._configure,
+            kwargs={"autocommit": True, "application_name": "nobackfill"}, reconnect_timeout=0,
+        )  # fmt: skip
+        self._wait_s = wait_s
+
+    def open(self, prepare: Callable[[Connection], None]) -> None:
+        """`prepare` makes what is missing in the database. Raises UnavailableError,
+        ConfigurationError where no connection can be made, and what `prepare` raises."""
+        try:
+            # Not of the pool, which would tell only that time has passed.
+            with self.connect() as connection:
+                if not (_is_local(connection.info.host) or connection.pgconn.ssl_in_use):
+                    raise _in_the_clear()
+                prepare(connection)
+            self._pool.open(wait=True, timeout=self._wait_s)
+        except (psycopg.Error, PoolTimeout) as error:
+            self.close()
+            raise refusal(error) or error from error
+
+    def close(self) -> None:
+        """End every connection; twice is harmless."""
+        self._pool.close()
+
+    def connect(self) -> Connection:
+        """A connection beside the pool, which the caller closes. Raises UnavailableError."""
+        try:
+            return psycopg.connect(self._url, autocommit=True, connect_timeout=int(_WAIT_S))
+        except psycopg.Error as error:
+            raise refusal(error) or error from error
+
+    def read(self, work: Callable[[Connection], Result], *, snapshot: bool = False) -> Result:
+        """What `work` reads, in one snapshot if it has several statements. It is called again on
+        another connection where one breaks."""
+
+        def reading(connection: Connection) -> Result:
+            if not snapshot:
+                return work(connection)
+            with connection.transaction():
+                run(connection, "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+                return work(connection)
+
+        return self._persistent(reading)
+
+    def write(self, work: Callable[[Connection], Result]) -> Result:
+        """The result of `work` in a transaction that is durable and has happened once.
+
+        `work` is called again where it met another transaction or the connection broke before it
+        was committed; where it broke after, the server is asked what became of it. Raises
+        UnavailableError where that cannot be found out.
+        """
+        for attempt in range(_TRIES):
+            try:
+                return self._persistent(lambda connection: self._commit(connection, work))
+            except _MetAnotherError as error:
+                if attempt + 1 == _TRIES:
+                    raise BusyError("others change the same items; try again") from error
+                time.sleep(random.uniform(0, 0.01 * 2**attempt))  # noqa: S311 - no secret
+        raise AssertionError("returned or raised")
+
+    def _commit(self, connection: Connection, work: Callable[[Connection], Result]) -> Result:
+        run(connection, "BEGIN")
+        try:
+            result = work(connection)
+            name = run(connection, "SELECT pg_current_xact_id_if_assigned()::text").fetchone()[0]
+        except COLLISIONS as error:
+            run(connection, "ROLLBACK")
+            raise _MetAnotherError from error
+        except BaseException:
+            if not connection.closed:
+                with suppress(psycopg.Error):
+                    run(connection, "ROLLBACK")
+            raise
+        try:
+            run(connection, "COMMIT")
+        except COLLISIONS as error:
+            raise _MetAnotherError from error
+        except psycopg.Error as error:
+            if not lost(error):
+                raise
+            if name is not None and not self._happened(name):
+                raise
+        return result
+
+    def _happened(self, transaction: str) -> bool:
+        """Whether a transaction was committed whose connection broke. Raises UnavailableError."""
+        end = time.monotonic() + self._wait_s
+        while time.monotonic() < end:
+            with suppress(psycopg.Error, UnavailableError), self.connect() as connection:
+                row = run(connection, "SELECT pg_xact_status(%s::xid8)", [transaction]).fetchone()
+                if row[0] != "in progress":
+                    return bool(row[0] == "committed")
+            time.sleep(0.05)
+        raise UnavailableError(
+            "the database ended the connection while it was told to keep this; whether it did is "
+            "not known, and doing it again is right"
+        )
+
+    def _persistent(self, work: Callable[[Connection], Result]) -> Result:
+        end = time.monotonic() + self._wait_s
+        for attempt in count(1):
+            try:
+                with self._pool.connection() as connection:
+                    return work(connection)
+            except _MetAnotherError:
+                raise
+            except PoolTimeout as error:
+                # Nobody gave one back, or none could be made: the server says which.
+                self.connect().close()
+                raise refusal(error) or error from error
+            except Exception as error:
+                if not lost(error) or attempt == _TRIES:
+                    raise refusal(error) or error from error
+                self._wait_for_server(end)
+                # What else lies in the pool broke with it.
+                self._pool.check()
+        raise AssertionError("returned or raised")
+
+    def _configure(self, connection: Connection) -> None:
+        register_vector(connection)
+        for name, value in (
+            ("lock_timeout", f"{int(1000 * self._wait_s)}"),
+            ("statement_timeout", f"{_STATEMENT_S}s"),
+            ("idle_in_transaction_session_timeout", f"{_STATEMENT_S}s"),
+            # What a filter or a deletion leaves out of a graph's answer is looked for further on.
+            ("hnsw.iterative_scan", "relaxed_order"), ("hnsw.ef_search", str(EF)),
+            ("search_path", "public"),
+        ):  # fmt: skip
+            run(connection, "SELECT set_config(%s, %s, false)", [name, value])
+
+    def _wait_for_server(self, end: float) -> None:
+        """Until it takes connections. Raises UnavailableError when it does not before `end`."""
+        while True:
+            try:
+                self.connect().close()
+                return
+            except UnavailableError:
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(0.05)
+
+
+class _MetAnotherError(Exception):
+    """Rolled back because of another transaction."""

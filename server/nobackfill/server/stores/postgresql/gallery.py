@@ -1,0 +1,198 @@
+"""A gallery in PostgreSQL, as a GalleryStore: items, spaces, vectors and state in one schema."""
+
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from nobackfill.gallery.change import Change
+from nobackfill.gallery.edits import described
+from nobackfill.gallery.filters import Filter
+from nobackfill.gallery.reading import Item, item_of
+from nobackfill.gallery.search.index import Labels
+from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec
+from nobackfill.gallery.staging import check_doubt
+from nobackfill.gallery.writing import Metadata, NewVectors, PutResult, check, check_batch
+from nobackfill.server.stores.postgresql import rows, spaces, writing
+from nobackfill.server.stores.postgresql.conditions import condition_of
+from nobackfill.server.stores.postgresql.database import Connection, Database, run
+from nobackfill.server.stores.postgresql.reads import Reads, existing
+
+_NONE = np.empty(0, np.int64)
+_SPACES_CHANGED = Change({}, _NONE, spaces=True)
+Result = TypeVar("Result")
+
+
+class PostgresqlGallery(Reads):
+    """What is said of each method: GalleryStore."""
+
+    def __init__(self, database: Database, schema: str) -> None:
+        super().__init__(database, schema)
+        self._listeners: list[Callable[[Change], None]] = []
+        self._reporting = threading.Lock()
+
+    def close(self) -> None:
+        """The connections are the database's."""
+
+    def rest(self) -> bool:
+        """Nothing is held open for it."""
+        return True
+
+    def subscribe(self, listener: Callable[[Change], None]) -> None:
+        with self._reporting:
+            self._listeners.append(listener)
+
+    def unsubscribe(self, listener: Callable[[Change], None]) -> None:
+        with self._reporting:
+            self._listeners.remove(listener)
+
+    def _report(self, change: Change) -> None:
+        with self._reporting:
+            for listener in self._listeners:
+                listener(change)
+
+    def _shared(self, work: Callable[[Connection], Result]) -> Result:
+        """A transaction beside others that write, while nobody changes the spaces."""
+
+        def body(connection: Connection) -> Result:
+            writing.share_gate(connection, self.schema)
+            return work(connection)
+
+        return self.database.write(body)
+
+    def _alone(self, work: Callable[[Connection], Result]) -> Result:
+        """A transaction that changes spaces: nobody else writes meanwhile."""
+
+        def body(connection: Connection) -> Result:
+            writing.hold_gate(connection, self.schema)
+            return work(connection)
+
+        result = self.database.write(body)
+        self._report(_SPACES_CHANGED)
+        return result
+
+    def put(
+        self, ids: Sequence[str], vectors: Sequence[NewVectors], *,
+        digests: Sequence[str | None] | None = None,
+        metadata: Sequence[Metadata | None] | None = None,
+    ) -> PutResult:  # fmt: skip
+        batch = check_batch(ids, digests, metadata)
+        checked = [check(self.space(new.space), new, len(ids)) for new in vectors]
+
+        def work(connection: Connection) -> Any:
+            for new in vectors:
+                rows.find_space(connection, self.schema, new.space)
+            return writing.insert(connection, self.schema, batch, checked)
+
+        result, replaced, written = self._shared(work)
+        added = {
+            one.info.spec.space: (result.labels[chosen], one.embedding[chosen])
+            for one, chosen in zip(checked, written, strict=True)
+            if chosen.any()
+        }
+        new = result.labels[result.changed] if metadata is None else result.labels
+        self._report(Change(added, replaced, described=new))
+        return PutResult(result.labels, result.changed)
+
+    def delete(self, ids: Sequence[str]) -> int:
+        return self._delete("id = ANY(%s)", [existing(ids)])
+
+    def delete_some(self, labels: Labels, filtered: Filter | None) -> int:
+        condition = condition_of(filtered)
+        where = f"label = ANY(%s) AND ({condition.text})"
+        return self._delete(where, [labels.tolist(), *condition.values])
+
+    def _delete(self, where: str, values: Sequence[Any]) -> int:
+        def work(connection: Connection) -> Labels:
+            labels = writing.locked_labels(connection, self.schema, where, values)
+            writing.delete_labels(connection, self.schema, labels)
+            return labels
+
+        gone = self._shared(work)
+        self._report(Change({}, gone))
+        return len(gone)
+
+    def describe_some(
+        self, labels: Labels, filtered: Filter | None, values: Metadata, remove: Collection[str]
+    ) -> int:
+        condition = condition_of(filtered)
+
+        def work(connection: Connection) -> Labels:
+            found = run(
+                connection,
+                f"SELECT i.label, i.id, i.digest, i.metadata, NULL, NULL FROM {self.schema}.items i"
+                f" WHERE i.label = ANY(%s) AND ({condition.text}) ORDER BY i.label FOR UPDATE",
+                [labels.tolist(), *condition.values],
+            )
+            items = [item_of(row) for row in found]
+            now = {item.label: (item.id, item.metadata) for item in items}
+            writing.describe(connection, self.schema, described(now, values, remove))
+            return np.array([*now], np.int64)
+
+        changed = self._shared(work)
+        self._report(Change({}, _NONE, described=changed))
+        return len(changed)
+
+    def state_set(self, values: Mapping[str, Any]) -> None:
+        self.database.write(lambda connection: rows.set_state(connection, self.schema, values))
+
+    def begin(self, spec: SpaceSpec) -> None:
+        self._alone(lambda connection: spaces.begin(connection, self.schema, spec))
+
+    def write(
+        self, space: str, labels: Labels, embedding: ArrayLike, *, side: ArrayLike | None = None,
+        uncertainty: ArrayLike | None = None, origin: Origin = "upgraded", replace: bool = False,
+    ) -> Labels:  # fmt: skip
+        new = NewVectors(space, embedding, side, origin)
+        checked = check(self.space(space), new, len(labels))
+        doubt = check_doubt(uncertainty, len(labels))
+        good, kept = self._shared(
+            lambda connection: spaces.write(
+                connection, self.schema, checked, labels, doubt, replace=replace
+            )
+        )
+        self._report(Change({space: (good, kept)}, _NONE))
+        return good
+
+    def flip(
+        self, space: str, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
+    ) -> None:
+        def work(connection: Connection) -> None:
+            spaces.flip(connection, self.schema, space, leave_behind=leave_behind)
+            rows.set_state(connection, self.schema, state or {})
+
+        self._alone(work)
+
+    def rollback(
+        self, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
+    ) -> str:
+        def work(connection: Connection) -> str:
+            space = spaces.rollback(connection, self.schema, leave_behind=leave_behind)
+            rows.set_state(connection, self.schema, state or {})
+            return space
+
+        return self._alone(work)
+
+    def drop(self, space: str) -> None:
+        self._alone(lambda connection: spaces.drop(connection, self.schema, space))
+
+    def upgraded(self, space: str, ids: Sequence[str]) -> list[Item]:
+        table = self._table(space)
+        return self.database.read(
+            lambda connection: [
+                item_of(row)
+                for row in run(
+                    connection,
+                    "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
+                    f" FROM {self.schema}.items i JOIN {table} v USING (label)"
+                    " WHERE i.id = ANY(%s) AND v.origin = 'upgraded'"
+                    " ORDER BY v.uncertainty DESC NULLS LAST, label",
+                    [existing(ids)],
+                )
+            ]
+        )
+
+    def active(self) -> SpaceInfo:
+        return next(info for info in self.spaces() if info.state == "active")

@@ -1,0 +1,223 @@
+"""Reading a gallery in PostgreSQL: each method is one statement, or one snapshot."""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from nobackfill.gallery.estimate import Estimate
+from nobackfill.gallery.groups import Group, group_of
+from nobackfill.gallery.listing import Place
+from nobackfill.gallery.matches import Matches
+from nobackfill.gallery.reading import Item
+from nobackfill.gallery.search.index import Labels
+from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
+from nobackfill.gallery.upgrade import CHUNK, Runner
+from nobackfill.gallery.writing import storable
+from nobackfill.server.stores.postgresql import rows
+from nobackfill.server.stores.postgresql.bulk import among, copy_in, copy_out
+from nobackfill.server.stores.postgresql.conditions import EVERYTHING, Condition
+from nobackfill.server.stores.postgresql.database import Connection, Database, run
+from nobackfill.server.stores.postgresql.matches import PostgresqlMatches
+from nobackfill.server.stores.postgresql.schema import table_of
+from nobackfill.server.stores.postgresql.windows import PostgresqlWindows
+from nobackfill.vectors import Vectors
+
+# Chunks that an estimate carries, after a few rows that make the runner ready.
+_CHUNKS, _FIRST_ROWS = 2, 8
+
+
+class Reads:
+    """What is said of each method: GalleryStore."""
+
+    def __init__(self, database: Database, schema: str) -> None:
+        self.database = database
+        self.schema = schema
+
+    def spaces(self) -> list[SpaceInfo]:
+        return self.database.read(lambda connection: rows.read_spaces(connection, self.schema))
+
+    def space(self, space: str) -> SpaceInfo:
+        return self.database.read(
+            lambda connection: rows.find_space(connection, self.schema, space)
+        )
+
+    def _table(self, space: str) -> str:
+        return table_of(self.schema, self.space(space).number)
+
+    def labels_of(self, ids: Sequence[str]) -> Labels:
+        query = f"SELECT label FROM {self.schema}.items WHERE id = ANY(%s) ORDER BY label"
+        return self.database.read(
+            lambda connection: rows.label_column(run(connection, query, [existing(ids)]))
+        )
+
+    def get(self, item_id: str) -> Item | None:
+        found = self._items_where("i.id = ANY(%s)", [existing([item_id])], 1)
+        return found[0] if found else None
+
+    def _items_where(self, where: str, values: Sequence[Any], limit: int) -> list[Item]:
+        return self.database.read(
+            lambda connection: rows.items_where(connection, self.schema, where, values, limit)
+        )
+
+    def items(self, labels: Sequence[int] | Labels, space: str | None = None) -> list[Item | None]:
+        return self.database.read(
+            lambda connection: rows.items(connection, self.schema, labels, space)
+        )
+
+    def count(self, space: str | None = None) -> int:
+        return self.database.read(lambda connection: rows.count(connection, self.schema, space))
+
+    def load(self, space: str) -> tuple[Labels, Vectors]:
+        info = self.space(space)
+        table = table_of(self.schema, info.number)
+        return self.database.read(
+            lambda connection: copy_out(connection, table, "TRUE", info.spec.dim)
+        )[:2]
+
+    def vector(self, label: int, space: str) -> Vectors | None:
+        found = self._vectors(np.array([label], np.int64), self.space(space))
+        return found if len(found) else None
+
+    def _vectors(self, labels: Labels, info: SpaceInfo) -> Vectors:
+        table = table_of(self.schema, info.number)
+        return self.database.read(
+            lambda connection: copy_out(connection, table, among(labels), info.spec.dim)
+        )[1]
+
+    def page(
+        self, space: str, limit: int, *, after: Place | None = None, allowed: Matches | None = None,
+        least_certain: bool = False,
+    ) -> tuple[list[tuple[Item, Place]], Place | None]:  # fmt: skip
+        condition = _condition(allowed)
+        if least_certain:
+            table = self._table(space)
+            last = Place(0, float("inf")) if after is None else after
+            query = (
+                f"SELECT v.label, v.uncertainty FROM {table} v JOIN {self.schema}.items i"
+                f" USING (label) WHERE v.uncertainty IS NOT NULL AND ({condition.text})"
+                " AND (v.uncertainty < %s OR v.uncertainty = %s AND v.label > %s)"
+                " ORDER BY v.uncertainty DESC, v.label LIMIT %s"
+            )
+            values = [*condition.values, last.uncertainty, last.uncertainty, last.label, limit]
+        else:
+            query = (
+                f"SELECT i.label, NULL FROM {self.schema}.items i WHERE i.label > %s"
+                f" AND ({condition.text}) ORDER BY i.label LIMIT %s"
+            )
+            values = [0 if after is None else after.label, *condition.values, limit]
+        places = self.database.read(
+            lambda connection: [Place(*row) for row in run(connection, query, values)]
+        )
+        items = self.items([place.label for place in places], space)
+        found = [(item, place) for item, place in zip(items, places, strict=True) if item]
+        return found, places[-1] if len(places) == limit else None
+
+    def groups(self, key: str, space: str) -> list[Group]:
+        query = (
+            "SELECT f.kind, e.value, v.label, v.origin"
+            f" FROM {self.schema}.items i CROSS JOIN LATERAL"
+            " (VALUES ('flag', 'b'), ('number', 'n'), ('text', 's')) AS f (kind, short)"
+            " CROSS JOIN LATERAL (SELECT DISTINCT value FROM"
+            " jsonb_array_elements(i.facets -> %s -> f.short)) e"
+            f" LEFT JOIN {self._table(space)} v ON v.label = i.label"
+            " WHERE i.facets ? %s ORDER BY f.kind, e.value, i.label"
+        )
+        found = self.database.read(lambda c: run(c, query, [key, key]).fetchall())
+        return [
+            group_of(kind, value, [row[2:] for row in members])
+            for (kind, value), members in groupby(found, key=lambda row: row[:2])
+        ]
+
+    def state(self) -> dict[str, Any]:
+        return self.database.read(lambda connection: rows.states(connection, self.schema))
+
+    def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> PostgresqlWindows:
+        return PostgresqlWindows(self.database, self.schema, source, target, needs_side)
+
+    def left_behind(self, space: str) -> int:
+        info = self.space(space)
+        return self.database.read(
+            lambda connection: rows.left_behind(connection, self.schema, info)
+        )
+
+    def left_behind_items(self, space: str, after: int = 0, limit: int = 1000) -> list[Item]:
+        lacking = f"NOT EXISTS (SELECT 1 FROM {self._table(space)} v WHERE v.label = i.label)"
+        return self._items_where(f"i.label > %s AND {lacking}", [after], limit)
+
+    def sample(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
+        first, second = self.space(space), self.space(other)
+        query = (
+            f"SELECT a.label FROM {table_of(self.schema, second.number)} a"
+            f" JOIN {table_of(self.schema, first.number)} b USING (label)"
+        )
+
+        def work(connection: Connection) -> tuple[Labels, Vectors, Vectors]:
+            drawn = run(connection, f"{query} ORDER BY random() LIMIT %s", [count])
+            labels = np.sort(rows.label_column(drawn))
+            pair = [
+                copy_out(
+                    connection, table_of(self.schema, info.number), among(labels), info.spec.dim
+                )[1]
+                for info in (first, second)
+            ]
+            return labels, pair[0], pair[1]
+
+        return self.database.read(work, snapshot=True)
+
+    def estimate(self, runner: Runner, target: SpaceSpec) -> Estimate:
+        """Two chunks are read, carried and written to a temporary table."""
+        active = next(info for info in self.spaces() if info.state == "active")
+        windows = self.windows(active.spec.space, target, runner.reads_side)
+        todo = windows.all_labels()
+        there = {info.spec.space for info in self.spaces()}
+        done = self.count(target.space) if target.space in there else 0
+        left_behind = self.count() - done - len(todo)
+        if not len(todo):
+            return Estimate(0, 0.0, 0, left_behind)
+        most = _CHUNKS * CHUNK
+        probe = todo[:: max(1, len(todo) // most)][:most]
+        runner.run(*windows.read(probe[:_FIRST_ROWS], runner.reads_side)[1:])
+        began = time.perf_counter()
+        written = 0
+        for start in range(0, len(probe), CHUNK):
+            labels, embedding, side = windows.read(probe[start : start + CHUNK], runner.reads_side)
+            carried = runner.run(embedding, side)
+            write = partial(_bytes_written, target=target, labels=labels, carried=carried)
+            written += self.database.read(write)
+        seconds = time.perf_counter() - began
+        share = len(todo) / len(probe)
+        return Estimate(len(todo), seconds * share, int(written * share), left_behind)
+
+
+def existing(ids: Sequence[str]) -> list[str]:
+    """Those of `ids` that there can be: PostgreSQL refuses to look for the others."""
+    return [one for one in ids if storable(one)]
+
+
+def _bytes_written(connection: Connection, target: SpaceSpec, labels: Labels, carried: Any) -> int:
+    """What so many vectors take, written to a table that goes with the transaction."""
+    with connection.transaction():
+        run(
+            connection,
+            "CREATE TEMPORARY TABLE probe (label bigint PRIMARY KEY, origin text NOT NULL,"
+            f" uncertainty double precision, embedding vector({target.dim:d}) NOT NULL, side bytea)"
+            " ON COMMIT DROP",
+        )
+        copy_in(
+            connection, "probe", labels, "upgraded", carried.uncertainty, carried.embedding,
+            carried.side,
+        )  # fmt: skip
+        found = run(connection, "SELECT pg_total_relation_size('probe')")
+        return int(found.fetchone()[0])
+
+
+def _condition(allowed: Matches | None) -> Condition:
+    if allowed is None:
+        return EVERYTHING
+    if isinstance(allowed, PostgresqlMatches):
+        return allowed.condition
+    return Condition("i.label = ANY(%s)", (allowed.labels().tolist(),))

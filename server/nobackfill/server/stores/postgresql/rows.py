@@ -1,0 +1,110 @@
+"""Rows of a gallery's tables as what they mean, each function within one transaction."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nobackfill.errors import IncompatibleSpaceError
+from nobackfill.gallery.reading import Item, item_of
+from nobackfill.gallery.search.index import Labels
+from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
+from nobackfill.server.stores.postgresql.database import Connection, run
+from nobackfill.server.stores.postgresql.schema import table_of
+
+_ITEM = "i.label, i.id, i.digest, i.metadata"
+
+
+def label_column(rows: Any) -> Labels:
+    """Rows of one integer each as an array."""
+    return np.fromiter((row[0] for row in rows), np.int64)
+
+
+def read_spaces(connection: Connection, schema: str) -> list[SpaceInfo]:
+    """All spaces, oldest first."""
+    rows = run(
+        connection,
+        "SELECT space, release, dim, metric, unit, side_space, side_dim, state, number, activated"
+        f" FROM {schema}.spaces ORDER BY number",
+    )
+    return [SpaceInfo(SpaceSpec(*row[:7]), *row[7:]) for row in rows]
+
+
+def find_space(connection: Connection, schema: str, space: str) -> SpaceInfo:
+    """Raises IncompatibleSpaceError if the gallery does not have it."""
+    spaces = read_spaces(connection, schema)
+    for info in spaces:
+        if info.spec.space == space:
+            return info
+    have = ", ".join(f"release {info.spec.release} ({info.state})" for info in spaces)
+    raise IncompatibleSpaceError(
+        f"space {space} is not one of this gallery's ({have}); use a model of one of these releases"
+    )
+
+
+def items(
+    connection: Connection, schema: str, labels: Sequence[int] | Labels, space: str | None
+) -> list[Item | None]:
+    """Items in the order of `labels`; None where there is none."""
+    wanted = [int(label) for label in labels]
+    of_vector, join = "NULL, NULL", ""
+    if space is not None:
+        table = table_of(schema, find_space(connection, schema, space).number)
+        of_vector, join = "v.origin, v.uncertainty", f"LEFT JOIN {table} v USING (label)"
+    rows = run(
+        connection,
+        f"SELECT {_ITEM}, {of_vector} FROM {schema}.items i {join} WHERE i.label = ANY(%s)",
+        [wanted],
+    )
+    found = {item.label: item for item in map(item_of, rows)}
+    return [found.get(label) for label in wanted]
+
+
+def items_where(
+    connection: Connection, schema: str, where: str, values: Sequence[Any], limit: int
+) -> list[Item]:
+    """Items `i` for which `where` holds, by label."""
+    rows = run(
+        connection,
+        f"SELECT {_ITEM}, NULL, NULL FROM {schema}.items i WHERE {where} ORDER BY i.label LIMIT %s",
+        [*values, limit],
+    )
+    return [item_of(row) for row in rows]
+
+
+def count(connection: Connection, schema: str, space: str | None) -> int:
+    """Number of items, or of vectors in a space."""
+    table = f"{schema}.items"
+    if space is not None:
+        table = table_of(schema, find_space(connection, schema, space).number)
+    found: int = run(connection, f"SELECT count(*) FROM {table}").fetchone()[0]
+    return found
+
+
+def left_behind(connection: Connection, schema: str, info: SpaceInfo) -> int:
+    """Number of items without a vector in a space."""
+    table = table_of(schema, info.number)
+    found: int = run(
+        connection,
+        f"SELECT count(*) FROM {schema}.items i WHERE NOT EXISTS"
+        f" (SELECT 1 FROM {table} v WHERE v.label = i.label)",
+    ).fetchone()[0]
+    return found
+
+
+def states(connection: Connection, schema: str) -> dict[str, Any]:
+    """Every value of the state."""
+    return {key: json.loads(value) for key, value in run(connection, _STATES.format(schema))}
+
+
+def set_state(connection: Connection, schema: str, values: Mapping[str, Any]) -> None:
+    """Keep JSON values; None removes."""
+    for key, value in values.items():
+        run(connection, f"DELETE FROM {schema}.state WHERE key = %s", [key])
+        if value is not None:
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            run(connection, f"INSERT INTO {schema}.state VALUES (%s, %s)", [key, text])
+
+
+_STATES = "SELECT key, value FROM {}.state"

@@ -1,0 +1,159 @@
+"""The nearest items of a space, by pgvector: a graph's candidates, or every row.
+
+What a search returns is computed here, from the vectors of the candidates, as every engine of ours
+does it (distances.py): the same numbers for the same vectors, equal distances by label.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nobackfill.gallery.filters import Filter
+from nobackfill.gallery.search import distances
+from nobackfill.gallery.search.index import Labels, Neighbours, best
+from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
+from nobackfill.server.stores.postgresql.conditions import EVERYTHING, Condition, condition_of
+from nobackfill.server.stores.postgresql.database import EF, Connection, Database, run
+from nobackfill.server.stores.postgresql.schema import MOST_HALF, MOST_INDEXED, table_of
+from nobackfill.vectors import Vectors, check_vectors
+
+# Candidates taken beyond k, so that rounding seldom leaves the k-th in doubt.
+_SPARE = 8
+# pgvector looks at no more at once.
+_MOST_EF = 1000
+
+
+class Table:
+    """A space's table, and how it is asked."""
+
+    def __init__(self, schema: str, info: SpaceInfo, without: SpaceInfo | None = None) -> None:
+        """`without`: a space whose items are left out; it answers for them."""
+        self.spec: SpaceSpec = info.spec
+        self.indexed = self.spec.dim <= MOST_HALF
+        self._schema = schema
+        self._name = table_of(schema, info.number)
+        self._operator = "<->" if self.spec.metric == "squared_l2" else "<=>"
+        self._rest = ""
+        if without is not None:
+            other = table_of(schema, without.number)
+            self._rest = f" AND NOT EXISTS (SELECT 1 FROM {other} o WHERE o.label = v.label)"
+
+    def statement(self, condition: Condition, exact: bool) -> str:
+        """Binds the query, the condition's values, the query again and a limit."""
+        apart = f"v.embedding {self._operator} %s"
+        near = apart
+        if self.spec.dim > MOST_INDEXED:
+            half = f"halfvec({self.spec.dim:d})"
+            near = f"v.embedding::{half} {self._operator} %s::{half}"
+        # A zero vector has no direction: to PostgreSQL its distance is no number, to us 1. What is
+        # added keeps the graph out of it.
+        order = f"coalesce(nullif({apart}, 'NaN'), 1) + 0, v.label" if exact else near
+        items = "" if condition is EVERYTHING else f" JOIN {self._schema}.items i USING (label)"
+        return (
+            f"SELECT v.label, {apart}, v.embedding FROM {self._name} v{items}"
+            f" WHERE ({condition.text}){self._rest} ORDER BY {order} LIMIT %s"
+        )
+
+
+class PostgresqlSearcher:
+    """What is said of it: Searcher."""
+
+    def __init__(self, database: Database, schema: str, info: SpaceInfo) -> None:
+        self._database = database
+        self._asked = Table(schema, info)
+
+    def search(
+        self, queries: Vectors, k: int, filtered: Filter | None = None, ef: int = 0
+    ) -> Neighbours:
+        return search(self._database, [(self._asked, queries)], k, filtered, ef)[0]
+
+
+def search(
+    database: Database,
+    asked: Sequence[tuple[Table, Vectors]],
+    k: int,
+    filtered: Filter | None = None,
+    ef: int = 0,
+) -> list[Neighbours]:
+    """What several tables of one gallery answer to queries float32 [q, dim], in one snapshot.
+
+    Raises as Searcher.search.
+    """
+    condition = condition_of(filtered)
+    checked = [
+        check_vectors(queries, table.spec.dim, what="queries", unit=table.spec.unit)
+        for table, queries in asked
+    ]
+
+    def work(connection: Connection) -> list[Neighbours]:
+        found = []
+        for (table, _), queries in zip(asked, checked, strict=True):
+            rows = [_nearest(connection, table, query, k, condition, ef) for query in queries]
+            found.append(_together(rows, k))
+        return found
+
+    # One statement is a snapshot by itself, and a quarter of the way to the server and back.
+    alone = len(asked) == 1 and len(checked[0]) == 1 and _width(k, ef) == EF
+    return database.read(work, snapshot=not alone)
+
+
+def _width(k: int, ef: int) -> int:
+    """Candidates of a graph to look at."""
+    return max(ef or EF, k + _SPARE)
+
+
+def _nearest(
+    connection: Connection, table: Table, query: Vectors, k: int, condition: Condition, ef: int
+) -> Neighbours:
+    limit = k + _SPARE
+    width = _width(k, ef)
+    cosine = table.spec.metric == "cosine"
+    exact = not table.indexed or width > _MOST_EF or (cosine and not query.any())
+    if not exact:
+        if width != EF:
+            run(connection, "SELECT set_config('hnsw.ef_search', %s, true)", [str(width)])
+        rows = _ask(connection, table, query, limit, condition, exact=False)
+        if len(rows) == limit:
+            return _ranked(table.spec, query, rows, k)
+        # Fewer pass, or the graph was left too early: only looking at all of them tells.
+    while True:
+        rows = _ask(connection, table, query, limit, condition, exact=True)
+        if len(rows) < limit or _settled(rows, k):
+            return _ranked(table.spec, query, rows, k)
+        limit *= 4
+
+
+def _ask(
+    connection: Connection, table: Table, query: Vectors, limit: int, condition: Condition, *,
+    exact: bool,
+) -> list[Any]:  # fmt: skip
+    values = [query, *condition.values, query, limit]
+    found: list[Any] = run(connection, table.statement(condition, exact), values).fetchall()
+    return found
+
+
+def _settled(rows: list[Any], k: int) -> bool:
+    """Whether no row beyond the limit can belong to the k nearest: PostgreSQL's distances are of
+    float32, and many equal vectors leave the k-th in doubt."""
+    kth, last = rows[k - 1][1], rows[-1][1]
+    return bool(np.isnan(last) or last > kth * (1 + 1e-4) + 1e-6)
+
+
+def _ranked(spec: SpaceSpec, query: Vectors, rows: list[Any], k: int) -> Neighbours:
+    if not rows:
+        return best(np.empty((1, 0), np.int64), np.empty((1, 0), np.float32), k)
+    labels = np.array([row[0] for row in rows], np.int64)
+    vectors = distances.prepare(
+        spec.metric, np.stack([row[2].to_numpy() for row in rows]).astype(np.float32)
+    )
+    prepared = distances.prepare(spec.metric, query[None])
+    return best(labels[None], distances.between(spec.metric, prepared, vectors[None]), k)
+
+
+def _together(rows: list[Neighbours], k: int) -> Neighbours:
+    labels: list[Labels] = [row.labels for row in rows]
+    return Neighbours(
+        np.concatenate([np.empty((0, k), np.int64), *labels]),
+        np.concatenate([np.empty((0, k), np.float32), *(row.distances for row in rows)]),
+    )

@@ -1,0 +1,94 @@
+"""What an upgrade has still to do: the items its target lacks, and what it reads of them."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from nobackfill.gallery.search.index import Labels
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.upgrade import Order
+from nobackfill.server.stores.postgresql.bulk import among, copy_out
+from nobackfill.server.stores.postgresql.database import Connection, Database, run
+from nobackfill.server.stores.postgresql.rows import find_space, label_column, read_spaces
+from nobackfill.server.stores.postgresql.schema import table_of
+from nobackfill.vectors import Vectors
+
+# Labels that are looked up at once.
+_LABELS = 65_536
+
+
+class PostgresqlWindows:
+    """What is said of it: Windows. Labels become visible out of order, for transactions do: whoever
+    goes by rising label alone misses some. So what is lacking is looked for again, from the first
+    label on, until a whole pass finds nothing; a flip does it once more with the gate held."""
+
+    def __init__(
+        self, database: Database, schema: str, source: str, target: SpaceSpec, needs_side: bool
+    ) -> None:
+        """Raises IncompatibleSpaceError for an unknown source."""
+        self._database = database
+        self._source = database.read(lambda connection: find_space(connection, schema, source))
+        spaces = database.read(lambda connection: read_spaces(connection, schema))
+        there = [
+            table_of(schema, info.number) for info in spaces if info.spec.space == target.space
+        ]
+        self._table = table_of(schema, self._source.number)
+        self._lacking = "TRUE"
+        if there:
+            self._lacking = f"NOT EXISTS (SELECT 1 FROM {there[0]} t WHERE t.label = s.label)"
+        self._passes: tuple[bool | None, ...] = (None,)
+        if needs_side:
+            self._passes = (True,)
+        elif self._source.spec.side_space is not None and target.side_space is not None:
+            self._passes = (True, False)
+
+    def chunks(self, order: Order, size: int) -> Iterator[tuple[Labels, Vectors, Vectors | None]]:
+        """`size` items each."""
+        found = True
+        while found:
+            found = False
+            for with_side in self._passes:
+                for labels in self._labels(order, with_side):
+                    for start in range(0, len(labels), size):
+                        chunk = self.read(labels[start : start + size], bool(with_side))
+                        if len(chunk[0]):
+                            found = True
+                            yield chunk
+
+    def all_labels(self) -> Labels:
+        """Every label that `chunks` would come to, if nothing changed."""
+        found = [piece for side in self._passes for piece in self._labels("label", side)]
+        return np.concatenate([np.empty(0, np.int64), *found])
+
+    def _labels(self, order: Order, with_side: bool | None) -> Iterator[Labels]:
+        """Those that the target lacks, with or without side-information (None: no matter)."""
+        where = {None: "TRUE", True: "s.side IS NOT NULL", False: "s.side IS NULL"}[with_side]
+        query = f"SELECT s.label FROM {self._table} s WHERE {where} AND {self._lacking}"
+        if order == "uncertainty":
+            # All of them: what a page would begin after is no label.
+            query += " ORDER BY s.uncertainty DESC NULLS LAST, s.label"
+            yield self._database.read(lambda connection: label_column(run(connection, query)))
+            return
+        query += f" AND s.label > %s ORDER BY s.label LIMIT {_LABELS}"
+        last = 0
+        while True:
+
+            def page(connection: Connection, after: int = last) -> Labels:
+                return label_column(run(connection, query, [after]))
+
+            labels = self._database.read(page)
+            if not len(labels):
+                return
+            last = int(labels[-1])
+            yield labels
+
+    def read(self, labels: Labels, with_side: bool) -> tuple[Labels, Vectors, Vectors | None]:
+        """Those of `labels` that are still there, by label."""
+        spec, where = self._source.spec, among(labels)
+        if with_side:
+            # Put again without any, since it was looked at.
+            where += " AND side IS NOT NULL"
+        side_dim = spec.side_dim if with_side else 0
+        return self._database.read(
+            lambda connection: copy_out(connection, self._table, where, spec.dim, side_dim)
+        )

