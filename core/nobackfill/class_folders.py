@@ -5,6 +5,7 @@ A listing is ordered by class name, then file name, and so is the same on any ma
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.digests import sha256_file
-from nobackfill.errors import ConfigurationError, InvalidInputError
+from nobackfill.errors import ConfigurationError, InvalidInputError, few
 from nobackfill.images import decode_file
 
 Labels = NDArray[np.int64]
@@ -46,17 +47,18 @@ class Listing:
         return self.class_names[int(self.labels[row])]
 
 
-def list_images(root: Path, classes: int | None = None) -> Listing:
-    """List the first `classes` class folders (all when None).
+def list_images(root: Path, classes: int | None = None, class_list: Path | None = None) -> Listing:
+    """List the first `classes` class folders (all when None), by name or as `class_list` has them.
 
-    Raises ConfigurationError for no such folder, InvalidInputError for no class folder, fewer class
-    folders than asked for, or a class folder without an image (named).
+    Raises ConfigurationError for no such folder or list, InvalidInputError for no class folder,
+    fewer class folders than asked for, one that is listed and not there, or a class folder without
+    an image (named).
     """
     if not root.is_dir():
         raise ConfigurationError(
             f"no image folder {root}; expected a folder of class folders of images"
         )
-    folders = _folders(root)
+    folders = _folders(root) if class_list is None else _named_folders(root, class_list)
     if not folders:
         raise InvalidInputError(
             f"{root}: expected class folders holding images ({', '.join(SUFFIXES)}), got none; "
@@ -72,6 +74,25 @@ def list_images(root: Path, classes: int | None = None) -> Listing:
         if not of_class:
             raise InvalidInputError(f"class folder {folder} holds no image; remove or fill it")
     return _listed(root, files)
+
+
+def _named_folders(root: Path, class_list: Path) -> list[Path]:
+    try:
+        lines = class_list.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"class_list {class_list}: cannot be read ({error})") from error
+    # Places365 writes "/a/airfield 0", ImageNet "n01440764 tench, Tinca tinca".
+    names = [line.split()[0].strip("/") for line in lines if line.strip()]
+    inside = [name for name in names if ".." not in name.split("/")]
+    missing = [name for name in names if name not in inside or not (root / name).is_dir()]
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    if missing or twice:
+        what = "are no folders" if missing else "are listed twice"
+        raise InvalidInputError(
+            f"class_list {class_list}: {len(missing or twice)} of {len(names)} classes {what} in "
+            f"{root}: {few(missing or twice)}"
+        )
+    return [root / name for name in names]
 
 
 def list_filled(root: Path) -> Listing:
@@ -95,7 +116,9 @@ def _listed(root: Path, files: Mapping[Path, list[Path]]) -> Listing:
     paths = tuple(p.relative_to(root).as_posix() for of_class in files.values() for p in of_class)
     counts = np.array([len(of_class) for of_class in files.values()], np.int64)
     labels = np.repeat(np.arange(len(files)), counts)
-    return Listing(root, tuple(folder.name for folder in files), paths, labels)
+    return Listing(
+        root, tuple(folder.relative_to(root).as_posix() for folder in files), paths, labels
+    )
 
 
 def by_digest(listing: Listing, seed: int) -> Iterator[NDArray[np.int64]]:

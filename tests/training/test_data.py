@@ -116,3 +116,51 @@ def test_a_class_left_without_readable_images_is_refused(tmp_path: Path) -> None
             (tmp_path / name / "1.png").write_bytes(data)
     with pytest.raises(InvalidInputError, match="class b"):
         readable(list_images(tmp_path), tmp_path / "notes")
+
+
+@pytest.mark.parametrize(
+    ("lines", "names"),
+    [
+        (["/b/y 0", "/a/x 1", ""], ("b/y", "a/x")),
+        (["a tench, Tinca tinca", "b goldfish"], ("a", "b")),
+    ],
+)
+def test_a_class_list_names_folders_in_its_order(
+    tmp_path: Path, lines: list[str], names: tuple[str, ...]
+) -> None:
+    for folder in ("a/x", "b/y"):
+        (tmp_path / folder).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / folder / "1.png")
+    (tmp_path / "list.txt").write_text("\n".join(lines), "utf-8")
+    listing = list_images(tmp_path, None, tmp_path / "list.txt")
+    assert listing.class_names == names
+    assert [(tmp_path / path).is_file() for path in listing.paths] == [True, True]
+    assert list_images(tmp_path, 1, tmp_path / "list.txt").class_names == names[:1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a\nnowhere\n", "1 of 2 classes are no folders .*nowhere"),
+        ("a\n../a\n", r"\.\./a"),
+        ("a\na\n", "1 of 2 classes are listed twice"),
+        ("", "expected class folders"),
+    ],
+)
+def test_a_wrong_class_list_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "images" / "a" / "1.png")
+    (tmp_path / "list.txt").write_text(text, "utf-8")
+    with pytest.raises(InvalidInputError, match=message):
+        list_images(tmp_path / "images", None, tmp_path / "list.txt")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        list_images(tmp_path / "images", None, tmp_path / "nothing.txt")
+
+
+def test_many_classes_of_one_image(tmp_path: Path) -> None:
+    for number in range(300):
+        (tmp_path / f"{number:03d}").mkdir()
+        Image.new("RGB", (8, 8), (number % 256, 0, 0)).save(tmp_path / f"{number:03d}" / "1.png")
+    listing = list_images(tmp_path)
+    train, held = hold_out(listing, 0.5, 0)
+    assert (len(train), len(held)) == (300, 0)

@@ -10,6 +10,8 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 HeadName = Literal["softmax", "normalized_softmax", "cosface", "arcface"]
+# Of red, green and blue.
+Rgb = tuple[float, float, float]
 SideInfo = Literal["simclr", "autoencoder", "alternate", "mixup", "binary_simclr"]
 
 
@@ -51,6 +53,9 @@ class _Training(_Strict):
     images: Path
     # The first N class folders by name; all where absent.
     classes: int | None = Field(None, ge=1)
+    # A file that names the class folders instead, one a line (its first word), in the order in
+    # which `classes` counts.
+    class_list: Path | None = None
     # Decoded images up to so many MiB are held in memory. More are read as they are needed, and
     # looked through for files that are no image before a training begins.
     in_memory_mib: int = Field(2048, ge=0)
@@ -104,6 +109,13 @@ class _Network(_Training):
     # A nonlinearity after the last linear layer (the papers' reported failure when true).
     last_nonlin: bool = False
     pooling: Literal["avg", "gem"] = "avg"
+    # Begin with pretrained weights: a name that torchvision has for the backbone (DEFAULT,
+    # IMAGENET1K_V2), or a file (.safetensors, or a state dict of torch.save).
+    weights: str | None = None
+    # Taken off pixels of 0..1, and what they are divided by; with torchvision's weights theirs,
+    # unless they are given.
+    pixel_mean: Rgb = (0.5, 0.5, 0.5)
+    pixel_std: Rgb = (0.5, 0.5, 0.5)
     augmentation: Augmentation = Augmentation()
 
 
@@ -125,6 +137,12 @@ class EmbedderConfig(_Network):
     method: str = "independent"
     old: Path | None = None
     options: dict[str, str | int | float | bool] = {}
+
+    @model_validator(mode="after")
+    def _one_beginning(self) -> Self:
+        if self.init is not None and self.weights is not None:
+            raise ValueError("expected init or weights to begin with, got both")
+        return self
 
 
 class SideEncoderConfig(_Network):

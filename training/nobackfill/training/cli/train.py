@@ -17,13 +17,16 @@ from nobackfill.training.config_file import load_config
 from nobackfill.training.data.folders import hold_out, readable, require_classes
 from nobackfill.training.data.pictures import open_pictures, reading, streams
 from nobackfill.training.loop.loop import fit, resumable
+from nobackfill.training.loop.objective import Objective
 from nobackfill.training.loop.progress import Progress
 from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, load_part, read_finished
 from nobackfill.training.loop.upgrade import train_upgrade
 from nobackfill.training.method import EmbedderInputs
 from nobackfill.training.methods import embedder_method
-from nobackfill.training.networks.embedder import EmbedderObjective
+from nobackfill.training.networks.embedder import EmbedderObjective, ImageEncoder
 from nobackfill.training.networks.frozen import load_classifier
+from nobackfill.training.networks.pretrained import load_pretrained
+from nobackfill.training.networks.weights import normalisation, read_weights
 from nobackfill.training.side_info.kinds import side_objective
 
 _EPILOG = """
@@ -34,13 +37,20 @@ an unknown key is refused with the list of those known.
 Writes RUN_DIR/checkpoint.safetensors, config.yaml and stats.jsonl (one JSON line a log step). Run
 it again after an interruption: it goes on after the last checkpoint, to the same result.
 
-Example:
+--weights is the key `weights`: a name that torchvision has for the backbone (DEFAULT,
+IMAGENET1K_V2), downloaded and compared with its digest, or a file (.safetensors, .pt, .pth). The
+classifier is left out, or kept for the classes that both name; what does not fit is named.
+
+Examples:
 
 python training/train.py configs/digits/embedder-1.yaml configs/digits/side_encoder-1.yaml --set
 images=photos/train
 
-Exit codes: 0 done (or was done before), 1 the loss diverged, 65 refused data, 73 cannot write,
-78 wrong configuration, 130 interrupted.
+python training/train.py configs/imagenet/embedder-2.yaml --weights IMAGENET1K_V2
+
+Exit codes: 0 done (or was done before), 1 the loss diverged, 65 refused data or another digest,
+66 no such file of weights, 69 a download without a network, 73 cannot write, 78 wrong
+configuration, 130 interrupted.
 """
 
 
@@ -49,6 +59,10 @@ def main(
         list[Path],
         typer.Argument(metavar="CONFIG...", help="YAML files, e.g. configs/digits/embedder-1.yaml"),
     ],
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="pretrained weights to begin with"),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="override a key; nested keys with dots"),
@@ -56,9 +70,10 @@ def main(
 ) -> None:
     """Train an embedder, a side-information encoder or an upgrade; several files one by one.
 
-    --set applies to every file.
+    --set and --weights apply to every file.
     """
-    loaded = [load_config(path, tuple(overrides or ())) for path in configs]
+    changed = [*(overrides or ()), *([f"weights={weights}"] if weights else [])]
+    loaded = [load_config(path, tuple(changed)) for path in configs]
     for config in loaded:
         checkpoint = train(config, Progress())
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -71,8 +86,9 @@ def main(
 
 def train(config: Config, progress: Progress) -> Checkpoint:
     """Train what the configuration says; see the errors of the parts. A finished run is kept."""
+    config = _normalised(config)
     _check_names(config)
-    listing = _usable(list_images(config.images, config.classes), config)
+    listing = _usable(list_images(config.images, config.classes, config.class_list), config)
     require_classes(listing)
     train_rows, held_rows = hold_out(listing, config.held_out, config.split_seed)
     chosen, held_out = listing.select(train_rows), listing.select(held_rows)
@@ -82,6 +98,16 @@ def train(config: Config, progress: Progress) -> Checkpoint:
     if done is not None and done.finished:
         return done
     return _train_network(config, chosen, progress)
+
+
+def _normalised(config: Config) -> Config:
+    """With torchvision's weights, their normalisation of pixels, unless one is given."""
+    if isinstance(config, UpgradeConfig) or config.weights is None:
+        return config
+    expected = normalisation(config.weights, config.backbone)
+    if expected is None or {"pixel_mean", "pixel_std"} & config.model_fields_set:
+        return config
+    return config.model_copy(update={"pixel_mean": expected.mean, "pixel_std": expected.std})
 
 
 def _usable(listing: Listing, config: Config) -> Listing:
@@ -125,6 +151,7 @@ def _train_network(
         )
     if isinstance(config, SideEncoderConfig):
         objective = side_objective(config, len(listing.class_names))
+        _begin_with(config, objective, listing.class_names)
         images = open_pictures(listing, config.image_size, reading(config))
         rows = {"labels": labels, "images": images}
         return fit(objective, rows, config, listing.class_names, progress=progress)
@@ -132,11 +159,25 @@ def _train_network(
     old = None if config.old is None else load_classifier(config.old)
     images = open_pictures(listing, config.image_size, reading(config))
     embedder = method.objective(EmbedderInputs(config, listing.class_names, images, labels, old))
+    _begin_with(config, embedder, listing.class_names)
     if config.init is not None:
         _start_from(embedder, read_finished(config.init), config, listing.class_names)
     facts = {} if config.old is None else {"old_digest": sha256_file(config.old / CHECKPOINT)}
     rows = {"labels": labels, "images": images}
     return fit(embedder, rows, config, listing.class_names, progress=progress, facts=facts)
+
+
+def _begin_with(
+    config: EmbedderConfig | SideEncoderConfig, objective: Objective, class_names: tuple[str, ...]
+) -> None:
+    """Load the pretrained weights that the configuration names."""
+    if config.weights is None or resumable(config) is not None:
+        return
+    encoder = objective.trained()["encoder"]
+    assert isinstance(encoder, ImageEncoder)
+    head = objective.head if isinstance(objective, EmbedderObjective) else None
+    weights = read_weights(config.weights, config.backbone)
+    load_pretrained(encoder, head, weights, config, class_names)
 
 
 def _start_from(

@@ -55,7 +55,7 @@ def _trained_on(listing: Listing, runs: Sequence[Path]) -> tuple[NDArray[np.int6
 def _training_files(run: Path) -> list[Path]:
     config = read_finished(run).config
     try:
-        listing = list_images(config.images, config.classes)
+        listing = list_images(config.images, config.classes, config.class_list)
     except (ConfigurationError, InvalidInputError) as error:
         print(f"{run}: its training images are not compared with --eval: {error}", file=sys.stderr)
         return []

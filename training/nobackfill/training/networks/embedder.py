@@ -4,6 +4,7 @@ The graph that is published is exactly `ImageEncoder.forward`; training enters a
 the augmentation.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,6 +15,9 @@ from nobackfill.training.networks.backbones import build_backbone
 from nobackfill.training.networks.heads import Head, build_head
 from nobackfill.training.side_info.binarise import Binarise
 
+# Kinds of psi with an extra BatchNorm at the end of the model (fct.txt D.4.1).
+_NORMALISED = ("simclr", "binary_simclr")
+
 
 def to_pixels(images: Tensor) -> Tensor:
     """uint8 [n,H,W,3] -> float32 [n,3,H,W] in 0..1."""
@@ -21,15 +25,32 @@ def to_pixels(images: Tensor) -> Tensor:
 
 
 class ImageEncoder(nn.Module):
-    """A backbone between scaling and, with `unit`, L2 normalisation."""
+    """A backbone between scaling and, with `unit`, L2 normalisation.
 
-    def __init__(self, backbone: nn.Module, dim: int, image_size: int, unit: bool) -> None:
+    Pixels of 0..1 lose `mean` and are divided by `std`: of red, green and blue.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        dim: int,
+        image_size: int,
+        unit: bool,
+        mean: tuple[float, float, float] = (0.5, 0.5, 0.5),
+        std: tuple[float, float, float] = (0.5, 0.5, 0.5),
+    ) -> None:
         super().__init__()
         self.backbone, self.dim, self.image_size, self.unit = backbone, dim, image_size, unit
+        # Of the configuration, not of the checkpoint.
+        self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
+        self.register_buffer("std", torch.tensor(std)[:, None, None], persistent=False)
 
     def features(self, pixels: Tensor) -> Tensor:
         """pixels float32 [n,3,H,W] in 0..1 -> the backbone's own output [n,dim], not normalised."""
-        output: Tensor = self.backbone((pixels - 0.5) / 0.5)
+        output: Tensor = self.backbone((pixels - self.mean) / self.std)
         return output
 
     def encode(self, pixels: Tensor) -> Tensor:
@@ -58,13 +79,24 @@ def build_encoder(config: EmbedderConfig | SideEncoderConfig) -> ImageEncoder:
         last_nonlin=config.last_nonlin,
         image_size=config.image_size,
     )
-    if isinstance(config, SideEncoderConfig) and config.side_info in ("simclr", "binary_simclr"):
-        # fct.txt D.4.1: an extra BatchNorm at the end of the model.
+    if isinstance(config, SideEncoderConfig) and config.side_info in _NORMALISED:
         layers = [backbone, nn.BatchNorm1d(dim, affine=False)]
         if config.side_info == "binary_simclr":
             layers.append(Binarise())
         backbone = nn.Sequential(*layers)
-    return ImageEncoder(backbone, dim, config.image_size, unit)
+    return ImageEncoder(backbone, dim, config.image_size, unit, config.pixel_mean, config.pixel_std)
+
+
+def bare_backbone(encoder: ImageEncoder, config: EmbedderConfig | SideEncoderConfig) -> nn.Module:
+    """The backbone without what `build_encoder` puts behind it."""
+    network = encoder.backbone
+    behind = config.last_nonlin + (
+        isinstance(config, SideEncoderConfig) and config.side_info in _NORMALISED
+    )
+    for _ in range(behind):
+        assert isinstance(network, nn.Sequential)
+        network = network[0]
+    return network
 
 
 class EmbedderObjective(Objective):

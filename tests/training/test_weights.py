@@ -1,0 +1,174 @@
+"""Pretrained weights: where they come from, what is believed, what fits."""
+
+import hashlib
+import pickle
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from safetensors.torch import save_file
+from torch import Tensor
+from torchvision.models import ResNet18_Weights, WeightsEnum
+from torchvision.models._api import Weights as TorchvisionWeights
+from torchvision.transforms._presets import ImageClassification
+
+from nobackfill.errors import (
+    ConfigurationError,
+    NotFoundError,
+    UnavailableError,
+    VerificationError,
+)
+from nobackfill.training.cli import train
+from nobackfill.training.networks.weights import download, normalisation, read_file, read_weights
+from tests.training.life import invoke
+
+
+@pytest.fixture(scope="module")
+def resnet() -> dict[str, Tensor]:
+    """A ResNet-18 of 1,000 classes, as torchvision would give it."""
+    torch.manual_seed(7)
+    return dict(torchvision.models.resnet18(weights=None).state_dict())
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A file server on loopback over tmp_path/host; downloads go to tmp_path/home."""
+    (tmp_path / "host").mkdir()
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "host"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def hosted(tmp_path: Path, tensors: dict[str, Tensor], name: str = "resnet18") -> str:
+    """Put a state dict on the host under torchvision's kind of name; the name."""
+    plain = tmp_path / "host" / "plain.pth"
+    torch.save(tensors, plain)
+    digest = hashlib.sha256(plain.read_bytes()).hexdigest()
+    return plain.rename(tmp_path / "host" / f"{name}-{digest[:8]}.pth").name
+
+
+def test_a_download_is_verified_and_kept(
+    host: str, tmp_path: Path, resnet: dict[str, Tensor]
+) -> None:
+    name = hosted(tmp_path, resnet)
+    path = download(f"{host}/{name}")
+    assert path == tmp_path / "home" / "hub" / "checkpoints" / name
+    # Found again without the host's file.
+    (tmp_path / "host" / name).unlink()
+    assert torch.equal(read_file(download(f"{host}/{name}")).tensors["fc.bias"], resnet["fc.bias"])
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(VerificationError, match=r"begins with .* remove it"):
+        download(f"{host}/{name}")
+
+
+def test_another_file_than_named_is_not_kept(host: str, tmp_path: Path) -> None:
+    (tmp_path / "host" / "resnet18-0123abcd.pth").write_bytes(b"something else")
+    with pytest.raises(VerificationError, match=r"nothing was kept"):
+        download(f"{host}/resnet18-0123abcd.pth")
+    assert not list((tmp_path / "home" / "hub" / "checkpoints").iterdir())
+
+
+def test_a_host_without_the_file_is_unavailable(host: str) -> None:
+    with pytest.raises(UnavailableError, match="weights: FILE"):
+        download(f"{host}/resnet18-0123abcd.pth")
+
+
+def test_torchvisions_names_download_from_their_address(
+    host: str, tmp_path: Path, resnet: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"{host}/{hosted(tmp_path, resnet)}"
+
+    class ResNet18_Weights(WeightsEnum):  # type: ignore[misc]  # noqa: N801 - torchvision's
+        IMAGENET1K_V1 = TorchvisionWeights(address, partial(ImageClassification, crop_size=224), {})
+        DEFAULT = IMAGENET1K_V1
+
+    monkeypatch.setattr(torchvision.models, "get_model_weights", lambda _: ResNet18_Weights)
+    for name in ("DEFAULT", "IMAGENET1K_V1", "ResNet18_Weights.IMAGENET1K_V1"):
+        found = read_weights(name, "resnet18").tensors
+        assert found.keys() == resnet.keys()
+    told = normalisation("DEFAULT", "resnet18")
+    assert told is not None
+    assert told.mean == (0.485, 0.456, 0.406)
+
+
+def test_every_name_of_torchvision_has_a_digest() -> None:
+    """What `download` compares: at least eight hexadecimal digits behind the last hyphen."""
+    models = torchvision.models
+    for name in models.list_models(module=models):
+        for weights in models.get_model_weights(name):
+            digits = Path(weights.url).stem.rpartition("-")[2]
+            assert len(digits) >= 8
+            int(digits, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "backbone", "message"),
+    [
+        ("IMAGENET1K_V9", "resnet18", "no IMAGENET1K_V9 for resnet18; known: IMAGENET1K_V1"),
+        ("ResNet50_Weights.DEFAULT", "resnet18", "no ResNet50_Weights"),
+        ("DEFAULT", "small", "torchvision has none for the backbone small"),
+    ],
+)
+def test_unknown_names_are_refused(name: str, backbone: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        read_weights(name, backbone)
+    assert ResNet18_Weights.DEFAULT.url.startswith("https://")
+
+
+class _Harmful:
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path("/tmp/nobackfill-harmful").touch, ()
+
+
+@pytest.mark.parametrize(
+    "name", ["pickle.pt", "object.pt", "text.pt", "empty.pth", "x.safetensors"]
+)
+def test_what_is_not_plain_tensors_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if name == "pickle.pt":
+        path.write_bytes(pickle.dumps(_Harmful(), protocol=2))
+    elif name == "object.pt":
+        torch.save({"a": _Harmful()}, path)
+    else:
+        path.write_bytes(b"" if name == "empty.pth" else b"hello " * 20)
+    with pytest.raises(VerificationError, match="expected safetensors or a state dict"):
+        read_file(path)
+    assert not Path("/tmp/nobackfill-harmful").exists()
+    with pytest.raises(NotFoundError):
+        read_file(tmp_path / "nothing.pt")
+
+
+def test_a_state_dict_inside_other_things_is_found(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"a": torch.ones(2)}, "epoch": 3}, tmp_path / "a.pt")
+    assert list(read_file(tmp_path / "a.pt").tensors) == ["a"]
+    torch.save({"epoch": 3, "note": "no tensors"}, tmp_path / "b.pt")
+    with pytest.raises(VerificationError, match="state dict of tensors by name, got epoch, note"):
+        read_file(tmp_path / "b.pt")
+    save_file({"a": torch.ones(2)}, tmp_path / "c.safetensors", {"class_names": '["x", "y"]'})
+    assert read_file(tmp_path / "c.safetensors").class_names == ("x", "y")
+
+
+def test_the_command_says_what_does_not_fit(
+    digits: Path, tmp_path: Path, resnet: dict[str, Tensor]
+) -> None:
+    torch.save(resnet, tmp_path / "resnet.pt")
+    config = tmp_path / "e.yaml"
+    config.write_text(
+        f"kind: embedder\nrun_dir: {tmp_path / 'run'}\nimages: {digits / 'queries'}\nepochs: 1\n"
+        "lr: 0.01\nimage_size: 32\nbackbone: resnet18\nembedding_dim: 8\nbatch_size: 8\n"
+    )
+    done = invoke(train.app, config, "--weights", tmp_path / "resnet.pt")
+    assert done.exit_code == 78, done.output
+    assert "conv1.weight: expected shape [64, 3, 3, 3], got [64, 3, 7, 7]" in done.stderr
+    assert "stem" in done.stderr
+    assert invoke(train.app, config, "--weights", tmp_path / "typo.pt").exit_code == 66

@@ -1,0 +1,177 @@
+"""Pretrained weights: torchvision's by name, downloaded and verified, or a local file.
+
+A file is safetensors, or what `torch.save` made of a state dict, read with `weights_only`: nothing
+that a pickle names is run.
+"""
+
+import json
+import urllib.error
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING
+from urllib.parse import urlparse
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nobackfill.digests import sha256_file
+from nobackfill.durable import make_dir
+from nobackfill.errors import (
+    CannotWriteError,
+    ConfigurationError,
+    NotFoundError,
+    UnavailableError,
+    VerificationError,
+    few,
+)
+
+if TYPE_CHECKING:
+    from torchvision.models import WeightsEnum
+
+FILES = (".safetensors", ".pt", ".pth", ".bin")
+# Keys under which training programs keep the state dict in what they save.
+_INSIDE = ("state_dict", "model_state_dict", "model")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors by name; `name` as the configuration has it; `class_names` of the classifier among
+    them, empty where nobody says.
+    """
+
+    name: str
+    tensors: Mapping[str, Tensor]
+    class_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """What is taken off pixels of 0..1 and what they are divided by: red, green, blue."""
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+def is_file(name: str) -> bool:
+    """Whether `weights: name` is a path, and not one of torchvision's names."""
+    return "/" in name or Path(name).suffix in FILES
+
+
+def read_weights(name: str, backbone: str) -> Weights:
+    """A file's tensors, or those that torchvision has for the backbone under this name.
+
+    Raises NotFoundError, VerificationError (damaged, another digest, not plain tensors),
+    UnavailableError (no network), ConfigurationError (an unknown name).
+    """
+    if is_file(name):
+        return read_file(Path(name))
+    return replace(read_file(download(_torchvision(name, backbone).url)), name=name)
+
+
+def normalisation(name: str, backbone: str) -> Normalisation | None:
+    """What torchvision's weights expect of pixels; None of a file, which does not say.
+
+    Raises ConfigurationError for an unknown name.
+    """
+    if is_file(name):
+        return None
+    transforms = _torchvision(name, backbone).transforms()
+    return Normalisation(tuple(transforms.mean), tuple(transforms.std))
+
+
+def download(url: str) -> Path:
+    """A file whose name ends in the first digits of its SHA-256, in torch's own folder of downloads
+    (`TORCH_HOME`); the digits are compared each time.
+
+    Raises UnavailableError, VerificationError, CannotWriteError.
+    """
+    path = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(url).path).name
+    expected = path.stem.rpartition("-")[2]
+    if not path.is_file():
+        make_dir(path.parent)
+        try:
+            torch.hub.download_url_to_file(url, str(path), expected)
+        except urllib.error.URLError as error:
+            raise UnavailableError(
+                f"{url}: cannot be downloaded ({error}); where there is no network, bring the file "
+                f"to {path}, or name one with weights: FILE"
+            ) from error
+        except RuntimeError as error:
+            raise VerificationError(
+                f"{url}: what came is not what torchvision names ({error}); nothing was kept"
+            ) from error
+        except OSError as error:
+            raise CannotWriteError(f"{path}: cannot be written ({error})") from error
+    found = sha256_file(path)
+    if not found.startswith(expected):
+        raise VerificationError(
+            f"{path}: expected a SHA-256 that begins with {expected}, got {found[:12]}; remove it"
+        )
+    return path
+
+
+def read_file(path: Path) -> Weights:
+    """Raises NotFoundError; VerificationError for what is damaged or no plain tensors."""
+    if not path.is_file():
+        raise NotFoundError(f"no weights {path}")
+    try:
+        if path.suffix == ".safetensors":
+            return _safetensors(path)
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except (
+        SafetensorError,
+        UnpicklingError,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        KeyError,
+    ) as error:
+        raise VerificationError(
+            f"{path}: expected safetensors or a state dict that torch.save wrote, of nothing but "
+            f"tensors ({str(error).splitlines()[0][:200] if str(error) else error!r})"
+        ) from error
+    return Weights(str(path), _state_dict(saved, path))
+
+
+def _safetensors(path: Path) -> Weights:
+    with safe_open(path, framework="pt") as file:
+        names = json.loads((file.metadata() or {}).get("class_names", "[]"))
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    return Weights(str(path), tensors, tuple(map(str, names)))
+
+
+def _state_dict(saved: object, path: Path) -> dict[str, Tensor]:
+    for key in _INSIDE:
+        if isinstance(saved, Mapping) and isinstance(saved.get(key), Mapping):
+            saved = saved[key]
+    tensors = saved if isinstance(saved, Mapping) else {}
+    strangers = [key for key, value in tensors.items() if not isinstance(value, Tensor)]
+    if not tensors or strangers:
+        raise VerificationError(
+            f"{path}: expected a state dict of tensors by name, got "
+            f"{few(map(str, strangers)) or type(saved).__name__}"
+        )
+    return {str(key): value for key, value in tensors.items()}
+
+
+def _torchvision(name: str, backbone: str) -> "WeightsEnum":
+    """`DEFAULT`, `IMAGENET1K_V2` or `ResNet50_Weights.IMAGENET1K_V2` of the backbone."""
+    import torchvision
+
+    try:
+        known = torchvision.models.get_model_weights(backbone)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"weights: {name}: torchvision has none for the backbone {backbone}; name a file "
+            f"({', '.join(FILES)})"
+        ) from error
+    of, _, member = name.rpartition(".")
+    if of not in ("", known.__name__) or member not in known.__members__:
+        raise ConfigurationError(
+            f"weights: torchvision has no {name} for {backbone}; known: "
+            f"{', '.join(known.__members__)}, or a file ({', '.join(FILES)})"
+        )
+    return known[member]
