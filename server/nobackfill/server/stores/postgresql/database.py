@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import psycopg
 from pgvector.psycopg import register_vector
@@ -21,7 +21,7 @@ from psycopg_pool import ConnectionPool, PoolTimeout
 from nobackfill.errors import BusyError, ConfigurationError, UnavailableError
 from nobackfill.server.stores.postgresql.failures import COLLISIONS, lost, refusal
 
-Connection = psycopg.Connection[tuple[Any, ...]]
+Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
 Result = TypeVar("Result")
 
 # How long a call waits for a connection of the pool, for a lock, and for a server that is restarted
