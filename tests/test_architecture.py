@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # The source roots of the namespace package `nobackfill`, and the rooms in each (docs/adr/0010).
 ROOTS = {
-    "core": ("metrics", "release", "gallery", "quality", "wire", "report"),
+    "core": ("metrics", "release", "gallery", "quality", "wire", "report", "adopt"),
     "server": ("server",),
     "client": ("client",),
     "training": ("training",),
@@ -45,6 +45,7 @@ ARROWS = {
     "server": {"gallery", "release", "metrics", "wire", "v1"},
     "client": {"gallery", "release", "wire", "v1"},
     "report": {"quality", "release", "gallery", "metrics"},
+    "adopt": {"quality", "release", "gallery", "metrics", "wire"},
 }
 # The parts of the server, lowest first: each may import those before it.
 SERVER = (
@@ -185,9 +186,15 @@ def test_hnsw_is_imported_by_server_and_quality_only() -> None:
             assert not graphs & set(imports(path)), path.relative_to(ROOT)
 
 
-def test_only_the_store_in_postgresql_imports_psycopg() -> None:
+def test_only_the_store_and_the_source_in_postgresql_import_psycopg() -> None:
     users = {path for path in sources(*ARROWS) if packages(path) & {"psycopg", "psycopg_pool"}}
-    assert {path.parent for path in users} == {folder("server") / "stores" / "postgresql"}
+    assert {path for path in users if path.parent != folder("adopt") / "sources"} <= set(
+        (folder("server") / "stores" / "postgresql").glob("*.py")
+    )
+    assert {path.name for path in users if path.parent == folder("adopt") / "sources"} == {
+        "pgvector.py",
+        "postgres_table.py",
+    }
 
 
 def test_the_edge_client_loads_no_torch_no_tritonclient_no_hnswlib() -> None:

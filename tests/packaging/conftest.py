@@ -56,3 +56,8 @@ def server(environment: Callable[..., Environment]) -> Environment:
 @pytest.fixture(scope="session")
 def training(environment: Callable[..., Environment]) -> Environment:
     return environment("training")
+
+
+@pytest.fixture(scope="session")
+def adopt(environment: Callable[..., Environment]) -> Environment:
+    return environment("adopt")

@@ -20,6 +20,7 @@ HEAVY = {"torch", "torchvision", "tritonclient", "hnswlib", "sklearn", "matplotl
 # Modules that an extra is for, by what their names begin with; the others are the base install's.
 OF_SERVER = ("server.", "gallery.search.hnsw", "gallery.search.graph", "gallery.search.skeleton")
 OF_TRAINING = ("training.", "report.", "quality.")
+OF_ADOPT = ("adopt.",)
 # Programs: one of the edge of a process, one that runs inside Triton, one that a module runs.
 PROGRAMS = ("server.triton.launch", "server.triton.backends.", "report.__main__")
 
@@ -63,7 +64,7 @@ def test_the_base_install_is_light(base: Environment) -> None:
 
 
 def test_the_base_needs_what_it_declares(base: Environment, tmp_path: Path) -> None:
-    names = [n for n in modules(base) if not n.startswith((*OF_SERVER, *OF_TRAINING))]
+    names = [n for n in modules(base) if not n.startswith((*OF_SERVER, *OF_TRAINING, *OF_ADOPT))]
     assert len(names) > 100
     assert not HEAVY & import_all(base, names, tmp_path)
 
@@ -72,6 +73,13 @@ def test_the_server_needs_what_it_declares(server: Environment, tmp_path: Path) 
     names = [name for name in modules(server) if name.startswith(OF_SERVER)]
     assert len(names) > 50
     import_all(server, names, tmp_path)
+
+
+def test_adopting_needs_what_it_declares(adopt: Environment, tmp_path: Path) -> None:
+    names = [name for name in modules(adopt) if name.startswith(OF_ADOPT)]
+    assert len(names) > 20
+    loaded = import_all(adopt, names, tmp_path)
+    assert not loaded & {"torch", "hnswlib", "grpc"}
 
 
 def test_training_needs_what_it_declares(training: Environment, tmp_path: Path) -> None:
@@ -85,7 +93,13 @@ def test_training_needs_what_it_declares(training: Environment, tmp_path: Path) 
 
 
 def test_commands_say_what_they_need(base: Environment, tmp_path: Path) -> None:
-    for command in (["edge-client"], ["publication"], ["gateway"], ["python", "-m", REPORT]):
+    for command in (
+        ["edge-client"],
+        ["publication"],
+        ["gateway"],
+        ["nobackfill"],
+        ["python", "-m", REPORT],
+    ):
         assert "Usage" in base.run(*command, "--help", cwd=tmp_path).stdout
     assert (
         "no gallery there" in base.run("edge-client", "search", "x", cwd=tmp_path, code=66).stderr
@@ -97,6 +111,8 @@ def test_commands_say_what_they_need(base: Environment, tmp_path: Path) -> None:
     asked = base.run("python", "-m", REPORT, *options, cwd=tmp_path, code=78).stderr
     assert asked.count("\n") == 1
     assert "install nobackfill[training]" in asked
+    asked = base.run("nobackfill", "inspect", "x.parquet", cwd=tmp_path, code=78).stderr
+    assert "install nobackfill[adopt]" in asked
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,45 @@
+"""Galleries that live elsewhere, models that others trained; needs the extra `adopt`.
+
+Vectors stay in the store that holds them: a map is fitted on a few thousand items that were
+embedded again, judged against staying with the old model, and its vectors are written beside the
+old ones.
+The command is `nobackfill`.
+
+>>> import numpy as np
+>>> from nobackfill.adopt import fit_maps
+>>> old = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
+>>> maps = fit_maps(old, old[:, ::-1])
+>>> sorted(maps)
+['affine', 'low_rank', 'procrustes']
+>>> np.abs(maps["procrustes"](old) - old[:, ::-1]).max() < 1e-5
+np.True_
+"""
+
+from typing import TYPE_CHECKING
+
+from nobackfill.faces import offer
+
+if TYPE_CHECKING:
+    from nobackfill.adopt.carrying import carry as carry
+    from nobackfill.adopt.inspection import inspect as inspect
+    from nobackfill.adopt.maps import (
+        Map as Map,
+        fit_maps as fit_maps,
+        load_map as load_map,
+        save_map as save_map,
+    )
+    from nobackfill.adopt.pairs import Pairs as Pairs, match as match
+    from nobackfill.adopt.sampling import sample as sample
+    from nobackfill.adopt.verdict import Cost as Cost, Verdict as Verdict, decide as decide
+else:
+    __getattr__ = offer(
+        __name__,
+        {
+            "carrying": "carry",
+            "inspection": "inspect",
+            "maps": "Map fit_maps load_map save_map",
+            "pairs": "Pairs match",
+            "sampling": "sample",
+            "verdict": "Cost Verdict decide",
+        },
+    )

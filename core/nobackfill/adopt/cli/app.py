@@ -1,0 +1,237 @@
+"""`nobackfill`: inspect, sample, embed, fit and carry for vectors that live elsewhere."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nobackfill.errors import InvalidInputError, NobackfillError
+from nobackfill.terminal import visible
+
+_EPILOG = """
+In order, for a table of texts whose vectors came from an older model:
+
+\b
+S='postgresql:///shop#documents'
+nobackfill inspect $S
+nobackfill sample $S -n 2000 --out sample.txt
+nobackfill embed $S --column body --only sample.txt --with new.onnx --out new/
+nobackfill fit --old $S --new new/ --out map.npz --report verdict.html
+nobackfill carry $S --map map.npz --to embedding_new
+
+SOURCE is FILE.parquet or a folder of them, a folder of numpy files (ids.npy and one array), or
+postgresql://USER@HOST/DATABASE#TABLE with pgvector; passwords belong into ~/.pgpass or PGPASSWORD.
+
+Exit codes: 0 done, or nothing to do, 2 wrong usage, 65 refused data or failed verification, 66 not
+found, 69 a server does not answer, 73 cannot write or exists already, 75 busy: run it again,
+77 not permitted, 78 an extra is missing or the configuration is wrong.
+"""
+
+app = typer.Typer(
+    help="Move vectors that live elsewhere to another model, or be told to stay.",
+    epilog=_EPILOG,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+SourceArgument = Annotated[str, typer.Argument(metavar="SOURCE", help="Where the vectors are.")]
+Key = Annotated[
+    str | None, typer.Option(help="Column of unique keys; default: the primary key, or `id`.")
+]
+Vector = Annotated[str | None, typer.Option(help="Column of old vectors; default: the only one.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(version("nobackfill"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options before a command."""
+
+
+@app.command()
+def inspect(
+    source: SourceArgument, key: Key = None, vector: Vector = None, as_json: Json = False
+) -> None:
+    """Tell what is there: count, dimension, norms, duplicates, NaN, drift."""
+    from nobackfill.adopt import inspection
+    from nobackfill.adopt.sources.opening import open_source
+
+    found = inspection.inspect(open_source(source, key=key, vector=vector))
+    _answer(as_json, asdict(found), found.sentences)
+
+
+@app.command()
+def sample(
+    source: SourceArgument,
+    count: Annotated[int, typer.Option("-n", min=1, help="How many items.")] = 2000,
+    out: Annotated[
+        Path | None, typer.Option(help="File of ids, one a line; default stdout.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Draws the same items again.")] = 0,
+    key: Key = None,
+    vector: Vector = None,
+) -> None:
+    """Choose the items to embed again: spread over the old model's space."""
+    from nobackfill.adopt import sampling
+    from nobackfill.adopt.pairs import read_all
+    from nobackfill.adopt.sources.opening import open_source
+    from nobackfill.durable import write_file
+
+    rows = read_all(open_source(source, key=key, vector=vector))
+    ids = sampling.sample(rows, count, seed)
+    if strange := next((name for name in ids if "\n" in name or "\r" in name), None):
+        raise InvalidInputError(f"{source}: expected ids of one line, got {strange!r}")
+    text = "".join(f"{name}\n" for name in ids)
+    if out is None:
+        print(text, end="")
+    else:
+        write_file(out, text.encode())
+        print(visible(f"{len(ids)} of {len(rows)} ids in {out}"))
+
+
+@app.command()
+def embed(
+    items: Annotated[
+        str, typer.Argument(help="A folder of images, FILE.jsonl, or a SOURCE with --column.")
+    ],
+    model: Annotated[
+        str, typer.Option("--with", help="FILE.onnx, module:function, or an https:// endpoint.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the vectors; what is there is kept.")],
+    column: Annotated[str, typer.Option(help="Column, or JSON field, of the texts.")] = "text",
+    only: Annotated[Path | None, typer.Option(help="File of ids, from `sample`.")] = None,
+    model_name: Annotated[str | None, typer.Option(help="The model's name at an endpoint.")] = None,
+    patience: Annotated[
+        float, typer.Option(help="Seconds to wait for an endpoint that is busy.")
+    ] = 120.0,
+    batch: Annotated[int, typer.Option(min=1, help="Items at a time.")] = 32,
+    key: Key = None,
+) -> None:
+    """Embed items by a model; run again after a failure, it embeds what is missing."""
+    from nobackfill.adopt.embedding.items import read_items
+    from nobackfill.adopt.embedding.opening import open_embedder
+    from nobackfill.adopt.embedding.vector_folder import embed_into
+
+    wanted = None if only is None else _ids(only)
+    found = read_items(items, column=column, key=key, only=wanted)
+    if wanted is not None and (lost := sorted(wanted - set(found.ids))):
+        print(visible(f"{len(lost)} ids have no item, the first: {lost[0]}"), file=sys.stderr)
+    embedder = open_embedder(model, name=model_name, patience=patience)
+    made = embed_into(out, found, embedder, batch=batch, progress=_progress(len(found.ids)))
+    print(visible(f"{made} embedded, {len(found.ids)} in {out}"))
+
+
+@app.command()
+def fit(
+    old: Annotated[str, typer.Option(help="SOURCE of the old vectors.")],
+    new: Annotated[str, typer.Option(help="The same items' vectors by the new model.")],
+    out: Annotated[Path, typer.Option(help="File for the map.")] = Path("map.npz"),
+    report: Annotated[Path | None, typer.Option(help="HTML page of the verdict.")] = None,
+    queries_old: Annotated[
+        str | None, typer.Option(help="Queries by the old model; id = the item to find.")
+    ] = None,
+    queries_new: Annotated[str | None, typer.Option(help="The same by the new model.")] = None,
+    items_gone: Annotated[
+        bool, typer.Option("--items-gone", help="Items cannot be embedded any more.")
+    ] = False,
+    key: Key = None,
+    vector: Vector = None,
+    as_json: Json = False,
+) -> None:
+    """Fit maps, judge five ways to go on against staying, and say which one is best."""
+    from nobackfill.adopt.cli.fitting import run
+
+    found = run(
+        old, new, out, report, queries_old, queries_new, not items_gone, key=key, vector=vector
+    )
+    _answer(as_json, found.answer, found.lines)
+
+
+@app.command()
+def carry(
+    source: SourceArgument,
+    to: Annotated[str, typer.Option(help="Name of the new vectors beside the old.")],
+    mapping: Annotated[
+        Path | None, typer.Option("--map", help="What `nobackfill fit` wrote.")
+    ] = None,
+    rollback: Annotated[
+        bool, typer.Option("--rollback", help="Remove what was carried under this name.")
+    ] = False,
+    key: Key = None,
+    vector: Vector = None,
+    as_json: Json = False,
+) -> None:
+    """Write new vectors beside the old ones, in the same store; nothing old is touched.
+
+    Run again after a kill, it goes on. Others may write to the store meanwhile.
+    """
+    from nobackfill.adopt import carrying
+    from nobackfill.adopt.maps import load_map
+    from nobackfill.adopt.sources.opening import open_source
+    from nobackfill.adopt.sources.source import Target
+
+    opened = open_source(source, key=key, vector=vector)
+    if rollback:
+        removed = opened.rollback(to)
+        line = f"{to}: removed" if removed else f"{to}: nothing that was carried has this name"
+        _answer(as_json, {"removed": removed}, [line])
+        return
+    if mapping is None:
+        raise InvalidInputError("expected --map FILE, or --rollback")
+    loaded = load_map(mapping)
+    metric = opened.facts().metric or "cosine"
+    target = Target(to, loaded.dims[1], loaded.digest, metric)
+    done = carrying.carry(opened, target, loaded, progress=_progress(opened.count()))
+    lines = [f"{done.written} written, {done.total} carried and checked", "to flip:"]
+    _answer(as_json, asdict(done), lines + [f"  {step}" for step in done.steps])
+
+
+def _ids(path: Path) -> set[str]:
+    try:
+        return set(path.read_text("utf-8").split("\n")) - {""}
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"{path}: cannot be read ({error})") from error
+
+
+def _progress(total: int) -> Callable[[int], None]:
+    """A line on the terminal that counts up; nothing where nobody looks."""
+
+    def show(done: int) -> None:
+        if sys.stderr.isatty():
+            end = "\n" if done >= total else "\r"
+            print(f"{done} of {total}", end=end, file=sys.stderr, flush=True)
+
+    return show
+
+
+def _answer(as_json: bool, answer: Mapping[str, object], lines: list[str]) -> None:
+    print(json.dumps(answer) if as_json else "\n".join(map(visible, lines)))
+
+
+def main() -> None:
+    """Run a command; exit codes as in nobackfill.errors."""
+    try:
+        app()
+    except NobackfillError as error:
+        print(visible(f"nobackfill: {error}"), file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

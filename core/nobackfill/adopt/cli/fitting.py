@@ -1,0 +1,116 @@
+"""What `nobackfill fit` does: pairs and queries read, a verdict, a map, a page."""
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from nobackfill.adopt.judgement import Queries
+from nobackfill.adopt.maps import fit_maps, save_map
+from nobackfill.adopt.page import duration, render
+from nobackfill.adopt.pairs import Pairs, match
+from nobackfill.adopt.sources.opening import open_source
+from nobackfill.adopt.sources.parquet import ParquetSource
+from nobackfill.adopt.sources.source import Source
+from nobackfill.adopt.verdict import Cost, Verdict, decide
+from nobackfill.durable import write_file
+from nobackfill.errors import InvalidInputError, few
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """For a machine, and for a person."""
+
+    answer: dict[str, object]
+    lines: list[str]
+
+
+def run(
+    old: str,
+    new: str,
+    out: Path,
+    report: Path | None,
+    queries_old: str | None,
+    queries_new: str | None,
+    items_there: bool,
+    *,
+    key: str | None,
+    vector: str | None,
+) -> Fitted:
+    """Raises InvalidInputError for pairs and queries that do not fit, and what sources raise."""
+    stored, made = open_source(old, key=key, vector=vector), open_source(new)
+    matched = match(stored, made)
+    pairs = matched.pairs
+    queries = None
+    old_seconds = None
+    if (queries_old is None) != (queries_new is None):
+        raise InvalidInputError("expected --queries-old and --queries-new together: both models'")
+    if queries_old is not None and queries_new is not None:
+        asked_old, asked_new = open_source(queries_old), open_source(queries_new)
+        queries = known_items(pairs, asked_old, asked_new)
+        old_seconds = _seconds(asked_old)
+    cost = Cost(stored.count(), old_seconds, _seconds(made), _map_seconds(pairs))
+    verdict = decide(pairs, cost, queries, items_there=items_there)
+    save_map(out, verdict.chosen)
+    lines = _lines(verdict)
+    if matched.without_old:
+        lost = matched.without_old
+        lines.append(f"passed over: {len(lost)} items have no old vector ({few(lost)})")
+    lines.append(f"map: {out} ({verdict.chosen.kind})")
+    if report is not None:
+        write_file(report, render(verdict).encode())
+        lines.append(f"report: {report}")
+    answer = asdict(verdict)
+    answer["chosen"] = verdict.chosen.kind
+    return Fitted(answer | {"map": str(out), "without_old": matched.without_old}, lines)
+
+
+def known_items(pairs: Pairs, old: Source, new: Source) -> Queries:
+    """Queries by both models, paired by id: that of the item to find.
+
+    Raises InvalidInputError where dimensions are not the pairs', or too few have their item there.
+    """
+    asked = match(old, new).pairs
+    dims = (asked.old.shape[1], asked.new.shape[1])
+    expected = (pairs.old.shape[1], pairs.new.shape[1])
+    if dims != expected:
+        raise InvalidInputError(
+            f"queries: expected dimensions {expected} as the items have, got {dims}; were "
+            "--queries-old and --queries-new embedded by the two models?"
+        )
+    places = {name: row for row, name in enumerate(pairs.ids)}
+    kept = [row for row, name in enumerate(asked.ids) if name in places]
+    if len(kept) < 20:
+        raise InvalidInputError(
+            f"expected at least 20 queries whose item is among the pairs, found {len(kept)}"
+        )
+    rows = np.array([places[asked.ids[row]] for row in kept], np.int64)
+    return Queries(asked.old[kept], asked.new[kept], rows, own=False)
+
+
+def _seconds(source: Source) -> float | None:
+    return source.seconds_per_item() if isinstance(source, ParquetSource) else None
+
+
+def _map_seconds(pairs: Pairs) -> float:
+    mapping = fit_maps(pairs.old, pairs.new)["affine"]
+    started = time.perf_counter()
+    mapping(pairs.old)
+    return (time.perf_counter() - started) / len(pairs)
+
+
+def _lines(verdict: Verdict) -> list[str]:
+    names = list(verdict.ways[0].figures)
+    head = "".join(f"{name:>14s}" for name in names)
+    lines = [
+        f"verdict: {verdict.way}: {verdict.words}",
+        f"it holds for {verdict.search}, by {verdict.judged_by}",
+        f"{'way':10s}{head}{'a query':>14s}{'in all':>14s}",
+    ]
+    for way in verdict.ways:
+        figures = "".join(f"{100 * way.figures[name]:13.1f}%" for name in names)
+        cost = f"{duration(way.query_seconds):>14s}{duration(way.all_seconds):>14s}"
+        worse = f"  worse than staying in {', '.join(way.worse)}" if way.worse else ""
+        lines.append(f"{way.name:10s}{figures}{cost}{worse}")
+    return lines + verdict.notes

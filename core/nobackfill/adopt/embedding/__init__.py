@@ -1,0 +1,1 @@
+"""Embedding items by models that others trained."""

@@ -1,0 +1,83 @@
+"""Items that can be embedded: image files of a folder, lines of JSON, a column of a source."""
+
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from nobackfill.adopt.embedding.embedder import Kind
+from nobackfill.adopt.sources.opening import open_source
+from nobackfill.errors import InvalidInputError, NotFoundError
+
+_IMAGES = {".jpg", ".jpeg", ".png", ".webp"}
+_WINDOW = 1000
+
+
+@dataclass(frozen=True)
+class Items:
+    """Ids, each once, and texts or paths in the same order."""
+
+    kind: Kind
+    ids: list[str]
+    values: list[str] | list[Path]
+
+
+def read_items(
+    address: str, *, column: str, key: str | None = None, only: Collection[str] | None = None
+) -> Items:
+    """What is to be embedded; `only`: ids that are wanted.
+
+    A folder with images: ids are paths below it. FILE.jsonl: objects with `id` (or `key`) and
+    `column`. Else a source of vectors or of texts with that column. Raises NotFoundError,
+    InvalidInputError.
+    """
+    path = Path(address)
+    if path.suffix == ".jsonl":
+        found = list(_lines(path, key or "id", column))
+    elif path.is_dir() and any(p.suffix.lower() in _IMAGES for p in path.rglob("*")):
+        files = sorted(p for p in path.rglob("*") if p.suffix.lower() in _IMAGES and p.is_file())
+        return _wanted(
+            "image", [p.relative_to(path).as_posix() for p in files], files, only, address
+        )
+    else:
+        source = open_source(address, key=key)
+        found = []
+        for window in source.windows(_WINDOW):
+            values = source.column(window, column)
+            found += zip(values.ids, values.values, strict=True)
+    return _wanted("text", [name for name, _ in found], [text for _, text in found], only, address)
+
+
+def _wanted(
+    kind: Kind,
+    ids: list[str],
+    values: list[str] | list[Path],
+    only: Collection[str] | None,
+    address: str,
+) -> Items:
+    if len(set(ids)) != len(ids):
+        twice = next(name for row, name in enumerate(ids) if name in ids[:row])
+        raise InvalidInputError(f"{address}: expected each id once, got {twice!r} again")
+    if only is not None:
+        rows = [row for row, name in enumerate(ids) if name in only]
+        ids, values = [ids[row] for row in rows], [values[row] for row in rows]  # type: ignore[assignment]
+    if not ids:
+        raise NotFoundError(f"{address}: nothing to embed is there")
+    return Items(kind, ids, values)
+
+
+def _lines(path: Path, key: str, column: str) -> Iterator[tuple[str, str]]:
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise NotFoundError(f"{path}: cannot be read ({error})") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            one = json.loads(line)
+            yield str(one[key]), str(one[column])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidInputError(
+                f"{path}:{number}: expected a JSON object with {key!r} and {column!r}"
+            ) from error

@@ -1,0 +1,186 @@
+"""An ONNX file and what is declared about it: pooling, prefix, tokenizer, scaling of pixels.
+
+Declared in `NAME.json` beside `NAME.onnx`, or in the files that sentence-transformers exports.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nobackfill.adopt.embedding.embedder import Kind
+from nobackfill.adopt.maps import normalised
+from nobackfill.digests import sha256_file
+from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.extras import extra
+from nobackfill.images import decode_file
+from nobackfill.vectors import Vectors, check_vectors
+
+# Files beside an ONNX file that hold its larger weights.
+_WEIGHTS = ("_data", ".data")
+
+
+class Declaration(BaseModel):
+    """What an ONNX file does not say of itself.
+
+    Texts: `tokenizer` (a file beside), `prefix` put before each, `max_length` in tokens, `pooling`
+    of the tokens' outputs. Images: `size` in pixels where the graph leaves it open; pixels are
+    (value / 255 - mean) / std. `output`: its name, None for the first. `normalise`: to norm 1.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    tokenizer: str = "tokenizer.json"
+    prefix: str = ""
+    max_length: int = Field(256, ge=1)
+    pooling: Literal["mean", "cls", "none"] = "mean"
+    output: str | None = None
+    normalise: bool = True
+    size: int | None = Field(None, ge=1)
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+
+
+class OnnxModel:
+    """A session on the file; what reads texts has an input `input_ids`, all others read images."""
+
+    def __init__(self, path: Path) -> None:
+        import onnxruntime
+
+        if not path.is_file():
+            raise NotFoundError(f"{path}: no such file; --with expects an ONNX file")
+        self._path, self._declared = path, _declaration(path)
+        try:
+            self._session = onnxruntime.InferenceSession(
+                str(path), providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:
+            # onnxruntime's classes are made in C++ and have no common public base.
+            raise InvalidInputError(f"{path}: cannot be read as ONNX ({error})") from error
+        self._inputs = {one.name: one for one in self._session.get_inputs()}
+        self.kind: Kind | None = "text" if "input_ids" in self._inputs else "image"
+        self._tokenizer = self._open_tokenizer() if self.kind == "text" else None
+        self.fingerprint = self._fingerprint()
+
+    def embed(self, items: list[str] | list[Path]) -> Vectors:
+        feed, mask = self._texts(items) if self.kind == "text" else self._images(items)
+        wanted = None if self._declared.output is None else [self._declared.output]
+        try:
+            output = np.asarray(self._session.run(wanted, feed)[0], np.float32)
+        except Exception as error:
+            raise InvalidInputError(f"{self._path}: does not take these items ({error})") from error
+        vectors = self._pooled(output, mask)
+        checked = check_vectors(vectors, vectors.shape[1], what=f"output of {self._path}")
+        return normalised(checked) if self._declared.normalise else checked
+
+    def _open_tokenizer(self) -> Any:
+        with extra("adopt"):
+            from tokenizers import Tokenizer
+        places = [
+            folder / self._declared.tokenizer
+            for folder in (self._path.parent, *self._path.parent.parents[:1])
+        ]
+        file = next((place for place in places if place.is_file()), None)
+        if file is None:
+            raise NotFoundError(
+                f"{places[0]}: no tokenizer; put the model's tokenizer.json beside its ONNX file"
+            )
+        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer.enable_truncation(self._declared.max_length)
+        tokenizer.enable_padding()
+        self._tokenizer_file = file
+        return tokenizer
+
+    def _texts(self, items: list[str] | list[Path]) -> tuple[dict[str, Any], Any]:
+        assert self._tokenizer is not None
+        encoded = self._tokenizer.encode_batch(
+            [self._declared.prefix + str(item) for item in items]
+        )
+        mask = np.array([one.attention_mask for one in encoded], np.int64)
+        known = {
+            "input_ids": np.array([one.ids for one in encoded], np.int64),
+            "attention_mask": mask,
+            "token_type_ids": np.array([one.type_ids for one in encoded], np.int64),
+        }
+        if strangers := set(self._inputs) - set(known):
+            raise InvalidInputError(f"{self._path}: unknown inputs {sorted(strangers)}")
+        return {name: known[name] for name in self._inputs}, mask
+
+    def _images(self, items: list[str] | list[Path]) -> tuple[dict[str, Any], Any]:
+        if len(self._inputs) != 1:
+            raise InvalidInputError(
+                f"{self._path}: expected one input of images, got {list(self._inputs)}"
+            )
+        (name, one), declared = next(iter(self._inputs.items())), self._declared
+        last = one.shape[-1] == 3
+        height, width = one.shape[1:3] if last else one.shape[2:4]
+        if not (isinstance(height, int) and isinstance(width, int)):
+            height = width = declared.size
+        if height is None or width is None:
+            raise InvalidInputError(
+                f"{self._path}: its image size is open; declare it: "
+                f'{{"size": 224}} in {self._path.with_suffix(".json").name}'
+            )
+        pixels: Any = np.stack([decode_file(Path(item), height, width) for item in items])
+        if one.type != "tensor(uint8)":
+            mean, std = np.array(declared.mean), np.array(declared.std)
+            scaled = (pixels / 255 - mean) / std
+            pixels = scaled.astype(np.float16 if one.type == "tensor(float16)" else np.float32)
+        return {name: pixels if last else np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))}, None
+
+    def _pooled(self, output: Vectors, mask: Any) -> Vectors:
+        if output.ndim == 2:
+            return output
+        if output.ndim == 4 and mask is None:
+            return np.asarray(output.mean((2, 3)))
+        if output.ndim != 3 or mask is None or self._declared.pooling == "none":
+            raise InvalidInputError(
+                f"{self._path}: expected an output [n, dim], or [n, tokens, dim] with pooling, got "
+                f'{list(output.shape)}; declare another one as "output"'
+            )
+        if self._declared.pooling == "cls":
+            first: Vectors = output[:, 0]
+            return first
+        weights = mask[..., None].astype(np.float32)
+        pooled: Vectors = (output * weights).sum(1) / np.maximum(weights.sum(1), 1)
+        return pooled
+
+    def _fingerprint(self) -> str:
+        beside = (self._path.with_name(self._path.name + end) for end in _WEIGHTS)
+        files = [self._path, *(path for path in beside if path.is_file())]
+        if self.kind == "text":
+            files.append(self._tokenizer_file)
+        parts = [sha256_file(path) for path in files]
+        parts.append(json.dumps(self._declared.model_dump(), sort_keys=True))
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _declaration(path: Path) -> Declaration:
+    own = path.with_suffix(".json")
+    try:
+        if own.is_file():
+            return Declaration.model_validate_json(own.read_bytes())
+        for folder in (path.parent, path.parent.parent):
+            if (folder / "modules.json").is_file():
+                return _of_sentence_transformers(folder)
+    except (ValidationError, ValueError, KeyError) as error:
+        raise InvalidInputError(f"{own}: cannot be understood: {error}") from error
+    return Declaration()
+
+
+def _of_sentence_transformers(folder: Path) -> Declaration:
+    """From modules.json and the folders that it names."""
+    modules = json.loads((folder / "modules.json").read_text("utf-8"))
+    pooling: Literal["mean", "cls", "none"] = "none"
+    for module in modules:
+        if module["type"].endswith(".Pooling"):
+            said = json.loads((folder / module["path"] / "config.json").read_text("utf-8"))
+            pooling = "cls" if said.get("pooling_mode_cls_token") else "mean"
+            if not (said.get("pooling_mode_cls_token") or said.get("pooling_mode_mean_tokens")):
+                raise ValueError("pooling other than mean and cls")
+    sizes = folder / "sentence_bert_config.json"
+    length = json.loads(sizes.read_text("utf-8"))["max_seq_length"] if sizes.is_file() else 256
+    normalise = any(module["type"].endswith(".Normalize") for module in modules)
+    return Declaration(pooling=pooling, max_length=length, normalise=normalise)

@@ -1,0 +1,175 @@
+"""Five ways to go on with a gallery, measured on pairs that the maps judged were fitted without.
+
+Known items (queries whose answer is known): R@1, R@10, MRR. Similar things (each item asks for its
+neighbours, itself left out): agreement@10, the share of the new model's own ten neighbours.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nobackfill.adopt.maps import fit_maps
+from nobackfill.adopt.pairs import Pairs
+from nobackfill.errors import InvalidInputError
+from nobackfill.metrics.distances import distances
+from nobackfill.metrics.ranking import Ints, Ranking, Relevance, rank_block
+from nobackfill.metrics.retrieval import average_precision, cmc
+from nobackfill.vectors import Vectors
+
+FOLDS = 5
+NEIGHBOURS = 10
+# Hits that are embedded again for a query.
+LAZILY = 100
+# Share of the new model's score in the joined one; 0 is the old model alone.
+WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+# Queries that are judged, and distances that are held for one way.
+MOST_QUERIES = 2000
+MOST_DISTANCES = 20_000_000
+
+Block = NDArray[np.float32]
+PerQuery = NDArray[np.float64]
+# Figures by name, one number a query.
+Figures = dict[str, PerQuery]
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """The judged items in three forms, row by row: old [g, a], carried [g, b], new [g, b]."""
+
+    old: Vectors
+    carried: Vectors
+    new: Vectors
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Queries by both models, old [q, a] and new [q, b], and a gallery row for each: what it should
+    find, or, with `own`, the query's own item, which is left out."""
+
+    old: Vectors
+    new: Vectors
+    rows: Ints
+    own: bool
+
+    def part(self, rows: Ints) -> "Queries":
+        return Queries(self.old[rows], self.new[rows], self.rows[rows], self.own)
+
+
+def out_of_fold(pairs: Pairs, seed: int = 0, subset: float = 1.0) -> dict[str, Vectors]:
+    """Each candidate's vectors [n, b]; every row by a map that was fitted without it.
+
+    `subset`: the share of the other folds' pairs that is fitted on, for the learning curve.
+    """
+    if len(pairs) < 2 * FOLDS:
+        raise InvalidInputError(f"expected at least {2 * FOLDS} pairs, got {len(pairs)}")
+    rng = np.random.default_rng(seed)
+    fold = rng.permutation(np.arange(len(pairs)) % FOLDS)
+    found: dict[str, Vectors] = {}
+    for number in range(FOLDS):
+        rest = np.flatnonzero(fold != number)
+        count = max(2, round(subset * len(rest)))
+        some = np.sort(rng.choice(rest, count, replace=False))
+        for kind, candidate in fit_maps(pairs.old[some], pairs.new[some]).items():
+            rows = found.setdefault(kind, np.empty_like(pairs.new))
+            rows[fold == number] = candidate(pairs.old[fold == number])
+    return found
+
+
+def sampled(queries: Queries, items: int, seed: int = 0) -> Queries:
+    """As many of them as are judged against a gallery of `items`."""
+    most = max(1, min(MOST_QUERIES, MOST_DISTANCES // items))
+    if len(queries.rows) <= most:
+        return queries
+    rng = np.random.default_rng(seed)
+    return queries.part(np.sort(rng.choice(len(queries.rows), most, replace=False)))
+
+
+def among_items(pairs: Pairs, seed: int = 0) -> Queries:
+    """Each item asks for its neighbours."""
+    rows = np.arange(len(pairs), dtype=np.int64)
+    return sampled(Queries(pairs.old, pairs.new, rows, own=True), len(pairs), seed)
+
+
+def judge(gallery: Gallery, queries: Queries) -> tuple[dict[str, Figures], float]:
+    """Figures of each way: "stay", "map", "both", "lazily", "re-embed"; and the weight of "both".
+
+    The weight is chosen on one half of the queries and judged on the other, each in turn; the one
+    that is returned is chosen on all.
+    """
+    stay = distances(queries.old, gallery.old, "cosine").astype(np.float32)
+    carried = distances(queries.new, gallery.carried, "cosine").astype(np.float32)
+    native = distances(queries.new, gallery.new, "cosine").astype(np.float32)
+    figures = _measure(native, queries)
+    old_z, new_z = _standard(stay), _standard(carried)
+
+    def joined(weight: float) -> Block:
+        return np.asarray(weight * new_z + (1 - weight) * old_z, np.float32)
+
+    scores = {weight: _chosen_by(figures(joined(weight)), queries.own) for weight in WEIGHTS}
+    halves = np.arange(len(queries.rows)) % 2 == 0
+    both = np.empty_like(stay)
+    for half in (halves, ~halves):
+        both[half] = joined(_best(scores, ~half))[half]
+    lazily = both.copy()
+    hits = np.argpartition(both, min(LAZILY, both.shape[1]) - 1, axis=1)[:, :LAZILY]
+    # Hits come first, in the new model's order; cosine distances are below 3.
+    lazily -= lazily.min() - 3
+    np.put_along_axis(lazily, hits, np.take_along_axis(native, hits, 1), 1)
+    ways = {"stay": stay, "map": carried, "both": both, "lazily": lazily, "re-embed": native}
+    weight = _best(scores, np.ones(len(halves), bool))
+    return {name: figures(block) for name, block in ways.items()}, weight
+
+
+def figure_of(vectors: Vectors, pairs: Pairs, queries: Queries) -> Figures:
+    """Figures of one candidate's carried vectors [n, b]."""
+    native = distances(queries.new, pairs.new, "cosine").astype(np.float32)
+    carried = distances(queries.new, vectors, "cosine").astype(np.float32)
+    return _measure(native, queries)(carried)
+
+
+def _measure(native: Block, queries: Queries) -> Callable[[Block], Figures]:
+    """What turns a block of distances [q, g] into figures."""
+    rows = np.arange(len(queries.rows))
+    none = np.empty(0, np.int64)
+
+    def top(block: Block) -> Ints:
+        shown = block.copy() if queries.own else block
+        if queries.own:
+            shown[rows, queries.rows] = np.inf
+        count = min(NEIGHBOURS, block.shape[1] - queries.own)
+        return np.argpartition(shown, count - 1, axis=1)[:, :count].astype(np.int64)
+
+    truth = np.zeros(native.shape, bool)
+    np.put_along_axis(truth, top(native), True, 1)
+
+    def figures(block: Block) -> Figures:
+        found = top(block)
+        agreement = np.take_along_axis(truth, found, 1).mean(1)
+        if queries.own:
+            return {"agreement@10": agreement}
+        relevance = Relevance([np.array([row]) for row in queries.rows], [none] * len(rows))
+        ranking = Ranking(rank_block(block.copy(), 0, relevance), np.ones(len(rows), np.int64))
+        return {
+            "R@1": cmc(ranking, 1),
+            "R@10": cmc(ranking, 10),
+            "MRR": average_precision(ranking),
+            "agreement@10": agreement,
+        }
+
+    return figures
+
+
+def _standard(block: Block) -> Block:
+    """Distances of each query with mean 0 and deviation 1 over the gallery."""
+    spread = np.maximum(block.std(1, keepdims=True), 1e-12)
+    return np.asarray((block - block.mean(1, keepdims=True)) / spread, np.float32)
+
+
+def _chosen_by(figures: Mapping[str, PerQuery], own: bool) -> PerQuery:
+    return figures["agreement@10" if own else "MRR"]
+
+
+def _best(scores: Mapping[float, PerQuery], some: NDArray[np.bool_]) -> float:
+    return max(scores, key=lambda weight: float(scores[weight][some].mean()))

@@ -1,0 +1,156 @@
+"""Closed-form maps from the old model's vectors to the new one's, and the file that holds one.
+
+No labels and no training: sums over pairs are all that each needs (nobackfill.ridge).
+"""
+
+import hashlib
+import io
+import json
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from nobackfill import ridge
+from nobackfill.durable import write_file
+from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.ridge import Doubles, Floats, Moments, in_blocks
+from nobackfill.vectors import Vectors, check_vectors
+
+# Of the file.
+FORMAT = 1
+# Vectors that differ less from norm 1 came from a model that normalises.
+UNIT_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Map:
+    """x -> weight x + bias, then divided by its norm with `unit`; weight [b, a], bias [b].
+
+    `facts`: what the file says of its origin: pairs, penalty, the two models.
+    """
+
+    kind: str
+    weight: Vectors
+    bias: Vectors
+    unit: bool
+    facts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """a and b."""
+        return self.weight.shape[1], self.weight.shape[0]
+
+    @property
+    def digest(self) -> str:
+        """What vectors that were made by it are known by."""
+        parts = (str(self.unit).encode(), self.weight.tobytes(), self.bias.tobytes())
+        return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+    def __call__(self, vectors: Vectors) -> Vectors:
+        """[n, a] -> [n, b]. Raises InvalidInputError for another dimension than a, and NaN."""
+        checked = check_vectors(vectors, self.dims[0], what="old vectors")
+        mapped = checked @ self.weight.T + self.bias
+        return normalised(mapped) if self.unit else mapped
+
+
+def normalised(vectors: Vectors) -> Vectors:
+    """Rows of norm 1; a row of zeros stays as it is."""
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    scaled: Vectors = vectors / np.maximum(norms, np.float32(1e-12))
+    return scaled
+
+
+def is_unit(vectors: Floats) -> bool:
+    """Whether all rows have norm 1 within 1e-3."""
+    norms = np.linalg.norm(vectors, axis=1)
+    return bool(len(norms)) and float(np.abs(norms - 1).max()) <= UNIT_TOLERANCE
+
+
+def fit_maps(old: Vectors, new: Vectors, *, together: int = 1) -> dict[str, Map]:
+    """The candidates, by name, from pairs old [n, a] and new [n, b].
+
+    "affine": ridge with its penalty by leave-one-out. "low_rank": the same through the b/2 leading
+    directions of what it predicts. "procrustes": orthogonal between centred vectors, between
+    vectors of any norm times one factor. Raises InvalidInputError for fewer than 2 pairs.
+    """
+    if len(old) != len(new) or len(old) < 2 * together:
+        raise InvalidInputError(f"expected at least 2 pairs, got {len(old)} old and {len(new)} new")
+    unit = is_unit(new)
+    moments = Moments.of(in_blocks(old, new)())
+    affine = ridge.fit(in_blocks(old, new), together=together)
+    facts = {"pairs": str(len(old)), "penalty": f"{affine.penalty:.3g}"}
+    candidates = {
+        "affine": affine.weight,
+        "low_rank": _low_rank(affine.weight, moments, max(1, new.shape[1] // 2)),
+        "procrustes": _procrustes(moments, scaled=not unit),
+    }
+    maps = {}
+    for kind, weight in candidates.items():
+        bias = moments.means[1] - weight @ moments.means[0]
+        said = facts if kind != "procrustes" else {"pairs": facts["pairs"]}
+        maps[kind] = Map(kind, weight.astype(np.float32), bias.astype(np.float32), unit, said)
+    return maps
+
+
+def _low_rank(weight: Doubles, moments: Moments, rank: int) -> Doubles:
+    """Reduced-rank regression: `weight` onto the leading principal directions of its outputs."""
+    _, directions = np.linalg.eigh(weight @ moments.gram @ weight.T)
+    kept = directions[:, -rank:]
+    return kept @ (kept.T @ weight)
+
+
+def _procrustes(moments: Moments, *, scaled: bool) -> Doubles:
+    """R = V U' of the singular value decomposition U s V' of the cross products (Schönemann 1966).
+
+    Semi-orthogonal between different dimensions; `scaled`: times the factor of least squared error.
+    """
+    u, singular, vt = np.linalg.svd(moments.cross, full_matrices=False)
+    rotation = u @ vt
+    spread = float(np.einsum("ij,ik,kj->", rotation, moments.gram, rotation, optimize=True))
+    factor = float(singular.sum()) / spread if scaled and spread > 0 else 1.0
+    turned: Doubles = factor * rotation.T
+    return turned
+
+
+def save_map(path: Path, found: Map) -> None:
+    """Write a map as arrays and a line of JSON. Raises CannotWriteError."""
+    header = {"format": FORMAT, "kind": found.kind, "unit": found.unit, "facts": found.facts}
+    buffer = io.BytesIO()
+    text = np.array(json.dumps(header, sort_keys=True))
+    np.savez(buffer, header=text, weight=found.weight, bias=found.bias)
+    write_file(path, buffer.getvalue())
+
+
+def load_map(path: Path) -> Map:
+    """Read what `save_map` wrote. Raises NotFoundError, InvalidInputError for another file."""
+    if not path.is_file():
+        raise NotFoundError(f"{path}: no such file; `nobackfill fit` writes a map")
+    try:
+        # From memory: numpy leaves a file open that it cannot read.
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
+            header = json.loads(str(arrays["header"]))
+            weight, bias = arrays["weight"], arrays["bias"]
+        if header["format"] != FORMAT:
+            raise ValueError(f"format {header['format']}")
+        if bias.ndim != 1 or weight.shape[:1] != bias.shape:
+            raise ValueError(f"shapes {weight.shape} and {bias.shape}")
+        checked = check_vectors(weight, weight.shape[1], what="weight")
+        shift = check_vectors(bias[None], len(bias), what="bias")[0]
+        facts = {str(key): str(value) for key, value in header["facts"].items()}
+        return Map(str(header["kind"]), checked, shift, bool(header["unit"]), facts)
+    except (
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        OSError,
+        EOFError,
+        zipfile.BadZipFile,
+    ) as error:
+        raise InvalidInputError(
+            f"{path}: expected a map that `nobackfill fit` wrote ({error}); fit it again"
+        ) from error
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{path}: {error}") from error

@@ -1,0 +1,78 @@
+"""One self-contained HTML page of a verdict."""
+
+import base64
+import io
+from pathlib import Path
+
+from nobackfill.adopt.verdict import Point, Verdict, gain_of_doubling
+from nobackfill.extras import extra
+
+_COLOUR = "#0072b2"
+
+
+def render(verdict: Verdict) -> str:
+    """The page, with the learning curve and the ways as pictures."""
+    with extra("adopt"):
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
+    )
+    return environment.get_template("page.html.j2").render(
+        verdict=verdict,
+        figures=list(verdict.ways[0].figures),
+        curve=_chart(verdict.curve, verdict.judged_by) if len(verdict.curve) > 1 else None,
+        bars=_bars(verdict),
+        gain=gain_of_doubling(verdict.curve),
+        seconds=duration,
+    )
+
+
+def duration(seconds: float | None) -> str:
+    """In words, as short as is useful."""
+    if seconds is None:
+        return "not measured"
+    for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{1000 * seconds:.1f} ms" if seconds else "0"
+
+
+def _chart(points: list[Point], judged_by: str) -> str:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6, 3), layout="constrained")
+    axes = figure.add_subplot()
+    pairs, figures = [p.pairs for p in points], [100 * p.figure for p in points]
+    axes.plot(pairs, figures, color=_COLOUR, marker="o", markersize=4)
+    axes.set_xscale("log")
+    axes.set_xticks(pairs, [str(n) for n in pairs])
+    axes.minorticks_off()
+    axes.set_xlabel("pairs the map is fitted on")
+    axes.set_ylabel(f"{judged_by} of the map, %")
+    return _data_uri(figure)
+
+
+def _bars(verdict: Verdict) -> str:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6, 2.6), layout="constrained")
+    axes = figure.add_subplot()
+    values = [100 * way.figures[verdict.judged_by] for way in verdict.ways]
+    colours = [_COLOUR if way.name == verdict.way else "#9aa5b1" for way in verdict.ways]
+    bars = axes.barh([way.name for way in verdict.ways], values, color=colours)
+    axes.bar_label(bars, [f"{value:.1f}" for value in values], padding=3)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 110)
+    axes.set_xlabel(f"{verdict.judged_by}, %")
+    return _data_uri(figure)
+
+
+def _data_uri(figure: object) -> str:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    assert isinstance(figure, Figure)
+    buffer = io.BytesIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "nobackfill"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,0 +1,84 @@
+"""The same items' vectors by two models: what maps are fitted and judged on."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from nobackfill.adopt.sources.source import Rows, Source, checked
+from nobackfill.errors import InvalidInputError, few
+from nobackfill.vectors import Vectors
+
+# Items read at a time.
+WINDOW = 10_000
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Row i of both is item ids[i]: old [n, a], new [n, b]."""
+
+    ids: list[str]
+    old: Vectors
+    new: Vectors
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Pairs, and the ids that only one side has."""
+
+    pairs: Pairs
+    without_old: list[str]
+    without_new: list[str]
+
+
+def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
+    """Every row of a source, or those with an id in `only`; vectors are checked.
+
+    Raises InvalidInputError for NaN, several dimensions, an id that comes twice.
+    """
+    where = source.facts().name
+    ids: list[str] = []
+    vectors: list[Vectors] = []
+    dim = None
+    for window in source.windows(WINDOW):
+        rows = checked(source.read(window), dim, where)
+        if not len(rows):
+            continue
+        dim = rows.vectors.shape[1]
+        kept = (
+            range(len(rows)) if only is None else [i for i, x in enumerate(rows.ids) if x in only]
+        )
+        ids += [rows.ids[i] for i in kept]
+        vectors.append(rows.vectors[np.asarray(kept, np.int64)])
+    if len(set(ids)) != len(ids):
+        seen: set[str] = set()
+        twice = [x for x in ids if x in seen or seen.add(x)]  # type: ignore[func-returns-value]
+        raise InvalidInputError(
+            f"{where}: expected each id once, got {few(map(repr, twice))} more than once"
+        )
+    return Rows(ids, np.concatenate(vectors) if vectors else np.empty((0, dim or 0), np.float32))
+
+
+def match(old: Source, new: Source, *, least: int = 20) -> Matched:
+    """Pairs by id, whatever the order of either side; `new` is the smaller side as a rule.
+
+    Raises InvalidInputError for fewer than `least` pairs.
+    """
+    made = read_all(new)
+    wanted = set(made.ids)
+    stored = read_all(old, wanted)
+    places = {name: row for row, name in enumerate(made.ids)}
+    order = np.array([places[name] for name in stored.ids], np.int64)
+    known = set(stored.ids)
+    lost = [name for name in made.ids if name not in known]
+    if len(stored) < least:
+        raise InvalidInputError(
+            f"expected at least {least} items with both vectors, found {len(stored)}: "
+            f"{old.facts().name} has none for {few(map(repr, lost)) or 'any'}; are the ids of both "
+            "sides the same?"
+        )
+    pairs = Pairs(stored.ids, stored.vectors, made.vectors[order])
+    return Matched(pairs, lost, [])

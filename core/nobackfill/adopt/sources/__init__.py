@@ -1,0 +1,1 @@
+"""Stores of vectors that live elsewhere, each by one small Protocol (source.py)."""

@@ -1,0 +1,168 @@
+"""Vectors in a folder of numpy files: `ids.npy` and a `NAME.npy` [n, dim]. New vectors are written
+in parts, and become `NEW.npy` beside the old when all are there."""
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nobackfill.adopt.sources.source import Column, Facts, Rows, Target, Window
+from nobackfill.durable import make_dir, remove_tree, replace, sweep, write_file
+from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, few
+from nobackfill.vectors import Vectors
+
+_IDS = "ids.npy"
+
+
+class ArraySource:
+    """A folder of arrays in one order. A window is a range of rows. `vector`: the name of the old
+    vectors' file, None for the only two-dimensional one. Raises NotFoundError, InvalidInputError.
+    """
+
+    def __init__(self, folder: Path, vector: str | None = None) -> None:
+        self._folder = folder
+        if not (folder / _IDS).is_file():
+            raise NotFoundError(f"{folder}: expected {_IDS} with a key for each row")
+        self._ids = _array(folder / _IDS)
+        files = sorted(path for path in folder.glob("*.npy") if path.name != _IDS)
+        names = [path.stem for path in files if _array(path).ndim == 2]
+        if vector is None:
+            # What was carried is found when it is named.
+            names = [name for name in names if _mark(folder, name) is None]
+        if (vector is None and len(names) != 1) or (vector is not None and vector not in names):
+            raise InvalidInputError(
+                f"{folder}: expected {'one array' if vector is None else repr(vector)} of vectors "
+                f"[n, dim], found {few(names) or 'none'}; name one with --vector"
+            )
+        self._name = vector or names[0]
+        self._vectors = _array(folder / f"{self._name}.npy")
+        if self._ids.ndim != 1 or len(self._ids) != len(self._vectors):
+            raise InvalidInputError(
+                f"{folder}: expected a key for each of {len(self._vectors)} rows, got "
+                f"{list(self._ids.shape)} in {_IDS}"
+            )
+        self._others = tuple(p.stem for p in files if _array(p).ndim == 1)
+
+    def facts(self) -> Facts:
+        name = f"{self._folder}#{self._name}"
+        return Facts(name, self._vectors.shape[1], None, None, self._others)
+
+    def count(self) -> int:
+        return len(self._ids)
+
+    def windows(self, rows: int) -> Iterator[Window]:
+        for first in range(0, len(self._ids), rows):
+            yield Window(first, min(first + rows, len(self._ids)))
+
+    def read(self, window: Window) -> Rows:
+        ids = [str(value) for value in self._ids[window.after : window.last].tolist()]
+        vectors = np.asarray(self._vectors[window.after : window.last], np.float32)
+        return Rows(ids, vectors)
+
+    def column(self, window: Window, name: str) -> Column:
+        path = self._folder / f"{name}.npy"
+        if name not in self._others:
+            raise InvalidInputError(f"{self._folder}: no column {name!r}")
+        values = _array(path)[window.after : window.last]
+        return Column(self.read(window).ids, [str(value) for value in values.tolist()])
+
+    def beside(self, target: Target) -> "ArrayBeside":
+        parts, final = self._parts(target.name), self._folder / f"{target.name}.npy"
+        mark = {"map": target.mark, "dim": target.dim, "rows": len(self._ids)}
+        found = _mark(self._folder, target.name)
+        if (final.exists() and found != mark) or (parts.exists() and found not in (None, mark)):
+            raise AlreadyExistsError(
+                f"{final}: exists already and was not made by this map from these rows; choose "
+                "another --to, or remove it with --rollback"
+            )
+        make_dir(parts)
+        sweep(parts)
+        write_file(_mark_path(self._folder, target.name), json.dumps(mark).encode())
+        return ArrayBeside(self, self._folder, parts, final, target)
+
+    def rollback(self, name: str) -> bool:
+        if _mark(self._folder, name) is None:
+            return False
+        remove_tree(self._folder / f"{name}.npy")
+        remove_tree(self._parts(name))
+        remove_tree(_mark_path(self._folder, name))
+        return True
+
+    def _parts(self, name: str) -> Path:
+        return self._folder / f".{name}.parts"
+
+
+class ArrayBeside:
+    """A file a window until `finish` joins them."""
+
+    def __init__(
+        self, source: ArraySource, folder: Path, parts: Path, final: Path, target: Target
+    ) -> None:
+        self._source, self._folder, self._parts = source, folder, parts
+        self._final, self._target = final, target
+
+    def pending(self, window: Window) -> Rows:
+        if self._final.exists() or self._part(window).is_file():
+            return Rows([], np.empty((0, 0), np.float32))
+        rows = self._source.read(window)
+        return Rows(rows.ids, rows.vectors, [window] * len(rows))
+
+    def write(self, rows: Rows, vectors: Vectors) -> None:
+        (window,) = set(rows.keys)
+        assert isinstance(window, Window)
+        buffer = io.BytesIO()
+        np.save(buffer, vectors, allow_pickle=False)
+        write_file(self._part(window), buffer.getvalue())
+
+    def settle(self, window: Window) -> None:
+        """Nothing vanishes from files."""
+
+    def read(self, window: Window) -> Rows:
+        ids = self._source.read(window).ids
+        if self._final.exists():
+            return Rows(ids, np.asarray(_array(self._final)[window.after : window.last]))
+        part = self._part(window)
+        if not part.is_file():
+            return Rows([], np.empty((0, self._target.dim), np.float32))
+        return Rows(ids, np.asarray(_array(part)))
+
+    def count(self) -> int:
+        if self._final.exists():
+            return len(_array(self._final))
+        return sum(len(_array(part)) for part in self._parts.glob("*.npy"))
+
+    def finish(self) -> list[str]:
+        if not self._final.exists() and self.count() == self._source.count():
+            whole = self._parts / ".tmp-whole"
+            shape = (self._source.count(), self._target.dim)
+            joined = np.lib.format.open_memmap(whole, "w+", np.float32, shape)
+            for part in self._parts.glob("*.npy"):
+                first, last = map(int, part.stem.split("-"))
+                joined[first:last] = _array(part)
+            joined.flush()
+            del joined
+            replace(whole, self._final)
+        remove_tree(self._parts)
+        return [f"read {self._final} in place of the old vectors; rows have the same order"]
+
+    def _part(self, window: Window) -> Path:
+        return self._parts / f"{window.after}-{window.last}.npy"
+
+
+def _array(path: Path) -> Any:
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise InvalidInputError(f"{path}: cannot be read as a numpy array ({error})") from error
+
+
+def _mark_path(folder: Path, name: str) -> Path:
+    return folder / f".{name}.json"
+
+
+def _mark(folder: Path, name: str) -> object:
+    path = _mark_path(folder, name)
+    return json.loads(path.read_text("utf-8")) if path.is_file() else None

@@ -1,0 +1,34 @@
+"""Sources by their addresses."""
+
+from pathlib import Path
+
+from nobackfill.adopt.sources.source import Source
+from nobackfill.errors import InvalidInputError
+
+KINDS = """\
+FILE.parquet or a folder of them, a folder of numpy files (ids.npy and one array of vectors),
+postgresql://USER@HOST/DATABASE#TABLE with pgvector"""
+
+
+def open_source(address: str, *, key: str | None = None, vector: str | None = None) -> Source:
+    """The store at an address. `key`, `vector`: columns, None where there is only one choice.
+
+    Raises NotFoundError, UnavailableError, InvalidInputError.
+    """
+    if address.startswith(("postgresql://", "postgres://")):
+        from nobackfill.adopt.sources.pgvector import PgvectorSource
+
+        server, _, table = address.partition("#")
+        if not table:
+            raise InvalidInputError(f"{server}: name the table as well: {server}#TABLE")
+        return PgvectorSource(server, table, key, vector)
+    if "://" in address:
+        raise InvalidInputError(f"{address}: expected {KINDS}")
+    path = Path(address)
+    if (path / "ids.npy").is_file():
+        from nobackfill.adopt.sources.arrays import ArraySource
+
+        return ArraySource(path, vector)
+    from nobackfill.adopt.sources.parquet import ParquetSource
+
+    return ParquetSource(path, key or "id", vector)

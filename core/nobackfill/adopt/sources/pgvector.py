@@ -1,0 +1,235 @@
+"""A table of PostgreSQL with pgvector. New vectors go into a new column of the same rows, so a
+deleted row takes its vector along; a trigger empties it where the old vector changes."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+
+import numpy as np
+
+from nobackfill.adopt.sources.source import Column, Facts, Rows, Target, Window, even
+from nobackfill.errors import AlreadyExistsError, InvalidInputError, few
+from nobackfill.extras import extra
+from nobackfill.vectors import Metric, Vectors
+
+with extra("adopt"):
+    from psycopg import sql
+
+    from nobackfill.adopt.sources.postgres_table import Table
+
+_METRICS: dict[str, Metric] = {"vector_cosine_ops": "cosine", "vector_l2_ops": "squared_l2"}
+# pgvector's own bound for its HNSW index on `vector`; halfvec reaches twice as far.
+_INDEXED_DIM = 2000
+
+
+class PgvectorSource:
+    """A table with a key; see Table. `vector`: None for the only column of vectors."""
+
+    def __init__(
+        self, address: str, table: str, key: str | None = None, vector: str | None = None
+    ) -> None:
+        self._table = Table(address, table, key)
+        columns = self._table.columns
+        vectors = [name for name, kind in columns.items() if kind.startswith(("vector", "halfvec"))]
+        if vector is None:
+            # What was carried is found when it is named.
+            vectors = [name for name in vectors if self._table.mark(name) is None]
+        if (vector is None and len(vectors) != 1) or (vector is not None and vector not in vectors):
+            raise InvalidInputError(
+                f"{table}: expected {'one column' if vector is None else repr(vector)} of type "
+                f"vector or halfvec, found {few(vectors) or 'none'}; name one with --vector"
+            )
+        self.vector = vector or vectors[0]
+
+    def facts(self) -> Facts:
+        table, vector = self._table, self.vector
+        kind = table.columns[vector]
+        dim = int(kind.split("(")[1][:-1]) if "(" in kind else None
+        metrics = [_METRICS[n] for n in table.operator_classes(vector) if n in _METRICS]
+        others = tuple(name for name in table.columns if name not in (table.key, vector))
+        return Facts(f"{table.name}.{vector}", dim, next(iter(metrics), None), None, others)
+
+    def count(self) -> int:
+        return self.filled(self.vector)
+
+    def windows(self, rows: int) -> Iterator[Window]:
+        after: object = None
+        while True:
+            last = self._table.one(
+                "SELECT {key} FROM {table} WHERE {above} ORDER BY {key} OFFSET {skipped} LIMIT 1",
+                above=self._within(Window(after)),
+                skipped=rows - 1,
+            )
+            # The last window is open: it holds what comes while the others are carried.
+            yield Window(after, last)
+            if last is None:
+                return
+            after = last
+
+    def read(self, window: Window) -> Rows:
+        return self.rows(self.vector, window)
+
+    def column(self, window: Window, name: str) -> Column:
+        if name not in self._table.columns:
+            raise InvalidInputError(f"{self._table.name}: no column {name!r}")
+        found = self._table.all(
+            "SELECT {key}::text, {name}::text FROM {table} WHERE {name} IS NOT NULL AND {within} "
+            "ORDER BY {key}",
+            name=sql.Identifier(name),
+            within=self._within(window),
+        )
+        return Column([key for key, _ in found], [value for _, value in found])
+
+    def beside(self, target: Target) -> "PgvectorBeside":
+        with self._table.changing() as changes:
+            made = self._table.mark(target.name)
+            if target.name in self._table.columns and made != target.mark:
+                raise AlreadyExistsError(
+                    f"{self._table.name}: column {target.name!r} exists already and was not made "
+                    "by this map; choose another --to, or remove it with --rollback"
+                )
+            if made is None:
+                names = self._names(target.name)
+                dim = sql.SQL(str(int(target.dim)))
+                changes.run("ALTER TABLE {table} ADD COLUMN {new} vector({dim})", dim=dim, **names)
+                mark = json.dumps({"nobackfill": target.mark})
+                changes.run("COMMENT ON COLUMN {table}.{new} IS {mark}", mark=mark, **names)
+                # A writer who knows nothing of the new column leaves a vector there that is no
+                # longer of the old one: then it is emptied, and carried again.
+                changes.run(
+                    "CREATE FUNCTION {trigger}() RETURNS trigger LANGUAGE plpgsql AS "
+                    "$$BEGIN NEW.{new} := NULL; RETURN NEW; END$$",
+                    **names,
+                )
+                changes.run(
+                    "CREATE TRIGGER {trigger} BEFORE UPDATE ON {table} FOR EACH ROW WHEN "
+                    "(OLD.{old} IS DISTINCT FROM NEW.{old} "
+                    "AND NEW.{new} IS NOT DISTINCT FROM OLD.{new}) EXECUTE FUNCTION {trigger}()",
+                    **names,
+                )
+        return PgvectorBeside(self, self._table, self._names(target.name), target)
+
+    def rollback(self, name: str) -> bool:
+        names = self._names(name)
+        with self._table.changing() as changes:
+            if self._table.mark(name) is None:
+                return False
+            changes.run("DROP TRIGGER IF EXISTS {trigger} ON {table}", **names)
+            changes.run("ALTER TABLE {table} DROP COLUMN {new}", **names)
+            changes.run("DROP FUNCTION IF EXISTS {trigger}()", **names)
+        return True
+
+    def _names(self, new: str) -> dict[str, sql.Identifier]:
+        """Quoted: both columns, and a trigger of a name that no other pair of columns has."""
+        digest = hashlib.sha256(f"{self._table.name}\0{self.vector}\0{new}".encode()).hexdigest()
+        parts = {"old": self.vector, "new": new, "trigger": f"nobackfill_{digest[:16]}"}
+        return {part: sql.Identifier(name) for part, name in parts.items()}
+
+    def filled(self, column: str) -> int:
+        """Rows that have a vector in `column`."""
+        return int(
+            self._table.one(
+                "SELECT count(*) FROM {table} WHERE {column} IS NOT NULL",
+                column=sql.Identifier(column),
+            )
+        )
+
+    def rows(self, column: str, window: Window, missing: str | None = None) -> Rows:
+        """Rows of a window by key that have a vector in `column`, and none in `missing`."""
+        found = self._table.all(
+            "SELECT {key}, {key}::text, xmin::text, {column}::vector FROM {table} "
+            "WHERE {column} IS NOT NULL AND {condition} AND {within} ORDER BY {key}",
+            binary=True,
+            column=sql.Identifier(column),
+            condition=sql.SQL("true")
+            if missing is None
+            else sql.SQL("{} IS NULL").format(sql.Identifier(missing)),
+            within=self._within(window),
+        )
+        if not found:
+            return Rows([], np.empty((0, 0), np.float32))
+        keys, ids, seen, values = zip(*found, strict=True)
+        # pgvector's binary form: int16 dimension, int16 unused, then big-endian float32.
+        if len({len(value) for value in values}) > 1:
+            even([np.frombuffer(value[4:], ">f4") for value in values], ids, self._table.name)
+        joined = np.frombuffer(b"".join(value[4:] for value in values), ">f4")
+        return Rows(list(ids), joined.astype(np.float32).reshape(len(ids), -1), keys, seen)
+
+    def _within(self, window: Window) -> sql.Composable:
+        bounds = [(sql.SQL(">"), window.after), (sql.SQL("<="), window.last)]
+        key = sql.Identifier(self._table.key)
+        conditions = [
+            sql.SQL("{} {} {}").format(key, sign, bound)
+            for sign, bound in bounds
+            if bound is not None
+        ]
+        return sql.SQL(" AND ").join([sql.SQL("true"), *conditions])
+
+
+class PgvectorBeside:
+    """The new column."""
+
+    def __init__(
+        self, source: PgvectorSource, table: Table, names: dict[str, sql.Identifier], target: Target
+    ) -> None:
+        self._source, self._table, self._names, self._target = source, table, names, target
+
+    def pending(self, window: Window) -> Rows:
+        return self._source.rows(self._source.vector, window, missing=self._target.name)
+
+    def write(self, rows: Rows, vectors: Vectors) -> None:
+        """Into rows that nobody has written since they were read: xmin is the row's last writer."""
+        head = np.array([self._target.dim, 0], ">i2").tobytes()
+        values = np.ascontiguousarray(vectors, ">f4")
+        kind = sql.SQL(self._table.key_type)
+        with self._table.changing() as changes:
+            changes.run(
+                "CREATE TEMPORARY TABLE nobackfill_window (key {kind}, seen text, new vector) "
+                "ON COMMIT DROP",
+                kind=kind,
+            )
+            written = (
+                (key, seen, head + value.tobytes())
+                for key, seen, value in zip(rows.keys, rows.seen, values, strict=True)
+            )
+            # Bytes of a bytea and of a vector are sent alike.
+            key_type = self._table.key_type.split("(")[0]
+            changes.copy("nobackfill_window", [key_type, "text", "bytea"], written)
+            changes.run(
+                "UPDATE {table} t SET {new} = w.new FROM nobackfill_window w "
+                "WHERE t.{key} = w.key AND t.xmin::text = w.seen",
+                **self._names,
+            )
+
+    def settle(self, window: Window) -> None:
+        """A row that is deleted takes its new vector along."""
+
+    def read(self, window: Window) -> Rows:
+        return self._source.rows(self._target.name, window)
+
+    def count(self) -> int:
+        return self._source.filled(self._target.name)
+
+    def finish(self) -> list[str]:
+        facts = self._source.facts()
+        kind = "vector" if self._target.dim <= _INDEXED_DIM else "halfvec"
+        operators = "l2" if facts.metric == "squared_l2" else "cosine"
+        dim, index = sql.SQL(str(self._target.dim)), sql.SQL(f"{kind}_{operators}_ops")
+        indexed = self._names["new"] if kind == "vector" else None
+        column = indexed or sql.SQL("({}::halfvec({}))").format(self._names["new"], dim)
+        swap = (
+            "BEGIN; DROP FUNCTION {trigger}() CASCADE; "
+            "ALTER TABLE {table} RENAME COLUMN {old} TO {kept}; "
+            "ALTER TABLE {table} RENAME COLUMN {new} TO {old}; COMMIT"
+        )
+        return [
+            self._table.text(
+                "CREATE INDEX CONCURRENTLY ON {table} USING hnsw ({column} {index})",
+                column=column,
+                index=index,
+            ),
+            "switch the queries to the new model, and in the same moment:",
+            self._table.text(
+                swap, kept=sql.Identifier(f"{self._source.vector}_before"), **self._names
+            ),
+        ]

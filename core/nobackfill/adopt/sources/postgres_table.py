@@ -1,0 +1,178 @@
+"""One table of PostgreSQL: its columns, its key, and statements whose names are quoted."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, LiteralString
+
+from nobackfill.errors import (
+    BusyError,
+    CannotWriteError,
+    InvalidInputError,
+    NobackfillError,
+    NotFoundError,
+    NotPermittedError,
+    UnavailableError,
+)
+from nobackfill.extras import extra
+
+with extra("adopt"):
+    import psycopg
+    from psycopg import errors as states
+    from psycopg import sql
+
+# A table that others use is locked for a moment, or not at all.
+_LOCK_WAIT = "5s"
+
+
+class Table:
+    """A table at `address` (libpq's; passwords belong into ~/.pgpass or PGPASSWORD).
+
+    `name` may have a schema ("public.documents"); `key`: a column without equal or empty values,
+    None for the primary key. Statements know {table} and {key}; other braces are filled from names
+    (sql.Identifier) and values. Raises UnavailableError, NotFoundError, InvalidInputError.
+    """
+
+    def __init__(self, address: str, name: str, key: str | None) -> None:
+        self.name = name
+        self._address = address
+        self._known: dict[str, Any] = {"table": sql.Identifier(*name.split("."))}
+        self._quoted = self._known["table"].as_string()
+        self.columns = self._columns()
+        self.key = self._key_column(key)
+        self.key_type = self.columns[self.key]
+        self._known["key"] = sql.Identifier(self.key)
+
+    def _columns(self) -> dict[str, str]:
+        """Names and types."""
+        found = self.all(
+            "SELECT attname, format_type(atttypid, atttypmod) FROM pg_attribute "
+            "WHERE attrelid = to_regclass({quoted}) AND attnum > 0 AND NOT attisdropped "
+            "ORDER BY attnum",
+            quoted=self._quoted,
+        )
+        if not found:
+            raise NotFoundError(f"{self.name}: no such table; ADDRESS#TABLE names one")
+        return dict(found)
+
+    def _key_column(self, wanted: str | None) -> str:
+        """A column that a unique index alone covers, and that is never empty."""
+        if wanted is not None and wanted not in self.columns:
+            raise InvalidInputError(f"{self.name}: no column {wanted!r}")
+        found = self.all(
+            "SELECT a.attname, i.indisprimary FROM pg_index i JOIN pg_attribute a "
+            "ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0] "
+            "WHERE i.indrelid = to_regclass({quoted}) AND i.indisunique AND i.indnkeyatts = 1 "
+            "AND i.indpred IS NULL AND a.attnotnull ORDER BY i.indisprimary DESC",
+            quoted=self._quoted,
+        )
+        keys = [name for name, primary in found if (name == wanted if wanted else primary)]
+        if not keys:
+            raise InvalidInputError(
+                f"{self.name}: expected a key of one column, unique and NOT NULL, found none"
+                f"{'' if wanted is None else f' in {wanted!r}'}; name one with --key, or add one: "
+                f"ALTER TABLE {self._quoted} ADD COLUMN id bigserial PRIMARY KEY"
+            )
+        return str(keys[0])
+
+    def operator_classes(self, column: str) -> list[str]:
+        """Of the indexes on a column."""
+        found = self.all(
+            "SELECT c.opcname FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid "
+            "AND a.attnum = i.indkey[0] JOIN pg_opclass c ON c.oid = i.indclass[0] "
+            "WHERE i.indrelid = to_regclass({quoted}) AND a.attname = {column}",
+            quoted=self._quoted,
+            column=column,
+        )
+        return [name for (name,) in found]
+
+    def mark(self, column: str) -> str | None:
+        """The digest in the comment of a column of ours, None for another's."""
+        said = self.one(
+            "SELECT col_description(attrelid, attnum) FROM pg_attribute "
+            "WHERE attrelid = to_regclass({quoted}) AND attname = {column} AND NOT attisdropped",
+            quoted=self._quoted,
+            column=column,
+        )
+        try:
+            return str(json.loads(str(said))["nobackfill"])
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def composed(self, query: LiteralString, **parts: object) -> sql.Composed:
+        """A statement; what is no part of SQL becomes a literal."""
+        return sql.SQL(query).format(**self._known, **parts)
+
+    def text(self, query: LiteralString, **parts: object) -> str:
+        """A statement for a person to run."""
+        return self.composed(query, **parts).as_string()
+
+    def all(self, query: LiteralString, *, binary: bool = False, **parts: object) -> list[Any]:
+        """All rows."""
+        with self._connected() as connection, connection.cursor(binary=binary) as cursor:
+            rows: list[Any] = cursor.execute(self.composed(query, **parts)).fetchall()
+            return rows
+
+    @contextmanager
+    def _connected(self) -> Iterator[Any]:
+        """One of its own for each use: nothing stays open, or waits for a server that has gone."""
+        with refused(self.name), psycopg.connect(self._address, autocommit=True) as connection:
+            yield connection
+
+    def one(self, query: LiteralString, **parts: object) -> Any:
+        """The first value of the first row, None where there is none."""
+        rows = self.all(query, binary=False, **parts)
+        return rows[0][0] if rows else None
+
+    @contextmanager
+    def changing(self) -> Iterator["Changes"]:
+        """One transaction. Raises BusyError where others hold the table for longer than 5 s."""
+        with self._connected() as connection, connection.transaction():
+            changes = Changes(self, connection)
+            changes.run("SET LOCAL lock_timeout = {wait}", wait=_LOCK_WAIT)
+            yield changes
+        self.columns = self._columns()
+
+
+class Changes:
+    """Statements of one transaction."""
+
+    def __init__(self, table: Table, connection: Any) -> None:
+        self._table, self._connection = table, connection
+
+    def run(self, query: LiteralString, **parts: object) -> None:
+        self._connection.execute(self._table.composed(query, **parts))
+
+    def copy(self, into: str, types: list[str], rows: Iterator[tuple[object, ...]]) -> None:
+        """Fill a table by COPY in binary form."""
+        statement = sql.SQL("COPY {} FROM STDIN (FORMAT BINARY)").format(sql.Identifier(into))
+        with self._connection.cursor() as cursor, cursor.copy(statement) as copy:
+            copy.set_types(types)
+            for row in rows:
+                copy.write_row(row)
+
+
+# What PostgreSQL says, by its classes of errors, and what that is to us.
+_CLASSES: list[tuple[type[Exception], type[NobackfillError]]] = [
+    (states.LockNotAvailable, BusyError),
+    (states.DeadlockDetected, BusyError),
+    (states.SerializationFailure, BusyError),
+    (states.InsufficientPrivilege, NotPermittedError),
+    (states.InvalidPassword, NotPermittedError),
+    (states.DiskFull, CannotWriteError),
+    (states.UndefinedTable, NotFoundError),
+    (states.InvalidCatalogName, NotFoundError),
+    (psycopg.OperationalError, UnavailableError),
+    (psycopg.Error, InvalidInputError),
+]
+
+
+@contextmanager
+def refused(name: str) -> Iterator[None]:
+    """Errors of PostgreSQL in the block become ours, with its own first line."""
+    try:
+        yield
+    except psycopg.Error as error:
+        ours = next(ours for theirs, ours in _CLASSES if isinstance(error, theirs))
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise ours(f"{name}: PostgreSQL says: {said[0]}") from error

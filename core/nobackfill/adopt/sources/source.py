@@ -1,0 +1,143 @@
+"""What a store that lives elsewhere is asked for: one Protocol to read it, one to write beside."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from nobackfill.errors import InvalidInputError, few
+from nobackfill.vectors import Metric, Vectors
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a store says about its vectors. `metric` None: it does not say. `model`: the one that
+    its metadata name, if any. `columns`: what else an item holds there."""
+
+    name: str
+    dim: int | None
+    metric: Metric | None = None
+    model: str | None = None
+    columns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Window:
+    """A range of keys, above `after` up to and with `last`; None is open. Windows of one listing
+    cover every key there is or may come, once."""
+
+    after: object = None
+    last: object = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Items of a window that have a vector: keys as text, float32 [n, dim], unchecked.
+
+    `keys` and `seen` are the store's own: the key in its type, and what tells that the row is
+    still as it was read.
+    """
+
+    ids: list[str]
+    vectors: Vectors
+    keys: Sequence[object] = ()
+    seen: Sequence[str] = ()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where carried vectors go: a name in the same store, their dimension, and `mark`, the digest
+    of the map that made them: vectors of another map are never mixed in."""
+
+    name: str
+    dim: int
+    mark: str
+    metric: Metric = "cosine"
+
+
+@dataclass(frozen=True)
+class Column:
+    """Values of one other column of a window, by key."""
+
+    ids: list[str]
+    values: list[str] = field(default_factory=list)
+
+
+class Beside(Protocol):
+    """The place for new vectors in a store; made, or found again, by `Source.beside`."""
+
+    def pending(self, window: Window) -> Rows:
+        """Rows of a window that have no vector here, or one of an old vector that has changed."""
+
+    def write(self, rows: Rows, vectors: Vectors) -> None:
+        """Put vectors [n, dim] for rows that are still as they were read; others stay pending."""
+
+    def settle(self, window: Window) -> None:
+        """Take back vectors whose item has gone from the source in the meantime."""
+
+    def read(self, window: Window) -> Rows:
+        """The new vectors of a window."""
+
+    def count(self) -> int:
+        """How many items have a new vector."""
+
+    def finish(self) -> list[str]:
+        """Close the writing; the steps by which the owner flips to the new vectors."""
+
+
+class Source(Protocol):
+    """A store of vectors; a sixth kind is a file with this class and an address in opening.py."""
+
+    def facts(self) -> Facts:
+        """What the store says about itself."""
+
+    def count(self) -> int:
+        """How many items have a vector."""
+
+    def windows(self, rows: int) -> Iterator[Window]:
+        """Ranges of about `rows` items that cover all keys."""
+
+    def read(self, window: Window) -> Rows:
+        """Items of a window with their vectors. Raises InvalidInputError where dims differ."""
+
+    def column(self, window: Window, name: str) -> Column:
+        """Another column's values as text, of items where it is not empty."""
+
+    def beside(self, target: Target) -> Beside:
+        """Make the place for new vectors, or go on with it. Raises AlreadyExistsError where what
+        has that name was not made by this map."""
+
+    def rollback(self, name: str) -> bool:
+        """Remove what `beside` made under this name; whether there was anything."""
+
+
+def checked(rows: Rows, dim: int | None, where: str) -> Rows:
+    """`rows` if every vector can be used. Raises InvalidInputError that names the first bad id."""
+    if dim is not None and len(rows) and rows.vectors.shape[1] != dim:
+        raise InvalidInputError(
+            f"{where}: expected vectors of dimension {dim}, got {rows.vectors.shape[1]}; "
+            "one column holds the vectors of one model"
+        )
+    bad = np.flatnonzero(~np.isfinite(rows.vectors).all(1))
+    if len(bad):
+        raise InvalidInputError(
+            f"{where}: expected finite vectors, got NaN or infinity in "
+            f"{few(repr(rows.ids[row]) for row in bad.tolist())}; mend or delete these items first"
+        )
+    return rows
+
+
+def even(vectors: Sequence[Sequence[float] | Vectors], ids: Sequence[str], where: str) -> Vectors:
+    """Vectors of one length as an array [n, dim]. Raises InvalidInputError where dims differ."""
+    lengths = [len(vector) for vector in vectors]
+    other = next((row for row, n in enumerate(lengths) if n != lengths[0]), None)
+    if other is not None:
+        raise InvalidInputError(
+            f"{where}: expected one dimension in all rows, got {lengths[0]} in {ids[0]!r} and "
+            f"{lengths[other]} in {ids[other]!r}; are these two models' vectors?"
+        )
+    return np.asarray(vectors, np.float32).reshape(len(vectors), lengths[0] if lengths else 0)

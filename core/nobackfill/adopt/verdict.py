@@ -1,0 +1,215 @@
+"""What to do with a gallery when its model changes, in words and with figures for each way.
+
+Staying with the old model is a candidate like the others: nothing is recommended that is measurably
+worse than yesterday's search.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nobackfill.adopt import judgement
+from nobackfill.adopt.judgement import Figures, Gallery, Queries
+from nobackfill.adopt.maps import Map, fit_maps
+from nobackfill.adopt.pairs import Pairs
+from nobackfill.metrics.bootstrap import paired_bootstrap
+
+# A way that keeps this share of what embedding everything again brings is as good as that.
+AS_GOOD = 0.99
+# Below this, everything is embedded again while one waits.
+SOON_SECONDS = 600.0
+CURVE = (0.125, 0.25, 0.5, 1.0)
+# Cheapest first: of ways that are as good, the first is recommended.
+WAYS = ("stay", "map", "both", "lazily", "re-embed")
+NEEDS_ITEMS = ("lazily", "re-embed")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What is known: items of the gallery, seconds to embed one by each model (None: not
+    measured), seconds to map one."""
+
+    items: int
+    old_seconds: float | None
+    new_seconds: float | None
+    map_seconds: float
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way. `figures`: means, 0 to 1. `worse`: figures in which it is measurably below staying.
+    Seconds are of one thread, None where a model's were not measured."""
+
+    name: str
+    figures: dict[str, float]
+    worse: tuple[str, ...]
+    query_seconds: float | None
+    all_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Point:
+    """Of the learning curve: pairs, and the best candidate's figure."""
+
+    pairs: int
+    figure: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`way`: the recommended one, and why in `words`. `search`: the kind that it holds for.
+    `candidates`: the figure of each map by which one was chosen, called `judged_by`."""
+
+    way: str
+    words: str
+    search: str
+    judged_by: str
+    ways: list[Way]
+    candidates: dict[str, float]
+    chosen: Map
+    weight: float
+    curve: list[Point]
+    pairs: int
+    notes: list[str] = field(default_factory=list)
+
+
+def decide(
+    pairs: Pairs, cost: Cost, queries: Queries | None = None, *, items_there: bool = True
+) -> Verdict:
+    """Fit the candidates, judge each way on pairs that its map has not seen, and choose.
+
+    `queries`: with known answers among the pairs; without any, the verdict holds for similar things
+    only. `items_there`: whether the items themselves can still be embedded. Raises
+    InvalidInputError for fewer than 10 pairs.
+    """
+    asked = judgement.among_items(pairs) if queries is None else queries
+    asked = judgement.sampled(asked, len(pairs))
+    judged_by = "agreement@10" if asked.own else "MRR"
+    folds = judgement.out_of_fold(pairs)
+    candidates = {
+        kind: _mean(judgement.figure_of(vectors, pairs, asked), judged_by)
+        for kind, vectors in folds.items()
+    }
+    kind = max(candidates, key=candidates.__getitem__)
+    gallery = Gallery(pairs.old, folds[kind], pairs.new)
+    figures, weight = judgement.judge(gallery, asked)
+    if not asked.own:
+        alike, _ = judgement.judge(gallery, judgement.among_items(pairs))
+        for name in figures:
+            figures[name]["agreement@10"] = alike[name]["agreement@10"]
+    ways = [_way(name, figures, cost, judged_by) for name in WAYS]
+    way, words = _choose(ways, judged_by, items_there)
+    chosen = fit_maps(pairs.old, pairs.new)[kind]
+    curve = _curve(pairs, asked, kind, judged_by, candidates[kind])
+    search = "finding that very item" if not asked.own else "finding similar things"
+    notes = _notes(asked, pairs, cost, weight, curve, judged_by)
+    return Verdict(
+        way, words, search, judged_by, ways, candidates, chosen, weight, curve, len(pairs), notes
+    )
+
+
+def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) -> Way:
+    stay = figures["stay"]
+    worse = tuple(
+        figure
+        for figure, values in figures[name].items()
+        if (figure != "agreement@10" or judged_by == figure)
+        and paired_bootstrap([stay[figure]], [values]).verdict == "holds"
+    )
+    means = {figure: _mean(figures[name], figure) for figure in figures[name]}
+    old, new, items = cost.old_seconds, cost.new_seconds, cost.items
+    both = None if old is None or new is None else old + new
+    hits = None if both is None or new is None else both + judgement.LAZILY * new
+    a_query = {"stay": old, "map": new, "both": both, "lazily": hits, "re-embed": new}
+    again = None if new is None else items * new
+    in_all = {"stay": 0.0, "re-embed": again, "lazily": again}
+    return Way(name, means, worse, a_query[name], in_all.get(name, items * cost.map_seconds))
+
+
+def _choose(ways: list[Way], judged_by: str, items_there: bool) -> tuple[str, str]:
+    """The cheapest way that is as good as embedding everything again, else the best one; among
+    those that are in no figure worse than staying, and that can be gone."""
+    by_name = {way.name: way for way in ways}
+    stay, best = by_name["stay"].figures, by_name["re-embed"].figures
+    known = [name for name in stay if judged_by == name or name != "agreement@10"]
+    if "re-embed" in by_name and by_name["re-embed"].worse:
+        lost = ", ".join(by_name["re-embed"].worse)
+        return "stay", f"the new model itself is worse than the old one here ({lost})"
+    if all(stay[figure] >= best[figure] for figure in known):
+        return "stay", "the new model finds no more than the old one does here"
+    open_ways = [
+        way for way in ways if not way.worse and (items_there or way.name not in NEEDS_ITEMS)
+    ]
+    good = [w for w in open_ways if all(w.figures[f] >= AS_GOOD * best[f] for f in known)]
+    again = by_name["re-embed"].all_seconds
+    if items_there and again is not None and again <= SOON_SECONDS:
+        return "re-embed", f"embedding everything again takes {again:.0f} s: do that"
+    if good:
+        way = good[0]
+        return way.name, {
+            "stay": "the old model finds as much as the new one would",
+            "map": "carried vectors find as much as embedding everything again would",
+            "both": "old and new scores together find as much as embedding everything again would",
+            "lazily": "with the hits of each query embedded again as people look, searches are as "
+            "good as embedding everything again from the first day",
+            "re-embed": "nothing cheaper reaches what embedding everything again brings",
+        }[way.name]
+    way = max(open_ways, key=lambda way: way.figures[judged_by])
+    without = "" if items_there else "the items are gone, and "
+    if way.name == "stay":
+        return "stay", f"{without}every other way that is open is measurably worse"
+    return way.name, f"{without}of the ways that are open this one is best and not worse than today"
+
+
+def _curve(pairs: Pairs, asked: Queries, kind: str, judged_by: str, whole: float) -> list[Point]:
+    """The figure with an eighth, a quarter and a half of the pairs, and with all."""
+    points = []
+    for share in CURVE:
+        fitted = round(share * len(pairs) * (judgement.FOLDS - 1) / judgement.FOLDS)
+        if share == 1:
+            points.append(Point(fitted, whole))
+        elif fitted >= 20:
+            vectors = judgement.out_of_fold(pairs, subset=share)[kind]
+            figure = _mean(judgement.figure_of(vectors, pairs, asked), judged_by)
+            points.append(Point(fitted, figure))
+    return points
+
+
+def gain_of_doubling(curve: list[Point]) -> float | None:
+    """What twice the pairs would bring by the last two doublings, in points of the figure."""
+    if len(curve) < 2:
+        return None
+    last = np.diff([point.figure for point in curve])[-2:]
+    # Gains of doublings shrink; the next is taken to be as much smaller as this one was.
+    if len(last) == 2 and last[0] > 0:
+        return float(max(0.0, last[1] * min(1.0, last[1] / last[0])))
+    return float(max(0.0, last[-1]))
+
+
+def _notes(
+    asked: Queries, pairs: Pairs, cost: Cost, weight: float, curve: list[Point], judged_by: str
+) -> list[str]:
+    notes = [
+        f"measured among {len(pairs)} items with {len(asked.rows)} queries; the gallery has "
+        f"{cost.items}, where every figure is lower"
+    ]
+    gain = gain_of_doubling(curve)
+    if gain is not None:
+        notes.append(
+            f"twice as many pairs would bring the map about +{100 * gain:.1f} points of {judged_by}"
+        )
+    if asked.own:
+        notes.append(
+            "without queries whose answer is known nothing is said about finding that very item: "
+            "a map can keep what is similar and still lose it; give --queries-old and --queries-new"
+        )
+        notes.append("the new model's own neighbours are taken as the truth: staying cannot win")
+    if weight in (0.0, 1.0):
+        alone = "old" if weight == 0 else "new"
+        notes.append(f"joined scores are best with the {alone} model's alone")
+    return notes
+
+
+def _mean(figures: Figures, name: str) -> float:
+    return float(np.mean(figures[name]))

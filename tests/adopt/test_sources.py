@@ -1,0 +1,290 @@
+"""One suite of behaviour for all sources, and for those that others write to meanwhile."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import LiteralString, Protocol
+
+import numpy as np
+import psycopg
+import pytest
+
+from nobackfill.adopt.carrying import carry
+from nobackfill.adopt.maps import Map, fit_maps, normalised
+from nobackfill.adopt.pairs import read_all
+from nobackfill.adopt.sources.opening import open_source
+from nobackfill.adopt.sources.source import Beside, Rows, Source, Target, Window
+from nobackfill.errors import AlreadyExistsError, BusyError, VerificationError
+from nobackfill.vectors import Vectors
+from tests.adopt.made import world, write_parquet
+from tests.support.postgres import Server
+
+MADE = world(230)
+MAPS = fit_maps(MADE.old, MADE.new)
+MAP = MAPS["affine"]
+WINDOW = 50
+
+
+def target(mapping: Map = MAP, name: str = "vector_new") -> Target:
+    return Target(name, mapping.dims[1], mapping.digest)
+
+
+class Store(Protocol):
+    """A store with MADE's items, and what others do to it."""
+
+    def open(self, vector: str | None = None) -> Source: ...
+
+
+@dataclass
+class Parquet:
+    folder: Path
+
+    def __post_init__(self) -> None:
+        write_parquet(self.folder / "a.parquet", MADE.ids[:150], MADE.old[:150], 60)
+        write_parquet(self.folder / "b.parquet", MADE.ids[150:], MADE.old[150:], 60)
+
+    def open(self, vector: str | None = None) -> Source:
+        return open_source(str(self.folder), vector=vector)
+
+
+@dataclass
+class Arrays:
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir()
+        np.save(self.folder / "ids.npy", np.array(MADE.ids))
+        np.save(self.folder / "vector.npy", MADE.old)
+        np.save(self.folder / "text.npy", np.array([f"on {name}" for name in MADE.ids]))
+
+    def open(self, vector: str | None = None) -> Source:
+        return open_source(str(self.folder), vector=vector)
+
+
+PUT: LiteralString = (
+    'INSERT INTO "Documents" (id, vector, text) VALUES (%s, %s, %s) '
+    "ON CONFLICT (id) DO UPDATE SET vector = EXCLUDED.vector"
+)
+
+
+class Pgvector:
+    """A table that an application writes to by `run`."""
+
+    def __init__(self, address: str, connection: psycopg.Connection) -> None:
+        self.address, self.connection = address, connection
+        self.run("CREATE EXTENSION vector")
+        self.run(
+            'CREATE TABLE "Documents" (id text PRIMARY KEY, vector vector(24), text text, n serial)'
+        )
+        rows = zip(MADE.ids, MADE.old, strict=True)
+        with self.connection.transaction(), self.connection.cursor() as cursor:
+            cursor.executemany(PUT, [self.values(*row) for row in rows])
+
+    def run(self, query: LiteralString, *values: object) -> list[tuple[object, ...]]:
+        cursor = self.connection.execute(query, values)
+        return cursor.fetchall() if cursor.description else []
+
+    def values(self, name: str, vector: Vectors) -> tuple[str, str, str]:
+        return name, str(vector.tolist()), f"on {name}"
+
+    def put(self, name: str, vector: Vectors) -> None:
+        self.run(PUT, *self.values(name, vector))
+
+    def delete(self, name: str) -> None:
+        self.run('DELETE FROM "Documents" WHERE id = %s', name)
+
+    def open(self, vector: str | None = None) -> Source:
+        return open_source(f"{self.address}#Documents", vector=vector)
+
+
+STORES = ["parquet", "arrays", "pgvector"]
+WRITABLE = ["pgvector"]
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "pgvector":
+        server: Server = request.getfixturevalue("postgres")
+        with (
+            server.database() as address,
+            psycopg.connect(address, autocommit=True) as connection,
+        ):
+            yield Pgvector(address, connection)
+    else:
+        yield (Parquet if request.param == "parquet" else Arrays)(tmp_path / "store")
+
+
+every = pytest.mark.parametrize("store", STORES, indirect=True)
+writable = pytest.mark.parametrize("store", WRITABLE, indirect=True)
+
+
+def by_id(rows: Rows) -> dict[str, Vectors]:
+    return dict(zip(rows.ids, rows.vectors, strict=True))
+
+
+def new_vectors(store: Store, name: str = "vector_new") -> dict[str, Vectors]:
+    """What is beside, as the store's own readers find it under its name."""
+    found = store.open().beside(target(name=name))
+    window_rows = [found.read(window) for window in store.open().windows(WINDOW)]
+    return {name: vector for rows in window_rows for name, vector in by_id(rows).items()}
+
+
+def expected(old: dict[str, Vectors]) -> dict[str, Vectors]:
+    return {name: MAP(vector[None])[0] for name, vector in old.items()}
+
+
+def check(store: Store) -> None:
+    """Each item has the map of the vector that it has now, and nothing else is there."""
+    wanted, got = expected(by_id(read_all(store.open()))), new_vectors(store)
+    assert set(got) == set(wanted)
+    for name, vector in wanted.items():
+        np.testing.assert_allclose(got[name], vector, atol=1e-5)
+
+
+@every
+def test_a_source_tells_what_it_holds(store: Store) -> None:
+    source = store.open()
+    assert source.count() == 230
+    assert source.facts().dim in (24, None)
+    rows = read_all(source)
+    assert sorted(rows.ids) == sorted(MADE.ids)
+    old = dict(zip(MADE.ids, MADE.old, strict=True))
+    assert all(np.array_equal(vector, old[name]) for name, vector in by_id(rows).items())
+    texts = [source.column(window, "text") for window in source.windows(WINDOW)]
+    found = {n: v for one in texts for n, v in zip(one.ids, one.values, strict=True)}
+    assert found == {name: f"on {name}" for name in MADE.ids}
+
+
+@every
+def test_all_is_carried_once_and_twice_is_nothing(store: Store) -> None:
+    before = by_id(read_all(store.open()))
+    done = carry(store.open(), target(), MAP, window=WINDOW)
+    assert (done.written, done.total) == (230, 230)
+    assert done.steps
+    check(store)
+    again = carry(store.open(), target(), MAP, window=WINDOW)
+    assert (again.written, again.total) == (0, 230)
+    after = by_id(read_all(store.open()))
+    assert all(np.array_equal(after[name], vector) for name, vector in before.items())
+
+
+@every
+def test_a_run_that_ends_half_way_is_gone_on_with(store: Store) -> None:
+    class KilledError(Exception):
+        pass
+
+    def kill(written: int) -> None:
+        if written >= 100:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        carry(store.open(), target(), MAP, window=WINDOW, progress=kill)
+    rest = carry(store.open(), target(), MAP, window=WINDOW)
+    assert 0 < rest.written < 180
+    assert rest.total == 230
+    check(store)
+
+
+@every
+def test_vectors_of_another_map_are_never_mixed_in(store: Store) -> None:
+    carry(store.open(), target(), MAP, window=WINDOW)
+    other = MAPS["procrustes"]
+    with pytest.raises(AlreadyExistsError, match="not made by this map"):
+        carry(store.open(), target(other), other, window=WINDOW)
+    check(store)
+    carry(store.open(), target(other, "another"), other, window=WINDOW)
+
+
+@every
+def test_rollback_removes_what_was_carried_and_nothing_else(store: Store) -> None:
+    source = store.open()
+    assert not source.rollback("vector_new")
+    assert not source.rollback("text")
+    carry(source, target(), MAP, window=WINDOW)
+    assert store.open().rollback("vector_new")
+    assert not store.open().rollback("vector_new")
+    assert len(read_all(store.open())) == 230
+    # The name is free for another map.
+    other = MAPS["procrustes"]
+    assert carry(store.open(), target(other), other, window=WINDOW).written == 230
+
+
+@every
+def test_a_wrong_vector_is_found(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a store makes of what it was given, it is read back."""
+    source = store.open()
+    beside = type(source.beside(target()))
+    source.rollback("vector_new")
+    write = beside.write
+
+    def spoilt(self: Beside, rows: Rows, vectors: Vectors) -> None:
+        write(self, rows, normalised(vectors + np.float32(0.1)))
+
+    monkeypatch.setattr(beside, "write", spoilt)
+    with pytest.raises(VerificationError, match="--rollback"):
+        carry(source, target(), MAP, window=WINDOW)
+
+
+class Interrupted:
+    """A source during whose carrying others write: `between` runs after each window's write."""
+
+    def __init__(self, source: Source, between: Callable[[int], None]) -> None:
+        self._source, self._between, self._calls = source, between, 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._source, name)
+
+    def windows(self, rows: int) -> Iterator[Window]:
+        return self._source.windows(rows)
+
+    def beside(self, target: Target) -> Beside:
+        beside = self._source.beside(target)
+        write = beside.write
+
+        def racing(rows: Rows, vectors: Vectors) -> None:
+            # Between reading the window and writing it, and then after it.
+            self._calls += 1
+            self._between(self._calls)
+            write(rows, vectors)
+            self._calls += 1
+            self._between(self._calls)
+
+        beside.write = racing  # type: ignore[method-assign]
+        return beside
+
+
+@writable
+@pytest.mark.parametrize("seed", range(3))
+def test_who_writes_meanwhile_loses_nothing(store: Pgvector, seed: int) -> None:
+    """Puts, changes and deletions at every moment: nothing lost, doubled, stale, or back again."""
+    rng = np.random.default_rng(seed)
+
+    def others(call: int) -> None:
+        if call > 12:
+            return
+        names = [str(name) for (name,) in store.run('SELECT id FROM "Documents"')]
+        for name in rng.choice(names, 3, replace=False).tolist():
+            store.delete(name)
+        for name in rng.choice(names, 3, replace=False).tolist():
+            store.put(name, normalised(rng.normal(size=(1, 24)).astype(np.float32))[0])
+        for number in range(2):
+            name = f"{'a' if number else 'z'}-{call}"
+            store.put(name, normalised(rng.normal(size=(1, 24)).astype(np.float32))[0])
+        store.run('UPDATE "Documents" SET text = %s WHERE id = %s', "changed", names[0])
+
+    done = carry(Interrupted(store.open(), others), target(), MAP, window=WINDOW)  # type: ignore[arg-type]
+    assert done.total == store.open().count()
+    check(store)
+    # Written after all was carried: the trigger empties what is stale, the next run fills it.
+    store.put("item-1", MADE.old[2])
+    assert carry(store.open(), target(), MAP, window=WINDOW).written == 1
+    check(store)
+
+
+@writable
+def test_writers_that_never_rest_are_not_followed_for_ever(store: Pgvector) -> None:
+    def others(call: int) -> None:
+        store.put("item-7", MADE.old[call % 200])
+
+    with pytest.raises(BusyError, match="quieter hour"):
+        carry(Interrupted(store.open(), others), target(), MAP, window=300)  # type: ignore[arg-type]

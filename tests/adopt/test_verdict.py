@@ -1,0 +1,128 @@
+"""The verdict on worlds whose best way is known beforehand."""
+
+import numpy as np
+import pytest
+
+from nobackfill.adopt import judgement
+from nobackfill.adopt.judgement import Gallery, Queries, judge
+from nobackfill.adopt.verdict import Cost, Point, Verdict, decide, gain_of_doubling
+from nobackfill.errors import InvalidInputError
+from tests.adopt.made import World, world
+
+SLOW = Cost(1_000_000, 0.01, 0.02, 1e-6)
+
+
+def figures(verdict: Verdict, way: str) -> dict[str, float]:
+    return next(one.figures for one in verdict.ways if one.name == way)
+
+
+def test_lazily_where_the_old_model_saw_half() -> None:
+    """A map cannot invent what the old model did not see; embedding the hits again can."""
+    made = world()
+    found = decide(made.pairs, SLOW, made.queries)
+    assert found.way == "lazily"
+    assert figures(found, "lazily")["R@1"] >= 0.99 * figures(found, "re-embed")["R@1"]
+    assert figures(found, "re-embed")["R@1"] > figures(found, "stay")["R@1"] + 0.1
+    assert found.search == "finding that very item"
+
+
+def test_map_where_the_new_space_is_the_old_one_turned() -> None:
+    made = world(unseen=0, noise=0.5)
+    # The old model's own noise is what the new one does better at.
+    rng = np.random.default_rng(1)
+    noisy = made.queries_old + 0.25 * rng.normal(size=made.queries_old.shape).astype(np.float32)
+    queries = Queries(noisy, made.queries_new, made.answers, own=False)
+    found = decide(made.pairs, SLOW, queries)
+    assert found.way == "map"
+    again = figures(found, "re-embed")["MRR"]
+    assert figures(found, "map")["MRR"] == pytest.approx(again, abs=0.01)
+
+
+def test_stay_where_the_new_model_is_worse() -> None:
+    made = world()
+    swapped = World(made.new, made.old, made.queries_new, made.queries_old, made.answers)
+    found = decide(swapped.pairs, SLOW, swapped.queries)
+    assert found.way == "stay"
+    assert "worse" in found.words
+    (again,) = (way for way in found.ways if way.name == "re-embed")
+    assert "R@1" in again.worse
+
+
+def test_never_worse_than_staying_when_the_items_are_gone() -> None:
+    made = world(noise=0.5)
+    found = decide(made.pairs, SLOW, made.queries, items_there=False)
+    assert found.way in ("stay", "map", "both")
+    (chosen,) = (way for way in found.ways if way.name == found.way)
+    assert chosen.worse == ()
+
+
+def test_embed_again_where_that_takes_a_minute() -> None:
+    made = world()
+    found = decide(made.pairs, Cost(3000, 0.01, 0.02, 1e-6), made.queries)
+    assert found.way == "re-embed"
+    assert "60 s" in found.words
+
+
+def test_without_queries_it_holds_for_similar_things_and_says_so() -> None:
+    made = world()
+    found = decide(made.pairs, SLOW)
+    assert found.search == "finding similar things"
+    assert set(figures(found, "stay")) == {"agreement@10"}
+    assert figures(found, "re-embed")["agreement@10"] == 1
+    assert any("--queries-old" in note for note in found.notes)
+
+
+def test_the_map_that_is_judged_has_not_seen_the_item() -> None:
+    """New vectors that are noise: only a map that learnt them by heart would find them again."""
+    made = world(300)
+    rng = np.random.default_rng(5)
+    noise = rng.normal(size=made.new.shape).astype(np.float32)
+    unrelated = World(made.old, noise, made.queries_old, noise[made.answers], made.answers)
+    carried = judgement.out_of_fold(unrelated.pairs)["affine"]
+    gallery = Gallery(unrelated.old, carried, unrelated.new)
+    ways, _ = judge(gallery, unrelated.queries)
+    assert ways["map"]["R@10"].mean() < 0.15
+    assert ways["re-embed"]["R@1"].mean() == 1
+
+
+def test_figures_are_those_of_a_slow_loop() -> None:
+    made = world(60)
+    ways, _ = judge(Gallery(made.old, made.new, made.new), made.queries)
+    for query, answer in enumerate(made.answers[:20]):
+        nearness = made.old @ made.queries_old[query]
+        place = int((nearness > nearness[answer]).sum()) + 1
+        assert ways["stay"]["R@1"][query] == (place == 1)
+        assert ways["stay"]["R@10"][query] == (place <= 10)
+        assert ways["stay"]["MRR"][query] == pytest.approx(1 / place)
+        own = np.argsort(-(made.new @ made.queries_new[query]))[:10]
+        here = np.argsort(-nearness)[:10]
+        assert ways["stay"]["agreement@10"][query] == len(set(own) & set(here)) / 10
+
+
+def test_the_weight_is_not_judged_on_what_it_was_chosen_by() -> None:
+    """With weights chosen on the other half, noise joined in never helps by luck alone."""
+    made = world(200)
+    rng = np.random.default_rng(3)
+    noise = rng.normal(size=made.new.shape).astype(np.float32)
+    ways, weight = judge(Gallery(made.old, noise, made.new), made.queries)
+    assert weight == 0
+    assert ways["both"]["MRR"].mean() <= ways["stay"]["MRR"].mean() + 1e-6
+
+
+def test_more_pairs_bring_more_and_the_next_doubling_is_told() -> None:
+    made = world(600, unseen=0)
+    noisy = World(
+        made.old + 0.1 * np.random.default_rng(0).normal(size=made.old.shape).astype(np.float32),
+        made.new, made.queries_old, made.queries_new, made.answers,
+    )  # fmt: skip
+    found = decide(noisy.pairs, SLOW, noisy.queries)
+    assert [point.pairs for point in found.curve] == [60, 120, 240, 480]
+    assert found.curve[-1].figure > found.curve[0].figure
+    assert gain_of_doubling([Point(1, 0.2), Point(2, 0.3), Point(4, 0.35)]) == pytest.approx(0.025)
+    assert gain_of_doubling([Point(1, 0.2)]) is None
+
+
+def test_too_few_pairs_are_refused() -> None:
+    made = world(9)
+    with pytest.raises(InvalidInputError, match="at least 10 pairs, got 9"):
+        decide(made.pairs, SLOW)
