@@ -12,8 +12,6 @@ SMALL_SIDE = 32
 
 # Keys of a configuration with their values.
 Settings = dict[str, str | int]
-# FCT's h and g with a predicted uncertainty.
-UPGRADE = "fastfill"
 # Trains a new model that searches old vectors as they are; compatibility weighs more than the
 # paper's 1, so that a gate over few images can see it.
 COMPATIBLE: Settings = {"method": "unibct", "options.weight": 3}
@@ -67,7 +65,7 @@ class Recipes:
         ]
 
     def upgrade(self, images: int) -> Recipe:
-        """h, g and an uncertainty: release 1's vectors into release 2's space (FCT, FastFill)."""
+        """h, g and an uncertainty: release 1's vectors into release 2's space ."""
         sources = {
             "old": "embedder-1",
             "new": "embedder-2",
@@ -75,7 +73,7 @@ class Recipes:
             "new_side": "side_encoder-2",
         }
         paths: Settings = {key: str(self.run(run)) for key, run in sources.items()}
-        return self._recipe("upgrade-1-2", self.seed, images, paths | {"method": UPGRADE})
+        return self._recipe("upgrade-1-2", self.seed, images, paths)
 
     def _recipe(self, name: str, seed: int, images: int, settings: Settings) -> Recipe:
         config = CONFIGS / f"{name}.yaml"

@@ -55,12 +55,12 @@ def run(bench: Bench) -> list[Table]:
     widths: tuple[int, ...] = bench.size((128,), (2048, 128), (2048, 512, 128))
     upgrades = {
         f"FCT, width {width}": _config(
-            runs, "upgrade-1-2", f"fct-{width}", common | {"method": "fct", "inner_dim": width}
+            runs, "upgrade-1-2-fct", f"fct-{width}", common | {"method": "fct", "inner_dim": width}
         )
         for width in widths
     }
     linear = common | {"method": "affine", "reads_side": False}
-    upgrades["linear map"] = _config(runs, "upgrade-1-2", "affine", linear)
+    upgrades["linear map"] = _config(runs, "upgrade-1-2-fct", "affine", linear)
     _train(list(upgrades.values()))
     seen = {part: list_images(images / part) for part in ("queries", "server")}
     found = {

@@ -1,4 +1,5 @@
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from nobackfill.training.data.augment import (
     Augment,
     affine_matrices,
     erase,
+    mixed,
     recolour,
     small_crops,
+    turned,
     warp,
 )
 
@@ -34,6 +37,38 @@ def test_a_quarter_turn_is_a_quarter_turn(pixels: Tensor) -> None:
     turned = warp(pixels, rotation(90).expand(5, 2, 3), (12, 12))
     either = [torch.rot90(pixels, k, (2, 3)) for k in (1, 3)]
     assert any(torch.allclose(turned, turn, atol=1e-4) for turn in either)
+
+
+def test_a_turned_picture_is_one_of_its_eight_symmetries(pixels: Tensor) -> None:
+    torch.manual_seed(0)
+    many = pixels[:1].expand(200, -1, -1, -1)
+    symmetries = [
+        picture
+        for turn in range(4)
+        for whole in [torch.rot90(pixels[0], turn, (1, 2))]
+        for picture in (whole, whole.flip(2))
+    ]
+    found = [
+        [number for number, symmetry in enumerate(symmetries) if torch.equal(picture, symmetry)]
+        for picture in turned(many)
+    ]
+    counts = Counter(number for (number,) in found)
+    # 25 of each are expected.
+    assert set(counts) == set(range(8)) and min(counts.values()) > 8
+
+
+def test_a_mixed_picture_lies_on_the_line_between_two_turned_ones() -> None:
+    torch.manual_seed(0)
+    one, other = torch.zeros(300, 3, 4, 4), torch.ones(300, 3, 4, 4)
+    shares = mixed(one, other)
+    assert torch.equal(shares.amin((1, 2, 3)), shares.amax((1, 2, 3)))
+    drawn = shares[:, 0, 0, 0]
+    assert float(drawn.min()) < 0.05 and float(drawn.max()) > 0.95
+    assert float(drawn.mean()) == pytest.approx(0.5, abs=0.06)
+    # Both are turned: of two gradients along one axis some mixtures vary along the other.
+    slope = torch.linspace(0, 1, 4).expand(300, 3, 4, 4)
+    across = mixed(slope, slope).diff(dim=2).abs().amax((1, 2, 3)) > 0
+    assert 0.5 < float(across.float().mean()) < 0.95
 
 
 def test_flipping_mirrors_about_half_of_the_pictures(pixels: Tensor) -> None:

@@ -104,6 +104,32 @@ def test_models_of_different_sizes_see_the_same_view(digits: Path) -> None:
     assert gap.max() < stranger.mean() / 2
 
 
+def test_mixed_views_come_last_and_show_two_images_to_every_size(digits: Path) -> None:
+    listing = list_images(digits / "queries", 2)
+
+    def views() -> list[dict[int, Images]]:
+        made = augmented_views(listing, (8, 16), 2, Augmentation(), 0, Reading(), 2)
+        return [whole(view) for view in made]
+
+    first, again = views(), views()
+    assert len(first) == 4
+    for before, after in zip(first, again, strict=True):
+        assert all(np.array_equal(before[size], after[size]) for size in (8, 16))
+    plain, mixture = first[0][16].astype(int), first[2][16].astype(int)
+    assert np.array_equal(first[1][16], first[0][16])
+    assert not np.array_equal(first[2][8], first[3][8])
+    # Most mixtures are no image of the folder, turned or not.
+    symmetries = [
+        np.rot90(side, k, (1, 2)) for k in range(4) for side in (plain, plain[:, :, ::-1])
+    ]
+    gaps = [np.abs(s[None] - mixture[:, None]).mean((2, 3, 4)).min(1) for s in symmetries]
+    assert (np.min(gaps, 0) > 5).mean() > 0.6
+    halved = first[2][16].reshape(len(listing), 8, 2, 8, 2, 3).mean((2, 4))
+    gap = np.abs(halved - first[2][8]).mean((1, 2, 3))
+    stranger = np.abs(np.roll(halved, 1, 0) - first[2][8]).mean((1, 2, 3))
+    assert gap.max() < stranger.mean() / 2
+
+
 @pytest.fixture
 def stored(digits: Path, tmp_path: Path) -> StoredVectors:
     """A vector a query image, in reverse order."""

@@ -162,6 +162,17 @@ def test_residual_starts_at_the_affine_solution(tmp_path: Path) -> None:
     assert not made.upgrade.h.embedding.rotate.weight.requires_grad
 
 
+def test_ours_reads_no_labels(tmp_path: Path) -> None:
+    found = []
+    for name in ("labels", "others"):
+        inputs = features.inputs(tmp_path / name, method="residual", epochs=2)
+        if name == "others":
+            other = {**inputs.rows, "labels": inputs.rows["labels"].flip(0).roll(3)}
+            inputs = dataclasses.replace(inputs, rows=other)
+        found.append(fit_upgrade(inputs, Progress(visible=False), {}).tensors)
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
 def test_soft_prototypes_print_class_averages_alone(tmp_path: Path) -> None:
     inputs = features.inputs(tmp_path / "run", method="soft_prototypes", options={"classes": 5})
     upgrade = trained(inputs)

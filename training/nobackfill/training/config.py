@@ -210,6 +210,9 @@ class UpgradeConfig(_Training):
     inner_dim: int = Field(2048, ge=1)
     # Augmented views of each image whose features are cached; 1 = the image as it is.
     views: int = Field(1, ge=1, le=256)
+    # Further views, each image mixed with another one, both turned and mirrored: pictures of
+    # classes that there are not, for methods that read no labels.
+    mixed_views: int = Field(0, ge=0, le=256)
     augmentation: Augmentation = Augmentation()
     # BatchNorm statistics are frozen after this share of the epochs (FCT D.5: 40 of 80).
     freeze_batchnorm_at: float = Field(0.5, gt=0, le=1)
@@ -222,8 +225,10 @@ class UpgradeConfig(_Training):
     def _consistent(self) -> Self:
         if not (self.reads_side or self.reads_embedding):
             raise ValueError("expected reads_side or reads_embedding, got neither")
-        if isinstance(self.old, StoredVectors) and self.views > 1:
-            raise ValueError("stored vectors have one view an image; expected views: 1")
+        if isinstance(self.old, StoredVectors) and self.views + self.mixed_views > 1:
+            raise ValueError(
+                "stored vectors have one view an image; expected views: 1 and mixed_views: 0"
+            )
         if self.side == "maps" and isinstance(self.new, Path) and self.new_side is None:
             raise ValueError("side: maps needs new_side, the run of the new side encoder")
         if self.unseen_copies > 1 and not isinstance(self.old, Path):

@@ -58,7 +58,8 @@ class UpgradeInputs:
 
     `rows` and `held_out` hold `old` [n,v,old_dim], `side` [n,v,side_dim], `new` [n,v,new_dim],
     `new_side` [n,v,new_side_dim] (each only where its dim is not 0; v augmented views, the same
-    view in each) and `labels` int64 [n], indices into `class_names`.
+    view in each; the last `config.mixed_views` of them show two images) and `labels` int64 [n],
+    indices into `class_names`.
     """
 
     config: UpgradeConfig
@@ -86,7 +87,8 @@ class EmbedderMethod:
 @dataclass(frozen=True)
 class UpgradeMethod:
     """A way of making h and g: trained by gradient (`objective`) or solved in closed form
-    (`solve`).
+    (`solve`). `reads_labels`: whether it does, under a configuration; views that mix two images
+    have none.
     """
 
     # The untrained network; also what export.py loads the checkpoint's part `upgrade` into.
@@ -94,3 +96,4 @@ class UpgradeMethod:
     objective: Callable[[Upgrade, UpgradeInputs], Objective] | None = None
     # Sets the weights of `upgrade` in place.
     solve: Callable[[Upgrade, UpgradeInputs], None] | None = None
+    reads_labels: Callable[[UpgradeConfig], bool] = lambda config: False

@@ -89,7 +89,8 @@ def train(config: Config, progress: Progress) -> Checkpoint:
     config = _normalised(config)
     _check_names(config)
     listing = _usable(list_images(config.images, config.classes, config.class_list), config)
-    require_classes(listing)
+    # What reads no labels asks for no classes.
+    require_classes(listing, 1 if isinstance(config, UpgradeConfig) else 2)
     train_rows, held_rows = hold_out(listing, config.held_out, config.split_seed)
     chosen, held_out = listing.select(train_rows), listing.select(held_rows)
     if isinstance(config, UpgradeConfig):

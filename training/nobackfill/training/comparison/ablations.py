@@ -6,6 +6,7 @@ All of them on the old and new model that every row shares.
 from typing import Any
 
 from nobackfill.training.comparison.names import Name
+from nobackfill.training.comparison.presets import Values
 from nobackfill.training.comparison.rows import Row, Shared
 
 # How often an epoch of the rows `_upweighted` draws an image of a class new to the old model.
@@ -39,32 +40,47 @@ def sizes(shared: Shared) -> list[Row]:
 
 
 def parts(shared: Shared) -> list[Row]:
-    """Ours without one of its parts, in smaller sizes, and with two that FCT has not."""
+    """Ours without one of its parts, in smaller sizes, on labels and the rivals' views; rivals on
+    ours; and two parts that neither has.
+    """
     simclr, preset = shared.side("simclr"), shared.place.preset
     inner = preset.upgrade["inner_dim"]
     assert isinstance(inner, int)
     small = shared.upgrade_row(Name.RESIDUAL_SMALL, "residual", simclr, inner_dim=inner // 4)
-    upweighted = _at_equal_steps(shared)
+    published, preset_ours = preset.upgrade, preset.ours
+    upweighted = _at_equal_steps(shared, published)
+    ours_upweighted = _at_equal_steps(shared, preset_ours)
+    as_ours = _views_and_steps(shared, preset_ours)
+    labelled = _views_and_steps(shared, published) | {"options": {"classification": 1.0}}
     return [
         shared.upgrade_row(
             Name.RESIDUAL_NO_LISTWISE, "residual", simclr, options={"listwise": 0.0}
         ),
-        shared.upgrade_row(Name.RESIDUAL_ONE_VIEW, "residual", simclr, views=1),
+        shared.upgrade_row(Name.RESIDUAL_ONE_VIEW, "residual", simclr, mixed_views=0),
         small,
         Row("residual_small_int8", small.old, small.new, small.route, simclr, int8=True),
         shared.upgrade_row(Name.FCT_SIMCLR_BEST, "fct", simclr, keep_best=True),
         shared.upgrade_row(Name.RESIDUAL_BEST, "residual", simclr, keep_best=True),
         shared.upgrade_row(Name.FCT_NONE_UPWEIGHTED, "fct", **upweighted),
         shared.upgrade_row(Name.FCT_SIMCLR_UPWEIGHTED, "fct", simclr, **upweighted),
-        shared.upgrade_row(Name.RESIDUAL_NONE_UPWEIGHTED, "residual", **upweighted),
-        shared.upgrade_row(Name.RESIDUAL_UPWEIGHTED, "residual", simclr, **upweighted),
+        shared.upgrade_row(Name.RESIDUAL_NONE_UPWEIGHTED, "residual", **ours_upweighted),
+        shared.upgrade_row(Name.RESIDUAL_UPWEIGHTED, "residual", simclr, **ours_upweighted),
+        shared.upgrade_row(Name.RESIDUAL_LABELLED, "residual", simclr, **labelled),
+        shared.upgrade_row(Name.FCT_MIXED, "fct", simclr, **as_ours),
+        shared.upgrade_row(Name.AFFINE_MIXED, "affine", simclr, **as_ours),
     ]
 
 
-def _at_equal_steps(shared: Shared) -> dict[str, Any]:
+def _views_and_steps(shared: Shared, recipe: Values) -> dict[str, Any]:
+    """What a recipe shows an upgrade, and how long."""
+    values = {"mixed_views": 0, **recipe, **shared.place.changes.get("upgrade", {})}
+    return {key: values[key] for key in ("views", "mixed_views", "epochs", "warmup_epochs")}
+
+
+def _at_equal_steps(shared: Shared, recipe: Values) -> dict[str, Any]:
     """More copies an epoch, so many fewer epochs: rivals take the same number of steps."""
     place, split = shared.place, shared.split
-    values = {**place.preset.upgrade, **place.changes.get("upgrade", {})}
+    values = {**recipe, **place.changes.get("upgrade", {})}
     epochs, warmup = values["epochs"], values["warmup_epochs"]
     assert isinstance(epochs, int) and isinstance(warmup, int | float)
     longer = 1 + (UNSEEN_COPIES - 1) * (split.new - split.old) / split.new

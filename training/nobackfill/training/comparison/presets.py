@@ -84,7 +84,12 @@ class Preset:
 
     @cached_property
     def upgrade(self) -> Values:
-        """Hyper-parameters of h and g, as in YAML."""
+        """Hyper-parameters of h and g, as in YAML, of every method but ours."""
+        return self._configured("upgrade-1-2-fct.yaml")
+
+    @cached_property
+    def ours(self) -> Values:
+        """Those of our h and g: the default recipe."""
         return self._configured("upgrade-1-2.yaml")
 
     def _configured(self, file: str) -> Values:

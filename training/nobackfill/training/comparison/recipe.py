@@ -13,6 +13,8 @@ from nobackfill.training.comparison.presets import Preset, Split, Values
 from nobackfill.training.config_file import parse_config
 from nobackfill.training.loop.progress import Progress
 
+# The method that the default recipe trains.
+OURS = "residual"
 # Roles of the models between the first and the last of a long chain of updates.
 STEPS = ("step1", "step2", "step3", "step4")
 
@@ -94,8 +96,9 @@ class Place:
     ) -> Run:
         """An upgrade on the new model's training images (FCT section 3.2: D_new only)."""
         needs = [old, new]
+        base = self.preset.ours if values.get("method") == OURS else self.preset.upgrade
         chosen: dict[str, object] = {
-            **self._common("upgrade", self.preset.upgrade, name, "upgrade"),
+            **self._common("upgrade", base, name, "upgrade"),
             "images": self.images / "train",
             "classes": classes,
             "old": old.folder,

@@ -74,6 +74,27 @@ def warp(pixels: Tensor, matrices: Tensor, size: tuple[int, int]) -> Tensor:
     return F.grid_sample(pixels, grid, padding_mode="border", align_corners=False)
 
 
+def turned(pixels: Tensor) -> Tensor:
+    """Each square picture [n,3,S,S] turned by a quarter, a half, three or none, half of them
+    mirrored: one of the eight symmetries, drawn evenly.
+    """
+    drawn = torch.randint(8, (len(pixels),))
+    out = torch.empty_like(pixels)
+    for symmetry in range(8):
+        own = drawn == symmetry
+        picked = torch.rot90(pixels[own], symmetry % 4, (2, 3))
+        out[own] = picked.flip(3) if symmetry >= 4 else picked
+    return out
+
+
+def mixed(pixels: Tensor, others: Tensor) -> Tensor:
+    """Both turned, and then a share of the one and the rest of the other, the share drawn evenly
+    from 0..1: [n,3,S,S] twice -> [n,3,S,S] (mixup, Zhang et al. 2018, alpha 1, of pixels alone).
+    """
+    share = torch.rand(len(pixels), 1, 1, 1).to(pixels)
+    return share * turned(pixels) + (1 - share) * turned(others)
+
+
 def recolour(pixels: Tensor, config: Augmentation) -> Tensor:
     """Brightness, contrast, saturation and grey, in this order; 0..1 is kept."""
     n = len(pixels)

@@ -84,10 +84,10 @@ def open_sources(config: UpgradeConfig) -> Sources:
 
 
 def upgrade_rows(
-    sources: Sources, listing: Listing, config: UpgradeConfig, views: int
+    sources: Sources, listing: Listing, config: UpgradeConfig, views: int, mixed_views: int = 0
 ) -> dict[str, Tensor]:
-    """Features `old`, `side`, `new`, `new_side` [n,views,dim], where there are such, and
-    `labels`.
+    """Features `old`, `side`, `new`, `new_side` [n,views + mixed_views,dim], where there are such,
+    and `labels`.
     """
     encoders = sources.encoders()
     cache = config.run_dir.parent / "features"
@@ -95,7 +95,7 @@ def upgrade_rows(
     sizes = tuple(encoder.image_size for encoder in encoders.values())
     read = reading(config)
     for images in augmented_views(
-        listing, sizes, views, config.augmentation, config.split_seed, read
+        listing, sizes, views, config.augmentation, config.split_seed, read, mixed_views
     ):
         for name, encoder in encoders.items():
             columns[name].append(features(encoder, images[encoder.image_size], cache))
@@ -136,12 +136,17 @@ def train_upgrade(
     config: UpgradeConfig, train: Listing, held_out: Listing, progress: Progress
 ) -> Checkpoint:
     """Train the upgrade of a configuration; a finished run is returned as it is."""
-    upgrade_method(config.method)
+    method = upgrade_method(config.method)
+    if config.mixed_views and method.reads_labels(config):
+        raise ConfigurationError(
+            f"method {config.method} reads labels, which views that mix two images have not; "
+            "expected mixed_views: 0, or options without a term on labels"
+        )
     done = resumable(config)
     if done is not None and done.finished:
         return done
     sources = open_sources(config)
-    rows = upgrade_rows(sources, train, config, config.views)
+    rows = upgrade_rows(sources, train, config, config.views, config.mixed_views)
     if config.unseen_copies > 1:
         assert isinstance(config.old, Path)
         known = load_classifier(config.old).class_names

@@ -75,9 +75,10 @@ class FastFillObjective(ForwardObjective):
         terms = super().distance_terms(upgraded, view)
         predicted, target = upgraded.embedding, view["new"]
         terms["distance"] = self.relative_distance(predicted, target).mean()
-        terms["classification"] = self.options.classification * self.classification(
-            predicted, view["labels"]
-        )
+        if self.options.classification:
+            terms["classification"] = self.options.classification * self.classification(
+                predicted, view["labels"]
+            )
         assert upgraded.log_variance is not None
         likelihood = gaussian_nll(predicted.detach(), target, upgraded.log_variance)
         terms["likelihood"] = self.options.likelihood * likelihood.mean()
@@ -99,4 +100,9 @@ class FastFillObjective(ForwardObjective):
         self.statistics["variance_factor"] = factor
 
 
-FASTFILL = UpgradeMethod(build=build_fastfill, objective=FastFillObjective)
+def classifies(config: UpgradeConfig, options: type[FastFillOptions] = FastFillOptions) -> bool:
+    """Whether the classification term weighs anything."""
+    return read_options(config.options, options, config.method).classification > 0
+
+
+FASTFILL = UpgradeMethod(build=build_fastfill, objective=FastFillObjective, reads_labels=classifies)

@@ -26,4 +26,4 @@ class LceObjective(ForwardObjective):
         }
 
 
-LCE = UpgradeMethod(build=build_fct, objective=LceObjective)
+LCE = UpgradeMethod(build=build_fct, objective=LceObjective, reads_labels=lambda config: True)

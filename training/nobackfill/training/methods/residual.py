@@ -1,7 +1,9 @@
 """Ours: a whitened affine map that is solved, plus a residual network that learns what it misses.
 
-Trained with FastFill's terms and a listwise one: an upgraded embedding shall rank a queue of new
-features as the true new embedding ranks them.
+Trained by distance and a listwise term: an upgraded embedding shall rank a queue of new features
+as the true new embedding ranks them. Neither reads labels, so views may mix two images
+(`mixed_views`): pictures of classes that there are not, through old model, side encoder and new
+model alike. FastFill's classification is off: it pulls vectors to the centres of known classes.
 """
 
 import torch
@@ -15,7 +17,12 @@ from nobackfill.training.losses.listwise import listwise, mean_squared_distance
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
 from nobackfill.training.methods.cheap_maps import InputShape, flat, input_shape, set_linear
 from nobackfill.training.methods.compatible import read_options
-from nobackfill.training.methods.fastfill import FastFillObjective, FastFillOptions, VarianceHead
+from nobackfill.training.methods.fastfill import (
+    FastFillObjective,
+    FastFillOptions,
+    VarianceHead,
+    classifies,
+)
 from nobackfill.training.networks.maps import affine, whitening
 from nobackfill.training.networks.transform import Upgrade, Upgraded
 
@@ -27,6 +34,7 @@ _WHITENING, _RIDGE = 0.1, 1e-2
 class ResidualOptions(FastFillOptions):
     """FastFill's weights, the listwise term's, and its queue."""
 
+    classification: float = Field(0.0, ge=0)
     listwise: float = Field(1.0, ge=0)
     queue: int = Field(1024, ge=2)
     # Of distances, relative to the mean squared distance between two new embeddings.
@@ -161,4 +169,8 @@ class ResidualObjective(FastFillObjective):
         return terms
 
 
-RESIDUAL = UpgradeMethod(build=build_residual, objective=ResidualObjective)
+RESIDUAL = UpgradeMethod(
+    build=build_residual,
+    objective=ResidualObjective,
+    reads_labels=lambda config: classifies(config, ResidualOptions),
+)

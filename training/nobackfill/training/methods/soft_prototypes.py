@@ -88,4 +88,8 @@ class SoftPrototypesObjective(Objective):
         return nn.ModuleDict({"upgrade": self.upgrade})
 
 
-SOFT_PROTOTYPES = UpgradeMethod(build=build_soft_prototypes, objective=SoftPrototypesObjective)
+SOFT_PROTOTYPES = UpgradeMethod(
+    build=build_soft_prototypes,
+    objective=SoftPrototypesObjective,
+    reads_labels=lambda config: True,
+)

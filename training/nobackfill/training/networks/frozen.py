@@ -22,7 +22,7 @@ from nobackfill.digests import sha256_file
 from nobackfill.durable import make_dir, write_file
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import Augmentation, EmbedderConfig, SideEncoderConfig
-from nobackfill.training.data.augment import Augment
+from nobackfill.training.data.augment import Augment, mixed
 from nobackfill.training.data.pictures import (
     CHUNK,
     Images,
@@ -138,6 +138,8 @@ class AugmentedView:
     size: int
     config: Augmentation
     seed: int
+    # Mixed with another image of the same, drawn by the seed.
+    mixed: bool = False
 
     def __len__(self) -> int:
         return len(self.images)
@@ -145,15 +147,22 @@ class AugmentedView:
     @property
     def digest(self) -> str:
         """What tells this view from others, without making it."""
-        what = f"{digest_of(self.images)} {self.size} {self.seed} {self.config.model_dump_json()}"
+        drawn = f"{self.seed} {'mixed ' if self.mixed else ''}{self.config.model_dump_json()}"
+        what = f"{digest_of(self.images)} {self.size} {drawn}"
         return hashlib.sha256(f"{what} torch-{torch.__version__}".encode()).hexdigest()
 
     def chunks(self) -> Iterator[Tensor]:
         """All images in their order, some at a time."""
         augment = Augment(self.config)
         torch.manual_seed(self.seed)
-        for part in chunks(self.images):
-            yield _to_images(augment(to_pixels(part)), self.size)
+        if not self.mixed:
+            for part in chunks(self.images):
+                yield _to_images(augment(to_pixels(part)), self.size)
+            return
+        others = self.images[torch.randperm(len(self.images))]
+        for part, other in zip(chunks(self.images), chunks(others), strict=True):
+            pair = augment(to_pixels(part)), augment(to_pixels(other))
+            yield _to_images(mixed(*pair), self.size)
 
 
 def augmented_views(
@@ -163,8 +172,9 @@ def augmented_views(
     config: Augmentation,
     seed: int,
     reading: Reading,
+    mixed_views: int = 0,
 ) -> Iterator[Mapping[int, Tensor | Source]]:
-    """`views` times the images of `listing` at each of `sizes`, by size.
+    """`views` times the images of `listing` at each of `sizes`, by size; then `mixed_views` times.
 
     The first is the images as they are; the others are augmented at the largest size and scaled
     down, so that every model sees the same view.
@@ -172,9 +182,9 @@ def augmented_views(
     plain = {size: open_pictures(listing, size, reading) for size in set(sizes)}
     yield plain
     largest = plain[max(sizes)]
-    for view in range(1, views):
+    for view in range(1, views + mixed_views):
         begin = seed * 1_000_003 + view
-        yield {size: AugmentedView(largest, size, config, begin) for size in plain}
+        yield {size: AugmentedView(largest, size, config, begin, view >= views) for size in plain}
 
 
 def _to_images(pixels: Tensor, size: int) -> Tensor:
