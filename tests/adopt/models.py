@@ -1,0 +1,71 @@
+"""Small ONNX embedders of texts and of images, with what lies beside such files."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+WORDS = ["[PAD]", "[UNK]", *(f"w{number}" for number in range(40)), "query:"]
+
+
+def text_model(folder: Path, seed: int, dim: int = 8, **declared: object) -> Path:
+    """`model.onnx`: each token's row of a random table, [n, tokens, dim]; its tokenizer beside."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table = np.random.default_rng(seed).normal(size=(len(WORDS), dim)).astype(np.float32)
+    node = helper.make_node("Gather", ["table", "input_ids"], ["last_hidden_state"])
+    ids, mask = (
+        helper.make_tensor_value_info(name, TensorProto.INT64, ["n", "t"])
+        for name in ("input_ids", "attention_mask")
+    )
+    used = helper.make_node("Identity", ["attention_mask"], ["mask"])
+    outputs = [
+        helper.make_tensor_value_info("last_hidden_state", TensorProto.FLOAT, ["n", "t", dim]),
+        helper.make_tensor_value_info("mask", TensorProto.INT64, ["n", "t"]),
+    ]
+    graph = helper.make_graph(
+        [node, used], "text", [ids, mask], outputs, [numpy_helper.from_array(table, "table")]
+    )
+    _save(graph, folder / "model.onnx")
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if declared:
+        (folder / "model.json").write_text(json.dumps(declared))
+    np.save(folder.with_name(f"{folder.name}.table.npy"), table)
+    return folder / "model.onnx"
+
+
+def expected(folder: Path, text: str, pooling: str = "mean", *, unit: bool = True) -> np.ndarray:  # type: ignore[type-arg]
+    """What the model gives for one text, by hand."""
+    table = np.load(folder.with_name(f"{folder.name}.table.npy"))
+    known = [WORDS.index(word) if word in WORDS else 1 for word in text.split()]
+    rows = table[known]
+    vector = rows[0] if pooling == "cls" else rows.mean(0)
+    return np.asarray(vector / np.linalg.norm(vector) if unit else vector)
+
+
+def image_model(path: Path, size: int | str = 4) -> Path:
+    """float [n, 3, size, size] -> the mean of each channel: [n, 3]."""
+    node = helper.make_node("ReduceMean", ["pixels"], ["vector"], axes=[2, 3], keepdims=0)
+    pixels = helper.make_tensor_value_info("pixels", TensorProto.FLOAT, ["n", 3, size, size])
+    vector = helper.make_tensor_value_info("vector", TensorProto.FLOAT, ["n", 3])
+    _save(helper.make_graph([node], "image", [pixels], [vector]), path)
+    return path
+
+
+def _save(graph: onnx.GraphProto, path: Path) -> None:
+    opset = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=8), path)
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    """Of a few words each, no two alike."""
+    rng = np.random.default_rng(seed)
+    made = [" ".join(f"w{n}" for n in rng.choice(40, 6, replace=False)) for _ in range(count)]
+    assert len(set(made)) == count
+    return made
