@@ -40,7 +40,7 @@ def text_model(folder: Path, seed: int, dim: int = 8, **declared: object) -> Pat
     return folder / "model.onnx"
 
 
-def expected(folder: Path, text: str, pooling: str = "mean", *, unit: bool = True) -> np.ndarray:  # type: ignore[type-arg]
+def expected(folder: Path, text: str, pooling: str = "mean", *, unit: bool = True) -> np.ndarray:
     """What the model gives for one text, by hand."""
     table = np.load(folder.with_name(f"{folder.name}.table.npy"))
     known = [WORDS.index(word) if word in WORDS else 1 for word in text.split()]

@@ -96,7 +96,7 @@ def test_a_run_goes_on_and_another_model_is_refused(
     rows = read_all(open_source(str(tmp_path / "out")))
     assert sorted(rows.ids) == sorted(items.ids)
     np.testing.assert_allclose(
-        rows.vectors[rows.ids.index("t7")], model.embed([items.values[7]])[0], atol=1e-6
+        rows.vectors[rows.ids.index("t7")], model.embed(items.values)[7], atol=1e-6
     )
     for other in (text_model(tmp_path / "n", 1), text_model(tmp_path / "m", 0, pooling="cls")):
         with pytest.raises(IncompatibleSpaceError, match="a folder of its own"):

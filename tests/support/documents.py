@@ -39,7 +39,7 @@ def lines(text: str, language: str) -> list[str]:
 def run_script(script: str, folder: Path, environment: Mapping[str, str], seconds: float) -> str:
     """Run a bash script in `folder`; what it printed. It ends at the first failure, and what it
     started in the background ends with it."""
-    program = f"set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null; wait' EXIT\n{script}"
+    program = f"set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT\n{script}"
     process = subprocess.Popen(
         ["bash", "-c", program],
         cwd=folder,

@@ -36,7 +36,7 @@ def clusters(vectors: Vectors, count: int, rng: np.random.Generator) -> Ints:
     some = vectors
     if len(vectors) > _FITTED_ON:
         some = vectors[rng.choice(len(vectors), _FITTED_ON, replace=False)]
-    centres = some[rng.choice(len(some), min(count, len(some)), replace=False)].copy()
+    centres = _far_apart(some, min(count, len(some)), rng)
     for _ in range(_ROUNDS):
         near = _nearest(some, centres)
         sums = np.zeros(centres.shape, np.float64)
@@ -45,6 +45,21 @@ def clusters(vectors: Vectors, count: int, rng: np.random.Generator) -> Ints:
         filled = sizes > 0
         centres[filled] = (sums[filled] / sizes[filled, None]).astype(np.float32)
     return np.unique(_nearest(vectors, centres), return_inverse=True)[1].astype(np.int64)
+
+
+def _far_apart(vectors: Vectors, count: int, rng: np.random.Generator) -> Vectors:
+    """The first centres of k-means++ (Arthur and Vassilvitskii 2007): each drawn in proportion to
+    the squared distance from those before, so that no far group is missed."""
+    chosen = [int(rng.integers(len(vectors)))]
+    distance = np.full(len(vectors), np.inf)
+    for _ in range(count - 1):
+        apart = np.square(vectors - vectors[chosen[-1]]).sum(1, dtype=np.float64)
+        distance = np.minimum(distance, apart)
+        total = distance.sum()
+        if total == 0:
+            break
+        chosen.append(int(rng.choice(len(vectors), p=distance / total)))
+    return vectors[chosen].copy()
 
 
 def _nearest(vectors: Vectors, centres: Vectors) -> Ints:

@@ -136,7 +136,7 @@ def _choose(ways: list[Way], judged_by: str, items_there: bool) -> tuple[str, st
     if "re-embed" in by_name and by_name["re-embed"].worse:
         lost = ", ".join(by_name["re-embed"].worse)
         return "stay", f"the new model itself is worse than the old one here ({lost})"
-    if all(stay[figure] >= best[figure] for figure in known):
+    if stay[judged_by] >= best[judged_by]:
         return "stay", "the new model finds no more than the old one does here"
     open_ways = [
         way for way in ways if not way.worse and (items_there or way.name not in NEEDS_ITEMS)

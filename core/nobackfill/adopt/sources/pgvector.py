@@ -73,8 +73,8 @@ class PgvectorSource:
         if name not in self._table.columns:
             raise InvalidInputError(f"{self._table.name}: no column {name!r}")
         found = self._table.all(
-            "SELECT {key}::text, {name}::text FROM {table} WHERE {name} IS NOT NULL AND {within} "
-            "ORDER BY {key}",
+            "SELECT {key}::text, {name}::text FROM {table} t WHERE {name} IS NOT NULL AND {within} "
+            "ORDER BY t.{key}",
             name=sql.Identifier(name),
             within=self._within(window),
         )
@@ -137,8 +137,8 @@ class PgvectorSource:
     def rows(self, column: str, window: Window, missing: str | None = None) -> Rows:
         """Rows of a window by key that have a vector in `column`, and none in `missing`."""
         found = self._table.all(
-            "SELECT {key}, {key}::text, xmin::text, {column}::vector FROM {table} "
-            "WHERE {column} IS NOT NULL AND {condition} AND {within} ORDER BY {key}",
+            "SELECT {key}, {key}::text, xmin::text, {column}::vector FROM {table} t "
+            "WHERE {column} IS NOT NULL AND {condition} AND {within} ORDER BY t.{key}",
             binary=True,
             column=sql.Identifier(column),
             condition=sql.SQL("true")

@@ -1,0 +1,80 @@
+"""docs/adopt.md: a stranger's table of texts, two ONNX files, the page's commands as they are."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import psycopg
+import pytest
+
+from nobackfill.adopt.maps import load_map
+from tests.adopt.models import expected, text_model, texts
+from tests.support.documents import blocks, page, run_script
+from tests.support.postgres import Server
+
+PAGE = page("docs/adopt.md")
+ITEMS = 2300
+
+
+def test_a_stranger_gets_from_the_table_to_a_flipped_column(
+    postgres: Server, tmp_path: Path
+) -> None:
+    for name, seed in (("old", 0), ("new", 1)):
+        text_model(tmp_path / name, seed)
+    bodies = texts(ITEMS)
+    old = np.array([expected(tmp_path / "old", text) for text in bodies])
+    asked = [{"id": n + 1, "text": " ".join(bodies[n].split()[:4])} for n in range(0, ITEMS, 5)]
+    (tmp_path / "queries.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    with (
+        postgres.database() as address,
+        psycopg.connect(address, autocommit=True) as connection,
+    ):
+        connection.execute("CREATE EXTENSION vector")
+        connection.execute(
+            "CREATE TABLE documents (id serial PRIMARY KEY, body text, embedding vector(8))"
+        )
+        with connection.cursor() as cursor, connection.transaction():
+            rows = [(text, str(v.tolist())) for text, v in zip(bodies, old, strict=True)]
+            cursor.executemany("INSERT INTO documents (body, embedding) VALUES (%s, %s)", rows)
+        *steps, rollback = [content for _, content in blocks(PAGE, "sh")]
+        first, count = re.subn(r"^export SOURCE=.*$", f"export SOURCE='{address}#documents'",
+                               "".join(steps), flags=re.MULTILINE)  # fmt: skip
+        assert count == 1
+        said = run_script(first, tmp_path, {}, 240)
+        assert f"documents.embedding: {ITEMS} vectors of dimension 8" in said
+        assert "verdict: " in said
+        assert f"{ITEMS} written, {ITEMS} carried and checked" in said
+        assert "<h1>Verdict: " in (tmp_path / "verdict.html").read_text("utf-8")
+        carried = connection.execute("SELECT embedding_new::text FROM documents ORDER BY id")
+        vectors = np.array([json.loads(vector) for (vector,) in carried], np.float32)
+        mapping = load_map(tmp_path / "map.npz")
+        np.testing.assert_allclose(vectors, mapping(old.astype(np.float32)), atol=1e-5)
+        check_rollback_and_again(connection, rollback, address, tmp_path, steps[-1])
+        flip(connection, said)
+        flipped = connection.execute("SELECT embedding::text FROM documents ORDER BY id")
+        found = np.array([json.loads(vector) for (vector,) in flipped], np.float32)
+        np.testing.assert_array_equal(found, vectors)
+
+
+def check_rollback_and_again(
+    connection: psycopg.Connection, rollback: str, address: str, folder: Path, carry: str
+) -> None:
+    source = {"SOURCE": f"{address}#documents"}
+    assert "embedding_new: removed" in run_script(rollback, folder, source, 60)
+    found = connection.execute("SELECT * FROM documents LIMIT 1")
+    assert [column.name for column in found.description or ()] == ["id", "body", "embedding"]
+    assert f"{ITEMS} written" in run_script(carry, folder, source, 60)
+
+
+def flip(connection: psycopg.Connection, said: str) -> None:
+    """Run what `carry` printed."""
+    statements = [line.strip() for line in said.splitlines() if re.match(r"  (CREATE|BEGIN)", line)]
+    assert len(statements) == 2
+    for statement in statements:
+        connection.execute(statement.encode())
+
+
+@pytest.mark.parametrize("command", ["inspect", "sample", "embed", "fit", "carry"])
+def test_every_command_is_on_the_page(command: str) -> None:
+    assert f"nobackfill {command}" in PAGE

@@ -1,0 +1,230 @@
+"""What is wrong with others' data gets a sentence, an exit code, and nothing is lost."""
+
+from pathlib import Path
+
+import numpy as np
+import psycopg
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nobackfill.adopt.cli.app import main
+from nobackfill.adopt.maps import fit_maps, save_map
+from nobackfill.adopt.pairs import match
+from nobackfill.adopt.sources.opening import open_source
+from nobackfill.vectors import Vectors
+from tests.adopt.made import world, write_parquet
+from tests.support.postgres import Server
+
+MADE = world(120)
+
+
+def refused(
+    words: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """What the command says on stderr, in one line."""
+    monkeypatch.setattr("sys.argv", ["nobackfill", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == code, said
+    assert said.count("\n") == 1
+    return said
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> dict[str, str]:
+    """Files that go together: old, new, a map."""
+    save_map(tmp_path / "map.npz", fit_maps(MADE.old, MADE.new)["affine"])
+    return {
+        "old": str(write_parquet(tmp_path / "old.parquet", MADE.ids, MADE.old)),
+        "new": str(write_parquet(tmp_path / "new.parquet", MADE.ids, MADE.new)),
+        "map": str(tmp_path / "map.npz"),
+    }
+
+
+def spoilt(vectors: Vectors, row: int, value: float) -> Vectors:
+    found = vectors.copy()
+    found[row, 0] = value
+    return found
+
+
+def test_pairs_in_any_order_are_paired_by_id(tmp_path: Path, paths: dict[str, str]) -> None:
+    order = np.random.default_rng(0).permutation(len(MADE.ids))[:90]
+    ids = [MADE.ids[row] for row in order]
+    mixed = write_parquet(
+        tmp_path / "mixed.parquet", [*ids, "stranger"], np.vstack([MADE.new[order], MADE.new[:1]])
+    )
+    matched = match(open_source(paths["old"]), open_source(str(mixed)))
+    assert matched.without_old == ["stranger"]
+    for name, old, new in zip(matched.pairs.ids, matched.pairs.old, matched.pairs.new, strict=True):
+        row = MADE.ids.index(name)
+        assert np.array_equal(old, MADE.old[row])
+        assert np.array_equal(new, MADE.new[row])
+    assert len(matched.pairs) == 90
+
+
+def test_what_does_not_pair_is_refused(
+    tmp_path: Path, paths: dict[str, str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    cases = {
+        "at least 20 items with both vectors, found 0": (
+            [f"other-{n}" for n in range(120)], MADE.new,
+        ),
+        "got 'item-0' more than once": (["item-0", *MADE.ids[:-1]], MADE.new),
+        "NaN or infinity in 'item-4'": (MADE.ids, spoilt(MADE.new, 4, np.nan)),
+    }  # fmt: skip
+    for number, (words, (ids, vectors)) in enumerate(cases.items()):
+        new = write_parquet(tmp_path / f"{number}.parquet", ids, vectors)
+        out = tmp_path / "out.npz"
+        command = ["fit", "--old", paths["old"], "--new", str(new), "--out", str(out)]
+        assert words in refused(command, 65, monkeypatch, capsys)
+        assert not out.exists()
+    command = ["fit", "--old", paths["old"], "--new", paths["new"], "--queries-old", paths["old"]]
+    assert "together" in refused(command, 65, monkeypatch, capsys)
+    swapped = ["--queries-old", paths["new"], "--queries-new", paths["old"]]
+    said = refused([*command[:5], *swapped], 65, monkeypatch, capsys)
+    assert "embedded by the two models" in said
+
+
+def test_rows_of_two_models_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    paths: dict[str, str],
+) -> None:  # fmt: skip
+    mixed = tmp_path / "mixed.parquet"
+    vectors = [*MADE.old[:5].tolist(), MADE.new[5].tolist()]
+    pq.write_table(pa.table({"id": MADE.ids[:6], "vector": vectors}), mixed)
+    before = mixed.read_bytes()
+    command = ["carry", str(mixed), "--map", paths["map"], "--to", "new"]
+    said = refused(command, 65, monkeypatch, capsys)
+    assert "got 24 in 'item-0' and 32 in 'item-5'" in said
+    assert mixed.read_bytes() == before
+    # All rows by the new model: the map is for the old one's.
+    command = ["carry", paths["new"], "--map", paths["map"], "--to", "new"]
+    assert "expected vectors of dimension 24, got 32" in refused(command, 65, monkeypatch, capsys)
+
+
+def test_nan_in_the_middle_stops_and_what_was_carried_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    paths: dict[str, str],
+) -> None:  # fmt: skip
+    folder = tmp_path / "s"
+    write_parquet(folder / "a.parquet", MADE.ids, spoilt(MADE.old, 70, np.inf), 50)
+    command = ["carry", str(folder), "--map", paths["map"], "--to", "new"]
+    assert "in 'item-70'; mend or delete" in refused(command, 65, monkeypatch, capsys)
+    assert [path.name for path in (folder / "_new").glob("*.parquet")] == ["a.0.parquet"]
+    write_parquet(folder / "a.parquet", MADE.ids, MADE.old, 50)
+    monkeypatch.setattr("sys.argv", ["nobackfill", *command])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert "70 written, 120 carried" in capsys.readouterr().out
+
+
+def test_tables_that_cannot_be_carried_get_a_sentence(
+    postgres: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        postgres.database() as address,
+        psycopg.connect(address, autocommit=True) as connection,
+    ):
+        connection.execute("CREATE EXTENSION vector")
+        for statement in (
+            "CREATE TABLE keyless (id int, v vector(3))",
+            "CREATE TABLE paired (a int, b int, v vector(3), PRIMARY KEY (a, b))",
+            "CREATE TABLE two (id int PRIMARY KEY, v vector(3), w vector(3))",
+            "CREATE TABLE none (id int PRIMARY KEY, t text)",
+            "CREATE TABLE mixed (id int PRIMARY KEY, v vector)",
+            "INSERT INTO mixed VALUES (1, '[1,2,3]'), (2, '[1,2]')",
+        ):
+            connection.execute(statement.encode())
+        expected = {
+            "keyless": (65, "expected a key of one column"),
+            "paired": (65, "expected a key of one column"),
+            "two": (65, "found v, w; name one with --vector"),
+            "none": (65, "found none"),
+            "absent": (66, "no such table"),
+        }
+        for table, (code, words) in expected.items():
+            said = refused(["inspect", f"{address}#{table}"], code, monkeypatch, capsys)
+            assert words in said
+        said = refused(["sample", f"{address}#mixed"], 65, monkeypatch, capsys)
+        assert "got 3 in '1' and 2 in '2'" in said
+        said = refused(["inspect", f"{address}#keyless", "--key", "nope"], 65, monkeypatch, capsys)
+        assert "no column 'nope'" in said
+    assert "name the table" in refused(["inspect", address], 65, monkeypatch, capsys)
+    gone = refused(["inspect", f"{address}#keyless"], 69, monkeypatch, capsys)
+    assert "does not exist" in gone
+    nobody = "postgresql://127.0.0.1:1/db#t"
+    assert "PostgreSQL says" in refused(["inspect", nobody], 69, monkeypatch, capsys)
+
+
+def test_a_key_may_be_named_and_a_locked_table_is_not_waited_for(postgres: Server) -> None:
+    """Whatever type and name a key has; and who holds the table goes first."""
+    with (
+        postgres.database() as address,
+        psycopg.connect(address, autocommit=True) as connection,
+    ):
+        connection.execute("CREATE EXTENSION vector")
+        connection.execute(
+            'CREATE TABLE "T" ("the ""key" uuid NOT NULL UNIQUE DEFAULT gen_random_uuid(), '
+            '"v w" halfvec(3))'
+        )
+        connection.execute(
+            """INSERT INTO "T" ("v w") SELECT '[1,2,3]' FROM generate_series(1, 25)"""
+        )
+        source = open_source(f"{address}#T", key='the "key')
+        windows = list(source.windows(10))
+        assert [len(source.read(window)) for window in windows] == [10, 10, 5]
+        assert source.facts().dim == 3
+
+
+def test_inspect_tells_what_is_wrong_and_what_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = world(600)
+    vectors = many.old.copy()
+    vectors[300:] += 0.5
+    vectors[7] = vectors[5]
+    vectors[9, 3] = np.nan
+    vectors[11] = 0
+    path = write_parquet(tmp_path / "s.parquet", many.ids, vectors)
+    monkeypatch.setattr("sys.argv", ["nobackfill", "inspect", str(path)])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().out
+    assert "600 vectors of dimension 24" in said
+    assert "duplicates: 1" in said
+    assert "NaN or infinity in 1 rows, zeros only in 1" in said
+    drift = float(said.split("last rows: ")[1].split(" ")[0])
+    assert drift > 20
+    calm = write_parquet(tmp_path / "calm.parquet", many.ids, many.old)
+    monkeypatch.setattr("sys.argv", ["nobackfill", "inspect", str(calm)])
+    with pytest.raises(SystemExit):
+        main()
+    assert float(capsys.readouterr().out.split("last rows: ")[1].split(" ")[0]) < 2
+
+
+def test_a_sample_is_spread_seeded_and_as_large_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    # A crowd, and ten small far groups that chance would often miss.
+    vectors = rng.normal(size=(1000, 8)).astype(np.float32)
+    for group in range(10):
+        vectors[group * 5 : group * 5 + 5] += 100 * (group + 1)
+    ids = [str(row) for row in range(1000)]
+    path = str(write_parquet(tmp_path / "s.parquet", ids, vectors))
+
+    def drawn(*options: str) -> list[str]:
+        monkeypatch.setattr("sys.argv", ["nobackfill", "sample", path, *options])
+        with pytest.raises(SystemExit):
+            main()
+        return capsys.readouterr().out.split()
+
+    found = drawn("-n", "160")
+    assert len(set(found)) == 160
+    assert {int(name) // 5 for name in found if int(name) < 50} == set(range(10))
+    assert drawn("-n", "160") == found != drawn("-n", "160", "--seed", "1")
+    assert "from 1 to 1000" in refused(["sample", path, "-n", "1001"], 65, monkeypatch, capsys)
