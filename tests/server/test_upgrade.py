@@ -14,6 +14,7 @@ from nobackfill.gallery.writing import NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
 from nobackfill.server.embedding.embedding import LARGEST_BATCH
+from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.gateway import Gateway
 from nobackfill.server.upgrades import cost
 from nobackfill.server.upgrades.neighbours import neighbours_kept
@@ -62,6 +63,10 @@ def test_an_image_put_again_after_an_upgrade_gets_its_own_vector(ready: Client) 
     assert ready.gallery().items == COUNT
 
 
+def scrub(hosted: Hosted) -> None:
+    assert isinstance(hosted.store, SqliteGallery) and hosted.store.scrub()
+
+
 def size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
@@ -77,7 +82,7 @@ def test_an_estimate_is_near_what_it_then_takes(
     publish_stage(repo, stages[2])
     request = upgrade_pb2.EstimateUpgradeRequest(gallery="g", release=2, spare_cores=0.9)
     told = client.upgrades.EstimateUpgrade(request, timeout=TIMEOUT_S)
-    hosted.store.scrub()
+    scrub(hosted)
     before = size(hosted.folder)
     call = release_pb2.ActivateReleaseRequest(number=2, rollout="ROLLOUT_CUTOVER", spare_cores=0.9)
     times = {
@@ -86,7 +91,7 @@ def test_an_estimate_is_near_what_it_then_takes(
         if not event.done or event.phase != release_pb2.PHASE_UPGRADING
     }
     took = times[release_pb2.PHASE_SWITCHING] - times[release_pb2.PHASE_UPGRADING]
-    hosted.store.scrub()
+    scrub(hosted)
     # Beside other work on two cores a probe may be slowed down many times; it must not be too low.
     assert took / 4 < told.duration.ToTimedelta().total_seconds() < took * 15
     assert 0.5 < told.bytes / (size(hosted.folder) - before) < 2
@@ -121,7 +126,8 @@ def test_backfill_takes_the_least_certain_first(
 ) -> None:
     ready.activate(2)
     store = gateway.galleries.get("g").store
-    doubtful = [item.id for item in staging.least_certain(store, two.space, COUNT)]
+    listed, _ = store.page(two.space, COUNT, least_certain=True)
+    doubtful = [item.id for item, _ in listed]
     assert len(doubtful) == COUNT
     supplied = doubtful[::2]
     backfill = [
@@ -144,7 +150,8 @@ def test_a_client_backfills_the_least_certain_of_the_whole_gallery(
     """A call with few images at a time, as a client with a folder of millions makes it."""
     ready.activate(2)
     store = gateway.galleries.get("g").store
-    doubtful = [item.id for item in staging.least_certain(store, two.space, COUNT)]
+    listed, _ = store.page(two.space, COUNT, least_certain=True)
+    doubtful = [item.id for item, _ in listed]
     request = gallery_pb2.ListItemsRequest(
         gallery="g", page_size=4, order=gallery_pb2.ITEM_ORDER_LEAST_CERTAIN
     )

@@ -9,9 +9,8 @@ import structlog
 
 from nobackfill import durable
 from nobackfill.errors import ConfigurationError
-from nobackfill.gallery.residents import Residents
 from nobackfill.server.catalog import open_catalog
-from nobackfill.server.descriptors import open_galleries, raise_limit
+from nobackfill.server.descriptors import raise_limit
 from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.embedding.models import InProcessModels, Models
 from nobackfill.server.galleries.galleries import Galleries
@@ -40,7 +39,7 @@ from nobackfill.server.rollout.rollout import Rollout
 from nobackfill.server.rollout.run import Run
 from nobackfill.server.serving import Serving
 from nobackfill.server.settings import IN_PROCESS, Settings
-from nobackfill.server.state import StateFile
+from nobackfill.server.storage import Storage
 from nobackfill.server.triton.client import TritonClient, remote_client
 from nobackfill.server.triton.installation import default_folder
 from nobackfill.server.triton.models import TritonModels
@@ -79,10 +78,10 @@ class Gateway:
     def start(self) -> None:
         """Return once calls are answered.
 
-        Raises BusyError (data folder or address in use), ConfigurationError, VerificationError
-        (damaged data or publication), UnavailableError (no Triton in the venv that was given),
-        CannotWriteError; then everything that was started is stopped again. A Triton that does not
-        start is waited for beside what serves without it.
+        Raises BusyError (data folder, database or address in use), ConfigurationError,
+        VerificationError (damaged data or publication), UnavailableError (no Triton in the venv
+        that was given, no database), CannotWriteError; then everything that was started is stopped
+        again. A Triton that does not start is waited for beside what serves without it.
         """
         with ExitStack() as closing:
             self._start(closing)
@@ -94,19 +93,18 @@ class Gateway:
         self._closing.close()
         log.info("stopped")
 
-    def assemble(self, models: Models, metrics: Metrics) -> None:
+    def assemble(self, models: Models, metrics: Metrics, storage: Storage) -> None:
         """Put the parts together, with nothing opened yet but the publication and the state.
 
-        Raises VerificationError for a damaged state or publication, ConfigurationError for a root
-        that cannot be read, CannotWriteError.
+        Raises VerificationError for a damaged publication, ConfigurationError for a root that
+        cannot be read, CannotWriteError.
         """
         repo, data = self._settings.model_repo, self._settings.data
         self.models, self.metrics = models, metrics
         catalog = self.catalog = open_catalog(repo, data / "trust", self._settings.root, metrics)
-        state = self.state = StateFile(data / "state.json")
+        state = self.state = storage.state
         embedding = Embedding(models, metrics)
-        residents = Residents(open_galleries())
-        galleries = self.galleries = Galleries(data / "galleries", residents, catalog, state)
+        galleries = self.galleries = Galleries(storage.home, catalog, state)
         self.searching = Searching(embedding, catalog, state, metrics)
         upgrading = self.upgrading = Upgrading(repo, catalog, state, metrics)
         self.putting = Putting(embedding, upgrading.runner)
@@ -154,7 +152,9 @@ class Gateway:
         chain = certificates(settings)
         models = self._models(metrics)
         closing.callback(models.close)
-        self.assemble(models, metrics)
+        storage = Storage(settings)
+        closing.callback(storage.close)
+        self.assemble(models, metrics, storage)
         closing.callback(self.galleries.close)
         closing.callback(self.catalog.close)
         self.load()

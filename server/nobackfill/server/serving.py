@@ -15,7 +15,7 @@ from nobackfill.server.galleries.galleries import UNUSABLE, Galleries
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.state import StateFile
+from nobackfill.server.state import GatewayState
 
 log = structlog.get_logger("server.serving")
 
@@ -31,7 +31,7 @@ class Serving:
     """
 
     def __init__(
-        self, catalog: Catalog, state: StateFile, galleries: Galleries, models: Models,
+        self, catalog: Catalog, state: GatewayState, galleries: Galleries, models: Models,
         metrics: Metrics,
     ) -> None:  # fmt: skip
         self._catalog = catalog

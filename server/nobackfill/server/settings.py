@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -18,6 +18,8 @@ from nobackfill.errors import ConfigurationError
 
 IN_PROCESS = "in-process"
 TLS = "grpcs://"
+SQLITE = "sqlite:"
+_DATABASES = ("postgresql://", "postgres://")
 
 
 def cores() -> int:
@@ -34,6 +36,9 @@ class Settings(BaseSettings):
     model_repo: Path = Path("model_repo")
     # Everything the gateway itself keeps.
     data: Path = Path("gateway-data")
+    # Where galleries and the gateway's state are kept: sqlite:FOLDER (without FOLDER, or without
+    # any of it: the data folder), or postgresql://…, which may hold a password.
+    store: SecretStr | None = None
     address: str = "127.0.0.1:50051"
     metrics_address: str = "127.0.0.1:9464"
     # A tritonserver somebody else runs, HOST:PORT or grpcs://HOST:PORT; without it the gateway runs
@@ -83,6 +88,10 @@ class Settings(BaseSettings):
                 "Scrape them through an agent on this machine"
             )
         self._check_triton()
+        if self.store is not None and not self.store.get_secret_value().startswith(
+            (SQLITE, *_DATABASES)
+        ):
+            raise ValueError("store: expected sqlite:FOLDER or postgresql://USER@HOST/DATABASE")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("expected tls_cert and tls_key together, or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:

@@ -1,6 +1,7 @@
-"""What the gateway remembers over a restart: one small file, replaced atomically."""
+"""What the gateway remembers over a restart, in a small file that is replaced atomically."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
@@ -47,21 +48,16 @@ class State(_Strict):
     paused: tuple[str, ...] = ()
 
 
-class StateFile:
-    """The file. Readers take `now`, one reference; each change is durable before it is seen."""
+class GatewayState(ABC):
+    """Readers take `now`, one reference; each change is durable before it is seen."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises VerificationError for a damaged file, naming it."""
-        self._path = path
+    def __init__(self, now: State) -> None:
         self._lock = threading.Lock()
-        try:
-            self._now = State.model_validate_json(path.read_bytes())
-        except FileNotFoundError:
-            self._now = State()
-        except (ValidationError, OSError) as error:
-            raise VerificationError(
-                f"{path} is damaged ({error}); restore the data folder from a backup"
-            ) from error
+        self._now = now
+
+    @abstractmethod
+    def _keep(self, new: State) -> None:
+        """Make it durable. Raises CannotWriteError, UnavailableError; then nothing has changed."""
 
     @property
     def now(self) -> State:
@@ -83,6 +79,26 @@ class StateFile:
         """The same with values that follow from those of now, which nobody changes meanwhile."""
         with self._lock:
             new = State.model_validate({**dict(self._now), **values_of(self._now)})
-            durable.write_file(self._path, new.model_dump_json(indent=1).encode() + b"\n", 0o600)
+            self._keep(new)
             self._now = new
             return new
+
+
+class StateFile(GatewayState):
+    """In a file."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises VerificationError for a damaged file, naming it."""
+        self._path = path
+        try:
+            now = State.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            now = State()
+        except (ValidationError, OSError) as error:
+            raise VerificationError(
+                f"{path} is damaged ({error}); restore the data folder from a backup"
+            ) from error
+        super().__init__(now)
+
+    def _keep(self, new: State) -> None:
+        durable.write_file(self._path, new.model_dump_json(indent=1).encode() + b"\n", 0o600)

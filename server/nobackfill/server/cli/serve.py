@@ -14,6 +14,9 @@ from nobackfill.server.cli.app import app, exit_codes
 def serve(
     model_repo: Annotated[Path | None, typer.Option(help="publication folder")] = None,
     data: Annotated[Path | None, typer.Option(help="what the gateway keeps")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="sqlite:FOLDER or postgresql://USER@HOST/DATABASE")
+    ] = None,
     address: Annotated[str | None, typer.Option(help="HOST:PORT of gRPC")] = None,
     metrics_address: Annotated[str | None, typer.Option(help="HOST:PORT of /metrics")] = None,
     triton: Annotated[

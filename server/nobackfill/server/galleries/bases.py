@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -11,8 +12,10 @@ from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.search.index import Content, Index, Labels
 from nobackfill.gallery.search.view import LiveView
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.initial_index import SMALL
+
+if TYPE_CHECKING:
+    from nobackfill.server.galleries.hosted import Hosted
 
 log = structlog.get_logger("server.indexing")
 
@@ -37,7 +40,7 @@ def due(view: LiveView) -> bool:
 
 
 def make_index(
-    hosted: Hosted,
+    hosted: "Hosted",
     space: str,
     view: LiveView,
     between: Callable[[], None],
@@ -54,7 +57,7 @@ def make_index(
 
 
 def inherit_index(
-    hosted: Hosted,
+    hosted: "Hosted",
     space: str,
     view: LiveView,
     source: LiveView,
@@ -72,7 +75,7 @@ def inherit_index(
 
 
 def _compact(
-    hosted: Hosted,
+    hosted: "Hosted",
     view: LiveView,
     old: HnswIndex | None,
     between: Callable[[], None] = lambda: None,
@@ -100,7 +103,7 @@ def tuned(base: Index, view: LiveView, between: Callable[[], None]) -> Index:
     return index
 
 
-def save_index(hosted: Hosted, space: str, view: LiveView) -> None:
+def save_index(hosted: "Hosted", space: str, view: LiveView) -> None:
     """Keep the base for the next start: changes since are found in the gallery itself."""
     index = view.snapshot().base.index
     try:

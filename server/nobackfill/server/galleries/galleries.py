@@ -1,17 +1,13 @@
-"""The galleries of a gateway: one folder each, opened at the start, made and deleted by name."""
+"""The galleries of a gateway: opened at the start, made and deleted by name."""
 
-import re
 import sqlite3
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import structlog
 
-from nobackfill import durable
 from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
@@ -20,21 +16,16 @@ from nobackfill.errors import (
     NotFoundError,
     VerificationError,
 )
-from nobackfill.gallery.residents import Residents
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.galleries import lock_order
 from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.in_files import NAME, Home
 from nobackfill.server.galleries.lock_order import Level
-from nobackfill.server.state import StateFile
+from nobackfill.server.state import GatewayState
 
 log = structlog.get_logger("server.galleries")
 
-_NAME = re.compile(r"^[a-z0-9_-]{1,64}\Z")
-_FILE = "gallery.sqlite"
-# A folder with this prefix is a gallery being made or deleted when the gateway died.
-_UNFINISHED = ".tmp-"
 CREATED = "created"
 # How long a deletion waits for the calls that still work with the gallery.
 _LEAVE_S = 60.0
@@ -51,12 +42,9 @@ class Galleries:
     deletion closes it when the last of them has left.
     """
 
-    def __init__(
-        self, folder: Path, residents: Residents, catalog: Catalog, state: StateFile
-    ) -> None:
-        """`residents` bounds how many of their files are open at once."""
-        self._folder = folder
-        self._residents = residents
+    def __init__(self, home: Home, catalog: Catalog, state: GatewayState) -> None:
+        """`home`: where they are kept."""
+        self._home = home
         self._catalog = catalog
         self._state = state
         self._names = threading.Lock()
@@ -73,15 +61,12 @@ class Galleries:
 
         Raises VerificationError when none of them can be, CannotWriteError.
         """
-        durable.make_dir(self._folder, 0o700)
-        durable.sweep(self._folder)
         hosted = {}
-        for folder in sorted(self._folder.iterdir()):
-            if _NAME.match(folder.name) and (folder / _FILE).is_file():
-                try:
-                    hosted[folder.name] = self._open(folder.name)
-                except UNUSABLE as error:
-                    self.set_aside(folder.name, error)
+        for name in self._home.names():
+            try:
+                hosted[name] = self._open(name)
+            except UNUSABLE as error:
+                self.set_aside(name, error)
         log.info("serving galleries", count=len(hosted), set_aside=len(self._aside))
         if self._aside and not hosted:
             name, reason = next(iter(self._aside.items()))
@@ -92,17 +77,15 @@ class Galleries:
         self._hosted = hosted
 
     def _open(self, name: str) -> Hosted:
-        folder = self._folder / name
-        store = SqliteGallery.open(folder / _FILE, self._residents)
+        hosted = self._home.open(name)
         try:
-            hosted = Hosted(name, folder, store)
             hosted.replan(self._state.now, self._catalog.manifests)
             if sum(hosted.sizes().values()) > _SMALL:
                 hosted.wake()
             # Kept for whoever lists them: the file is open now, and may be closed again soon.
             hosted.count()
         except BaseException:
-            store.close()
+            hosted.store.close()
             raise
         return hosted
 
@@ -187,21 +170,14 @@ class Galleries:
         """
         releases = (*self._state.now.previous, self._state.active())
         specs = [SpaceSpec.of(self._catalog.manifest(release)) for release in releases]
-        if not _NAME.match(name):
+        if not NAME.match(name):
             raise InvalidInputError(
                 f"expected a gallery name of 1 to 64 of a-z, 0-9, '-', '_', got {name[:80]!r}"
             )
         with self._taking():
             if name in self.names():
                 raise AlreadyExistsError(f"gallery {name!r} exists already")
-            unfinished = self._folder / f"{_UNFINISHED}{name}-{uuid.uuid4().hex}"
-            durable.make_dir(unfinished, 0o700)
-            with SqliteGallery.create(unfinished / _FILE, specs[0]) as store:
-                for spec in specs[1:]:
-                    store.begin(spec)
-                    store.flip(spec.space)
-                store.state_set({CREATED: time.time()})
-            durable.publish_dir(unfinished, self._folder / name)
+            self._home.create(name, specs, {CREATED: time.time()})
             hosted = self._open(name)
             hosted.wake()
             self._hosted = {**self._hosted, name: hosted}
@@ -212,13 +188,12 @@ class Galleries:
 
         Raises NotFoundError, BusyError when they do not end (then it stays), CannotWriteError.
         """
-        gone = self._folder / f"{_UNFINISHED}{name}-{uuid.uuid4().hex}"
         with self._taking():
             hosted = self._hosted.get(name)
             if hosted is None and name in self._aside:
-                durable.publish_dir(self._folder / name, gone)
+                finish = self._home.remove(name)
                 self._serve_again(name)
-                durable.remove_tree(gone)
+                finish()
                 return
             if hosted is None or hosted.leaving:
                 raise _unknown(name)
@@ -227,9 +202,8 @@ class Galleries:
             if not hosted.users.close(_LEAVE_S):
                 raise BusyError(f"gallery {name!r} is still in use; delete it again later")
             with self._taking():
-                # Renamed first: from here on it is gone, whatever happens to the rest.
                 hosted.store.rest()
-                durable.publish_dir(hosted.folder, gone)
+                finish = self._home.remove(name)
                 self._hosted = {n: h for n, h in self._hosted.items() if n != name}
                 self._serve_again(name)
         except BaseException:
@@ -237,7 +211,7 @@ class Galleries:
             hosted.users.reopen()
             raise
         hosted.close()
-        durable.remove_tree(gone)
+        finish()
 
     def close(self) -> None:
         for hosted in self._hosted.values():

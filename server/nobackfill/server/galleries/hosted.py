@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from nobackfill.errors import ConfigurationError
+from nobackfill.gallery.change import Change
 from nobackfill.gallery.filter_engine import FilterEngine
+from nobackfill.gallery.gallery_store import GalleryStore
+from nobackfill.gallery.matches import Filtering, Matches
+from nobackfill.gallery.reading import Item
+from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
-from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.store import Change, Item
+from nobackfill.gallery.store import Store
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.galleries import lock_order
+from nobackfill.server.galleries import local_search, lock_order
 from nobackfill.server.galleries.initial_index import beginning
 from nobackfill.server.galleries.items import ItemCache
 from nobackfill.server.galleries.lock_order import Level
@@ -22,6 +26,7 @@ from nobackfill.server.galleries.speed import Speed
 from nobackfill.server.galleries.users import Users
 from nobackfill.server.galleries.write_lock import WriteLock
 from nobackfill.server.state import State
+from nobackfill.vectors import Vectors
 
 # Keys of `Hosted.state`: how the gallery came to its staging space, and why it stays behind.
 ROLLOUT = "rollout"
@@ -38,7 +43,13 @@ class Hosted:
     it. `write_lock` is shared by puts, and exclusive to whoever changes the gallery's spaces.
     """
 
-    def __init__(self, name: str, folder: Path, store: SqliteGallery) -> None:
+    # Whether this process makes and searches the graphs of its spaces.
+    graphs_here = True
+
+    def __init__(
+        self, name: str, folder: Path, store: GalleryStore, filtering: Filtering | None = None
+    ) -> None:
+        """`filtering`: what answers filters where `store` is no file."""
         self.name = name
         self.folder = folder
         self.store = store
@@ -52,7 +63,7 @@ class Hosted:
         self._views: Mapping[str, LiveView] = {}
         self._items: dict[str, ItemCache] = {}
         store.subscribe(self._forward)
-        self.filtering = FilterEngine(store)
+        self.filtering = filtering or FilterEngine(_file(store))
         # What the file says, kept so that looking over all galleries opens no files.
         self._spaces: tuple[SpaceInfo, ...] | None = None
         self._state: Mapping[str, Any] | None = None
@@ -131,7 +142,7 @@ class Hosted:
             view = self._views.get(space)
             if view is None:
                 begin = beginning(self.index_path(space), source, between)
-                view = LiveView(self.store, space, begin)
+                view = LiveView(_file(self.store), space, begin)
                 self._views = {**self._views, space: view}
             return view
 
@@ -156,18 +167,26 @@ class Hosted:
         spaces = [info.spec.space for info in self.spaces()]
         return [space for space in spaces if self.store.vector(label, space) is not None]
 
-    def snapshots(self, parts: Sequence[Part]) -> list[Snapshot]:
-        """One snapshot a part, each item in the first part that has it.
+    def search(
+        self, parts: Sequence[Part], queries: Sequence[Vectors], k: int, allowed: Matches | None,
+        ef: int,
+    ) -> list[Neighbours]:  # fmt: skip
+        """What each part answers to its queries [q, dim], each item in the first part that has it.
+        `ef` as in Index.search. Raises InvalidInputError for queries that are none."""
+        return local_search.search(self, parts, queries, k, allowed, ef)
 
-        The later part is taken first: what moves to the earlier part between the two is then left
-        out of the later one, and never missing from both.
-        """
-        if len(parts) == 1:
-            return [self.view(parts[0].space).snapshot()]
-        new, old = parts
-        before = self.view(old.space).snapshot()
-        upgraded = self.view(new.space).snapshot()
-        return [upgraded, self.rest(before, upgraded)]
+    def compares(self, part: Part, ef: int) -> bool:
+        """Whether a search of the part compares every vector, rather than ask a graph."""
+        return local_search.compares(self, part, ef)
+
+    def expect(self, space: str) -> None:
+        """A space that is there is searched from now on: read it before puts have to wait."""
+        self.view(space)
+
+    def make_ready(self, space: str, between: Callable[[], None]) -> None:
+        """Give a space that an upgrade has filled the index that it begins with, which may take
+        minutes: `between` may raise to give up."""
+        local_search.make_ready(self, space, between)
 
     def rest(self, snapshot: Snapshot, other: Snapshot) -> Snapshot:
         """What `snapshot` has and `other` has not; kept for the next search of the same two."""
@@ -263,3 +282,8 @@ class Hosted:
                 self._spaces = self._state = None
         for cache in list(self._items.values()):
             cache.on_change(change)
+
+
+def _file(store: GalleryStore) -> Store:
+    assert isinstance(store, Store), "a gallery whose graphs are here is a file"
+    return store

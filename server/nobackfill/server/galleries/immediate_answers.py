@@ -23,7 +23,7 @@ from nobackfill.server.galleries.items import ItemCache
 from nobackfill.server.galleries.plan import Part, Plan
 from nobackfill.server.galleries.ranking import rounded, scores_of
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.state import StateFile
+from nobackfill.server.state import GatewayState
 from nobackfill.v1 import search_pb2 as pb
 from nobackfill.vectors import Vectors
 
@@ -46,7 +46,7 @@ class _Ready:
 class ImmediateAnswers:
     """Answers queries by one embedding."""
 
-    def __init__(self, galleries: Galleries, state: StateFile, metrics: Metrics) -> None:
+    def __init__(self, galleries: Galleries, state: GatewayState, metrics: Metrics) -> None:
         self._galleries = galleries
         self._state = state
         self._exact, self._graph = (metrics.searches.labels(kind) for kind in ("exact", "graph"))

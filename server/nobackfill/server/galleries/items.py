@@ -5,7 +5,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from nobackfill.gallery.store import Change, Item, Store
+from nobackfill.gallery.store import Change, Item
+from nobackfill.gallery.upgrade import Carrying
 from nobackfill.server.galleries.hit_bytes import HitBytes
 
 # Of the items of one gallery in one space, in memory.
@@ -21,7 +22,7 @@ class ItemCache:
     went by is used but not kept, so that nothing stale stays.
     """
 
-    def __init__(self, store: Store, space: str) -> None:
+    def __init__(self, store: Carrying, space: str) -> None:
         self._store = store
         self._space = space
         self._lock = threading.Lock()

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.gallery.search.exact import ExactIndex
+from nobackfill.gallery.matches import Matches
 from nobackfill.gallery.search.index import Neighbours
-from nobackfill.gallery.search.view import Allowed, Snapshot
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Part
 from nobackfill.vectors import Vectors
@@ -30,7 +29,7 @@ class Question:
 Answer = tuple[Sequence[Neighbours], int] | InvalidInputError
 
 
-def run(questions: Sequence[Question], allowed: Allowed | None = None) -> Sequence[Answer]:
+def run(questions: Sequence[Question], allowed: Matches | None = None) -> Sequence[Answer]:
     """Answer questions together, those with the same parts by one search a part."""
     if len(questions) == 1:
         question = questions[0]
@@ -51,7 +50,7 @@ def run(questions: Sequence[Question], allowed: Allowed | None = None) -> Sequen
     return [answers[i] for i in range(len(questions))]
 
 
-def _alone(question: Question, allowed: Allowed | None) -> Answer:
+def _alone(question: Question, allowed: Matches | None) -> Answer:
     try:
         return _search(question.hosted, question.parts, [question], allowed), 0
     except InvalidInputError as error:
@@ -59,7 +58,7 @@ def _alone(question: Question, allowed: Allowed | None) -> Answer:
 
 
 def _search(
-    hosted: Hosted, parts: tuple[Part, ...], questions: Sequence[Question], allowed: Allowed | None
+    hosted: Hosted, parts: tuple[Part, ...], questions: Sequence[Question], allowed: Matches | None
 ) -> list[Neighbours]:
     k = max(question.k for question in questions)
     # The same in all of them: with one of its own a question, or a request, is searched alone.
@@ -71,26 +70,9 @@ def _search(
             np.concatenate([question.vectors[i] for question in questions])
             for i in range(len(parts))
         ]
-    snapshots = hosted.snapshots(parts)
     began = time.monotonic()
-    found = [
-        snapshot.search(column, k, allowed, ef)
-        for snapshot, column in zip(snapshots, columns, strict=True)
-    ]
+    found = hosted.search(parts, columns, k, allowed, ef)
     if not ef:
         # What searches take that nobody asked to take longer.
         hosted.speed.took(time.monotonic() - began, len(questions))
-        _remember(hosted, parts, snapshots, columns)
     return found
-
-
-def _remember(
-    hosted: Hosted,
-    parts: tuple[Part, ...],
-    snapshots: Sequence[Snapshot],
-    columns: Sequence[Vectors],
-) -> None:
-    """What was asked of a graph, which is tuned on some of it."""
-    for part, snapshot, column in zip(parts, snapshots, columns, strict=True):
-        if not isinstance(snapshot.base.index, ExactIndex):
-            hosted.view(part.space).asked.see(column)

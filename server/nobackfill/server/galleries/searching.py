@@ -14,8 +14,7 @@ from nobackfill.errors import (
     ReleaseRetiredError,
 )
 from nobackfill.gallery.filters import Filter
-from nobackfill.gallery.search.exact import ExactIndex
-from nobackfill.gallery.search.view import Allowed
+from nobackfill.gallery.matches import Matches
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.batching import Batcher
@@ -25,7 +24,7 @@ from nobackfill.server.galleries.plan import Part, Plan, direct_part
 from nobackfill.server.galleries.queries import Answer, Question, run
 from nobackfill.server.galleries.ranking import Hit, rank
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.state import StateFile
+from nobackfill.server.state import GatewayState
 from nobackfill.vectors import Vectors
 
 # Queries for more hits than this, or with a filter, run alone: they would slow the others down.
@@ -52,7 +51,7 @@ class Searching:
     """Answers queries by image and by embedding."""
 
     def __init__(
-        self, embedding: Embedding, catalog: Catalog, state: StateFile, metrics: Metrics
+        self, embedding: Embedding, catalog: Catalog, state: GatewayState, metrics: Metrics
     ) -> None:
         self._embedding = embedding
         self._catalog = catalog
@@ -82,8 +81,7 @@ class Searching:
 
     def _count(self, question: Question) -> None:
         for part in question.parts:
-            base = question.hosted.view(part.space).snapshot().base
-            compared = isinstance(base.index, ExactIndex) or question.ef >= len(base.index.labels)
+            compared = question.hosted.compares(part, question.ef)
             self._searches["exact" if compared else "graph"].inc()
 
     def _answer(self, question: Question, filtered: Filter | None) -> Answer:
@@ -225,8 +223,8 @@ def _found_or_refused(question: Question, answer: Answer) -> Found | InvalidInpu
     return answer if isinstance(answer, InvalidInputError) else _found(question, answer)
 
 
-def _allowed(hosted: Hosted, filtered: Filter | None) -> Allowed | None:
-    return None if filtered is None else hosted.filtering.passing(filtered).mask
+def _allowed(hosted: Hosted, filtered: Filter | None) -> Matches | None:
+    return None if filtered is None else hosted.filtering.passing(filtered)
 
 
 def _lost(question: Question, answer: Answer, found: Found) -> bool:

@@ -21,7 +21,7 @@ from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.recovery import recover
 from nobackfill.server.rollout.run import CancelledError, Phase, Run
 from nobackfill.server.serving import Serving
-from nobackfill.server.state import Activation, RolloutName, StateFile
+from nobackfill.server.state import Activation, GatewayState, RolloutName
 from nobackfill.server.upgrades.throttle import DEFAULT_SPARE_CORES
 from nobackfill.server.upgrades.upgrading import Upgrading
 
@@ -37,7 +37,7 @@ class Activations:
     """Starts, resumes and calls off activations."""
 
     def __init__(
-        self, roll_out: Callable[[Run], None], catalog: Catalog, state: StateFile,
+        self, roll_out: Callable[[Run], None], catalog: Catalog, state: GatewayState,
         galleries: Galleries, upgrading: Upgrading, serving: Serving, metrics: Metrics,
     ) -> None:  # fmt: skip
         """`roll_out`: what an activation does, in a thread of its own; see Rollout.run."""

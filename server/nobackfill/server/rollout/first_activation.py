@@ -10,7 +10,7 @@ from nobackfill.server.embedding.models import Models
 from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.activation import Activations
-from nobackfill.server.state import StateFile
+from nobackfill.server.state import GatewayState
 
 log = structlog.get_logger("server.gateway")
 
@@ -19,7 +19,7 @@ class FirstActivation:
     """What a gateway without an active release does by itself."""
 
     def __init__(
-        self, catalog: Catalog, state: StateFile, models: Models, activations: Activations,
+        self, catalog: Catalog, state: GatewayState, models: Models, activations: Activations,
         stopping: threading.Event, metrics: Metrics,
     ) -> None:  # fmt: skip
         self._catalog = catalog

@@ -11,7 +11,7 @@ from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.rollout.activation import Activations
-from nobackfill.server.state import StateFile
+from nobackfill.server.state import GatewayState
 from nobackfill.server.upgrades.backfill import backfill
 from nobackfill.server.upgrades.cost import Cost
 from nobackfill.server.upgrades.job import Job, JobState
@@ -24,7 +24,7 @@ class Lifecycle:
     there, VerificationError for one that is set aside."""
 
     def __init__(
-        self, catalog: Catalog, state: StateFile, galleries: Galleries, embedding: Embedding,
+        self, catalog: Catalog, state: GatewayState, galleries: Galleries, embedding: Embedding,
         upgrading: Upgrading, activations: Activations,
     ) -> None:  # fmt: skip
         self._catalog = catalog

@@ -9,12 +9,12 @@ from nobackfill.server.galleries.galleries import UNUSABLE, Galleries
 from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, Hosted
 from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.serving import Serving
-from nobackfill.server.state import StateFile
+from nobackfill.server.state import GatewayState
 
 log = structlog.get_logger("server.recovery")
 
 
-def return_galleries(galleries: Galleries, state: StateFile) -> dict[str, Exception]:
+def return_galleries(galleries: Galleries, state: GatewayState) -> dict[str, Exception]:
     """Bring every gallery back to the active release, where one is ahead of it; does nothing while
     an activation is recorded, which goes on from there. Plans are to be made anew afterwards.
 
@@ -41,7 +41,7 @@ def _return(hosted: Hosted, active: int) -> None:
         hosted.remember(state)
 
 
-def recover(galleries: Galleries, state: StateFile, serving: Serving) -> list[Plan]:
+def recover(galleries: Galleries, state: GatewayState, serving: Serving) -> list[Plan]:
     """The same beside puts and searches, and plans to it; returns those they replace."""
     with writes_locked(galleries):
         return_galleries(galleries, state)

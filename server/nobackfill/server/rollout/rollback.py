@@ -12,7 +12,7 @@ from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.rollout.recovery import return_galleries, writes_locked
 from nobackfill.server.serving import Serving
-from nobackfill.server.state import State, StateFile
+from nobackfill.server.state import GatewayState, State
 
 log = structlog.get_logger("server.rollback")
 
@@ -36,7 +36,7 @@ class Rollbacks:
     which there is no way back."""
 
     def __init__(
-        self, state: StateFile, galleries: Galleries, serving: Serving, activations: Activations
+        self, state: GatewayState, galleries: Galleries, serving: Serving, activations: Activations
     ) -> None:
         self._state = state
         self._galleries = galleries

@@ -8,7 +8,6 @@ from nobackfill.errors import PreconditionError
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
-from nobackfill.server.galleries.bases import inherit_index
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, Hosted
 from nobackfill.server.galleries.plan import Plan, old_model_part, own_part
@@ -16,7 +15,7 @@ from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.admission import Admission
 from nobackfill.server.rollout.run import Phase, Run
 from nobackfill.server.serving import Serving
-from nobackfill.server.state import StateFile
+from nobackfill.server.state import GatewayState
 from nobackfill.server.upgrades.job import JobState
 from nobackfill.server.upgrades.upgrading import Upgrading
 
@@ -31,7 +30,7 @@ class Rollout:
         run: Run,
         admission: Admission,
         catalog: Catalog,
-        state: StateFile,
+        state: GatewayState,
         galleries: Galleries,
         upgrading: Upgrading,
         serving: Serving,
@@ -101,8 +100,7 @@ class Rollout:
                 continue
             kept = {info.spec.space for info in hosted.spaces()}
             if self._record.rollout != "cutover" and manifest.space in kept:
-                # Searched from now on: read before puts have to wait.
-                hosted.view(manifest.space)
+                hosted.expect(manifest.space)
             with hosted.write_lock.exclusive():
                 hosted.store.begin(SpaceSpec.of(manifest))
                 hosted.remember({ROLLOUT: self._record.rollout, NOTE: None})
@@ -135,11 +133,7 @@ class Rollout:
             self._upgrading.finish(hosted.name, JobState.FAILED, note)
             return False
         self._upgrading.finish(hosted.name, JobState.INDEXING)
-        # Where the release was active before a rollback, its own index is still there. What cannot
-        # be inherited is built, which takes minutes: also given up when called off.
-        source = hosted.view(hosted.spec().space)
-        view = hosted.view(manifest.space, source, self._run.stop_if_cancelled)
-        inherit_index(hosted, manifest.space, view, source, self._run.stop_if_cancelled)
+        hosted.make_ready(manifest.space, self._run.stop_if_cancelled)
         if self._record.rollout != "cutover":
             self._flip([hosted], manifest, active=False)
         return True

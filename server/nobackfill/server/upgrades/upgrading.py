@@ -17,7 +17,7 @@ from nobackfill.server.catalog import Catalog, Changed
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.indexing import give_way
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.state import StateFile
+from nobackfill.server.state import GatewayState
 from nobackfill.server.upgrades.cost import Cost, cost
 from nobackfill.server.upgrades.job import Job, JobState
 from nobackfill.server.upgrades.neighbours import LOOKS, neighbours_kept
@@ -30,7 +30,9 @@ log = structlog.get_logger("server.upgrading")
 class Upgrading:
     """The jobs of all galleries. `changed` is notified at every chunk."""
 
-    def __init__(self, files: Path, catalog: Catalog, state: StateFile, metrics: Metrics) -> None:
+    def __init__(
+        self, files: Path, catalog: Catalog, state: GatewayState, metrics: Metrics
+    ) -> None:
         self._metrics = metrics
         self._files = files
         self._catalog = catalog

@@ -14,7 +14,7 @@ from nobackfill.server.grpc.errors import without_folders
 from nobackfill.server.grpc.services import items
 from nobackfill.server.grpc.services.convert import to_end
 from nobackfill.server.rollout.lifecycle import Lifecycle
-from nobackfill.server.state import StateFile
+from nobackfill.server.state import GatewayState
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceServicer
 from nobackfill.wire.values import from_value
@@ -33,7 +33,7 @@ class GalleryService(GalleryServiceServicer):
     """See protos/nobackfill/v1/gallery.proto."""
 
     def __init__(
-        self, galleries: Galleries, putting: Putting, lifecycle: Lifecycle, state: StateFile
+        self, galleries: Galleries, putting: Putting, lifecycle: Lifecycle, state: GatewayState
     ) -> None:
         self._galleries = galleries
         self._putting = putting

@@ -12,7 +12,7 @@ from nobackfill.server.grpc.services.convert import to_end
 from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.rollout.rollback import Rollbacks
 from nobackfill.server.rollout.run import Event, Phase
-from nobackfill.server.state import RolloutName, State, StateFile
+from nobackfill.server.state import GatewayState, RolloutName, State
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.v1.release_pb2_grpc import ReleaseServiceServicer
 
@@ -37,7 +37,7 @@ class ReleaseService(ReleaseServiceServicer):
     """See protos/nobackfill/v1/release.proto."""
 
     def __init__(
-        self, catalog: Catalog, state: StateFile, activations: Activations, rollbacks: Rollbacks,
+        self, catalog: Catalog, state: GatewayState, activations: Activations, rollbacks: Rollbacks,
         stopping: threading.Event,
     ) -> None:  # fmt: skip
         """`stopping`: set when the gateway drains; streams that only watch end then."""

@@ -18,7 +18,7 @@ from nobackfill.server.grpc.services.convert import (
     to_metadata,
 )
 from nobackfill.server.grpc.tokens import Principal
-from nobackfill.server.state import StateFile
+from nobackfill.server.state import GatewayState
 from nobackfill.v1 import search_pb2 as pb
 from nobackfill.v1.search_pb2_grpc import SearchServiceServicer
 from nobackfill.wire.limits import LARGEST_K
@@ -40,7 +40,7 @@ class SearchService(SearchServiceServicer):
         galleries: Galleries,
         searching: Searching,
         immediate: ImmediateAnswers,
-        state: StateFile,
+        state: GatewayState,
     ) -> None:
         self._immediate = immediate
         self._galleries = galleries

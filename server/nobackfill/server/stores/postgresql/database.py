@@ -79,6 +79,7 @@ class Database:
             kwargs={"autocommit": True, "application_name": "nobackfill"}, reconnect_timeout=0,
         )  # fmt: skip
         self._wait_s = wait_s
+        self._refused: str | None = None
 
     def open(self, prepare: Callable[[Connection], None]) -> None:
         """`prepare` makes what is missing in the database. Raises UnavailableError,
@@ -97,6 +98,10 @@ class Database:
     def close(self) -> None:
         """End every connection; twice is harmless."""
         self._pool.close()
+
+    def refuse_writes(self, why: str) -> None:
+        """From now on, with BusyError."""
+        self._refused = why
 
     def connect(self) -> Connection:
         """A connection beside the pool, which the caller closes. Raises UnavailableError."""
@@ -125,6 +130,8 @@ class Database:
         was committed; where it broke after, the server is asked what became of it. Raises
         UnavailableError where that cannot be found out.
         """
+        if self._refused is not None:
+            raise BusyError(self._refused)
         for attempt in range(_TRIES):
             try:
                 return self._persistent(lambda connection: self._commit(connection, work))

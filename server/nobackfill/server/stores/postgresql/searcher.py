@@ -30,7 +30,6 @@ class Table:
     def __init__(self, schema: str, info: SpaceInfo, without: SpaceInfo | None = None) -> None:
         """`without`: a space whose items are left out; it answers for them."""
         self.spec: SpaceSpec = info.spec
-        self.indexed = self.spec.dim <= MOST_HALF
         self._schema = schema
         self._name = table_of(schema, info.number)
         self._operator = "<->" if self.spec.metric == "squared_l2" else "<=>"
@@ -66,21 +65,21 @@ class PostgresqlSearcher:
     def search(
         self, queries: Vectors, k: int, filtered: Filter | None = None, ef: int = 0
     ) -> Neighbours:
-        return search(self._database, [(self._asked, queries)], k, filtered, ef)[0]
+        asked = [(self._asked, queries)]
+        return search(self._database, asked, k, condition_of(filtered), ef)[0]
 
 
 def search(
     database: Database,
     asked: Sequence[tuple[Table, Vectors]],
     k: int,
-    filtered: Filter | None = None,
+    condition: Condition = EVERYTHING,
     ef: int = 0,
 ) -> list[Neighbours]:
     """What several tables of one gallery answer to queries float32 [q, dim], in one snapshot.
 
     Raises as Searcher.search.
     """
-    condition = condition_of(filtered)
     checked = [
         check_vectors(queries, table.spec.dim, what="queries", unit=table.spec.unit)
         for table, queries in asked
@@ -98,6 +97,11 @@ def search(
     return database.read(work, snapshot=not alone)
 
 
+def compares(spec: SpaceSpec, ef: int) -> bool:
+    """Whether a search that looks at `ef` candidates reads every vector."""
+    return spec.dim > MOST_HALF or ef > _MOST_EF
+
+
 def _width(k: int, ef: int) -> int:
     """Candidates of a graph to look at."""
     return max(ef or EF, k + _SPARE)
@@ -109,7 +113,7 @@ def _nearest(
     limit = k + _SPARE
     width = _width(k, ef)
     cosine = table.spec.metric == "cosine"
-    exact = not table.indexed or width > _MOST_EF or (cosine and not query.any())
+    exact = compares(table.spec, width) or (cosine and not query.any())
     if not exact:
         if width != EF:
             run(connection, "SELECT set_config('hnsw.ef_search', %s, true)", [str(width)])

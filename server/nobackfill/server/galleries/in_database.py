@@ -1,0 +1,91 @@
+"""Galleries in PostgreSQL: it searches, filters and indexes; this process keeps plans and items."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from nobackfill.gallery.matches import Matches
+from nobackfill.gallery.search.index import Neighbours
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.plan import Part, Plan
+from nobackfill.server.stores.postgresql.conditions import EVERYTHING
+from nobackfill.server.stores.postgresql.database import Database
+from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
+from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
+from nobackfill.server.stores.postgresql.graphs import has_graph, make_graph
+from nobackfill.server.stores.postgresql.matches import PostgresqlFiltering, PostgresqlMatches
+from nobackfill.server.stores.postgresql.searcher import Table, compares, search
+from nobackfill.vectors import Vectors
+
+log = structlog.get_logger("server.indexing")
+
+
+class HostedInDatabase(Hosted):
+    """One gallery in a database. There are no views, for the database has them."""
+
+    graphs_here = False
+
+    def __init__(self, name: str, folder: Path, store: PostgresqlGallery) -> None:
+        super().__init__(name, folder, store, PostgresqlFiltering(store.database, store.schema))
+        self._gallery = store
+
+    def _wake(self, plan: Plan) -> None:
+        """Nothing is read before it is asked for."""
+
+    def search(
+        self, parts: Sequence[Part], queries: Sequence[Vectors], k: int, allowed: Matches | None,
+        ef: int,
+    ) -> list[Neighbours]:  # fmt: skip
+        """All parts of one snapshot of the database."""
+        condition = allowed.condition if isinstance(allowed, PostgresqlMatches) else EVERYTHING
+        tables = [self._table(part.space) for part in parts]
+        if len(parts) == 2:
+            # Each item in the first part that has it.
+            tables[1] = self._table(parts[1].space, parts[0].space)
+        asked = list(zip(tables, queries, strict=True))
+        return search(self._gallery.database, asked, k, condition, ef)
+
+    def _table(self, *spaces: str) -> Table:
+        known = {info.spec.space: info for info in self.spaces()}
+        return Table(self._gallery.schema, *(known[space] for space in spaces))
+
+    def compares(self, part: Part, ef: int) -> bool:
+        """Whether a search of the part reads every vector."""
+        return compares(self._table(part.space).spec, ef)
+
+    def expect(self, space: str) -> None:
+        """The database has what it needs."""
+
+    def make_ready(self, space: str, between: Callable[[], None]) -> None:
+        """Build the graph of a space beside all else, unless it has one."""
+        between()
+        info = self._gallery.space(space)
+        if not has_graph(self._gallery.database, self._gallery.schema, info):
+            log.info("building a graph", gallery=self.name, release=info.spec.release)
+            make_graph(self._gallery.database, self._gallery.schema, info)
+        between()
+
+
+class InDatabase:
+    """What is said of each method: Home."""
+
+    def __init__(self, database: Database, scratch: Path) -> None:
+        """`scratch`: a folder of this gateway; nothing of a gallery is kept there."""
+        self._galleries = PostgresqlGalleries(database)
+        self._scratch = scratch
+
+    def names(self) -> list[str]:
+        return self._galleries.names()
+
+    def open(self, name: str) -> Hosted:
+        return HostedInDatabase(name, self._scratch / name, self._galleries.open(name))
+
+    def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
+        self._galleries.create(name, specs, state)
+
+    def remove(self, name: str) -> Callable[[], None]:
+        self._galleries.delete(name)
+        return lambda: None

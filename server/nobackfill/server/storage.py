@@ -1,0 +1,55 @@
+"""Where the settings say that galleries and state are kept: a folder, or a PostgreSQL database."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from nobackfill import durable
+from nobackfill.extras import extra
+from nobackfill.gallery.residents import Residents
+from nobackfill.server.descriptors import open_galleries
+from nobackfill.server.galleries.in_files import Home, InFiles
+from nobackfill.server.settings import SQLITE, Settings
+from nobackfill.server.state import GatewayState, StateFile
+
+# Connections of a gateway to its database.
+_CONNECTIONS = 32
+
+
+class Storage:
+    """`home` of the galleries and `state` of the gateway; `close` it."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises BusyError where another gateway has it, ConfigurationError, UnavailableError,
+        VerificationError for a damaged state, CannotWriteError."""
+        store = settings.store.get_secret_value() if settings.store is not None else SQLITE
+        self.home: Home
+        self.state: GatewayState
+        with ExitStack() as closing:
+            if store.startswith(SQLITE):
+                folder = Path(store.removeprefix(SQLITE) or settings.data)
+                if folder != settings.data:
+                    durable.make_dir(folder, 0o700)
+                    closing.enter_context(durable.lock(folder / "lock"))
+                self.home = InFiles(folder / "galleries", Residents(open_galleries()))
+                self.state = StateFile(folder / "state.json")
+            else:
+                self._open_database(store, settings.data, closing)
+            self._closing = closing.pop_all()
+
+    def _open_database(self, url: str, data: Path, closing: ExitStack) -> None:
+        with extra("postgres"):
+            from nobackfill.server.galleries.in_database import InDatabase
+            from nobackfill.server.stores.postgresql import schema
+            from nobackfill.server.stores.postgresql.database import Database
+            from nobackfill.server.stores.postgresql.state import StateRow
+            from nobackfill.server.stores.postgresql.tenure import Tenure
+        database = Database(url, _CONNECTIONS)
+        closing.callback(database.close)
+        database.open(schema.prepare)
+        closing.callback(Tenure(database).close)
+        self.home = InDatabase(database, data / "galleries")
+        self.state = StateRow(database)
+
+    def close(self) -> None:
+        """Let go of it; twice is harmless."""
+        self._closing.close()
