@@ -19,6 +19,7 @@ from nobackfill.gallery.matches import Matches
 from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Labels, Neighbours
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
+from nobackfill.gallery.stored_vectors import StoredVectors
 from nobackfill.gallery.upgrade import Carrying, Runner
 from nobackfill.gallery.writing import Metadata, NewVectors, PutResult
 from nobackfill.vectors import Vectors
@@ -90,6 +91,10 @@ class GalleryStore(Carrying, Editing, Protocol):
 
     def vector(self, label: int, space: str) -> Vectors | None:
         """One item's vector in a space, [1, dim]; None if it has none there."""
+        ...
+
+    def stored(self, labels: Labels, space: str) -> StoredVectors:
+        """The vectors of those of `labels` that have one in a space, with all beside them."""
         ...
 
     def groups(self, key: str, space: str) -> list[Group]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from nobackfill.errors import DamagedError
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Origin, SpaceInfo
+from nobackfill.gallery.stored_vectors import StoredVectors
 from nobackfill.gallery.tables import among, find_space, from_blobs, label_column, vector_table
 from nobackfill.gallery.writing import Metadata
 from nobackfill.vectors import Vectors
@@ -221,6 +222,20 @@ def vectors_of(connection: sqlite3.Connection, labels: Labels, info: SpaceInfo) 
         (json.dumps(labels.tolist()),),
     )
     return from_blobs([row[0] for row in rows], info.spec.dim)
+
+
+def stored(connection: sqlite3.Connection, labels: Labels, info: SpaceInfo) -> StoredVectors:
+    """Rows of those of `labels` that a space has, by label."""
+    rows = connection.execute(
+        f"SELECT label, origin, uncertainty, embedding, side FROM {vector_table(info.number)}"
+        " WHERE label IN (SELECT value FROM json_each(?)) ORDER BY label",
+        (json.dumps(labels.tolist()),),
+    ).fetchall()
+    columns = [[row[place] for row in rows] for place in range(5)]
+    return StoredVectors(
+        np.array(columns[0], np.int64), columns[1], columns[2],
+        from_blobs(columns[3], info.spec.dim), columns[4],
+    )  # fmt: skip
 
 
 def set_state(connection: sqlite3.Connection, values: Mapping[str, Any]) -> None:

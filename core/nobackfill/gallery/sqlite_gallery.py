@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from nobackfill.gallery import edits, groups, listing, staging
+from nobackfill.gallery import edits, groups, listing, reading, staging
 from nobackfill.gallery.edits import Chosen
 from nobackfill.gallery.estimate import Estimate, estimate
 from nobackfill.gallery.filters import Filter
@@ -14,6 +14,8 @@ from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Store
+from nobackfill.gallery.stored_vectors import StoredVectors
+from nobackfill.gallery.tables import find_space
 from nobackfill.gallery.upgrade import Runner
 from nobackfill.gallery.writing import Metadata, labels_of
 from nobackfill.vectors import Vectors
@@ -42,6 +44,10 @@ class SqliteGallery(Store):
         return listing.page(
             self, space, limit, after=after, allowed=labels, least_certain=least_certain
         )
+
+    def stored(self, labels: Labels, space: str) -> StoredVectors:
+        with self.reading() as connection:
+            return reading.stored(connection, labels, find_space(connection, space))
 
     def groups(self, key: str, space: str) -> list[Group]:
         return groups.by_value(self, key, space)

@@ -39,7 +39,7 @@ from nobackfill.server.rollout.rollout import Rollout
 from nobackfill.server.rollout.run import Run
 from nobackfill.server.serving import Serving
 from nobackfill.server.settings import IN_PROCESS, Settings
-from nobackfill.server.storage import Storage
+from nobackfill.server.storage import Storage, storage_of
 from nobackfill.server.triton.client import TritonClient, remote_client
 from nobackfill.server.triton.installation import default_folder
 from nobackfill.server.triton.models import TritonModels
@@ -152,7 +152,7 @@ class Gateway:
         chain = certificates(settings)
         models = self._models(metrics)
         closing.callback(models.close)
-        storage = Storage(settings)
+        storage = storage_of(settings)
         closing.callback(storage.close)
         self.assemble(models, metrics, storage)
         closing.callback(self.galleries.close)

@@ -15,28 +15,39 @@ from nobackfill.server.state import GatewayState, StateFile
 _CONNECTIONS = 32
 
 
+def storage_of(settings: Settings) -> "Storage":
+    """That of a gateway which has locked its data folder. Raises as `Storage`."""
+    store = settings.store.get_secret_value() if settings.store is not None else SQLITE
+    if store in (SQLITE, f"{SQLITE}{settings.data}"):
+        return Storage(f"{SQLITE}{settings.data}", settings.data, locked=False)
+    return Storage(store, settings.data)
+
+
 class Storage:
     """`home` of the galleries and `state` of the gateway; `close` it."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Raises BusyError where another gateway has it, ConfigurationError, UnavailableError,
-        VerificationError for a damaged state, CannotWriteError."""
-        store = settings.store.get_secret_value() if settings.store is not None else SQLITE
+    def __init__(self, store: str, data: Path, *, locked: bool = True) -> None:
+        """`store` as in the settings; `data`: the gateway's folder. Not `locked`: beside whoever
+        has it.
+
+        Raises BusyError where another gateway has it, ConfigurationError, UnavailableError,
+        VerificationError for a damaged state, CannotWriteError.
+        """
         self.home: Home
         self.state: GatewayState
         with ExitStack() as closing:
             if store.startswith(SQLITE):
-                folder = Path(store.removeprefix(SQLITE) or settings.data)
-                if folder != settings.data:
-                    durable.make_dir(folder, 0o700)
+                folder = Path(store.removeprefix(SQLITE))
+                durable.make_dir(folder, 0o700)
+                if locked:
                     closing.enter_context(durable.lock(folder / "lock"))
                 self.home = InFiles(folder / "galleries", Residents(open_galleries()))
                 self.state = StateFile(folder / "state.json")
             else:
-                self._open_database(store, settings.data, closing)
+                self._open_database(store, data, closing, locked)
             self._closing = closing.pop_all()
 
-    def _open_database(self, url: str, data: Path, closing: ExitStack) -> None:
+    def _open_database(self, url: str, data: Path, closing: ExitStack, locked: bool) -> None:
         with extra("postgres"):
             from nobackfill.server.galleries.in_database import InDatabase
             from nobackfill.server.stores.postgresql import schema
@@ -46,7 +57,8 @@ class Storage:
         database = Database(url, _CONNECTIONS)
         closing.callback(database.close)
         database.open(schema.prepare)
-        closing.callback(Tenure(database).close)
+        if locked:
+            closing.callback(Tenure(database).close)
         self.home = InDatabase(database, data / "galleries")
         self.state = StateRow(database)
 

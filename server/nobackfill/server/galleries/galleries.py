@@ -61,6 +61,7 @@ class Galleries:
 
         Raises VerificationError when none of them can be, CannotWriteError.
         """
+        self._home.sweep()
         hosted = {}
         for name in self._home.names():
             try:

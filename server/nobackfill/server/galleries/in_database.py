@@ -77,6 +77,9 @@ class InDatabase:
         self._galleries = PostgresqlGalleries(database)
         self._scratch = scratch
 
+    def sweep(self) -> None:
+        """There is nothing unfinished: galleries are made in one transaction."""
+
     def names(self) -> list[str]:
         return self._galleries.names()
 

@@ -21,8 +21,12 @@ _UNFINISHED = ".tmp-"
 class Home(Protocol):
     """Where galleries are kept, by name."""
 
+    def sweep(self) -> None:
+        """Remove what was never finished, before anything is opened. Raises CannotWriteError."""
+        ...
+
     def names(self) -> Iterable[str]:
-        """Those that are there, in order; what was never finished is swept."""
+        """Those that are there, in order."""
         ...
 
     def open(self, name: str) -> Hosted:
@@ -48,9 +52,13 @@ class InFiles:
         self._folder = folder
         self._residents = residents
 
-    def names(self) -> list[str]:
+    def sweep(self) -> None:
         durable.make_dir(self._folder, 0o700)
         durable.sweep(self._folder)
+
+    def names(self) -> list[str]:
+        if not self._folder.is_dir():
+            return []
         folders = sorted(self._folder.iterdir())
         return [one.name for one in folders if NAME.match(one.name) and (one / _FILE).is_file()]
 

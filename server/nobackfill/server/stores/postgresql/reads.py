@@ -15,6 +15,7 @@ from nobackfill.gallery.matches import Matches
 from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
+from nobackfill.gallery.stored_vectors import StoredVectors
 from nobackfill.gallery.upgrade import CHUNK, Runner
 from nobackfill.gallery.writing import storable
 from nobackfill.server.stores.postgresql import rows
@@ -87,6 +88,20 @@ class Reads:
         return self.database.read(
             lambda connection: copy_out(connection, table, among(labels), info.spec.dim)
         )[1]
+
+    def stored(self, labels: Labels, space: str) -> StoredVectors:
+        info = self.space(space)
+        query = (
+            "SELECT label, origin, uncertainty, embedding, side"
+            f" FROM {table_of(self.schema, info.number)} WHERE label = ANY(%s) ORDER BY label"
+        )
+        found = self.database.read(lambda c: run(c, query, [labels.tolist()]).fetchall())
+        columns = [[row[place] for row in found] for place in range(5)]
+        vectors = [vector.to_numpy() for vector in columns[3]]
+        return StoredVectors(
+            np.array(columns[0], np.int64), columns[1], columns[2],
+            np.array(vectors, np.float32).reshape(len(vectors), info.spec.dim), columns[4],
+        )  # fmt: skip
 
     def page(
         self, space: str, limit: int, *, after: Place | None = None, allowed: Matches | None = None,
