@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 
 from nobackfill.metrics.backfill import (
+    NEAR,
     backfill_curve,
     class_order,
     class_shares,
+    gain_order,
     oracle_order,
     random_order,
     uncertainty_order,
 )
+from nobackfill.metrics.distances import Metric, unit
 from nobackfill.metrics.ranking import same_label
 from nobackfill.metrics.retrieval import mean, score
 
@@ -89,6 +92,34 @@ def test_orders() -> None:
     assert any(class_order(labels, s).tolist() != order.tolist() for s in range(9))
     assert uncertainty_order(np.array([0.1, 3, 0.1, 2])).tolist() == [1, 3, 0, 2]
     assert random_order(9, 1).tolist() == random_order(9, 1).tolist() != random_order(9, 2).tolist()
+
+
+@pytest.mark.parametrize("metric", ["cosine", "l2"])
+def test_gain_counts_searches_and_damps_the_variance(metric: Metric) -> None:
+    rng = np.random.default_rng(3)
+    served = unit(rng.normal(size=(40, 3)))
+    variance = rng.exponential(1, 40)
+    met = np.zeros(40)
+    for query in range(40):
+        others = [i for i in range(40) if i != query]
+        others.sort(key=lambda i: float(np.sum((served[i] - served[query]) ** 2)))
+        met[others[:NEAR]] += 1
+    expected = np.argsort(-(met + 0.1) * variance**0.25, kind="stable")
+    assert gain_order(served, variance, metric).tolist() == expected.tolist()
+    # Fewer items than neighbours: all meet all.
+    few = gain_order(served[:3], variance[:3], metric)
+    assert few.tolist() == uncertainty_order(variance[:3]).tolist()
+
+
+def test_uncertain_outliers_that_no_search_meets_wait() -> None:
+    """By variance alone they come first, and every search goes on without a re-embedded item."""
+    rng = np.random.default_rng(0)
+    dense, far = rng.normal(size=(60, 8)) * 0.1 + 1, rng.normal(size=(20, 8)) * 40
+    variance = np.append(np.full(60, 0.1), np.full(20, 0.4))
+    served = np.concatenate([dense, far])
+    assert set(uncertainty_order(variance)[:20]) == set(range(60, 80))
+    first = gain_order(served, variance)[:20]
+    assert np.sum(first < 60) >= 15
 
 
 def test_class_shares_stop_where_classes_end() -> None:

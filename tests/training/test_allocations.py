@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.training.data.allocations import ALLOCATIONS, allocate
+from nobackfill.training.data.allocations import ALLOCATIONS, NEW_SHARES, SHARE, allocate
 
 LABELS = np.repeat(np.arange(10), np.arange(4, 14))
 
@@ -66,3 +66,11 @@ def test_what_cannot_be_divided_is_refused() -> None:
         allocate("open-data", np.array([0, 0, 1]))
     with pytest.raises(ConfigurationError, match="share between 0 and 1, got 1"):
         allocate("open-data", LABELS, share=1)
+
+
+@pytest.mark.parametrize("name", ALLOCATIONS)
+def test_shares_say_how_large_the_sets_are(name: str) -> None:
+    labels = np.repeat(np.arange(10), 20)
+    found = allocate(name, labels)
+    assert len(found.old) == SHARE * len(labels)
+    assert len(found.new) == pytest.approx(NEW_SHARES[name] * len(labels))

@@ -5,15 +5,19 @@ uncertainty and reports the mean over the curve.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nobackfill.metrics.distances import Floats, Metric, distance_blocks
+from nobackfill.metrics.neighbours import nearest
 from nobackfill.metrics.ranking import Ints, Ranking, Relevance, rank_block
 from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc, mean
 
 TENTHS = np.linspace(0, 1, 11)
+# Neighbours of an item whose searches it stands in.
+NEAR = 10
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ def class_order(labels: ArrayLike, seed: int) -> Ints:
     return np.argsort(places[positions], kind="stable")
 
 
-def uncertainty_order(uncertainty: Floats) -> Ints:
+def uncertainty_order(uncertainty: NDArray[np.floating[Any]]) -> Ints:
     """The most uncertain item first (FastFill); equal ones by position."""
     return np.argsort(-uncertainty, kind="stable")
 
@@ -53,6 +57,21 @@ def uncertainty_order(uncertainty: Floats) -> Ints:
 def oracle_order(served: Floats, backfilled: Floats) -> Ints:
     """The item with the largest true squared error first: the order of a perfect uncertainty."""
     return uncertainty_order(((served - backfilled) ** 2).sum(axis=1))
+
+
+def gain_order(served: Floats, uncertainty: Floats, metric: Metric = "l2") -> Ints:
+    """The item first that re-embedding is expected to help most: that stands in most searches and
+    is uncertain.
+
+    Gain = (times among the NEAR nearest of another served item) * variance^(1/4). By variance alone
+    a backfill does outliers first, which few searches meet, while a random tenth gives every search
+    a re-embedded item near: CMC-1 over the curve is then below random order's, as it is by the true
+    error. The root was chosen on development seeds of digits.
+    """
+    near, _ = nearest(served, served, min(NEAR + 1, len(served)), metric)
+    met = np.bincount(near[near != np.arange(len(served))[:, None]], minlength=len(served))
+    # What no item is near to is still done by its variance.
+    return uncertainty_order((met + 0.1) * np.asarray(uncertainty, np.float64) ** 0.25)
 
 
 def class_shares(labels: ArrayLike, order: Ints, step: float = 0.02) -> NDArray[np.float64]:

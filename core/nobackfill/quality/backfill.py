@@ -8,6 +8,7 @@ from nobackfill.metrics.backfill import (
     backfill_curve,
     class_order,
     class_shares,
+    gain_order,
     oracle_order,
     random_order,
     uncertainty_order,
@@ -17,8 +18,8 @@ from nobackfill.quality.cells import CellName
 from nobackfill.quality.embedded import Embedded
 
 # Random; by class in steps of 2 % of them (BCT's supplement); by the true error (what a perfect
-# uncertainty would reach); by the upgrade's uncertainty.
-ORDERS = ("random", "class", "oracle", "uncertainty")
+# uncertainty would reach); by the upgrade's uncertainty; by that and by how many searches meet it.
+ORDERS = ("random", "class", "oracle", "uncertainty", "gain")
 
 
 def backfill_curves(
@@ -31,7 +32,7 @@ def backfill_curves(
     int8: bool = False,
 ) -> dict[str, BackfillCurve]:
     """The curves of a cell of an older gallery, searched as it is or carried along a route, by
-    order; by uncertainty where the upgrade predicts one."""
+    order; by uncertainty and gain where the upgrade predicts a variance."""
     served, whole = gallery.along(cell.gallery, int8=int8), gallery.native(cell.query)
     uncertainty = served.uncertainty
     made: dict[str, Callable[[], Ints]] = {
@@ -41,6 +42,8 @@ def backfill_curves(
     }
     if uncertainty is not None:
         made["uncertainty"] = lambda: uncertainty_order(uncertainty)
+        metric = queries.metric(cell.query)
+        made["gain"] = lambda: gain_order(served.embedding, uncertainty, metric)
     curves = {}
     for name in orders:
         if name not in made:

@@ -22,7 +22,11 @@ COLOURS = (
 )  # fmt: skip
 GREY = "#c8ccd0"
 # What a reader calls an order of the backfill.
-ORDERS = {"random": "random order", "uncertainty": "least certain first"}
+ORDERS = {
+    "random": "random order",
+    "uncertainty": "least certain first",
+    "gain": "most expected gain first",
+}
 # Inches. A phone shows a chart about as wide as this, so that its text keeps its size there.
 WIDTH = 4.6
 

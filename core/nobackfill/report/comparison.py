@@ -25,7 +25,7 @@ from nobackfill.vectors import Vectors
 
 HITS = 5
 # Orders of the backfill that a reader could follow.
-ORDERS = ("random", "uncertainty")
+ORDERS = ("random", "uncertainty", "gain")
 
 
 @dataclass(frozen=True)

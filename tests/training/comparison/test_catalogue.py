@@ -90,7 +90,7 @@ def test_new_models_go_on_from_one_shared_warm_up(tmp_path: Path) -> None:
     assert len({run.values["init"] for run in new.values()}) == 1
     assert {run.values["epochs"] for run in new.values()} == {5}
     # The old model has nothing to share.
-    assert "init" not in rows[0].old.values and rows[0].old.values["epochs"] == 8
+    assert "init" not in rows[0].old.values and rows[0].old.values["epochs"] == 13
     assert "init" not in rows_of(place(tmp_path), ("bct",))[0].new.values
 
 

@@ -19,6 +19,7 @@ from nobackfill.training.comparison.domains import SHIFTS, write_foreign
 from nobackfill.training.comparison.presets import DIGITS
 from nobackfill.training.comparison.recipe import Place, Run
 from nobackfill.training.comparison.scheduler import do, images_of
+from nobackfill.training.data.allocations import allocate
 from nobackfill.training.loop.run import CHECKPOINT, read_finished
 
 SHORT = {
@@ -184,3 +185,18 @@ def test_rivals_of_more_copies_take_as_many_steps(place: Place) -> None:
     values = copied.route[0].values
     assert (values["epochs"], values["unseen_copies"]) == (16, 4)
     assert values["warmup_epochs"] == pytest.approx(2 / 2.5)
+
+
+def test_every_allocation_takes_the_steps_of_all_images(place: Place) -> None:
+    whole = list_images(place.images / "train")
+    rows = {row.name: row for row in rows_of(replace(place, changes={}), ("allocations",))}
+    assert len(rows) == 25
+    epochs = DIGITS.embedder["epochs"]
+    assert isinstance(epochs, int)
+    for name, row in rows.items():
+        allocation = allocate(name.split(":")[0], whole.labels, seed=place.seed)
+        for run, images in ((row.old, allocation.old), (row.new, allocation.new)):
+            own = run.values["epochs"]
+            assert isinstance(own, int)
+            # Images seen in all; classes and shares come in whole numbers.
+            assert own * len(images) == pytest.approx(epochs * len(whole), rel=0.1), name

@@ -76,7 +76,7 @@ def row_cells(row: Row, test: Evaluation) -> Cells:
     if row.route:
         carried = measure(served.embedding, served.embedding, test.relevance, test.metric)
         cells["served/served"] = by_query(carried)
-    orders = ("random", "oracle", "uncertainty") if row.route else ("random",)
+    orders = ("random", "oracle", "uncertainty", "gain") if row.route else ("random",)
     curves = backfill_curves(
         names["new/served"], images, images, test.relevance, orders, int8=row.int8
     )

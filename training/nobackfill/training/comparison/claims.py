@@ -101,16 +101,24 @@ CLAIMS = (
     ),
     *(
         Claim(
-            f"uncertainty > random order of backfill, {text}",
-            (row, "backfill uncertainty"),
-            (row, "backfill random"),
+            f"{order} > {other} order of backfill, {text}",
+            (row, f"backfill {order}"),
+            (row, f"backfill {other}"),
         )
         for text, row in (("FastFill", Name.FASTFILL_SIMCLR), ("ours", OURS))
+        for order, other in (
+            ("uncertainty", "random"),
+            ("gain", "random"),
+            ("gain", "uncertainty"),
+        )
     ),
     Claim("ours > FastFill", _OURS, (Name.FASTFILL_SIMCLR, SERVED)),
     Claim("ours > FCT", _OURS, _SIDE),
     Claim("ours > affine, both with SimCLR", _OURS, (Name.AFFINE_SIMCLR, SERVED)),
     Claim("ours > affine without side-information", _OURS, (Name.AFFINE, SERVED)),
+    Claim("ours > FCT on the same views and steps", _OURS, (Name.FCT_MIXED, SERVED)),
+    Claim("ours > affine on the same views", _OURS, (Name.AFFINE_MIXED, SERVED)),
+    Claim("ours without labels > with", _OURS, (Name.RESIDUAL_LABELLED, SERVED)),
     Claim("ours > class centres alone", _OURS, (Name.SOFT_PROTOTYPES_SIMCLR, SERVED)),
     Claim("FCT > FCT at a quarter of the width", _SIDE, (Name.FCT_SMALL, SERVED)),
     Claim("ours > ours at a quarter of the width", _OURS, (Name.RESIDUAL_SMALL, SERVED)),

@@ -6,13 +6,14 @@ They exist on the main split alone, whose `first_of_chain` says so.
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from nobackfill.training.comparison.data import allocated, later_classes, with_label_noise
 from nobackfill.training.comparison.domains import SHIFTS, write_foreign
 from nobackfill.training.comparison.names import Name, within
 from nobackfill.training.comparison.recipe import STEPS, Place, Run
 from nobackfill.training.comparison.rows import TEST, Row, Shared
-from nobackfill.training.data.allocations import ALLOCATIONS
+from nobackfill.training.data.allocations import ALLOCATIONS, NEW_SHARES, SHARE
 
 NOISE = 0.2
 # Folders of images that are made on demand, below the place's own.
@@ -164,10 +165,19 @@ def noise(shared: Shared) -> list[Row]:
 
 def allocations(shared: Shared) -> list[Row]:
     """UniBCT Table 2: five allocations, each with its rivals; an old and an independent new model
-    of their own."""
+    of their own. Each takes as many steps as a training on all images would: a third of the images
+    is not a third of the training.
+    """
     if shared.split.first_of_chain is None:
         return []
     place = shared.place
+
+    def steps(share: float) -> dict[str, Any]:
+        values = {**place.preset.embedder, **place.changes.get("embedder", {})}
+        epochs, warmup = values["epochs"], values.get("warmup_epochs", 0.0)
+        assert isinstance(epochs, int) and isinstance(warmup, int | float)
+        return {"epochs": round(epochs / share), "warmup_epochs": warmup / share}
+
     methods: dict[str, tuple[str, dict[str, object]]] = {
         Name.INDEPENDENT: ("independent", {}),
         "regress": ("regress", {}),
@@ -181,7 +191,11 @@ def allocations(shared: Shared) -> list[Row]:
         kind = "class" if allocation.endswith("class") else "data"
         # Allocations by data share their old training set, and so do those by class.
         old = place.embedder(
-            f"old-{kind}", classes=None, role="old", images=place.images / f"open-{kind}" / "old"
+            f"old-{kind}",
+            classes=None,
+            role="old",
+            images=place.images / f"open-{kind}" / "old",
+            **steps(SHARE),
         )
         for name, (method, options) in methods.items():
             new = place.embedder(
@@ -192,6 +206,7 @@ def allocations(shared: Shared) -> list[Row]:
                 images=images / "new",
                 method=method,
                 options=options,
+                **steps(NEW_SHARES[allocation]),
             )
             rows.append(Row(within(allocation, name), old, new))
     return rows

@@ -61,7 +61,19 @@ ALLOCATIONS: dict[str, Callable[[Rows, float, int], Allocation]] = {
 }
 
 
-def allocate(name: str, labels: Rows, share: float = 0.3, seed: int = 666) -> Allocation:
+# Of the paper; the old set's.
+SHARE = 0.3
+# By allocation, the new set as a share of all images, where the old one is SHARE of them.
+NEW_SHARES = {
+    "extended-data": 1.0,
+    "open-data": 1 - SHARE,
+    "extended-class": 1.0,
+    "open-class": 1 - SHARE,
+    "identical-data": SHARE,
+}
+
+
+def allocate(name: str, labels: Rows, share: float = SHARE, seed: int = 666) -> Allocation:
     """The allocation of that name; share and seed as in the paper where not given.
 
     Raises ConfigurationError for an unknown name.
