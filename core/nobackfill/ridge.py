@@ -134,7 +134,7 @@ def fit(blocks: Blocks, *, together: int = 1, seed: int = 0) -> Ridge:
 
     The error of a row that the map was fitted without follows from the fit to all rows: residual
     over 1 - leverage (Allen 1974, PRESS). `together`: consecutive rows that are left out as one,
-    as views of one image are; each block must hold whole groups. Above 20,000 rows the error is
+    as views of one image are. Above 20,000 rows the error is
     that of as many drawn by `seed`; their leverages, and the map, are still those of all rows.
     Raises ValueError for rows that are no pairs, NaN, and fewer than 2 groups.
     """

@@ -74,6 +74,18 @@ def test_affine_stays_finite_for_dependent_inputs() -> None:
     assert error(found(twice), y) < 1.05 * error(affine(x, y)(x), y)
 
 
+def test_the_ridge_is_chosen_by_leaving_images_out_with_all_their_views() -> None:
+    """Views of one image answer for each other: left out alone, they would choose no penalty."""
+    generator = torch.Generator().manual_seed(3)
+    x, y = paired(30, 4, n=440)
+    noisy = y[:40] + 40 * torch.randn(40, 4, generator=generator, dtype=torch.float64)
+    jitter = 1e-3 * torch.randn(40, 3, 30, generator=generator, dtype=torch.float64)
+    views, targets = (x[:40, None] + jitter).flatten(0, 1), noisy.repeat_interleave(3, 0)
+    together = error(affine(views, targets, together=3)(x[40:]), y[40:])
+    assert together < 0.8 * error(affine(views, targets)(x[40:]), y[40:])
+    assert together < 0.8 * error(affine(views, targets, ridge=1e-5)(x[40:]), y[40:])
+
+
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_low_rank_is_the_best_of_its_rank(rank: int) -> None:
     x, y = paired(6, 4)

@@ -89,7 +89,8 @@ def solve_affine(upgrade: Upgrade, inputs: UpgradeInputs) -> None:
     x = training_inputs(inputs.rows, reads)
     for network, target in ((upgrade.h, "new"), (upgrade.g, "new_side")):
         if isinstance(network, LinearMap):
-            set_linear(network.up, affine(x, flat(inputs.rows, target)))
+            y = flat(inputs.rows, target)
+            set_linear(network.up, affine(x, y, together=inputs.rows["new"].shape[1]))
 
 
 def training_inputs(rows: Mapping[str, Tensor], reads: InputShape) -> Tensor:
@@ -135,7 +136,8 @@ def solve_low_rank(upgrade: Upgrade, inputs: UpgradeInputs) -> None:
     """Reduced-rank regression of the new embedding on what is read."""
     assert isinstance(upgrade.h, LinearMap) and upgrade.h.down is not None
     x = training_inputs(inputs.rows, upgrade.h.reads)
-    down, up = low_rank(x, flat(inputs.rows, "new"), upgrade.h.down.out_features)
+    y, views = flat(inputs.rows, "new"), inputs.rows["new"].shape[1]
+    down, up = low_rank(x, y, upgrade.h.down.out_features, together=views)
     set_linear(upgrade.h.down, down)
     set_linear(upgrade.h.up, up)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nobackfill.ridge import fit, in_blocks
+
 
 @dataclass(frozen=True)
 class AffineMap:
@@ -35,8 +37,17 @@ def procrustes(x: Tensor, y: Tensor, *, scaled: bool) -> AffineMap:
     return _shifted(factor * rotation.t(), shift_x, shift_y)
 
 
-def affine(x: Tensor, y: Tensor, ridge: float = 1e-5) -> AffineMap:
-    """Least squares with `ridge` times the mean input variance on the weights, none on the bias."""
+def affine(x: Tensor, y: Tensor, ridge: float | None = None, together: int = 1) -> AffineMap:
+    """Least squares with `ridge` times the mean input variance on the weights, none on the bias.
+
+    None: chosen by leave-one-out, `together` consecutive rows at a time (views of one image).
+    """
+    if ridge is None:
+        _check_paired(x, y)
+        rows = in_blocks(x.double().cpu().numpy(), y.double().cpu().numpy())
+        found = fit(rows, together=together)
+        parts = [torch.from_numpy(part).to(x.device) for part in (found.weight, found.bias)]
+        return AffineMap(*parts)
     xc, yc, shift_x, shift_y = _centred(x, y)
     gram = xc.t() @ xc
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
@@ -44,7 +55,9 @@ def affine(x: Tensor, y: Tensor, ridge: float = 1e-5) -> AffineMap:
     return _shifted(torch.linalg.solve(gram, xc.t() @ yc).t(), shift_x, shift_y)
 
 
-def low_rank(x: Tensor, y: Tensor, rank: int, ridge: float = 1e-5) -> tuple[AffineMap, AffineMap]:
+def low_rank(
+    x: Tensor, y: Tensor, rank: int, ridge: float | None = None, together: int = 1
+) -> tuple[AffineMap, AffineMap]:
     """The affine map of `rank` of least squared error, as two maps [a -> rank] and [rank -> b].
 
     Reduced-rank regression: the affine solution projected onto the leading principal directions of
@@ -53,7 +66,7 @@ def low_rank(x: Tensor, y: Tensor, rank: int, ridge: float = 1e-5) -> tuple[Affi
     largest = min(x.shape[1], y.shape[1])
     if not 1 <= rank <= largest:
         raise ValueError(f"expected a rank of 1 to {largest}, got {rank}")
-    full = affine(x, y, ridge)
+    full = affine(x, y, ridge, together)
     predicted = full(x.double())
     centre = predicted.mean(0)
     _, _, vt = torch.linalg.svd(predicted - centre, full_matrices=False)
@@ -73,12 +86,16 @@ def whitening(x: Tensor, ridge: float = 1e-3) -> AffineMap:
     return AffineMap(weight, -weight @ shift)
 
 
-def _centred(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _check_paired(x: Tensor, y: Tensor) -> None:
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y) or len(x) < 2:
         raise ValueError(
             f"expected paired rows [n, a] and [n, b] of at least 2, got {list(x.shape)} and "
             f"{list(y.shape)}"
         )
+
+
+def _centred(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_paired(x, y)
     wide_x, wide_y = x.double(), y.double()
     shift_x, shift_y = wide_x.mean(0), wide_y.mean(0)
     return wide_x - shift_x, wide_y - shift_y, shift_x, shift_y
