@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nobackfill.errors import InvalidInputError, NotFoundError
-from nobackfill.release.manifest import Manifest, RouteEvidence, Upgrade
+from nobackfill.release.manifest import Cell, Manifest, RouteEvidence, Upgrade
 from nobackfill.release.models import open_embedder, open_side_encoder
 from nobackfill.release.routes import Route, open_route, plan_route, route_along
 from tests.support.releases import draft, images
@@ -117,6 +117,32 @@ def test_upgrades_that_read_side_information_need_it(templates: dict[int, Manife
     manifests = life(templates, {(1, 2): 0.9})
     assert plan_route(manifests, 1, 2, None) is None
     assert planned(manifests, 1, 2) is not None
+
+
+def test_vectors_stay_as_they_are_only_where_the_target_searches_them_and_no_upgrade_leads_there(
+    templates: dict[int, Manifest],
+) -> None:
+    old = templates[1]
+    strange = life(templates, {})
+    declared = templates[3].model_copy(update={"upgrades": (), "searches_directly": (old.space,)})
+    cells = [
+        Cell(query="3", gallery=gallery, cmc1=0.5, cmc5=0.5, map=share, queries=9, items=9)
+        for gallery, share in (("1", 0.6), ("3", 0.8))
+    ]
+    measured = declared.model_copy(update={"evidence": tuple(cells)})
+
+    def planned_from_1(target: Manifest, space: str | None) -> Route | None:
+        return plan_route({**strange, 3: target}, 1, 3, old.side_space, directly=space)
+
+    assert planned_from_1(strange[3], old.space) is None
+    assert planned_from_1(declared, None) is None
+    assert planned_from_1(declared, templates[2].space) is None
+    assert planned_from_1(declared, old.space) == Route((), None, False)
+    assert planned_from_1(measured, old.space) == Route((), pytest.approx(0.75), True)
+    both = life(templates, {(1, 3): 0.1})
+    both[3] = both[3].model_copy(update={"searches_directly": (old.space,)})
+    carried = plan_route(both, 1, 3, old.side_space, directly=old.space)
+    assert carried == planned(both, 1, 3) != Route((), None, False)
 
 
 def test_a_route_is_found_by_the_releases_on_its_way(templates: dict[int, Manifest]) -> None:

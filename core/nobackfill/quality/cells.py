@@ -78,7 +78,7 @@ def served_cells(
     for number, old in sorted(manifests.items()):
         if number >= new.release:
             continue
-        if old.space in new.searches_directly:
+        if new.searches(old.space):
             yield CellName(new.release, (number,))
         routes = every_route(usable | {number: old}, number, new.release, old.side_space)
         for route in itertools.islice(routes, MOST_ROUTES):

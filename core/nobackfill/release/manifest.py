@@ -249,6 +249,18 @@ class Manifest(_Strict):
         """The upgrade from `release` into this one, or None."""
         return next((u for u in self.upgrades if u.from_release == release), None)
 
+    def searches(self, space: SpaceId) -> bool:
+        """Whether queries of this release may meet vectors of an older `space` as they are."""
+        return space in self.searches_directly
+
+    def kept_directly(self, release: int) -> float | None:
+        """The share of new/new mAP that this release's queries keep on the vectors of an older one
+        as they are; None where nobody measured it."""
+        maps = {(cell.query, cell.gallery): cell.map for cell in self.evidence}
+        new = str(self.release)
+        old, best = maps.get((new, str(release))), maps.get((new, new))
+        return None if old is None or not best else old / best
+
     def files(self) -> tuple[PublishedFile, ...]:
         """Every ONNX and probe file that the manifest names."""
         return tuple(file for _, file in self._places())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nobackfill.errors import InvalidInputError, NotFoundError, few
-from nobackfill.release.manifest import Manifest, Upgrade
+from nobackfill.release.manifest import Manifest, SpaceId, Upgrade
 from nobackfill.release.models import Files, Upgraded, UpgradeModel, open_upgrade
 from nobackfill.vectors import Vectors
 
@@ -80,14 +80,22 @@ def route_along(manifests: Mapping[int, Manifest], releases: Chain) -> Route:
 
 
 def plan_route(
-    manifests: Mapping[int, Manifest], from_release: int, to_release: int, side: str | None
+    manifests: Mapping[int, Manifest],
+    from_release: int,
+    to_release: int,
+    side: str | None,
+    *,
+    directly: SpaceId | None = None,
 ) -> Route | None:
-    """The best route, or None if there is none.
+    """The best route, or None if there is none. A gallery can be taken over exactly where there is
+    one: devices, gateways and the report ask here.
 
     `manifests` are the releases that may be used; the source's own may be missing. Best is the
     largest share kept, measurements and products of parts alike; routes of unknown quality
     come last; then the fewest steps. `side` is the space of the side-information at hand, None for
-    none. Raises NotFoundError if `to_release` is not among them.
+    none; `directly`, the space of vectors that may stay as they are: where no upgrade leads on and
+    the target searches it directly, the route is empty. Raises NotFoundError if `to_release` is not
+    among them.
     """
     if to_release not in manifests:
         raise NotFoundError(
@@ -97,7 +105,12 @@ def plan_route(
     if from_release == to_release:
         return _STAY
     search = _Search(manifests, from_release, to_release)
-    return search.best(side, measured=True) or search.best(side, measured=False)
+    found = search.best(side, measured=True) or search.best(side, measured=False)
+    target = manifests[to_release]
+    if found is None and directly is not None and target.searches(directly):
+        kept = target.kept_directly(from_release)
+        return Route((), kept, kept is not None)
+    return found
 
 
 def every_route(

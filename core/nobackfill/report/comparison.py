@@ -66,9 +66,9 @@ def best_route(manifests: Mapping[int, Manifest], old: int, new: int) -> Route |
 
 def predecessor(manifests: Mapping[int, Manifest], release: int) -> int | None:
     """The newest older release whose galleries `release` can take over, or None."""
-    direct = manifests[release].searches_directly
     for number in sorted((n for n in manifests if n < release), reverse=True):
-        if best_route(manifests, number, release) or manifests[number].space in direct:
+        old = manifests[number]
+        if plan_route(manifests, number, release, old.side_space, directly=old.space):
             return number
     return None
 

@@ -90,12 +90,11 @@ def make_plan(device: Device, trust: Trust, target: int, *, int8: bool) -> Plan 
 def _leg(
     device: Device, manifests: Mapping[int, Manifest], source: SpaceInfo, target: int
 ) -> Leg | None:
-    route = plan_route(manifests, source.spec.release, target, source.spec.side_space)
-    if route is None and source.spec.space in manifests[target].searches_directly:
-        route = Route((), _kept_directly(manifests[target], source.spec.release), True)
+    spec = source.spec
+    route = plan_route(manifests, spec.release, target, spec.side_space, directly=spec.space)
     if route is None:
         return None
-    return Leg(source, route, device.store.count(source.spec.space))
+    return Leg(source, route, device.store.count(spec.space))
 
 
 def _originals(device: Device, manifests: Mapping[int, Manifest], target: int) -> list[Leg]:
@@ -105,14 +104,6 @@ def _originals(device: Device, manifests: Mapping[int, Manifest], target: int) -
         (leg for leg in legs if leg is not None),
         key=lambda leg: (-(leg.route.kept or 0), leg.source.number),
     )
-
-
-def _kept_directly(manifest: Manifest, source: int) -> float | None:
-    """Share of new/new mAP that the release's queries keep on `source`'s vectors as they are."""
-    cells = {(cell.query, cell.gallery): cell.map for cell in manifest.evidence}
-    new = str(manifest.release)
-    old, best = cells.get((new, str(source))), cells.get((new, new))
-    return None if old is None or not best else old / best
 
 
 def _better(direct: Route, rest: Route, manifests: Mapping[int, Manifest]) -> bool:

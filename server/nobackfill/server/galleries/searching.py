@@ -171,7 +171,7 @@ class Searching:
         active, spaces = plan.parts[-1], self._catalog.spaces
         for space in query:
             manifest = spaces.get(space)
-            if manifest is not None and active.space in manifest.searches_directly:
+            if manifest is not None and manifest.searches(active.space):
                 return (direct_part(manifest, spaces[active.space]),)
         raise self._incompatible(plan, query)
 

@@ -159,7 +159,7 @@ class Activations:
         if active is None:
             return "cutover"
         old = self._catalog.manifest(active)
-        return "direct" if old.space in manifest.searches_directly else "cutover"
+        return "direct" if manifest.searches(old.space) else "cutover"
 
     def refuse_second(self, what: str) -> None:
         """Raises BusyError while an activation is under way."""

@@ -74,12 +74,12 @@ class Rollout:
     def _sort_galleries(self, manifest: Manifest) -> list[Hosted]:
         """Those that can go; the others note why they stay."""
         going = []
+        directly = self._record.rollout == "direct"
         for hosted in self._galleries.all():
             spec = hosted.spec()
             if spec.space == manifest.space or self._record.only not in (None, hosted.name):
                 continue
-            direct = self._record.rollout == "direct" and spec.space in manifest.searches_directly
-            if direct or self._upgrading.route(hosted, manifest.release) is not None:
+            if self._upgrading.route(hosted, manifest.release, directly=directly) is not None:
                 going.append(hosted)
             else:
                 note = (
@@ -108,7 +108,7 @@ class Rollout:
 
     def _refuse_rollout(self, new: Manifest, old: Manifest) -> None:
         rollout = self._record.rollout
-        if rollout == "direct" and old.space not in new.searches_directly:
+        if rollout == "direct" and not new.searches(old.space):
             raise PreconditionError(
                 f"release {new.release} does not declare that it searches release {old.release} "
                 "directly; use the dual or the cutover rollout"

@@ -43,14 +43,20 @@ class Upgrading:
         self.trials = Trials(catalog)
         self.changed = Changed()
 
-    def route(self, hosted: Hosted, target: int) -> Route | None:
-        """The best way from the gallery's active space to release `target`, or None."""
-        source = hosted.spec()
-        return self._route(source.release, target, source.side_space)
+    def route(self, hosted: Hosted, target: int, *, directly: bool = False) -> Route | None:
+        """The best way from the gallery's active space to release `target`, or None; with
+        `directly`, an empty one where the target searches that space as it is."""
+        spec = hosted.spec()
+        space = spec.space if directly else None
+        return self._route(spec.release, target, spec.side_space, space)
 
-    def _route(self, source: int, target: int, side: str | None) -> Route | None:
+    def _route(
+        self, source: int, target: int, side: str | None, directly: str | None = None
+    ) -> Route | None:
         usable = self._catalog.usable(source)
-        return plan_route(usable, source, target, side) if target in usable else None
+        if target not in usable:
+            return None
+        return plan_route(usable, source, target, side, directly=directly)
 
     def estimate(self, hosted: Hosted, target: Manifest, spare_cores: float) -> tuple[Cost, Route]:
         """Cost of an upgrade, measured on a few items. Raises PreconditionError without a route,
