@@ -162,6 +162,14 @@ def test_the_parts_of_the_server_import_one_way() -> None:
     assert seen == set(SERVER)
 
 
+def test_commands_are_the_top_of_the_client() -> None:
+    below = [path for path in sources("client") if path.parent.name != "cli"]
+    assert len(below) > 20
+    for path in below:
+        above = {name for name in imports(path) if name.startswith("nobackfill.client.cli")}
+        assert not above, f"{path.relative_to(ROOT)} imports {sorted(above)}"
+
+
 def test_only_training_imports_torch() -> None:
     torch_family = {"torch", "torchvision", "lightning_fabric", "pytorch_metric_learning"}
     for path in sources(*(set(ARROWS) - {"training"})):

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import grpc
 from PIL import Image
 
 from bench import data
@@ -14,11 +13,13 @@ from bench.commands import command, edge
 from bench.galleries import put
 from bench.harness import Bench, Contender, Row, Table, interleave
 from bench.published import INNER, SIZE, Publication, publication
-from bench.serving import by_image, copy_filled
+from bench.serving import GALLERY, copy_filled
 from demo import serve
 from demo.children import Children
+from nobackfill.errors import NobackfillError
 from nobackfill.gallery.store import Store
-from nobackfill.v1 import release_pb2, release_pb2_grpc, search_pb2, search_pb2_grpc
+from nobackfill.v1 import release_pb2
+from nobackfill.wire.gateway import Gateway
 
 DEVICE = (
     "Seconds of whole commands; `python` is an interpreter that imports numpy and onnxruntime and "
@@ -29,14 +30,6 @@ GATEWAY = (
     "that a release is active, where nothing was ever served; and to Search by image, of a gallery "
     "whose index file is good, and of one whose index file is gone."
 )
-# gRPC's own pauses between attempts to connect, 1 s and more, would be most of what is measured.
-IMPATIENT = [
-    ("grpc.initial_reconnect_backoff_ms", 20),
-    ("grpc.min_reconnect_backoff_ms", 20),
-    ("grpc.max_reconnect_backoff_ms", 20),
-    ("grpc.enable_retries", 0),
-    ("grpc.use_local_subchannel_pool", 1),
-]
 
 
 def run(bench: Bench) -> list[Table]:
@@ -78,16 +71,13 @@ def _gateway(bench: Bench, pair: Publication) -> Table:
     size = bench.size(300, 100_000, 100_000)
     folder = bench.folder
     (image,) = data.jpegs(1, SIZE)
-    request = search_pb2.SearchRequest.FromString(by_image([image])[0])
 
-    def searched(channel: grpc.Channel) -> bool:
-        return bool(search_pb2_grpc.SearchServiceStub(channel).Search(request, timeout=60).hits)
+    def searched(gateway: Gateway) -> bool:
+        return bool(gateway.search(GALLERY, image=image).hits)
 
-    def active(channel: grpc.Channel) -> bool:
-        answer = release_pb2_grpc.ReleaseServiceStub(channel).ListReleases(
-            release_pb2.ListReleasesRequest(), timeout=60
-        )
-        return any(r.state == release_pb2.RELEASE_STATE_ACTIVE for r in answer.releases)
+    def active(gateway: Gateway) -> bool:
+        releases = gateway.list_releases()
+        return any(one.state == release_pb2.RELEASE_STATE_ACTIVE for one in releases)
 
     first = _until(active, folder / "first", pair.repo)
     copy_filled(bench, pair, size, folder)
@@ -103,7 +93,7 @@ def _gateway(bench: Bench, pair: Publication) -> Table:
     return Table("gateway", rows, GATEWAY)
 
 
-def _until(answered: Callable[[grpc.Channel], bool], folder: Path, repo: Path) -> float:
+def _until(answered: Callable[[Gateway], bool], folder: Path, repo: Path) -> float:
     """Seconds from process start until `answered`, which may raise while nobody listens."""
     addresses = serve.free_addresses(2)
     started = time.perf_counter()
@@ -115,10 +105,14 @@ def _until(answered: Callable[[grpc.Channel], bool], folder: Path, repo: Path) -
                 *("--address", addresses[0], "--metrics-address", addresses[1]),
             ],
         )
-        with grpc.insecure_channel(addresses[0], options=IMPATIENT) as channel:
-            while child.process.poll() is None:
-                with contextlib.suppress(grpc.RpcError):
-                    if answered(channel):
-                        return time.perf_counter() - started
-                time.sleep(0.02)
+        while child.process.poll() is None:
+            # A connection for each try: gRPC's pauses before it makes a broken one again, 1 s and
+            # more, would be most of what is measured.
+            with (
+                contextlib.suppress(NobackfillError),
+                Gateway(addresses[0], seconds=60, retries=False) as gateway,
+            ):
+                if answered(gateway):
+                    return time.perf_counter() - started
+            time.sleep(0.02)
         raise child.failure()

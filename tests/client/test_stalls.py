@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from nobackfill.client.sync.sync import Wishes
-from nobackfill.client.vault.transport import Vault
+from nobackfill.client.vault.transport import download, upload
 from nobackfill.errors import UnavailableError
 from nobackfill.v1 import release_pb2, vault_pb2
 from nobackfill.wire.gateway import Gateway
@@ -165,14 +165,14 @@ def _blob() -> vault_pb2.Blob:
     return vault_pb2.Blob(id="ab" * 32, size=len(BLOB), sha256=hashlib.sha256(BLOB).hexdigest())
 
 
-def _pulled(vault: Vault, folder: Path) -> bytes:
-    vault.get(_blob(), folder / "pulled")
+def _pulled(gateway: Gateway, folder: Path) -> bytes:
+    download(gateway, _blob(), folder / "pulled")
     return (folder / "pulled").read_bytes()
 
 
-def _pushed(vault: Vault, folder: Path) -> int:
+def _pushed(gateway: Gateway, folder: Path) -> int:
     (folder / "sealed").write_bytes(BLOB)
-    return vault.put(_blob(), folder / "sealed")
+    return upload(gateway, _blob(), folder / "sealed")
 
 
 def test_a_vault_that_falls_silent_is_taken_up_again(
@@ -181,18 +181,18 @@ def test_a_vault_that_falls_silent_is_taken_up_again(
     service, address = stalling
     service.before, service.silence.times = 3000, 2
     with Gateway(address) as gateway:
-        assert _pulled(Vault(gateway), tmp_path) == BLOB
+        assert _pulled(gateway, tmp_path) == BLOB
         assert service.offsets == [0, 3000, 6000]
         service.silence.times = 2
-        assert _pushed(Vault(gateway), tmp_path) == len(BLOB)
+        assert _pushed(gateway, tmp_path) == len(BLOB)
     assert bytes(service.received) == BLOB
 
 
 @pytest.mark.parametrize("transfer", [_pulled, _pushed])
 def test_a_vault_that_stays_silent_is_given_up(
-    stalling: tuple[Stalling, str], tmp_path: Path, transfer: Callable[[Vault, Path], object]
+    stalling: tuple[Stalling, str], tmp_path: Path, transfer: Callable[[Gateway, Path], object]
 ) -> None:
     service, address = stalling
     service.silence.times = 1000
     with Gateway(address) as gateway, pytest.raises(UnavailableError, match="stands still"):
-        transfer(Vault(gateway), tmp_path)
+        transfer(gateway, tmp_path)

@@ -180,7 +180,7 @@ def test_a_push_killed_at_any_step_loses_and_doubles_nothing(vaulted: Vaulted) -
     code = (
         "import sys; from pathlib import Path; from nobackfill.client.device import Device\n"
         "from nobackfill.client.vault.push import push\n"
-        "from nobackfill.client.cli.output import Output\n"
+        "from nobackfill.client.output import Output\n"
         "with Device(Path(sys.argv[1])) as d: push(d, [], sys.argv[2], Output())"
     )
 

@@ -27,7 +27,7 @@ def swap(
 ) -> Run:
     """Fill, load, swap there and back again; what clients met meanwhile."""
     with Client(address) as client, Load() as load:
-        client.create()
+        client.create_gallery("g")
         for i in range(0, SEARCHED, 50):
             client.put_images(images(SEARCHED)[i : i + 50], first=i)
         publish_stage(repo, stages[2])
@@ -36,8 +36,8 @@ def swap(
         time.sleep(seconds)
         began = time.monotonic()
         for number in range(swaps):
-            rollout = ("CUTOVER", "DUAL")[number % 2]
-            assert client.activate(2, rollout).phase == release_pb2.PHASE_DONE
+            rollout = ("cutover", "dual")[number % 2]
+            assert client.swap(2, rollout).phase == release_pb2.PHASE_DONE
             time.sleep(seconds / 4)
             if number + 1 < swaps:
                 assert client.rollback(confirm=True).lost_items == 0

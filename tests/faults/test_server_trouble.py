@@ -18,8 +18,9 @@ import grpc
 import numpy as np
 import pytest
 
+from nobackfill.errors import CancelledError, NobackfillError, UnavailableError
 from nobackfill.release.manifest import Manifest
-from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
+from nobackfill.v1 import release_pb2, search_pb2
 from tests.server.conftest import Stages, make_stages, publish_stage
 from tests.server.process import Served, children, serving, triton_venv
 from tests.server.support import Client, embedding, ids, images
@@ -51,7 +52,7 @@ def served(stages: Stages, tmp_path: Path) -> Iterator[Served]:
         serving(tmp_path / "repo", tmp_path / "data", "--triton=in-process") as served,
         Client(served.address) as client,
     ):
-        client.create()
+        client.create_gallery("g")
         client.put_images(images(50))
         yield served
 
@@ -64,7 +65,7 @@ def latencies(address: str, seconds: float, one: Manifest) -> list[float]:
         while time.monotonic() < end:
             item = random.randrange(50)
             began = time.monotonic()
-            answer = client.search_by(embedding(one, images(50)[item]))
+            answer = client.find_by(embedding(one, images(50)[item]))
             found.append(1e3 * (time.monotonic() - began))
             assert ids(answer)[0] == f"i{item}"
     return found
@@ -79,14 +80,14 @@ def test_triton_killed_and_stopped_twenty_times(
     stages: Stages, one: Manifest, tmp_path: Path
 ) -> None:
     shutil.copytree(stages[1], tmp_path / "repo")
-    refused: Counter[str] = Counter()
+    refused: Counter[type[NobackfillError]] = Counter()
     by_vector = Counter[str]()
     detected, healed, stop = [], [], threading.Event()
     with (
         serving(tmp_path / "repo", tmp_path / "data", f"--triton-venv={triton_venv()}") as served,
         Client(served.address) as client,
     ):
-        client.create()
+        client.create_gallery("g")
         client.put_images(images(50))
 
         def by_image() -> None:
@@ -94,9 +95,9 @@ def test_triton_killed_and_stopped_twenty_times(
                 while not stop.is_set():
                     item = random.randrange(50)
                     try:
-                        answer = own.search(images(50)[item])
-                    except grpc.RpcError as error:
-                        refused[error.code().name] += 1
+                        answer = own.find(images(50)[item])
+                    except NobackfillError as error:
+                        refused[type(error)] += 1
                         time.sleep(0.01)
                     else:
                         assert ids(answer)[0] == f"i{item}"
@@ -128,7 +129,7 @@ def test_triton_killed_and_stopped_twenty_times(
         print(f"{what} 10 times: detected after {max(detected[first::2]):.2f} s at most, healed "
               f"after {max(healed[first::2]):.2f} s at most")  # fmt: skip
     print(f"refused meanwhile: {dict(refused)}")
-    assert set(refused) <= {"UNAVAILABLE"}
+    assert set(refused) <= {UnavailableError}
     assert by_vector["seconds"] > 20
 
 
@@ -143,8 +144,8 @@ def client_up(address: str) -> bool:
     """Whether images can be searched just now."""
     with Client(address) as client:
         try:
-            client.search(images(1)[0])
-        except grpc.RpcError:
+            client.find(images(1)[0])
+        except NobackfillError:
             return False
         return True
 
@@ -165,7 +166,7 @@ def test_fuzz_bytes(served: Served, one: Manifest) -> None:
             # A request to search gallery g is also one to delete it.
             if method.rpartition("/")[2].startswith(("Delete", "Activate", "Retire", "Watch")):
                 continue
-            call = client.channel.stream_stream(
+            call = client.raw.channel.stream_stream(
                 method, request_serializer=bytes, response_deserializer=bytes
             )
             answers = call(iter([bytes(data)]), timeout=20)
@@ -189,12 +190,9 @@ def test_stuck_clients_hurt_nobody(served: Served, one: Manifest) -> None:
     for connection in silent[::2]:
         connection.sendall(b"PRI * HTTP/2.0\r\n")
     with Client(served.address) as slow:
-        streams = [
-            slow.releases.WatchReleases(release_pb2.WatchReleasesRequest()) for _ in range(10)
-        ]
+        for _ in range(10):
+            slow.raw.releases.WatchReleases(release_pb2.WatchReleasesRequest())
         during = latencies(served.address, 5, one)
-        for stream in streams:
-            stream.cancel()
     for connection in silent:
         connection.close()
     print(f"p99 alone {p99(before):.1f} ms, beside stuck clients {p99(during):.1f} ms")
@@ -211,7 +209,9 @@ def test_a_flood_is_shed(served: Served, one: Manifest) -> None:
     with Client(served.address) as client:
         end = time.monotonic() + 8
         while time.monotonic() < end:
-            calls = [client.searches.SearchBatch.future(request, timeout=60) for _ in range(1000)]
+            calls = [
+                client.raw.searches.SearchBatch.future(request, timeout=60) for _ in range(1000)
+            ]
             codes += Counter(call.code() for call in calls)
         print({code.name: count for code, count in codes.items()})
         shed = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
@@ -228,7 +228,7 @@ def test_ten_sigterms_under_load(stages: Stages, one: Manifest, tmp_path: Path) 
         with serving(tmp_path / "repo", tmp_path / "data", "--triton=in-process") as served:
             with Client(served.address) as client:
                 if number == 0:
-                    client.create()
+                    client.create_gallery("g")
                     client.put_images(images(50))
             signalled = [float("inf")]
 
@@ -237,14 +237,10 @@ def test_ten_sigterms_under_load(stages: Stages, one: Manifest, tmp_path: Path) 
                     while True:
                         began = time.monotonic()
                         try:
-                            own.search_by(embedding(one, images(50)[7]))
-                        except grpc.RpcError as error:
+                            own.find_by(embedding(one, images(50)[7]))
+                        except (UnavailableError, CancelledError) as error:
                             if began < signalled[0]:
-                                cut[error.code().name] += 1
-                            assert error.code() in (
-                                grpc.StatusCode.UNAVAILABLE,
-                                grpc.StatusCode.CANCELLED,
-                            )
+                                cut[type(error).__name__] += 1
                             return
 
             threads = [
@@ -269,17 +265,16 @@ def test_nothing_grows_over_fifty_swaps(tmp_path: Path) -> None:
         serving(tmp_path / "repo", tmp_path / "data", "--triton=in-process") as served,
         Client(served.address) as client,
     ):
-        client.create()
+        client.create_gallery("g")
         client.put_images(images(50))
         publish_stage(tmp_path / "repo", published[2])
         measures = []
         for number in range(25):
-            client.activate(2, ("CUTOVER", "DUAL")[number % 2])
-            client.search(images(50)[number])
-            client.create("other")
+            client.swap(2, ("cutover", "dual")[number % 2])
+            client.find(images(50)[number])
+            client.create_gallery("other")
             client.put_images(images(5), "other")
-            request = gallery_pb2.DeleteGalleryRequest(name="other")
-            client.galleries.DeleteGallery(request, timeout=30)
+            client.delete_gallery("other")
             client.rollback(confirm=True)
             measures.append(footprint(served))
     memory, files, threads = (np.array(column) for column in zip(*measures, strict=True))

@@ -3,8 +3,8 @@
 import copy
 from collections.abc import Callable
 
-from nobackfill.client.cli.output import Output
 from nobackfill.client.maintenance import collect, remove, verify
+from nobackfill.client.output import Output
 from nobackfill.client.photos.adding import add, item_id
 from nobackfill.client.photos.search import Search
 from nobackfill.client.sync.rollback import roll_back

@@ -4,13 +4,12 @@ import copy
 from functools import partial
 from typing import Any
 
-import grpc
-
-from nobackfill.v1 import gallery_pb2, release_pb2
+from nobackfill.errors import BusyError, PreconditionError
+from nobackfill.v1 import release_pb2
 from tests.lives.life import Life
 from tests.lives.model import Rollout, Server
 from tests.lives.world import KilledError, spaces_of
-from tests.server.support import TIMEOUT_S, Client
+from tests.server.support import Client
 from tests.support.waiting import wait_until
 
 SMALL = ("a", "b", "c", "d")
@@ -20,19 +19,17 @@ def activate(life: Life) -> None:
     """A newer release, to the end; or a refusal that changes nothing."""
     end(life)
     release, rollout = _choose(life)
-    request = life.world.activation(release, rollout)
-    if release < life.server.active:
-        _is_refused(life, request, grpc.StatusCode.FAILED_PRECONDITION)
-        return
+    refused = release < life.server.active or release in life.publication.withdrawn
     try:
-        events = life.world.ask(lambda client: _events(client, request))
+        last = life.world.ask(lambda client: client.swap(release, rollout))
+    except PreconditionError:
+        assert refused
+        return
     except KilledError:
-        _settle(life, release, rollout, paused=False)
+        if not refused:
+            _settle(life, release, rollout, paused=False)
         return
-    if release in life.publication.withdrawn:
-        assert events[-1].phase == release_pb2.PHASE_FAILED, f"{events[-1]}"
-        return
-    assert events[-1].phase == release_pb2.PHASE_DONE, f"{events[-1]}"
+    assert not refused and last.phase == release_pb2.PHASE_DONE, f"{last}"
     life.server.begin(release, rollout)
     life.server.advance(paused=False)
     _wait_idle(life)
@@ -46,8 +43,8 @@ def begin(life: Life) -> None:
         return
     try:
         for name in sorted(life.server.galleries):
-            life.world.ask(partial(Client.pause, name=name))
-        life.world.ask(lambda client: client.begin(release, rollout.upper()))
+            life.world.ask(partial(Client.pause_upgrade, gallery=name))
+        life.world.ask(lambda client: client.begin(release, rollout))
     except KilledError:
         _settle(life, release, rollout, paused=True)
     else:
@@ -59,7 +56,7 @@ def begin(life: Life) -> None:
 def end(life: Life) -> None:
     """Let everything that is held up go on, to its end."""
     for name in sorted(life.server.galleries):
-        life.world.read(partial(Client.start_upgrade, name=name))
+        life.world.read(partial(Client.start_upgrade, gallery=name, release=0))
         if life.server.begun is None:
             _wait_idle(life)
             _retry(life, name)
@@ -85,8 +82,7 @@ def rollback(life: Life) -> None:
     if target is None:
         try:
             life.world.read(lambda client: client.rollback(confirm=False))
-        except grpc.RpcError as error:
-            assert error.code() is grpc.StatusCode.FAILED_PRECONDITION, f"{error}"
+        except PreconditionError:
             return
         raise AssertionError("rolled back to nothing")
     told = life.world.read(lambda client: client.rollback(confirm=False))
@@ -108,11 +104,9 @@ def retire(life: Life) -> None:
     """No way back from here; refused while an activation is under way."""
     server = life.server
     if server.begun is not None:
-        request = release_pb2.RetireReleaseRequest()
         try:
-            life.world.read(lambda client: client.releases.RetireRelease(request))
-        except grpc.RpcError as error:
-            assert error.code() is grpc.StatusCode.ABORTED, f"{error}"
+            life.world.read(lambda client: client.retire())
+        except BusyError:
             return
         raise AssertionError("retired during an activation")
     before = _copy(server)
@@ -141,18 +135,17 @@ def make_or_delete(life: Life) -> None:
 
     def call(client: Client) -> None:
         if exists:
-            client.galleries.DeleteGallery(gallery_pb2.DeleteGalleryRequest(name=name))
+            client.delete_gallery(name)
         else:
-            client.create(name)
+            client.create_gallery(name)
 
     try:
         life.world.ask(call)
     except KilledError:
         if (name in life.world.galleries()) == exists:
             return
-    except grpc.RpcError as error:
+    except BusyError as error:
         assert server.begun is not None, f"{error}"
-        assert error.code() is grpc.StatusCode.ABORTED, f"{error}"
         return
     else:
         assert server.begun is None, "galleries changed during an activation"
@@ -188,23 +181,6 @@ def _choose(life: Life) -> tuple[int, Rollout]:
     if release in life.publication.directly and behind == {release - 1}:
         rollouts += ["direct", "direct"]
     return release, life.one_of(rollouts)
-
-
-def _events(
-    client: Client, request: release_pb2.ActivateReleaseRequest
-) -> list[release_pb2.ActivateReleaseResponse]:
-    return list(client.releases.ActivateRelease(request, timeout=TIMEOUT_S))
-
-
-def _is_refused(
-    life: Life, request: release_pb2.ActivateReleaseRequest, code: grpc.StatusCode
-) -> None:
-    try:
-        life.world.read(lambda client: _events(client, request))
-    except grpc.RpcError as error:
-        assert error.code() is code, f"{error}"
-    else:
-        raise AssertionError(f"release {request.number} was activated")
 
 
 def _settle(life: Life, release: int, rollout: Rollout, *, paused: bool) -> None:

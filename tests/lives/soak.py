@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from demo.load import SEARCH, Load, Run
-from nobackfill.v1 import gallery_pb2, release_pb2
+from nobackfill.v1 import release_pb2
 from tests.server.process import Served, children, serving, triton_venv
 from tests.server.support import SEARCHED, Client, images, mixed_searches
 from tests.support.blocks import manifest, png, publish_block_release
@@ -98,7 +98,7 @@ def soak(top: Path, minutes: float, swaps: int) -> tuple[Watch, Run]:
     venv = triton_venv()
     options = [f"--triton-venv={venv}"] if venv else ["--triton=in-process"]
     with serving(repo, top / "data", *options) as served, Client(served.address) as client:
-        client.create()
+        client.create_gallery("g")
         for first in range(0, SEARCHED + EXTRA, 100):
             client.put_images(images(SEARCHED + EXTRA)[first : first + 100], first=first)
         publish_block_release(repo, 2, [1])
@@ -131,7 +131,7 @@ def _swap(client: Client, number: int) -> None:
     if number % 2:
         assert client.rollback(confirm=True).done
         return
-    event = client.activate(2, ("CUTOVER", "DUAL")[number // 2 % 2])
+    event = client.swap(2, ("cutover", "dual")[number // 2 % 2])
     assert event.phase == release_pb2.PHASE_DONE, f"{event}"
 
 
@@ -142,14 +142,8 @@ def _write(address: str, ended: threading.Event) -> None:
     with Client(address) as client:
         while not ended.wait(0.2):
             names = [f"i{SEARCHED + int(n)}" for n in rng.integers(EXTRA, size=4)]
-            client.put(
-                [
-                    gallery_pb2.PutItem(id=name, image=pictures[int(rng.integers(200))])
-                    for name in dict.fromkeys(names[:3])
-                ]
-            )
-            request = gallery_pb2.DeleteItemsRequest(gallery="g", ids=names[3:])
-            client.galleries.DeleteItems(request)
+            client.put("g", {name: pictures[int(rng.integers(200))] for name in names[:3]})
+            client.delete("g", names[3:])
 
 
 def tell(watch: Watch, met: Run) -> list[str]:

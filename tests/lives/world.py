@@ -4,26 +4,43 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
-import grpc
 import numpy as np
 
 from nobackfill.client.device import Device
+from nobackfill.errors import (
+    CancelledError,
+    InvalidInputError,
+    NobackfillError,
+    NotFoundError,
+    PreconditionError,
+    UnavailableError,
+)
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.publishing.metadata import require_ledger
-from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2
+from nobackfill.v1 import gallery_pb2, types_pb2
+from nobackfill.wire.calls import translated
 from tests.lives.pictures import IMAGES, PICTURES, Pictures
 from tests.server import process
-from tests.server.support import Client, metadata
+from tests.server.support import Client, metadata, vectors_of
 from tests.support import blocks, graphs
 
 T = TypeVar("T")
 
-# Statuses of a call whose gateway may be gone, and of one for a release that there is not.
-_NOWHERE = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION)
-_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN)
+
+class Query(TypedDict, total=False):
+    """What a search asks by."""
+
+    image: bytes
+    embeddings: dict[str, list[float]]
+
+
+# Errors of a call for a release that there is not, and of one whose gateway may be gone.
+_NOWHERE = (NotFoundError, PreconditionError)
+_AWAY = (UnavailableError, CancelledError)
 
 
 class KilledError(Exception):
@@ -73,7 +90,7 @@ class World:
 
     def stop(self, *, kill: bool) -> None:
         """End the gateway: SIGKILL, or SIGTERM and its own time."""
-        self.client.channel.close()
+        self.client.close()
         if kill:
             self.served.process.kill()
             self.served.process.wait()
@@ -90,13 +107,16 @@ class World:
     def ask(self, call: Callable[[Client], T]) -> T:
         """The answer of the gateway. Raises KilledError if it died meanwhile."""
         try:
-            return call(self.client)
-        except grpc.RpcError as error:
+            with translated("the gateway"):
+                return call(self.client)
+        except NobackfillError as error:
+            # A status that is in no table, UNKNOWN say, is of no class of its own.
+            away = isinstance(error, _AWAY) or type(error) is NobackfillError
             try:
-                self.served.process.wait(5 if error.code() in _AWAY else 0)
+                self.served.process.wait(5 if away else 0)
             except subprocess.TimeoutExpired:
                 raise error from None
-        self.client.channel.close()
+        self.client.close()
         self.start()
         raise KilledError
 
@@ -113,11 +133,10 @@ class World:
         """An item's content, and the releases in whose spaces it has a vector."""
         request = gallery_pb2.GetItemRequest(gallery=gallery, id=name)
         try:
-            found = self.read(lambda client: client.galleries.GetItem(request))
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.NOT_FOUND:
-                return None
-            raise
+            # Gateway does not answer an item's spaces.
+            found = self.read(lambda client: client.raw.galleries.GetItem(request))
+        except NotFoundError:
+            return None
         return found.metadata["content"].text, self.releases_of(found.spaces)
 
     def releases_of(self, spaces: Iterable[str]) -> frozenset[int]:
@@ -127,13 +146,12 @@ class World:
 
     def gallery(self, name: str) -> gallery_pb2.Gallery:
         """As the gateway tells it."""
-        return self.read(lambda client: client.gallery(name))
+        return self.read(lambda client: client.get_gallery(name))
 
     def galleries(self) -> dict[str, gallery_pb2.Gallery]:
         """All of them, by name."""
-        request = gallery_pb2.ListGalleriesRequest()
-        answer = self.read(lambda client: client.galleries.ListGalleries(request))
-        return {gallery.name: gallery for gallery in answer.galleries}
+        found = self.read(lambda client: list(client.list_galleries()))
+        return {gallery.name: gallery for gallery in found}
 
     def states(self) -> dict[int, str]:
         """Releases as the gateway tells them."""
@@ -141,20 +159,16 @@ class World:
 
     def idle(self) -> bool:
         """Whether no activation is under way: only then a wrong name is what is wrong."""
-        request = gallery_pb2.CreateGalleryRequest(name="NO NAME")
         try:
-            self.read(lambda client: client.galleries.CreateGallery(request))
-        except grpc.RpcError as error:
-            return error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            self.read(lambda client: client.create_gallery("NO NAME"))
+        except NobackfillError as error:
+            return isinstance(error, InvalidInputError)
         raise AssertionError("a gallery was made under a wrong name")
 
     def refresh(self) -> None:
         """Let the gateway read the publication now: asked for a release it does not know."""
-        request = release_pb2.GetReleaseRequest(number=999)
-        try:
-            self.read(lambda client: client.releases.GetRelease(request))
-        except grpc.RpcError as error:
-            assert error.code() in _NOWHERE, f"{error}"
+        with suppress(*_NOWHERE):
+            self.read(lambda client: client.get_release(999))
 
     # What is sent.
 
@@ -180,19 +194,12 @@ class World:
         values = self.pictures.vector(manifest, picture).astype("<f4").tobytes()
         return types_pb2.Embedding(space=manifest.space, values=values)
 
-    def by_image(self, picture: int) -> search_pb2.Query:
-        """A query."""
-        return search_pb2.Query(image=self.pictures.pngs[picture])
+    def by_image(self, picture: int) -> Query:
+        return {"image": self.pictures.pngs[picture]}
 
-    def by_embedding(self, picture: int, of: Iterable[int]) -> search_pb2.Query:
-        """A query by its vectors in the spaces of releases."""
-        embeddings = [self.embedding(release, picture) for release in of]
-        return search_pb2.Query(embeddings=search_pb2.Embeddings(embeddings=embeddings))
-
-    def activation(self, release: int, rollout: str) -> release_pb2.ActivateReleaseRequest:
-        """The request."""
-        wanted = f"ROLLOUT_{rollout.upper()}"
-        return release_pb2.ActivateReleaseRequest(number=release, rollout=wanted)
+    def by_embedding(self, picture: int, of: Iterable[int]) -> Query:
+        """By its vectors in the spaces of releases."""
+        return {"embeddings": vectors_of(*(self.embedding(release, picture) for release in of))}
 
     # The publication and the device.
 

@@ -138,7 +138,10 @@ def test_vectors_stay_as_they_are_only_where_the_target_searches_them_and_no_upg
     assert planned_from_1(declared, None) is None
     assert planned_from_1(declared, templates[2].space) is None
     assert planned_from_1(declared, old.space) == Route((), None, False)
-    assert planned_from_1(measured, old.space) == Route((), pytest.approx(0.75), True)
+    found = planned_from_1(measured, old.space)
+    assert found is not None
+    assert (found.releases, found.measured) == ((), True)
+    assert found.kept == pytest.approx(0.75)
     both = life(templates, {(1, 3): 0.1})
     both[3] = both[3].model_copy(update={"searches_directly": (old.space,)})
     carried = plan_route(both, 1, 3, old.side_space, directly=old.space)

@@ -115,7 +115,7 @@ def shared(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def gallery(shared: Client) -> str:
     """The name of a new gallery on the shared gateway."""
     name = f"g-{uuid.uuid4().hex[:12]}"
-    shared.create(name)
+    shared.create_gallery(name)
     return name
 
 

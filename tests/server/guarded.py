@@ -9,9 +9,7 @@ from threading import Event
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from nobackfill.v1 import gallery_pb2, release_pb2, vault_pb2
-from tests.server.support import Client, ids, images
-from tests.support.blocks import png
+from tests.server.support import TIMEOUT_S, Client, ids, images
 
 NAMES = ("admin", "other")
 
@@ -23,9 +21,9 @@ class Guarded:
         self.address = address
         self.metrics = metrics
 
-    def client(self, name: str | None) -> Client:
-        """A client with the token of `name`, or without one."""
-        return Client(self.address, token=name)
+    def client(self, name: str | None, seconds: float = TIMEOUT_S) -> Client:
+        """A client with the token of `name`, or without one; each call within `seconds`."""
+        return Client(self.address, token=name, seconds=seconds)
 
     def series(self, start: str) -> float:
         """The sum of the metrics' lines that begin so."""
@@ -48,20 +46,15 @@ def tokens_file(path: Path) -> Path:
 
 def everything_is_served(guarded: Guarded, name: str = "other") -> None:
     """A call of each kind, each within seconds."""
-    with guarded.client(name) as client:
-        health = health_pb2_grpc.HealthStub(client.channel)
+    with guarded.client(name, seconds=10) as client:
+        health = health_pb2_grpc.HealthStub(client.raw.channel)
         answer = health.Check(health_pb2.HealthCheckRequest(), timeout=10)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        assert ids(client.search(images(3)[1]))[0] == "i1"
-        item = gallery_pb2.PutItem(id="i2", image=png(images(3)[2]))
-        put = gallery_pb2.PutItemsRequest(gallery="g", items=[item])
-        assert next(iter(client.galleries.PutItems(iter([put]), timeout=10))).stored == 1
-        fetch = release_pb2.FetchFileRequest(path="timestamp.json")
-        assert list(client.releases.FetchFile(fetch, timeout=10))
-        client.vault.ListBlobs(vault_pb2.ListBlobsRequest(), timeout=10)
-        watch = client.releases.WatchReleases(release_pb2.WatchReleasesRequest(), timeout=10)
-        assert next(watch).releases
-        watch.cancel()
+        assert ids(client.find(images(3)[1]))[0] == "i1"
+        client.put_images(images(3)[2:], first=2)
+        assert list(client.fetch_file("timestamp.json"))
+        client.list_blobs()
+        assert next(client.watch_releases())
 
 
 def silence(over: Event) -> Iterator[bytes]:

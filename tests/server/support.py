@@ -1,29 +1,33 @@
-"""A gateway in this process, and a client of its gRPC calls."""
+"""A gateway in this process, and the client of its calls."""
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from google.rpc.error_details_pb2 import ErrorInfo
-from grpc_status import rpc_status
 from numpy.typing import NDArray
 
 from demo.load import write_requests
+from nobackfill import wire
+from nobackfill.errors import BusyError, NobackfillError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.gateway import Gateway
 from nobackfill.server.settings import Settings
-from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2, upgrade_pb2
+from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
 from nobackfill.v1.release_pb2_grpc import ReleaseServiceStub
 from nobackfill.v1.search_pb2_grpc import SearchServiceStub
 from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceStub
 from nobackfill.v1.vault_pb2_grpc import VaultServiceStub
+from nobackfill.wire.answers import Answer, Hit
+from nobackfill.wire.calls import translated
+from nobackfill.wire.values import to_value
 from tests.support import graphs, releases
 from tests.support.blocks import png
 
@@ -95,122 +99,96 @@ class _Bearer(
     intercept_stream_stream = _send  # type: ignore[assignment]
 
 
-class Client:
-    """Short names for the calls that tests make most."""
+class Client(wire.Gateway):
+    """The client that everybody uses, asking each call once; short names for what tests do most."""
 
-    def __init__(self, address: str, token: str | None = None) -> None:
+    def __init__(self, address: str, token: str | None = None, seconds: float = TIMEOUT_S) -> None:
+        super().__init__(address, seconds=seconds, retries=False)
+        # Gateway sends no token without TLS.
+        self._bearer = None if token is None else _Bearer(token)
+        if self._bearer is not None:
+            self._channel = grpc.intercept_channel(self._channel, self._bearer)
+
+    @cached_property
+    def raw(self) -> "Stubs":
+        """Stubs, for what Gateway does not send."""
+        return Stubs(self.address, self._bearer)
+
+    def close(self) -> None:
+        if "raw" in vars(self):
+            self.raw.channel.close()
+        super().close()
+
+    def create_when_idle(self, gallery: str = "g") -> None:
+        """Make a gallery once no activation is under way."""
+        while True:
+            try:
+                self.create_gallery(gallery)
+            except BusyError:
+                time.sleep(0.05)
+            else:
+                return
+
+    def put_images(self, images: NDArray[np.uint8], name: str = "g", first: int = 0) -> None:
+        """Images as items `i0`, `i1`, ... from number `first` on."""
+        assert not self.put(name, {f"i{first + i}": png(image) for i, image in enumerate(images)})
+
+    def find(self, image: NDArray[np.uint8], name: str = "g", k: int = 3) -> Answer[Hit]:
+        return self.search(name, image=png(image), k=k)
+
+    def find_by(self, *embeddings: types_pb2.Embedding, name: str = "g", k: int = 3) -> Answer[Hit]:
+        """By embeddings as `embedding` makes them."""
+        return self.search(name, embeddings=vectors_of(*embeddings), k=k)
+
+    def swap(
+        self, number: int, rollout: str = "unspecified", old_space_seconds: int = 0
+    ) -> release_pb2.ActivateReleaseResponse:
+        """Activate to the end; the last event. Raises PreconditionError where it fails."""
+        return [*self.activate(number, rollout=rollout, old_space_seconds=old_space_seconds)][-1]
+
+    def begin(
+        self, number: int, rollout: str = "unspecified", until: str = "UPGRADING"
+    ) -> Iterator[release_pb2.ActivateReleaseResponse]:
+        """Activate up to a phase; the events to come."""
+        events = self.activate(number, rollout=rollout)
+        next(event for event in events if event.phase == release_pb2.Phase.Value(f"PHASE_{until}"))
+        return events
+
+    def states(self) -> dict[int, str]:
+        """Release numbers with their states."""
+        name = release_pb2.ReleaseState.Name
+        return {
+            r.number: name(r.state).removeprefix("RELEASE_STATE_") for r in self.list_releases()
+        }
+
+
+class Stubs:
+    """The calls as gRPC makes them, over a connection of their own without bounds."""
+
+    def __init__(self, address: str, bearer: _Bearer | None) -> None:
         self.channel = grpc.insecure_channel(address, [("grpc.enable_retries", 0)])
-        if token is not None:
-            self.channel = grpc.intercept_channel(self.channel, _Bearer(token))
+        if bearer is not None:
+            self.channel = grpc.intercept_channel(self.channel, bearer)
         self.searches = SearchServiceStub(self.channel)
         self.galleries = GalleryServiceStub(self.channel)
         self.releases = ReleaseServiceStub(self.channel)
         self.upgrades = UpgradeServiceStub(self.channel)
         self.vault = VaultServiceStub(self.channel)
 
-    def __enter__(self) -> "Client":
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.channel.close()
-
-    def create(self, name: str = "g") -> gallery_pb2.Gallery:
-        request = gallery_pb2.CreateGalleryRequest(name=name)
-        return self.galleries.CreateGallery(request, timeout=TIMEOUT_S).gallery
-
-    def create_when_idle(self, name: str = "g") -> None:
-        """Like `create`, once no activation is under way."""
-        while True:
-            try:
-                self.create(name)
-            except grpc.RpcError as error:
-                if code_of(error) is not grpc.StatusCode.ABORTED:
-                    raise
-                time.sleep(0.05)
-            else:
-                return
-
-    def gallery(self, name: str = "g") -> gallery_pb2.Gallery:
-        request = gallery_pb2.GetGalleryRequest(name=name)
-        return self.galleries.GetGallery(request, timeout=TIMEOUT_S).gallery
+    def ask(
+        self, query: search_pb2.Query, name: str = "g", k: int = 3
+    ) -> search_pb2.SearchResponse:
+        """A query of any bytes."""
+        request = search_pb2.SearchRequest(gallery=name, query=query, k=k)
+        return self.searches.Search(request, timeout=TIMEOUT_S)
 
     def put(
         self, items: Iterable[gallery_pb2.PutItem], name: str = "g"
     ) -> gallery_pb2.PutItemsResponse:
-        """All items in one message; the response to it."""
+        """All items in one message; the response to it, with each error."""
         request = gallery_pb2.PutItemsRequest(gallery=name, items=items)
         (response,) = self.galleries.PutItems(iter([request]), timeout=TIMEOUT_S)
         return response
-
-    def put_images(self, images: NDArray[np.uint8], name: str = "g", first: int = 0) -> None:
-        """Images as items `i0`, `i1`, ... from number `first` on."""
-        items = [
-            gallery_pb2.PutItem(id=f"i{first + i}", image=png(image))
-            for i, image in enumerate(images)
-        ]
-        response = self.put(items, name)
-        assert not response.errors
-        assert response.stored == len(items)
-
-    def search(
-        self, image: NDArray[np.uint8], name: str = "g", k: int = 3
-    ) -> search_pb2.SearchResponse:
-        return self.ask(search_pb2.Query(image=png(image)), name, k)
-
-    def search_by(
-        self, *embeddings: types_pb2.Embedding, name: str = "g", k: int = 3
-    ) -> search_pb2.SearchResponse:
-        query = search_pb2.Query(embeddings=search_pb2.Embeddings(embeddings=embeddings))
-        return self.ask(query, name, k)
-
-    def ask(
-        self, query: search_pb2.Query, name: str = "g", k: int = 3
-    ) -> search_pb2.SearchResponse:
-        request = search_pb2.SearchRequest(gallery=name, query=query, k=k)
-        return self.searches.Search(request, timeout=TIMEOUT_S)
-
-    def activate(
-        self, number: int, rollout: str = "UNSPECIFIED", old_space_seconds: int = 0
-    ) -> release_pb2.ActivateReleaseResponse:
-        """Activate to the end; the last event."""
-        request = release_pb2.ActivateReleaseRequest(
-            number=number, rollout=f"ROLLOUT_{rollout}", old_space_seconds=old_space_seconds
-        )
-        event = release_pb2.ActivateReleaseResponse()
-        for event in self.releases.ActivateRelease(request, timeout=TIMEOUT_S):  # noqa: B007
-            pass
-        return event
-
-    def begin(self, number: int, rollout: str = "UNSPECIFIED", until: str = "UPGRADING") -> Any:
-        """Activate up to a phase; the call, which goes on."""
-        request = release_pb2.ActivateReleaseRequest(number=number, rollout=f"ROLLOUT_{rollout}")
-        events = self.releases.ActivateRelease(request, timeout=TIMEOUT_S)
-        for event in events:
-            if event.phase == release_pb2.Phase.Value(f"PHASE_{until}"):
-                break
-        return events
-
-    def pause(self, name: str = "g") -> upgrade_pb2.UpgradeProgress:
-        request = upgrade_pb2.PauseUpgradeRequest(gallery=name)
-        return self.upgrades.PauseUpgrade(request, timeout=TIMEOUT_S).progress
-
-    def start_upgrade(self, name: str = "g", **given: Any) -> upgrade_pb2.UpgradeProgress:
-        request = upgrade_pb2.StartUpgradeRequest(gallery=name, **given)
-        return self.upgrades.StartUpgrade(request, timeout=TIMEOUT_S).progress
-
-    def states(self) -> dict[int, str]:
-        """Release numbers with their states."""
-        answer = self.releases.ListReleases(release_pb2.ListReleasesRequest(), timeout=TIMEOUT_S)
-        name = release_pb2.ReleaseState.Name
-        return {r.number: name(r.state).removeprefix("RELEASE_STATE_") for r in answer.releases}
-
-    def rollback(self, *, confirm: bool, to: int = 0) -> release_pb2.RollbackReleaseResponse:
-        request = release_pb2.RollbackReleaseRequest(confirm=confirm, to_release=to)
-        return self.releases.RollbackRelease(request, timeout=TIMEOUT_S)
-
-    def retire(self) -> list[int]:
-        answer = self.releases.RetireRelease(release_pb2.RetireReleaseRequest(), timeout=TIMEOUT_S)
-        return list(answer.retired)
 
 
 def images(count: int, seed: int = 0) -> NDArray[np.uint8]:
@@ -242,33 +220,35 @@ def side_info(manifest: Manifest, image: NDArray[np.uint8]) -> types_pb2.SideInf
 
 def metadata(**values: str | float | bool) -> dict[str, types_pb2.Value]:
     """Metadata as messages."""
-    kinds: dict[type, str] = {bool: "flag", str: "text", float: "number", int: "number"}
-    return {
-        key: types_pb2.Value(**{kinds[type(value)]: value})  # type: ignore[arg-type]
-        for key, value in values.items()
-    }
+    return {key: to_value(value) for key, value in values.items()}
 
 
-def refusal(call: Callable[[], object]) -> tuple[grpc.StatusCode, str, str]:
-    """The status with which `call` is refused: code, sentence, ErrorInfo's reason."""
-    with pytest.raises(grpc.RpcError) as refused:
-        call()
-    error = refused.value
-    reason = ""
-    status = rpc_status.from_call(error)
-    for detail in status.details if status is not None else ():
-        info = ErrorInfo()
-        if detail.Unpack(info):
-            reason = info.reason
-    return error.code(), error.details() or "", reason
+def vectors_of(*embeddings: types_pb2.Embedding) -> dict[str, list[float]]:
+    """Embeddings as Gateway takes them: by space."""
+    return {one.space: np.frombuffer(one.values, "<f4").tolist() for one in embeddings}
 
 
-def code_of(error: grpc.RpcError) -> grpc.StatusCode:
-    return error.code()
+@contextmanager
+def refused(
+    kind: type[NobackfillError], sentence: str = ""
+) -> Iterator[pytest.ExceptionInfo[NobackfillError]]:
+    """What is inside is refused: with an error of just this kind, whose words hold `sentence`. The
+    status of a stub is read as Gateway reads it."""
+    with pytest.raises(kind) as caught, translated("the gateway"):
+        yield caught
+    assert type(caught.value) is kind
+    assert sentence in str(caught.value)
 
 
-def ids(response: search_pb2.SearchResponse) -> list[str]:
-    return [hit.id for hit in response.hits]
+def ids(answer: Answer[Hit] | search_pb2.SearchResponse) -> list[str]:
+    return [hit.id for hit in answer.hits]
+
+
+def scores(answer: Answer[Hit]) -> list[float]:
+    """Of hits that all have one."""
+    found = [hit.score for hit in answer.hits if hit.score is not None]
+    assert len(found) == len(answer.hits)
+    return found
 
 
 def random_id(number: int) -> str:

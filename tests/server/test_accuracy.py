@@ -1,6 +1,5 @@
 """How hard a search looks: by what was really asked, and as a request says."""
 
-import grpc
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -12,8 +11,7 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
 from nobackfill.vectors import Vectors
-from nobackfill.wire.gateway import Gateway as Remote
-from tests.server.support import TIMEOUT_S, Client, refusal
+from tests.server.support import TIMEOUT_S, Client, ids, refused
 from tests.support import graphs
 from tests.support.waiting import wait_until
 
@@ -39,15 +37,14 @@ def index(gateway: Gateway, client: Client, one: Manifest) -> ExactIndex:
     centres = rng.standard_normal((CLUSTERS, graphs.DIM))
     near = 0.05 * rng.standard_normal((COUNT, graphs.DIM))
     content = unit(centres[rng.integers(0, CLUSTERS, COUNT)] + near)
-    client.create()
-    client.put(
-        gallery_pb2.PutItem(
-            id=f"i{row}",
-            vectors=gallery_pb2.Vectors(
-                embedding=types_pb2.Embedding(space=one.space, values=vector.tobytes())
-            ),
-        )
-        for row, vector in enumerate(content)
+    client.create_gallery("g")
+    vectors = (types_pb2.Embedding(space=one.space, values=row.tobytes()) for row in content)
+    client.put_items(
+        "g",
+        (
+            gallery_pb2.PutItem(id=f"i{row}", vectors=gallery_pb2.Vectors(embedding=vector))
+            for row, vector in enumerate(vectors)
+        ),
     )
     hosted = gateway.galleries.get("g")
     view = hosted.view(one.space)
@@ -61,24 +58,17 @@ def recall(
     one: Manifest,
     index: ExactIndex,
     queries: Vectors,
-    accuracy: search_pb2.Accuracy | None = None,
+    ef: int | None = None,
+    *,
+    exact: bool = False,
 ) -> float:
     """Recall at 10 of the gateway, asked one query after another."""
     true = index.search(queries, K).labels
     found = 0
     for query, labels in zip(queries, true, strict=True):
-        request = search_pb2.SearchRequest(
-            gallery="g",
-            query=search_pb2.Query(
-                embeddings=search_pb2.Embeddings(
-                    embeddings=[types_pb2.Embedding(space=one.space, values=query.tobytes())]
-                )
-            ),
-            k=K,
-            accuracy=accuracy,
-        )
-        hits = client.searches.Search(request, timeout=TIMEOUT_S).hits
-        found += len({hit.id for hit in hits} & {f"i{label}" for label in labels})
+        brought = {one.space: query.tolist()}
+        answer = client.search("g", embeddings=brought, k=K, ef=ef, exact=exact)
+        found += len({*ids(answer)} & {f"i{label}" for label in labels})
     return found / (K * len(queries))
 
 
@@ -109,45 +99,27 @@ def test_a_request_says_how_hard_to_look(
     view = gateway.galleries.get("g").view(one.space)
     plain = recall(client, one, index, queries[:10])
     seen = view.asked.seen
-    wide = recall(client, one, index, queries, search_pb2.Accuracy(ef=1500))
+    wide = recall(client, one, index, queries, 1500)
     assert plain < 1 and wide >= 0.99
-    assert recall(client, one, index, queries, search_pb2.Accuracy(exact=True)) == 1
+    assert recall(client, one, index, queries, exact=True) == 1
     # What a request looks harder for says nothing about the others.
     assert view.asked.seen == seen == 10
-    batch = search_pb2.SearchBatchRequest(
-        gallery="g",
-        queries=[
-            search_pb2.Query(
-                embeddings=search_pb2.Embeddings(
-                    embeddings=[types_pb2.Embedding(space=one.space, values=query.tobytes())]
-                )
-            )
-            for query in queries
-        ],
-        k=K,
-        accuracy=search_pb2.Accuracy(exact=True),
-    )
-    with Remote(gateway.address) as stock:
-        for query, labels in zip(queries[:3], index.search(queries[:3], K).labels, strict=True):
-            for exact, ef in ((True, None), (False, 4096)):
-                found = stock.search(
-                    "g", embeddings={one.space: query.tolist()}, exact=exact, ef=ef
-                )
-                assert [hit.id for hit in found.hits] == [f"i{label}" for label in labels]
-        with pytest.raises(InvalidInputError, match="not both"):
-            stock.search("g", embeddings={one.space: queries[0].tolist()}, exact=True, ef=9)
-        with pytest.raises(InvalidInputError, match="expected 1 to 4096, got 5000"):
-            stock.search("g", embeddings={one.space: queries[0].tolist()}, ef=5000)
-    answers = client.searches.SearchBatch(batch, timeout=TIMEOUT_S).responses
+    assert recall(client, one, index, queries[:3], 4096) == 1
+    brought = [{one.space: query.tolist()} for query in queries]
+    with refused(InvalidInputError, "not both"):
+        client.search("g", embeddings=brought[0], exact=True, ef=9)
+    with refused(InvalidInputError, "expected 1 to 4096, got 5000"):
+        client.search("g", embeddings=brought[0], ef=5000)
+    answers = client.search_batch("g", embeddings=brought, k=K, exact=True)
     true = index.search(queries, K).labels
-    assert [[hit.id for hit in answer.hits] for answer in answers] == [
+    assert [ids(answer) for answer in answers] == [
         [f"i{label}" for label in labels] for labels in true
     ]
 
 
 @pytest.mark.parametrize("ef", [0, 4097, 2**32 - 1])
 def test_an_ef_out_of_range_is_refused(shared: Client, one: Manifest, ef: int) -> None:
-    shared.create(f"accuracy-{ef}")
+    shared.create_gallery(f"accuracy-{ef}")
     vector = np.eye(1, graphs.DIM, dtype="<f4").tobytes()
     embedding = types_pb2.Embedding(space=one.space, values=vector)
     request = search_pb2.SearchRequest(
@@ -155,6 +127,5 @@ def test_an_ef_out_of_range_is_refused(shared: Client, one: Manifest, ef: int) -
         query=search_pb2.Query(embeddings=search_pb2.Embeddings(embeddings=[embedding])),
         accuracy=search_pb2.Accuracy(ef=ef),
     )
-    code, sentence, _ = refusal(lambda: shared.searches.Search(request, timeout=TIMEOUT_S))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert f"expected 1 to 4096, got {ef}" in sentence
+    with refused(InvalidInputError, f"expected 1 to 4096, got {ef}"):
+        shared.raw.searches.Search(request, timeout=TIMEOUT_S)

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 
+from nobackfill.errors import NotFoundError, PreconditionError, VerificationError
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
 from nobackfill.release.paths import embedder_path, manifest_path, probes_path, upgrade_path
@@ -14,7 +14,8 @@ from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import gallery_pb2, release_pb2
 from nobackfill.vectors import Vectors
 from tests.server.conftest import Stages, publish_stage
-from tests.server.support import Client, embedding, ids, images, refusal, running
+from tests.server.support import Client, embedding, ids, images, refused, running
+from tests.support.blocks import png
 
 
 def flip_a_bit(path: Path) -> None:
@@ -40,22 +41,20 @@ DAMAGE: list[tuple[str, Callable[[Path], None]]] = [
 def test_a_damaged_release_fails_and_the_old_one_serves_on(
     client: Client, repo: Path, stages: Stages, name: str, damage: Callable[[Path], None]
 ) -> None:
-    client.create()
+    client.create_gallery("g")
     client.put_images(images(3))
     publish_stage(repo, stages[2])
     damage(repo / name)
-    event = client.activate(2)
-    assert event.phase == release_pb2.PHASE_FAILED
-    assert name.split("/")[0] in event.message
+    with refused(PreconditionError, name.split("/")[0]):
+        client.swap(2)
     assert client.states() == {1: "ACTIVE", 2: "FAILED"}
-    request = release_pb2.GetReleaseRequest(number=2)
-    assert client.releases.GetRelease(request, timeout=30).release.reason == event.message
-    assert ids(client.search(images(3)[1]))[0] == "i1"
+    assert name.split("/")[0] in client.get_release(2).reason
+    assert ids(client.find(images(3)[1]))[0] == "i1"
     client.put_images(images(4)[3:], first=3)
     publish_stage(repo, stages[2])
-    assert client.activate(2).phase == release_pb2.PHASE_DONE
+    assert client.swap(2).phase == release_pb2.PHASE_DONE
     assert client.states()[2] == "ACTIVE"
-    assert client.search(images(4)[3]).hits[0].release == 2
+    assert client.find(images(4)[3]).hits[0].release == 2
 
 
 def test_a_damaged_manifest_hides_no_other_release(
@@ -63,10 +62,9 @@ def test_a_damaged_manifest_hides_no_other_release(
 ) -> None:
     publish_stage(repo, stages[3])
     cut(repo / manifest_path(2))
-    code, sentence, reason = refusal(lambda: client.activate(2))
-    assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "VERIFICATION_FAILED")
-    assert manifest_path(2) in sentence
-    assert client.activate(3).phase == release_pb2.PHASE_DONE
+    with refused(VerificationError, manifest_path(2)):
+        client.swap(2)
+    assert client.swap(3).phase == release_pb2.PHASE_DONE
 
 
 def test_models_that_answer_otherwise_than_published_are_refused(
@@ -80,9 +78,8 @@ def test_models_that_answer_otherwise_than_published_are_refused(
         return np.roll(vectors, 1, axis=1) if manifest.release == 2 else vectors
 
     monkeypatch.setattr(gateway.models, "embed", turned)
-    event = client.activate(2)
-    assert event.phase == release_pb2.PHASE_FAILED
-    assert "golden probe" in event.message
+    with refused(PreconditionError, "golden probe"):
+        client.swap(2)
     assert client.states() == {1: "ACTIVE", 2: "FAILED"}
 
 
@@ -90,9 +87,8 @@ def test_a_withdrawn_release_is_not_activated(
     client: Client, repo: Path, withdrawn_stage: Path
 ) -> None:
     publish_stage(repo, withdrawn_stage)
-    event = client.activate(2)
-    assert event.phase == release_pb2.PHASE_FAILED
-    assert "mistakes cats for dogs" in event.message
+    with refused(PreconditionError, "mistakes cats for dogs"):
+        client.swap(2)
     assert client.states() == {1: "ACTIVE", 2: "WITHDRAWN", 3: "PUBLISHED"}
 
 
@@ -107,34 +103,30 @@ def test_the_first_start_takes_the_newest_that_is_not_withdrawn(
 
 
 def test_an_unknown_release_is_not_found(client: Client) -> None:
-    code, sentence, _ = refusal(lambda: client.activate(9))
-    assert code is grpc.StatusCode.NOT_FOUND
-    assert "published: 1" in sentence
+    with refused(NotFoundError, "published: 1"):
+        client.swap(9)
 
 
 def test_an_older_release_needs_a_rollback(client: Client, repo: Path, stages: Stages) -> None:
     publish_stage(repo, stages[2])
-    client.activate(2)
-    code, sentence, _ = refusal(lambda: client.activate(1))
-    assert code is grpc.StatusCode.FAILED_PRECONDITION
-    assert "RollbackRelease" in sentence
+    client.swap(2)
+    with refused(PreconditionError, "RollbackRelease"):
+        client.swap(1)
 
 
 def test_there_is_nothing_to_roll_back_to_at_first(client: Client) -> None:
     for confirm in (False, True):
-        code, _, _ = refusal(lambda yes=confirm: client.rollback(confirm=yes))  # type: ignore[misc]
-        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        with refused(PreconditionError):
+            client.rollback(confirm=confirm)
 
 
-@pytest.mark.parametrize("rollout", ["DIRECT"])
 def test_a_rollout_that_the_release_does_not_declare(
-    client: Client, repo: Path, stages: Stages, rollout: str
+    client: Client, repo: Path, stages: Stages
 ) -> None:
-    client.create()
+    client.create_gallery("g")
     publish_stage(repo, stages[2])
-    event = client.activate(2, rollout)
-    assert event.phase == release_pb2.PHASE_FAILED
-    assert "does not declare" in event.message
+    with refused(PreconditionError, "does not declare"):
+        client.swap(2, "direct")
     assert client.states()[1] == "ACTIVE"
 
 
@@ -146,78 +138,72 @@ def bare(one: Manifest, seed: int) -> gallery_pb2.PutItem:
 def test_a_gallery_whose_items_cannot_go_stays_and_is_named(
     client: Client, repo: Path, stages: Stages, one: Manifest
 ) -> None:
-    client.create("goes")
-    client.create("stays")
+    client.create_gallery("goes")
+    client.create_gallery("stays")
     client.put_images(images(3), "goes")
     client.put_images(images(3), "stays")
-    assert client.put([bare(one, 8)], "stays").stored == 1
+    assert not client.put_items("stays", [bare(one, 8)])
     publish_stage(repo, stages[2])
-    event = client.activate(2)
+    event = client.swap(2)
     assert event.phase == release_pb2.PHASE_DONE
     assert "stays: 1 items have no vector in release 1 with the side-information" in event.message
-    assert client.gallery("goes").release == 2
-    staying = client.gallery("stays")
+    assert client.get_gallery("goes").release == 2
+    staying = client.get_gallery("stays")
     assert staying.release == 1
     assert "put their images again" in staying.note
     for name, release in (("goes", 2), ("stays", 1)):
-        hit = client.search(images(3)[2], name).hits[0]
+        hit = client.find(images(3)[2], name).hits[0]
         assert (hit.id, hit.release) == ("i2", release)
         assert hit.distance == pytest.approx(0, abs=1e-5)
-    assert client.search(images(1, 8)[0], "stays").hits[0].id == "bare8"
+    assert client.find(images(1, 8)[0], "stays").hits[0].id == "bare8"
     # Its image makes the gallery whole; then it can follow.
-    client.put([gallery_pb2.PutItem(id="bare8", image=_png(8))], "stays")
-    client.start_upgrade("stays")
+    client.put("stays", {"bare8": png(images(1, 8)[0])})
+    client.start_upgrade("stays", 0)
     client.create_when_idle("idle")
-    assert client.gallery("stays").release == 2
-    assert client.gallery("stays").note == ""
-    assert client.search(images(1, 8)[0], "stays").hits[0].release == 2
+    assert client.get_gallery("stays").release == 2
+    assert client.get_gallery("stays").note == ""
+    assert client.find(images(1, 8)[0], "stays").hits[0].release == 2
 
 
 def test_a_retired_release_that_comes_back_is_kept_as_any_other(
     client: Client, repo: Path, stages: Stages, one: Manifest
 ) -> None:
     """Found by `make random`, seed 1: images were not embedded for it, and a restart dropped it."""
-    client.create()
-    client.create("stays")
-    client.put([bare(one, 8)], "stays")
+    client.create_gallery("g")
+    client.create_gallery("stays")
+    client.put_items("stays", [bare(one, 8)])
     publish_stage(repo, stages[3])
-    client.activate(2)
-    client.activate(3)
+    client.swap(2)
+    client.swap(3)
     # Release 1 still answers in a gallery, so a rollback leads there, past the one that is gone.
     assert client.retire() == [2]
     assert client.rollback(confirm=True).number == 1
-    client.activate(2)
-    client.activate(3)
+    client.swap(2)
+    client.swap(3)
     assert client.states()[2] == "PREVIOUS"
     client.put_images(images(4))
     asked = client.rollback(confirm=False)
     assert (asked.number, asked.lost_items) == (2, 0)
 
 
-def _png(seed: int) -> bytes:
-    from tests.support.blocks import png
-
-    return png(images(1, seed)[0])
-
-
 def test_no_route_at_all(sideless_stages: Stages, tmp_path: Path) -> None:
     repo = tmp_path / "repo"
     publish_stage(repo, sideless_stages[1])
     with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
-        client.create()
+        client.create_gallery("g")
         client.put_images(images(3))
         publish_stage(repo, sideless_stages[2])
-        event = client.activate(2)
+        event = client.swap(2)
         assert event.phase == release_pb2.PHASE_DONE
         assert "g: no upgrade leads from release 1 to 2" in event.message
-        hit = client.search(images(3)[1]).hits[0]
+        hit = client.find(images(3)[1]).hits[0]
         assert (hit.id, hit.release) == ("i1", 1)
-        client.create("new")
+        client.create_gallery("new")
         client.put_images(images(3), "new")
-        assert client.search(images(3)[1], "new").hits[0].release == 2
+        assert client.find(images(3)[1], "new").hits[0].release == 2
         # What a gallery lives in is not retired under it.
         assert client.retire() == []
-        assert client.search(images(3)[2]).hits[0].id == "i2"
+        assert client.find(images(3)[2]).hits[0].id == "i2"
 
 
 def test_a_gallery_made_after_a_swap_takes_images(
@@ -226,11 +212,11 @@ def test_a_gallery_made_after_a_swap_takes_images(
     """Found by `make random`, seed 2: nobody else kept the release before, so it was unloaded."""
     with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
         publish_stage(repo, stages[2])
-        client.activate(2)
-        client.create("late")
+        client.swap(2)
+        client.create_gallery("late")
         client.put_images(images(2), "late")
     with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
-        client.create("later")
+        client.create_gallery("later")
         client.put_images(images(2), "later")
         assert client.rollback(confirm=True).lost_items == 0
-        assert len(client.search(images(1)[0], "late").hits) == 2
+        assert len(client.find(images(1)[0], "late").hits) == 2

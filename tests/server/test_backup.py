@@ -21,7 +21,7 @@ def made(stages: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> t
         running(folder / "repo", folder / "data") as gateway,
         Client(gateway.address) as client,
     ):
-        client.create()
+        client.create_gallery("g")
         client.put_images(pictures[:50])
         done = threading.Event()
 
@@ -47,8 +47,8 @@ def test_what_was_acknowledged_is_in_it(made: tuple[Path, int], tmp_path: Path) 
     repo = source.parent / "repo"
     with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
         for i in (0, acknowledged - 1, count - 1):
-            assert client.search(images(400)[i], k=1).hits[0].id == f"i{i}"
-        assert client.gallery().items == count
+            assert client.find(images(400)[i], k=1).hits[0].id == f"i{i}"
+        assert client.get_gallery("g").items == count
 
 
 def test_verifying_twice_changes_nothing(made: tuple[Path, int]) -> None:

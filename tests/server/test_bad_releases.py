@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import grpc
 import pytest
 
-from nobackfill.v1 import release_pb2
+from nobackfill.errors import PreconditionError, VerificationError
 from tests.server.support import Client, ids, images, running
 from tests.support.bad_releases import BAD, QUICK, ROUTELESS, publish_bad
 from tests.support.blocks import publish_block_release
@@ -21,31 +20,29 @@ def test_bad_releases_fail_and_the_active_one_serves_on(
     publish_block_release(repo, 1)
     publish_block_release(repo, 2, [1])
     with running(repo, data) as gateway, Client(gateway.address) as client:
-        client.create()
+        client.create_gallery("g")
         client.put_images(images(5))
         for number, name in enumerate(names, 3):
             publish_bad(repo, number, name, tmp_path / "drafts")
             said = _why(client, number, name in ROUTELESS)
             print(name, "->", said)
             assert said
-            assert ids(client.search(images(5)[1]))[0] == "i1"
-            assert client.gallery().release == 2
+            assert ids(client.find(images(5)[1]))[0] == "i1"
+            assert client.get_gallery("g").release == 2
     # And a restart, which looks at all of them again.
     with running(repo, data) as gateway, Client(gateway.address) as client:
-        assert ids(client.search(images(5)[1]))[0] == "i1"
+        assert ids(client.find(images(5)[1]))[0] == "i1"
         assert "ACTIVATING" not in client.states().values()
 
 
 def _why(client: Client, number: int, routeless: bool) -> str:
     """What is said of the release, which must not become what answers in the gallery."""
-    try:
-        event = client.activate(number)
-    except grpc.RpcError as error:
-        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
-        return error.details() or ""
     if routeless:
+        event = client.swap(number)
         assert "g: no upgrade leads from release 2" in event.message
         return event.message
-    assert event.phase == release_pb2.PHASE_FAILED, event
-    assert client.states()[number] == "FAILED"
-    return event.message
+    with pytest.raises((PreconditionError, VerificationError)) as caught:
+        client.swap(number)
+    if "is not activated" in str(caught.value):
+        assert client.states()[number] == "FAILED"
+    return str(caught.value)

@@ -39,7 +39,7 @@ def test_two_galleries_are_built_side_by_side_and_one_on_all_threads(
         Client(gateway.address) as client,
     ):
         for name in ("left", "right"):
-            client.create(name)
+            client.create_gallery(name)
             put(client, one, name=name)
         hosts = [gateway.galleries.get(name) for name in ("left", "right")]
         wait_until(
@@ -47,7 +47,7 @@ def test_two_galleries_are_built_side_by_side_and_one_on_all_threads(
         )
         assert shares == [1, 1]
         monkeypatch.setattr(hnsw, "build", alone)
-        client.create("third")
+        client.create_gallery("third")
         put(client, one, name="third")
         third = gateway.galleries.get("third")
         wait_until(third.index_path(one.space).exists, "no index file")

@@ -43,7 +43,7 @@ def test_a_life_through_commands(
 ) -> None:
     at = f"--server={served.address}"
     with Client(served.address) as client:
-        client.create()
+        client.create_gallery("g")
         client.put_images(images(5))
     publish_stage(repo, stages[2])
     estimate = run_json("estimate", "g", "2", at)
@@ -76,12 +76,12 @@ def test_a_life_through_commands(
         Client(again.address) as client,
     ):
         assert client.states() == {1: "PREVIOUS", 2: "ACTIVE"}
-        assert client.search(images(5)[4]).hits[0].id == "i4"
+        assert client.find(images(5)[4]).hits[0].id == "i4"
 
 
 def test_the_log_is_json_with_request_ids(served: Served) -> None:
     with Client(served.address) as client:
-        request = client.releases.GetRelease.with_call
+        request = client.raw.releases.GetRelease.with_call
         from nobackfill.v1 import release_pb2
 
         with pytest.raises(Exception, match="not published"):

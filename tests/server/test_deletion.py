@@ -4,10 +4,9 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import grpc
 import pytest
 
 from nobackfill.errors import BusyError, NotFoundError
@@ -19,18 +18,12 @@ from nobackfill.server.galleries.lock_order import Level, LockOrderError
 from nobackfill.server.galleries.users import Users
 from nobackfill.server.galleries.write_lock import WriteLock
 from nobackfill.server.gateway import Gateway
-from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
+from nobackfill.v1 import gallery_pb2, release_pb2
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import serving
-from tests.server.support import Client, code_of, embedding, images, refusal, running
+from tests.server.support import Client, embedding, images, refused, running
 
 ROUNDS = 25
-GONE = {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ABORTED}
-
-
-def delete(client: Client, name: str = "g") -> None:
-    request = gallery_pb2.DeleteGalleryRequest(name=name)
-    client.galleries.DeleteGallery(request, timeout=90)
 
 
 @contextmanager
@@ -41,11 +34,8 @@ def over_and_over(*calls: Callable[[], object]) -> Iterator[None]:
     def work(call: Callable[[], object]) -> int:
         done = 0
         while not stop.is_set():
-            try:
+            with suppress(NotFoundError, BusyError):
                 call()
-            except grpc.RpcError as error:
-                if code_of(error) not in GONE:
-                    raise
             done += 1
         return done
 
@@ -63,27 +53,24 @@ def test_every_use_beside_deletions_in_a_loop(repo: Path, tmp_path: Path, one: M
     item = gallery_pb2.PutItem(
         id="i0", vectors=gallery_pb2.Vectors(embedding=embedding(one, images(1)[0]))
     )
-    get = gallery_pb2.GetGalleryRequest(name="g")
-    get_item = gallery_pb2.GetItemRequest(gallery="g", id="i0")
     query = embedding(one, images(1)[0])
-    watch = upgrade_pb2.WatchUpgradeRequest(gallery="g")
     with (
         serving(repo, tmp_path / "data", "--triton=in-process") as served,
         Client(served.address) as client,
     ):
         client.create_when_idle()
         with over_and_over(
-            lambda: client.galleries.GetGallery(get),
-            lambda: client.galleries.ListGalleries(gallery_pb2.ListGalleriesRequest()),
-            lambda: client.galleries.GetItem(get_item),
-            lambda: client.search_by(query),
-            lambda: client.put([item]),
-            lambda: list(client.upgrades.WatchUpgrade(watch)),
+            lambda: client.get_gallery("g"),
+            lambda: list(client.list_galleries()),
+            lambda: client.get("g", "i0"),
+            lambda: client.find_by(query),
+            lambda: client.put_items("g", [item]),
+            lambda: list(client.watch_upgrade("g")),
             lambda: urllib.request.urlopen(f"http://{served.metrics}/metrics").read(),
         ):
             for _ in range(ROUNDS):
-                delete(client)
-                client.create()
+                client.delete_gallery("g")
+                client.create_gallery("g")
         assert served.stop() == 0
 
 
@@ -92,14 +79,15 @@ def test_a_deletion_and_a_put_under_way_wait_for_each_other_in_one_order(
 ) -> None:
     """The put was inside a plan and wanted the lock, the deletion inside the lock and wanted the
     plan: both waited for a minute, and so did who made another gallery."""
-    client.create()
+    client.create_gallery("g")
     galleries = gateway.galleries
     with ThreadPoolExecutor(1) as pool, galleries.using("g") as hosted, hosted.using():
-        deletion = pool.submit(delete, client)
+        deletion = pool.submit(client.delete_gallery, "g")
         while not hosted.leaving:
             pass
-        client.create("another")
-        assert refusal(lambda: client.gallery("g"))[0] is grpc.StatusCode.NOT_FOUND
+        client.create_gallery("another")
+        with refused(NotFoundError):
+            client.get_gallery("g")
         with hosted.write_lock.shared():
             assert not deletion.done()
     deletion.result(30)
@@ -111,26 +99,27 @@ def test_a_gallery_that_stays_in_use_stays(
     gateway: Gateway, client: Client, monkeypatch: pytest.MonkeyPatch, one: Manifest
 ) -> None:
     monkeypatch.setattr("nobackfill.server.galleries.galleries._LEAVE_S", 0.05)
-    client.create()
-    with gateway.galleries.using("g"):
-        assert refusal(lambda: delete(client))[0] is grpc.StatusCode.ABORTED
+    client.create_gallery("g")
+    with gateway.galleries.using("g"), refused(BusyError):
+        client.delete_gallery("g")
     client.put_images(images(2))
-    assert client.gallery().items == 2
-    delete(client)
-    assert refusal(lambda: client.gallery())[0] is grpc.StatusCode.NOT_FOUND
+    assert client.get_gallery("g").items == 2
+    client.delete_gallery("g")
+    with refused(NotFoundError):
+        client.get_gallery("g")
 
 
 def test_a_pause_ends_with_its_gallery(repo: Path, tmp_path: Path, stages: Stages) -> None:
     """The next gallery of the name was paused from birth, and the next activation never ended."""
     with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
-        client.create()
-        client.pause()
-        delete(client)
-        client.create()
+        client.create_gallery("g")
+        client.pause_upgrade("g")
+        client.delete_gallery("g")
+        client.create_gallery("g")
         client.put_images(images(3))
         publish_stage(repo, stages[2])
-        assert client.activate(2).phase == release_pb2.PHASE_DONE
-        client.pause()
+        assert client.swap(2).phase == release_pb2.PHASE_DONE
+        client.pause_upgrade("g")
         # As a kill between the deletion and its record leaves it.
         gateway.galleries.delete("g")
     with running(repo, tmp_path / "data") as gateway:

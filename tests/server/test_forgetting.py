@@ -7,7 +7,7 @@ import numpy as np
 from nobackfill.gallery.search import hnsw
 from nobackfill.server.galleries import initial_index
 from nobackfill.v1 import gallery_pb2, types_pb2
-from tests.server.support import TIMEOUT_S, Client, running
+from tests.server.support import Client, running
 from tests.support import graphs
 from tests.support.blocks import manifest
 from tests.support.waiting import wait_until
@@ -36,7 +36,7 @@ def test_no_vector_is_in_the_index_file_which_outlives_deletions(
 ) -> None:
     data, space, vectors = tmp_path / "data", manifest(repo, 1).space, unit_vectors()
     with running(repo, data) as gateway, Client(gateway.address) as client:
-        client.create()
+        client.create_gallery("g")
         items = [
             gallery_pb2.PutItem(
                 id=f"i{row}",
@@ -46,14 +46,13 @@ def test_no_vector_is_in_the_index_file_which_outlives_deletions(
             )
             for row, values in enumerate(vectors)
         ]
-        client.put(items)
+        client.put_items("g", items)
         index = wait_for(data, "*.hnsw")
         written = index.read_bytes()
         # It is there for the next start, and holds no vector, of whatever item.
         holding = files_with(data, vectors[7])
         assert holding and all(name.startswith("gallery.sqlite") for name in holding)
-        request = gallery_pb2.DeleteItemsRequest(gallery="g", ids=["i7"])
-        assert client.galleries.DeleteItems(request, timeout=TIMEOUT_S).deleted == 1
+        assert client.delete("g", ["i7"]) == 1
         assert files_with(data, vectors[7]) == []
         # Deleting leaves the index: a restart needs it.
         assert index.read_bytes() == written

@@ -21,7 +21,7 @@ from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import gallery_pb2, types_pb2
 from tests.server.conftest import Stages, publish_stage
-from tests.server.support import TIMEOUT_S, Client
+from tests.server.support import Client
 from tests.server.test_forgetting import COUNT, unit_vectors
 from tests.support import graphs
 from tests.support.waiting import wait_until
@@ -42,7 +42,7 @@ def put(client: Client, one: Manifest, first: int = 0, end: int = COUNT, name: s
             enumerate(zip(unit_vectors(end), sides, strict=True)), first, None
         )
     )
-    client.put(items, name)
+    client.put_items(name, items)
 
 
 @pytest.fixture
@@ -50,10 +50,10 @@ def swapped(
     gateway: Gateway, client: Client, repo: Path, stages: Stages, one: Manifest, two: Manifest
 ) -> Hosted:
     """Gallery g, put in release 1 and carried to release 2, with a graph built of its own there."""
-    client.create()
+    client.create_gallery("g")
     put(client, one)
     publish_stage(repo, stages[2])
-    client.activate(2)
+    client.swap(2)
     hosted = gateway.galleries.get("g")
     path, spec = hosted.index_path(two.space), SpaceSpec.of(two)
     wait_until(lambda: path.exists() and skeleton.read(path, spec).fresh, "no graph of its own")
@@ -73,7 +73,7 @@ def test_a_release_that_comes_back_brings_its_index(
 ) -> None:
     client.rollback(confirm=True)
     assert two.space not in swapped.views()
-    client.activate(2)
+    client.swap(2)
     index = swapped.view(two.space).snapshot().base.index
     # Built of its own vectors, not inherited once more.
     assert isinstance(index, hnsw.HnswIndex)
@@ -84,8 +84,7 @@ def test_a_release_that_comes_back_brings_its_index(
 def test_a_space_that_was_left_is_let_go_of(swapped: Hosted, client: Client, two: Manifest) -> None:
     left = weakref.ref(swapped.view(two.space))
     # From here on the graph has no file: its view waits for quiet times to be written again.
-    request = gallery_pb2.DeleteItemsRequest(gallery="g", ids=["i7"])
-    assert client.galleries.DeleteItems(request, timeout=TIMEOUT_S).deleted == 1
+    assert client.delete("g", ["i7"]) == 1
     time.sleep(3 * indexing._EVERY_S)
     client.rollback(confirm=True)
     wait_until(lambda: left() is None, "the view is still there")
@@ -97,7 +96,7 @@ def test_what_was_put_joins_the_graph_when_puts_end(
     more = indexing._QUIET_DELTA + 100
     # Too few to make the graph anew while puts go on.
     assert more < bases.LARGEST_DELTA
-    client.create()
+    client.create_gallery("g")
     put(client, one)
     hosted = gateway.galleries.get("g")
     wait_until(hosted.index_path(one.space).exists, "no index file")
@@ -127,11 +126,11 @@ def test_a_rollback_and_the_end_do_not_wait_for_an_index(
         return build(*args, **options)
 
     monkeypatch.setattr(hnsw, "build", endless)
-    client.create()
+    client.create_gallery("g")
     put(client, one)
     publish_stage(repo, stages[2])
     try:
-        events = client.begin(2, "CUTOVER")
+        events = client.begin(2, "cutover")
 
         def indexing_now() -> bool:
             job = gateway.upgrading.job("g")

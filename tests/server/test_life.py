@@ -2,18 +2,18 @@
 
 from pathlib import Path
 
-import grpc
 import pytest
 
-from nobackfill.v1 import release_pb2, types_pb2
+from nobackfill.errors import PreconditionError
+from nobackfill.v1 import release_pb2
 from tests.server.conftest import Stages, publish_stage
-from tests.server.support import Client, code_of, ids, images, running
+from tests.server.support import Client, ids, images, refused, running
 
 
-def finds_itself(client: Client, count: int, *, release: int, origin: int) -> None:
+def finds_itself(client: Client, count: int, *, release: int, origin: str) -> None:
     """Each image's own item comes first, at distance 0: no vector met a query of another space."""
     for i, image in enumerate(images(count)):
-        answer = client.search(image)
+        answer = client.find(image)
         assert answer.release == release
         assert answer.hits[0].id == f"i{i}"
         assert answer.hits[0].distance == pytest.approx(0, abs=1e-5)
@@ -27,66 +27,65 @@ def test_the_first_release_is_activated_at_the_start(client: Client) -> None:
 
 
 def test_images_are_found(client: Client) -> None:
-    client.create()
+    client.create_gallery("g")
     client.put_images(images(8))
-    finds_itself(client, 8, release=1, origin=types_pb2.ORIGIN_NATIVE)
+    finds_itself(client, 8, release=1, origin="native")
 
 
-@pytest.mark.parametrize("rollout", ["UNSPECIFIED", "CUTOVER", "DUAL"])
+@pytest.mark.parametrize("rollout", ["unspecified", "cutover", "dual"])
 def test_an_activation_carries_the_gallery_over(
     client: Client, repo: Path, stages: Stages, rollout: str
 ) -> None:
-    client.create()
+    client.create_gallery("g")
     client.put_images(images(8))
     publish_stage(repo, stages[2])
-    event = client.activate(2, rollout)
+    event = client.swap(2, rollout)
     assert (event.phase, event.message) == (release_pb2.PHASE_DONE, "")
     assert client.states() == {1: "PREVIOUS", 2: "ACTIVE"}
-    finds_itself(client, 8, release=2, origin=types_pb2.ORIGIN_UPGRADED)
+    finds_itself(client, 8, release=2, origin="upgraded")
 
 
 def test_rollback_returns_with_what_was_put_meanwhile(
     client: Client, repo: Path, stages: Stages
 ) -> None:
-    client.create()
+    client.create_gallery("g")
     client.put_images(images(4))
     publish_stage(repo, stages[2])
-    client.activate(2)
+    client.swap(2)
     client.put_images(images(6)[4:], first=4)
     asked = client.rollback(confirm=False)
     assert (asked.number, asked.lost_items, asked.done) == (1, 0, False)
     assert client.states()[2] == "ACTIVE"
     assert client.rollback(confirm=True).done
     assert client.states() == {1: "ACTIVE", 2: "PUBLISHED"}
-    finds_itself(client, 6, release=1, origin=types_pb2.ORIGIN_NATIVE)
-    client.activate(2)
-    assert client.search(images(1)[0]).release == 2
+    finds_itself(client, 6, release=1, origin="native")
+    client.swap(2)
+    assert client.find(images(1)[0]).release == 2
 
 
 def test_retire_ends_the_way_back(client: Client, repo: Path, stages: Stages) -> None:
-    client.create()
+    client.create_gallery("g")
     client.put_images(images(4))
     publish_stage(repo, stages[2])
-    client.activate(2)
+    client.swap(2)
     assert client.retire() == [1]
     assert client.states() == {1: "RETIRED", 2: "ACTIVE"}
-    assert [space.release for space in client.gallery().spaces] == [2]
-    with pytest.raises(grpc.RpcError) as refused:
+    assert [space.release for space in client.get_gallery("g").spaces] == [2]
+    with refused(PreconditionError):
         client.rollback(confirm=True)
-    assert code_of(refused.value) is grpc.StatusCode.FAILED_PRECONDITION
-    finds_itself(client, 4, release=2, origin=types_pb2.ORIGIN_UPGRADED)
+    finds_itself(client, 4, release=2, origin="upgraded")
 
 
 def test_a_chain_of_releases(client: Client, repo: Path, stages: Stages) -> None:
-    client.create()
+    client.create_gallery("g")
     client.put_images(images(4))
     publish_stage(repo, stages[3])
-    client.activate(2)
+    client.swap(2)
     client.put_images(images(6)[4:], first=4)
-    client.activate(3)
+    client.swap(3)
     assert client.states() == {1: "PREVIOUS", 2: "PREVIOUS", 3: "ACTIVE"}
     for i, image in enumerate(images(6)):
-        hit = client.search(image).hits[0]
+        hit = client.find(image).hits[0]
         assert (hit.id, hit.release) == (f"i{i}", 3)
         assert hit.distance == pytest.approx(0, abs=1e-5)
 
@@ -94,29 +93,27 @@ def test_a_chain_of_releases(client: Client, repo: Path, stages: Stages) -> None
 def test_a_restart_serves_what_was_there(repo: Path, stages: Stages, tmp_path: Path) -> None:
     data = tmp_path / "data"
     with running(repo, data) as gateway, Client(gateway.address) as client:
-        client.create()
+        client.create_gallery("g")
         client.put_images(images(4))
         publish_stage(repo, stages[2])
-        client.activate(2)
+        client.swap(2)
     with running(repo, data) as gateway, Client(gateway.address) as client:
         assert client.states() == {1: "PREVIOUS", 2: "ACTIVE"}
-        finds_itself(client, 4, release=2, origin=types_pb2.ORIGIN_UPGRADED)
+        finds_itself(client, 4, release=2, origin="upgraded")
         assert client.rollback(confirm=True).number == 1
-        finds_itself(client, 4, release=1, origin=types_pb2.ORIGIN_NATIVE)
+        finds_itself(client, 4, release=1, origin="native")
 
 
 def test_nothing_published_yet(tmp_path: Path, stages: Stages) -> None:
     repo = tmp_path / "repo"
     repo.mkdir()
     with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
-        with pytest.raises(grpc.RpcError) as refused:
-            client.create()
-        assert code_of(refused.value) is grpc.StatusCode.FAILED_PRECONDITION
+        with refused(PreconditionError):
+            client.create_gallery("g")
         publish_stage(repo, stages[1])
-        watch = client.releases.WatchReleases(release_pb2.WatchReleasesRequest(), timeout=30)
-        for seen in watch:
-            if [r.state for r in seen.releases] == [release_pb2.RELEASE_STATE_ACTIVE]:
+        for seen in client.watch_releases():
+            if [r.state for r in seen] == [release_pb2.RELEASE_STATE_ACTIVE]:
                 break
         client.create_when_idle()
         client.put_images(images(2))
-        assert ids(client.search(images(2)[1]))[0] == "i1"
+        assert ids(client.find(images(2)[1]))[0] == "i1"

@@ -12,12 +12,14 @@ from pathlib import Path
 import grpc
 import pytest
 
+from nobackfill.errors import InvalidInputError, NotFoundError, OutOfRangeError, TooLargeError
 from nobackfill.server.grpc.lanes import STREAMS
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.services.gallery import LISTED_ERRORS
 from nobackfill.server.grpc.stalls import Stalls
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
-from tests.server.support import Client, ids, images, random_id, refusal, running
+from nobackfill.wire.calls import translated
+from tests.server.support import Client, ids, images, random_id, refused, running
 from tests.server.test_rules import METHODS
 from tests.support.blocks import png
 
@@ -43,21 +45,22 @@ def bomb(width: int, height: int) -> bytes:
 def test_image_bombs_are_refused_from_the_header(
     shared: Client, gallery: str, size: tuple[int, int]
 ) -> None:
-    code, sentence, _ = refusal(lambda: shared.ask(search_pb2.Query(image=bomb(*size)), gallery))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "pixels" in sentence or "too large" in sentence
+    with refused(InvalidInputError, "pixels"):
+        shared.search(gallery, image=bomb(*size))
 
 
 @pytest.mark.parametrize("mebibytes", [34, 64])
 def test_oversized_requests_are_refused(shared: Client, gallery: str, mebibytes: int) -> None:
     query = search_pb2.Query(image=bytes(mebibytes * 2**20))
-    assert refusal(lambda: shared.ask(query, gallery))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert shared.gallery(gallery).items == 0
+    # Gateway sends no image of this size.
+    with refused(TooLargeError):
+        shared.raw.ask(query, gallery)
+    assert shared.get_gallery(gallery).items == 0
 
 
 def test_a_request_above_grpcs_own_default_passes(shared: Client, gallery: str) -> None:
     big = png(images(1)[0]) + bytes(5 * 2**20)
-    assert shared.put([gallery_pb2.PutItem(id="big", image=big)], gallery).stored == 1
+    assert not shared.put(gallery, {"big": big})
 
 
 OURS = [method for method in METHODS if method.startswith("/nobackfill")]
@@ -66,24 +69,24 @@ OURS = [method for method in METHODS if method.startswith("/nobackfill")]
 @pytest.mark.parametrize("method", OURS)
 @pytest.mark.parametrize("garbage", [b"\xff" * 50, b"\x0a\xff\xff\xff\xff\x0f", b"\x0a\x05ab"])
 def test_garbage_is_an_invalid_argument(shared: Client, method: str, garbage: bytes) -> None:
-    call = shared.channel.stream_stream(
+    call = shared.raw.channel.stream_stream(
         method, request_serializer=bytes, response_deserializer=bytes
     )
-    code, _, _ = refusal(lambda: list(call(iter([garbage]), timeout=30)))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    with refused(InvalidInputError):
+        list(call(iter([garbage]), timeout=30))
 
 
 def test_deep_messages_are_refused(shared: Client) -> None:
     deep = b""
     for _ in range(200):
         deep = b"\x12" + bytes([len(deep) & 0x7F]) + deep if len(deep) < 100 else deep
-    call = shared.channel.unary_unary(
+    call = shared.raw.channel.unary_unary(
         "/nobackfill.v1.SearchService/Search",
         request_serializer=bytes,
         response_deserializer=bytes,
     )
-    code, _, _ = refusal(lambda: call(deep, timeout=30))
-    assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+    with pytest.raises((InvalidInputError, NotFoundError)), translated("the gateway"):
+        call(deep, timeout=30)
 
 
 def test_overload_is_shed_and_passes(repo: Path, tmp_path: Path) -> None:
@@ -91,22 +94,22 @@ def test_overload_is_shed_and_passes(repo: Path, tmp_path: Path) -> None:
         running(repo, tmp_path / "data", max_calls=8) as gateway,
         Client(gateway.address) as client,
     ):
-        client.create()
+        client.create_gallery("g")
         client.put_images(images(20))
         queries = [search_pb2.Query(image=png(image)) for image in images(20)] * 10
         request = search_pb2.SearchBatchRequest(gallery="g", queries=queries)
-        calls = [client.searches.SearchBatch.future(request, timeout=60) for _ in range(80)]
+        calls = [client.raw.searches.SearchBatch.future(request, timeout=60) for _ in range(80)]
         codes = Counter(call.code() for call in calls)
         assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert codes[grpc.StatusCode.OK] >= 8
-        assert ids(client.search(images(20)[3]))[0] == "i3"
+        assert ids(client.find(images(20)[3]))[0] == "i3"
 
 
 def test_idle_streams_are_bounded_and_searches_go_on(shared: Client, gallery: str) -> None:
     shared.put_images(images(3), gallery)
     places = STREAMS["watches"].places
     watches = [
-        shared.releases.WatchReleases(release_pb2.WatchReleasesRequest(), timeout=60)
+        shared.raw.releases.WatchReleases(release_pb2.WatchReleasesRequest(), timeout=60)
         for _ in range(places + 10)
     ]
 
@@ -124,12 +127,12 @@ def test_idle_streams_are_bounded_and_searches_go_on(shared: Client, gallery: st
         grpc.StatusCode.RESOURCE_EXHAUSTED: 10,
     }
     for _ in range(20):
-        assert ids(shared.search(images(3)[1], gallery))[0] == "i1"
+        assert ids(shared.find(images(3)[1], gallery))[0] == "i1"
     for watch in watches:
         watch.cancel()
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        again = shared.releases.WatchReleases(release_pb2.WatchReleasesRequest(), timeout=30)
+        again = shared.raw.releases.WatchReleases(release_pb2.WatchReleasesRequest(), timeout=30)
         code = first(again)
         again.cancel()
         if code is grpc.StatusCode.OK:
@@ -168,44 +171,38 @@ def test_a_client_that_stands_still_is_cut_and_a_slow_gateway_is_not() -> None:
 
 
 def test_fetching_files_resumes_and_stays_inside(shared: Client, gallery: str, repo: Path) -> None:
-    def fetch(path: str, offset: int = 0) -> tuple[bytes, int]:
-        request = release_pb2.FetchFileRequest(path=path, offset=offset)
-        pieces = list(shared.releases.FetchFile(request, timeout=30))
-        return b"".join(piece.chunk for piece in pieces), pieces[0].size
+    def fetch(path: str, offset: int = 0) -> bytes:
+        return b"".join(shared.fetch_file(path, offset))
 
     for path in ("timestamp.json", "1.root.json", "release-1.json", "embedder_1/1/model.onnx"):
         whole = (repo / path).read_bytes()
-        assert fetch(path) == (whole, len(whole))
-        assert fetch(path, 10) == (whole[10:], len(whole))
-        assert fetch(path, len(whole)) == (b"", len(whole))
-        past = len(whole) + 1
-        code, _, _ = refusal(lambda p=path, n=past: fetch(p, n))  # type: ignore[misc]
-        assert code is grpc.StatusCode.OUT_OF_RANGE
+        assert fetch(path) == whole
+        assert fetch(path, 10) == whole[10:]
+        assert fetch(path, len(whole)) == b""
+        with refused(OutOfRangeError):
+            fetch(path, len(whole) + 1)
     (repo / "secret").write_text("nobody signed this")
     for path in ("secret", "embedder_9/1/model.onnx", "embedder_1", random_id(1)):
-        code, _, _ = refusal(lambda p=path: fetch(p))  # type: ignore[misc]
-        assert code is grpc.StatusCode.NOT_FOUND, path
+        with refused(NotFoundError):
+            fetch(path)
     for path in ("../data/state.json", "/etc/passwd", "", "a//b", "embedder_1/../timestamp.json"):
-        code, _, _ = refusal(lambda p=path: fetch(p))  # type: ignore[misc]
-        assert code is grpc.StatusCode.INVALID_ARGUMENT, path
+        with refused(InvalidInputError):
+            fetch(path)
 
 
 def test_a_message_of_too_many_parts_is_refused_before_it_is_read(
     shared: Client, gallery: str
 ) -> None:
     """Tiny bad items, and tiny parts further down, 30 MiB of each."""
-    put = shared.channel.stream_stream("/nobackfill.v1.GalleryService/PutItems", bytes, bytes)
-    search = shared.channel.unary_unary("/nobackfill.v1.SearchService/Search", bytes, bytes)
+    put = shared.raw.channel.stream_stream("/nobackfill.v1.GalleryService/PutItems", bytes, bytes)
+    search = shared.raw.channel.unary_unary("/nobackfill.v1.SearchService/Search", bytes, bytes)
     empty = b"\x0a\x00" * (15 * 2**20)
     # SearchRequest.query.embeddings.embeddings, each empty.
     nested = field(2, field(2, empty))
-    for call in (
-        lambda: list(put(iter([b"\x12\x00" * (15 * 2**20)]), timeout=60)),
-        lambda: search(nested, timeout=60),
-    ):
-        code, sentence, _ = refusal(call)
-        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "10000 items" in sentence
+    with refused(TooLargeError, "10000 items"):
+        list(put(iter([b"\x12\x00" * (15 * 2**20)]), timeout=60))
+    with refused(TooLargeError, "10000 items"):
+        search(nested, timeout=60)
 
 
 def field(number: int, content: bytes) -> bytes:
@@ -221,7 +218,7 @@ def test_the_first_refused_items_are_listed_and_all_are_counted(
     shared: Client, gallery: str
 ) -> None:
     bad = [gallery_pb2.PutItem(id=f"b{i}") for i in range(LISTED_ERRORS + 5)]
-    response = shared.put(bad, gallery)
+    response = shared.raw.put(bad, gallery)
     assert len(response.errors) == LISTED_ERRORS
     assert response.refused == LISTED_ERRORS + 5
     assert response.errors[0].id == "b0"

@@ -5,14 +5,14 @@ import shutil
 import time
 from pathlib import Path
 
-import grpc
 import pytest
 
+from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.connections import Connections
 from nobackfill.release.manifest import Manifest
 from nobackfill.v1 import gallery_pb2
 from tests.server.process import Served, serving
-from tests.server.support import Client, embedding, ids, images, refusal, running
+from tests.server.support import Client, embedding, ids, images, refused, running
 
 # Beside them, files that the galleries may have open: at six each far fewer than all would take.
 FEW, FEW_FILES = 300, 1200
@@ -24,7 +24,7 @@ START_S = 90.0
 def fill(repo: Path, data: Path, count: int) -> None:
     """Galleries g0, g1, ... of five items each."""
     with running(repo, data) as gateway, Client(gateway.address) as client:
-        client.create("g0")
+        client.create_gallery("g0")
         client.put_images(images(5), "g0")
     for i in range(1, count):
         shutil.copytree(data / "galleries" / "g0", data / "galleries" / f"g{i}")
@@ -35,9 +35,9 @@ def serves_each(served: Served, one: Manifest, numbers: range, most: int) -> Non
     with Client(served.address) as client:
         for i in numbers:
             query = embedding(one, images(5)[i % 5])
-            assert ids(client.search_by(query, name=f"g{i}", k=1)) == [f"i{i % 5}"]
+            assert ids(client.find_by(query, name=f"g{i}", k=1)) == [f"i{i % 5}"]
             client.put_images(images(1, seed=i + 1), f"g{i}", first=5)
-            assert client.gallery(f"g{i}").items == 6
+            assert client.get_gallery(f"g{i}").items == 6
     assert len([*Path(f"/proc/{served.process.pid}/fd").iterdir()]) <= most
 
 
@@ -45,7 +45,7 @@ def listed(client: Client, size: int = 0) -> list[str]:
     """Names in the order of their pages."""
     request, names = gallery_pb2.ListGalleriesRequest(page_size=size), list[str]()
     while True:
-        answer = client.galleries.ListGalleries(request, timeout=60)
+        answer = client.raw.galleries.ListGalleries(request, timeout=60)
         assert not size or len(answer.galleries) <= size
         names += [gallery.name for gallery in answer.galleries]
         if not answer.next_page_token:
@@ -87,21 +87,21 @@ def test_pages_of_galleries(repo: Path, tmp_path: Path) -> None:
     with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
         assert listed(client, 2) == []
         for name in ("a", "c", "e", "g"):
-            client.create(name)
-        calls = client.galleries
+            client.create_gallery(name)
+        calls = client.raw.galleries
         request = gallery_pb2.ListGalleriesRequest(page_size=2)
         first = calls.ListGalleries(request)
         assert [one.name for one in first.galleries] == ["a", "c"]
-        client.create("b")
-        client.create("d")
-        calls.DeleteGallery(gallery_pb2.DeleteGalleryRequest(name="c"))
+        client.create_gallery("b")
+        client.create_gallery("d")
+        client.delete_gallery("c")
         request.page_token = first.next_page_token
         assert [one.name for one in calls.ListGalleries(request).galleries] == ["d", "e"]
         everything = gallery_pb2.ListGalleriesRequest(page_size=5)
         assert calls.ListGalleries(everything).next_page_token == ""
         wrong = gallery_pb2.ListGalleriesRequest(page_size=1001)
-        refused = refusal(lambda: calls.ListGalleries(wrong))
-        assert refused[0] is grpc.StatusCode.INVALID_ARGUMENT
+        with refused(InvalidInputError):
+            calls.ListGalleries(wrong)
 
 
 @pytest.mark.faults

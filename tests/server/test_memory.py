@@ -16,7 +16,7 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ 0\s*\Z")
 # What glibc reserves for an arena, beside the first, and where it begins.
 _ARENA = 64 << 20
 CALLERS = 24
-SWAPS = ("CUTOVER", "DUAL") * 4
+SWAPS = ("cutover", "dual") * 4
 
 
 def arenas(pid: int) -> int:
@@ -33,13 +33,13 @@ def test_many_threads_share_few_arenas(repo: Path, tmp_path: Path) -> None:
     pictures = images(CALLERS)
     with serving(repo, tmp_path / "data", "--triton=in-process") as served:
         with Client(served.address) as client:
-            client.create()
+            client.create_gallery("g")
             client.put_images(pictures)
 
         def ask(number: int) -> None:
             with Client(served.address) as client:
                 for _ in range(5):
-                    client.search(pictures[number])
+                    client.find(pictures[number])
 
         with ThreadPoolExecutor(CALLERS) as callers:
             list(callers.map(ask, range(CALLERS)))
@@ -58,17 +58,17 @@ def objects() -> Counter[str]:
 def test_a_swap_leaves_no_object(
     stages: Stages, repo: Path, gateway: Gateway, client: Client
 ) -> None:
-    client.create()
+    client.create_gallery("g")
     client.put_images(images(40))
     publish_stage(repo, stages[2])
 
     def swap(rollout: str) -> None:
-        client.activate(2, rollout)
-        client.search(images(1)[0])
+        client.swap(2, rollout)
+        client.find(images(1)[0])
         client.rollback(confirm=True)
 
-    swap("CUTOVER")
-    swap("DUAL")
+    swap("cutover")
+    swap("dual")
     before = objects()
     for rollout in SWAPS:
         swap(rollout)

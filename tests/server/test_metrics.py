@@ -73,7 +73,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 def test_time_in_the_queue_counts_and_what_is_shed_is_counted() -> None:
     metrics, sleeping = Metrics(), Sleeping()
     with serving(sleeping, metrics, max_calls=3 * THREADS) as client:
-        call = client.channel.unary_unary(METHOD, bytes, bytes)
+        call = client.raw.channel.unary_unary(METHOD, bytes, bytes)
         sent = [call.future(b"", timeout=60) for _ in range(4 * THREADS)]
         codes = [one.code() for one in sent]
     answered, shed = (
@@ -94,7 +94,7 @@ def test_time_in_the_queue_counts_and_what_is_shed_is_counted() -> None:
 def test_calls_whose_callers_left_the_queue_are_not_worked_on() -> None:
     metrics, sleeping = Metrics(), Sleeping()
     with serving(sleeping, metrics, max_calls=64) as client:
-        call = client.channel.unary_unary(METHOD, bytes, bytes)
+        call = client.raw.channel.unary_unary(METHOD, bytes, bytes)
         sent = [call.future(b"", timeout=60) for _ in range(5 * THREADS)]
         while sleeping.ran < THREADS:
             time.sleep(0.01)
@@ -109,9 +109,9 @@ def test_calls_whose_callers_left_the_queue_are_not_worked_on() -> None:
 
 def test_searches_indexes_and_the_disk_are_told(repo: Path, tmp_path: Path) -> None:
     with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
-        client.create()
+        client.create_gallery("g")
         client.put_images(images(5))
-        client.search(images(5)[1])
+        client.find(images(5)[1])
         with urllib.request.urlopen(f"http://{gateway.metrics_address}/metrics") as page:
             lines = dict(line.rsplit(" ", 1) for line in page.read().decode().splitlines())
     assert float(lines['nobackfill_searches_total{searched="exact"}']) == 1

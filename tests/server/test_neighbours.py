@@ -15,8 +15,8 @@ from nobackfill.release.models import Images
 from nobackfill.server.galleries import speed
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.gateway import Gateway
-from nobackfill.v1 import search_pb2
 from nobackfill.vectors import Vectors
+from nobackfill.wire import Answer, Hit
 from tests.server.support import Client, embedding, ids, images
 
 # More than a lane of calls has threads.
@@ -62,7 +62,7 @@ def test_a_large_gallery_without_a_graph_is_slow_before_it_is_searched(
     gateway: Gateway, client: Client, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first burst on it held every thread of the quick lane once."""
-    client.create()
+    client.create_gallery("g")
     client.put_images(images(5))
     asked = gateway.galleries.slow
     monkeypatch.setattr(speed, "_SLOW_ELEMENTS", 5 * one.embedder.dim)
@@ -76,21 +76,21 @@ def test_a_slow_gallery_delays_no_other(
     gateway: Gateway, client: Client, one: Manifest, askers: int
 ) -> None:
     for name in ("slow", "quick"):
-        client.create(name)
+        client.create_gallery(name)
         client.put_images(images(5), name)
     query = embedding(one, images(5)[2])
     slow = gateway.galleries.get("slow")
     # As its last searches did; nobody knows of one that was never searched.
     slow.speed.took(10.0)
 
-    def ask() -> search_pb2.SearchResponse:
-        return client.search_by(query, name="slow", k=1)
+    def ask() -> Answer[Hit]:
+        return client.find_by(query, name="slow", k=1)
 
     with ThreadPoolExecutor(askers) as pool:
         with held(slow):
             asked = [pool.submit(ask) for _ in range(askers)]
             for _ in range(20):
-                assert ids(client.search_by(query, name="quick", k=1)) == ["i2"]
+                assert ids(client.find_by(query, name="quick", k=1)) == ["i2"]
             assert not any(future.done() for future in asked)
         assert all(ids(future.result(60)) == ["i2"] for future in asked)
     while slow.speed.slow:
@@ -100,7 +100,7 @@ def test_a_slow_gallery_delays_no_other(
 def test_searches_by_embedding_wait_for_no_model(
     gateway: Gateway, client: Client, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client.create()
+    client.create_gallery("g")
     client.put_images(images(5))
     opened = threading.Event()
     models = gateway.models
@@ -113,10 +113,10 @@ def test_searches_by_embedding_wait_for_no_model(
     monkeypatch.setattr(models, "embed", wait)
     query = embedding(one, images(5)[2])
     with ThreadPoolExecutor(ASKERS) as pool:
-        asked = [pool.submit(client.search, images(5)[1], "g", 1) for _ in range(ASKERS)]
+        asked = [pool.submit(client.find, images(5)[1], "g", 1) for _ in range(ASKERS)]
         try:
             for _ in range(20):
-                assert ids(client.search_by(query, k=1)) == ["i2"]
+                assert ids(client.find_by(query, k=1)) == ["i2"]
             assert not any(future.done() for future in asked)
         finally:
             opened.set()
@@ -126,11 +126,11 @@ def test_searches_by_embedding_wait_for_no_model(
 def test_searches_go_on_while_the_view_of_a_new_space_is_read(
     gateway: Gateway, client: Client, one: Manifest
 ) -> None:
-    client.create()
+    client.create_gallery("g")
     client.put_images(images(5))
     hosted = gateway.galleries.get("g")
     space = hosted.plan.parts[0].space
     # As who makes another view holds it for as long as that is read.
     with hosted._making:
-        assert ids(client.search_by(embedding(one, images(5)[2]), k=1)) == ["i2"]
+        assert ids(client.find_by(embedding(one, images(5)[2]), k=1)) == ["i2"]
         assert hosted.view(space) is hosted.views()[space]

@@ -9,7 +9,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from nobackfill.release.manifest import Manifest
 from nobackfill.v1 import gallery_pb2, search_pb2
-from tests.server.support import TIMEOUT_S, Client, embedding, images, metadata
+from nobackfill.v1.types_pb2 import Value
+from tests.server.support import TIMEOUT_S, Client, embedding, images
 from tests.support.blocks import png
 
 FIRST = Path(__file__).parent / "contracts" / "first.binpb"
@@ -39,19 +40,19 @@ def old(files: descriptor_pb2.FileDescriptorSet) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def filled(shared: Client) -> str:
     """Items with what old clients know, and with what came later."""
-    shared.create("old-clients")
+    shared.create_gallery("old-clients")
     items = []
     for i, image in enumerate(images(COUNT)):
-        item = gallery_pb2.PutItem(id=f"i{i}", image=png(image), metadata=metadata(n=i))
+        item = gallery_pb2.PutItem(id=f"i{i}", image=png(image), metadata={"n": Value(number=i)})
         item.metadata["exact"].integer = i
         item.metadata["tags"].texts.texts.append("all")
         items.append(item)
-    assert shared.put(items, "old-clients").stored == COUNT
+    assert not shared.put_items("old-clients", items)
     return "old-clients"
 
 
 def ask(client: Client, old: dict[str, Any], name: str, request: Any) -> Any:
-    call = client.channel.unary_unary(
+    call = client.raw.channel.unary_unary(
         f"/nobackfill.v1.SearchService/{name}",
         request_serializer=type(request).SerializeToString,
         response_deserializer=old[f"{name}Response"].FromString,

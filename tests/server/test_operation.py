@@ -15,10 +15,11 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
+from nobackfill.errors import NotFoundError
 from nobackfill.server.grpc.listener import SERVICES
-from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
+from nobackfill.v1 import release_pb2, search_pb2
 from tests.server.process import serving
-from tests.server.support import Client, images
+from tests.server.support import Client, images, refused
 from tests.support.blocks import png
 
 
@@ -28,18 +29,18 @@ def test_sigterm_lets_calls_end(repo: Path, tmp_path: Path) -> None:
         serving(repo, tmp_path / "data", "--triton=in-process") as served,
         Client(served.address) as client,
     ):
-        client.create()
+        client.create_gallery("g")
         client.put_images(images(10))
         queries = [search_pb2.Query(image=png(image)) for image in images(10)] * 10
         request = search_pb2.SearchBatchRequest(gallery="g", queries=queries)
-        early = [client.searches.SearchBatch.future(request, timeout=60) for _ in range(8)]
-        watch = client.releases.WatchReleases(release_watch(), timeout=60)
+        early = [client.raw.searches.SearchBatch.future(request, timeout=60) for _ in range(8)]
+        watch = client.watch_releases()
         next(watch)
         began = time.monotonic()
         served.process.terminate()
         assert [call.code() for call in early] == [grpc.StatusCode.OK] * 8
         assert all(len(call.result().responses) == 100 for call in early)
-        late = client.searches.SearchBatch.future(request, timeout=60)
+        late = client.raw.searches.SearchBatch.future(request, timeout=60)
         assert late.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.OK)
         # A stream that only watches does not hold the gateway up.
         assert served.process.wait(60) == 0
@@ -63,7 +64,7 @@ def release_watch() -> release_pb2.WatchReleasesRequest:
 
 
 def test_health_of_each_service(shared: Client) -> None:
-    stub = health_pb2_grpc.HealthStub(shared.channel)
+    stub = health_pb2_grpc.HealthStub(shared.raw.channel)
     for name in ("", *SERVICES):
         answer = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING, name
@@ -76,7 +77,7 @@ def test_health_of_each_service(shared: Client) -> None:
 
 
 def test_reflection_tells_a_stranger_the_contract(shared: Client) -> None:
-    database = ProtoReflectionDescriptorDatabase(shared.channel)
+    database = ProtoReflectionDescriptorDatabase(shared.raw.channel)
     assert set(SERVICES) <= set(database.get_services())
     pool = DescriptorPool(database)
     service = pool.FindServiceByName("nobackfill.v1.SearchService")
@@ -86,13 +87,12 @@ def test_reflection_tells_a_stranger_the_contract(shared: Client) -> None:
 def test_metrics_count_calls_and_hold_no_ids(repo: Path, tmp_path: Path) -> None:
     with serving(repo, tmp_path / "data", "--triton=in-process") as served:
         with Client(served.address) as client:
-            client.create("private-name")
-            item = gallery_pb2.PutItem(id="private-id", image=png(images(1)[0]))
-            client.put([item], "private-name")
+            client.create_gallery("private-name")
+            client.put("private-name", {"private-id": png(images(1)[0])})
             for _ in range(3):
-                client.search(images(1)[0], "private-name")
-            with pytest.raises(grpc.RpcError):
-                client.search(images(1)[0], "no-such-gallery")
+                client.find(images(1)[0], "private-name")
+            with refused(NotFoundError):
+                client.find(images(1)[0], "no-such-gallery")
         with urlopen(f"http://{served.metrics}/metrics", timeout=10) as page:
             text = page.read().decode()
         search = 'grpc_method="Search",grpc_service="nobackfill.v1.SearchService"'
@@ -121,7 +121,7 @@ def test_searches_and_puts_from_many_threads(shared: Client, gallery: str) -> No
             if not count:
                 continue
             for i in (0, count - 1):
-                hit = shared.search(pictures[i], gallery, 1).hits[0]
+                hit = shared.find(pictures[i], gallery, 1).hits[0]
                 if hit.id != f"i{i}" or hit.distance > 1e-4:
                     errors.append(f"asked i{i} of {count}, got {hit.id} at {hit.distance}")
 

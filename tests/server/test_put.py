@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 
+from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, TooLargeError
 from nobackfill.gallery.store import Store
 from nobackfill.release.manifest import Manifest
 from nobackfill.v1 import gallery_pb2, types_pb2
@@ -15,8 +15,7 @@ from tests.server.support import (
     embedding,
     ids,
     images,
-    metadata,
-    refusal,
+    refused,
     running,
     side_info,
 )
@@ -35,67 +34,58 @@ def bare_item(name: str, one: Manifest, seed: int, *, side: bool = False) -> gal
     return gallery_pb2.PutItem(id=name, vectors=vectors)
 
 
-def get(client: Client, gallery: str, name: str) -> gallery_pb2.GetItemResponse:
-    request = gallery_pb2.GetItemRequest(gallery=gallery, id=name)
-    return client.galleries.GetItem(request, timeout=30)
-
-
 def test_a_stream_acknowledges_what_is_durable(shared: Client, gallery: str) -> None:
     def requests() -> Iterator[gallery_pb2.PutItemsRequest]:
         for i in range(5):
             items = [image_item(f"i{i}-{j}", 10 * i + j) for j in range(3)]
             yield gallery_pb2.PutItemsRequest(gallery=gallery if i == 0 else "", items=items)
 
-    answers = shared.galleries.PutItems(requests(), timeout=60)
+    answers = shared.raw.galleries.PutItems(requests(), timeout=60)
     assert [answer.stored for answer in answers] == [3, 6, 9, 12, 15]
-    assert shared.gallery(gallery).items == 15
+    assert shared.get_gallery(gallery).items == 15
 
 
 def test_the_same_again_changes_nothing(shared: Client, gallery: str) -> None:
     for _ in range(2):
-        answer = shared.put([image_item("a", 1), image_item("b", 2)], gallery)
-        assert (answer.stored, len(answer.errors)) == (2, 0)
-    assert shared.gallery(gallery).items == 2
+        assert not shared.put_items(gallery, [image_item("a", 1), image_item("b", 2)])
+    assert shared.get_gallery(gallery).items == 2
 
 
 def test_other_content_replaces(shared: Client, gallery: str) -> None:
-    shared.put([image_item("a", 1)], gallery)
-    shared.put([image_item("a", 2)], gallery)
-    hits = shared.search(images(1, 2)[0], gallery).hits
+    shared.put_items(gallery, [image_item("a", 1)])
+    shared.put_items(gallery, [image_item("a", 2)])
+    hits = shared.find(images(1, 2)[0], gallery).hits
     assert [hit.id for hit in hits] == ["a"]
     assert hits[0].distance == pytest.approx(0, abs=1e-5)
 
 
 def test_new_metadata_of_the_same_image_is_seen_at_once(shared: Client, gallery: str) -> None:
-    item = image_item("a", 1)
+    image = png(images(1, 1)[0])
     for colour in ("red", "blue"):
-        item.metadata["colour"].text = colour
-        shared.put([item], gallery)
-        hit = shared.search(images(1, 1)[0], gallery).hits[0]
-        assert dict(hit.metadata) == metadata(colour=colour)
-        assert dict(get(shared, gallery, "a").metadata) == metadata(colour=colour)
+        shared.put(gallery, {"a": image}, {"a": {"colour": colour}})
+        hit = shared.search(gallery, image=image).hits[0]
+        assert hit.metadata == shared.get(gallery, "a").metadata == {"colour": colour}
 
 
 def test_the_same_image_without_metadata_keeps_what_it_has(shared: Client, gallery: str) -> None:
-    item = image_item("a", 1)
-    item.metadata["colour"].text = "red"
-    shared.put([item], gallery)
-    shared.put([image_item("a", 1)], gallery)
-    assert dict(get(shared, gallery, "a").metadata) == metadata(colour="red")
-    assert dict(shared.search(images(1, 1)[0], gallery).hits[0].metadata) == metadata(colour="red")
+    image = png(images(1, 1)[0])
+    shared.put(gallery, {"a": image}, {"a": {"colour": "red"}})
+    shared.put(gallery, {"a": image})
+    hit = shared.search(gallery, image=image).hits[0]
+    assert hit.metadata == shared.get(gallery, "a").metadata == {"colour": "red"}
 
 
 def test_the_last_of_an_id_in_one_message_wins(shared: Client, gallery: str) -> None:
-    answer = shared.put([image_item("a", 1), image_item("b", 2), image_item("a", 3)], gallery)
-    assert answer.stored == 3
-    assert shared.gallery(gallery).items == 2
-    assert shared.search(images(1, 3)[0], gallery).hits[0].distance == pytest.approx(0, abs=1e-5)
+    items = [image_item("a", 1), image_item("b", 2), image_item("a", 3)]
+    assert not shared.put_items(gallery, items)
+    assert shared.get_gallery(gallery).items == 2
+    assert shared.find(images(1, 3)[0], gallery).hits[0].distance == pytest.approx(0, abs=1e-5)
 
 
 def test_bare_vectors_are_found_like_images(shared: Client, gallery: str, one: Manifest) -> None:
-    answer = shared.put([bare_item("a", one, 1), bare_item("b", one, 2, side=True)], gallery)
-    assert (answer.stored, list(answer.errors)) == (2, [])
-    hit = shared.search(images(1, 2)[0], gallery).hits[0]
+    items = [bare_item("a", one, 1), bare_item("b", one, 2, side=True)]
+    assert not shared.put_items(gallery, items)
+    hit = shared.find(images(1, 2)[0], gallery).hits[0]
     assert hit.id == "b"
     assert hit.distance == pytest.approx(0, abs=1e-4)
 
@@ -138,55 +128,56 @@ def test_bad_items_are_named_and_the_others_stored(
 ) -> None:
     bad = bad_items(one)
     items = [image_item("first", 1), *bad.values(), image_item("last", 2)]
-    answer = shared.put(items, gallery)
+    answer = shared.raw.put(items, gallery)
     assert answer.stored == 2
     assert len(answer.errors) == len(bad)
     assert all(error.message for error in answer.errors)
-    assert {hit.id for hit in shared.search(images(1, 1)[0], gallery, 10).hits} == {"first", "last"}
+    assert {hit.id for hit in shared.find(images(1, 1)[0], gallery, 10).hits} == {"first", "last"}
 
 
 def test_two_galleries_in_one_stream_are_refused(shared: Client, gallery: str) -> None:
     requests = [gallery_pb2.PutItemsRequest(gallery=name) for name in (gallery, "other")]
-    code, _, _ = refusal(lambda: list(shared.galleries.PutItems(iter(requests), timeout=30)))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    with refused(InvalidInputError):
+        list(shared.raw.galleries.PutItems(iter(requests), timeout=30))
 
 
 def test_deleted_items_are_gone(shared: Client, gallery: str) -> None:
-    shared.put([image_item("a", 1), image_item("b", 2)], gallery)
-    request = gallery_pb2.DeleteItemsRequest(gallery=gallery, ids=["a", "never"])
-    assert shared.galleries.DeleteItems(request, timeout=30).deleted == 1
-    assert ids(shared.search(images(1, 1)[0], gallery)) == ["b"]
-    assert refusal(lambda: get(shared, gallery, "a"))[0] is grpc.StatusCode.NOT_FOUND
-    many = gallery_pb2.DeleteItemsRequest(gallery=gallery, ids=["x"] * 10_001)
-    code, _, _ = refusal(lambda: shared.galleries.DeleteItems(many, timeout=30))
-    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    shared.put_items(gallery, [image_item("a", 1), image_item("b", 2)])
+    assert shared.delete(gallery, ["a", "never"]) == 1
+    assert ids(shared.find(images(1, 1)[0], gallery)) == ["b"]
+    with refused(NotFoundError):
+        shared.get(gallery, "a")
+    with refused(TooLargeError):
+        shared.delete(gallery, ["x"] * 10_001)
 
 
 def test_get_item_names_its_spaces(shared: Client, gallery: str, one: Manifest) -> None:
-    shared.put([image_item("a", 1)], gallery)
-    assert list(get(shared, gallery, "a").spaces) == [one.space]
+    shared.put_items(gallery, [image_item("a", 1)])
+    request = gallery_pb2.GetItemRequest(gallery=gallery, id="a")
+    assert list(shared.raw.galleries.GetItem(request, timeout=30).spaces) == [one.space]
 
 
 @pytest.mark.parametrize("name", ["", "Upper", "a b", "../x", "x" * 65, "é"])
 def test_gallery_names(shared: Client, name: str) -> None:
-    assert refusal(lambda: shared.create(name))[0] is grpc.StatusCode.INVALID_ARGUMENT
+    with refused(InvalidInputError):
+        shared.create_gallery(name)
 
 
 def test_a_gallery_is_made_once_listed_and_deleted(shared: Client, gallery: str) -> None:
-    assert refusal(lambda: shared.create(gallery))[0] is grpc.StatusCode.ALREADY_EXISTS
-    shared.put([image_item("a", 1)], gallery)
-    listed = shared.galleries.ListGalleries(gallery_pb2.ListGalleriesRequest(), timeout=30)
-    assert gallery in {one.name for one in listed.galleries}
-    request = gallery_pb2.DeleteGalleryRequest(name=gallery)
-    shared.galleries.DeleteGallery(request, timeout=30)
-    assert refusal(lambda: shared.gallery(gallery))[0] is grpc.StatusCode.NOT_FOUND
-    shared.create(gallery)
-    assert shared.gallery(gallery).items == 0
+    with refused(AlreadyExistsError):
+        shared.create_gallery(gallery)
+    shared.put_items(gallery, [image_item("a", 1)])
+    assert gallery in {one.name for one in shared.list_galleries()}
+    shared.delete_gallery(gallery)
+    with refused(NotFoundError):
+        shared.get_gallery(gallery)
+    shared.create_gallery(gallery)
+    assert shared.get_gallery(gallery).items == 0
 
 
 def test_what_was_put_is_in_the_file(repo: Path, tmp_path: Path) -> None:
     with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
-        client.create()
+        client.create_gallery("g")
         client.put_images(images(3))
     path = tmp_path / "data" / "galleries" / "g" / "gallery.sqlite"
     assert path.stat().st_mode & 0o077 == 0
@@ -200,9 +191,9 @@ def test_what_was_put_is_in_the_file(repo: Path, tmp_path: Path) -> None:
 def test_an_image_is_not_kept(repo: Path, tmp_path: Path) -> None:
     canary = png(images(1, 77)[0])
     with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
-        client.create()
-        client.put([gallery_pb2.PutItem(id="a", image=canary)])
-        client.search(images(1, 77)[0])
+        client.create_gallery("g")
+        client.put("g", {"a": canary})
+        client.find(images(1, 77)[0])
     for path in (tmp_path / "data").rglob("*"):
         if path.is_file():
             assert canary[40:80] not in path.read_bytes(), path

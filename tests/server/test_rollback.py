@@ -3,24 +3,24 @@
 import threading
 from pathlib import Path
 
-import grpc
 import pytest
 
+from nobackfill.errors import BusyError, PreconditionError
 from nobackfill.server.gateway import Gateway
 from nobackfill.server.rollout import rollback
 from nobackfill.v1 import release_pb2, upgrade_pb2
 from tests.server.conftest import Stages, publish_stage
-from tests.server.support import TIMEOUT_S, Client, images, refusal, running
+from tests.server.support import TIMEOUT_S, Client, images, refused, running
 
 
 @pytest.fixture
 def third(client: Client, repo: Path, stages: Stages) -> Client:
     """A gallery carried from release 1 over 2 to 3."""
-    client.create()
+    client.create_gallery("g")
     client.put_images(images(3))
     publish_stage(repo, stages[3])
-    client.activate(2)
-    client.activate(3)
+    client.swap(2)
+    client.swap(3)
     return client
 
 
@@ -29,14 +29,13 @@ def test_a_retry_goes_back_no_further(third: Client) -> None:
     for _ in range(2):
         answer = third.rollback(confirm=True, to=told.number)
         assert (answer.number, answer.done) == (2, True)
-        assert third.search(images(1)[0]).release == 2
+        assert third.find(images(1)[0]).release == 2
     assert third.rollback(confirm=True, to=1).number == 1
 
 
 def test_a_rollback_to_where_none_leads_changes_nothing(third: Client) -> None:
-    code, sentence, _ = refusal(lambda: third.rollback(confirm=True, to=1))
-    assert code is grpc.StatusCode.FAILED_PRECONDITION
-    assert "leads to release 2" in sentence
+    with refused(PreconditionError, "leads to release 2"):
+        third.rollback(confirm=True, to=1)
     assert third.states()[3] == "ACTIVE"
 
 
@@ -62,8 +61,8 @@ def test_a_retry_after_a_restart_goes_back_no_further(stages: Stages, tmp_path: 
     publish_stage(tmp_path / "repo", stages[1])
     with running(tmp_path / "repo", tmp_path / "data") as gateway, Client(gateway.address) as one:
         publish_stage(tmp_path / "repo", stages[3])
-        one.activate(2)
-        one.activate(3)
+        one.swap(2)
+        one.swap(3)
         assert one.rollback(confirm=True).number == 2
     with running(tmp_path / "repo", tmp_path / "data") as gateway, Client(gateway.address) as one:
         assert one.rollback(confirm=True).number == 2
@@ -89,20 +88,19 @@ def test_nothing_begins_beside_a_rollback(
     thread.start()
     assert reached.wait(TIMEOUT_S)
     for call in (
-        lambda: third.activate(3),
+        lambda: third.swap(3),
         lambda: third.rollback(confirm=True, to=2),
         lambda: third.retire(),
-        lambda: third.create("late"),
+        lambda: third.create_gallery("late"),
     ):
-        code, sentence, _ = refusal(call)
-        assert code is grpc.StatusCode.ABORTED
-        assert "try again" in sentence
+        with refused(BusyError, "try again"):
+            call()
     # Searches go on.
-    assert third.search(images(1)[0]).release == 2
+    assert third.find(images(1)[0]).release == 2
     go_on.set()
     thread.join()
     assert answers[0].done
-    assert third.activate(3).phase == release_pb2.PHASE_DONE
+    assert third.swap(3).phase == release_pb2.PHASE_DONE
 
 
 def test_an_upgrade_just_begun_is_the_one_that_is_watched(third: Client) -> None:
@@ -110,37 +108,32 @@ def test_an_upgrade_just_begun_is_the_one_that_is_watched(third: Client) -> None
     third.rollback(confirm=True, to=2)
     # What a pause holds: an item that is still to be carried.
     third.put_images(images(4)[3:], first=3)
-    third.pause()
-    request = release_pb2.ActivateReleaseRequest(number=3, rollout="ROLLOUT_CUTOVER")
-    events = third.releases.ActivateRelease(request, timeout=TIMEOUT_S)
+    third.pause_upgrade("g")
+    events = third.activate(3, rollout="cutover")
     next(events)
-    watched = third.upgrades.WatchUpgrade(
-        upgrade_pb2.WatchUpgradeRequest(gallery="g"), timeout=TIMEOUT_S
-    )
-    first = next(watched).progress
+    watched = third.watch_upgrade("g")
+    first = next(watched)
     assert (first.from_release, first.to_release) == (2, 3)
     assert first.state == upgrade_pb2.UPGRADE_STATE_PAUSED
-    third.start_upgrade()
+    third.start_upgrade("g", 0)
     (*_, last) = watched
-    assert last.progress.state == upgrade_pb2.UPGRADE_STATE_DONE
-    assert last.progress.to_release == 3
+    assert last.state == upgrade_pb2.UPGRADE_STATE_DONE
+    assert last.to_release == 3
     # Held back or not, what has ended has ended.
-    assert third.pause().state == upgrade_pb2.UPGRADE_STATE_PAUSED
-    assert third.start_upgrade().state == upgrade_pb2.UPGRADE_STATE_DONE
+    assert third.pause_upgrade("g").state == upgrade_pb2.UPGRADE_STATE_PAUSED
+    assert third.start_upgrade("g", 0).state == upgrade_pb2.UPGRADE_STATE_DONE
 
 
 def test_a_watch_ends_with_an_activation_that_is_called_off(third: Client) -> None:
     third.rollback(confirm=True, to=2)
     # What a pause holds: an item that is still to be carried.
     third.put_images(images(4)[3:], first=3)
-    third.pause()
-    third.begin(3, "CUTOVER")
-    watched = third.upgrades.WatchUpgrade(
-        upgrade_pb2.WatchUpgradeRequest(gallery="g"), timeout=TIMEOUT_S
-    )
+    third.pause_upgrade("g")
+    third.begin(3, "cutover")
+    watched = third.watch_upgrade("g")
     next(watched)
     third.rollback(confirm=True, to=2)
-    third.start_upgrade()
+    third.start_upgrade("g", 0)
     (*_, last) = watched
-    assert last.progress.state == upgrade_pb2.UPGRADE_STATE_FAILED
-    assert "called off" in last.progress.message
+    assert last.state == upgrade_pb2.UPGRADE_STATE_FAILED
+    assert "called off" in last.message

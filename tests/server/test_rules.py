@@ -19,7 +19,7 @@ from nobackfill.server.grpc.tokens import Role, Tokens
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, upgrade_pb2, vault_pb2
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
 from tests.server.conftest import Stages
-from tests.server.support import refusal, running
+from tests.server.support import refused, running
 
 FILES = (search_pb2, gallery_pb2, release_pb2, upgrade_pb2, vault_pb2, health_pb2, reflection_pb2)
 METHODS = sorted(
@@ -216,8 +216,10 @@ def test_the_same_refusal_with_and_without_the_object(secured: Secured) -> None:
     with secured.channel(TOKENS[Role.DEVICE]) as channel:
         stub = GalleryServiceStub(channel)
 
-        def ask(name: str) -> tuple[grpc.StatusCode, str, str]:
-            return refusal(lambda: stub.GetGallery(gallery_pb2.GetGalleryRequest(name=name)))
+        def ask(name: str) -> str:
+            with refused(NotPermittedError) as caught:
+                stub.GetGallery(gallery_pb2.GetGalleryRequest(name=name))
+            return str(caught.value)
 
         with secured.channel(TOKENS[Role.WRITER]) as writing:
             create = gallery_pb2.CreateGalleryRequest(name="there")

@@ -1,5 +1,6 @@
 """Search: by image and by embedding, filters, batches, and every refusal."""
 
+import re
 import struct
 from collections.abc import Sequence
 
@@ -7,17 +8,24 @@ import grpc
 import numpy as np
 import pytest
 
+from nobackfill.errors import (
+    IncompatibleSpaceError,
+    InvalidInputError,
+    NobackfillError,
+    NotFoundError,
+    TooLargeError,
+)
 from nobackfill.gallery.store import Item
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries.items import ItemCache
-from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
+from nobackfill.v1 import search_pb2, types_pb2
 from tests.server.support import (
     Client,
     embedding,
     ids,
     images,
-    metadata,
-    refusal,
+    refused,
+    scores,
     vector,
 )
 from tests.support.blocks import png
@@ -28,16 +36,13 @@ COUNT = 60
 @pytest.fixture(scope="module")
 def filled(shared: Client) -> str:
     """A gallery of COUNT images with metadata, on the shared gateway."""
-    shared.create("filled")
-    items = [
-        gallery_pb2.PutItem(
-            id=f"i{i}",
-            image=png(image),
-            metadata=metadata(number=i, colour=("red", "blue")[i % 2], odd=bool(i % 2)),
-        )
-        for i, image in enumerate(images(COUNT))
-    ]
-    assert shared.put(items, "filled").stored == COUNT
+    shared.create_gallery("filled")
+    notes = {
+        f"i{i}": {"number": i, "colour": ("red", "blue")[i % 2], "odd": bool(i % 2)}
+        for i in range(COUNT)
+    }
+    pictures = {f"i{i}": png(image) for i, image in enumerate(images(COUNT))}
+    assert not shared.put("filled", pictures, notes)
     return "filled"
 
 
@@ -56,23 +61,22 @@ def test_image_and_embedding_agree_with_exact_search(
     for query in (0, 17):
         image = images(COUNT)[query]
         expected = nearest(one, query, k)
-        by_image = shared.search(image, filled, k)
-        by_embedding = shared.search_by(embedding(one, image), name=filled, k=k)
+        by_image = shared.find(image, filled, k)
+        by_embedding = shared.find_by(embedding(one, image), name=filled, k=k)
         assert ids(by_image) == ids(by_embedding) == expected
         assert by_image.space == one.space
         distances = [hit.distance for hit in by_image.hits]
         assert distances == sorted(distances)
-        scores = [hit.score for hit in by_image.hits]
-        assert scores == sorted(scores, reverse=True)
+        assert scores(by_image) == sorted(scores(by_image), reverse=True)
 
 
 def test_k_0_means_10(shared: Client, filled: str) -> None:
-    assert len(shared.search(images(1)[0], filled, 0).hits) == 10
+    assert len(shared.find(images(1)[0], filled, 0).hits) == 10
 
 
 def test_hits_carry_metadata(shared: Client, filled: str) -> None:
-    hit = shared.search(images(COUNT)[3], filled, 1).hits[0]
-    assert dict(hit.metadata) == metadata(number=3, colour="blue", odd=True)
+    hit = shared.find(images(COUNT)[3], filled, 1).hits[0]
+    assert hit.metadata == {"number": 3, "colour": "blue", "odd": True}
 
 
 def condition(key: str, **test: object) -> types_pb2.Condition:
@@ -108,16 +112,17 @@ def test_filters(
         k=8,
         filter=types_pb2.Filter(conditions=conditions),
     )
-    assert ids(shared.searches.Search(request, timeout=30)) == nearest(one, 5, 8, allowed)
+    assert ids(shared.raw.searches.Search(request, timeout=30)) == nearest(one, 5, 8, allowed)
 
 
 def test_a_batch_answers_in_order(shared: Client, filled: str, one: Manifest) -> None:
     pictures = images(COUNT)
     queries = [search_pb2.Query(image=png(pictures[i])) for i in (5, 50)]
     by = search_pb2.Embeddings(embeddings=[embedding(one, pictures[30])])
+    # Gateway sends images first.
     queries.insert(1, search_pb2.Query(embeddings=by))
     request = search_pb2.SearchBatchRequest(gallery=filled, queries=queries, k=2)
-    answer = shared.searches.SearchBatch(request, timeout=30)
+    answer = shared.raw.searches.SearchBatch(request, timeout=30)
     assert [ids(one)[0] for one in answer.responses] == ["i5", "i30", "i50"]
 
 
@@ -125,23 +130,22 @@ def test_an_item_deleted_while_it_is_found_makes_room_for_the_next(
     shared: Client, gallery: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared.put_images(images(20), gallery)
-    before = ids(shared.search(images(20)[0], gallery, 6))
+    before = ids(shared.find(images(20)[0], gallery, 6))
     doomed, read = [before[1]], ItemCache.get
 
     def delete_then_read(cache: ItemCache, labels: Sequence[int]) -> list[Item | None]:
         """The moment between finding and reading, made wide enough for a deletion."""
         if doomed:
-            request = gallery_pb2.DeleteItemsRequest(gallery=gallery, ids=[doomed.pop()])
-            assert shared.galleries.DeleteItems(request).deleted == 1
+            assert shared.delete(gallery, [doomed.pop()]) == 1
         return read(cache, labels)
 
     monkeypatch.setattr(ItemCache, "get", delete_then_read)
-    after = ids(shared.search(images(20)[0], gallery, 5))
+    after = ids(shared.find(images(20)[0], gallery, 5))
     assert after == [before[0], *before[2:]]
 
 
 def test_an_empty_gallery_has_no_hits(shared: Client, gallery: str) -> None:
-    assert shared.search(images(1)[0], gallery).hits == []
+    assert shared.find(images(1)[0], gallery).hits == []
 
 
 def unit(values: list[float]) -> bytes:
@@ -178,9 +182,9 @@ def bad_queries(space: str) -> dict[str, search_pb2.Query]:
 @pytest.mark.parametrize("name", bad_queries(""))
 def test_bad_queries_are_refused(shared: Client, filled: str, one: Manifest, name: str) -> None:
     query = bad_queries(one.space)[name]
-    code, sentence, _ = refusal(lambda: shared.ask(query, filled))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "expected" in sentence or "cannot" in sentence
+    with refused(InvalidInputError) as caught:
+        shared.raw.ask(query, filled)
+    assert re.search("expected|cannot", str(caught.value))
 
 
 def test_a_bad_query_leaves_its_neighbours_alone(
@@ -197,7 +201,7 @@ def test_a_bad_query_leaves_its_neighbours_alone(
     bad = search_pb2.SearchRequest(gallery=filled, query=bad_queries(one.space)["NaN"], k=1)
     for _ in range(20):
         calls = [
-            shared.searches.Search.future(bad if i % 4 == 0 else good, timeout=30)
+            shared.raw.searches.Search.future(bad if i % 4 == 0 else good, timeout=30)
             for i in range(16)
         ]
         for i, call in enumerate(calls):
@@ -209,34 +213,30 @@ def test_a_bad_query_leaves_its_neighbours_alone(
 
 def test_an_unknown_space_is_incompatible(shared: Client, filled: str) -> None:
     stranger = types_pb2.Embedding(space="sp-" + "0" * 64, values=unit([1.0] + [0.0] * 31))
-    code, _, reason = refusal(lambda: shared.search_by(stranger, name=filled))
-    assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "INCOMPATIBLE_SPACE")
+    with refused(IncompatibleSpaceError):
+        shared.find_by(stranger, name=filled)
 
 
 @pytest.mark.parametrize("k", [1001, 10**9])
 def test_k_has_a_bound(shared: Client, filled: str, k: int) -> None:
-    code, _, _ = refusal(lambda: shared.search(images(1)[0], filled, k))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    with refused(InvalidInputError):
+        shared.find(images(1)[0], filled, k)
 
 
 @pytest.mark.parametrize(
     ("count", "expected"),
-    [(0, grpc.StatusCode.INVALID_ARGUMENT), (257, grpc.StatusCode.RESOURCE_EXHAUSTED)],
+    [(0, InvalidInputError), (257, TooLargeError)],
 )
 def test_batches_have_bounds(
-    shared: Client, filled: str, count: int, expected: grpc.StatusCode
+    shared: Client, filled: str, count: int, expected: type[NobackfillError]
 ) -> None:
-    request = search_pb2.SearchBatchRequest(
-        gallery=filled, queries=[search_pb2.Query(image=b"x")] * count
-    )
-    code, _, _ = refusal(lambda: shared.searches.SearchBatch(request, timeout=30))
-    assert code is expected
+    with refused(expected):
+        shared.search_batch(filled, images=[b"x"] * count)
 
 
 def test_an_unknown_gallery_is_not_found(shared: Client) -> None:
-    code, sentence, _ = refusal(lambda: shared.search(images(1)[0], "nowhere"))
-    assert code is grpc.StatusCode.NOT_FOUND
-    assert "nowhere" in sentence
+    with refused(NotFoundError, "nowhere"):
+        shared.find(images(1)[0], "nowhere")
 
 
 @pytest.mark.parametrize(
@@ -254,5 +254,5 @@ def test_bad_filters_are_refused(shared: Client, filled: str, bad: types_pb2.Con
         query=search_pb2.Query(image=png(images(1)[0])),
         filter=types_pb2.Filter(conditions=[bad]),
     )
-    code, _, _ = refusal(lambda: shared.searches.Search(request, timeout=30))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    with refused(InvalidInputError):
+        shared.raw.searches.Search(request, timeout=30)

@@ -9,16 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
-import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from nobackfill.errors import AlreadyExistsError, VerificationError
 from nobackfill.server.gateway import Gateway
 from nobackfill.server.state import StateFile
-from nobackfill.v1 import gallery_pb2, release_pb2
+from nobackfill.v1 import release_pb2
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import command
-from tests.server.support import Client, images, refusal, running
+from tests.server.support import Client, images, refused, running
 from tests.support.waiting import wait_until
 
 
@@ -59,32 +59,31 @@ DAMAGES = (cut, overwrite, lose_a_table, unknown_release, bad_state, garbled_pag
 def test_damaged_galleries_are_set_aside_and_named(repo: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     with running(repo, data) as gateway, Client(gateway.address) as client:
-        client.create("good")
+        client.create_gallery("good")
         client.put_images(images(3), "good")
     for damage in DAMAGES:
         copy(data, damage)
     with running(repo, data) as gateway, Client(gateway.address) as client:
-        assert [hit.id for hit in client.search(images(3)[1], "good", 1).hits] == ["i1"]
-        listed = client.galleries.ListGalleries(gallery_pb2.ListGalleriesRequest(), timeout=30)
-        reasons = {gallery.name: gallery.set_aside for gallery in listed.galleries}
+        assert [hit.id for hit in client.find(images(3)[1], "good", 1).hits] == ["i1"]
+        reasons = {gallery.name: gallery.set_aside for gallery in client.list_galleries()}
         assert reasons.pop("good") == ""
         assert reasons.keys() == {damage.__name__ for damage in DAMAGES}
         assert all(reasons.values())
         assert not any("/" in reason for reason in reasons.values()), "folders stay here"
         name = "lose_a_table"
-        code, message, reason = refusal(lambda: client.search(images(1)[0], name))
-        assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "VERIFICATION_FAILED")
-        assert "set aside" in message
-        assert refusal(lambda: client.create(name))[0] is grpc.StatusCode.ALREADY_EXISTS
-        health = health_pb2_grpc.HealthStub(client.channel)
+        with refused(VerificationError, "set aside"):
+            client.find(images(1)[0], name)
+        with refused(AlreadyExistsError):
+            client.create_gallery(name)
+        health = health_pb2_grpc.HealthStub(client.raw.channel)
         asked = health_pb2.HealthCheckRequest(service=f"gallery/{name}")
         assert health.Check(asked).status == health_pb2.HealthCheckResponse.NOT_SERVING
         status = command("status", f"--server={gateway.address}", "--json")
         told = json.loads(subprocess.run(status, capture_output=True, check=True).stdout)
         assert name in {gallery["name"] for gallery in told["galleries"] if "set_aside" in gallery}
-        client.galleries.DeleteGallery(gallery_pb2.DeleteGalleryRequest(name=name), timeout=30)
-        client.create(name)
-        assert client.gallery(name).items == 0
+        client.delete_gallery(name)
+        client.create_gallery(name)
+        assert client.get_gallery(name).items == 0
     with running(repo, data) as gateway:
         assert gateway.galleries.aside().keys() == reasons.keys() - {name}
 
@@ -97,10 +96,10 @@ def test_one_that_cannot_be_brought_back_is_set_aside(
     publish_stage(repo, stages[2])
     with running(stages[1], data) as gateway, Client(gateway.address) as client:
         for name in ("bad", "good"):
-            client.create(name)
+            client.create_gallery(name)
             client.put_images(images(3), name)
     with running(repo, data) as gateway, Client(gateway.address) as client:
-        client.activate(2)
+        client.swap(2)
     StateFile(data / "state.json").change(active=1, previous=())
     with (
         closing(sqlite3.connect(data / "galleries" / "bad" / "gallery.sqlite")) as connection,
@@ -109,7 +108,7 @@ def test_one_that_cannot_be_brought_back_is_set_aside(
         connection.execute("DELETE FROM spaces WHERE state = 'previous'")
     with running(repo, data) as gateway, Client(gateway.address) as client:
         assert gateway.galleries.aside().keys() == {"bad"}
-        hit = client.search(images(3)[1], "good", 1).hits[0]
+        hit = client.find(images(3)[1], "good", 1).hits[0]
         assert (hit.id, hit.release) == ("i1", 1)
 
 
@@ -118,13 +117,13 @@ def test_one_that_a_swap_cannot_read_is_set_aside(
 ) -> None:
     """The swap stopped at it, and the galleries after it stayed in their old plans."""
     for name in ("bad", "good"):
-        client.create(name)
+        client.create_gallery(name)
         client.put_images(images(3), name)
     publish_stage(repo, stages[2])
     upgrading = gateway.upgrading
     upgrading.pause("bad")
     with ThreadPoolExecutor(1) as pool:
-        activation = pool.submit(client.activate, 2)
+        activation = pool.submit(client.swap, 2)
         wait_until(lambda: (job := upgrading.job("bad")) is not None and job.total == 3, "staged")
         with (
             closing(
@@ -137,14 +136,15 @@ def test_one_that_a_swap_cannot_read_is_set_aside(
         assert activation.result().phase == release_pb2.PHASE_DONE
     assert gateway.galleries.aside().keys() == {"bad"}
     asked = health_pb2.HealthCheckRequest(service="gallery/bad")
-    status = health_pb2_grpc.HealthStub(client.channel).Check(asked).status
+    status = health_pb2_grpc.HealthStub(client.raw.channel).Check(asked).status
     assert status == health_pb2.HealthCheckResponse.NOT_SERVING
-    hit = client.search(images(3)[1], "good", 1).hits[0]
+    hit = client.find(images(3)[1], "good", 1).hits[0]
     assert (hit.id, hit.release) == ("i1", 2)
-    assert "set aside" in refusal(lambda: client.search(images(3)[1], "bad", 1))[1]
-    client.galleries.DeleteGallery(gallery_pb2.DeleteGalleryRequest(name="bad"), timeout=30)
-    client.create("bad")
-    assert client.gallery("bad").items == 0
+    with refused(VerificationError, "set aside"):
+        client.find(images(3)[1], "bad", 1)
+    client.delete_gallery("bad")
+    client.create_gallery("bad")
+    assert client.get_gallery("bad").items == 0
 
 
 def copy(data: Path, damage: Callable[[Path], None]) -> None:
@@ -159,7 +159,7 @@ def test_nothing_to_serve_is_exit_65_and_no_traceback(
 ) -> None:
     data = tmp_path / "data"
     with running(repo, data) as gateway, Client(gateway.address) as client:
-        client.create("good")
+        client.create_gallery("good")
     damage(data / "galleries" / "good" / "gallery.sqlite")
     serve = command(
         "serve", f"--model-repo={repo}", f"--data={data}", "--address=127.0.0.1:0",

@@ -5,17 +5,17 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from nobackfill.errors import InvalidInputError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.gateway import Gateway
-from nobackfill.v1 import gallery_pb2, upgrade_pb2
+from nobackfill.v1 import upgrade_pb2
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import command
-from tests.server.support import Client, images, metadata, refusal
+from tests.server.support import Client, images, refused
 from tests.support.blocks import png
 
 COUNT = 45
@@ -24,29 +24,23 @@ KINDS = ("cat", "dog", "eel")
 
 def put(client: Client, first: int, end: int) -> None:
     """Items from `i<first>` to before `i<end>`, of each kind in turn."""
-    client.put(
-        gallery_pb2.PutItem(id=f"i{i}", image=png(image), metadata=metadata(kind=KINDS[i % 3]))
-        for i, image in enumerate(images(end)[first:], first)
-    )
+    pictures = {f"i{i}": png(image) for i, image in enumerate(images(end)[first:], first)}
+    client.put("g", pictures, {f"i{i}": {"kind": KINDS[i % 3]} for i in range(first, end)})
 
 
 @pytest.fixture
 def ready(client: Client, repo: Path, stages: Stages) -> Client:
     """COUNT items with a kind, and one without, in release 1; release 2 published."""
-    client.create()
+    client.create_gallery("g")
     put(client, 0, COUNT)
-    client.put([gallery_pb2.PutItem(id="bare", image=png(images(1, 99)[0]))])
+    client.put("g", {"bare": png(images(1, 99)[0])})
     publish_stage(repo, stages[2])
     return client
 
 
 def watched(client: Client, key: str = "kind") -> upgrade_pb2.UpgradeProgress:
     """The first progress that is told."""
-    request = upgrade_pb2.WatchUpgradeRequest(gallery="g", group_by=key)
-    call = client.upgrades.WatchUpgrade(request, timeout=60)
-    progress: upgrade_pb2.UpgradeProgress = next(call).progress
-    call.cancel()
-    return progress
+    return next(client.watch_upgrade("g", by=key))
 
 
 def cmc1(quality: upgrade_pb2.SubgroupQuality, probes: int) -> Mapping[str, float]:
@@ -84,16 +78,13 @@ def test_each_fraction_of_a_backfill_has_its_report(
     quality = watched(ready).quality
     assert cmc1(quality, COUNT // 3) == pytest.approx(stored_cmc1(gateway, one))
     assert not any(group.HasField("cmc1_before") for group in quality.subgroups)
-    ready.activate(2)
+    ready.swap(2)
     # Other images than those that were upgraded, so that the answers change.
     others = images(COUNT, 7)
     seen = [cmc1(watched(ready).quality, COUNT // 3)]
     for first in range(0, COUNT, 15):
-        backfill = [
-            upgrade_pb2.BackfillImage(id=f"i{i}", image=png(others[i]))
-            for i in range(first, first + 15)
-        ]
-        ready.start_upgrade(backfill=backfill)
+        backfill = {f"i{i}": png(others[i]) for i in range(first, first + 15)}
+        ready.start_upgrade("g", 0, backfill=backfill)
         quality = watched(ready).quality
         assert cmc1(quality, COUNT // 3) == pytest.approx(stored_cmc1(gateway, two))
         before = {group.value.text: group.cmc1_before for group in quality.subgroups}
@@ -109,11 +100,11 @@ def test_a_mixed_gallery_is_reported_as_it_is_served(
 ) -> None:
     """Those put since the activation are asked; they find those of both spaces."""
     old, every = 21, 42
-    client.create()
+    client.create_gallery("g")
     put(client, 0, old)
-    client.pause()
+    client.pause_upgrade("g")
     publish_stage(repo, stages[2])
-    client.begin(2, "DUAL")
+    client.begin(2, "dual")
     for group in watched(client).quality.subgroups:
         assert (group.items, group.probes, group.HasField("cmc1")) == (7, 0, False)
     put(client, old, every)
@@ -128,22 +119,18 @@ def test_a_mixed_gallery_is_reported_as_it_is_served(
 
 
 def test_a_key_that_makes_no_groups_is_refused(ready: Client) -> None:
-    code, sentence, _ = refusal(lambda: watched(ready, "colour"))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "'colour' has 0 values" in sentence
-    many = [
-        gallery_pb2.PutItem(id=f"m{i}", image=png(images(1)[0]), metadata=metadata(serial=i))
-        for i in range(201)
-    ]
-    ready.put(many)
-    assert "has 201 values" in refusal(lambda: watched(ready, "serial"))[1]
+    with refused(InvalidInputError, "'colour' has 0 values"):
+        watched(ready, "colour")
+    names = [f"m{i}" for i in range(201)]
+    notes = {name: {"serial": i} for i, name in enumerate(names)}
+    ready.put("g", dict.fromkeys(names, png(images(1)[0])), notes)
+    with refused(InvalidInputError, "has 201 values"):
+        watched(ready, "serial")
 
 
 def test_the_command_shows_the_worst_first(gateway: Gateway, ready: Client) -> None:
-    ready.put(
-        [gallery_pb2.PutItem(id="odd", image=png(images(1, 5)[0]), metadata=metadata(kind="fox"))]
-    )
-    ready.activate(2)
+    ready.put("g", {"odd": png(images(1, 5)[0])}, {"odd": {"kind": "fox"}})
+    ready.swap(2)
 
     def run(*arguments: str) -> str:
         watch = command("watch", "g", "--by", "kind", f"--server={gateway.address}", *arguments)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from nobackfill.errors import PreconditionError, VerificationError
 from nobackfill.release import trial
 from nobackfill.server.state import Activation, StateFile
-from nobackfill.v1 import release_pb2, upgrade_pb2
 from tests.server.conftest import Stages, publish_stage
-from tests.server.support import Client, ids, images, running
+from tests.server.support import Client, ids, images, refused, running
 from tests.support.waiting import wait_until
 
 
@@ -23,17 +23,15 @@ def deadly(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_models_that_kill_their_trial_fail_the_release_and_nothing_else(
     client: Client, repo: Path, stages: Stages, deadly: None
 ) -> None:
-    client.create()
+    client.create_gallery("g")
     client.put_images(images(3))
     publish_stage(repo, stages[2])
-    event = client.activate(2)
-    assert event.phase == release_pb2.PHASE_FAILED
-    assert "SIGFPE" in event.message
+    with refused(PreconditionError, "SIGFPE"):
+        client.swap(2)
     assert client.states() == {1: "ACTIVE", 2: "FAILED"}
-    assert ids(client.search(images(3)[1]))[0] == "i1"
-    request = upgrade_pb2.EstimateUpgradeRequest(gallery="g", release=2)
-    with pytest.raises(Exception, match="SIGFPE"):
-        client.upgrades.EstimateUpgrade(request, timeout=60)
+    assert ids(client.find(images(3)[1]))[0] == "i1"
+    with refused(VerificationError, "SIGFPE"):
+        client.estimate_upgrade("g", 2)
 
 
 def test_an_activation_that_ends_the_gateway_again_and_again_is_not_resumed(

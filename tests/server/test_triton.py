@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from nobackfill.errors import UnavailableError
 from nobackfill.release.manifest import Manifest
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import (
@@ -23,7 +23,7 @@ from tests.server.process import (
     triton_venv,
     wait_until_gone,
 )
-from tests.server.support import Client, embedding, ids, images, refusal
+from tests.server.support import Client, embedding, ids, images, refused
 
 pytestmark = pytest.mark.skipif(triton_venv() is None, reason="no Triton here: run make setup")
 
@@ -38,7 +38,7 @@ def served(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         serving(folder / "repo", folder / "data", f"--triton-venv={triton_venv()}") as served,
         Client(served.address) as client,
     ):
-        client.create()
+        client.create_gallery("g")
         client.put_images(images(20))
         yield served
 
@@ -74,9 +74,8 @@ def wait_healed(client: Client) -> float:
     began = time.monotonic()
     while time.monotonic() - began < HEALED_S:
         try:
-            client.search(images(1)[0])
-        except grpc.RpcError as error:
-            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            client.find(images(1)[0])
+        except UnavailableError:
             time.sleep(0.02)
         else:
             return time.monotonic() - began
@@ -87,7 +86,7 @@ def test_images_are_embedded_by_triton(served: Served, one: Manifest) -> None:
     assert not any("in this process" in event["event"] for event in served.events())
     with Client(served.address) as client:
         for i, image in enumerate(images(20)):
-            by_image, by_hand = client.search(image), client.search_by(embedding(one, image))
+            by_image, by_hand = client.find(image), client.find_by(embedding(one, image))
             assert ids(by_image) == ids(by_hand)
             assert by_image.hits[0].id == f"i{i}"
             assert by_image.hits[0].distance == pytest.approx(0, abs=1e-4)
@@ -95,8 +94,8 @@ def test_images_are_embedded_by_triton(served: Served, one: Manifest) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_it_is_brought_back(served: Served, one: Manifest, how: signal.Signals) -> None:
-    with Client(served.address) as client, grpc.insecure_channel(served.address) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
+    with Client(served.address) as client:
+        health = health_pb2_grpc.HealthStub(client.raw.channel)
         request = health_pb2.HealthCheckRequest(service="nobackfill.v1.SearchService")
         wait_healed(client)
         old, below, memory = triton_pid(served), stubs(served), shared_memory(served)
@@ -108,10 +107,9 @@ def test_it_is_brought_back(served: Served, one: Manifest, how: signal.Signals) 
             time.sleep(0.01)
         detected = time.monotonic() - began
         # Searching by embedding goes on, and nothing hangs.
-        assert client.search_by(embedding(one, images(20)[3])).hits[0].id == "i3"
-        code, sentence, _ = refusal(lambda: client.search(images(1)[0]))
-        assert code is grpc.StatusCode.UNAVAILABLE
-        assert "embedding works" in sentence
+        assert client.find_by(embedding(one, images(20)[3])).hits[0].id == "i3"
+        with refused(UnavailableError, "embedding works"):
+            client.find(images(1)[0])
         whole = health_pb2.HealthCheckRequest()
         assert health.Check(whole, timeout=5).status == health_pb2.HealthCheckResponse.SERVING
         wait_healed(client)
@@ -127,13 +125,13 @@ def test_an_activation_under_triton(served: Served, stages: Stages) -> None:
     repo = served.log.parent / "repo"
     publish_stage(repo, stages[2])
     with Client(served.address) as client:
-        client.activate(2)
+        client.swap(2)
         for i, image in enumerate(images(5)):
-            hit = client.search(image).hits[0]
+            hit = client.find(image).hits[0]
             assert (hit.id, hit.release) == (f"i{i}", 2)
             assert hit.distance == pytest.approx(0, abs=1e-4)
         client.put_images(images(22)[20:], first=20)
-        assert client.search(images(22)[21]).hits[0].id == "i21"
+        assert client.find(images(22)[21]).hits[0].id == "i21"
 
 
 def test_nothing_is_left_when_the_gateway_is_killed(stages: Stages, tmp_path: Path) -> None:

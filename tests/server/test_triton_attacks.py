@@ -42,7 +42,7 @@ def served(stages: Stages) -> Iterator[Served]:
             serving(folder / "repo", folder / "data", f"--triton-venv={triton_venv()}") as served,
             Client(served.address) as client,
         ):
-            client.create()
+            client.create_gallery("g")
             client.put_images(images(2))
             yield served
     finally:
@@ -102,7 +102,7 @@ def test_another_user_reaches_nothing(served: Served, tmp_path: Path) -> None:
     assert "ermission denied" in found[f"unix:{socket}"]["live"]
     assert not marker.exists()
     with Client(served.address) as client:
-        assert client.search(images(1)[0]).hits[0].id == "i0"
+        assert client.find(images(1)[0]).hits[0].id == "i0"
     # The same program as our own user: it is the folder that stops it, not a fault of its own.
     ours = tmp_path / "marker"
     assert attack(os.getuid(), ours, [f"unix:{socket}"])[f"unix:{socket}"]["load"] == "OK"

@@ -6,14 +6,14 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from nobackfill.errors import PreconditionError, UnavailableError
 from nobackfill.release.manifest import Manifest
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import serving, triton_venv
-from tests.server.support import Client, embedding, ids, images, refusal, running
+from tests.server.support import Client, embedding, ids, images, refused, running
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(triton_venv() is None, reason="no Triton here: run make setup")
@@ -53,7 +53,7 @@ def mirror(whole: Path, other: Path, without: Path) -> None:
 
 def embeds(client: Client) -> bool:
     """What health says of searches by image; it serves in any case."""
-    health = health_pb2_grpc.HealthStub(client.channel)
+    health = health_pb2_grpc.HealthStub(client.raw.channel)
     status = health_pb2.HealthCheckResponse
     assert health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == status.SERVING
     request = health_pb2.HealthCheckRequest(service="nobackfill.v1.SearchService")
@@ -63,16 +63,16 @@ def embeds(client: Client) -> bool:
 def answers_without(client: Client, one: Manifest) -> None:
     """By embedding it is searched, by image it is told why not."""
     assert not embeds(client)
-    assert ids(client.search_by(embedding(one, images(5)[3]), k=1)) == ["i3"]
-    code, sentence, _ = refusal(lambda: client.search(images(1)[0]))
-    assert code is grpc.StatusCode.UNAVAILABLE and "embedding works" in sentence
+    assert ids(client.find_by(embedding(one, images(5)[3]), k=1)) == ["i3"]
+    with refused(UnavailableError, "embedding works"):
+        client.find(images(1)[0])
 
 
 @pytest.fixture
 def filled(repo: Path, tmp_path: Path) -> Iterator[Path]:
     """The data of a gateway that served release 1."""
     with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
-        client.create()
+        client.create_gallery("g")
         client.put_images(images(5))
     yield tmp_path / "data"
 
@@ -86,12 +86,11 @@ def test_the_gateway_serves_before_triton_starts(
         assert any("no model server yet" in event["event"] for event in served.events())
         answers_without(client, one)
         # Nor does going back need it, where there is nothing to go back to.
-        assert refusal(lambda: client.rollback(confirm=True))[0] is (
-            grpc.StatusCode.FAILED_PRECONDITION
-        )
+        with refused(PreconditionError):
+            client.rollback(confirm=True)
         mend()
         wait_until(lambda: embeds(client), "Triton did not come")
-        assert ids(client.search(images(5)[2], k=1)) == ["i2"]
+        assert ids(client.find(images(5)[2], k=1)) == ["i2"]
 
 
 @pytest.mark.faults
@@ -105,11 +104,11 @@ def test_activations_wait_for_triton(
     publish_stage(repo, stages[2])
     triton = f"--triton-venv={venv}"
     with serving(repo, filled, triton) as served, Client(served.address) as client:
-        client.begin(2, until="LOADING").cancel()
+        client.begin(2, until="LOADING")
         assert client.states() == {1: "ACTIVE", 2: "ACTIVATING"}
         assert client.rollback(confirm=True).number == 1
         assert client.states() == {1: "ACTIVE", 2: "PUBLISHED"}
-        client.begin(2, until="LOADING").cancel()
+        client.begin(2, until="LOADING")
     with (
         serving(repo, filled, triton) as resumed,
         serving(repo, fresh, triton) as first,
@@ -122,10 +121,10 @@ def test_activations_wait_for_triton(
         mend()
         for client in (old, new):
             wait_until(lambda c=client: c.states()[2] == "ACTIVE", "it is not activated")  # type: ignore[misc]
-        assert ids(old.search(images(5)[4], k=1)) == ["i4"]
+        assert ids(old.find(images(5)[4], k=1)) == ["i4"]
         new.create_when_idle()
         new.put_images(images(2))
-        assert ids(new.search(images(2)[1], k=1)) == ["i1"]
+        assert ids(new.find(images(2)[1], k=1)) == ["i1"]
 
 
 @pytest.mark.faults

@@ -1,11 +1,12 @@
 """UpgradeService: what it will cost, how far it is, pause and resume, backfill by uncertainty."""
 
+import itertools
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 
+from nobackfill.errors import InvalidInputError, PreconditionError
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
@@ -19,10 +20,10 @@ from nobackfill.server.gateway import Gateway
 from nobackfill.server.upgrades import cost
 from nobackfill.server.upgrades.neighbours import neighbours_kept
 from nobackfill.server.upgrades.throttle import Throttle
-from nobackfill.v1 import gallery_pb2, release_pb2, types_pb2, upgrade_pb2
+from nobackfill.v1 import release_pb2, upgrade_pb2
 from nobackfill.vectors import Vectors
 from tests.server.conftest import Stages, publish_stage
-from tests.server.support import TIMEOUT_S, Client, ids, images, refusal
+from tests.server.support import Client, ids, images, refused
 from tests.server.test_indexing import put
 from tests.support.blocks import png
 from tests.support.waiting import wait_until
@@ -33,34 +34,33 @@ COUNT = 40
 @pytest.fixture
 def ready(client: Client, repo: Path, stages: Stages) -> Client:
     """COUNT items in release 1, release 2 published."""
-    client.create()
+    client.create_gallery("g")
     client.put_images(images(COUNT))
     publish_stage(repo, stages[2])
     return client
 
 
 def test_an_estimate_changes_nothing(ready: Client) -> None:
-    request = upgrade_pb2.EstimateUpgradeRequest(gallery="g", release=2)
-    answer = ready.upgrades.EstimateUpgrade(request, timeout=30)
+    answer = ready.estimate_upgrade("g", 2)
     assert answer.items == COUNT
     assert list(answer.route) == [1, 2]
     assert answer.expected_kept == pytest.approx(0.95)
     assert answer.bytes > COUNT * 4 * 32
     assert answer.duration.ToNanoseconds() >= 0
     assert answer.left_behind == 0
-    assert [space.release for space in ready.gallery().spaces] == [1]
+    assert [space.release for space in ready.get_gallery("g").spaces] == [1]
 
 
 def test_an_image_put_again_after_an_upgrade_gets_its_own_vector(ready: Client) -> None:
-    assert ready.activate(2, "CUTOVER").phase == release_pb2.PHASE_DONE
+    assert ready.swap(2, "cutover").phase == release_pb2.PHASE_DONE
     again = images(COUNT)[:3]
-    before = {ready.search(image, k=1).hits[0].origin for image in again}
-    assert before == {types_pb2.ORIGIN_UPGRADED}
+    before = {ready.find(image, k=1).hits[0].origin for image in again}
+    assert before == {"upgraded"}
     ready.put_images(again)
     for i, image in enumerate(again):
-        (hit,) = ready.search(image, k=1).hits
-        assert (hit.id, hit.origin) == (f"i{i}", types_pb2.ORIGIN_NATIVE)
-    assert ready.gallery().items == COUNT
+        (hit,) = ready.find(image, k=1).hits
+        assert (hit.id, hit.origin) == (f"i{i}", "native")
+    assert ready.get_gallery("g").items == COUNT
 
 
 def scrub(hosted: Hosted) -> None:
@@ -75,19 +75,17 @@ def test_an_estimate_is_near_what_it_then_takes(
     gateway: Gateway, client: Client, repo: Path, stages: Stages, one: Manifest
 ) -> None:
     """Time until the new space answers, and the disk; both within generous factors."""
-    client.create()
+    client.create_gallery("g")
     put(client, one, 0, 6000)
     hosted = gateway.galleries.get("g")
     wait_until(hosted.index_path(one.space).exists, "no index file")
     publish_stage(repo, stages[2])
-    request = upgrade_pb2.EstimateUpgradeRequest(gallery="g", release=2, spare_cores=0.9)
-    told = client.upgrades.EstimateUpgrade(request, timeout=TIMEOUT_S)
+    told = client.estimate_upgrade("g", 2, spare_cores=0.9)
     scrub(hosted)
     before = size(hosted.folder)
-    call = release_pb2.ActivateReleaseRequest(number=2, rollout="ROLLOUT_CUTOVER", spare_cores=0.9)
     times = {
         event.phase: event.time.ToNanoseconds() / 1e9
-        for event in client.releases.ActivateRelease(call, timeout=TIMEOUT_S)
+        for event in client.activate(2, rollout="cutover", spare_cores=0.9)
         if not event.done or event.phase != release_pb2.PHASE_UPGRADING
     }
     took = times[release_pb2.PHASE_SWITCHING] - times[release_pb2.PHASE_UPGRADING]
@@ -102,97 +100,83 @@ def test_an_estimate_is_near_what_it_then_takes(
 
 
 def test_progress_is_streamed_through_pause_and_resume(ready: Client) -> None:
-    assert ready.pause().state == upgrade_pb2.UPGRADE_STATE_PAUSED
-    ready.begin(2, "CUTOVER")
-    request = upgrade_pb2.WatchUpgradeRequest(gallery="g")
+    assert ready.pause_upgrade("g").state == upgrade_pb2.UPGRADE_STATE_PAUSED
+    ready.begin(2, "cutover")
     seen = []
-    for update in ready.upgrades.WatchUpgrade(request, timeout=60):
-        seen.append(update.progress)
-        if update.progress.state == upgrade_pb2.UPGRADE_STATE_PAUSED:
-            assert update.progress.done == 0
-            assert ready.search(images(1)[0]).release == 1
-            ready.start_upgrade()
+    for progress in ready.watch_upgrade("g"):
+        seen.append(progress)
+        if progress.state == upgrade_pb2.UPGRADE_STATE_PAUSED:
+            assert progress.done == 0
+            assert ready.find(images(1)[0]).release == 1
+            ready.start_upgrade("g", 0)
     assert seen[-1].state == upgrade_pb2.UPGRADE_STATE_DONE
     assert (seen[-1].done, seen[-1].total) == (COUNT, COUNT)
     assert (seen[-1].from_release, seen[-1].to_release) == (1, 2)
     assert seen[-1].items_per_second > 0
     # Every release has the same geometry in its block, so all neighbours are kept.
     assert seen[-1].neighbours_kept == pytest.approx(1)
-    assert ready.search(images(1)[0]).release == 2
+    assert ready.find(images(1)[0]).release == 2
 
 
 def test_backfill_takes_the_least_certain_first(
     gateway: Gateway, ready: Client, two: Manifest
 ) -> None:
-    ready.activate(2)
+    ready.swap(2)
     store = gateway.galleries.get("g").store
     listed, _ = store.page(two.space, COUNT, least_certain=True)
     doubtful = [item.id for item, _ in listed]
     assert len(doubtful) == COUNT
     supplied = doubtful[::2]
-    backfill = [
-        upgrade_pb2.BackfillImage(id=name, image=png(images(COUNT)[int(name[1:])]))
-        for name in sorted(supplied)
-    ]
-    progress = ready.start_upgrade(backfill=backfill, backfill_budget=5)
+    backfill = {name: png(images(COUNT)[int(name[1:])]) for name in sorted(supplied)}
+    progress = ready.start_upgrade("g", 0, backfill=backfill, budget=5)
     assert progress.re_embedded == 5
-    hits = ready.search(images(1)[0], k=COUNT).hits
-    fresh = {hit.id for hit in hits if hit.origin == types_pb2.ORIGIN_RE_EMBEDDED}
+    hits = ready.find(images(1)[0], k=COUNT).hits
+    fresh = {hit.id for hit in hits if hit.origin == "re-embedded"}
     assert fresh == set(supplied[:5])
     assert len(hits) == COUNT
     # Those are done; the next five follow.
-    assert ready.start_upgrade(backfill=backfill, backfill_budget=5).re_embedded == 10
+    assert ready.start_upgrade("g", 0, backfill=backfill, budget=5).re_embedded == 10
 
 
 def test_a_client_backfills_the_least_certain_of_the_whole_gallery(
     gateway: Gateway, ready: Client, two: Manifest
 ) -> None:
     """A call with few images at a time, as a client with a folder of millions makes it."""
-    ready.activate(2)
+    ready.swap(2)
     store = gateway.galleries.get("g").store
     listed, _ = store.page(two.space, COUNT, least_certain=True)
     doubtful = [item.id for item, _ in listed]
-    request = gallery_pb2.ListItemsRequest(
-        gallery="g", page_size=4, order=gallery_pb2.ITEM_ORDER_LEAST_CERTAIN
-    )
     again: list[str] = []
     for _ in range(3):
-        page = [item.id for item in ready.galleries.ListItems(request, timeout=TIMEOUT_S).items]
-        sent = [
-            upgrade_pb2.BackfillImage(id=name, image=png(images(COUNT)[int(name[1:])]))
-            for name in page
-        ]
-        ready.start_upgrade(backfill=sent)
+        page = [item.id for item in itertools.islice(ready.list("g", least_certain=True), 4)]
+        sent = {name: png(images(COUNT)[int(name[1:])]) for name in page}
+        ready.start_upgrade("g", 0, backfill=sent)
         again += page
     assert again == doubtful[:12]
-    hits = ready.search(images(1)[0], k=COUNT).hits
-    fresh = {hit.id for hit in hits if hit.origin == types_pb2.ORIGIN_RE_EMBEDDED}
+    hits = ready.find(images(1)[0], k=COUNT).hits
+    fresh = {hit.id for hit in hits if hit.origin == "re-embedded"}
     assert fresh == set(again)
 
 
 def test_backfill_refuses_what_is_no_image_and_takes_the_rest(
     gateway: Gateway, ready: Client, two: Manifest
 ) -> None:
-    ready.activate(2)
-    sent = [upgrade_pb2.BackfillImage(id=f"i{i}", image=b"no") for i in range(5)]
-    sent += [
-        upgrade_pb2.BackfillImage(id=f"i{i}", image=png(images(COUNT)[i])) for i in range(5, 8)
-    ]
-    code, sentence, _ = refusal(lambda: ready.start_upgrade(backfill=sent))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "5 of 8 images are refused" in sentence
-    assert sum(f"i{i}: " in sentence for i in range(5)) == 3
-    assert ready.start_upgrade().re_embedded == 3
+    ready.swap(2)
+    sent = {f"i{i}": png(images(COUNT)[i]) if i > 4 else b"no" for i in range(8)}
+    with refused(InvalidInputError, "5 of 8 images are refused") as caught:
+        ready.start_upgrade("g", 0, backfill=sent)
+    assert sum(f"i{i}: " in str(caught.value) for i in range(5)) == 3
+    assert ready.start_upgrade("g", 0).re_embedded == 3
 
 
 def test_backfill_takes_one_model_call_and_one_commit_a_batch(
     gateway: Gateway, client: Client, repo: Path, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = 2 * LARGEST_BATCH + 2
-    client.create()
+    client.create_gallery("g")
     client.put_images(images(count))
     publish_stage(repo, stages[2])
-    client.activate(2)
+    client.swap(2)
     models, store = gateway.models, gateway.galleries.get("g").store
     embed, sizes, commits = models.embed, list[int](), list[Change]()
 
@@ -202,11 +186,8 @@ def test_backfill_takes_one_model_call_and_one_commit_a_batch(
 
     monkeypatch.setattr(models, "embed", counted)
     store.subscribe(commits.append)
-    sent = [
-        upgrade_pb2.BackfillImage(id=f"i{i}", image=png(image))
-        for i, image in enumerate(images(count))
-    ]
-    assert client.start_upgrade(backfill=sent).re_embedded == count
+    sent = {f"i{i}": png(image) for i, image in enumerate(images(count))}
+    assert client.start_upgrade("g", 0, backfill=sent).re_embedded == count
     assert sizes == [LARGEST_BATCH, LARGEST_BATCH, 2]
     assert len(commits) == len(sizes)
 
@@ -220,14 +201,11 @@ def test_neighbours_are_looked_at_again_after_a_backfill(
     gateway: Gateway, ready: Client, two: Manifest
 ) -> None:
     assert kept(gateway) is None
-    ready.activate(2)
+    ready.swap(2)
     assert kept(gateway) == pytest.approx(1)
     # Other pictures under the same ids: their neighbours are others now.
-    sent = [
-        upgrade_pb2.BackfillImage(id=f"i{i}", image=png(image))
-        for i, image in enumerate(images(COUNT, 9))
-    ]
-    progress = ready.start_upgrade(backfill=sent)
+    sent = {f"i{i}": png(image) for i, image in enumerate(images(COUNT, 9))}
+    progress = ready.start_upgrade("g", 0, backfill=sent)
     assert progress.neighbours_kept < 0.9
     assert kept(gateway) == pytest.approx(progress.neighbours_kept)
 
@@ -252,27 +230,25 @@ def test_probes_of_neighbours_are_drawn_from_the_whole_gallery(tmp_path: Path) -
 
 
 def test_only_the_active_release_is_upgraded_to(ready: Client) -> None:
-    code, sentence, _ = refusal(lambda: ready.start_upgrade(release=2))
-    assert code is grpc.StatusCode.FAILED_PRECONDITION
-    assert "ActivateRelease" in sentence
+    with refused(PreconditionError, "ActivateRelease"):
+        ready.start_upgrade("g", 2)
 
 
 def test_items_put_and_deleted_meanwhile_are_right_after(ready: Client) -> None:
-    ready.pause()
-    ready.begin(2, "CUTOVER")
-    ready.galleries.DeleteItems(gallery_pb2.DeleteItemsRequest(gallery="g", ids=["i0"]), timeout=30)
+    ready.pause_upgrade("g")
+    ready.begin(2, "cutover")
+    ready.delete("g", ["i0"])
     other = images(1, 5)[0]
-    ready.put([gallery_pb2.PutItem(id="i1", image=png(other))])
-    ready.put([gallery_pb2.PutItem(id="new", image=png(images(1, 6)[0]))])
-    ready.start_upgrade()
-    for _ in ready.upgrades.WatchUpgrade(upgrade_pb2.WatchUpgradeRequest(gallery="g"), timeout=60):
+    ready.put("g", {"i1": png(other), "new": png(images(1, 6)[0])})
+    ready.start_upgrade("g", 0)
+    for _ in ready.watch_upgrade("g"):
         pass
     ready.create_when_idle("idle")
-    answer = ready.search(other, k=100)
+    answer = ready.find(other, k=100)
     assert answer.release == 2
     assert sorted(ids(answer)) == sorted([*(f"i{i}" for i in range(1, COUNT)), "new"])
     assert answer.hits[0].id == "i1"
-    assert answer.hits[0].origin == types_pb2.ORIGIN_NATIVE
+    assert answer.hits[0].origin == "native"
 
 
 @pytest.mark.parametrize(("spare", "least"), [(0.0, 0.95), (0.5, 0.4), (0.9, 0.05)])

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.client import creation
-from nobackfill.client.cli.output import Output
 from nobackfill.client.device import Device
+from nobackfill.client.output import Output
 from nobackfill.client.photos.adding import add
 from nobackfill.client.photos.files import find_images
 from nobackfill.client.sync.sync import Report, Wishes, sync

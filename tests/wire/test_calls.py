@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from nobackfill import errors
 from nobackfill.client.cli.app import app as client_app
-from nobackfill.client.cli.output import Output
+from nobackfill.client.output import Output
 from nobackfill.server.cli import main  # noqa: F401 - it brings the commands
 from nobackfill.server.cli.app import app as server_app
 from nobackfill.server.cli.app import show

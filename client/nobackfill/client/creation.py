@@ -7,8 +7,8 @@ from typing import Any
 from tuf.api.metadata import Root
 
 from nobackfill import durable
-from nobackfill.client.cli.output import Output
 from nobackfill.client.gallery_file import beside
+from nobackfill.client.output import Output
 from nobackfill.client.sync import installation, sources
 from nobackfill.client.sync.plan import embedding_files
 from nobackfill.errors import AlreadyExistsError, NotFoundError

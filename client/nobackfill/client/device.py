@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from nobackfill.client.gallery_file import GalleryFile
+from nobackfill.client.output import Output
 from nobackfill.errors import (
     ConfigurationError,
     InvalidInputError,
@@ -47,7 +48,6 @@ class Device(GalleryFile):
         VerificationError, UnavailableError, ConfigurationError.
         """
         from nobackfill.client import ballast, creation
-        from nobackfill.client.cli.output import Output
 
         try:
             trusted = Path(root).read_bytes()
@@ -150,7 +150,6 @@ class Device(GalleryFile):
         """Follow the newest release without the images; the `backfill` least certain items are
         embedded again from their files. Raises BusyError, VerificationError (nothing changed),
         UnavailableError, CannotWriteError."""
-        from nobackfill.client.cli.output import Output
         from nobackfill.client.sync.sync import Wishes, sync
 
         return sync(self, Wishes(backfill=backfill), Output(bars=False))

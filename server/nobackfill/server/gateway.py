@@ -33,10 +33,9 @@ from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.rollout.admission import Admission
 from nobackfill.server.rollout.first_activation import FirstActivation
 from nobackfill.server.rollout.lifecycle import Lifecycle
+from nobackfill.server.rollout.parts import Parts
 from nobackfill.server.rollout.recovery import return_galleries
 from nobackfill.server.rollout.rollback import Rollbacks
-from nobackfill.server.rollout.rollout import Rollout
-from nobackfill.server.rollout.run import Run
 from nobackfill.server.serving import Serving
 from nobackfill.server.settings import IN_PROCESS, Settings
 from nobackfill.server.storage import Storage, storage_of
@@ -110,13 +109,8 @@ class Gateway:
         self.putting = Putting(embedding, upgrading.runner)
         serving = self.serving = Serving(catalog, state, galleries, models, metrics)
         admission = Admission(catalog, galleries, models, upgrading.trials)
-
-        def roll_out(run: Run) -> None:
-            Rollout(run, admission, catalog, state, galleries, upgrading, serving, metrics).run()
-
-        activations = self.activations = Activations(
-            roll_out, catalog, state, galleries, upgrading, serving, metrics
-        )
+        parts = Parts(admission, catalog, state, galleries, upgrading, serving, metrics)
+        activations = self.activations = Activations(parts)
         self.rollbacks = Rollbacks(state, galleries, serving, activations)
         self.lifecycle = Lifecycle(catalog, state, galleries, embedding, upgrading, activations)
         self.vault = Vault(data / "vault", self._settings.vault_quota)

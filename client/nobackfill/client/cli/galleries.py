@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from nobackfill.client.cli.options import Json, metadata_values, named_path
-from nobackfill.client.cli.output import Output, size
+from nobackfill.client.output import Output, size
 from nobackfill.errors import ConfigurationError, InvalidInputError
 
 Sheet = Annotated[Path | None, typer.Option(help="Also draw query and hits as a picture, OUT.png.")]

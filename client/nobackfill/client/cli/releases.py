@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nobackfill.client.cli.options import Json
-from nobackfill.client.cli.output import Output, size
+from nobackfill.client.output import Output, size
 from nobackfill.errors import VerificationError, few
 
 if TYPE_CHECKING:

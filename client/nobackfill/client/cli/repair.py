@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from nobackfill.client.cli.options import Json
-from nobackfill.client.cli.output import Output
+from nobackfill.client.output import Output
 from nobackfill.errors import DamagedError
 
 

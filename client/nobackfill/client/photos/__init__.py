@@ -1,0 +1,1 @@
+"""Image files of the device: found, added, embedded again, and searched."""

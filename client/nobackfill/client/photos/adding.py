@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nobackfill.client.cli.output import Advance
 from nobackfill.client.device import Device
+from nobackfill.client.output import Advance
 from nobackfill.client.photos.encoding import Encoder
 from nobackfill.client.photos.files import read_image
 from nobackfill.errors import InvalidInputError, UnusableOutputError

@@ -4,8 +4,8 @@ from typing import Self
 
 import numpy as np
 
-from nobackfill.client.cli.output import Output
 from nobackfill.client.device import Device
+from nobackfill.client.output import Output
 from nobackfill.client.photos.encoding import Encoder
 from nobackfill.client.photos.files import local_image
 from nobackfill.errors import (

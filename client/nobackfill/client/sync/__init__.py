@@ -1,0 +1,1 @@
+"""Following the newest release: the plan, fetching, carrying over, and the way back."""

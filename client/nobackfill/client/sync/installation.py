@@ -5,8 +5,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from nobackfill import durable
-from nobackfill.client.cli.output import Output
 from nobackfill.client.device import Device
+from nobackfill.client.output import Output
 from nobackfill.client.photos.encoding import threads
 from nobackfill.client.sync.plan import Plan, embedding_files
 from nobackfill.digests import sha256_file

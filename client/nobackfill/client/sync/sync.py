@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from nobackfill import durable
-from nobackfill.client.cli.output import Output
 from nobackfill.client.device import Device
+from nobackfill.client.output import Output
 from nobackfill.client.photos.backfill import re_embed
 from nobackfill.client.sync import installation
 from nobackfill.client.sync.plan import Plan, embedding_files, estimate_seconds, make_plan

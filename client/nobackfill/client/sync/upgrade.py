@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from nobackfill.client.cli.output import Output
 from nobackfill.client.device import Device
+from nobackfill.client.output import Output
 from nobackfill.client.photos.backfill import re_embed
 from nobackfill.client.photos.encoding import threads
 from nobackfill.client.sync.plan import Plan

@@ -11,17 +11,18 @@ from typing import Any, Self
 from pyrage.x25519 import Identity
 
 from nobackfill import durable
-from nobackfill.client.cli.output import Output, size
 from nobackfill.client.device import Device
 from nobackfill.client.gallery_file import beside
+from nobackfill.client.output import Output, size
 from nobackfill.client.vault import encryption
 from nobackfill.client.vault.identity import own_identity
 from nobackfill.client.vault.push import connected
 from nobackfill.client.vault.queue import Entry, VaultQueue
-from nobackfill.client.vault.transport import Vault
+from nobackfill.client.vault.transport import blobs, download
 from nobackfill.digests import sha256_file
 from nobackfill.errors import NotFoundError, VerificationError
 from nobackfill.v1 import vault_pb2
+from nobackfill.wire.gateway import Gateway
 
 _SUFFIXES = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"RIFF": ".webp"}
 
@@ -55,7 +56,7 @@ class Vaulted:
         self._identity = identity
         self._inbox = beside(device.path, "inbox")
         self._open = ExitStack()
-        self._vault: Vault | None = None
+        self._gateway: Gateway | None = None
         self.queue = VaultQueue(device.store)
 
     def __enter__(self) -> Self:
@@ -89,7 +90,7 @@ class Vaulted:
     def unknown(self) -> list[vault_pb2.Blob]:
         """The blobs that the vault lists and this gallery has no row for."""
         known = {entry.blob for entry in self.queue.entries()}
-        return [blob for blob in self._connected().blobs() if blob.id not in known]
+        return [blob for blob in blobs(self._connected()) if blob.id not in known]
 
     def fetched(self, blob: vault_pb2.Blob) -> bytes:
         """The plaintext of a blob. Raises VerificationError, UnavailableError, NotFoundError."""
@@ -97,7 +98,7 @@ class Vaulted:
         # A name of ours: what the vault calls it is no path.
         name = hashlib.sha256(f"{blob.id} {blob.size} {blob.sha256}".encode()).hexdigest()
         sealed = self._inbox / name
-        self._connected().get(blob, sealed)
+        download(self._connected(), blob, sealed)
         try:
             return encryption.decrypt(sealed, [self._key()])
         finally:
@@ -108,10 +109,10 @@ class Vaulted:
             return encryption.read_identity(self._identity)
         return own_identity(self._device)
 
-    def _connected(self) -> Vault:
-        if self._vault is None:
-            self._vault = self._open.enter_context(connected(self._device))
-        return self._vault
+    def _connected(self) -> Gateway:
+        if self._gateway is None:
+            self._gateway = self._open.enter_context(connected(self._device))
+        return self._gateway
 
 
 def pull(

@@ -11,15 +11,15 @@ from typing import Any
 from pyrage.x25519 import Recipient
 
 from nobackfill import durable
-from nobackfill.client.cli.output import Output
 from nobackfill.client.device import Device
 from nobackfill.client.gallery_file import beside
+from nobackfill.client.output import Output
 from nobackfill.client.photos.files import local_image
 from nobackfill.client.sync.sources import is_gateway
 from nobackfill.client.vault import encryption
 from nobackfill.client.vault.identity import identity_for_push
 from nobackfill.client.vault.queue import Entry, VaultQueue
-from nobackfill.client.vault.transport import Vault
+from nobackfill.client.vault.transport import upload
 from nobackfill.errors import ConfigurationError
 from nobackfill.gallery.store import Item
 from nobackfill.v1 import vault_pb2
@@ -46,15 +46,15 @@ class Pushed:
 
 
 @contextmanager
-def connected(device: Device) -> Iterator[Vault]:
-    """The vault of this gallery. Raises ConfigurationError where there is none."""
+def connected(device: Device) -> Iterator[Gateway]:
+    """The gateway whose vault is this gallery's. Raises ConfigurationError where there is none."""
     where = str(device.state("vault") or device.state("source"))
     if not is_gateway(where):
         raise ConfigurationError(
             f"{where} holds no vault: name a gateway once, `push --vault grpc://HOST:PORT`"
         )
     with Gateway(where) as gateway:
-        yield Vault(gateway)
+        yield gateway
 
 
 def push(
@@ -80,19 +80,19 @@ def push(
         device.store.state_set(state)
         queue = VaultQueue(device.store)
         report = Pushed()
-        with connected(device) as vault:
+        with connected(device) as gateway:
             identity = identity_for_push(device, queue, new_key)
             outbox = beside(device.path, "outbox")
             durable.make_dir(outbox, 0o700)
             durable.sweep(outbox)
             _sweep(queue, outbox)
-            _remove(vault, queue, outbox, report)
+            _remove(gateway, queue, outbox, report)
             total = device.store.count()
             with output.progress("pushing") as advance:
                 for done, item in enumerate(_items(device), start=1):
-                    _push_one(item, vault, queue, outbox, [identity.to_public(), *keys], report)
+                    _push_one(item, gateway, queue, outbox, [identity.to_public(), *keys], report)
                     advance(done, total)
-            _remove(vault, queue, outbox, report)
+            _remove(gateway, queue, outbox, report)
     return report
 
 
@@ -111,10 +111,10 @@ def _sweep(queue: VaultQueue, outbox: Path) -> None:
             durable.remove_tree(path)
 
 
-def _remove(vault: Vault, queue: VaultQueue, outbox: Path, report: Pushed) -> None:
+def _remove(gateway: Gateway, queue: VaultQueue, outbox: Path, report: Pushed) -> None:
     # An item that was removed while its push was under way left a row behind.
     for entry in queue.obsolete():
-        vault.delete(entry.blob)
+        gateway.delete_blob(entry.blob)
         durable.remove_tree(outbox / entry.blob)
         queue.forget(entry.blob)
         report.removed += 1
@@ -122,7 +122,7 @@ def _remove(vault: Vault, queue: VaultQueue, outbox: Path, report: Pushed) -> No
 
 def _push_one(
     item: Item,
-    vault: Vault,
+    gateway: Gateway,
     queue: VaultQueue,
     outbox: Path,
     keys: list[Recipient],
@@ -141,7 +141,7 @@ def _push_one(
         (report.unreadable if stored else report.skipped).append(item.id)
         return
     blob = vault_pb2.Blob(id=entry.blob, size=entry.size, sha256=entry.blob_sha256)
-    report.bytes_sent += vault.put(blob, outbox / entry.blob)
+    report.bytes_sent += upload(gateway, blob, outbox / entry.blob)
     # Only now may an older blob of the item go: one lost from the outbox, or of another key.
     queue.settle(entry)
     durable.remove_tree(outbox / entry.blob)

@@ -22,111 +22,101 @@ _MOST_BLOBS = 1_000_000
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 
-class Vault:
-    """The vault of one gateway."""
+def upload(gateway: Gateway, blob: vault_pb2.Blob, source: Path) -> int:
+    """Upload the ciphertext `source`; the number of bytes that were still to be sent."""
+    held = first = gateway.held_of_blob(blob)
+    standstills = 0
+    while held < blob.size:
+        try:
+            answer = gateway.put_blob(blob, _chunks(source, held), held, seconds=STREAM_SECONDS)
+        except NobackfillError as error:
+            if not transient(error):
+                raise
+            answer = gateway.held_of_blob(blob)
+        standstills = 0 if answer > held else standstills + 1
+        if standstills == _STANDSTILLS:
+            raise UnavailableError(
+                f"{gateway.address}: the upload stands still at {held} of {blob.size} bytes; "
+                "push again later"
+            )
+        held = answer
+    return int(blob.size - first)
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-        self._where = gateway.address
 
-    def put(self, blob: vault_pb2.Blob, source: Path) -> int:
-        """Upload the ciphertext `source`; the number of bytes that were still to be sent."""
-        held = first = self._gateway.held_of_blob(blob)
-        standstills = 0
-        while held < blob.size:
-            try:
-                answer = self._gateway.put_blob(
-                    blob, _chunks(source, held), held, seconds=STREAM_SECONDS
-                )
-            except NobackfillError as error:
-                if not transient(error):
-                    raise
-                answer = self._gateway.held_of_blob(blob)
-            standstills = 0 if answer > held else standstills + 1
-            if standstills == _STANDSTILLS:
-                raise UnavailableError(
-                    f"{self._where}: the upload stands still at {held} of {blob.size} bytes; "
-                    "push again later"
-                )
-            held = answer
-        return int(blob.size - first)
+def download(gateway: Gateway, blob: vault_pb2.Blob, target: Path) -> None:
+    """Download a blob to `target`, complete and with the right digest, or raise.
 
-    def get(self, blob: vault_pb2.Blob, target: Path) -> None:
-        """Download a blob to `target`, complete and with the right digest, or raise.
+    `target`.part holds what an earlier try brought. Raises NotFoundError, VerificationError.
+    """
+    check_blob(blob, gateway.address)
+    part = target.with_name(f"{target.name}.part")
+    standstills = 0
+    while (held := part.stat().st_size if part.exists() else 0) < blob.size:
+        try:
+            _download(gateway, blob, held, part)
+        except NobackfillError as error:
+            if not transient(error):
+                raise
+        now = part.stat().st_size if part.exists() else 0
+        standstills = 0 if now > held else standstills + 1
+        if standstills == _STANDSTILLS:
+            raise UnavailableError(
+                f"{gateway.address}: the download stands still at {now} of {blob.size} bytes; "
+                "pull again later"
+            )
+    with part.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != blob.sha256:
+        durable.remove_tree(part)
+        raise VerificationError(
+            f"blob {blob.id}: expected the ciphertext that was pushed, got another; the vault "
+            "at this address changed it"
+        )
+    durable.replace(part, target)
 
-        `target`.part holds what an earlier try brought. Raises NotFoundError, VerificationError.
-        """
-        check_blob(blob, self._where)
-        part = target.with_name(f"{target.name}.part")
-        standstills = 0
-        while (held := part.stat().st_size if part.exists() else 0) < blob.size:
-            try:
-                self._download(blob, held, part)
-            except NobackfillError as error:
-                if not transient(error):
-                    raise
-            now = part.stat().st_size if part.exists() else 0
-            standstills = 0 if now > held else standstills + 1
-            if standstills == _STANDSTILLS:
-                raise UnavailableError(
-                    f"{self._where}: the download stands still at {now} of {blob.size} bytes; "
-                    "pull again later"
-                )
-        with part.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != blob.sha256:
+
+def _download(gateway: Gateway, blob: vault_pb2.Blob, held: int, part: Path) -> None:
+    for chunk in gateway.get_blob(blob.id, held, seconds=STREAM_SECONDS):
+        held += len(chunk)
+        if held > blob.size:
             durable.remove_tree(part)
             raise VerificationError(
-                f"blob {blob.id}: expected the ciphertext that was pushed, got another; the vault "
-                "at this address changed it"
+                f"blob {blob.id}: expected {blob.size} bytes, the vault sends more"
             )
-        durable.replace(part, target)
+        durable.append(part, chunk, 0o600)
+    if held < blob.size:
+        durable.remove_tree(part)
+        raise VerificationError(
+            f"blob {blob.id}: expected {blob.size} bytes, the vault holds {held} only"
+        )
 
-    def _download(self, blob: vault_pb2.Blob, held: int, part: Path) -> None:
-        for chunk in self._gateway.get_blob(blob.id, held, seconds=STREAM_SECONDS):
-            held += len(chunk)
-            if held > blob.size:
-                durable.remove_tree(part)
+
+def blobs(gateway: Gateway) -> list[vault_pb2.Blob]:
+    """Every blob that the vault lists, by id.
+
+    Raises VerificationError for ids, digests or sizes that no blob has, and for a list that
+    does not move forward or has no end.
+    """
+    found: list[vault_pb2.Blob] = []
+    token = ""
+    while True:
+        page = gateway.list_blobs(token)
+        for blob in page.blobs:
+            check_blob(blob, gateway.address)
+            if found and blob.id <= found[-1].id:
                 raise VerificationError(
-                    f"blob {blob.id}: expected {blob.size} bytes, the vault sends more"
+                    f"{gateway.address}: expected blobs in the order of their ids, got "
+                    f"{blob.id[:8]}… again; the vault at this address cannot be used"
                 )
-            durable.append(part, chunk, 0o600)
-        if held < blob.size:
-            durable.remove_tree(part)
+            found.append(blob)
+        if not page.next_page_token:
+            return found
+        if len(found) >= _MOST_BLOBS or page.next_page_token <= token or not page.blobs:
             raise VerificationError(
-                f"blob {blob.id}: expected {blob.size} bytes, the vault holds {held} only"
+                f"{gateway.address}: expected a list of at most {_MOST_BLOBS} blobs that comes to "
+                f"an end, got none after {len(found)}; the vault at this address cannot be used"
             )
-
-    def delete(self, blob_id: str) -> None:
-        """Delete a blob; one that is not there is fine."""
-        self._gateway.delete_blob(blob_id)
-
-    def blobs(self) -> list[vault_pb2.Blob]:
-        """Every blob that the vault lists, by id.
-
-        Raises VerificationError for ids, digests or sizes that no blob has, and for a list that
-        does not move forward or has no end.
-        """
-        found: list[vault_pb2.Blob] = []
-        token = ""
-        while True:
-            page = self._gateway.list_blobs(token)
-            for blob in page.blobs:
-                check_blob(blob, self._where)
-                if found and blob.id <= found[-1].id:
-                    raise VerificationError(
-                        f"{self._where}: expected blobs in the order of their ids, got "
-                        f"{blob.id[:8]}… again; the vault at this address cannot be used"
-                    )
-                found.append(blob)
-            if not page.next_page_token:
-                return found
-            if len(found) >= _MOST_BLOBS or page.next_page_token <= token or not page.blobs:
-                raise VerificationError(
-                    f"{self._where}: expected a list of at most {_MOST_BLOBS} blobs that comes to "
-                    f"an end, got none after {len(found)}; the vault at this address cannot be used"
-                )
-            token = page.next_page_token
+        token = page.next_page_token
 
 
 def _chunks(source: Path, offset: int) -> Iterator[bytes]:

@@ -1,0 +1,1 @@
+"""The command `gateway`: serving, operating, backups, and Triton's environment."""

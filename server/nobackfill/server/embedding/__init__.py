@@ -1,0 +1,1 @@
+"""Images to vectors: decoding within bounds, batches, and the models of a release."""

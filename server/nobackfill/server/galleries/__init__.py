@@ -1,0 +1,1 @@
+"""Galleries that are served: their views and indexes, puts, and searches on one snapshot."""

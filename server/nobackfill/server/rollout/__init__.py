@@ -1,0 +1,1 @@
+"""Swaps of releases: admission, three rollouts, rollback, retirement, recovery."""

@@ -3,27 +3,24 @@
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import structlog
 
 from nobackfill.errors import BusyError, CannotWriteError, NobackfillError, PreconditionError
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.catalog import Catalog
 from nobackfill.server.galleries import lock_order
-from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import NOTE
 from nobackfill.server.galleries.indexing import give_way
 from nobackfill.server.galleries.lock_order import Level
 from nobackfill.server.grpc.error_boundary import error_boundary
-from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.rollout.parts import Parts
 from nobackfill.server.rollout.recovery import recover
+from nobackfill.server.rollout.rollout import Rollout
 from nobackfill.server.rollout.run import CancelledError, Phase, Run
-from nobackfill.server.serving import Serving
-from nobackfill.server.state import Activation, GatewayState, RolloutName
+from nobackfill.server.state import Activation, RolloutName
 from nobackfill.server.upgrades.throttle import DEFAULT_SPARE_CORES
-from nobackfill.server.upgrades.upgrading import Upgrading
 
 log = structlog.get_logger("server.activation")
 
@@ -36,18 +33,8 @@ _MOST_RESUMED = 2
 class Activations:
     """Starts, resumes and calls off activations."""
 
-    def __init__(
-        self, roll_out: Callable[[Run], None], catalog: Catalog, state: GatewayState,
-        galleries: Galleries, upgrading: Upgrading, serving: Serving, metrics: Metrics,
-    ) -> None:  # fmt: skip
-        """`roll_out`: what an activation does, in a thread of its own; see Rollout.run."""
-        self._carry_out = roll_out
-        self._catalog = catalog
-        self._state = state
-        self._galleries = galleries
-        self._upgrading = upgrading
-        self._serving = serving
-        self._metrics = metrics
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
         self._lock = threading.Lock()
         self._run: Run | None = None
 
@@ -60,10 +47,10 @@ class Activations:
     ) -> Run:
         """Begin one. Raises NotFoundError, BusyError while another runs, PreconditionError for a
         release older than the active one, CannotWriteError."""
-        manifest = self._catalog.find(release)
+        manifest = self._parts.catalog.find(release)
         with self.held():
             self.refuse_second("begin another activation")
-            active = self._state.now.active
+            active = self._parts.state.now.active
             if active is not None and release < active:
                 raise PreconditionError(
                     f"release {release} is older than the active release {active}; "
@@ -76,8 +63,8 @@ class Activations:
                 old_space_seconds=old_space_seconds,
             )
             # One that was let go of and comes back is kept again, as any other.
-            retired = tuple(n for n in self._state.now.retired if n != release)
-            self._state.change(activation=record, retired=retired, rolled_back=None)
+            retired = tuple(n for n in self._parts.state.now.retired if n != release)
+            self._parts.state.change(activation=record, retired=retired, rolled_back=None)
             return self._launch(record)
 
     def start_gallery(self, gallery: str, spare_cores: float) -> Run:
@@ -88,19 +75,19 @@ class Activations:
         with self.held():
             self.refuse_second("begin another activation")
             record = Activation(
-                release=self._state.active(),
+                release=self._parts.state.active(),
                 rollout="cutover",
                 spare_cores=spare_cores or DEFAULT_SPARE_CORES,
                 old_space_seconds=0,
                 only=gallery,
             )
-            self._state.change(activation=record, rolled_back=None)
+            self._parts.state.change(activation=record, rolled_back=None)
             return self._launch(record)
 
     def resume(self) -> Run | None:
         """Go on with what was under way when the gateway ended; None if nothing was, or if it ended
         the gateway again and again: that is a failed release now."""
-        record = self._state.now.activation
+        record = self._parts.state.now.activation
         if record is None:
             return None
         if record.resumed >= _MOST_RESUMED:
@@ -115,7 +102,7 @@ class Activations:
             self.refuse_second("resume another activation")
             log.info("resuming activation", release=record.release)
             record = record.model_copy(update={"resumed": record.resumed + 1})
-            self._state.change(activation=record)
+            self._parts.state.change(activation=record)
             return self._launch(record)
 
     def running(self) -> Run | None:
@@ -141,24 +128,24 @@ class Activations:
     def call_off(self) -> None:
         """End the activation under way, if any, before its next step, and forget it."""
         self.interrupt()
-        if self._state.now.activation is not None:
-            self._state.change(activation=None)
+        if self._parts.state.now.activation is not None:
+            self._parts.state.change(activation=None)
 
     def interrupt(self) -> None:
         """End the activation under way, if any; a restart resumes it."""
         run = self.running()
         if run is not None:
             run.cancel()
-        record = self._state.now.activation
+        record = self._parts.state.now.activation
         if record is not None and record.resumed:
             # Ended in order: its models are not to blame.
-            self._state.change(activation=record.model_copy(update={"resumed": 0}))
+            self._parts.state.change(activation=record.model_copy(update={"resumed": 0}))
 
     def _choose(self, manifest: Manifest) -> RolloutName:
-        active = self._state.now.active
+        active = self._parts.state.now.active
         if active is None:
             return "cutover"
-        old = self._catalog.manifest(active)
+        old = self._parts.catalog.manifest(active)
         return "direct" if manifest.searches(old.space) else "cutover"
 
     def refuse_second(self, what: str) -> None:
@@ -171,9 +158,9 @@ class Activations:
             )
 
     def _launch(self, record: Activation) -> Run:
-        for hosted in self._galleries.all():
+        for hosted in self._parts.galleries.all():
             if record.only in (None, hosted.name):
-                self._upgrading.expect(hosted, record.release)
+                self._parts.upgrading.expect(hosted, record.release)
         run = self._run = Run(record, self._work)
         try:
             run.start()
@@ -184,13 +171,13 @@ class Activations:
 
     def _work(self, run: Run) -> tuple[Phase, str]:
         phase, message = Phase.FAILED, "unforeseen error; the gateway's log has its traceback"
-        with error_boundary(self._metrics, "activation"):
+        with error_boundary(self._parts.metrics, "activation"):
             began = time.monotonic()
             phase, message = self._roll_out(run)
             if not run.cancelled.is_set():
-                seconds = self._metrics.swap_seconds.labels(phase.value)
+                seconds = self._parts.metrics.swap_seconds.labels(phase.value)
                 seconds.observe(time.monotonic() - began)
-        with error_boundary(self._metrics, "activation"):
+        with error_boundary(self._parts.metrics, "activation"):
             self._end_jobs(phase, message)
         return phase, message
 
@@ -199,8 +186,8 @@ class Activations:
         release = run.record.release
         try:
             give_way()
-            self._carry_out(run)
-            self._state.change(activation=None)
+            Rollout(run, self._parts).run()
+            self._parts.state.change(activation=None)
         except CancelledError as error:
             return Phase.FAILED, str(error)
         except (NobackfillError, OSError, sqlite3.Error) as error:
@@ -210,41 +197,43 @@ class Activations:
         except Exception as error:
             reason = f"unforeseen {type(error).__name__}; the gateway's log has its traceback"
             log.exception("activation failed", release=release, error=type(error).__name__)
-            self._metrics.unforeseen.labels("activation").inc()
+            self._parts.metrics.unforeseen.labels("activation").inc()
             self._fail(release, reason)
             return Phase.FAILED, reason
         # From here on it has happened; what is left to do is to let go of what was before.
-        with error_boundary(self._metrics, "activation"):
-            self._serving.settle(self._serving.replan())
+        with error_boundary(self._parts.metrics, "activation"):
+            self._parts.serving.settle(self._parts.serving.replan())
         behind = "; ".join(f"{name}: {why}" for name, why in self._behind().items())
         log.info("activated", release=release, behind=behind)
         return Phase.DONE, behind
 
     def _fail(self, release: int, reason: str) -> None:
         """Mark the release FAILED; what it did not yet replace serves on."""
-        now = self._state.now
+        now = self._parts.state.now
         values: dict[str, object] = {"activation": None}
         if now.active != release:
             values["failed"] = {**now.failed, release: reason}
-        with error_boundary(self._metrics, "activation"):
+        with error_boundary(self._parts.metrics, "activation"):
             try:
-                self._state.change(**values)
+                self._parts.state.change(**values)
             except CannotWriteError as error:
                 # A restart finds the activation as it was, and tries it again.
                 log.error("the failure is not recorded", error=str(error))
-        with error_boundary(self._metrics, "activation"):
-            self._serving.settle(recover(self._galleries, self._state, self._serving))
+        with error_boundary(self._parts.metrics, "activation"):
+            self._parts.serving.settle(
+                recover(self._parts.galleries, self._parts.state, self._parts.serving)
+            )
 
     def _behind(self) -> dict[str, str]:
         """Galleries whose active space is not the active release's, with the reason."""
         return {
             hosted.name: str(hosted.state(NOTE) or "its upgrade is under way")
-            for hosted in self._galleries.all()
-            if hosted.spec().release != self._state.now.active
+            for hosted in self._parts.galleries.all()
+            if hosted.spec().release != self._parts.state.now.active
         }
 
     def _end_jobs(self, phase: Phase, message: str) -> None:
         """No upgrade is under way any more: those that did not get to their end say why."""
-        for hosted in self._galleries.all():
+        for hosted in self._parts.galleries.all():
             why = str(hosted.state(NOTE) or "") if phase is Phase.DONE else message
-            self._upgrading.give_up(hosted.name, why)
+            self._parts.upgrading.give_up(hosted.name, why)

@@ -7,17 +7,11 @@ import structlog
 from nobackfill.errors import PreconditionError
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.catalog import Catalog
-from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, Hosted
 from nobackfill.server.galleries.plan import Plan, old_model_part, own_part
-from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.rollout.admission import Admission
+from nobackfill.server.rollout.parts import Parts
 from nobackfill.server.rollout.run import Phase, Run
-from nobackfill.server.serving import Serving
-from nobackfill.server.state import GatewayState
 from nobackfill.server.upgrades.job import JobState
-from nobackfill.server.upgrades.upgrading import Upgrading
 
 log = structlog.get_logger("server.rollout")
 
@@ -25,33 +19,17 @@ log = structlog.get_logger("server.rollout")
 class Rollout:
     """Runs in a thread of its own. Every step may be repeated: a restart begins from the first."""
 
-    def __init__(
-        self,
-        run: Run,
-        admission: Admission,
-        catalog: Catalog,
-        state: GatewayState,
-        galleries: Galleries,
-        upgrading: Upgrading,
-        serving: Serving,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, run: Run, parts: Parts) -> None:
         self._run = run
         self._record = run.record
-        self._admission = admission
-        self._catalog = catalog
-        self._state = state
-        self._galleries = galleries
-        self._upgrading = upgrading
-        self._serving = serving
-        self._metrics = metrics
+        self._parts = parts
         self._done = 0
         self._total = 0
 
     def run(self) -> None:
         """Raises NotFoundError, GateFailedError, VerificationError, PreconditionError (dual without
         calibration), CancelledError and whatever an upgrade raises."""
-        with self._galleries.holding():
+        with self._parts.galleries.holding():
             manifest = self._admit()
             going = self._sort_galleries(manifest)
             self._stage(going, manifest)
@@ -65,21 +43,21 @@ class Rollout:
                 self._flip(carried, manifest, active=True)
 
     def _admit(self) -> Manifest:
-        manifest = self._admission.admit(self._run)
+        manifest = self._parts.admission.admit(self._run)
         if self._record.resumed:
             # Its models did no harm: what ends the gateway from here on is something else.
-            self._state.change(activation=self._record.model_copy(update={"resumed": 0}))
+            self._parts.state.change(activation=self._record.model_copy(update={"resumed": 0}))
         return manifest
 
     def _sort_galleries(self, manifest: Manifest) -> list[Hosted]:
         """Those that can go; the others note why they stay."""
         going = []
         directly = self._record.rollout == "direct"
-        for hosted in self._galleries.all():
+        for hosted in self._parts.galleries.all():
             spec = hosted.spec()
             if spec.space == manifest.space or self._record.only not in (None, hosted.name):
                 continue
-            if self._upgrading.route(hosted, manifest.release, directly=directly) is not None:
+            if self._parts.upgrading.route(hosted, manifest.release, directly=directly) is not None:
                 going.append(hosted)
             else:
                 note = (
@@ -92,7 +70,7 @@ class Rollout:
     def _stage(self, going: list[Hosted], manifest: Manifest) -> None:
         """From here on images that are put are embedded for both releases."""
         for hosted in going:
-            old = self._catalog.manifest(hosted.spec().release)
+            old = self._parts.catalog.manifest(hosted.spec().release)
             self._refuse_rollout(manifest, old)
         for hosted in going:
             if hosted.plan.query.release == manifest.release:
@@ -104,7 +82,7 @@ class Rollout:
             with hosted.write_lock.exclusive():
                 hosted.store.begin(SpaceSpec.of(manifest))
                 hosted.remember({ROLLOUT: self._record.rollout, NOTE: None})
-                self._serving.replan_one(hosted)
+                self._parts.serving.replan_one(hosted)
 
     def _refuse_rollout(self, new: Manifest, old: Manifest) -> None:
         rollout = self._record.rollout
@@ -121,7 +99,7 @@ class Rollout:
 
     def _carry(self, hosted: Hosted, manifest: Manifest) -> bool:
         """Upgrade one gallery's vectors; whether all of them got there."""
-        if self._upgrading.route(hosted, manifest.release) is None:
+        if self._parts.upgrading.route(hosted, manifest.release) is None:
             hosted.remember({NOTE: "served directly; no upgrade was published"})
             return False
         before = self._done
@@ -130,9 +108,9 @@ class Rollout:
         if left:
             note = _stuck(left, hosted)
             hosted.remember({NOTE: note})
-            self._upgrading.finish(hosted.name, JobState.FAILED, note)
+            self._parts.upgrading.finish(hosted.name, JobState.FAILED, note)
             return False
-        self._upgrading.finish(hosted.name, JobState.INDEXING)
+        self._parts.upgrading.finish(hosted.name, JobState.INDEXING)
         hosted.make_ready(manifest.space, self._run.stop_if_cancelled)
         if self._record.rollout != "cutover":
             self._flip([hosted], manifest, active=False)
@@ -143,23 +121,23 @@ class Rollout:
         before = self._done
 
         def on_progress(done: int) -> None:
-            self._metrics.upgrade_ratio.set((before + done) / max(1, self._total))
+            self._parts.metrics.upgrade_ratio.set((before + done) / max(1, self._total))
             self._run.report(Phase.UPGRADING, before + done, self._total)
 
         while True:
-            outcome = self._upgrading.run(
+            outcome = self._parts.upgrading.run(
                 hosted, manifest, self._record.spare_cores, self._run.cancelled.is_set, on_progress
             )
             self._run.stop_if_cancelled()
             if not outcome.stopped:
                 return outcome.left_behind
-            self._upgrading.wait_resumed(hosted.name, self._run.cancelled.is_set)
+            self._parts.upgrading.wait_resumed(hosted.name, self._run.cancelled.is_set)
 
     def _switch_queries(self, manifest: Manifest) -> None:
         """Direct and dual: the new release answers from now on, in galleries of mixed spaces."""
         self._run.report(Phase.SWITCHING)
-        self._serving.activate(manifest, self._record.old_space_seconds)
-        self._serving.replan()
+        self._parts.serving.activate(manifest, self._record.old_space_seconds)
+        self._parts.serving.replan()
 
     def _flip(self, carried: list[Hosted], manifest: Manifest, *, active: bool) -> None:
         """Make the new space the one that answers, in all of these galleries at once.
@@ -174,7 +152,7 @@ class Rollout:
                 if hosted.spec().space == manifest.space:
                     continue
                 if hosted.store.left_behind(manifest.space):
-                    self._upgrading.run(hosted, manifest, 0.0, self._run.cancelled.is_set)
+                    self._parts.upgrading.run(hosted, manifest, 0.0, self._run.cancelled.is_set)
                     self._run.stop_if_cancelled()
                 if left := hosted.store.left_behind(manifest.space):
                     hosted.remember({NOTE: _stuck(left, hosted)})
@@ -183,13 +161,13 @@ class Rollout:
             for hosted in flipped:
                 hosted.store.flip(manifest.space, state={ROLLOUT: None, NOTE: None})
             if active:
-                self._serving.activate(manifest, self._record.old_space_seconds)
-                old = self._serving.replan()
+                self._parts.serving.activate(manifest, self._record.old_space_seconds)
+                old = self._parts.serving.replan()
             else:
-                old = [self._serving.replan_one(hosted) for hosted in flipped]
+                old = [self._parts.serving.replan_one(hosted) for hosted in flipped]
             for hosted in flipped:
-                self._upgrading.finish(hosted.name, JobState.DONE)
-        self._serving.settle(old)
+                self._parts.upgrading.finish(hosted.name, JobState.DONE)
+        self._parts.serving.settle(old)
 
 
 def _can_merge(new: Manifest, old: Manifest) -> bool:

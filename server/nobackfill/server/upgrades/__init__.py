@@ -1,0 +1,1 @@
+"""Upgrades of one gallery: estimate, throttle, progress, backfill, neighbours kept."""
