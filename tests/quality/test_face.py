@@ -1,14 +1,12 @@
-"""What the room offers is there, and is loaded when it is asked for."""
+"""What the room offers loads no more than it needs."""
 
 import subprocess
 import sys
 
-import nobackfill.quality
-
-
-def test_every_name_is_offered() -> None:
-    for name in nobackfill.quality.__all__:
-        assert getattr(nobackfill.quality, name).__module__.startswith("nobackfill.quality.")
+# One of each module that the face offers names of.
+NAMES = (
+    "backfill_curves", "every_cell", "Published", "measure_release", "evaluate_cells", "measure",
+)  # fmt: skip
 
 
 def loaded(script: str) -> str:
@@ -20,7 +18,7 @@ def loaded(script: str) -> str:
 
 def test_neither_torch_nor_scikit_learn_nor_matplotlib_is_loaded() -> None:
     script = ", nobackfill.quality as q\nassert 'hnswlib' not in sys.modules\n"
-    assert loaded(script + "[getattr(q, name) for name in q.__all__]") == "[]"
+    assert loaded(script + f"[getattr(q, name) for name in {NAMES}]") == "[]"
 
 
 def test_releases_are_evaluated_without_torch() -> None:

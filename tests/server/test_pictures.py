@@ -81,6 +81,21 @@ def test_in_a_message_of_items_it_is_one_items_error(blind: Client) -> None:
     assert blind.get_gallery("put").items == 4
 
 
+def test_in_a_backfill_it_is_one_images_error(tmp_path: Path) -> None:
+    repo = tmp_path / "repo"
+    publish_block_release(repo, 1, middle=0.0)
+    with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
+        client.create_gallery("g")
+        client.put_images(images(4))
+        publish_block_release(repo, 2, [1], middle=0.0)
+        client.swap(2)
+        sent = {f"i{i}": png(image) for i, image in enumerate(images(4))}
+        with refused(InvalidInputError, "1 of 4 images are refused: i2: ") as caught:
+            client.start_upgrade("g", 0, backfill=sent | {"i2": BLACK})
+        assert "single colour" in str(caught.value)
+        assert client.start_upgrade("g", 0).re_embedded == 3
+
+
 def test_cut_exif_is_no_reason_to_refuse_a_query(shared: Client, gallery: str) -> None:
     shared.put_images(images(2), gallery)
     image = Image.fromarray(np.kron(images(2)[0], np.ones((8, 8, 1), np.uint8)))

@@ -84,6 +84,7 @@ def test_damaged_galleries_are_set_aside_and_named(repo: Path, tmp_path: Path) -
         client.delete_gallery(name)
         client.create_gallery(name)
         assert client.get_gallery(name).items == 0
+        assert health.Check(asked).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
     with running(repo, data) as gateway:
         assert gateway.galleries.aside().keys() == reasons.keys() - {name}
 
@@ -136,8 +137,8 @@ def test_one_that_a_swap_cannot_read_is_set_aside(
         assert activation.result().phase == release_pb2.PHASE_DONE
     assert gateway.galleries.aside().keys() == {"bad"}
     asked = health_pb2.HealthCheckRequest(service="gallery/bad")
-    status = health_pb2_grpc.HealthStub(client.raw.channel).Check(asked).status
-    assert status == health_pb2.HealthCheckResponse.NOT_SERVING
+    health = health_pb2_grpc.HealthStub(client.raw.channel)
+    assert health.Check(asked).status == health_pb2.HealthCheckResponse.NOT_SERVING
     hit = client.find(images(3)[1], "good", 1).hits[0]
     assert (hit.id, hit.release) == ("i1", 2)
     with refused(VerificationError, "set aside"):
@@ -145,6 +146,7 @@ def test_one_that_a_swap_cannot_read_is_set_aside(
     client.delete_gallery("bad")
     client.create_gallery("bad")
     assert client.get_gallery("bad").items == 0
+    assert health.Check(asked).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 def copy(data: Path, damage: Callable[[Path], None]) -> None:

@@ -52,7 +52,7 @@ class Galleries:
         # Galleries that cannot be served, with the reason; those that were opened are in both.
         self._aside: Mapping[str, str] = {}
         self._leaf = threading.Lock()
-        # Called when one is set aside.
+        # Called when one is set aside, and when one of them is deleted.
         self.on_set_aside: Callable[[], None] = lambda: None
 
     def open_all(self) -> None:
@@ -220,8 +220,11 @@ class Galleries:
 
     def _serve_again(self, name: str) -> None:
         """A gallery of this name that is made now is another."""
+        if name not in self._aside:
+            return
         with self._leaf:
             self._aside = {n: why for n, why in self._aside.items() if n != name}
+        self.on_set_aside()
 
     @contextmanager
     def _taking(self) -> Iterator[None]:

@@ -59,6 +59,7 @@ class Listener:
         self._certificates = certificates
         self._interceptor = interceptor
         self._health = health.HealthServicer(experimental_non_blocking=False)
+        self._aside: frozenset[str] = frozenset()
         self._server = grpc.server(
             cast(ThreadPoolExecutor, interceptor.pool),
             interceptors=[interceptor],
@@ -99,12 +100,15 @@ class Listener:
 
     def set_health(self, *, embedding: bool, aside: Iterable[str]) -> None:
         """ "" says that the gateway answers; the services that embed follow the model server,
-        and a gallery that is set `aside` has a name of its own."""
+        and a gallery that is set `aside` has a name of its own, until it is deleted."""
         status = health_pb2.HealthCheckResponse
         for name in ("", *SERVICES):
             good = embedding or name not in EMBEDDING_SERVICES
             self._health.set(name, status.SERVING if good else status.NOT_SERVING)
-        for name in aside:
+        for name in self._aside:
+            self._health.set(f"gallery/{name}", status.SERVICE_UNKNOWN)
+        self._aside = frozenset(aside)
+        for name in self._aside:
             self._health.set(f"gallery/{name}", status.NOT_SERVING)
 
     def stop(self, drain_s: float) -> None:
