@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from nobackfill.gallery.filters import Scalar
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.gateway import Gateway
 from nobackfill.server.grpc.tokens import LOCAL, Principal, Role
-from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
-from tests.server.support import TIMEOUT_S, Client, embedding, ids, images, metadata, running
+from nobackfill.v1 import search_pb2, types_pb2
+from tests.server.support import TIMEOUT_S, Client, embedding, ids, images, running
 from tests.support.blocks import png
 
 COUNT = 40
@@ -25,16 +26,16 @@ COUNT = 40
 def served(stages: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     with running(stages[1], tmp_path_factory.mktemp("immediate") / "data") as gateway:
         with Client(gateway.address) as client:
-            client.create()
-            items = [
-                gallery_pb2.PutItem(
-                    id=f"i{i}" * (1 + 20 * (i % 3)),
-                    image=png(image),
-                    metadata=metadata(number=i, colour="red" * (i % 50), odd=bool(i % 2)),
-                )
-                for i, image in enumerate(images(COUNT))
+            client.create_gallery("g")
+            names = [f"i{i}" * (1 + 20 * (i % 3)) for i in range(COUNT)]
+            notes: list[dict[str, Scalar]] = [
+                {"number": i, "colour": "red" * (i % 50), "odd": bool(i % 2)} for i in range(COUNT)
             ]
-            assert client.put(items).stored == COUNT
+            pictures = map(png, images(COUNT))
+            refused = client.put(
+                "g", dict(zip(names, pictures, strict=True)), dict(zip(names, notes, strict=True))
+            )
+            assert not refused
         yield gateway
 
 
@@ -54,7 +55,7 @@ def on_a_thread(client: Client, request: search_pb2.SearchRequest) -> search_pb2
     )
     if request.HasField("max_distance"):
         batch.max_distance = request.max_distance
-    return client.searches.SearchBatch(batch, timeout=TIMEOUT_S).responses[0]
+    return client.raw.searches.SearchBatch(batch, timeout=TIMEOUT_S).responses[0]
 
 
 def searched_in_batches(served: Gateway) -> float:
@@ -81,7 +82,7 @@ def test_the_same_answer_with_and_without_a_thread(served: Gateway, one: Manifes
                 request.max_distance = farthest
             expected = on_a_thread(client, request)
             assert at_once(served, request) == expected
-            assert client.searches.Search(request, timeout=TIMEOUT_S) == expected
+            assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
 
         same()
         served.galleries.get("g").exact = False
@@ -92,21 +93,18 @@ def test_it_takes_no_thread_once_its_items_are_in_memory(served: Gateway, one: M
         request = asking(one, 3)
         expected = on_a_thread(client, request)
         before = searched_in_batches(served)
-        assert client.searches.Search(request, timeout=TIMEOUT_S) == expected
+        assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
         assert searched_in_batches(served) == before
 
 
 def test_what_was_changed_is_not_answered_as_it_was(served: Gateway, one: Manifest) -> None:
     with Client(served.address) as client:
         request = asking(one, 4)
-        first = client.searches.Search(request, timeout=TIMEOUT_S).hits[0]
+        first = client.raw.searches.Search(request, timeout=TIMEOUT_S).hits[0]
         assert at_once(served, request) is not None
-        change = gallery_pb2.SetMetadataRequest(
-            gallery="g", ids=[first.id], set=metadata(colour="changed")
-        )
-        client.galleries.SetMetadata(change, timeout=TIMEOUT_S)
+        client.set_metadata("g", {"colour": "changed"}, ids=[first.id])
         assert at_once(served, request) is None, "what changed has to be read"
-        again = client.searches.Search(request, timeout=TIMEOUT_S).hits[0]
+        again = client.raw.searches.Search(request, timeout=TIMEOUT_S).hits[0]
         assert again.id == first.id and again.metadata["colour"].text == "changed"
         assert at_once(served, request) is not None
 
@@ -151,4 +149,4 @@ def test_a_slow_gallery_is_searched_on_threads_until_it_is_quick(
         for _ in range(200):
             speed.took(0.0001)
         assert at_once(served, request) is not None
-        assert len(ids(client.searches.Search(request, timeout=TIMEOUT_S))) == 10
+        assert len(ids(client.raw.searches.Search(request, timeout=TIMEOUT_S))) == 10
