@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from nobackfill.v1 import gallery_pb2, types_pb2
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, running
 from tests.server.test_cli import run, run_json
@@ -24,17 +23,15 @@ def test_galleries_move_to_a_database_and_back(
     files = f"sqlite:{tmp_path / 'data'}"
     with postgres.database() as url:
         with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
-            client.create()
-            client.create("empty")
+            client.create_gallery("g")
+            client.create_gallery("empty")
             client.put_images(images(8))
             publish_stage(repo, stages[2])
-            client.activate(2)
+            client.swap(2)
             assert moved(files, url) == {"empty": (0, 0, 0, True), "g": (8, 8, 0, True)}
             # What changed since, and nothing else, goes along the next time.
             client.put_images(images(10)[8:], first=8)
-            client.galleries.DeleteItems(
-                gallery_pb2.DeleteItemsRequest(gallery="g", ids=["i3"]), timeout=30
-            )
+            client.delete("g", ["i3"])
             assert moved(files, url)["g"] == (9, 2, 1, True)
         assert moved(files, url)["g"] == (9, 0, 0, True)
         # A gateway serves there from now on: what it holds is not written over.
@@ -42,18 +39,18 @@ def test_galleries_move_to_a_database_and_back(
             assert "another gateway" in run("move", "--from", files, "--to", url, code=75)
             with Client(gateway.address) as client:
                 assert client.states() == {1: "PREVIOUS", 2: "ACTIVE"}
-                hit = client.search(images(1)[0]).hits[0]
-                assert (hit.id, hit.origin) == ("i0", types_pb2.ORIGIN_UPGRADED)
+                hit = client.find(images(1)[0]).hits[0]
+                assert (hit.id, hit.origin) == ("i0", "upgraded")
                 assert client.rollback(confirm=True).number == 1
-                hit = client.search(images(10)[9]).hits[0]
+                hit = client.find(images(10)[9]).hits[0]
                 assert (hit.id, hit.release) == ("i9", 1)
-                assert client.gallery().items == 9
+                assert client.get_gallery("g").items == 9
         assert "give an empty one" in run("move", "--from", files, "--to", url, code=73)
         back = f"sqlite:{tmp_path / 'back'}"
         assert moved(url, back) == {"empty": (0, 0, 0, True), "g": (9, 9, 0, True)}
     with running(repo, tmp_path / "back") as gateway, Client(gateway.address) as client:
-        assert client.search(images(1)[0]).hits[0].id == "i0"
-        assert client.gallery().items == 9
+        assert client.find(images(1)[0]).hits[0].id == "i0"
+        assert client.get_gallery("g").items == 9
 
 
 def test_a_wrong_source_moves_nothing(tmp_path: Path, postgres: Server) -> None:

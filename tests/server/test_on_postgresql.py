@@ -59,7 +59,7 @@ def store(
 
 def test_a_second_gateway_is_refused_until_the_first_ends(repo: Path, tmp_path: Path) -> None:
     with running(repo, tmp_path / "first") as first, Client(first.address) as client:
-        client.create()
+        client.create_gallery("g")
         with (
             pytest.raises(BusyError, match="another gateway"),
             running(repo, tmp_path / "second"),
@@ -67,8 +67,8 @@ def test_a_second_gateway_is_refused_until_the_first_ends(repo: Path, tmp_path: 
             pass
         client.put_images(images(2))
     with running(repo, tmp_path / "second") as second, Client(second.address) as client:
-        assert client.gallery().items == 2
-        assert client.search(images(1)[0]).hits[0].id == "i0"
+        assert client.get_gallery("g").items == 2
+        assert client.find(images(1)[0]).hits[0].id == "i0"
 
 
 def test_a_database_that_crashes_is_waited_for(
@@ -78,7 +78,7 @@ def test_a_database_that_crashes_is_waited_for(
     with servers.running() as server, server.database() as url:
         monkeypatch.setenv("NOBACKFILL_STORE", url)
         with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
-            client.create()
+            client.create_gallery("g")
             client.put_images(images(8))
             with Caller(gateway.address) as caller:
                 for how in (signal.SIGQUIT, signal.SIGINT):
@@ -86,12 +86,12 @@ def test_a_database_that_crashes_is_waited_for(
                     server.start()
                     spaces = caller.get_gallery("g").spaces
                     assert [space.items for space in spaces] == [8]
-                    assert client.search(images(1)[0]).hits[0].id == "i0"
+                    assert client.find(images(1)[0]).hits[0].id == "i0"
                     client.put_images(images(8))
             publish_stage(repo, stages[2])
-            client.activate(2)
-            assert client.search(images(1)[0]).release == 2
-            assert client.gallery().items == 8
+            client.swap(2)
+            assert client.find(images(1)[0]).release == 2
+            assert client.get_gallery("g").items == 8
 
 
 def test_a_password_is_in_no_log(repo: Path, tmp_path: Path, store: str) -> None:
@@ -100,7 +100,7 @@ def test_a_password_is_in_no_log(repo: Path, tmp_path: Path, store: str) -> None
         serving(repo, tmp_path / "data", "--triton=in-process", f"--store={address}") as served,
         Client(served.address) as client,
     ):
-        client.create()
+        client.create_gallery("g")
         client.put_images(images(1))
     told = "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*.log"))
     assert "serving" in told and "hush-hush" not in told
@@ -128,7 +128,7 @@ def test_a_folder_of_galleries_may_be_another_than_the_data(
     folder = tmp_path / "far" / "away"
     with running(repo, tmp_path / "data", store=f"sqlite:{folder}") as gateway:
         with Client(gateway.address) as client:
-            client.create()
+            client.create_gallery("g")
         with (
             pytest.raises(BusyError),
             running(repo, tmp_path / "other", store=f"sqlite:{folder}"),
