@@ -1,1 +1,16 @@
-"""Embedding items by models that others trained."""
+"""Embedding items by models that others trained.
+
+>>> from nobackfill.adopt.embedding import open_embedder
+>>> open_embedder("https://embeddings.example/v1/embeddings", name="small").kind
+'text'
+"""
+
+from typing import TYPE_CHECKING
+
+from nobackfill.faces import offer
+
+if TYPE_CHECKING:
+    from nobackfill.adopt.embedding.embedder import Embedder as Embedder
+    from nobackfill.adopt.embedding.opening import open_embedder as open_embedder
+else:
+    __getattr__ = offer(__name__, {"embedder": "Embedder", "opening": "open_embedder"})

@@ -21,7 +21,7 @@ with extra("adopt"):
     import pyarrow as pa
 
 # Items of a file.
-PART = 2000
+PART = 500
 
 
 def embed_into(

@@ -1,1 +1,31 @@
-"""Stores of vectors that live elsewhere, each by one small Protocol (source.py)."""
+"""Stores of vectors that live elsewhere, each by one small Protocol (source.py).
+
+>>> import numpy as np
+>>> from nobackfill.adopt.sources import open_source
+>>> np.save(folder / "ids.npy", np.arange(3))
+>>> np.save(folder / "vectors.npy", np.eye(3, dtype=np.float32))
+>>> open_source(str(folder)).count()
+3
+"""
+
+from typing import TYPE_CHECKING
+
+from nobackfill.faces import offer
+
+if TYPE_CHECKING:
+    from nobackfill.adopt.sources.opening import open_source as open_source
+    from nobackfill.adopt.sources.source import (
+        Beside as Beside,
+        Rows as Rows,
+        Source as Source,
+        Target as Target,
+        Window as Window,
+    )
+else:
+    __getattr__ = offer(
+        __name__,
+        {
+            "opening": "open_source",
+            "source": "Beside Rows Source Target Window",
+        },
+    )
