@@ -1,6 +1,7 @@
 """`python training/train.py`: nobackfill.training.cli.train."""
 
-from nobackfill.training.cli.train import app
-
 if __name__ == "__main__":
+    # Here, as processes that read images import this file, too.
+    from nobackfill.training.cli.train import app
+
     app()

@@ -12,9 +12,18 @@ from bench import chroma
 from bench.harness import Bench, Scale, Table
 from bench.run import TOPICS
 
-QUICK = {"transform", "index", "upgrade", "training"}
+QUICK = {"transform", "index", "upgrade", "training", "loading"}
 # Columns that name what was measured; the others hold figures.
-RATIOS = ("of limit", "of bare", "of bare sum", "of echo", "of triton", "of gateway", "of python")
+RATIOS = (
+    "of limit",
+    "of bare",
+    "of bare sum",
+    "of echo",
+    "of triton",
+    "of gateway",
+    "of python",
+    "of torchvision",
+)
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,7 @@ def ijbc(life: Life, root: Path) -> None:
     (root / "meta").mkdir()
     (root / "meta" / "ijbc_face_tid_mid.txt").write_text("\n".join(faces))
     (root / "meta" / "ijbc_template_pair_label.txt").write_text("\n".join(pairs))
-    header = "TEMPLATE_ID,SUBJECT_ID"
+    header = "template_id,SUBJECT_ID"
     for name, people, shift in (
         ("gallery_G1", range(5), 0),
         ("gallery_G2", range(5, 10), 0),
@@ -74,8 +74,11 @@ def gldv2(life: Life, root: Path) -> None:
         save(image, root / "test" / "f" / "f" / "f" / f"fff{number}.jpg")
         rows.append(f"fff{number},{' '.join(index[digit])},{('Private', 'Public')[number % 2]}")
     ids = [name for names in index.values() for name in names]
-    (root / "index.csv").write_text("\n".join(["id", *ids]))
-    (root / "retrieval_solution_v2.1.csv").write_text("\n".join(["id,images,Usage", *rows]))
+    # As the data set's download script leaves them.
+    (root / "index" / "index.csv").write_text("\n".join(["id", *ids]))
+    (root / "test" / "retrieval_solution_v2.1.csv").write_text(
+        "\n".join(["id,images,Usage", *rows])
+    )
 
 
 def revisited(file: str) -> Callable[[Life, Path], None]:
@@ -84,7 +87,9 @@ def revisited(file: str) -> Callable[[Life, Path], None]:
     def write(life: Life, root: Path) -> None:
         gallery, queries = digit_images(life, "gallery", 4), digit_images(life, "queries", 1)
         for number, (_, image) in enumerate(gallery):
-            save(image, root / "jpg" / f"g{number}.jpg")
+            # Paris' archives have a folder a landmark.
+            inside = "paris/defense" if "paris" in file else "."
+            save(image, root / "jpg" / inside / f"g{number}.jpg")
         truths = []
         for number, (digit, image) in enumerate(queries):
             page = Image.new("RGB", (40, 30), "white")

@@ -78,7 +78,7 @@ class Pictures:
         Raises InvalidInputError naming a file that is no image, NobackfillError where a reading
         process was ended.
         """
-        self._order.batches = [self._rows[rows.numpy()].tolist() for rows in batches]
+        self._order.rows, self._order.batches = self._rows, batches
         try:
             for found in self._loader:
                 if isinstance(found, Refused):
@@ -170,10 +170,11 @@ class _Order:
     """The rows of the batches of the pass that is going on; the loader keeps one for its life."""
 
     def __init__(self) -> None:
-        self.batches: Sequence[list[int]] = ()
+        self.rows = np.empty(0, np.int64)
+        self.batches: Sequence[Tensor] = ()
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches)
+        return (self.rows[batch.numpy()].tolist() for batch in self.batches)
 
     def __len__(self) -> int:
         return len(self.batches)

@@ -20,6 +20,11 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
+def either(*paths: Path) -> Path:
+    """The first that is there, else the first."""
+    return next((path for path in paths if path.is_file()), paths[0])
+
+
 def words(path: Path, count: int) -> Iterator[list[str]]:
     """The space-separated words of each line, `count` of them."""
     for number, line in lines(path):
@@ -32,12 +37,16 @@ def words(path: Path, count: int) -> Iterator[list[str]]:
 
 
 def table(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Rows of a CSV file with a header, as the named columns; others are ignored."""
+    """Rows of a CSV file with a header, as the named columns, in capitals or not; others are
+    ignored.
+    """
     reader = csv.DictReader(line for _, line in lines(path))
-    missing = [name for name in columns if name not in (reader.fieldnames or ())]
+    lower = {column.lower(): column for column in columns}
+    reader.fieldnames = [lower.get(name.strip().lower(), name) for name in reader.fieldnames or ()]
+    missing = [name for name in columns if name not in reader.fieldnames]
     if missing:
         raise InvalidInputError(
-            f"{path}: expected the columns {', '.join(columns)}, got {few(reader.fieldnames or ())}"
+            f"{path}: expected the columns {', '.join(columns)}, got {few(reader.fieldnames)}"
         )
     for number, row in enumerate(reader, start=2):
         if any(row[name] is None for name in columns):

@@ -2,7 +2,7 @@
 
 `retrieval_solution_v2.1.csv` has id, images (index ids, spaces between, or None) and Usage: Public,
 Private, or Ignored for queries without an answer. `index.csv` lists the index images by id. The
-images lie below `test` and `index`.
+images lie below `test` and `index`, and there the data set's own script puts both files, too.
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,11 @@ import numpy as np
 from nobackfill.errors import InvalidInputError
 from nobackfill.metrics.ranking import Ranking, Relevance
 from nobackfill.metrics.retrieval import average_precision_at, mean
-from nobackfill.training.protocols.files import table
+from nobackfill.training.protocols.files import either, table
 from nobackfill.training.protocols.protocol import Figures, Protocol, images, ranked
 
 MAP_AT = 100
+SOLUTION = "retrieval_solution_v2.1.csv"
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,10 @@ def read_landmarks(folder: Path, usage: str = "Private") -> Landmarks:
 
     Raises NotFoundError, InvalidInputError (an answer outside the index, no query of that usage).
     """
-    index = tuple(row["id"] for row in table(folder / "index.csv", ("id",)))
+    listed = either(folder / "index.csv", folder / "index" / "index.csv")
+    index = tuple(row["id"] for row in table(listed, ("id",)))
     position = {image: place for place, image in enumerate(index)}
-    path = folder / "retrieval_solution_v2.1.csv"
+    path = either(folder / SOLUTION, folder / "test" / SOLUTION)
     queries, relevant = [], []
     for row in table(path, ("id", "images", "Usage")):
         if row["Usage"] != usage:

@@ -1,11 +1,11 @@
 """Revisited Oxford and Paris (Radenovic et al. 2018): easy, medium and hard, with junk left out.
 
 `gnd_roxford5k.pkl`, `gnd_rparis6k.pkl`: {"imlist", "qimlist", "gnd": [{"bbx", "easy", "hard",
-"junk"}]}, the last three as positions in imlist. The images lie below `jpg`.
+"junk"}]}, the last three as positions in imlist. The images lie in `jpg`, or in folders in there.
 """
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -110,11 +110,11 @@ def paris(root: Path, scratch: Path) -> Protocol:
 def _protocol(root: Path, truth: str, scratch: Path) -> Protocol:
     setups = {difficulty: read_revisited(root / truth, difficulty) for difficulty in _SETUPS}
     read = setups["medium"]
-    asked = images(root / "jpg", [f"{name}.jpg" for name in read.queries])
+    asked = images(root / "jpg", _paths(root / "jpg", read.queries))
     for number, (path, box) in enumerate(zip(asked.paths, read.boxes, strict=True)):
         _write_cut(asked.root / path, box, scratch / f"{number}.png")
     cut = images(scratch, [f"{number}.png" for number in range(len(asked))])
-    gallery = images(root / "jpg", [f"{name}.jpg" for name in read.gallery])
+    gallery = images(root / "jpg", _paths(root / "jpg", read.gallery))
 
     def figures(queries: Vectors, stored: Vectors, metric: Metric) -> Figures:
         found = {}
@@ -125,6 +125,15 @@ def _protocol(root: Path, truth: str, scratch: Path) -> Protocol:
         return found
 
     return Protocol(cut, gallery, figures)
+
+
+def _paths(folder: Path, names: Sequence[str]) -> list[str]:
+    """Where the images of these names are: Paris comes in folders, which its users leave or not."""
+    flat = [f"{name}.jpg" for name in names]
+    if all((folder / path).is_file() for path in flat):
+        return flat
+    found = {path.name: path.relative_to(folder).as_posix() for path in folder.rglob("*.jpg")}
+    return [found.get(path, path) for path in flat]
 
 
 def _write_cut(image: Path, box: tuple[float, float, float, float], to: Path) -> None:
