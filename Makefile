@@ -26,9 +26,10 @@ $(VENV)/bin/uv: constraints.txt
 
 # uv hard-links from its cache: a second clone takes seconds and no further disk. hnswlib is compiled for
 # this processor, which searches 1.6 times faster than for any (HNSWLIB_NO_NATIVE=1: for any, where the
-# folder will run elsewhere). The setting keeps both, and those of other machines, apart in the cache.
+# folder will run elsewhere), as is our own code beside it. The setting keeps both, and those of other
+# machines, apart in the cache.
 PROCESSOR := $(shell grep -E -m 1 'flags|Features' /proc/cpuinfo 2>/dev/null | sha256sum | cut -c 1-12)$(HNSWLIB_NO_NATIVE)
-$(READY): pyproject.toml constraints.txt $(VENV)/bin/uv
+$(READY): pyproject.toml constraints.txt core/native_build.py $(wildcard core/nobackfill/gallery/search/native/*) $(VENV)/bin/uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --config-settings-package hnswlib:processor=$(PROCESSOR) --editable '.[server,postgres,training,adopt,dev]'
 	touch $@
 

@@ -12,14 +12,26 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from nobackfill.gallery.filters import Scalar
+from nobackfill.gallery.search import hnsw
+from nobackfill.gallery.search.compiled_search import parse
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.gateway import Gateway
+from nobackfill.server.grpc.services.search import _parsed
 from nobackfill.server.grpc.tokens import LOCAL, Principal, Role
-from nobackfill.v1 import search_pb2, types_pb2
-from tests.server.support import TIMEOUT_S, Client, embedding, ids, images, running
+from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
+from tests.server.support import (
+    TIMEOUT_S,
+    Client,
+    embedding,
+    ids,
+    images,
+    metadata,
+    running,
+    side_info,
+)  # fmt: skip
 from tests.support.blocks import png
 
-COUNT = 40
+COUNT, LARGE = 40, 2200
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +98,103 @@ def test_the_same_answer_with_and_without_a_thread(served: Gateway, one: Manifes
 
         same()
         served.galleries.get("g").exact = False
+
+
+def test_compiled_code_and_python_answer_byte_for_byte(served: Gateway, one: Manifest) -> None:
+    with Client(served.address) as client:
+        client.create_gallery("large")
+        rng = np.random.default_rng(0)
+        dim = one.embedder.dim
+        made = rng.standard_normal((LARGE, dim)).astype("<f4")
+        made /= np.linalg.norm(made, axis=1, keepdims=True)
+        side = side_info(one, images(1)[0])
+        for start in range(0, LARGE, 500):
+            items = [
+                gallery_pb2.PutItem(
+                    id=f"item {row}",
+                    vectors=gallery_pb2.Vectors(
+                        embedding=types_pb2.Embedding(space=one.space, values=made[row].tobytes()),
+                        side_info=side,
+                    ),
+                    metadata=metadata(name="x" * int(rng.integers(200)), number=row),
+                )
+                for row in range(start, min(LARGE, start + 500))
+            ]
+            assert not client.put_items("large", items)
+        hosted = served.galleries.get("large")
+        view = hosted.view(one.space)
+        view.compact(hnsw.build)
+        # A few beside the graph, and tombstones in neither.
+        extra = items[:20]
+        for number, item in enumerate(extra):
+            item.id = f"late {number}"
+        assert not client.put_items("large", extra)
+        snapshot = view.snapshot()
+        if parse is None:
+            pytest.skip("nothing was compiled: there is no compiler")
+        assert snapshot.compiled is not None
+
+        @hypothesis_settings(max_examples=80, deadline=None)
+        @given(
+            seed=st.integers(0, 2**32),
+            k=st.integers(1, 64),
+            farthest=st.none() | st.floats(0, 2, width=32),
+            exact=st.booleans(),
+        )
+        def same(seed: int, k: int, farthest: float | None, exact: bool) -> None:
+            hosted.exact = exact
+            chosen = np.random.default_rng(seed)
+            query = (
+                made[chosen.integers(LARGE)]
+                + chosen.choice([0, 0.05, 1]) * made[chosen.integers(LARGE)]
+            )
+            query /= np.linalg.norm(query)
+            request = asking(one, 0, k)
+            request.gallery = "large"
+            request.query.embeddings.embeddings[0].values = query.astype("<f4").tobytes()
+            if farthest is not None:
+                request.max_distance = farthest
+            expected = on_a_thread(client, request)
+            message = request.SerializeToString()
+            compiled = served.search.at_once(message, LOCAL)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(snapshot.__dict__, "compiled", None)
+                assert served.search.at_once(message, LOCAL) == compiled
+            assert compiled is not None
+            assert search_pb2.SearchResponse.FromString(compiled) == expected
+
+        same()
+
+
+@hypothesis_settings(max_examples=300, deadline=None)
+@given(
+    gallery=st.text(max_size=20), space=st.text(max_size=70), values=st.binary(max_size=600),
+    k=st.integers(0, 2**32 - 1), farthest=st.none() | st.floats(width=32),
+    more=st.binary(max_size=6), cut=st.integers(0, 40),
+)  # fmt: skip
+def test_requests_are_read_alike(
+    gallery: str,
+    space: str,
+    values: bytes,
+    k: int,
+    farthest: float | None,
+    more: bytes,
+    cut: int,
+) -> None:
+    if parse is None:
+        pytest.skip("nothing was compiled: there is no compiler")
+    embedding = types_pb2.Embedding(space=space, values=values)
+    embeddings = search_pb2.Embeddings(embeddings=[embedding])
+    request = search_pb2.SearchRequest(
+        gallery=gallery, query=search_pb2.Query(embeddings=embeddings), k=k, max_distance=farthest
+    )
+    message = request.SerializeToString()
+    if gallery and space:
+        # NaN is not equal to itself.
+        assert repr(parse(message)) == repr(_parsed(message))
+    for other in (message + more, message[: len(message) - cut], more + message):
+        found = parse(other)
+        assert found is None or repr(found) == repr(_parsed(other))
 
 
 def test_it_takes_no_thread_once_its_items_are_in_memory(served: Gateway, one: Manifest) -> None:

@@ -38,6 +38,10 @@ class Scorer:
         self._distances = np.array(calibration.distances)
         self._probabilities = np.array(calibration.probabilities)
 
+    def points(self) -> tuple[list[float], list[float]]:
+        """Distances of the breakpoints, and the probabilities there."""
+        return self._distances.tolist(), self._probabilities.tolist()
+
     def scores(self, distances: ArrayLike) -> NDArray[np.float64]:
         """See `scores`."""
         values = np.asarray(distances, dtype=np.float64)

@@ -69,6 +69,6 @@ def from_metadata(values: Values) -> Metadata:
     return {key: from_value(value, key) for key, value in values.items()}
 
 
-def origin_name(origin: types.Origin) -> str | None:
+def origin_name(origin: types.Origin) -> Origin | None:
     """None for one that is not set, or that this version does not know."""
     return _NAMES.get(origin)

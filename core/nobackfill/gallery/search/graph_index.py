@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nobackfill.gallery.search import distances, graph_state
+from nobackfill.gallery.search import compiled_search, distances, graph_state
 from nobackfill.gallery.search.exact import PICKED_SHARE, ExactIndex, offsets
 from nobackfill.gallery.search.index import Content, Labels, Mask, Neighbours, Picked, Rows, best
 from nobackfill.gallery.search.skeleton import Skeleton, sums_of
@@ -60,6 +60,7 @@ class HnswIndex:
             self.vectors = Picked(memory, self._elements)
             known = np.append(labels, -1)[self._held]
         self._exact = ExactIndex.of_prepared(spec, known, memory, offsets(spec, memory))
+        self.compiled = compiled_search.graph_of(spec, graph, self._held, labels, self._elements)
 
     @property
     def ef(self) -> int:
@@ -94,16 +95,12 @@ class HnswIndex:
         ef: int = 0,
     ) -> Neighbours:
         """See Index.search. Distances are the graph's own, float32."""
-        count = len(self.labels)
-        if ef >= count:
+        asked = self._asked(k, ef)
+        if asked is None:
             return self.exact(queries, k, allowed)
-        # A graph that is asked for more neighbours looks at as many candidates.
-        wide = max(ef, self._least)
-        wide = wide if wide > self.graph.ef else 0
         if allowed is None:
-            asked = min(max(k, wide), count)
             found = None
-            if not _exact_is_cheaper(count, len(queries), asked):
+            if not _exact_is_cheaper(len(self.labels), len(queries), asked):
                 found = self._near(distances.prepare(self.spec.metric, queries), asked)
             if found is None:
                 return self.exact(queries, k)
@@ -113,11 +110,24 @@ class HnswIndex:
         answer = Neighbours(
             np.full((len(queries), k), -1, np.int64), np.full((len(queries), k), np.inf, np.float32)
         )
+        wide = asked if asked > max(k, self.graph.ef) else 0
         left = self._filtered(queries, k, allowed, passing, wide, answer)
         if len(left):
             exact = self.exact(queries[left], k, allowed)
             answer.labels[left], answer.distances[left] = exact.labels, exact.distances
         return answer
+
+    def walked(self, k: int, ef: int) -> int | None:
+        """Candidates that one query asks the graph for; None: every row is compared with it."""
+        asked = self._asked(k, ef)
+        exact = asked is None or _exact_is_cheaper(len(self.labels), 1, asked)
+        return None if exact else asked
+
+    def _asked(self, k: int, ef: int) -> int | None:
+        count = len(self.labels)
+        # A graph that is asked for more neighbours looks at as many candidates.
+        wide = max(ef, self._least)
+        return None if ef >= count else min(max(k, wide if wide > self.graph.ef else 0), count)
 
     def _filtered(
         self,

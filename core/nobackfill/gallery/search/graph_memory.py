@@ -22,7 +22,8 @@ _WORD = 8
 _LABEL_BYTES = 8
 # 8-byte words from the start of pybind11's object, of its Index, and of hnswlib's graph.
 _INSTANCE, _INDEX_DIM, _INDEX_GRAPH, _INDEX_WORDS = 2, 4, 9, 11
-_MAX_LEVEL, _MULT, _ENTRY, _RECORDS, _UPPER, _LEVELS, _GRAPH_WORDS = 13, 11, 26, 31, 32, 33, 36
+_MAX_LEVEL, _MULT, _ENTRY, _RECORDS, _UPPER, _LEVELS, _GRAPH_WORDS = 13, 11, 26, 31, 32, 33, 39
+_DELETED, _VECTOR_BYTES, _DISTANCE, _PARAMETER = 5, 36, 37, 38
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def graph_words(graph: Any) -> tuple[int, ...] | None:
     stated = (
         (1, graph.max_elements), (2, graph.element_count), (3, layout.size), (4, layout.upper),
         (6, m), (7, m), (8, 2 * m), (9, graph.ef_construction), (27, layout.vector),
-        (28, layout.vector), (29, 0), (30, layout.label),
+        (28, layout.vector), (29, 0), (30, layout.label), (_VECTOR_BYTES, 4 * graph.dim),
     )  # fmt: skip
     room = words[_LEVELS + 1] - words[_LEVELS]
     agree = all(words[place] == value for place, value in stated) and room == 4 * graph.max_elements
@@ -94,6 +95,25 @@ def parameters(graph: Any) -> dict[str, Any] | None:
         "enterpoint_node": words[_ENTRY] & 0xFFFFFFFF,
         "mult": mult,
     }
+
+
+def addresses(graph: Any) -> dict[str, int] | None:
+    """Where a search in compiled code finds what it reads; None where it cannot be seen. They hold
+    while the graph lives and nobody changes it."""
+    words = graph_words(graph)
+    if words is None or not graph.element_count:
+        return None
+    # hnswlib's distance function and what it is told: where the dim is.
+    if not words[_DISTANCE] or _words(words[_PARAMETER], 1)[0] != graph.dim:
+        return None
+    layout = Layout.of(graph.dim, graph.M)
+    return {
+        "records": words[_RECORDS], "size": layout.size, "vector": layout.vector,
+        "label": layout.label, "upper": words[_UPPER], "upper_size": layout.upper,
+        "max_level": ctypes.c_int(words[_MAX_LEVEL] & 0xFFFFFFFF).value,
+        "entry": words[_ENTRY] & 0xFFFFFFFF, "deletions": words[_DELETED],
+        "distance": words[_DISTANCE], "parameter": words[_PARAMETER],
+    }  # fmt: skip
 
 
 def upper(graph: Any) -> tuple[NDArray[np.int32], NDArray[np.int8]] | None:

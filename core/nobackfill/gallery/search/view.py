@@ -7,12 +7,14 @@ import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from nobackfill.errors import NotFoundError, VerificationError
 from nobackfill.gallery.reading import Stored
 from nobackfill.gallery.search import distances
+from nobackfill.gallery.search.compiled_search import CompiledSearch
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import (
     Content,
@@ -70,6 +72,10 @@ class Part:
         chosen = allowed(self.index.labels)
         return chosen if self.live is None else chosen & self.live
 
+    def chosen(self, allowed: Allowed | None) -> Mask | None:
+        """Rows that are allowed, alive or not; None: all."""
+        return None if allowed is None else allowed(self.index.labels)
+
     def search(self, queries: Vectors, k: int, allowed: Allowed | None, ef: int = 0) -> Neighbours:
         """The nearest of them."""
         passing = len(self) if allowed is None else None
@@ -98,6 +104,21 @@ class Snapshot:
     def __len__(self) -> int:
         return len(self.base) + len(self.delta)
 
+    @cached_property
+    def graphed(self) -> bool:
+        """Whether a graph leads to most of it."""
+        return not isinstance(self.base.index, ExactIndex)
+
+    @cached_property
+    def compared(self) -> int:
+        """Numbers that each search compares one by one: without a graph, and beside one."""
+        return (len(self.delta) + (not self.graphed) * len(self.base)) * self.spec.dim
+
+    @cached_property
+    def compiled(self) -> CompiledSearch | None:
+        """The same for searches in compiled code, where there are any."""
+        return CompiledSearch.of(self)
+
     def search(
         self, queries: Vectors, k: int, allowed: Allowed | None = None, ef: int = 0
     ) -> Neighbours:
@@ -107,6 +128,11 @@ class Snapshot:
         Raises InvalidInputError for queries that are not float32 [q, dim] and finite.
         """
         checked = check_vectors(queries, self.spec.dim, what="queries", unit=self.spec.unit)
+        if len(checked) == 1 and self.compiled is not None:
+            chosen = [part.chosen(allowed) for part in (self.base, self.delta)]
+            answer = self.compiled.search(checked, k, ef, *chosen)
+            if answer is not None:
+                return answer
         if not len(self.base):
             return self.delta.search(checked, k, allowed)
         found = self.base.search(checked, k, allowed, ef)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from nobackfill.gallery.store import Item
 from nobackfill.v1 import search_pb2 as pb
-from nobackfill.vectors import Origin
+from nobackfill.v1 import types_pb2 as types
 from nobackfill.wire.values import ORIGINS, fill_value
 
 # Fields 2 and 3 of Hit, each a tag and a float: a distance is written even where it is 0.
@@ -19,12 +19,12 @@ _HITS_TAG = b"\x0a"
 
 class HitBytes(NamedTuple):
     """One item's hit in one space: `scored`, or `plain` without a score, then distance and score,
-    then `rest`."""
+    then `rest`. `origin` as the wire names it."""
 
     scored: bytes
     plain: bytes
     rest: bytes
-    origin: Origin
+    origin: types.Origin
 
 
 def hit_bytes(item: Item, release: int) -> HitBytes | None:
@@ -42,7 +42,7 @@ def hit_bytes(item: Item, release: int) -> HitBytes | None:
         _HITS_TAG + _varint(size + _SCORED.size) + head,
         _HITS_TAG + _varint(size + _DISTANCE.size) + head,
         rest,
-        item.origin,
+        ORIGINS[item.origin],
     )
 
 

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.gallery.search.exact import ExactIndex
-from nobackfill.gallery.search.view import LiveView
+from nobackfill.gallery.search.compiled_search import curves_of
+from nobackfill.gallery.search.view import Snapshot
 from nobackfill.gallery.store import Item
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hit_bytes import HitBytes, hit_bytes, joined
@@ -26,6 +27,10 @@ from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import GatewayState
 from nobackfill.v1 import search_pb2 as pb
 from nobackfill.vectors import Vectors
+from nobackfill.wire.values import ORIGINS, origin_name
+
+if TYPE_CHECKING:
+    from nobackfill.gallery.search._native import Curves
 
 # More hits than this are encoded on a thread.
 _MOST_HITS = 64
@@ -41,6 +46,7 @@ class _Ready:
     make: Callable[[Item], HitBytes | None]
     ends: float | None
     end: bytes
+    curves: "Curves | None"
 
 
 class ImmediateAnswers:
@@ -70,42 +76,61 @@ class ImmediateAnswers:
             ready = known[part.space] = _ready(hosted, part, ends)
         if ends is not None and time.time() >= ends:
             return None
-        dim = part.query.embedder.dim
-        if len(values) != 4 * dim or not hosted.speed.quick(view.snapshot()):
-            return None
-        return self._search(hosted, view, ready, np.frombuffer(values, "<f4")[None], k, farthest)
-
-    def _search(
-        self, hosted: Hosted, view: LiveView, ready: _Ready, query: Vectors, k: int, farthest: float
-    ) -> bytes | None:
         snapshot = view.snapshot()
-        began = time.monotonic()
-        try:
-            found = snapshot.search(query, k)
-        except InvalidInputError:
+        if not hosted.speed.quick(snapshot):
             return None
-        labels = found.labels[0].tolist()
-        while labels and labels[-1] < 0:
-            labels.pop()
-        hits = ready.items.shown(labels, ready.make)
-        if hits is None:
+        compiled, answer = snapshot.compiled, None
+        began = time.monotonic()
+        if compiled is not None and ready.curves is not None:
+            answer = compiled.answer(
+                values, k, farthest, hosted.exact, ready.items.known, ready.curves, ready.end
+            )
+        if answer is None:
+            answer = _in_python(hosted, snapshot, ready, values, k, farthest)
+        if answer is None:
             return None
         hosted.speed.took(time.monotonic() - began)
-        if isinstance(snapshot.base.index, ExactIndex):
+        if not snapshot.graphed:
             self._exact.inc()
         else:
             self._graph.inc()
-            view.asked.see(query)
-        distances = found.distances[0, : len(labels)]
-        return _encoded(ready.part, hits, distances, farthest, exact=hosted.exact) + ready.end
+            view.asked.see(np.frombuffer(values, "<f4")[None])
+        return answer
+
+
+def _in_python(
+    hosted: Hosted, snapshot: Snapshot, ready: _Ready, values: bytes, k: int, farthest: float
+) -> bytes | None:
+    """The same bytes; None where there is something to say or to read."""
+    if len(values) != 4 * snapshot.spec.dim:
+        return None
+    try:
+        found = snapshot.search(np.frombuffer(values, "<f4")[None], k)
+    except InvalidInputError:
+        return None
+    labels = found.labels[0].tolist()
+    while labels and labels[-1] < 0:
+        labels.pop()
+    hits = ready.items.shown(labels, ready.make)
+    if hits is None:
+        return None
+    distances = found.distances[0, : len(labels)]
+    return _encoded(ready.part, hits, distances, farthest, exact=hosted.exact) + ready.end
 
 
 def _ready(hosted: Hosted, part: Part, ends: float | None) -> _Ready:
     end = pb.SearchResponse(release=part.query.release, space=part.query.space)
     if ends is not None:
         end.space_ends_at.FromNanoseconds(int(ends * 1e9))
-    make = partial(hit_bytes, release=part.release)
-    return _Ready(part, hosted.items_of(part.space), make, ends, end.SerializeToString())
+    curves = {int(ORIGINS[origin]): curve.points() for origin, curve in part.curves.items()}
+    return _Ready(
+        part,
+        hosted.items_of(part.space),
+        partial(hit_bytes, release=part.release),
+        ends,
+        end.SerializeToString(),
+        curves_of(curves),
+    )
 
 
 def _part(plan: Plan, space: str) -> Part | None:
@@ -119,7 +144,7 @@ def _encoded(
     part: Part, hits: list[HitBytes], distances: Vectors, farthest: float, *, exact: bool
 ) -> bytes:
     shown = distances if exact else rounded(distances)
-    scores = scores_of(part, [hit.origin for hit in hits], shown)
+    scores = scores_of(part, [origin_name(hit.origin) for hit in hits], shown)
     told = shown.tolist()
     if farthest < math.inf:
         # They come nearest first, and rounding keeps the order.

@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from nobackfill.gallery.store import Change, Item
 from nobackfill.gallery.upgrade import Carrying
@@ -46,6 +46,11 @@ class ItemCache:
                 self._keep([item for item in read if item is not None])
         rest = iter(read)
         return [next(rest) if item is None else item for item in found]
+
+    @property
+    def known(self) -> Mapping[int, HitBytes]:
+        """What `shown` has made of items that are in memory."""
+        return self._shown
 
     def shown(
         self, labels: Sequence[int], make: Callable[[Item], HitBytes | None]

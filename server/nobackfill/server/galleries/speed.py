@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 
-from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.view import LiveView, Snapshot
 
 # Slower than this, in the mean of the last few searches.
@@ -35,23 +34,11 @@ class Speed:
 
     def quick(self, snapshot: Snapshot) -> bool:
         """Whether a search of the snapshot takes hardly longer than handing it on."""
-        return self._usual < _QUICK_S and _rows(snapshot) * snapshot.spec.dim < _QUICK_ELEMENTS
+        return self._usual < _QUICK_S and snapshot.compared < _QUICK_ELEMENTS
 
     @property
     def slow(self) -> bool:
         """Whether searches take long at present: most galleries where they do have no graph yet."""
-        return self._mean > _SLOW_S or self._compared() > _SLOW_ELEMENTS
-
-    def _compared(self) -> int:
-        """Numbers that a search compares one by one: without a graph, and beside one."""
-        numbers = 0
-        for view in self._views().values():
-            snapshot = view.snapshot()
-            numbers += _rows(snapshot) * snapshot.spec.dim
-        return numbers
-
-
-def _rows(snapshot: Snapshot) -> int:
-    """Rows that each search compares one by one."""
-    alone = isinstance(snapshot.base.index, ExactIndex)
-    return len(snapshot.delta) + alone * len(snapshot.base)
+        views = self._views().values()
+        compared = sum(view.snapshot().compared for view in views)
+        return self._mean > _SLOW_S or compared > _SLOW_ELEMENTS

@@ -7,6 +7,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from nobackfill.errors import InvalidInputError, TooLargeError
+from nobackfill.gallery.search.compiled_search import parse
 from nobackfill.gallery.search.index import EVERY
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.immediate_answers import ImmediateAnswers
@@ -62,21 +63,11 @@ class SearchService(SearchServiceServicer):
 
     def at_once(self, message: bytes, principal: Principal) -> bytes | None:
         """What `Search` answers, where it needs no thread; None for all that is left to it."""
-        try:
-            request = pb.SearchRequest.FromString(message)
-        except DecodeError:
+        asked = parse(message) if parse is not None else _parsed(message)
+        if asked is None or math.isnan(asked[4]) or not principal.may_use(asked[0]):
             return None
-        embeddings = request.query.embeddings.embeddings
-        if len(embeddings) != 1 or any(request.HasField(field) for field in _WORK):
-            return None
-        farthest = request.max_distance if request.HasField("max_distance") else math.inf
-        if math.isnan(farthest) or not principal.may_use(request.gallery):
-            return None
-        embedding = embeddings[0]
-        k = request.k or DEFAULT_K
-        return self._immediate.answer(
-            request.gallery, embedding.space, embedding.values, k, farthest
-        )
+        gallery, space, values, k, farthest = asked
+        return self._immediate.answer(gallery, space, values, k or DEFAULT_K, farthest)
 
     def SearchBatch(  # noqa: N802
         self, request: pb.SearchBatchRequest, context: grpc.ServicerContext
@@ -101,6 +92,20 @@ class SearchService(SearchServiceServicer):
                 for one in found
             ]
         )
+
+
+def _parsed(message: bytes) -> tuple[str, str, bytes, int, float] | None:
+    """What a query by one embedding asks: gallery, space, values, k, max_distance; None: it asks
+    for more."""
+    try:
+        request = pb.SearchRequest.FromString(message)
+    except DecodeError:
+        return None
+    embeddings = request.query.embeddings.embeddings
+    if len(embeddings) != 1 or any(request.HasField(field) for field in _WORK):
+        return None
+    farthest = request.max_distance if request.HasField("max_distance") else math.inf
+    return request.gallery, embeddings[0].space, embeddings[0].values, request.k, farthest
 
 
 def _k(k: int) -> int:

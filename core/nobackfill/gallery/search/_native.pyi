@@ -1,0 +1,55 @@
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nobackfill.vectors import Vectors
+
+_Labels = NDArray[np.int64]
+_Mask = NDArray[np.bool_]
+
+def parse(message: bytes) -> tuple[str, str, bytes, int, float] | None: ...
+
+class Graph:
+    def __init__(
+        self,
+        owner: Any,
+        cosine: bool,
+        dim: int,
+        m: int,
+        count: int,
+        words: Mapping[str, int],
+        held: _Labels,
+        labels: _Labels,
+        elements: _Labels | None,
+    ) -> None: ...
+
+class Curves:
+    def __init__(self, curves: Mapping[int, tuple[Sequence[float], Sequence[float]]]) -> None: ...
+
+class Snapshot:
+    def __init__(
+        self,
+        graph: Graph,
+        unit: bool,
+        ef: int,
+        live: _Mask | None,
+        delta_vectors: Vectors,
+        delta_labels: _Labels,
+        delta_live: _Mask | None,
+    ) -> None: ...
+    def search(
+        self, query: Vectors, k: int, asked: int, base: _Mask | None, beside: _Mask | None
+    ) -> tuple[_Labels, Vectors] | None: ...
+    def answer(
+        self,
+        values: bytes,
+        k: int,
+        asked: int,
+        farthest: float,
+        exact: bool,
+        known: Mapping[int, tuple[bytes, bytes, bytes, int]],
+        curves: Curves,
+        end: bytes,
+    ) -> bytes | None: ...

@@ -1,0 +1,112 @@
+"""Searching in compiled code, one call that lets go of the interpreter's lock once; see `native/`.
+
+It is an extra: where it was not built, or a graph's memory cannot be seen, `Snapshot.search` does
+the same in Python. What a snapshot reads never changes and is held by it; who searches holds the
+snapshot.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+
+from nobackfill.gallery.search import graph_memory
+from nobackfill.gallery.search.index import Labels, Mask, Neighbours, Rows
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.vectors import Vectors
+
+if TYPE_CHECKING:
+    from nobackfill.gallery.search import _native
+    from nobackfill.gallery.search._native import Curves
+    from nobackfill.gallery.search.view import Snapshot
+else:
+    try:
+        from nobackfill.gallery.search import _native
+    except ImportError:
+        _native = None
+
+
+# A SearchRequest's bytes to gallery, space, values, k and max_distance (infinity: none); None: it
+# is another than by one embedding alone, or none. Itself None where nothing was compiled.
+parse = None if _native is None else _native.parse
+
+
+def graph_of(
+    spec: SpaceSpec, graph: Any, held: Rows, labels: Labels, elements: Rows | None
+) -> "_native.Graph | None":
+    """A graph as it is searched. `held`: the row in `labels` of each element, -1: nobody's;
+    `elements`: the element of each row, None: the same."""
+    if _native is None or (found := graph_memory.addresses(graph)) is None:
+        return None
+    cosine = spec.metric == "cosine"
+    count = graph.element_count
+    return _native.Graph(graph, cosine, spec.dim, graph.M, count, found, held, labels, elements)
+
+
+class GraphIndex(Protocol):
+    """What is asked of `graph_index.HnswIndex`, which a device cannot load."""
+
+    graph: Any
+    compiled: "_native.Graph | None"
+
+    def walked(self, k: int, ef: int) -> int | None: ...
+
+
+class CompiledSearch:
+    """Of one snapshot."""
+
+    def __init__(self, index: GraphIndex, snapshot: "_native.Snapshot") -> None:
+        """`snapshot` reads the graph of `index`, among others."""
+        self._index = index
+        self._snapshot = snapshot
+        # The graph's ef does not change while it is searched.
+        self._walked: dict[int, int | None] = {}
+
+    @classmethod
+    def of(cls, snapshot: "Snapshot") -> "CompiledSearch | None":
+        """None: it is searched in Python only."""
+        index, delta = snapshot.base.index, snapshot.delta
+        # Asked for by name: of the class, see GraphIndex.
+        graph = getattr(index, "compiled", None)
+        if graph is None or not len(snapshot.base):
+            return None
+        graphed = cast(GraphIndex, index)
+        made = _native.Snapshot(
+            graph, snapshot.spec.unit, int(graphed.graph.ef), snapshot.base.live,
+            np.asarray(delta.index.vectors), delta.index.labels, delta.live,
+        )  # fmt: skip
+        return cls(graphed, made)
+
+    def search(
+        self, query: Vectors, k: int, ef: int, base: Mask | None, beside: Mask | None
+    ) -> Neighbours | None:
+        """Of one checked query [1, dim]; `base` and `beside`: rows of the graph and of the delta
+        that are allowed. None: compare every row."""
+        asked = self._index.walked(k, ef)
+        found = None if asked is None else self._snapshot.search(query, k, asked, base, beside)
+        return None if found is None else Neighbours(*found)
+
+    def answer(
+        self,
+        values: bytes,
+        k: int,
+        farthest: float,
+        exact: bool,
+        known: Mapping[int, tuple[bytes, bytes, bytes, int]],
+        curves: "Curves",
+        end: bytes,
+    ) -> bytes | None:
+        """A SearchResponse: the hits that are `known` by label (server/galleries/hit_bytes.py), no
+        farther than `farthest`, then `end`. None: one is not known, or it is searched otherwise.
+        """
+        if k not in self._walked:
+            self._walked[k] = self._index.walked(k, 0)
+        asked = self._walked[k]
+        if asked is None:
+            return None
+        return self._snapshot.answer(values, k, asked, farthest, exact, known, curves, end)
+
+
+def curves_of(curves: Mapping[int, tuple[Sequence[float], Sequence[float]]]) -> "Curves | None":
+    """Distances and probabilities of calibrations, by origin as the wire names it."""
+    return None if _native is None else _native.Curves(curves)

@@ -1,0 +1,222 @@
+// An hnswlib graph in memory, which nobody changes, and the walks through it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <queue>
+#include <utility>
+#include <vector>
+
+namespace nobackfill {
+
+using Element = std::uint32_t;
+using Distance = float (*)(const void*, const void*, const void*);
+using Near = std::pair<float, Element>;
+
+// Which rows may be found: one byte a row; null: all.
+struct Masks {
+    const std::uint8_t* live = nullptr;
+    const std::uint8_t* chosen = nullptr;
+    bool any() const { return live || chosen; }
+    bool pass(std::int64_t row) const {
+        return row >= 0 && (!live || live[row]) && (!chosen || chosen[row]);
+    }
+};
+
+// hnswlib 0.8's memory, as graph_memory.py finds it. `held`: the row of each element, -1: nobody's.
+struct Graph {
+    const char* records;
+    std::size_t size, vector, label, upper_size;
+    const char* const* upper;
+    std::size_t count, dim, m;
+    int max_level;
+    Element entry;
+    bool deletions;
+    Distance distance;
+    const void* parameter;
+    const std::int64_t* held;
+
+    const char* record(Element e) const { return records + e * size; }
+    const float* vector_of(Element e) const {
+        return reinterpret_cast<const float*>(record(e) + vector);
+    }
+    std::uint64_t name(Element e) const {
+        std::uint64_t found;
+        std::memcpy(&found, record(e) + label, sizeof found);
+        return found;
+    }
+    bool marked(Element e) const { return record(e)[2] & 1; }
+    float apart(const float* query, Element e) const {
+        return distance(query, record(e) + vector, parameter);
+    }
+    // How many links, then the links.
+    static std::uint16_t length(const char* list) {
+        std::uint16_t found;
+        std::memcpy(&found, list, sizeof found);
+        return found;
+    }
+    static const Element* links(const char* list) {
+        return reinterpret_cast<const Element*>(list + 4);
+    }
+    const char* above(Element e, int level) const { return upper[e] + (level - 1) * upper_size; }
+};
+
+// Which elements a walk has met: a tag each, so that the next walk need not wipe them.
+class Visited {
+  public:
+    explicit Visited(std::size_t count) {
+        if (tags().size() < count) tags().resize(count, 0);
+        if (++tag() == 0) {
+            std::fill(tags().begin(), tags().end(), 0);
+            tag() = 1;
+        }
+        now_ = tag();
+        mine_ = tags().data();
+    }
+    bool has(Element e) const { return mine_[e] == now_; }
+    void add(Element e) { mine_[e] = now_; }
+    void fetch(Element e) const { __builtin_prefetch(mine_ + e); }
+
+  private:
+    static std::vector<std::uint16_t>& tags() {
+        thread_local std::vector<std::uint16_t> found;
+        return found;
+    }
+    static std::uint16_t& tag() {
+        thread_local std::uint16_t found = 0;
+        return found;
+    }
+    std::uint16_t now_;
+    std::uint16_t* mine_;
+};
+
+struct ByDistance {
+    bool operator()(const Near& a, const Near& b) const { return a.first < b.first; }
+};
+using Heap = std::priority_queue<Near, std::vector<Near>, ByDistance>;
+
+// The nearest element that the upper levels lead to, and its distance.
+inline Near descend(const Graph& graph, const float* query) {
+    Element at = graph.entry;
+    float best = graph.apart(query, at);
+    for (int level = graph.max_level; level > 0; level--) {
+        for (bool changed = true; changed;) {
+            changed = false;
+            const char* list = graph.above(at, level);
+            const Element* links = Graph::links(list);
+            for (int i = 0, n = Graph::length(list); i < n; i++) {
+                float d = graph.apart(query, links[i]);
+                if (d < best) {
+                    best = d;
+                    at = links[i];
+                    changed = true;
+                }
+            }
+        }
+    }
+    return {best, at};
+}
+
+// hnswlib's searchBaseLayerST, step by step, so that it finds what knn_query finds: the `ef` nearest
+// elements that are not marked.
+inline Heap walk(const Graph& graph, const float* query, std::size_t ef, Near start) {
+    Visited visited(graph.count);
+    Heap top, candidates;
+    float lower = std::numeric_limits<float>::max();
+    if (!graph.deletions || !graph.marked(start.second)) {
+        lower = start.first;
+        top.emplace(start);
+    }
+    candidates.emplace(-lower, start.second);
+    visited.add(start.second);
+    while (!candidates.empty()) {
+        float far = -candidates.top().first;
+        if (far > lower && (!graph.deletions || top.size() == ef)) break;
+        const char* list = graph.record(candidates.top().second);
+        candidates.pop();
+        const Element* links = Graph::links(list);
+        const int n = Graph::length(list);
+        for (int i = 0; i < n; i++) {
+            if (i + 1 < n) {
+                visited.fetch(links[i + 1]);
+                __builtin_prefetch(graph.vector_of(links[i + 1]));
+            }
+            const Element e = links[i];
+            if (visited.has(e)) continue;
+            visited.add(e);
+            const float d = graph.apart(query, e);
+            if (top.size() >= ef && !(lower > d)) continue;
+            candidates.emplace(-d, e);
+            __builtin_prefetch(graph.record(candidates.top().second));
+            if (!graph.deletions || !graph.marked(e)) top.emplace(d, e);
+            if (top.size() > ef) top.pop();
+            if (!top.empty()) lower = top.top().first;
+        }
+    }
+    return top;
+}
+
+// Nearest elements that a masked walk begins with, whether they may be found or not.
+constexpr std::size_t SEEDS = 8;
+
+// The `ef` nearest elements that pass, met by links between them: where a link leads to one that does
+// not pass, those that it leads to are looked at (ACORN, Patel and others 2024, section 5, without
+// its denser graph). Distances are computed of what passes only.
+inline Heap walk_passing(
+    const Graph& graph, const float* query, std::size_t ef, Near start, const Masks& masks
+) {
+    Heap seeds = walk(graph, query, SEEDS, start);
+    Visited visited(graph.count);
+    Heap top, candidates;
+    float lower = std::numeric_limits<float>::max();
+    for (; !seeds.empty(); seeds.pop()) {
+        const Near seed = seeds.top();
+        visited.add(seed.second);
+        candidates.emplace(-seed.first, seed.second);
+        if (masks.pass(graph.held[seed.second])) top.emplace(seed);
+    }
+    while (top.size() > ef) top.pop();
+    if (top.size() == ef) lower = top.top().first;
+    const std::size_t most = 2 * graph.m;
+    std::vector<Element> through;
+    while (!candidates.empty()) {
+        if (-candidates.top().first > lower && top.size() == ef) break;
+        const char* list = graph.record(candidates.top().second);
+        candidates.pop();
+        std::size_t met = 0;
+        auto meet = [&](Element e) {
+            visited.add(e);
+            met++;
+            const float d = graph.apart(query, e);
+            if (top.size() >= ef && !(lower > d)) return;
+            candidates.emplace(-d, e);
+            top.emplace(d, e);
+            if (top.size() > ef) top.pop();
+            if (top.size() == ef) lower = top.top().first;
+        };
+        through.clear();
+        const Element* links = Graph::links(list);
+        for (int i = 0, n = Graph::length(list); i < n; i++) {
+            const Element e = links[i];
+            if (visited.has(e)) continue;
+            if (masks.pass(graph.held[e])) {
+                meet(e);
+            } else {
+                __builtin_prefetch(graph.record(e));
+                through.push_back(e);
+            }
+        }
+        for (const Element barred : through) {
+            if (met >= most) break;
+            visited.add(barred);
+            const char* further = graph.record(barred);
+            const Element* beyond = Graph::links(further);
+            for (int i = 0, n = Graph::length(further); i < n; i++)
+                if (!visited.has(beyond[i]) && masks.pass(graph.held[beyond[i]])) meet(beyond[i]);
+        }
+    }
+    return top;
+}
+
+}  // namespace nobackfill

@@ -1,0 +1,229 @@
+// One call a search, which lets go of the interpreter's lock once. What it reads never changes: a
+// Snapshot holds references to the graph and the arrays whose memory it reads, and whoever searches
+// holds one to the Snapshot, so that a graph that is retired lives until its last search has ended.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "answer.hpp"
+#include "request.hpp"
+
+PYBIND11_MAKE_OPAQUE(std::vector<nobackfill::Curve>)
+
+namespace py = pybind11;
+using namespace nobackfill;
+
+namespace {
+
+template <typename T>
+using Array = py::array_t<T, py::array::c_style>;
+using Mask = std::optional<Array<bool>>;
+
+template <typename T>
+const T* data_of(const std::optional<Array<T>>& array, std::size_t count, const char* what) {
+    if (!array) return nullptr;
+    if (array->ndim() != 1 || std::size_t(array->size()) != count)
+        throw py::value_error(std::string(what) + ": expected one value a row");
+    return array->data();
+}
+
+const std::uint8_t* bytes_of(const Mask& mask, std::size_t count, const char* what) {
+    return reinterpret_cast<const std::uint8_t*>(data_of(mask, count, what));
+}
+
+// Where an hnswlib graph keeps what a walk reads; the addresses are checked by graph_memory.py.
+struct PyGraph {
+    Graph graph;
+    Metric metric;
+    std::size_t rows;
+    const std::int64_t* elements;
+    const std::int64_t* labels;
+    py::object owner;
+    Array<std::int64_t> held_array, labels_array;
+    std::optional<Array<std::int64_t>> elements_array;
+
+    PyGraph(
+        py::object owner_, bool cosine, std::size_t dim, std::size_t m, std::size_t count,
+        const py::dict& words, Array<std::int64_t> held, Array<std::int64_t> labels_,
+        std::optional<Array<std::int64_t>> elements_
+    )
+        : metric(cosine ? Metric::cosine : Metric::squared_l2),
+          rows(std::size_t(labels_.size())),
+          owner(std::move(owner_)),
+          held_array(std::move(held)),
+          labels_array(std::move(labels_)),
+          elements_array(std::move(elements_)) {
+        auto word = [&](const char* name) { return words[name].cast<std::uintptr_t>(); };
+        graph.records = reinterpret_cast<const char*>(word("records"));
+        graph.size = word("size");
+        graph.vector = word("vector");
+        graph.label = word("label");
+        graph.upper_size = word("upper_size");
+        graph.upper = reinterpret_cast<const char* const*>(word("upper"));
+        graph.count = count;
+        graph.dim = dim;
+        graph.m = m;
+        graph.max_level = words["max_level"].cast<int>();
+        graph.entry = words["entry"].cast<Element>();
+        graph.deletions = word("deletions") != 0;
+        graph.distance = reinterpret_cast<Distance>(word("distance"));
+        graph.parameter = reinterpret_cast<const void*>(word("parameter"));
+        graph.held = data_of<std::int64_t>(held_array, count, "held");
+        labels = labels_array.data();
+        elements = data_of(elements_array, rows, "elements");
+        if (!count || graph.entry >= count) throw py::value_error("expected a graph with elements");
+    }
+};
+
+struct PySnapshot {
+    Snapshot snapshot;
+    py::object graph;
+    Mask live, delta_live;
+    Array<float> delta_vectors;
+    Array<std::int64_t> delta_labels;
+
+    PySnapshot(
+        py::object graph_, bool unit, std::size_t ef, Mask live_, Array<float> vectors, Array<std::int64_t> labels,
+        Mask delta_live_
+    )
+        : graph(std::move(graph_)),
+          live(std::move(live_)),
+          delta_live(std::move(delta_live_)),
+          delta_vectors(std::move(vectors)),
+          delta_labels(std::move(labels)) {
+        const auto& of = graph.cast<const PyGraph&>();
+        const std::size_t count = std::size_t(delta_labels.size());
+        if (delta_vectors.ndim() != 2 || std::size_t(delta_vectors.shape(0)) != count ||
+            std::size_t(delta_vectors.shape(1)) != of.graph.dim)
+            throw py::value_error("delta: expected a vector a label");
+        snapshot = Snapshot{
+            of.metric, unit, of.graph, of.labels, of.elements, of.rows,
+            bytes_of(live, of.rows, "live"), ef,
+            Rows{delta_vectors.data(), delta_labels.data(), count,
+                 Masks{bytes_of(delta_live, count, "delta_live"), nullptr}},
+        };
+    }
+
+    // A vector's bytes, checked and prepared; empty: refused.
+    std::vector<float> query(const char* values, std::size_t size) const {
+        std::vector<float> found;
+        if (size != 4 * snapshot.graph.dim) return found;
+        found.resize(snapshot.graph.dim);
+        std::memcpy(found.data(), values, size);
+        if (!prepare(snapshot.metric, snapshot.unit, found)) found.clear();
+        return found;
+    }
+
+    py::object search(
+        const Array<float>& vector, std::size_t k, std::size_t asked, const Mask& base,
+        const Mask& beside
+    ) const {
+        const std::uint8_t* chosen = bytes_of(base, snapshot.rows, "base");
+        const std::uint8_t* rest = bytes_of(beside, snapshot.delta.count, "beside");
+        std::optional<std::vector<Found>> found;
+        const char* values = reinterpret_cast<const char*>(vector.data());
+        const std::size_t size = std::size_t(vector.nbytes());
+        {
+            py::gil_scoped_release released;
+            const std::vector<float> prepared = query(values, size);
+            if (!prepared.empty() && k) found = snapshot.nearest(prepared, k, std::max(k, asked), chosen, rest);
+        }
+        if (!found) return py::none();
+        Array<std::int64_t> labels({py::ssize_t(1), py::ssize_t(k)});
+        Array<float> distances({py::ssize_t(1), py::ssize_t(k)});
+        for (std::size_t i = 0; i < k; i++) {
+            const bool there = i < found->size();
+            labels.mutable_data()[i] = there ? (*found)[i].label : -1;
+            distances.mutable_data()[i] =
+                there ? (*found)[i].distance : std::numeric_limits<float>::infinity();
+        }
+        return py::make_tuple(std::move(labels), std::move(distances));
+    }
+
+    // The hits of a SearchResponse, then `end`; none: a hit is not `known`, or ask in Python why.
+    py::object answer(
+        const py::bytes& values, std::size_t k, std::size_t asked, double farthest, bool exact,
+        const py::dict& known, const std::vector<Curve>& curves, const py::bytes& end
+    ) const;
+};
+
+std::string_view text_of(PyObject* bytes) {
+    if (!PyBytes_Check(bytes)) throw py::type_error("expected bytes");
+    return {PyBytes_AS_STRING(bytes), std::size_t(PyBytes_GET_SIZE(bytes))};
+}
+
+py::object PySnapshot::answer(
+    const py::bytes& values, std::size_t k, std::size_t asked, double farthest, bool exact,
+    const py::dict& known, const std::vector<Curve>& curves, const py::bytes& end
+) const {
+    const std::string_view vector = text_of(values.ptr());
+    std::optional<std::vector<Found>> found;
+    {
+        py::gil_scoped_release released;
+        const std::vector<float> prepared = query(vector.data(), vector.size());
+        if (!prepared.empty() && k) found = snapshot.nearest(prepared, k, std::max(k, asked), nullptr, nullptr);
+        if (found && !exact)
+            for (Found& one : *found) one.distance = rounded(one.distance);
+    }
+    if (!found) return py::none();
+    std::string bytes;
+    bytes.reserve(4096);
+    for (const Found& one : *found) {
+        const py::int_ label(one.label);
+        PyObject* hit = PyDict_GetItemWithError(known.ptr(), label.ptr());
+        if (!hit || !PyTuple_Check(hit) || PyTuple_GET_SIZE(hit) != 4) {
+            if (PyErr_Occurred()) throw py::error_already_set();
+            return py::none();
+        }
+        // They come nearest first, and rounding keeps the order.
+        if (!(double(one.distance) <= farthest)) continue;
+        const auto origin = py::handle(PyTuple_GET_ITEM(hit, 3)).cast<std::size_t>();
+        const bool scored = origin < curves.size() && !curves[origin].distances.empty();
+        bytes += text_of(PyTuple_GET_ITEM(hit, scored ? 0 : 1));
+        put(bytes, 0x15, one.distance);
+        if (scored) put(bytes, 0x1D, float(curves[origin].score(one.distance)));
+        bytes += text_of(PyTuple_GET_ITEM(hit, 2));
+    }
+    bytes += text_of(end.ptr());
+    return py::bytes(bytes);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+    py::class_<PyGraph>(module, "Graph")
+        .def(py::init<py::object, bool, std::size_t, std::size_t, std::size_t, const py::dict&,
+                      Array<std::int64_t>, Array<std::int64_t>,
+                      std::optional<Array<std::int64_t>>>());
+    py::class_<std::vector<Curve>>(module, "Curves")
+        .def(py::init([](const py::dict& curves) {
+            std::vector<Curve> made(8);
+            for (const auto& [origin, curve] : curves) {
+                const auto pair = curve.cast<std::pair<std::vector<double>, std::vector<double>>>();
+                made.at(origin.cast<std::size_t>()) = {pair.first, pair.second};
+            }
+            return made;
+        }));
+    py::class_<PySnapshot>(module, "Snapshot")
+        .def(py::init<py::object, bool, std::size_t, Mask, Array<float>, Array<std::int64_t>, Mask>())
+        .def("search", &PySnapshot::search)
+        .def("answer", &PySnapshot::answer);
+    // A search by one embedding: gallery, space, values, k, farthest (infinity: none is); None: it is
+    // another, or none.
+    module.def("parse", [](const py::bytes& message) -> py::object {
+        const auto found = parse(text_of(message.ptr()));
+        if (!found) return py::none();
+        const auto text = [](std::string_view part) {
+            PyObject* made = PyUnicode_DecodeUTF8(part.data(), py::ssize_t(part.size()), nullptr);
+            if (!made) PyErr_Clear();
+            return py::reinterpret_steal<py::object>(made);
+        };
+        const py::object gallery = text(found->gallery), space = text(found->space);
+        if (!gallery || !space) return py::none();
+        const double farthest =
+            found->farthest ? double(*found->farthest) : std::numeric_limits<double>::infinity();
+        return py::make_tuple(
+            gallery, space, py::bytes(found->values.data(), found->values.size()), found->k, farthest
+        );
+    });
+}
