@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.errors import BusyError, ConfigurationError
+from nobackfill.errors import BusyError, ConfigurationError, UnavailableError
 from nobackfill.server.settings import Settings, load_settings
 from nobackfill.wire.gateway import Gateway as Caller
 from tests.server.conftest import Stages, publish_stage
@@ -88,6 +88,14 @@ def test_a_database_that_crashes_is_waited_for(
                     assert [space.items for space in spaces] == [8]
                     assert client.find(images(1)[0]).hits[0].id == "i0"
                     client.put_images(images(8))
+            # One that stays away is no reason to set a gallery aside.
+            # What it remembers is read anew by the next plan.
+            gateway.galleries.get("g").remember({"nothing": None})
+            server.stop()
+            with pytest.raises(UnavailableError):
+                gateway.serving.replan()
+            server.start()
+            assert not gateway.galleries.aside()
             publish_stage(repo, stages[2])
             client.swap(2)
             assert client.find(images(1)[0]).release == 2

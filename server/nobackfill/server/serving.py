@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import structlog
 
-from nobackfill.errors import NobackfillError
+from nobackfill.errors import NobackfillError, UnavailableError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.models import Models
@@ -86,11 +86,14 @@ class Serving:
 
     def replan(self) -> list[Plan]:
         """Make every gallery's plan anew; returns those they replace, for `settle`. A gallery that
-        cannot be read is set aside."""
+        cannot be read is set aside. Raises UnavailableError."""
         old = []
         for hosted in self._galleries.all():
             try:
                 old.append(self.replan_one(hosted))
+            except UnavailableError:
+                # A database that is away says nothing about the gallery.
+                raise
             except UNUSABLE as error:
                 self._galleries.set_aside(hosted.name, error)
                 old.append(hosted.plan)

@@ -14,6 +14,7 @@ from nobackfill.errors import (
     InvalidInputError,
     NobackfillError,
     NotFoundError,
+    UnavailableError,
     VerificationError,
 )
 from nobackfill.gallery.spec import SpaceSpec
@@ -59,13 +60,16 @@ class Galleries:
         """Open what is there and sweep what was never finished. A gallery that cannot be served is
         set aside.
 
-        Raises VerificationError when none of them can be, CannotWriteError.
+        Raises VerificationError when none of them can be, CannotWriteError, UnavailableError.
         """
         self._home.sweep()
         hosted = {}
         for name in self._home.names():
             try:
                 hosted[name] = self._open(name)
+            except UnavailableError:
+                # A database that is away says nothing about the gallery.
+                raise
             except UNUSABLE as error:
                 self.set_aside(name, error)
         log.info("serving galleries", count=len(hosted), set_aside=len(self._aside))

@@ -1,6 +1,7 @@
 """Vectors in COPY's binary format, a whole array at once: rows of one layout are one structured
 array, so that no row passes through Python."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,12 @@ def copy_out(
     rows = np.frombuffer(data[len(_HEADER) : -len(_TRAILER)], np.dtype(fields))
     side = rows["side"].astype(np.float32) if side_dim else None
     return rows["label"].astype(np.int64), rows["embedding"].astype(np.float32), side
+
+
+def from_binary(vectors: Sequence[bytes], dim: int) -> Vectors:
+    """Vectors [n, dim] of a column that was read: each with its size before it."""
+    kind = np.dtype([("dim", ">i2"), ("unused", ">i2"), ("embedding", ">f4", (dim,))])
+    return np.frombuffer(b"".join(vectors), kind)["embedding"].astype(np.float32)
 
 
 def among(labels: Labels) -> str:

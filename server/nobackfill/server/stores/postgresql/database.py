@@ -16,6 +16,8 @@ from typing import Any, TypeAlias, TypeVar
 import psycopg
 from pgvector.psycopg import register_vector
 from psycopg.conninfo import conninfo_to_dict
+from psycopg.types import TypeInfo
+from psycopg.types.string import ByteaBinaryLoader
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from nobackfill.errors import BusyError, ConfigurationError, UnavailableError
@@ -201,6 +203,10 @@ class Database:
 
     def _configure(self, connection: Connection) -> None:
         register_vector(connection)
+        # As bytes: many of them become one array (bulk.from_binary).
+        vector = TypeInfo.fetch(connection, "vector")
+        assert vector is not None, "register_vector looked for it"
+        connection.adapters.register_loader(vector.oid, ByteaBinaryLoader)
         for name, value in (
             ("lock_timeout", f"{int(1000 * self._wait_s)}"),
             ("statement_timeout", f"{_STATEMENT_S}s"),

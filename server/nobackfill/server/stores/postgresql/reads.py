@@ -19,7 +19,7 @@ from nobackfill.gallery.stored_vectors import StoredVectors
 from nobackfill.gallery.upgrade import CHUNK, Runner
 from nobackfill.gallery.writing import storable
 from nobackfill.server.stores.postgresql import rows
-from nobackfill.server.stores.postgresql.bulk import among, copy_in, copy_out
+from nobackfill.server.stores.postgresql.bulk import among, copy_in, copy_out, from_binary
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING, Condition
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
 from nobackfill.server.stores.postgresql.matches import PostgresqlMatches
@@ -97,10 +97,9 @@ class Reads:
         )
         found = self.database.read(lambda c: run(c, query, [labels.tolist()]).fetchall())
         columns = [[row[place] for row in found] for place in range(5)]
-        vectors = [vector.to_numpy() for vector in columns[3]]
         return StoredVectors(
             np.array(columns[0], np.int64), columns[1], columns[2],
-            np.array(vectors, np.float32).reshape(len(vectors), info.spec.dim), columns[4],
+            from_binary(columns[3], info.spec.dim), columns[4],
         )  # fmt: skip
 
     def page(

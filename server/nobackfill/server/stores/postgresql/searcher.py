@@ -13,6 +13,7 @@ from nobackfill.gallery.filters import Filter
 from nobackfill.gallery.search import distances
 from nobackfill.gallery.search.index import Labels, Neighbours, best
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
+from nobackfill.server.stores.postgresql.bulk import from_binary
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING, Condition, condition_of
 from nobackfill.server.stores.postgresql.database import EF, Connection, Database, run
 from nobackfill.server.stores.postgresql.schema import MOST_HALF, MOST_INDEXED, table_of
@@ -39,7 +40,8 @@ class Table:
             self._rest = f" AND NOT EXISTS (SELECT 1 FROM {other} o WHERE o.label = v.label)"
 
     def statement(self, condition: Condition, exact: bool) -> str:
-        """Binds the query, the condition's values, the query again and a limit."""
+        """Of label, distance (of exact ones) and vector. Binds the query where it is exact, the
+        condition's values, the query and a limit."""
         apart = f"v.embedding {self._operator} %s"
         near = apart
         if self.spec.dim > MOST_INDEXED:
@@ -50,7 +52,7 @@ class Table:
         order = f"coalesce(nullif({apart}, 'NaN'), 1) + 0, v.label" if exact else near
         items = "" if condition is EVERYTHING else f" JOIN {self._schema}.items i USING (label)"
         return (
-            f"SELECT v.label, {apart}, v.embedding FROM {self._name} v{items}"
+            f"SELECT v.label, {apart if exact else 'NULL'}, v.embedding FROM {self._name} v{items}"
             f" WHERE ({condition.text}){self._rest} ORDER BY {order} LIMIT %s"
         )
 
@@ -132,7 +134,7 @@ def _ask(
     connection: Connection, table: Table, query: Vectors, limit: int, condition: Condition, *,
     exact: bool,
 ) -> list[Any]:  # fmt: skip
-    values = [query, *condition.values, query, limit]
+    values = [*([query] if exact else []), *condition.values, query, limit]
     found: list[Any] = run(connection, table.statement(condition, exact), values).fetchall()
     return found
 
@@ -148,9 +150,7 @@ def _ranked(spec: SpaceSpec, query: Vectors, rows: list[Any], k: int) -> Neighbo
     if not rows:
         return best(np.empty((1, 0), np.int64), np.empty((1, 0), np.float32), k)
     labels = np.array([row[0] for row in rows], np.int64)
-    vectors = distances.prepare(
-        spec.metric, np.stack([row[2].to_numpy() for row in rows]).astype(np.float32)
-    )
+    vectors = distances.prepare(spec.metric, from_binary([row[2] for row in rows], spec.dim))
     prepared = distances.prepare(spec.metric, query[None])
     return best(labels[None], distances.between(spec.metric, prepared, vectors[None]), k)
 
