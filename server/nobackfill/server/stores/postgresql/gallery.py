@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +24,8 @@ from nobackfill.server.stores.postgresql.reads import Reads, existing
 _NONE = np.empty(0, np.int64)
 _SPACES_CHANGED = Change({}, _NONE, spaces=True)
 Result = TypeVar("Result")
+# Tries of a transaction beside others that write.
+_BESIDE_OTHERS = 3
 
 
 class PostgresqlGallery(Reads):
@@ -54,10 +57,13 @@ class PostgresqlGallery(Reads):
                 listener(change)
 
     def _shared(self, work: Callable[[Connection], Result]) -> Result:
-        """A transaction beside others that write, while nobody changes the spaces."""
+        """A transaction beside others that write, while nobody changes the spaces. One that has met
+        others at the same items again and again is done alone."""
+        tries = count(1)
 
         def body(connection: Connection) -> Result:
-            writing.share_gate(connection, self.schema)
+            share = next(tries) <= _BESIDE_OTHERS
+            (writing.share_gate if share else writing.hold_gate)(connection, self.schema)
             return work(connection)
 
         return self.database.write(body)
