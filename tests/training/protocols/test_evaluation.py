@@ -130,7 +130,11 @@ REVISITED = {
     *(f"mp_at_10_{difficulty}" for difficulty in ("easy", "medium", "hard")),
 }
 FIGURES = {
-    "ijbc": {"tar@far=0.0001", "tpir@fpir=0.01", "rank-1", "rank-5"},
+    "ijbc": {
+        "tar@far=0.0001",
+        *(f"{g}{f}" for g in ("", "G1 ", "G2 ") for f in ("tpir@fpir=0.01", "rank-1", "rank-5")),
+        *("merged rank-1", "merged rank-5"),
+    },
     "gldv2": {"map_at_100"},
     "roxford5k": REVISITED,
     "rparis6k": REVISITED,
@@ -230,6 +234,17 @@ def test_templates_and_probes_are_each_models_own(life: Life, tmp_path: Path) ->
     assert told == pytest.approx(np.mean(hits))
 
 
+def test_operating_points_are_those_asked_for(life: Life, tmp_path: Path) -> None:
+    ijbc(life, tmp_path)
+    asked = ("--cells", "2/2", "--far", "0.1", "--far", "0.5", "--fpir", "0.3")
+    told = measured(life, "ijbc", tmp_path, *asked)["2/2"]
+    assert {"tar@far=0.1", "tar@far=0.5", "tpir@fpir=0.3", "G2 tpir@fpir=0.3"} <= set(told)
+    assert "tar@far=0.0001" not in told and told["tar@far=0.1"] <= told["tar@far=0.5"]
+    # The other kind stays as it is.
+    alone = measured(life, "ijbc", tmp_path, "--cells", "2/2", "--far", "0.1")["2/2"]
+    assert "tpir@fpir=0.01" in alone and "tpir@fpir=0.3" not in alone
+
+
 def test_a_query_of_oxford_is_its_box(life: Life, tmp_path: Path) -> None:
     revisited("gnd_roxford5k.pkl")(life, tmp_path)
     whole = measured(life, "roxford5k", tmp_path, "--cells", "2/2")["2/2"]
@@ -247,6 +262,12 @@ def test_a_query_of_oxford_is_its_box(life: Life, tmp_path: Path) -> None:
         (("--protocol", "gldv2", "--root", "nowhere"), 66, "no protocol file nowhere/index.csv"),
         (("--protocol", "gldv2"), 2, "--protocol goes with --root"),
         (("--protocol", "gldv2", "--root", ".", "--backfill"), 2, "--protocol goes with --root"),
+        (
+            ("--protocol", "gldv2", "--root", ".", "--far", "0.1"),
+            78,
+            "--far and --fpir are of ijbc",
+        ),
+        (("--queries", "photos", "--far", "0.1"), 2, "go with --protocol ijbc"),
         (("--queries", "photos"), 2, "expected --queries and --gallery, or --protocol and --root"),
     ],
 )

@@ -86,12 +86,19 @@ def test_search_is_the_mean_over_both_galleries(folder: Path) -> None:
     assert galleries[0].templates.tolist() == [0, 10, 20, 30, 40, 50]
     good = pool(faces, vectors(faces, 0.05))
     perfect = search(probes, galleries, good, good, (0.1,))
-    assert perfect == {"tpir@fpir=0.1": 1.0, "rank-1": 1.0, "rank-5": 1.0}
+    own = {"tpir@fpir=0.1": 1.0, "rank-1": 1.0, "rank-5": 1.0}
+    assert perfect == {
+        **own,
+        **{f"G{number} {name}": 1.0 for number in (1, 2) for name in own},
+        "merged rank-1": 1.0,
+        "merged rank-5": 1.0,
+    }
     poor = pool(faces, vectors(faces, 2.0))
     both = search(probes, galleries, poor, poor, (0.2,))
     single = [search(probes, [gallery], poor, poor, (0.2,)) for gallery in galleries]
-    for name, value in both.items():
-        assert value == pytest.approx((single[0][name] + single[1][name]) / 2)
+    for name in ("tpir@fpir=0.2", "rank-1", "rank-5"):
+        assert both[name] == pytest.approx((single[0][name] + single[1][name]) / 2)
+        assert [both[f"G{number} {name}"] for number in (1, 2)] == [s[name] for s in single]
     assert both["rank-1"] < both["rank-5"]
     # Rank-1 of the first gallery by a loop.
     hits = []
@@ -100,6 +107,13 @@ def test_search_is_the_mean_over_both_galleries(folder: Path) -> None:
         similar = [float(query @ poor.of(np.array([10 * other]))[0]) for other in range(6)]
         hits.append(int(np.argmax(similar)) == person)
     assert single[0]["rank-1"] == pytest.approx(np.mean(hits))
+    # Merged, every probe has a mate among twice as many strangers.
+    hits = []
+    for person in range(PEOPLE):
+        query = poor.of(np.array([10 * person + 1]))[0]
+        similar = [float(query @ poor.of(np.array([10 * o]))[0]) for o in range(PEOPLE)]
+        hits.append(int(np.argmax(similar)) == person)
+    assert both["merged rank-1"] == pytest.approx(np.mean(hits)) != both["rank-1"]
 
 
 def test_damaged_files_are_refused_by_name(folder: Path, tmp_path: Path) -> None:

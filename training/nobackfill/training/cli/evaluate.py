@@ -25,6 +25,7 @@ from nobackfill.training.cli.command import command_app
 from nobackfill.training.cli.picture import write_picture
 from nobackfill.training.cli.table import matrix_table, protocol_table
 from nobackfill.training.protocols.evaluation import evaluate_protocol
+from nobackfill.training.protocols.ijbc import OperatingPoints
 
 # Of an order: the curve at `shares` of the gallery, and its mean over them.
 Curve = dict[str, float | list[float]]
@@ -63,6 +64,21 @@ published, 78 wrong configuration.
 """
 
 
+_Name = Annotated[str | None, typer.Option(metavar="NAME", help="a published test protocol")]
+_Root = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="the protocol's files and images")
+]
+_Picture = Annotated[
+    Path | None, typer.Option(metavar="FILE.png", help="draw the matrix, rows the query model")
+]
+_Far = Annotated[
+    list[float] | None, typer.Option(min=0, max=1, help="ijbc: TAR at this FAR, for 1e-4")
+]
+_Fpir = Annotated[
+    list[float] | None, typer.Option(min=0, max=1, help="ijbc: TPIR at this FPIR, for 1e-2")
+]
+
+
 def main(
     model_repo: Annotated[Path, typer.Option(metavar="DIR", help="publication folder")],
     queries: Annotated[
@@ -71,12 +87,10 @@ def main(
     gallery: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="class folders to search in")
     ] = None,
-    protocol: Annotated[
-        str | None, typer.Option(metavar="NAME", help="a published test protocol")
-    ] = None,
-    root: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="the protocol's files and images")
-    ] = None,
+    protocol: _Name = None,
+    root: _Root = None,
+    far: _Far = None,
+    fpir: _Fpir = None,
     cells: Annotated[
         str | None,
         typer.Option(help="e.g. 1/1,2/1,2/1>2,2/2; all that there are when absent"),
@@ -84,9 +98,7 @@ def main(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="write every figure as JSON")
     ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="draw the matrix, rows the query model")
-    ] = None,
+    picture: _Picture = None,
     independent: Annotated[
         int | None,
         typer.Option(
@@ -106,11 +118,14 @@ def main(
     if not manifests:
         raise ConfigurationError(f"--model-repo {model_repo}: nothing is published there")
     names = _names(cells, manifests, independent)
+    points = _points(protocol, far, fpir)
     if protocol is not None:
         others = (queries, gallery, picture, independent, neighbours or None, backfill or None)
         if root is None or any(other is not None for other in others):
             raise typer.BadParameter("--protocol goes with --root, --cells, --int8, --json alone")
-        shares = evaluate_protocol(protocol, root, model_repo, manifests, names, int8=int8)
+        shares = evaluate_protocol(
+            protocol, root, model_repo, manifests, names, int8=int8, points=points
+        )
         print(protocol_table(shares))
         _write(json_file, lambda: {"protocol": protocol, "cells": shares})
         return
@@ -123,6 +138,17 @@ def main(
     if picture is not None:
         write_picture(measured, picture)
     _write(json_file, lambda: _report(sets, measured, criteria, neighbours > 0, backfill))
+
+
+def _points(
+    protocol: str | None, far: Sequence[float] | None, fpir: Sequence[float] | None
+) -> OperatingPoints | None:
+    """Those asked for, beside the protocol's own of the other kind; None where none is."""
+    if protocol is None and (far or fpir):
+        raise typer.BadParameter("--far and --fpir go with --protocol ijbc")
+    told = {"far": far, "fpir": fpir}
+    asked = {name: tuple(rates) for name, rates in told.items() if rates}
+    return OperatingPoints(**asked) if asked else None
 
 
 @dataclass(frozen=True)

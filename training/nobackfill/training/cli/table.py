@@ -58,11 +58,11 @@ def matrix_table(
 
 
 def protocol_table(cells: Mapping[str, Mapping[str, float]]) -> str:
-    """Every cell with the figures that its protocol defines."""
-    titles = list(dict.fromkeys(name for figures in cells.values() for name in figures))
-    table = Table("cell", *titles)
-    for cell, figures in cells.items():
-        table.add_row(cell, *(f"{100 * figures[title]:.2f}" for title in titles))
+    """A row a figure that the protocol defines, a column a cell."""
+    names = list(dict.fromkeys(name for figures in cells.values() for name in figures))
+    table = Table("figure", *cells)
+    for name in names:
+        table.add_row(name, *(f"{100 * figures[name]:.2f}" for figures in cells.values()))
     return render(table)
 
 

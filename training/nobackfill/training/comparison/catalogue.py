@@ -5,7 +5,7 @@ from typing import Any
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.comparison.ablations import parts, sizes
-from nobackfill.training.comparison.names import Name
+from nobackfill.training.comparison.names import Name, within
 from nobackfill.training.comparison.presets import Values
 from nobackfill.training.comparison.recipe import Place, Run
 from nobackfill.training.comparison.rows import Row, Shared
@@ -54,13 +54,46 @@ def compatible(shared: Shared) -> list[Row]:
 
 
 def dmu(shared: Shared) -> list[Row]:
-    """DMU, its ablations (Table 4), other weights (Table 3), regression (Table 7)."""
+    """DMU, its ablations (Table 4), other weights (Table 3), regression (Table 7), half and twice
+    the width of psi (Table 5).
+    """
     rows = []
     for name, options in DMU.items():
         run = shared.compatible(name, "dmu", **options)
         forward = options.get("forward", True) is True
         rows.append(Row(name, shared.old, run, (run,) if forward else ()))
+    width = shared.place.preset.dmu_hidden_dim
+    for name, own in (("dmu_width_half", width // 2), ("dmu_width_double", 2 * width)):
+        run = shared.compatible(name, "dmu", hidden_dim=own)
+        rows.append(Row(name, shared.old, run, (run,)))
     return rows
+
+
+def arcface(shared: Shared) -> list[Row]:
+    """FCT D.7: old and new under ArcFace, whose spaces hold directions; so h's output is normalised
+    in training, too.
+    """
+    place, split, simclr = shared.place, shared.split, shared.side("simclr")
+    head: dict[str, Any] = {
+        "head": "arcface",
+        "margin": 0.3,
+        "scale": place.preset.embedder.get("scale"),
+    }
+    old = place.embedder("old-arcface", classes=split.old, role="old", **head)
+    new = place.embedder("new-arcface", classes=split.new, role="new", **head)
+
+    def row(name: str, method: str) -> Row:
+        run = place.upgrade(
+            f"upgrade-arcface-{name}", old, new, classes=split.new, side=simclr, method=method
+        )
+        return Row(within("arcface", name), old, new, (run,), simclr)
+
+    return [
+        Row(within("arcface", Name.INDEPENDENT), old, new),
+        row(Name.AFFINE_SIMCLR, "affine"),
+        row(Name.FCT_SIMCLR, "fct"),
+        row(Name.RESIDUAL_SIMCLR, "residual"),
+    ]
 
 
 def variants(shared: Shared) -> list[Row]:
@@ -209,6 +242,7 @@ GROUPS: dict[str, Callable[[Shared], list[Row]]] = {
     "bct_family": compatible,
     "dmu_family": dmu,
     "variants": variants,
+    "arcface": arcface,
     "maps": maps,
     "transforms": transforms,
     "chains": chains,

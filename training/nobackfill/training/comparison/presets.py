@@ -112,6 +112,7 @@ DIGITS = Preset(
         "bct_family",
         "dmu_family",
         "variants",
+        "arcface",
         "maps",
         "transforms",
         "chains",

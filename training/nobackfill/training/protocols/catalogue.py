@@ -1,6 +1,7 @@
 """Every protocol that evaluate.py knows, by name."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from nobackfill.errors import ConfigurationError
@@ -18,8 +19,18 @@ PROTOCOLS: Mapping[str, Callable[[Path, Path], Protocol]] = {
 }
 
 
-def protocol_named(name: str) -> Callable[[Path, Path], Protocol]:
-    """Raises ConfigurationError for an unknown name, naming the known."""
+def protocol_named(
+    name: str, points: ijbc.OperatingPoints | None = None
+) -> Callable[[Path, Path], Protocol]:
+    """The reader of a protocol, at other operating points where it has such.
+
+    Raises ConfigurationError for an unknown name, naming the known, and for points of a protocol
+    without.
+    """
     if name not in PROTOCOLS:
         raise ConfigurationError(f"unknown protocol {name!r}; known: {', '.join(PROTOCOLS)}")
-    return PROTOCOLS[name]
+    if points is None:
+        return PROTOCOLS[name]
+    if name != "ijbc":
+        raise ConfigurationError(f"--far and --fpir are of ijbc; {name} has no operating points")
+    return partial(ijbc.protocol, points=points)

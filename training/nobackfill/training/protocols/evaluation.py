@@ -8,6 +8,7 @@ from nobackfill.quality.cells import CellName
 from nobackfill.quality.embedded import Published, cell_vectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.training.protocols.catalogue import protocol_named
+from nobackfill.training.protocols.ijbc import OperatingPoints
 from nobackfill.training.protocols.protocol import Figures
 
 
@@ -19,12 +20,14 @@ def evaluate_protocol(
     cells: Sequence[CellName],
     *,
     int8: bool = False,
+    points: OperatingPoints | None = None,
 ) -> dict[str, Figures]:
     """The protocol's figures of each cell, its files and images below `root`.
 
-    Raises ConfigurationError (an unknown name), NotFoundError, InvalidInputError.
+    Raises ConfigurationError (an unknown name, points of a protocol without), NotFoundError,
+    InvalidInputError.
     """
-    read = protocol_named(name)
+    read = protocol_named(name, points)
     with tempfile.TemporaryDirectory(prefix="nobackfill-protocol-") as folder:
         protocol = read(root, Path(folder))
         queries = gallery = Published(protocol.queries, model_repo, manifests)

@@ -24,8 +24,14 @@ from nobackfill.training.protocols.protocol import Figures, Protocol, images
 from nobackfill.vectors import Vectors
 
 Ints = NDArray[np.int64]
-# The operating points of BCT's main tables.
-FAR, FPIR = (1e-4,), (1e-2,)
+
+
+@dataclass(frozen=True)
+class OperatingPoints:
+    """Rates of false accepts and of false positives; by default those of BCT's main tables."""
+
+    far: tuple[float, ...] = (1e-4,)
+    fpir: tuple[float, ...] = (1e-2,)
 
 
 @dataclass(frozen=True)
@@ -136,25 +142,37 @@ def search(
     rates: Sequence[float],
     metric: Metric = "cosine",
 ) -> Mapping[str, float]:
-    """TPIR at each FPIR, rank-1 and rank-5, each the mean over the galleries.
+    """TPIR at each FPIR, rank-1 and rank-5: the mean over the galleries, then each gallery's own
+    (`G1 rank-1`) and the ranks in all of them merged, where no probe is left without a mate.
 
     A probe whose subject is in the other gallery is non-mated in this one.
     """
-    figures: dict[str, list[float]] = {}
     queries = of_probes.of(probes.templates)
-    for gallery in galleries:
-        stored = of_galleries.of(gallery.templates)
+
+    def ranks(gallery: Enrolled) -> dict[str, float]:
         relevance = same_label(probes.subjects, gallery.subjects)
-        found = open_set_search(queries, stored, relevance, metric)
-        ranking = rank(queries, stored, relevance, metric)
+        ranking = rank(queries, of_galleries.of(gallery.templates), relevance, metric)
+        return {f"rank-{k}": mean(cmc(ranking, k)) for k in (1, 5)}
+
+    apart = []
+    for gallery in galleries:
+        relevance = same_label(probes.subjects, gallery.subjects)
+        found = open_set_search(queries, of_galleries.of(gallery.templates), relevance, metric)
         told = {f"tpir@fpir={rate:g}": tpir_at_fpir(found, rate) for rate in rates}
-        told |= {f"rank-{k}": mean(cmc(ranking, k)) for k in (1, 5)}
-        for name, value in told.items():
-            figures.setdefault(name, []).append(value)
-    return {name: float(np.mean(values)) for name, values in figures.items()}
+        apart.append(told | ranks(gallery))
+    figures = {name: float(np.mean([told[name] for told in apart])) for name in apart[0]}
+    for number, told in enumerate(apart, 1):
+        figures |= {f"G{number} {name}": value for name, value in told.items()}
+    merged = ranks(_merged(galleries))
+    return figures | {f"merged {name}": value for name, value in merged.items()}
 
 
-def protocol(root: Path, _scratch: Path) -> Protocol:
+def _merged(galleries: Sequence[Enrolled]) -> Enrolled:
+    templates = np.concatenate([gallery.templates for gallery in galleries])
+    return Enrolled(templates, np.concatenate([gallery.subjects for gallery in galleries]))
+
+
+def protocol(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()) -> Protocol:
     """TAR@FAR of the pairs, TPIR@FPIR and ranks of the mixed probes in both galleries.
 
     The first template of a pair, and the probes, by the query's model; the others by the gallery's.
@@ -168,9 +186,9 @@ def protocol(root: Path, _scratch: Path) -> Protocol:
     def figures(queries: Vectors, stored: Vectors, _metric: Metric) -> Figures:
         # Templates are means of unit norm, which both metrics rank alike.
         first, second = pool(faces, queries), pool(faces, stored)
-        verified = verify(pairs, first, second, FAR)
+        verified = verify(pairs, first, second, points.far)
         accepted = {f"tar@far={rate:g}": share for rate, share in verified.items()}
-        return accepted | dict(search(probes, galleries, first, second, FPIR))
+        return accepted | dict(search(probes, galleries, first, second, points.fpir))
 
     return Protocol(listing, listing, figures)
 
