@@ -18,6 +18,7 @@ from nobackfill.errors import (
     NotFoundError,
     PreconditionError,
     UnavailableError,
+    VerificationError,
 )
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.publishing.metadata import require_ledger
@@ -39,7 +40,7 @@ class Query(TypedDict, total=False):
 
 
 # Errors of a call for a release that there is not, and of one whose gateway may be gone.
-_NOWHERE = (NotFoundError, PreconditionError)
+_NOWHERE = (NotFoundError, PreconditionError, VerificationError)
 _AWAY = (UnavailableError, CancelledError)
 
 
