@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import zipfile
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -145,6 +146,9 @@ def load_map(path: Path) -> Map:
         KeyError,
         IndexError,
         TypeError,
+        AttributeError,
+        RecursionError,
+        zlib.error,
         OSError,
         EOFError,
         zipfile.BadZipFile,

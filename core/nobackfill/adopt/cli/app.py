@@ -83,7 +83,7 @@ def sample(
     out: Annotated[
         Path | None, typer.Option(help="File of ids, one a line; default stdout.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Draws the same items again.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Draws the same items again.")] = 0,
     key: Key = None,
     vector: Vector = None,
 ) -> None:

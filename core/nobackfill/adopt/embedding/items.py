@@ -61,14 +61,27 @@ def _wanted(
     if only is not None:
         rows = [row for row, name in enumerate(ids) if name in only]
         ids, values = [ids[row] for row in rows], [values[row] for row in rows]  # type: ignore[assignment]
+    for text in (*ids, *(map(str, values) if kind == "text" else ())):
+        if not _is_unicode(text):
+            raise InvalidInputError(f"{address}: expected valid Unicode, got {text[:64]!r}")
     if not ids:
         raise NotFoundError(f"{address}: nothing to embed is there")
     return Items(kind, ids, values)
 
 
+def _is_unicode(text: str) -> bool:
+    """Whether no half of a character stands alone: JSON's escapes and names of files allow it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _lines(path: Path, key: str, column: str) -> Iterator[tuple[str, str]]:
     try:
-        lines = path.read_text("utf-8").splitlines()
+        # Not splitlines: JSON may hold other separators of lines.
+        lines = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise NotFoundError(f"{path}: cannot be read ({error})") from error
     for number, line in enumerate(lines, 1):
@@ -76,8 +89,12 @@ def _lines(path: Path, key: str, column: str) -> Iterator[tuple[str, str]]:
             continue
         try:
             one = json.loads(line)
-            yield str(one[key]), str(one[column])
-        except (ValueError, KeyError, TypeError) as error:
+            pair = one[key], one[column]
+            if not all(isinstance(part, str | int | float) for part in pair):
+                raise ValueError("no text")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidInputError(
-                f"{path}:{number}: expected a JSON object with {key!r} and {column!r}"
+                f"{path}:{number}: expected a JSON object with {key!r} and {column!r}, both "
+                "texts or numbers"
             ) from error
+        yield str(pair[0]), str(pair[1])

@@ -15,7 +15,9 @@ def open_embedder(model: str, *, name: str | None = None, patience: float = 120.
         from nobackfill.adopt.embedding.endpoint import Endpoint
 
         if name is None:
-            raise InvalidInputError(f"{model}: name the model there as well, with --model-name")
+            raise InvalidInputError(
+                "--with: name the model at the endpoint as well, with --model-name"
+            )
         return Endpoint(model, name, patience=patience)
     if Path(model).suffix == ".onnx":
         from nobackfill.adopt.embedding.onnx_model import OnnxModel

@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from nobackfill.adopt.sources.source import Column, Facts, Rows, Target, Window
+from nobackfill.adopt.sources.source import (
+    Column,
+    Facts,
+    Rows,
+    Target,
+    Window,
+    file_name,
+    read_mark,
+)
 from nobackfill.durable import make_dir, remove_tree, replace, sweep, write_file
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, few
 from nobackfill.vectors import Vectors
@@ -43,6 +51,10 @@ class ArraySource:
             raise InvalidInputError(
                 f"{folder}: expected a key for each of {len(self._vectors)} rows, got "
                 f"{list(self._ids.shape)} in {_IDS}"
+            )
+        if self._vectors.dtype.kind not in "fiu":
+            raise InvalidInputError(
+                f"{folder}: expected numbers in {self._name!r}, got {self._vectors.dtype}"
             )
         self._others = tuple(p.stem for p in files if _array(p).ndim == 1)
 
@@ -84,15 +96,16 @@ class ArraySource:
         return ArrayBeside(self, self._folder, parts, final, target)
 
     def rollback(self, name: str) -> bool:
+        parts = self._parts(name)
         if _mark(self._folder, name) is None:
             return False
         remove_tree(self._folder / f"{name}.npy")
-        remove_tree(self._parts(name))
+        remove_tree(parts)
         remove_tree(_mark_path(self._folder, name))
         return True
 
     def _parts(self, name: str) -> Path:
-        return self._folder / f".{name}.parts"
+        return self._folder / f".{file_name(name)}.parts"
 
 
 class ArrayBeside:
@@ -154,7 +167,10 @@ class ArrayBeside:
 
 def _array(path: Path) -> Any:
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        if not isinstance(found, np.ndarray):
+            raise ValueError("an archive")
+        return found
     except (ValueError, OSError, EOFError) as error:
         raise InvalidInputError(f"{path}: cannot be read as a numpy array ({error})") from error
 
@@ -164,5 +180,4 @@ def _mark_path(folder: Path, name: str) -> Path:
 
 
 def _mark(folder: Path, name: str) -> object:
-    path = _mark_path(folder, name)
-    return json.loads(path.read_text("utf-8")) if path.is_file() else None
+    return read_mark(_mark_path(folder, name))

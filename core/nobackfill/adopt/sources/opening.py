@@ -20,10 +20,12 @@ def open_source(address: str, *, key: str | None = None, vector: str | None = No
 
         server, _, table = address.partition("#")
         if not table:
-            raise InvalidInputError(f"{server}: name the table as well: {server}#TABLE")
+            raise InvalidInputError("name the table as well: postgresql://…/DATABASE#TABLE")
         return PgvectorSource(server, table, key, vector)
     if "://" in address:
-        raise InvalidInputError(f"{address}: expected {KINDS}")
+        # Not the address itself: it may hold a password.
+        kind = address.partition("://")[0]
+        raise InvalidInputError(f"{kind}://…: expected {KINDS}")
     path = Path(address)
     if (path / "ids.npy").is_file():
         from nobackfill.adopt.sources.arrays import ArraySource

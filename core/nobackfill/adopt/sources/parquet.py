@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from nobackfill.adopt.sources.source import Column, Facts, Rows, Target, Window
+from nobackfill.adopt.sources.source import (
+    Column,
+    Facts,
+    Rows,
+    Target,
+    Window,
+    file_name,
+    read_mark,
+)
 from nobackfill.durable import make_dir, remove_tree, sweep, write_file
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, few
 from nobackfill.extras import extra
@@ -94,14 +102,25 @@ class ParquetSource:
     def _table(self, window: Window, column: str) -> Any:
         file = next(file for file in self._files if file.name == window.after)
         columns = [self._key] if column == self._key else [self._key, column]
-        return _opened(file).read_row_group(window.last, columns=columns)
+        opened = _opened(file)
+        kinds = {field.name: field.type for field in opened.schema_arrow}
+        if not set(columns) <= set(kinds) or (
+            _is_vector(self._schema.field(column).type) and not _is_vector(kinds[column])
+        ):
+            raise InvalidInputError(
+                f"{file}: expected columns {few(columns)} as in {self._files[0].name}, found "
+                f"{few(f'{name} ({kind})' for name, kind in kinds.items()) or 'none'}"
+            )
+        try:
+            return opened.read_row_group(window.last, columns=columns)
+        except (pa.ArrowException, OSError) as error:
+            raise InvalidInputError(f"{file}: cannot be read as Parquet ({error})") from error
 
     def beside(self, target: Target) -> "ParquetBeside":
         folder = self._folder(target.name)
         mark = {"map": target.mark, "dim": target.dim}
         if folder.exists():
-            found = folder / _MARK
-            if not found.is_file() or json.loads(found.read_text("utf-8")) != mark:
+            if read_mark(folder / _MARK) != mark:
                 raise AlreadyExistsError(
                     f"{folder}: exists already and was not made by this map; choose another --to, "
                     "or remove it with --rollback"
@@ -126,7 +145,7 @@ class ParquetSource:
         inside = self._path if self._path.is_dir() else self._path.parent
         stem = "" if self._path.is_dir() else f"{self._path.stem}."
         # Readers of a folder of Parquet files pass over names with an underscore.
-        return inside / f"_{stem}{name}"
+        return inside / f"_{stem}{file_name(name)}"
 
 
 class ParquetBeside:

@@ -20,6 +20,8 @@ with extra("adopt"):
 _METRICS: dict[str, Metric] = {"vector_cosine_ops": "cosine", "vector_l2_ops": "squared_l2"}
 # pgvector's own bound for its HNSW index on `vector`; halfvec reaches twice as far.
 _INDEXED_DIM = 2000
+# PostgreSQL cuts longer names off.
+_MOST_NAME = 63
 
 
 class PgvectorSource:
@@ -81,6 +83,11 @@ class PgvectorSource:
         return Column([key for key, _ in found], [value for _, value in found])
 
     def beside(self, target: Target) -> "PgvectorBeside":
+        if len(target.name.encode("utf-8", "surrogateescape")) > _MOST_NAME:
+            raise InvalidInputError(
+                f"--to: expected at most {_MOST_NAME} bytes, which is what PostgreSQL keeps of a "
+                f"name, got {target.name!r}"
+            )
         with self._table.changing() as changes:
             made = self._table.mark(target.name)
             if target.name in self._table.columns and made != target.mark:
@@ -97,14 +104,15 @@ class PgvectorSource:
                 # A writer who knows nothing of the new column leaves a vector there that is no
                 # longer of the old one: then it is emptied, and carried again.
                 changes.run(
-                    "CREATE FUNCTION {trigger}() RETURNS trigger LANGUAGE plpgsql AS "
-                    "$$BEGIN NEW.{new} := NULL; RETURN NEW; END$$",
+                    "CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS {body}",
+                    # A literal: no name can end it.
+                    body=self._table.text("BEGIN NEW.{new} := NULL; RETURN NEW; END", **names),
                     **names,
                 )
                 changes.run(
                     "CREATE TRIGGER {trigger} BEFORE UPDATE ON {table} FOR EACH ROW WHEN "
                     "(OLD.{old} IS DISTINCT FROM NEW.{old} "
-                    "AND NEW.{new} IS NOT DISTINCT FROM OLD.{new}) EXECUTE FUNCTION {trigger}()",
+                    "AND NEW.{new} IS NOT DISTINCT FROM OLD.{new}) EXECUTE FUNCTION {function}()",
                     **names,
                 )
         return PgvectorBeside(self, self._table, self._names(target.name), target)
@@ -116,14 +124,21 @@ class PgvectorSource:
                 return False
             changes.run("DROP TRIGGER IF EXISTS {trigger} ON {table}", **names)
             changes.run("ALTER TABLE {table} DROP COLUMN {new}", **names)
-            changes.run("DROP FUNCTION IF EXISTS {trigger}()", **names)
+            changes.run("DROP FUNCTION IF EXISTS {function}()", **names)
         return True
 
     def _names(self, new: str) -> dict[str, sql.Identifier]:
-        """Quoted: both columns, and a trigger of a name that no other pair of columns has."""
-        digest = hashlib.sha256(f"{self._table.name}\0{self.vector}\0{new}".encode()).hexdigest()
-        parts = {"old": self.vector, "new": new, "trigger": f"nobackfill_{digest[:16]}"}
-        return {part: sql.Identifier(name) for part, name in parts.items()}
+        """Quoted: both columns, a trigger of a name that no other pair has, its function."""
+        table = self._table
+        pair = f"{table.schema}\0{table.relation}\0{self.vector}\0{new}".encode()
+        trigger = f"nobackfill_{hashlib.sha256(pair).hexdigest()[:16]}"
+        return {
+            "old": sql.Identifier(self.vector),
+            "new": sql.Identifier(new),
+            "trigger": sql.Identifier(trigger),
+            # Beside the table: its owner may make things there.
+            "function": sql.Identifier(table.schema, trigger),
+        }
 
     def filled(self, column: str) -> int:
         """Rows that have a vector in `column`."""
@@ -137,7 +152,7 @@ class PgvectorSource:
     def rows(self, column: str, window: Window, missing: str | None = None) -> Rows:
         """Rows of a window by key that have a vector in `column`, and none in `missing`."""
         found = self._table.all(
-            "SELECT {key}, {key}::text, xmin::text, {column}::vector FROM {table} t "
+            "SELECT {key}::text, xmin::text, {column}::vector FROM {table} t "
             "WHERE {column} IS NOT NULL AND {condition} AND {within} ORDER BY t.{key}",
             binary=True,
             column=sql.Identifier(column),
@@ -148,12 +163,12 @@ class PgvectorSource:
         )
         if not found:
             return Rows([], np.empty((0, 0), np.float32))
-        keys, ids, seen, values = zip(*found, strict=True)
+        ids, seen, values = zip(*found, strict=True)
         # pgvector's binary form: int16 dimension, int16 unused, then big-endian float32.
         if len({len(value) for value in values}) > 1:
             even([np.frombuffer(value[4:], ">f4") for value in values], ids, self._table.name)
         joined = np.frombuffer(b"".join(value[4:] for value in values), ">f4")
-        return Rows(list(ids), joined.astype(np.float32).reshape(len(ids), -1), keys, seen)
+        return Rows(list(ids), joined.astype(np.float32).reshape(len(ids), -1), (), seen)
 
     def _within(self, window: Window) -> sql.Composable:
         bounds = [(sql.SQL(">"), window.after), (sql.SQL("<="), window.last)]
@@ -181,23 +196,23 @@ class PgvectorBeside:
         """Into rows that nobody has written since they were read: xmin is the row's last writer."""
         head = np.array([self._target.dim, 0], ">i2").tobytes()
         values = np.ascontiguousarray(vectors, ">f4")
+        # Keys as text: COPY knows no domains and no enumerations.
         kind = sql.SQL(self._table.key_type)
         with self._table.changing() as changes:
             changes.run(
-                "CREATE TEMPORARY TABLE nobackfill_window (key {kind}, seen text, new vector) "
-                "ON COMMIT DROP",
-                kind=kind,
+                "CREATE TEMPORARY TABLE nobackfill_window (key text, seen text, new vector) "
+                "ON COMMIT DROP"
             )
             written = (
                 (key, seen, head + value.tobytes())
-                for key, seen, value in zip(rows.keys, rows.seen, values, strict=True)
+                for key, seen, value in zip(rows.ids, rows.seen, values, strict=True)
             )
             # Bytes of a bytea and of a vector are sent alike.
-            key_type = self._table.key_type.split("(")[0]
-            changes.copy("nobackfill_window", [key_type, "text", "bytea"], written)
+            changes.copy("nobackfill_window", ["text", "text", "bytea"], written)
             changes.run(
                 "UPDATE {table} t SET {new} = w.new FROM nobackfill_window w "
-                "WHERE t.{key} = w.key AND t.xmin::text = w.seen",
+                "WHERE t.{key} = w.key::{kind} AND t.xmin::text = w.seen",
+                kind=kind,
                 **self._names,
             )
 
@@ -218,7 +233,9 @@ class PgvectorBeside:
         indexed = self._names["new"] if kind == "vector" else None
         column = indexed or sql.SQL("({}::halfvec({}))").format(self._names["new"], dim)
         swap = (
-            "BEGIN; DROP FUNCTION {trigger}() CASCADE; "
+            "BEGIN; DROP FUNCTION {function}() CASCADE; "
+            # From now on it is the source's own: the next model's map reads it.
+            "COMMENT ON COLUMN {table}.{new} IS NULL; "
             "ALTER TABLE {table} RENAME COLUMN {old} TO {kept}; "
             "ALTER TABLE {table} RENAME COLUMN {new} TO {old}; COMMIT"
         )

@@ -39,6 +39,12 @@ class Table:
         self._known: dict[str, Any] = {"table": sql.Identifier(*name.split("."))}
         self._quoted = self._known["table"].as_string()
         self.columns = self._columns()
+        # However the table was named.
+        self.schema, self.relation = self.all(
+            "SELECT nspname, relname FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace "
+            "WHERE c.oid = to_regclass({quoted})",
+            quoted=self._quoted,
+        )[0]
         self.key = self._key_column(key)
         self.key_type = self.columns[self.key]
         self._known["key"] = sql.Identifier(self.key)
@@ -160,6 +166,7 @@ _CLASSES: list[tuple[type[Exception], type[NobackfillError]]] = [
     (states.InsufficientPrivilege, NotPermittedError),
     (states.InvalidPassword, NotPermittedError),
     (states.DiskFull, CannotWriteError),
+    (states.ReadOnlySqlTransaction, CannotWriteError),
     (states.UndefinedTable, NotFoundError),
     (states.InvalidCatalogName, NotFoundError),
     (psycopg.OperationalError, UnavailableError),
@@ -174,5 +181,11 @@ def refused(name: str) -> Iterator[None]:
         yield
     except psycopg.Error as error:
         ours = next(ours for theirs, ours in _CLASSES if isinstance(error, theirs))
+        if isinstance(error, psycopg.ProgrammingError) and error.sqlstate is None:
+            # libpq repeats what it cannot read of an address, a password too.
+            raise InvalidInputError(
+                f"{name}: expected postgresql://USER@HOST/DATABASE before #TABLE, other signs than "
+                "letters and digits as %XX, and the password in ~/.pgpass or PGPASSWORD"
+            ) from None
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise ours(f"{name}: PostgreSQL says: {said[0]}") from error

@@ -1,7 +1,9 @@
 """What a store that lives elsewhere is asked for: one Protocol to read it, one to write beside."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -129,6 +131,24 @@ def checked(rows: Rows, dim: int | None, where: str) -> Rows:
             f"{few(repr(rows.ids[row]) for row in bad.tolist())}; mend or delete these items first"
         )
     return rows
+
+
+def file_name(name: str) -> str:
+    """`name`, if a file beside the source may have it. Raises InvalidInputError."""
+    if not name or "/" in name or name.startswith("."):
+        raise InvalidInputError(
+            f"--to: expected a name without '/' that begins with no dot, got {name!r}; new vectors "
+            "go beside the old ones"
+        )
+    return name
+
+
+def read_mark(path: Path) -> object:
+    """What a file of ours says of the map, None where there is none. Raises InvalidInputError."""
+    try:
+        return json.loads(path.read_bytes()) if path.is_file() else None
+    except (ValueError, OSError) as error:
+        raise InvalidInputError(f"{path}: cannot be read ({error}); remove it by hand") from error
 
 
 def even(vectors: Sequence[Sequence[float] | Vectors], ids: Sequence[str], where: str) -> Vectors:

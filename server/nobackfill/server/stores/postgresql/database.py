@@ -43,7 +43,7 @@ def check_url(url: str) -> None:
     sentence does not repeat the address: it may hold a password."""
     try:
         given = conninfo_to_dict(url)
-    except psycopg.Error as error:
+    except (psycopg.Error, UnicodeEncodeError) as error:
         raise ConfigurationError(
             "store: expected postgresql://USER@HOST/DATABASE?sslmode=verify-full, or a socket's "
             "folder as host"
@@ -202,11 +202,6 @@ class Database:
         raise AssertionError("returned or raised")
 
     def _configure(self, connection: Connection) -> None:
-        register_vector(connection)
-        # As bytes: many of them become one array (bulk.from_binary).
-        vector = TypeInfo.fetch(connection, "vector")
-        assert vector is not None, "register_vector looked for it"
-        connection.adapters.register_loader(vector.oid, ByteaBinaryLoader)
         for name, value in (
             ("lock_timeout", f"{int(1000 * self._wait_s)}"),
             ("statement_timeout", f"{_STATEMENT_S}s"),
@@ -216,6 +211,12 @@ class Database:
             ("search_path", "public"),
         ):  # fmt: skip
             run(connection, "SELECT set_config(%s, %s, false)", [name, value])
+        # Found by the path that was set, not by the role's own.
+        register_vector(connection)
+        # As bytes: many of them become one array (bulk.from_binary).
+        vector = TypeInfo.fetch(connection, "vector")
+        assert vector is not None, "register_vector looked for it"
+        connection.adapters.register_loader(vector.oid, ByteaBinaryLoader)
 
     def _wait_for_server(self, end: float) -> None:
         """Until it takes connections. Raises UnavailableError when it does not before `end`."""

@@ -26,7 +26,7 @@ _BUSY = (
 _UNWRITABLE = (pg.DiskFull, pg.ReadOnlySqlTransaction, pg.IoError)
 _REFUSED = (
     pg.InsufficientPrivilege, pg.InvalidAuthorizationSpecification, pg.InvalidPassword,
-    pg.InvalidCatalogName,
+    pg.InvalidCatalogName, pg.FeatureNotSupported, pg.UndefinedFile,
 )  # fmt: skip
 _GONE = (pg.UndefinedTable, pg.InvalidSchemaName)
 

@@ -69,9 +69,17 @@ def prepare(connection: Connection) -> None:
     """Make what is missing in a database. Raises ConfigurationError for one that cannot be used."""
     with connection.transaction():
         run(connection, "SELECT pg_advisory_xact_lock(hashtext('nobackfill'))")
-        run(connection, "CREATE EXTENSION IF NOT EXISTS vector")
-        found = run(connection, "SELECT extversion FROM pg_extension WHERE extname = 'vector'")
-        version = found.fetchone()[0]
+        run(connection, "CREATE EXTENSION IF NOT EXISTS vector SCHEMA public")
+        version, place = run(
+            connection,
+            "SELECT extversion, extnamespace::regnamespace::text FROM pg_extension"
+            " WHERE extname = 'vector'",
+        ).fetchone()
+        if place != "public":
+            raise ConfigurationError(
+                f"expected pgvector in the schema public of the database, found it in {place}; run "
+                "ALTER EXTENSION vector SET SCHEMA public"
+            )
         if tuple(int(part) for part in version.split(".")[:2]) < _LEAST_PGVECTOR:
             raise ConfigurationError(
                 f"expected pgvector 0.8 or newer in the database, got {version}; install it and "

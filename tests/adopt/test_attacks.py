@@ -1,0 +1,277 @@
+"""What strangers give: names that are SQL, secrets in addresses, files that are none, endpoints
+that do not end."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import psycopg
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nobackfill.adopt.carrying import carry
+from nobackfill.adopt.embedding.endpoint import Endpoint
+from nobackfill.adopt.embedding.items import read_items
+from nobackfill.adopt.embedding.opening import open_embedder
+from nobackfill.adopt.maps import fit_maps, load_map
+from nobackfill.adopt.sources.opening import open_source
+from nobackfill.adopt.sources.source import Target
+from nobackfill.errors import (
+    CannotWriteError,
+    ConfigurationError,
+    InvalidInputError,
+    UnavailableError,
+)
+from tests.adopt.made import world, write_parquet
+from tests.support.postgres import Server
+
+MADE = world(40)
+MAP = fit_maps(MADE.old, MADE.new)["procrustes"]
+
+
+def target(name: str) -> Target:
+    return Target(name, MAP.dims[1], MAP.digest)
+
+
+def test_no_sentence_repeats_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = (
+        "postgresql://u:SECRET@localhost/d",
+        "postgresql+psycopg://u:SECRET@localhost/d#t",
+        "postgresql://u:%SECRET@localhost/d#t",
+        "postgresql://u:SECRET/x@localhost/d#t",
+        "postgresql://u:SECRET#x@localhost/d#t",
+    )
+    for address in addresses:
+        with pytest.raises((InvalidInputError, UnavailableError)) as refused:
+            open_source(address)
+        assert "SECRET" not in str(refused.value), address
+    for url in (
+        "https://u:SECRET@h/v1",
+        "https://[SECRET",
+        "https:///SECRET",
+        "http://h/?k=SECRET",
+    ):
+        with pytest.raises(ConfigurationError) as ended:
+            Endpoint(url, "small")
+        assert "SECRET" not in str(ended.value), url
+    with pytest.raises(InvalidInputError) as nameless:
+        open_embedder("https://h/?k=SECRET")
+    assert "SECRET" not in str(nameless.value)
+
+
+def test_names_are_names_and_keys_of_any_type_are_carried(postgres: Server) -> None:
+    """A quote, a dollar quote, a per cent sign and braces in names; keys of a domain and an
+    enumeration; a schema of the table's own, where alone its owner may make things."""
+    with (
+        postgres.database() as address,
+        psycopg.connect(address, autocommit=True) as connection,
+    ):
+        for statement in (
+            "CREATE EXTENSION vector",
+            "CREATE SCHEMA shop",
+            "CREATE DOMAIN sku AS varchar(20)",
+            "CREATE TYPE place AS ENUM ('a', 'b')",
+            """CREATE TABLE shop."d""o%c{}" (id sku PRIMARY KEY, "v""$$%s{}" vector(24))""",
+            "CREATE TABLE places (id place PRIMARY KEY, v vector(24))",
+        ):
+            connection.execute(statement.encode())
+        rows = [(name, str(v.tolist())) for name, v in zip(MADE.ids, MADE.old, strict=True)]
+        cursor = connection.cursor()
+        cursor.executemany("""INSERT INTO shop."d""o%%c{}" VALUES (%s, %s)""", rows)
+        cursor.executemany(
+            "INSERT INTO places VALUES (%s, %s)", [("a", rows[0][1]), ("b", rows[1][1])]
+        )
+        source = open_source(f'{address}#shop.d"o%c{{}}')
+        new = 'n$$; DROP TABLE places; --"{}%s'
+        done = carry(source, target(new), MAP, window=15)
+        assert done.total == 40
+        assert carry(open_source(f"{address}#places"), target("new"), MAP).total == 2
+        owners = connection.execute(
+            "SELECT pronamespace::regnamespace::text FROM pg_proc WHERE proname LIKE 'nobackfill%'"
+        ).fetchall()
+        assert sorted(owners) == [("public",), ("shop",)]
+        # An old vector that changes empties the new one, whatever that is called.
+        connection.execute("UPDATE places SET v = NULL WHERE id = 'a'")
+        assert connection.execute("SELECT count(new) FROM places").fetchone() == (1,)
+        # However the table is named, what was made is found.
+        assert open_source(f"{address}#public.places").rollback("new")
+        for step in done.steps:
+            if step.startswith(("CREATE", "BEGIN")):
+                connection.execute(step.encode())
+
+
+def test_after_the_flip_the_new_vectors_are_the_sources_own(postgres: Server) -> None:
+    with (
+        postgres.database() as address,
+        psycopg.connect(address, autocommit=True) as connection,
+    ):
+        connection.execute("CREATE EXTENSION vector")
+        connection.execute("CREATE TABLE t (id text PRIMARY KEY, v vector(24))")
+        connection.execute("INSERT INTO t VALUES ('a', %s)", [str(MADE.old[0].tolist())])
+        source = open_source(f"{address}#t")
+        for name in ("n" * 64, "ü" * 32):
+            with pytest.raises(InvalidInputError, match="at most 63 bytes"):
+                carry(source, target(name), MAP)
+        steps = carry(source, target("n"), MAP).steps
+        connection.execute(steps[-1].encode())
+        with pytest.raises(InvalidInputError, match="found v_before, v; name one"):
+            open_source(f"{address}#t")
+        assert open_source(f"{address}#t", vector="v").facts().dim == MAP.dims[1]
+        # What now answers searches is nothing that can be taken back.
+        assert not open_source(f"{address}#t", vector="v").rollback("v")
+
+
+def test_a_database_that_is_only_read_is_said_to_be(postgres: Server) -> None:
+    with postgres.database() as address:
+        with psycopg.connect(address, autocommit=True) as connection:
+            connection.execute("CREATE EXTENSION vector")
+            connection.execute("CREATE TABLE t (id text PRIMARY KEY, v vector(24))")
+        separator = "&" if "?" in address else "?"
+        read_only = f"{address}{separator}options=-cdefault_transaction_read_only%3Don"
+        source = open_source(f"{read_only}#t")
+        with pytest.raises(CannotWriteError, match="read-only"):
+            carry(source, target("n"), MAP)
+
+
+def test_new_vectors_stay_beside_the_old(tmp_path: Path) -> None:
+    folder = tmp_path / "arrays"
+    folder.mkdir()
+    np.save(folder / "ids.npy", np.array(MADE.ids))
+    np.save(folder / "v.npy", MADE.old)
+    parquet = write_parquet(tmp_path / "p" / "a.parquet", MADE.ids, MADE.old)
+    before = sorted(tmp_path.rglob("*"))
+    for address in (folder, parquet, parquet.parent):
+        for name in ("", "../out", "/out", ".."):
+            source = open_source(str(address))
+            with pytest.raises(InvalidInputError, match="--to: expected a name"):
+                carry(source, target(name), MAP)
+            with pytest.raises(InvalidInputError, match="--to: expected a name"):
+                source.rollback(name)
+        assert not open_source(str(address)).rollback("never")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_arrays_that_are_none_are_refused(tmp_path: Path) -> None:
+    ids = np.array(["a", "b"])
+    np.save(tmp_path / "ids.npy", ids)
+    pickled = np.array([{"a": 1}, None], object)
+    with (tmp_path / "zip.npy").open("wb") as file:
+        np.savez(file, a=ids)
+    bad: dict[str, Callable[[Path], object]] = {
+        "pickled": lambda path: np.save(path, pickled, allow_pickle=True),
+        "texts": lambda path: np.save(path, np.array([["x"], ["y"]])),
+        "complex": lambda path: np.save(path, np.ones((2, 3), complex)),
+        "empty": lambda path: path.write_bytes(b""),
+        "zip": lambda path: shutil.copy(tmp_path / "zip.npy", path),
+    }
+    for name, write in bad.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        np.save(folder / "ids.npy", ids)
+        write(folder / "v.npy")
+        with pytest.raises(InvalidInputError):
+            open_source(str(folder))
+    (tmp_path / "map.npz").write_bytes((tmp_path / "ids.npy").read_bytes())
+    with pytest.raises(InvalidInputError, match="expected a map"):
+        load_map(tmp_path / "map.npz")
+
+
+def test_parquet_of_another_kind_or_damaged_is_refused_by_its_name(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "s" / "a.parquet", MADE.ids[:20], MADE.old[:20])
+    second = tmp_path / "s" / "b.parquet"
+    for table in (
+        pa.table({"id": MADE.ids[20:]}),
+        pa.table({"id": MADE.ids[20:], "vector": ["text"] * 20}),
+    ):
+        pq.write_table(table, second)
+        with pytest.raises(InvalidInputError, match=r"b\.parquet: expected columns id, vector"):
+            carry(open_source(str(tmp_path / "s")), target("new"), MAP)
+    write_parquet(second, MADE.ids[20:], MADE.old[20:])
+    data = bytearray(second.read_bytes())
+    data[4:1500] = bytes(1496)
+    second.write_bytes(data)
+    source = open_source(str(tmp_path / "s"))
+    with pytest.raises(InvalidInputError, match=r"b\.parquet: cannot be read"):
+        carry(source, target("new"), MAP)
+
+
+def test_lines_of_json_are_lines_texts_and_unicode(tmp_path: Path) -> None:
+    path = tmp_path / "items.jsonl"
+    lines = ['{"id": 1, "text": "one\u2028line"}', '{"id": "2", "text": "x"}', ""]
+    path.write_text("\r\n".join(lines), "utf-8")
+    found = read_items(str(path), column="text")
+    assert found.ids == ["1", "2"]
+    assert found.values[0] == "one\u2028line"
+    for line in (
+        '{"id": null, "text": "x"}',
+        '{"id": "a", "text": {"x": 1}}',
+        '{"id": "a", "text": "\\ud800"}',
+        '{"id": "\\udc00", "text": "x"}',
+        "[" * 100_000,
+        '{"id": "a"',
+        "[]",
+        '{"id": ' + "1" * 5000 + ', "text": "x"}',
+    ):
+        path.write_text(line, "utf-8")
+        with pytest.raises(InvalidInputError, match="expected"):
+            read_items(str(path), column="text")
+
+
+class _Odd(BaseHTTPRequestHandler):
+    """Answers as the last part of its path says."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        how = self.path.rpartition("/")[2]
+        self.send_response(302 if how == "away" else 429 if how == "odd" else 200)
+        if how == "away":
+            self.send_header("Location", "http://127.0.0.1:1/elsewhere")
+        if how == "odd":
+            self.send_header("Retry-After", "\xb2")
+        self.end_headers()
+        try:
+            if how == "html":
+                self.wfile.write(b"<html>" * 1000)
+            if how == "empty":
+                answer = {"data": [{"index": 0, "embedding": []}]}
+                self.wfile.write(json.dumps(answer).encode())
+            while how == "endless":
+                self.wfile.write(bytes(1 << 16))
+            while how == "drip":
+                self.wfile.write(b" ")
+                time.sleep(0.01)
+        except OSError:
+            """The client has had enough."""
+
+    def log_message(self, *_: object) -> None:
+        """Nothing on the terminal."""
+
+
+def test_an_endpoint_that_answers_oddly_is_left() -> None:
+    expected: dict[str, tuple[type[Exception], str]] = {
+        "away": (InvalidInputError, "answers 302"),
+        "html": (InvalidInputError, r"OpenAI's embeddings \(Invalid JSON"),
+        "empty": (InvalidInputError, "at least 1"),
+        "endless": (InvalidInputError, "at most 2097152 bytes"),
+        "drip": (UnavailableError, "does not end"),
+        "odd": (Exception, "still answers 429"),
+    }
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Odd) as server:
+        server.daemon_threads = True
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            for how, (kind, words) in expected.items():
+                url = f"http://127.0.0.1:{server.server_port}/{how}"
+                with pytest.raises(kind, match=words) as refused:
+                    Endpoint(url, "small", patience=0, timeout=0.3).embed(["abc"])
+                assert "\n" not in str(refused.value)
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,57 @@
+"""Databases that cannot be served from: a sentence that says what to do, and no password."""
+
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from nobackfill.errors import ConfigurationError
+from nobackfill.server.stores.postgresql import schema
+from nobackfill.server.stores.postgresql.database import Connection, Database, check_url, run
+from tests.support.postgres import Server
+
+
+def opened(url: str) -> None:
+    database = Database(url, most=2, wait_s=5.0)
+    database.open(schema.prepare)
+    try:
+        database.read(lambda connection: run(connection, "SELECT '[1,2]'::vector"))
+    finally:
+        database.close()
+
+
+def test_pgvector_elsewhere_is_said_to_be_there(postgres: Server) -> None:
+    with postgres.database() as url:
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("CREATE SCHEMA elsewhere")
+            connection.execute("CREATE EXTENSION vector SCHEMA elsewhere")
+        with pytest.raises(ConfigurationError, match="found it in elsewhere; run ALTER"):
+            opened(url)
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("ALTER EXTENSION vector SET SCHEMA public")
+        opened(url)
+
+
+def test_a_search_path_of_the_roles_own_is_no_matter(postgres: Server) -> None:
+    with postgres.database() as url:
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("CREATE SCHEMA mine")
+            name = connection.info.dbname
+            connection.execute(f'ALTER DATABASE "{name}" SET search_path = mine'.encode())
+        opened(url)
+        opened(url)
+
+
+def test_an_extension_that_is_not_installed_is_named(postgres: Server) -> None:
+    def prepare(connection: Connection) -> None:
+        run(connection, "CREATE EXTENSION not_there")
+
+    with postgres.database() as url:
+        database = Database(url, most=2)
+        with pytest.raises(ConfigurationError, match="not_there"):
+            database.open(prepare)
+
+
+def test_an_address_of_odd_bytes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="store: expected postgresql://"):
+        check_url(f"postgresql://{tmp_path.name}\udcff/d")
