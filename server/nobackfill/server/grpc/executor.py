@@ -64,6 +64,7 @@ class _Arrival:
         self._run = run
         self._respond = respond
         self._write = write
+        self._came = False
         self.began = time.monotonic()
 
     def answer(self, argument: Callable[[], Any]) -> None:
@@ -91,7 +92,12 @@ class _Arrival:
 
         def come(event: Any) -> Any:
             finished = take(event)
-            message, self.state.request = self.state.request, None
+            with self.state.condition:
+                message, self.state.request = self.state.request, None
+                # With a second status a call never ends, nor the server.
+                self._came = True
+                if self.state.statused:
+                    message = None
             received(message)
             return finished
 
@@ -101,9 +107,10 @@ class _Arrival:
             self.state.due.add(_server._RECEIVE_MESSAGE_TOKEN)
 
     def end_unread(self, code: grpc.StatusCode, sentence: str) -> None:
-        """End a call whose message has not come; its receiving ends with None."""
+        """End a call whose message has not come; its receiving ends with None. Nothing, once it
+        has come: whoever has it answers."""
         with self.state.condition:
-            if not self.state.statused:
+            if not self._came and not self.state.statused:
                 self.rpc.code = code
                 number = _server._application_code(code)
                 _server._abort(self.state, self.event.call, number, sentence.encode())
