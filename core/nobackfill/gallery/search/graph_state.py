@@ -12,6 +12,7 @@ import hnswlib
 import numpy as np
 from numpy.typing import NDArray
 
+from nobackfill.errors import VerificationError
 from nobackfill.gallery.search import graph_memory
 from nobackfill.gallery.search.graph_memory import Bytes, Layout
 from nobackfill.gallery.search.index import Labels
@@ -19,6 +20,8 @@ from nobackfill.vectors import Vectors
 
 _MARK_BYTE = 2
 _LABEL_BYTES = 8
+# Lists of links that are looked at together.
+_LISTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,40 @@ class Links:
 
     def __len__(self) -> int:
         return len(self.ground)
+
+
+def check(links: Links) -> None:
+    """Raises VerificationError where a walk along them would leave the graph's memory: neither
+    hnswlib nor `native/` looks as it walks."""
+    m, count, levels = links.parameters["M"], len(links), links.levels
+    top, entry = links.parameters["max_level"], links.parameters["enterpoint_node"]
+    upper = Layout.of(1, m).upper
+    sound = (
+        links.ground.shape == (count, Layout.of(1, m).vector)
+        and levels.shape == (count,)
+        and (levels >= 0).all()
+        and links.upper.size == upper * int(levels.sum(dtype=np.int64))
+        and (not count or (0 <= entry < count and 0 <= top <= levels[entry]))
+    )
+    if sound:
+        above = links.upper.view(np.uint8).reshape(-1, upper)
+        firsts = np.cumsum(levels, dtype=np.int64) - levels
+        at = 1 + np.arange(len(above)) - np.repeat(firsts, levels)
+        sound = _lead(links.ground, np.zeros(count, np.int64), levels) and _lead(above, at, levels)
+    if not sound:
+        raise VerificationError("the index leads out of its own graph; build it anew")
+
+
+def _lead(lists: Bytes, at: NDArray[np.int64], levels: NDArray[np.int32]) -> bool:
+    """Whether every list, one of the level `at`, leads to elements that have that level."""
+    for start in range(0, len(lists), _LISTS):
+        piece, level = lists[start : start + _LISTS], at[start : start + _LISTS, None]
+        links, lengths = piece[:, 4:].view(np.uint32), piece[:, :2].view(np.uint16)
+        used = np.arange(links.shape[1]) < lengths
+        there = (links < len(levels)) & (levels[np.minimum(links, len(levels) - 1)] >= level)
+        if (lengths > links.shape[1]).any() or not there[used].all():
+            return False
+    return True
 
 
 def links_of(graph: Any) -> Links:

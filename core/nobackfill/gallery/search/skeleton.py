@@ -56,6 +56,9 @@ def read(path: Path, spec: SpaceSpec) -> Skeleton:
     found, parameters = file.arrays, dict(file.parameters)
     fresh = bool(parameters.pop("fresh"))
     links = Links(parameters, found["ground"], found["levels"], found["upper"])
+    graph_state.check(links)
+    if not len(links) == len(found["rows"]) == len(found["sums"]):
+        raise VerificationError(f"{path}: expected a row and a sum an element; build it anew")
     return Skeleton(spec, found["labels"], found["rows"], links, found["sums"], fresh)
 
 
