@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from nobackfill.gallery.filters import Scalar
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.compiled_search import parse
 from nobackfill.release.manifest import Manifest
+from nobackfill.server.galleries import immediate_answers, items
 from nobackfill.server.gateway import Gateway
 from nobackfill.server.grpc.services.search import _parsed
 from nobackfill.server.grpc.tokens import LOCAL, Principal, Role
@@ -259,3 +261,31 @@ def test_a_slow_gallery_is_searched_on_threads_until_it_is_quick(
             speed.took(0.0001)
         assert at_once(served, request) is not None
         assert len(ids(client.raw.searches.Search(request, timeout=TIMEOUT_S))) == 10
+
+
+def test_a_gallery_larger_than_memory_is_not_searched_twice(
+    served: Gateway, one: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where items have to be read, a search on arrival is one for nothing."""
+    tried: list[int] = []
+    in_python = immediate_answers._in_python
+
+    def counted(*given: Any) -> bytes | None:
+        tried.append(len(tried))
+        return in_python(*given)
+
+    monkeypatch.setattr(immediate_answers, "_in_python", counted)
+    with Client(served.address) as client:
+        request = asking(one, 7)
+        expected = client.raw.searches.Search(request, timeout=TIMEOUT_S)
+        tried.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(items, "MOST_BYTES", 0)
+            served.galleries.get("g").items_of(one.space).forget(range(10 * COUNT))
+            for _ in range(96):
+                assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
+        assert 5 <= len(tried) <= 20
+        # Once its items are in memory, it is answered at once again.
+        for _ in range(160):
+            assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
+        assert at_once(served, request) is not None

@@ -77,7 +77,7 @@ class ImmediateAnswers:
         if ends is not None and time.time() >= ends:
             return None
         snapshot = view.snapshot()
-        if not hosted.speed.quick(snapshot):
+        if not hosted.speed.quick(snapshot) or not hosted.speed.worth_a_try():
             return None
         compiled, answer = snapshot.compiled, None
         began = time.monotonic()
@@ -85,7 +85,9 @@ class ImmediateAnswers:
             answer = compiled.answer(
                 values, k, farthest, hosted.exact, ready.items.known, ready.curves, ready.end
             )
-        if answer is None:
+        if answer is not None:
+            hosted.speed.tried(whole=True)
+        else:
             answer = _in_python(hosted, snapshot, ready, values, k, farthest)
         if answer is None:
             return None
@@ -112,6 +114,7 @@ def _in_python(
     while labels and labels[-1] < 0:
         labels.pop()
     hits = ready.items.shown(labels, ready.make)
+    hosted.speed.tried(whole=hits is not None)
     if hits is None:
         return None
     distances = found.distances[0, : len(labels)]

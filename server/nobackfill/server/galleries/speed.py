@@ -12,6 +12,10 @@ _LONGER, _SHORTER = 1.06, 0.96
 # Searches are answered where they arrive while they usually take less: meanwhile nothing else that
 # arrives is looked at.
 _QUICK_S = 0.001
+# Where fewer answers than this share have all their items in memory, one query in so many is
+# searched where it arrives: the others would be searched there for nothing.
+_MOSTLY, _TRIED = 0.5, 16
+_MEMORY = 0.1
 # So many numbers compared take as long.
 _QUICK_ELEMENTS = 1 << 20
 # So many numbers compared by each search take as long: known before the first is asked.
@@ -25,6 +29,8 @@ class Speed:
         self._views = views
         self._mean = 0.0
         self._usual = _QUICK_S / 4
+        self._whole = 1.0
+        self._queries = 0
 
     def took(self, seconds: float, queries: int = 1) -> None:
         """Count one search, of so many queries at once."""
@@ -35,6 +41,15 @@ class Speed:
     def quick(self, snapshot: Snapshot) -> bool:
         """Whether a search of the snapshot takes hardly longer than handing it on."""
         return self._usual < _QUICK_S and snapshot.compared < _QUICK_ELEMENTS
+
+    def tried(self, *, whole: bool) -> None:
+        """Count a search where it arrived. `whole`: all its items were in memory."""
+        self._whole += _MEMORY * (whole - self._whole)
+
+    def worth_a_try(self) -> bool:
+        """Whether to search where a query arrives: not where items mostly have to be read."""
+        self._queries += 1
+        return self._whole > _MOSTLY or self._queries % _TRIED == 0
 
     @property
     def slow(self) -> bool:
