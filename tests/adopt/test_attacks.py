@@ -3,6 +3,7 @@ that do not end."""
 
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +24,7 @@ from nobackfill.adopt.maps import fit_maps, load_map
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target
 from nobackfill.errors import (
+    AlreadyExistsError,
     CannotWriteError,
     ConfigurationError,
     InvalidInputError,
@@ -118,7 +120,11 @@ def test_after_the_flip_the_new_vectors_are_the_sources_own(postgres: Server) ->
         for name in ("n" * 64, "ü" * 32):
             with pytest.raises(InvalidInputError, match="at most 63 bytes"):
                 carry(source, target(name), MAP)
+        late = open_source(f"{address}#t")
         steps = carry(source, target("n"), MAP).steps
+        # Opened before there was such a column: still another map's.
+        with pytest.raises(AlreadyExistsError, match="not made by this map"):
+            late.beside(Target("n", MAP.dims[1], "another"))
         connection.execute(steps[-1].encode())
         with pytest.raises(InvalidInputError, match="found v_before, v; name one"):
             open_source(f"{address}#t")
@@ -221,6 +227,19 @@ def test_lines_of_json_are_lines_texts_and_unicode(tmp_path: Path) -> None:
         path.write_text(line, "utf-8")
         with pytest.raises(InvalidInputError, match="expected"):
             read_items(str(path), column="text")
+
+
+def test_a_function_that_gives_no_vectors_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    answers = ("None", "5", "['a']", "[1.0]", "[[]]", "[[1.0], [2.0]]", "[]", "[[1.0], 2.0]")
+    code = "".join(f"def f{n}(items): return {text}\n" for n, text in enumerate(answers))
+    (tmp_path / "gives_no_vectors.py").write_text(code)
+    for number in range(len(answers)):
+        with pytest.raises(InvalidInputError, match=r"^gives_no_vectors:f\d: expected"):
+            open_embedder(f"gives_no_vectors:f{number}").embed(["x"])
 
 
 class _Odd(BaseHTTPRequestHandler):

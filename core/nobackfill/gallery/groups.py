@@ -10,7 +10,7 @@ from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Origin
 from nobackfill.gallery.store import Store
 from nobackfill.gallery.tables import find_space, vector_table
-from nobackfill.gallery.writing import MetadataValue
+from nobackfill.gallery.writing import MetadataValue, storable
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ def by_value(store: Store, key: str, space: str) -> list[Group]:
     """
     with store.reading() as connection:
         table = vector_table(find_space(connection, space).number)
+        if not storable(key):
+            # No item has it, and no statement can ask for it.
+            return []
         rows = connection.execute(
             f"SELECT a.kind, a.value, v.label, v.origin FROM attributes a LEFT JOIN {table} v"
             " ON v.label = a.label WHERE a.key = ? ORDER BY a.kind, a.value, a.label",

@@ -11,7 +11,7 @@ from nobackfill.gallery.columns import Column, column_of
 from nobackfill.gallery.filters import Filter, Scalar
 from nobackfill.gallery.search.index import Labels, Mask
 from nobackfill.gallery.store import Store
-from nobackfill.gallery.writing import Metadata
+from nobackfill.gallery.writing import Metadata, storable
 
 
 class Segment:
@@ -98,7 +98,12 @@ class StoredSegment:
     def _read(self, key: str, column: "Future[Column]") -> None:
         try:
             with self._store.reading() as connection:
-                found = stored_columns.read(connection, key, self.labels)
+                # No item has a key that cannot be stored, and no statement can ask for it.
+                found = (
+                    stored_columns.read(connection, key, self.labels)
+                    if storable(key)
+                    else column_of(())
+                )
         except BaseException as error:
             with self._lock:
                 if self._columns.get(key) is column:

@@ -36,7 +36,13 @@ class PythonFunction:
 
     def embed(self, items: list[str] | list[Path]) -> Vectors:
         made = self._function(items)
-        if len(made) != len(items):
-            raise InvalidInputError(f"{self._name}: expected {len(items)} vectors, got {len(made)}")
-        vectors = even(list(made), [str(item) for item in items], self._name)
+        try:
+            rows = list(made)
+            vectors = even(rows, [str(item) for item in items], self._name)
+        except (TypeError, ValueError) as error:
+            raise InvalidInputError(
+                f"{self._name}: expected numbers [n, dim], a vector for each item ({error})"
+            ) from error
+        if len(rows) != len(items):
+            raise InvalidInputError(f"{self._name}: expected {len(items)} vectors, got {len(rows)}")
         return check_vectors(np.asarray(vectors), vectors.shape[1], what=self._name)

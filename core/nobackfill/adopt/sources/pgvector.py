@@ -90,7 +90,9 @@ class PgvectorSource:
             )
         with self._table.changing() as changes:
             made = self._table.mark(target.name)
-            if target.name in self._table.columns and made != target.mark:
+            # Also one that somebody else has made since the table was looked at.
+            there = made is not None or target.name in self._table.columns
+            if there and made != target.mark:
                 raise AlreadyExistsError(
                     f"{self._table.name}: column {target.name!r} exists already and was not made "
                     "by this map; choose another --to, or remove it with --rollback"

@@ -154,6 +154,8 @@ def read_mark(path: Path) -> object:
 def even(vectors: Sequence[Sequence[float] | Vectors], ids: Sequence[str], where: str) -> Vectors:
     """Vectors of one length as an array [n, dim]. Raises InvalidInputError where dims differ."""
     lengths = [len(vector) for vector in vectors]
+    if 0 in lengths:
+        raise InvalidInputError(f"{where}: expected vectors of 1 number or more, got one of none")
     other = next((row for row, n in enumerate(lengths) if n != lengths[0]), None)
     if other is not None:
         raise InvalidInputError(

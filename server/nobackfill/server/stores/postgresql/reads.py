@@ -131,6 +131,8 @@ class Reads:
         return found, places[-1] if len(places) == limit else None
 
     def groups(self, key: str, space: str) -> list[Group]:
+        if not storable(key):
+            return []
         query = (
             "SELECT f.kind, e.value, v.label, v.origin"
             f" FROM {self.schema}.items i CROSS JOIN LATERAL"
