@@ -1,6 +1,9 @@
 """What the distributions hold: every module and data file, types, a page; and nothing else."""
 
+import platform
 import re
+import shutil
+import subprocess
 import tarfile
 import zipfile
 from email import message_from_bytes
@@ -33,14 +36,36 @@ def test_the_wheel_holds_every_file_of_the_roots_and_nothing_else(wheel: Path) -
         str(path.relative_to(ROOT / root)): path.read_bytes()
         for root in ROOTS
         for path in (ROOT / root / "nobackfill").rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
+        if path.is_file() and path.suffix not in {".pyc", ".so"}
     }
     files |= {
         f"nobackfill/training/{path.relative_to(ROOT)}": path.read_bytes()
         for path in (ROOT / "configs").rglob("*.yaml")
     }
     assert len(files) > 300
-    assert contents(wheel) == files
+    found = contents(wheel)
+    assert {name: found[name] for name in found if not name.endswith(".so")} == files
+
+
+@pytest.mark.skipif(
+    shutil.which("objdump") is None or platform.machine() != "x86_64",
+    reason="needs objdump, and knows one processor's registers",
+)
+def test_the_wheels_compiled_code_runs_on_every_processor_of_its_kind(
+    wheel: Path, tmp_path: Path
+) -> None:
+    """One that asks for what the processor has not ends the process. It is made anew, not the
+    checkout's, which is this machine's."""
+    compiled = {name: code for name, code in contents(wheel).items() if name.endswith(".so")}
+    if not compiled:
+        pytest.skip("nothing was compiled: there is no compiler")
+    ((name, code),) = compiled.items()
+    assert name.startswith("nobackfill/gallery/search/_native.")
+    (tmp_path / "module.so").write_bytes(code)
+    said = subprocess.run(
+        ["objdump", "-d", tmp_path / "module.so"], check=True, capture_output=True, text=True
+    ).stdout
+    assert "%xmm" in said and "%ymm" not in said and "%zmm" not in said
 
 
 def test_a_wheel_of_the_sdist_is_the_wheel(wheel: Path, tmp_path: Path) -> None:
