@@ -1,14 +1,9 @@
-"""What strangers give: names that are SQL, secrets in addresses, files that are none, endpoints
-that do not end."""
+"""What strangers give: names that are SQL, secrets in addresses, files that are none."""
 
-import json
 import shutil
 import sys
-import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 import psycopg
@@ -20,7 +15,9 @@ from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.embedding.endpoint import Endpoint
 from nobackfill.adopt.embedding.items import read_items
 from nobackfill.adopt.embedding.opening import open_embedder
+from nobackfill.adopt.inspection import inspect
 from nobackfill.adopt.maps import fit_maps, load_map
+from nobackfill.adopt.pairs import match
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target
 from nobackfill.errors import (
@@ -48,6 +45,8 @@ def test_no_sentence_repeats_a_password(monkeypatch: pytest.MonkeyPatch) -> None
         "postgresql://u:%SECRET@localhost/d#t",
         "postgresql://u:SECRET/x@localhost/d#t",
         "postgresql://u:SECRET#x@localhost/d#t",
+        "postgresql://u:SECRET@localhost/\udcff#t",
+        "postgresql://u:SECRET@localhost/d#\udcff",
     )
     for address in addresses:
         with pytest.raises((InvalidInputError, UnavailableError)) as refused:
@@ -207,6 +206,24 @@ def test_parquet_of_another_kind_or_damaged_is_refused_by_its_name(tmp_path: Pat
         carry(source, target("new"), MAP)
 
 
+def test_vectors_without_direction_and_columns_twice_are_named(tmp_path: Path) -> None:
+    spoilt = MADE.new.copy()
+    spoilt[3] = 0
+    old = write_parquet(tmp_path / "old.parquet", MADE.ids, MADE.old)
+    new = write_parquet(tmp_path / "new.parquet", MADE.ids, spoilt)
+    for first, second in ((old, new), (new, old)):
+        with pytest.raises(InvalidInputError, match=r"new\.parquet#vector: .* only in 'item-3'"):
+            match(open_source(str(first)), open_source(str(second)))
+    columns = [["a"], ["b"], [[1.0]]]
+    pq.write_table(pa.table(columns, names=["id", "id", "v"]), tmp_path / "twice.parquet")
+    with pytest.raises(InvalidInputError, match="each column once, got id, id, v"):
+        open_source(str(tmp_path / "twice.parquet"))
+    # Finite, beyond what squares of float32 hold.
+    far = write_parquet(tmp_path / "far.parquet", MADE.ids, MADE.old * np.float32(1e30))
+    norms = inspect(open_source(str(far))).norms
+    assert norms is not None and np.isfinite(norms).all()
+
+
 def test_lines_of_json_are_lines_texts_and_unicode(tmp_path: Path) -> None:
     path = tmp_path / "items.jsonl"
     lines = ['{"id": 1, "text": "one\u2028line"}', '{"id": "2", "text": "x"}', ""]
@@ -240,57 +257,3 @@ def test_a_function_that_gives_no_vectors_is_named(
     for number in range(len(answers)):
         with pytest.raises(InvalidInputError, match=r"^gives_no_vectors:f\d: expected"):
             open_embedder(f"gives_no_vectors:f{number}").embed(["x"])
-
-
-class _Odd(BaseHTTPRequestHandler):
-    """Answers as the last part of its path says."""
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        how = self.path.rpartition("/")[2]
-        self.send_response(302 if how == "away" else 429 if how == "odd" else 200)
-        if how == "away":
-            self.send_header("Location", "http://127.0.0.1:1/elsewhere")
-        if how == "odd":
-            self.send_header("Retry-After", "\xb2")
-        self.end_headers()
-        try:
-            if how == "html":
-                self.wfile.write(b"<html>" * 1000)
-            if how == "empty":
-                answer = {"data": [{"index": 0, "embedding": []}]}
-                self.wfile.write(json.dumps(answer).encode())
-            while how == "endless":
-                self.wfile.write(bytes(1 << 16))
-            while how == "drip":
-                self.wfile.write(b" ")
-                time.sleep(0.01)
-        except OSError:
-            """The client has had enough."""
-
-    def log_message(self, *_: object) -> None:
-        """Nothing on the terminal."""
-
-
-def test_an_endpoint_that_answers_oddly_is_left() -> None:
-    expected: dict[str, tuple[type[Exception], str]] = {
-        "away": (InvalidInputError, "answers 302"),
-        "html": (InvalidInputError, r"OpenAI's embeddings \(Invalid JSON"),
-        "empty": (InvalidInputError, "at least 1"),
-        "endless": (InvalidInputError, "at most 2097152 bytes"),
-        "drip": (UnavailableError, "does not end"),
-        "odd": (Exception, "still answers 429"),
-    }
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Odd) as server:
-        server.daemon_threads = True
-        thread = Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            for how, (kind, words) in expected.items():
-                url = f"http://127.0.0.1:{server.server_port}/{how}"
-                with pytest.raises(kind, match=words) as refused:
-                    Endpoint(url, "small", patience=0, timeout=0.3).embed(["abc"])
-                assert "\n" not in str(refused.value)
-        finally:
-            server.shutdown()
-            thread.join()

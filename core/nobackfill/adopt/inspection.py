@@ -84,7 +84,7 @@ def inspect(source: Source) -> Inspection:
             digest = hash(vector.tobytes())
             duplicates += digest in seen
             seen.add(digest)
-        norms = np.linalg.norm(good, axis=1)
+        norms = np.linalg.norm(good.astype(np.float64), axis=1)
         zeros += int((norms == 0).sum())
         if len(norms):
             low, high = min(low, float(norms.min())), max(high, float(norms.max()))

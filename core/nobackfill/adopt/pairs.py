@@ -65,7 +65,7 @@ def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
 def match(old: Source, new: Source, *, least: int = 20) -> Matched:
     """Pairs by id, whatever the order of either side; `new` is the smaller side as a rule.
 
-    Raises InvalidInputError for fewer than `least` pairs.
+    Raises InvalidInputError for fewer than `least` pairs, and a vector of zeros only.
     """
     made = read_all(new)
     wanted = set(made.ids)
@@ -81,4 +81,10 @@ def match(old: Source, new: Source, *, least: int = 20) -> Matched:
             "sides the same?"
         )
     pairs = Pairs(stored.ids, stored.vectors, made.vectors[order])
+    for side, vectors in ((old, pairs.old), (new, pairs.new)):
+        if len(zeros := np.flatnonzero(~vectors.any(1))):
+            raise InvalidInputError(
+                f"{side.facts().name}: expected vectors with a direction, got zeros only in "
+                f"{few(repr(pairs.ids[row]) for row in zeros.tolist())}; leave these items out"
+            )
     return Matched(pairs, lost, [])

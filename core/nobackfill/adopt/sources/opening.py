@@ -10,6 +10,9 @@ FILE.parquet or a folder of them, a folder of numpy files (ids.npy and one array
 postgresql://USER@HOST/DATABASE#TABLE with pgvector"""
 
 
+_POSTGRES = "postgresql://…/DATABASE#TABLE"
+
+
 def open_source(address: str, *, key: str | None = None, vector: str | None = None) -> Source:
     """The store at an address. `key`, `vector`: columns, None where there is only one choice.
 
@@ -18,9 +21,13 @@ def open_source(address: str, *, key: str | None = None, vector: str | None = No
     if address.startswith(("postgresql://", "postgres://")):
         from nobackfill.adopt.sources.pgvector import PgvectorSource
 
+        try:
+            address.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(f"{_POSTGRES}: expected it in UTF-8") from error
         server, _, table = address.partition("#")
         if not table:
-            raise InvalidInputError("name the table as well: postgresql://…/DATABASE#TABLE")
+            raise InvalidInputError(f"name the table as well: {_POSTGRES}")
         return PgvectorSource(server, table, key, vector)
     if "://" in address:
         # Not the address itself: it may hold a password.

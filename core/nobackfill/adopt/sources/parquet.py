@@ -48,7 +48,10 @@ class ParquetSource:
             raise NotFoundError(f"{path}: no Parquet file is there")
         self._schema = _opened(self._files[0]).schema_arrow
         self._wanted = vector
-        if key not in self._schema.names:
+        names = self._schema.names
+        if len(set(names)) != len(names):
+            raise InvalidInputError(f"{path}: expected each column once, got {few(names)}")
+        if key not in names:
             raise InvalidInputError(
                 f"{path}: expected a column {key!r} of unique keys, got "
                 f"{few(self._schema.names)}; name it with --key"
