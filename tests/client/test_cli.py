@@ -180,8 +180,8 @@ def test_add_survives_an_interruption(
         time.sleep(0.01)
         count = len(edge.contents(setting.gallery))
     adding.send_signal(number)
-    adding.communicate(timeout=60)
-    assert adding.returncode in (130 if number is signal.SIGINT else -number, 0)
+    _, said = adding.communicate(timeout=60)
+    assert adding.returncode in (130 if number is signal.SIGINT else -number, 0), said
     kept = len(edge.contents(setting.gallery))
     assert edge.fill(setting.gallery, tmp_path / "many") == len(images) - (kept - before)
     assert len(edge.contents(setting.gallery)) == before + len(images)

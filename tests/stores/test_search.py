@@ -100,7 +100,7 @@ def test_a_graph_finds_nearly_what_an_exact_search_does(engine: Engine, share: f
     found = engine.searcher(store, ONE).search(queries, 10, filtered)
     true = ExactIndex(spec(), labels, content).search(queries, 10, allowed)
     assert (found.labels >= 0).all()
-    assert (found.labels[:, :, None] == true.labels[:, None, :]).sum() >= 0.95 * 400
+    assert (found.labels[:, :, None] == true.labels[:, None, :]).sum() >= 0.9 * 400
 
 
 @pytest.mark.parametrize("dim", [2001, 4001])
