@@ -6,7 +6,7 @@ from itertools import compress
 import numpy as np
 
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.spec import SpaceSpec, side_passes
 from nobackfill.gallery.store import Store
 from nobackfill.gallery.tables import among, from_blobs, label_column, vector_table
 from nobackfill.gallery.upgrade import Order
@@ -26,11 +26,7 @@ class Remaining:
         self.source = store.space(source)
         spaces = {info.spec.space: info for info in store.spaces()}
         self.target = spaces.get(target.space)
-        self._passes: tuple[bool | None, ...] = (None,)
-        if needs_side:
-            self._passes = (True,)
-        elif self.source.spec.side_space is not None and target.side_space is not None:
-            self._passes = (True, False)
+        self._passes = side_passes(self.source.spec, target, needs_side=needs_side)
 
     def chunks(self, order: Order, size: int) -> Iterator[tuple[Labels, Vectors, Vectors | None]]:
         """Labels, embeddings and side-information (of all of them or of none), `size` items each.

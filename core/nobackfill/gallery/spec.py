@@ -1,8 +1,10 @@
 """What a vector space is to a gallery, and the state it is in there."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
+from nobackfill.errors import IncompatibleSpaceError
 from nobackfill.vectors import Metric, Origin
 
 if TYPE_CHECKING:
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 # as the original that a later direct upgrade reads.
 State = Literal["active", "staging", "previous"]
 
-__all__ = ["Metric", "Origin", "SpaceInfo", "SpaceSpec", "State"]
+__all__ = ["Metric", "Origin", "SpaceInfo", "SpaceSpec", "State", "side_passes", "space_of"]
 
 
 @dataclass(frozen=True)
@@ -56,3 +58,28 @@ class SpaceInfo:
     state: State
     number: int
     activated: int
+
+
+def space_of(spaces: Collection[SpaceInfo], space: str) -> SpaceInfo:
+    """One of a gallery's spaces by its id. Raises IncompatibleSpaceError if it is none of them."""
+    for info in spaces:
+        if info.spec.space == space:
+            return info
+    have = ", ".join(f"release {info.spec.release} ({info.state})" for info in spaces)
+    raise IncompatibleSpaceError(
+        f"space {space} is not one of this gallery's ({have}); use a model of one of these releases"
+    )
+
+
+def side_passes(
+    source: SpaceSpec, target: SpaceSpec, *, needs_side: bool
+) -> tuple[bool | None, ...]:
+    """The passes in which an upgrade goes through its source: items with side-information (True),
+    without (False), or all of them alike (None).
+
+    Those without are left out where the runner `needs_side`; where it may carry some, they come
+    last.
+    """
+    if needs_side:
+        return (True,)
+    return (None,) if source.side_space is None or target.side_space is None else (True, False)

@@ -180,13 +180,10 @@ class Store:
             for new in vectors:
                 find_space(connection, new.space)
             result, replaced, written = writing.insert(connection, batch, checked)
-            added = {
-                one.info.spec.space: (result.labels[rows], one.embedding[rows])
-                for one, rows in zip(checked, written, strict=True)
-                if rows.any()
-            }
-            described = result.labels[result.changed] if metadata is None else result.labels
-            changes.append(Change(added, replaced, described=described))
+            with_metadata = metadata is not None
+            changes.append(
+                writing.put_change(checked, result, replaced, written, with_metadata=with_metadata)
+            )
         return result
 
     def delete(self, ids: Sequence[str]) -> int:

@@ -8,9 +8,9 @@ from typing import get_args
 
 import numpy as np
 
-from nobackfill.errors import DamagedError, IncompatibleSpaceError
+from nobackfill.errors import DamagedError
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, State
+from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, State, space_of
 from nobackfill.vectors import Vectors
 
 VECTOR_TABLE = (
@@ -60,14 +60,7 @@ def read_spaces(connection: sqlite3.Connection) -> list[SpaceInfo]:
 
 def find_space(connection: sqlite3.Connection, space: str) -> SpaceInfo:
     """One space by its id. Raises IncompatibleSpaceError if the gallery does not have it."""
-    spaces = read_spaces(connection)
-    for info in spaces:
-        if info.spec.space == space:
-            return info
-    have = ", ".join(f"release {info.spec.release} ({info.state})" for info in spaces)
-    raise IncompatibleSpaceError(
-        f"space {space} is not one of this gallery's ({have}); use a model of one of these releases"
-    )
+    return space_of(read_spaces(connection), space)
 
 
 def to_blobs(vectors: Vectors | None, rows: int) -> Sequence[bytes | None]:

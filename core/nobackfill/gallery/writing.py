@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery import attributes
+from nobackfill.gallery.change import Change
 from nobackfill.gallery.filters import LARGEST_INTEGER, LEAST_INTEGER
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Origin, SpaceInfo
@@ -22,7 +23,7 @@ from nobackfill.vectors import Vectors, check_vectors
 MAX_ID_CHARACTERS = 256
 
 # Which rows of a vector table a native vector does not replace.
-NATIVE = "origin IN ('native', 're-embedded')"
+_NATIVE = "origin IN ('native', 're-embedded')"
 
 # Of one item's metadata, as JSON in UTF-8: what a page of items or an answer can bring many times.
 MOST_METADATA_BYTES = 64 << 10
@@ -132,6 +133,12 @@ class Checked:
     side: Vectors | None
     origin: Origin
 
+    @property
+    def kept_where(self) -> str:
+        """SQL of a row of unchanged content that these vectors do not replace: one made from the
+        content is better than one that an upgrade carried."""
+        return _NATIVE if self.origin == "native" else "TRUE"
+
     def some(self, rows: NDArray[Any]) -> "Checked":
         """Those rows of it."""
         side = None if self.side is None else self.side[rows]
@@ -210,13 +217,31 @@ def insert(
         wanted = np.ones(len(labels), np.bool_)
         rest = checked
         if kept.any():
-            # A vector made from the content is better than one that an upgrade carried.
-            good = NATIVE if checked.origin == "native" else "TRUE"
-            wanted = ~np.isin(labels, live_labels(connection, table, labels[kept], good))
+            there = live_labels(connection, table, labels[kept], checked.kept_where)
+            wanted = ~np.isin(labels, there)
             rest = checked.some(wanted)
         insert_vectors(connection, rest, labels[wanted], replace=True)
         written.append(wanted)
     return PutResult(labels, fresh), replaced, written
+
+
+def put_change(
+    vectors: Sequence[Checked],
+    result: PutResult,
+    replaced: Labels,
+    written: Sequence[NDArray[np.bool_]],
+    *,
+    with_metadata: bool,
+) -> Change:
+    """What listeners hear of a batch that was stored, see `insert`; `with_metadata`: it was put
+    with some."""
+    added = {
+        one.info.spec.space: (result.labels[rows], one.embedding[rows])
+        for one, rows in zip(vectors, written, strict=True)
+        if rows.any()
+    }
+    described = result.labels if with_metadata else result.labels[result.changed]
+    return Change(added, replaced, described=described)
 
 
 def _existing(

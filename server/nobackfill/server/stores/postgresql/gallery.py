@@ -15,7 +15,14 @@ from nobackfill.gallery.reading import Item, item_of
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec
 from nobackfill.gallery.staging import check_doubt
-from nobackfill.gallery.writing import Metadata, NewVectors, PutResult, check, check_batch
+from nobackfill.gallery.writing import (
+    Metadata,
+    NewVectors,
+    PutResult,
+    check,
+    check_batch,
+    put_change,
+)
 from nobackfill.server.stores.postgresql import rows, spaces, writing
 from nobackfill.server.stores.postgresql.conditions import condition_of
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
@@ -93,13 +100,8 @@ class PostgresqlGallery(Reads):
             return writing.insert(connection, self.schema, batch, checked)
 
         result, replaced, written = self._shared(work)
-        added = {
-            one.info.spec.space: (result.labels[chosen], one.embedding[chosen])
-            for one, chosen in zip(checked, written, strict=True)
-            if chosen.any()
-        }
-        new = result.labels[result.changed] if metadata is None else result.labels
-        self._report(Change(added, replaced, described=new))
+        with_metadata = metadata is not None
+        self._report(put_change(checked, result, replaced, written, with_metadata=with_metadata))
         return PutResult(result.labels, result.changed)
 
     def delete(self, ids: Sequence[str]) -> int:

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from nobackfill.errors import IncompatibleSpaceError
 from nobackfill.gallery.reading import Item, item_of
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
+from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, space_of
 from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.schema import table_of
 
@@ -33,14 +32,7 @@ def read_spaces(connection: Connection, schema: str) -> list[SpaceInfo]:
 
 def find_space(connection: Connection, schema: str, space: str) -> SpaceInfo:
     """Raises IncompatibleSpaceError if the gallery does not have it."""
-    spaces = read_spaces(connection, schema)
-    for info in spaces:
-        if info.spec.space == space:
-            return info
-    have = ", ".join(f"release {info.spec.release} ({info.state})" for info in spaces)
-    raise IncompatibleSpaceError(
-        f"space {space} is not one of this gallery's ({have}); use a model of one of these releases"
-    )
+    return space_of(read_spaces(connection, schema), space)
 
 
 def items(

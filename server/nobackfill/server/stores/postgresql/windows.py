@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.spec import SpaceSpec, side_passes
 from nobackfill.gallery.upgrade import Order
 from nobackfill.server.stores.postgresql.bulk import among, copy_out
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
@@ -36,11 +36,7 @@ class PostgresqlWindows:
         self._lacking = "TRUE"
         if there:
             self._lacking = f"NOT EXISTS (SELECT 1 FROM {there[0]} t WHERE t.label = s.label)"
-        self._passes: tuple[bool | None, ...] = (None,)
-        if needs_side:
-            self._passes = (True,)
-        elif self._source.spec.side_space is not None and target.side_space is not None:
-            self._passes = (True, False)
+        self._passes = side_passes(self._source.spec, target, needs_side=needs_side)
 
     def chunks(self, order: Order, size: int) -> Iterator[tuple[Labels, Vectors, Vectors | None]]:
         """`size` items each."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.writing import NATIVE, Batch, Checked, PutResult, kept_and_replaced
+from nobackfill.gallery.writing import Batch, Checked, PutResult, kept_and_replaced
 from nobackfill.server.stores.postgresql.bulk import copy_in
 from nobackfill.server.stores.postgresql.conditions import facets
 from nobackfill.server.stores.postgresql.database import Connection, run
@@ -52,9 +52,8 @@ def insert(
         wanted = np.ones(len(labels), np.bool_)
         rest = checked
         if kept.any():
-            # A vector made from the content is better than one that an upgrade carried.
-            good = NATIVE if checked.origin == "native" else "TRUE"
-            wanted = ~np.isin(labels, live_labels(connection, table, labels[kept], good))
+            there = live_labels(connection, table, labels[kept], checked.kept_where)
+            wanted = ~np.isin(labels, there)
             rest = checked.some(wanted)
         insert_vectors(connection, schema, rest, labels[wanted], replace=bool(kept.any()))
         written.append(wanted)
