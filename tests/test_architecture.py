@@ -25,6 +25,7 @@ BASE = {
     "vectors": {"errors"},
     "ridge": set[str](),
     "terminal": set[str](),
+    "version_option": set[str](),
     "image_header": {"errors"},
     "images": {"errors", "image_header"},
     "sqlite_errors": {"errors"},

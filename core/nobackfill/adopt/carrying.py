@@ -1,8 +1,7 @@
 """Writes new vectors beside the old ones in the same store, while others write to it.
 
-The rule of a window (tried on stores without transactions): read, map, write, then look at the
-source again and take back what has vanished. What changed in the meantime is still pending. Each
-window may be repeated anywhere, so a killed run goes on where it was.
+The rule of a window: read, map, write what is still as it was read. What changed in the meantime is
+still pending. Each window may be repeated anywhere, so a killed run goes on where it was.
 """
 
 from collections.abc import Callable
@@ -55,7 +54,6 @@ def carry(
                 checked(rows, mapping.dims[0], name)
                 beside.write(rows, mapping(rows.vectors))
                 written += len(rows)
-            beside.settle(range_)
             if progress is not None and len(rows):
                 progress(written)
         if written == before:

@@ -15,6 +15,7 @@ import typer
 from nobackfill.client.cli import galleries, releases, repair
 from nobackfill.errors import CannotWriteError, NobackfillError
 from nobackfill.terminal import visible
+from nobackfill.version_option import Version
 
 _EPILOG = (
     "A gallery's life; only init, sync, push and pull need a network:\n"
@@ -42,23 +43,13 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
-
-        print(version("nobackfill"))
-        raise typer.Exit
-
-
 @app.callback()
 def common(
     context: typer.Context,
     gallery: Annotated[
         Path, typer.Option(envvar="NOBACKFILL_GALLERY", help="The gallery's SQLite file.")
     ] = Path("gallery.sqlite"),
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: Version = False,
 ) -> None:
     """Take the options of every command."""
     context.obj = gallery

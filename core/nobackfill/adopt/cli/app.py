@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ import typer
 
 from nobackfill.errors import InvalidInputError, NobackfillError
 from nobackfill.terminal import visible
+from nobackfill.version_option import Version
 
 _EPILOG = """
 In order, for a table of texts whose vectors came from an older model:
@@ -49,18 +49,8 @@ Vector = Annotated[str | None, typer.Option(help="Column of old vectors; default
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(version("nobackfill"))
-        raise typer.Exit
-
-
 @app.callback()
-def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
+def options(version: Version = False) -> None:
     """Options before a command."""
 
 

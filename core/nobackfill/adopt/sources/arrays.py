@@ -130,9 +130,6 @@ class ArrayBeside:
         np.save(buffer, vectors, allow_pickle=False)
         write_file(self._part(window), buffer.getvalue())
 
-    def settle(self, window: Window) -> None:
-        """Nothing vanishes from files."""
-
     def read(self, window: Window) -> Rows:
         ids = self._source.read(window).ids
         if self._final.exists():

@@ -170,9 +170,6 @@ class ParquetBeside:
         data = table_bytes(self._key, keys, self._target.name, vectors, {})
         write_file(self._file(window), data)
 
-    def settle(self, window: Window) -> None:
-        """Nothing vanishes from a frozen export."""
-
     def read(self, window: Window) -> Rows:
         file = self._file(window)
         if not file.is_file():

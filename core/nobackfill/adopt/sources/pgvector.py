@@ -218,9 +218,6 @@ class PgvectorBeside:
                 **self._names,
             )
 
-    def settle(self, window: Window) -> None:
-        """A row that is deleted takes its new vector along."""
-
     def read(self, window: Window) -> Rows:
         return self._source.rows(self._target.name, window)
 

@@ -70,16 +70,14 @@ class Column:
 
 
 class Beside(Protocol):
-    """The place for new vectors in a store; made, or found again, by `Source.beside`."""
+    """The place for new vectors in a store; made, or found again, by `Source.beside`. An item that
+    goes from the source takes its new vector along."""
 
     def pending(self, window: Window) -> Rows:
         """Rows of a window that have no vector here, or one of an old vector that has changed."""
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
         """Put vectors [n, dim] for rows that are still as they were read; others stay pending."""
-
-    def settle(self, window: Window) -> None:
-        """Take back vectors whose item has gone from the source in the meantime."""
 
     def read(self, window: Window) -> Rows:
         """The new vectors of a window."""

@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Mapping
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -18,6 +17,7 @@ from nobackfill.release.publishing.inspection import verify as verify_publicatio
 from nobackfill.release.publishing.keys import ROLES, Keys, Role
 from nobackfill.release.trust.trust import fingerprint
 from nobackfill.terminal import visible
+from nobackfill.version_option import Version
 
 _EPILOG = """
 Keys that stay offline are made before the first release, and named when something is published:
@@ -59,18 +59,8 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and report, write
 DEFAULT_REPO = Path("model_repo")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(version("nobackfill"))
-        raise typer.Exit
-
-
 @app.callback()
-def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
+def options(version: Version = False) -> None:
     """Options before a command."""
 
 
