@@ -193,3 +193,25 @@ def test_a_search_outlives_the_graph_that_others_let_go_of() -> None:
     current.clear()
     gc.collect()
     assert [graph() for graph in graphs] == [None] * len(graphs)
+
+
+@pytest.mark.parametrize("metric", ["cosine", "squared_l2"])
+@pytest.mark.parametrize("share", [0.001, 0.3])
+def test_damaged_vectors_are_farthest(metric: Metric, share: float) -> None:
+    """No store takes NaN: they come from a file that was damaged, and must not mix up the rest."""
+    rng = np.random.default_rng(3)
+    of = space(16, metric)
+    vectors = rng.standard_normal((ROWS + BESIDE, 16), dtype=np.float32)
+    bad = rng.random(len(vectors)) < share
+    bad[ROWS::4] = True
+    vectors[bad, 3] = np.nan
+    labels = np.arange(len(vectors))
+    base = hnsw.build(of, labels[:ROWS], vectors[:ROWS])
+    delta = Part(ExactIndex(of, labels[ROWS:], vectors[ROWS:]))
+    snapshot = replace(snapshot_of(of, base), delta=delta)
+    assert snapshot.compiled is not None
+    for query in rng.standard_normal((20, 1, 16), dtype=np.float32):
+        found = snapshot.search(query, 30)
+        assert not np.isnan(found.distances).any()
+        assert (np.diff(found.distances[0]) >= 0).all()
+        assert not bad[found.labels[0][np.isfinite(found.distances[0])]].any()

@@ -24,6 +24,11 @@ struct Masks {
     }
 };
 
+// Sorting what has no order reads beside its range: a damaged vector's distance, NaN, is farthest.
+inline float ordered(float distance) {
+    return distance == distance ? distance : std::numeric_limits<float>::infinity();
+}
+
 // hnswlib 0.8's memory, as graph_memory.py finds it. `held`: the row of each element, -1: nobody's.
 struct Graph {
     const char* records;
@@ -48,7 +53,7 @@ struct Graph {
     }
     bool marked(Element e) const { return record(e)[2] & 1; }
     float apart(const float* query, Element e) const {
-        return distance(query, record(e) + vector, parameter);
+        return ordered(distance(query, record(e) + vector, parameter));
     }
     // How many links, then the links.
     static std::uint16_t length(const char* list) {

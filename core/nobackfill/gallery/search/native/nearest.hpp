@@ -60,8 +60,8 @@ inline double squares(const float* a, const float* b, std::size_t dim) {
 
 // As distances.between: in float64, rounded once.
 inline float between(Metric metric, const float* query, const float* row, std::size_t dim) {
-    if (metric == Metric::squared_l2) return float(squares(row, query, dim));
-    return float(std::max(1 - product(row, query, dim), 0.0));
+    if (metric == Metric::squared_l2) return ordered(float(squares(row, query, dim)));
+    return ordered(float(std::max(1 - product(row, query, dim), 0.0)));
 }
 
 // False: refused.
