@@ -6,7 +6,7 @@ be repeated anywhere. Besides what each says, all raise BusyError for what may b
 UnavailableError for an engine that does not answer, CannotWriteError, NotFoundError once closed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from nobackfill.gallery.change import Change
@@ -19,7 +19,7 @@ from nobackfill.gallery.matches import Matches
 from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Labels, Neighbours
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
-from nobackfill.gallery.stored_vectors import StoredVectors
+from nobackfill.gallery.stored_vectors import StoredVectors, Window
 from nobackfill.gallery.upgrade import Carrying, Runner
 from nobackfill.gallery.writing import Metadata, NewVectors, PutResult
 from nobackfill.vectors import Vectors
@@ -95,6 +95,11 @@ class GalleryStore(Carrying, Editing, Protocol):
 
     def stored(self, labels: Labels, space: str) -> StoredVectors:
         """The vectors of those of `labels` that have one in a space, with all beside them."""
+        ...
+
+    def frozen(self, spaces: Sequence[str], size: int) -> Iterator[Window]:
+        """Every item by increasing label with its vectors in `spaces`, `size` at a time, all of one
+        snapshot; it is held until the iterator ends or is closed. Raises IncompatibleSpaceError."""
         ...
 
     def groups(self, key: str, space: str) -> list[Group]:

@@ -1,7 +1,9 @@
 """A gallery in one SQLite file, as a GalleryStore."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from nobackfill.gallery import edits, groups, listing, reading, staging
 from nobackfill.gallery.edits import Chosen
@@ -14,7 +16,7 @@ from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Store
-from nobackfill.gallery.stored_vectors import StoredVectors
+from nobackfill.gallery.stored_vectors import StoredVectors, Window
 from nobackfill.gallery.tables import find_space
 from nobackfill.gallery.upgrade import Runner
 from nobackfill.gallery.writing import Metadata, labels_of
@@ -48,6 +50,15 @@ class SqliteGallery(Store):
     def stored(self, labels: Labels, space: str) -> StoredVectors:
         with self.reading() as connection:
             return reading.stored(connection, labels, find_space(connection, space))
+
+    def frozen(self, spaces: Sequence[str], size: int) -> Iterator[Window]:
+        with self.reading() as connection:
+            infos = [find_space(connection, space) for space in spaces]
+            after = 0
+            while items := reading.page(connection, after, size):
+                after = items[-1].label
+                labels = np.array([item.label for item in items], np.int64)
+                yield Window(items, [reading.stored(connection, labels, info) for info in infos])
 
     def groups(self, key: str, space: str) -> list[Group]:
         return groups.by_value(self, key, space)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,9 @@ from numpy.typing import NDArray
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Origin
 from nobackfill.vectors import Vectors
+
+if TYPE_CHECKING:
+    from nobackfill.gallery.reading import Item
 
 
 @dataclass(frozen=True)
@@ -38,3 +42,11 @@ class StoredVectors:
             self.origins[row], self.uncertainties[row], self.embedding[row].tobytes(),
             self.sides[row],
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Window:
+    """Items by increasing label, and for each space asked for the rows of those that have one."""
+
+    items: "list[Item]"
+    stored: list[StoredVectors]

@@ -19,7 +19,7 @@ from nobackfill.errors import ConfigurationError
 IN_PROCESS = "in-process"
 TLS = "grpcs://"
 SQLITE = "sqlite:"
-_DATABASES = ("postgresql://", "postgres://")
+DATABASES = ("postgresql://", "postgres://")
 
 
 def cores() -> int:
@@ -89,7 +89,7 @@ class Settings(BaseSettings):
             )
         self._check_triton()
         if self.store is not None and not self.store.get_secret_value().startswith(
-            (SQLITE, *_DATABASES)
+            (SQLITE, *DATABASES)
         ):
             raise ValueError("store: expected sqlite:FOLDER or postgresql://USER@HOST/DATABASE")
         if (self.tls_cert is None) != (self.tls_key is None):

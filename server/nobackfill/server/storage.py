@@ -4,11 +4,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from nobackfill import durable
+from nobackfill.errors import ConfigurationError, NotFoundError
 from nobackfill.extras import extra
 from nobackfill.gallery.residents import Residents
 from nobackfill.server.descriptors import open_galleries
 from nobackfill.server.galleries.in_files import Home, InFiles
-from nobackfill.server.settings import SQLITE, Settings
+from nobackfill.server.settings import DATABASES, SQLITE, Settings
 from nobackfill.server.state import GatewayState, StateFile
 
 # Connections of a gateway to its database.
@@ -21,6 +22,17 @@ def storage_of(settings: Settings) -> "Storage":
     if store in (SQLITE, f"{SQLITE}{settings.data}"):
         return Storage(f"{SQLITE}{settings.data}", settings.data, locked=False)
     return Storage(store, settings.data)
+
+
+def need_store(store: str) -> None:
+    """Raises NotFoundError for a folder that no gateway has served: to open one would make it, and
+    ConfigurationError for what is no store's address."""
+    if store.startswith(SQLITE):
+        folder = Path(store.removeprefix(SQLITE))
+        if not (folder / "state.json").is_file():
+            raise NotFoundError(f"{folder}: no gateway has served from it; look at its name")
+    elif not store.startswith(DATABASES):
+        raise ConfigurationError("expected sqlite:FOLDER or postgresql://USER@HOST/DATABASE")
 
 
 class Storage:

@@ -8,8 +8,8 @@ table lock, first come, first served: puts share it, a change of spaces has it a
 
 import random
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from itertools import count
 from typing import Any, TypeAlias, TypeVar
 
@@ -111,6 +111,20 @@ class Database:
             return psycopg.connect(self._url, autocommit=True, connect_timeout=int(_WAIT_S))
         except psycopg.Error as error:
             raise refusal(error) or error from error
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Connection]:
+        """A connection beside the pool that sees one state of the database, however long the block
+        takes; what is deleted meanwhile is not vacuumed before it ends. Raises UnavailableError."""
+        with closing(self.connect()) as connection:
+            try:
+                self._configure(connection)
+                run(connection, "SET idle_in_transaction_session_timeout = 0")
+                run(connection, "SET default_transaction_isolation = 'repeatable read'")
+                with connection.transaction():
+                    yield connection
+            except psycopg.Error as error:
+                raise refusal(error) or error from error
 
     def read(self, work: Callable[[Connection], Result], *, snapshot: bool = False) -> Result:
         """What `work` reads, in one snapshot if it has several statements. It is called again on

@@ -1,7 +1,7 @@
 """Reading a gallery in PostgreSQL: each method is one statement, or one snapshot."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -15,11 +15,11 @@ from nobackfill.gallery.matches import Matches
 from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
-from nobackfill.gallery.stored_vectors import StoredVectors
+from nobackfill.gallery.stored_vectors import StoredVectors, Window
 from nobackfill.gallery.upgrade import CHUNK, Runner
 from nobackfill.gallery.writing import storable
 from nobackfill.server.stores.postgresql import rows
-from nobackfill.server.stores.postgresql.bulk import among, copy_in, copy_out, from_binary
+from nobackfill.server.stores.postgresql.bulk import among, copy_in, copy_out
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING, Condition
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
 from nobackfill.server.stores.postgresql.matches import PostgresqlMatches
@@ -91,16 +91,17 @@ class Reads:
 
     def stored(self, labels: Labels, space: str) -> StoredVectors:
         info = self.space(space)
-        query = (
-            "SELECT label, origin, uncertainty, embedding, side"
-            f" FROM {table_of(self.schema, info.number)} WHERE label = ANY(%s) ORDER BY label"
-        )
-        found = self.database.read(lambda c: run(c, query, [labels.tolist()]).fetchall())
-        columns = [[row[place] for row in found] for place in range(5)]
-        return StoredVectors(
-            np.array(columns[0], np.int64), columns[1], columns[2],
-            from_binary(columns[3], info.spec.dim), columns[4],
-        )  # fmt: skip
+        return self.database.read(lambda c: rows.stored(c, self.schema, labels, info))
+
+    def frozen(self, spaces: Sequence[str], size: int) -> Iterator[Window]:
+        with self.database.snapshot() as connection:
+            infos = [rows.find_space(connection, self.schema, space) for space in spaces]
+            after = 0
+            while items := rows.items_where(connection, self.schema, "i.label > %s", [after], size):
+                after = items[-1].label
+                labels = np.array([item.label for item in items], np.int64)
+                stored = [rows.stored(connection, self.schema, labels, info) for info in infos]
+                yield Window(items, stored)
 
     def page(
         self, space: str, limit: int, *, after: Place | None = None, allowed: Matches | None = None,

@@ -9,6 +9,8 @@ import numpy as np
 from nobackfill.gallery.reading import Item, item_of
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, space_of
+from nobackfill.gallery.stored_vectors import StoredVectors
+from nobackfill.server.stores.postgresql.bulk import from_binary
 from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.schema import table_of
 
@@ -72,6 +74,20 @@ def count(connection: Connection, schema: str, space: str | None) -> int:
         table = table_of(schema, find_space(connection, schema, space).number)
     found: int = run(connection, f"SELECT count(*) FROM {table}").fetchone()[0]
     return found
+
+
+def stored(connection: Connection, schema: str, labels: Labels, info: SpaceInfo) -> StoredVectors:
+    """Rows of those of `labels` that a space has, by label."""
+    query = (
+        "SELECT label, origin, uncertainty, embedding, side"
+        f" FROM {table_of(schema, info.number)} WHERE label = ANY(%s) ORDER BY label"
+    )
+    found = run(connection, query, [labels.tolist()]).fetchall()
+    columns = [[row[place] for row in found] for place in range(5)]
+    return StoredVectors(
+        np.array(columns[0], np.int64), columns[1], columns[2],
+        from_binary(columns[3], info.spec.dim), columns[4],
+    )  # fmt: skip
 
 
 def left_behind(connection: Connection, schema: str, info: SpaceInfo) -> int:
