@@ -8,6 +8,7 @@ VENV := .venv
 TRITON_VENV := .venv-triton
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+SCALE_READY := $(VENV)/.ready-scale
 TRITON_READY := $(TRITON_VENV)/.ready
 # What `gateway install-triton` installs, too.
 TRITON_PACKAGES := server/nobackfill/server/triton/requirements.txt
@@ -15,7 +16,7 @@ CHROMA_READY := build/chroma/.ready
 PROTOS := $(wildcard protos/nobackfill/v1/*.proto)
 CODE := core server client training demo bench tests protos/generate.py
 
-.PHONY: help setup demo test faults numerics random soak lint fmt proto bench tables clean
+.PHONY: help setup demo test test-scale faults numerics random soak lint fmt proto bench tables clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -45,7 +46,15 @@ demo: setup ## the whole life of an embedding; IMAGES=folder for your own, ROLLO
 	$(BIN)/python -m demo.life --out build/demo $(if $(IMAGES),--images '$(IMAGES)') $(if $(ROLLOUT),--rollout $(ROLLOUT)) $(DEMO_ARGS)
 
 test: setup ## the whole suite, CPU only, no network
-	$(BIN)/python -m pytest -m 'not faults' --numprocesses 2 --dist loadfile tests
+	$(BIN)/python -m pytest -m 'not faults and not scale' --numprocesses 2 --dist loadfile tests
+
+# Extras that few need.
+$(SCALE_READY): $(READY)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --config-settings-package hnswlib:processor=$(PROCESSOR) --editable '.[ray]'
+	touch $@
+
+test-scale: setup $(SCALE_READY) ## upgrades on clusters, engines for many machines; says what cannot start
+	$(BIN)/python -m pytest -q -m scale -rs --timeout 900 tests/scale
 
 faults: setup ## the long crash and fault sweeps
 	$(BIN)/python -m pytest -q -m faults --timeout 1800 tests

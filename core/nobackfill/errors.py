@@ -6,6 +6,7 @@ never hold vectors, tokens or image bytes, and list no more than `few` of anythi
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 def few(values: Iterable[object]) -> str:
@@ -19,6 +20,19 @@ class NobackfillError(Exception):
     """Base of every error this project raises on purpose."""
 
     exit_code = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Between processes: with what the class added, whatever its constructor takes."""
+        return _again, (type(self), self.args, self.__dict__)
+
+
+def _again(
+    kind: type[NobackfillError], arguments: tuple[Any, ...], added: dict[str, Any]
+) -> NobackfillError:
+    error = kind.__new__(kind, *arguments)
+    error.args = arguments
+    error.__dict__.update(added)
+    return error
 
 
 class NotFoundError(NobackfillError):

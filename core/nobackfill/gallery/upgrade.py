@@ -152,19 +152,30 @@ def run_upgrade(
         if should_stop is not None and should_stop():
             stopped = True
             break
-        try:
-            upgraded = runner.run(embedding, side)
-        except UnusableOutputError as error:
-            raise _named(store, labels, target, error) from error
-        new = store.write(
-            target.space, labels, upgraded.embedding, side=upgraded.side,
-            uncertainty=upgraded.uncertainty, origin=origin,
-        )  # fmt: skip
-        written += len(new)
+        written += len(carry(store, runner, target, labels, embedding, side, origin=origin))
         if on_progress is not None:
             done = before + written
             on_progress(Progress(done, max(total, done), written, time.monotonic() - started))
     return Outcome(written, store.left_behind(target.space), stopped)
+
+
+def carry(
+    store: Carrying, runner: Runner, target: SpaceSpec, labels: Labels, embedding: Vectors,
+    side: Vectors | None, *, origin: Origin = "upgraded",
+) -> Labels:  # fmt: skip
+    """Carry a window that was read; the labels written, increasing.
+
+    It may be done anywhere and any number of times: items that have a vector in `target` keep it,
+    and deleted ones stay so. Raises as `run_upgrade`.
+    """
+    try:
+        upgraded = runner.run(embedding, side)
+    except UnusableOutputError as error:
+        raise _named(store, labels, target, error) from error
+    return store.write(
+        target.space, labels, upgraded.embedding, side=upgraded.side,
+        uncertainty=upgraded.uncertainty, origin=origin,
+    )  # fmt: skip
 
 
 def _named(

@@ -3,6 +3,7 @@
 import shutil
 import threading
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import grpc
 import structlog
@@ -53,6 +54,10 @@ from nobackfill.v1 import (
     vault_pb2_grpc,
 )
 
+if TYPE_CHECKING:
+    # It needs the extra `postgres`.
+    from nobackfill.server.upgrades.workers.run import ByWorkers
+
 log = structlog.get_logger("server.gateway")
 
 
@@ -92,7 +97,10 @@ class Gateway:
         self._closing.close()
         log.info("stopped")
 
-    def assemble(self, models: Models, metrics: Metrics, storage: Storage) -> None:
+    def assemble(
+        self, models: Models, metrics: Metrics, storage: Storage,
+        elsewhere: "ByWorkers | None" = None,
+    ) -> None:  # fmt: skip
         """Put the parts together, with nothing opened yet but the publication and the state.
 
         Raises VerificationError for a damaged publication, ConfigurationError for a root that
@@ -105,7 +113,7 @@ class Gateway:
         embedding = Embedding(models, metrics)
         galleries = self.galleries = Galleries(storage.home, catalog, state)
         self.searching = Searching(embedding, catalog, state, metrics)
-        upgrading = self.upgrading = Upgrading(repo, catalog, state, metrics)
+        upgrading = self.upgrading = Upgrading(repo, catalog, state, metrics, elsewhere)
         self.putting = Putting(embedding, upgrading.runner)
         serving = self.serving = Serving(catalog, state, galleries, models, metrics)
         admission = Admission(catalog, galleries, models, upgrading.trials)
@@ -148,7 +156,10 @@ class Gateway:
         closing.callback(models.close)
         storage = storage_of(settings)
         closing.callback(storage.close)
-        self.assemble(models, metrics, storage)
+        elsewhere = self._elsewhere()
+        if elsewhere is not None:
+            closing.callback(elsewhere.close)
+        self.assemble(models, metrics, storage, elsewhere)
         closing.callback(self.galleries.close)
         closing.callback(self.catalog.close)
         self.load()
@@ -199,6 +210,20 @@ class Gateway:
         self._stopping.set()
         self.catalog.changed.notify()
         listener.stop(self._settings.drain_seconds)
+
+    def _elsewhere(self) -> "ByWorkers | None":
+        settings = self._settings
+        if settings.ray is not None:
+            from nobackfill.server.upgrades.workers.ray_cluster import RayCluster
+            from nobackfill.server.upgrades.workers.run import ByWorkers
+
+            return ByWorkers(RayCluster(settings.ray), settings.model_repo)
+        if settings.workers:
+            from nobackfill.server.upgrades.workers.processes import Processes
+            from nobackfill.server.upgrades.workers.run import ByWorkers
+
+            return ByWorkers(Processes(settings.workers), settings.model_repo)
+        return None
 
     def _models(self, metrics: Metrics) -> Models:
         settings = self._settings

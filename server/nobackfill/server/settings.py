@@ -39,6 +39,10 @@ class Settings(BaseSettings):
     # Where galleries and the gateway's state are kept: sqlite:FOLDER (without FOLDER, or without
     # any of it: the data folder), or postgresql://…, which may hold a password.
     store: SecretStr | None = None
+    # Who carries upgrades, where the store is a database: so many processes of this machine, or the
+    # Ray cluster at this address (auto: the one that runs here). Otherwise a thread does.
+    workers: int = Field(default=0, ge=0, le=256)
+    ray: str | None = None
     address: str = "127.0.0.1:50051"
     metrics_address: str = "127.0.0.1:9464"
     # A tritonserver somebody else runs, HOST:PORT or grpcs://HOST:PORT; without it the gateway runs
@@ -92,6 +96,11 @@ class Settings(BaseSettings):
             (SQLITE, *DATABASES)
         ):
             raise ValueError("store: expected sqlite:FOLDER or postgresql://USER@HOST/DATABASE")
+        in_files = self.store is None or self.store.get_secret_value().startswith(SQLITE)
+        if (self.workers or self.ray) and in_files:
+            raise ValueError("workers and ray need store = postgresql://…: a folder has one writer")
+        if self.workers and self.ray:
+            raise ValueError("expected workers or ray, not both")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("expected tls_cert and tls_key together, or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:

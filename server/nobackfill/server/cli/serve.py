@@ -17,6 +17,12 @@ def serve(
     store: Annotated[
         str | None, typer.Option(help="sqlite:FOLDER or postgresql://USER@HOST/DATABASE")
     ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="processes that carry upgrades, beside a database")
+    ] = None,
+    ray: Annotated[
+        str | None, typer.Option(help="a Ray cluster that does: auto or HOST:PORT")
+    ] = None,
     address: Annotated[str | None, typer.Option(help="HOST:PORT of gRPC")] = None,
     metrics_address: Annotated[str | None, typer.Option(help="HOST:PORT of /metrics")] = None,
     triton: Annotated[

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -24,6 +25,10 @@ from nobackfill.server.upgrades.neighbours import LOOKS, neighbours_kept
 from nobackfill.server.upgrades.throttle import Throttle
 from nobackfill.server.upgrades.trials import Trials
 
+if TYPE_CHECKING:
+    # It needs the extra `postgres`.
+    from nobackfill.server.upgrades.workers.run import ByWorkers
+
 log = structlog.get_logger("server.upgrading")
 
 
@@ -31,8 +36,11 @@ class Upgrading:
     """The jobs of all galleries. `changed` is notified at every chunk."""
 
     def __init__(
-        self, files: Path, catalog: Catalog, state: GatewayState, metrics: Metrics
-    ) -> None:
+        self, files: Path, catalog: Catalog, state: GatewayState, metrics: Metrics,
+        elsewhere: "ByWorkers | None" = None,
+    ) -> None:  # fmt: skip
+        """`elsewhere`: who carries windows in place of a thread of this process."""
+        self._elsewhere = elsewhere
         self._metrics = metrics
         self._files = files
         self._catalog = catalog
@@ -94,7 +102,6 @@ class Upgrading:
         total = hosted.store.count()
         state = self._first_state(hosted.name)
         self._set(Job(hosted.name, source.release, target.release, state, total=total))
-        runner = self._open(route, throttle.threads)
         # How many were done when the neighbours were last looked at.
         looked: int | None = None
 
@@ -108,15 +115,20 @@ class Upgrading:
                 looked = progress.done
                 self._look(hosted, source, spec)
             on_progress(progress.done)
-            throttle.rest()
+            if self._elsewhere is None:
+                throttle.rest()
 
-        outcome = run_upgrade(
-            hosted.store,
-            runner,
-            spec,
-            on_progress=on_chunk,
-            should_stop=lambda: should_stop() or self.paused(hosted.name),
-        )
+        def stops() -> bool:
+            return should_stop() or self.paused(hosted.name)
+
+        if self._elsewhere is None:
+            runner = self._open(route, throttle.threads)
+            outcome = run_upgrade(
+                hosted.store, runner, spec, on_progress=on_chunk, should_stop=stops
+            )
+        else:
+            self.trials.steps(route.steps)
+            outcome = self._elsewhere.run(hosted.store, route, spec, on_chunk, stops)
         log.info("carried", gallery=hosted.name, written=outcome.written)
         if not outcome.stopped:
             self._report_kept(hosted, source, spec)

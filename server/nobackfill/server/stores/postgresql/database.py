@@ -75,7 +75,7 @@ class Database:
     def __init__(self, url: str, most: int = 16, wait_s: float = _WAIT_S) -> None:
         """`most`: connections at once. Raises ConfigurationError."""
         check_url(url)
-        self._url = url
+        self.url = url
         self._pool = ConnectionPool(
             url, min_size=1, max_size=most, open=False, timeout=wait_s, configure=self._configure,
             kwargs={"autocommit": True, "application_name": "nobackfill"}, reconnect_timeout=0,
@@ -108,7 +108,7 @@ class Database:
     def connect(self) -> Connection:
         """A connection beside the pool, which the caller closes. Raises UnavailableError."""
         try:
-            return psycopg.connect(self._url, autocommit=True, connect_timeout=int(_WAIT_S))
+            return psycopg.connect(self.url, autocommit=True, connect_timeout=int(_WAIT_S))
         except psycopg.Error as error:
             raise refusal(error) or error from error
 

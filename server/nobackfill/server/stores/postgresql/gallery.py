@@ -58,6 +58,10 @@ class PostgresqlGallery(Reads):
         with self._reporting:
             self._listeners.remove(listener)
 
+    def written_elsewhere(self, labels: Labels) -> None:
+        """Another process has written vectors of `labels`: tell the listeners."""
+        self._report(Change({}, _NONE, described=labels))
+
     def _report(self, change: Change) -> None:
         with self._reporting:
             for listener in self._listeners:

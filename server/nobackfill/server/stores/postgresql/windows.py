@@ -43,13 +43,19 @@ class PostgresqlWindows:
         found = True
         while found:
             found = False
-            for with_side in self._passes:
-                for labels in self._labels(order, with_side):
-                    for start in range(0, len(labels), size):
-                        chunk = self.read(labels[start : start + size], bool(with_side))
-                        if len(chunk[0]):
-                            found = True
-                            yield chunk
+            for labels, with_side in self.pieces(order, size):
+                chunk = self.read(labels, with_side)
+                if len(chunk[0]):
+                    found = True
+                    yield chunk
+
+    def pieces(self, order: Order, size: int) -> Iterator[tuple[Labels, bool]]:
+        """One pass over what is lacking: labels, `size` at a time, and whether to `read` them with
+        side-information."""
+        for with_side in self._passes:
+            for labels in self._labels(order, with_side):
+                for start in range(0, len(labels), size):
+                    yield labels[start : start + size], bool(with_side)
 
     def all_labels(self) -> Labels:
         """Every label that `chunks` would come to, if nothing changed."""

@@ -1,0 +1,98 @@
+"""Workers that are processes on this machine."""
+
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection, get_context, parent_process
+
+import structlog
+
+from nobackfill.errors import UnavailableError
+from nobackfill.gallery.search.index import Labels
+from nobackfill.server.upgrades.workers.window import Piece, Work, carry_piece
+from nobackfill.server.upgrades.workers.workers import AHEAD, TRIES
+
+log = structlog.get_logger("server.upgrading")
+
+# Searches go before them.
+_NICE = 10
+
+
+class Processes:
+    """What is said of each method: Workers. They start with the first piece."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._lock = threading.Lock()
+        self._pool: ProcessPoolExecutor | None = None
+
+    def carry(self, work: Work, pieces: Iterable[Piece]) -> Iterator[Labels]:
+        waiting = iter(pieces)
+        again: list[tuple[Piece, int]] = []
+        under_way: dict[Future[Labels], tuple[Piece, int]] = {}
+        try:
+            while True:
+                while len(under_way) < AHEAD * self._count:
+                    piece, tries = again.pop() if again else (next(waiting, None), 0)
+                    if piece is None:
+                        break
+                    under_way[self._submit(work, piece)] = piece, tries + 1
+                if not under_way:
+                    return
+                for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                    piece, tries = under_way.pop(future)
+                    if isinstance(future.exception(), BrokenProcessPool):
+                        if tries == TRIES:
+                            raise UnavailableError(
+                                f"{TRIES} times a worker process ended while it carried the same "
+                                "items; is there memory for --workers so many?"
+                            )
+                        again.append((piece, tries))
+                        self._renew()
+                    else:
+                        yield future.result()
+        finally:
+            for future in under_way:
+                future.cancel()
+            wait(under_way)
+
+    def _submit(self, work: Work, piece: Piece) -> Future[Labels]:
+        for _ in range(TRIES):
+            with self._lock:
+                if self._pool is None:
+                    self._pool = ProcessPoolExecutor(
+                        self._count, get_context("spawn"), initializer=_begin
+                    )
+                try:
+                    return self._pool.submit(carry_piece, work, piece)
+                except BrokenProcessPool:
+                    self._pool = None
+        raise UnavailableError("worker processes end as they start; look at the log")
+
+    def _renew(self) -> None:
+        with self._lock:
+            if self._pool is not None:
+                log.warning("a worker process ended; its items are carried by another")
+                self._pool.shutdown(wait=False)
+                self._pool = None
+
+    def close(self) -> None:
+        with self._lock:
+            if self._pool is not None:
+                self._pool.shutdown(cancel_futures=True)
+                self._pool = None
+
+
+def _begin() -> None:
+    """In a worker: searches go first, and a gateway that is killed takes it along."""
+    os.nice(_NICE)
+    gateway = parent_process()
+    assert gateway is not None, "started by a gateway"
+
+    def end_with_it() -> None:
+        connection.wait([gateway.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_it, name="leash", daemon=True).start()

@@ -1,0 +1,93 @@
+"""Workers that are processes of a Ray cluster: a task a piece, which Ray repeats where a node dies.
+
+A task's process keeps connections and models for the next one. Ray Core alone: Ray Data's
+checkpoints may double rows.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import structlog
+
+from nobackfill.errors import ConfigurationError, UnavailableError
+from nobackfill.extras import extra
+from nobackfill.gallery.search.index import Labels
+from nobackfill.server.upgrades.workers.window import Piece, Work, carry_piece
+from nobackfill.server.upgrades.workers.workers import AHEAD, TRIES
+
+with extra("ray"):
+    # Nothing is told to anybody about its use.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+log = structlog.get_logger("server.upgrading")
+# How long a cluster may have no processor for us.
+_PATIENCE_S = 120.0
+
+
+class RayCluster:
+    """What is said of each method: Workers."""
+
+    def __init__(self, address: str) -> None:
+        """`address`: HOST:PORT of a cluster's head, ray://HOST:PORT, or auto for the one that runs
+        here. Raises ConfigurationError, UnavailableError."""
+        try:
+            ray.init(address, namespace="nobackfill", log_to_driver=False, configure_logging=False)
+        except (ConnectionError, RuntimeError, TimeoutError) as error:
+            raise UnavailableError(
+                f"no Ray cluster answers at {address}: start one with `ray start --head`, or look "
+                "at --ray"
+            ) from error
+        except ValueError as error:
+            raise ConfigurationError(f"--ray: expected auto or HOST:PORT, got {address}") from error
+        self._task = ray.remote(num_cpus=1, max_retries=TRIES)(carry_piece)
+
+    def carry(self, work: Work, pieces: Iterable[Piece]) -> Iterator[Labels]:
+        waiting = iter(pieces)
+        shared = ray.put(work)
+        under_way: list[Any] = []
+        try:
+            while True:
+                while len(under_way) < AHEAD * _processors():
+                    piece = next(waiting, None)
+                    if piece is None:
+                        break
+                    under_way.append(self._task.remote(shared, piece))
+                if not under_way:
+                    return
+                ended, under_way = ray.wait(under_way, num_returns=1, timeout=_PATIENCE_S)
+                if not ended:
+                    raise UnavailableError(
+                        f"the Ray cluster has carried nothing for {_PATIENCE_S:.0f} s; has it a "
+                        "processor that is free?"
+                    )
+                yield _result(ended[0])
+        finally:
+            for task in under_way:
+                ray.cancel(task, force=False)
+            if under_way:
+                ray.wait(under_way, num_returns=len(under_way), timeout=_PATIENCE_S)
+
+    def close(self) -> None:
+        ray.shutdown()
+
+
+def _processors() -> int:
+    """Of the nodes that are alive now."""
+    return max(1, int(ray.cluster_resources().get("CPU", 1)))
+
+
+def _result(task: Any) -> Labels:
+    try:
+        labels: Labels = ray.get(task)
+    except RayTaskError as error:
+        # What the piece raised, as it would have been raised here.
+        raise error.cause from error
+    except RayError as error:
+        raise UnavailableError(
+            f"the Ray cluster lost the same items {TRIES} times ({type(error).__name__}); look at "
+            "its nodes"
+        ) from error
+    return labels

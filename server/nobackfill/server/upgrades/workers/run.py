@@ -1,0 +1,72 @@
+"""An upgrade by workers: what is lacking is handed out until a whole pass finds nothing."""
+
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from nobackfill.gallery.gallery_store import GalleryStore
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.upgrade import CHUNK, Outcome, Progress
+from nobackfill.release.routes import Route
+from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
+from nobackfill.server.upgrades.workers.window import Piece, Work, files_of
+from nobackfill.server.upgrades.workers.workers import Workers
+
+
+class ByWorkers:
+    """What the gateway keeps of them."""
+
+    def __init__(self, workers: Workers, files: Path) -> None:
+        """`files`: the publication folder."""
+        self._workers = workers
+        self._files = files
+
+    def run(
+        self, store: GalleryStore, route: Route, target: SpaceSpec,
+        on_progress: Callable[[Progress], None], should_stop: Callable[[], bool],
+    ) -> Outcome:  # fmt: skip
+        """Fill `target` from the active space of a gallery in PostgreSQL; as run_by_workers."""
+        assert isinstance(store, PostgresqlGallery), "workers are refused beside a folder"
+        work = Work(
+            uuid.uuid4().hex, store.database.url, store.schema, store.active().spec.space, target,
+            route, files_of(self._files, route),
+        )  # fmt: skip
+        return run_by_workers(
+            store, self._workers, work, on_progress=on_progress, should_stop=should_stop
+        )
+
+    def close(self) -> None:
+        self._workers.close()
+
+
+def run_by_workers(
+    store: PostgresqlGallery, workers: Workers, work: Work, *, chunk: int = CHUNK,
+    on_progress: Callable[[Progress], None], should_stop: Callable[[], bool],
+) -> Outcome:  # fmt: skip
+    """As gallery.upgrade.run_upgrade does in one thread. Raises what it raises, UnavailableError
+    where no worker is left."""
+    store.begin(work.target)
+    windows = store.windows(work.source, work.target, work.route.reads_side)
+    started = time.monotonic()
+    total = store.count()
+    before = total - store.left_behind(work.target.space)
+    written, stopped, found = 0, False, True
+
+    def pieces() -> Iterator[Piece]:
+        nonlocal found, stopped
+        for labels, with_side in windows.pieces("label", chunk):
+            if should_stop():
+                stopped = True
+                return
+            found = True
+            yield Piece(labels, with_side)
+
+    while found and not stopped:
+        found = False
+        for labels in workers.carry(work, pieces()):
+            written += len(labels)
+            store.written_elsewhere(labels)
+            done = before + written
+            on_progress(Progress(done, max(total, done), written, time.monotonic() - started))
+    return Outcome(written, store.left_behind(work.target.space), stopped)

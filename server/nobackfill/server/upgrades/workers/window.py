@@ -1,0 +1,98 @@
+"""One window carried wherever it is called: what a worker is given, and what it keeps.
+
+Read, transform, write may be repeated: a window whose worker died half-way is carried by another,
+and one that two workers carried is there once.
+"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from nobackfill.gallery.search.index import Labels
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.upgrade import carry
+from nobackfill.release.routes import Route, open_route
+from nobackfill.server.stores.postgresql.database import Database
+from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
+
+# A worker has one window under way.
+_CONNECTIONS = 2
+# How long it waits for a database that is restarted.
+_WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """An upgrade of one gallery. `files`: the route's, by their published paths; each is checked
+    against its signed digest where it is opened. Whoever sees this may write to the database."""
+
+    key: str
+    url: str = field(repr=False)
+    schema: str
+    source: str
+    target: SpaceSpec
+    route: Route = field(repr=False)
+    files: Mapping[str, bytes] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Labels to carry, with their side-information or without."""
+
+    labels: Labels
+    with_side: bool
+
+
+def files_of(folder: Path, route: Route) -> dict[str, bytes]:
+    """What `Work.files` holds of a route. Raises OSError."""
+    wanted = {
+        file.path
+        for _, upgrade in route.steps
+        for file in (upgrade.file, upgrade.int8_file)
+        if file is not None
+    }
+    return {path: (folder / path).read_bytes() for path in sorted(wanted)}
+
+
+class _Open:
+    """What a process keeps of the work that it has last done: connections, and the models."""
+
+    def __init__(self, work: Work) -> None:
+        self.key = work.key
+        self._target = work.target
+        with ExitStack() as closing:
+            folder = Path(closing.enter_context(TemporaryDirectory(prefix="nobackfill-")))
+            for path, content in work.files.items():
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / path).write_bytes(content)
+            self._runner = open_route(folder, work.route, 1, int8=True)
+            database = Database(work.url, _CONNECTIONS, _WAIT_S)
+            closing.callback(database.close)
+            database.open(lambda _: None)
+            self._gallery = PostgresqlGallery(database, work.schema)
+            self._windows = self._gallery.windows(work.source, work.target, self._runner.reads_side)
+            self.closing = closing.pop_all()
+
+    def carry(self, piece: Piece) -> Labels:
+        labels, embedding, side = self._windows.read(piece.labels, piece.with_side)
+        if not len(labels):
+            return np.empty(0, np.int64)
+        return carry(self._gallery, self._runner, self._target, labels, embedding, side)
+
+
+_open: _Open | None = None
+
+
+def carry_piece(work: Work, piece: Piece) -> Labels:
+    """Carry a piece; the labels written, increasing. Raises what `upgrade.carry` raises."""
+    global _open
+    if _open is None or _open.key != work.key:
+        if _open is not None:
+            _open.closing.close()
+            _open = None
+        _open = _Open(work)
+    return _open.carry(piece)

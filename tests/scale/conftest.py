@@ -1,0 +1,31 @@
+"""Everything here is marked `scale`: real clusters and engines, which `make test-scale` starts."""
+
+from pathlib import Path
+
+import pytest
+
+from nobackfill.release.manifest import Manifest
+from tests.server.conftest import Stages, make_stages
+from tests.support.blocks import manifest
+
+
+@pytest.fixture(scope="session")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
+    """The publication after release 1, and after release 2 with an upgrade from it."""
+    return make_stages(tmp_path_factory.mktemp("published"), 2)
+
+
+@pytest.fixture(scope="session")
+def one(stages: Stages) -> Manifest:
+    return manifest(stages[1], 1)
+
+
+@pytest.fixture(scope="session")
+def two(stages: Stages) -> Manifest:
+    return manifest(stages[2], 2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.scale)

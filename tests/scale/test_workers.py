@@ -1,0 +1,102 @@
+"""Upgrades carried by processes and by Ray; workers die meanwhile, others put and delete."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from nobackfill.errors import UnavailableError
+from nobackfill.gallery.upgrade import Progress
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.upgrades.workers.processes import Processes
+from tests.server.conftest import Stages
+from tests.support.carried import Carried
+from tests.support.postgres import Server
+
+COUNT = 20_000
+
+
+def test_a_killed_process_loses_doubles_and_revives_nothing(
+    stages: Stages, one: Manifest, two: Manifest, postgres: Server
+) -> None:
+    workers = Processes(2)
+    with postgres.database() as url:
+        carried = Carried(url, stages[2], one, two, COUNT)
+        told: list[Progress] = []
+
+        def on_progress(progress: Progress) -> None:
+            told.append(progress)
+            if len(told) in (2, 7):
+                pid = multiprocessing.active_children()[0].pid
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+
+        try:
+            # Stopped, it leaves the rest for the next time.
+            halted = carried.upgrade(workers, lambda _: None, lambda: True)
+            assert halted.stopped and halted.written == 0
+            outcome = carried.upgrade(workers, on_progress)
+            assert not outcome.stopped and outcome.left_behind == 0
+            carried.check()
+            assert told[-1].done <= told[-1].total and len(told) >= COUNT // 1024
+        finally:
+            workers.close()
+            carried.database.close()
+    assert not multiprocessing.active_children()
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[Any]:
+    """A Ray cluster of two nodes of one processor each, on this machine."""
+    cluster_utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed")
+    cluster = cluster_utils.Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    try:
+        cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_node_killed_in_mid_run_loses_doubles_and_revives_nothing(
+    two_nodes: Any, stages: Stages, one: Manifest, two: Manifest, postgres: Server
+) -> None:
+    import ray
+
+    from nobackfill.server.upgrades.workers.ray_cluster import RayCluster
+
+    workers = RayCluster(two_nodes.address)
+    with postgres.database() as url:
+        carried = Carried(url, stages[2], one, two, COUNT)
+        told: list[Progress] = []
+
+        def on_progress(progress: Progress) -> None:
+            told.append(progress)
+            if len(told) == 3:
+                (other,) = two_nodes.worker_nodes
+                two_nodes.remove_node(other, allow_graceful=False)
+
+        try:
+            outcome = carried.upgrade(workers, on_progress)
+            assert not outcome.stopped and outcome.left_behind == 0
+            carried.check()
+            assert len(told) >= COUNT // 1024
+            assert sum(bool(node["Alive"]) for node in ray.nodes()) == 1
+        finally:
+            workers.close()
+            carried.database.close()
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_cluster_that_is_not_there_is_said_so() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    from nobackfill.server.upgrades.workers.ray_cluster import RayCluster
+
+    with pytest.raises(UnavailableError, match="ray start"):
+        RayCluster("auto")
