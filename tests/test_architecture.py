@@ -202,6 +202,7 @@ def test_only_the_store_and_the_source_in_postgresql_import_psycopg() -> None:
     )
     assert {path.name for path in users if path.parent == folder("adopt") / "sources"} == {
         "pgvector.py",
+        "pgvector_column.py",
         "postgres_table.py",
     }
 

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sklearn.linear_model import Ridge as SklearnRidge
 
-from nobackfill import ridge
 from nobackfill.ridge import DECADES, Moments, fit, in_blocks, solve
 
 Doubles = NDArray[np.float64]
@@ -89,11 +88,24 @@ def test_blocks_and_a_far_origin_change_nothing() -> None:
     assert far.error == pytest.approx(whole.error, rel=1e-5)
 
 
-def test_of_many_rows_some_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_of_the_rest_are_those_of_all_without_a_part() -> None:
+    x, y = paired(90, 5, 3, 8)
+    whole = Moments.of(in_blocks(x, y)())
+    part = Moments(whole)
+    part.add(x[20:50], y[20:50])
+    left = np.r_[:20, 50:90]
+    rest, expected = whole.without(part), Moments.of(in_blocks(x[left], y[left])())
+    assert rest.rows == 60
+    np.testing.assert_allclose(rest.gram, expected.gram, atol=1e-9)
+    np.testing.assert_allclose(rest.cross, expected.cross, atol=1e-9)
+    for found, mean in zip(rest.means, expected.means, strict=True):
+        np.testing.assert_allclose(found, mean, atol=1e-12)
+
+
+def test_of_many_rows_some_are_left_out() -> None:
     x, y = paired(4000, 10, 3, 5)
     all_rows = fit(in_blocks(x, y))
-    monkeypatch.setattr(ridge, "MOST_LEFT_OUT", 1000)
-    some = fit(in_blocks(x, y, rows=300))
+    some = fit(in_blocks(x, y, rows=300), left_out=1000)
     assert some.error == pytest.approx(all_rows.error, rel=0.1)
     assert some.error != all_rows.error
     np.testing.assert_allclose(some.weight, all_rows.weight, atol=0.02)

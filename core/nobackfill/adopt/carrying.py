@@ -8,11 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nobackfill.adopt.maps import Map
 from nobackfill.adopt.pairs import WINDOW
-from nobackfill.adopt.sources.source import Beside, Source, Target, checked
+from nobackfill.adopt.sources.source import Beside, Source, Target, Window, checked
 from nobackfill.errors import BusyError, VerificationError
+from nobackfill.vectors import Vectors
 
 # A writer who is faster than the carrying is followed this many times through the whole store.
 MOST_SWEEPS = 20
@@ -46,16 +48,20 @@ def carry(
     name = source.facts().name
     beside = source.beside(target)
     written = 0
-    for _ in range(MOST_SWEEPS):
+    for sweep in range(MOST_SWEEPS):
         before = written
         for range_ in source.windows(window):
             rows = checked(beside.pending(range_), None, name)
+            mapped = np.empty((0, target.dim), np.float32)
             if len(rows):
                 checked(rows, mapping.dims[0], name)
-                beside.write(rows, mapping(rows.vectors))
+                mapped = mapping(rows.vectors)
+                beside.write(rows, mapped)
                 written += len(rows)
-            if progress is not None and len(rows):
-                progress(written)
+                if progress is not None:
+                    progress(written)
+            if len(rows) or sweep == 0:
+                _verify(source, beside, mapping, range_, rows.ids, mapped)
         if written == before:
             break
     else:
@@ -64,40 +70,37 @@ def carry(
             "carried; what is done is kept, run it again at a quieter hour"
         )
     steps = beside.finish()
-    return Carried(written, verify(source, beside, mapping, window), steps)
+    return Carried(written, beside.count(), steps)
 
 
-def verify(source: Source, beside: Beside, mapping: Map, window: int = WINDOW) -> int:
-    """Read every new vector back and compare it with the map of the old one; how many there are.
-
-    Rows that others have added or changed since are passed over. Raises VerificationError.
-    """
-    wrong: list[str] = []
-    missing = total = 0
-    for range_ in source.windows(window):
-        old, new = source.read(range_), beside.read(range_)
-        rows = {name: row for row, name in enumerate(new.ids)}
-        both = [(row, rows[name]) for row, name in enumerate(old.ids) if name in rows]
-        total += len(both)
-        missing += len(old.ids) - len(both)
-        if not both:
-            continue
-        here, there = np.array(both).T
-        scale = np.abs(new.vectors[there]).max()
-        distance = np.abs(mapping(old.vectors[here]) - new.vectors[there]).max(1)
-        far = np.flatnonzero(~(distance <= TOLERANCE * max(1.0, float(scale))))
-        wrong += [old.ids[here[row]] for row in far.tolist()]
-    if wrong and set(wrong) - _pending(source, beside, window):
+def _verify(
+    source: Source, beside: Beside, mapping: Map, range_: Window, ids: list[str], mapped: Vectors
+) -> None:
+    """Read the new vectors of a window back: `mapped` those of `ids`, of the others the map of what
+    they have. One that is missing is pending, and the next sweep's. Raises VerificationError."""
+    new = beside.read(range_)
+    places = {name: row for row, name in enumerate(ids)}
+    here = np.array([places.get(name, -1) for name in new.ids], np.int64)
+    if len(new) and (here >= 0).all() and not _far(mapped[here], new.vectors).any():
+        return
+    # Others were there, or somebody has changed an item in between: the window again, whole.
+    old, new = source.read(range_), beside.read(range_)
+    places = {name: row for row, name in enumerate(old.ids)}
+    there = [row for row, name in enumerate(new.ids) if name in places]
+    if not there:
+        return
+    here = np.array([places[new.ids[row]] for row in there], np.int64)
+    far = _far(mapping(old.vectors[here]), new.vectors[there])
+    wrong = [new.ids[there[row]] for row in np.flatnonzero(far)]
+    if wrong and set(wrong) - set(beside.pending(range_).ids):
         raise VerificationError(
-            f"{source.facts().name}: {len(wrong)} of {total} new vectors are not what the map "
+            f"{source.facts().name}: {len(wrong)} of {len(there)} new vectors are not what the map "
             f"gives, the first in {wrong[0]!r}; take them back with --rollback and carry again"
         )
-    if missing > len(_pending(source, beside, window)):
-        raise VerificationError(
-            f"{source.facts().name}: {missing} items have no new vector; carry again"
-        )
-    return total
 
 
-def _pending(source: Source, beside: Beside, window: int) -> set[str]:
-    return {name for range_ in source.windows(window) for name in beside.pending(range_).ids}
+def _far(expected: Vectors, got: Vectors) -> NDArray[np.bool_]:
+    """Rows that differ by more than halves are rounded by, or hold NaN."""
+    scale = max(1.0, float(np.abs(expected).max(initial=0)))
+    near = np.abs(expected - got).max(1, initial=0) <= TOLERANCE * scale
+    return np.asarray(~near)

@@ -4,18 +4,20 @@ Known items (queries whose answer is known): R@1, R@10, MRR. Similar things (eac
 neighbours, itself left out): agreement@10, the share of the new model's own ten neighbours.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.adopt.maps import fit_maps
+from nobackfill import ridge
+from nobackfill.adopt.maps import KINDS, LEFT_OUT, is_unit, solve_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.errors import InvalidInputError
 from nobackfill.metrics.distances import distances
 from nobackfill.metrics.ranking import Ints, Ranking, Relevance, rank_block
 from nobackfill.metrics.retrieval import average_precision, cmc
+from nobackfill.ridge import Moments, in_blocks
 from nobackfill.vectors import Vectors
 
 FOLDS = 5
@@ -57,24 +59,37 @@ class Queries:
         return Queries(self.old[rows], self.new[rows], self.rows[rows], self.own)
 
 
-def out_of_fold(pairs: Pairs, seed: int = 0, subset: float = 1.0) -> dict[str, Vectors]:
+def out_of_fold(
+    pairs: Pairs, seed: int = 0, subset: float = 1.0, kinds: Collection[str] = KINDS
+) -> dict[str, Vectors]:
     """Each candidate's vectors [n, b]; every row by a map that was fitted without it.
 
+    The one number that all folds share is the ridge's penalty, whose error is by leave-one-out.
     `subset`: the share of the other folds' pairs that is fitted on, for the learning curve.
     """
     if len(pairs) < 2 * FOLDS:
         raise InvalidInputError(f"expected at least {2 * FOLDS} pairs, got {len(pairs)}")
     rng = np.random.default_rng(seed)
     fold = rng.permutation(np.arange(len(pairs)) % FOLDS)
-    found: dict[str, Vectors] = {}
+    used = np.concatenate([_drawn(np.flatnonzero(fold == n), subset, rng) for n in range(FOLDS)])
+    blocks = in_blocks(pairs.old[used], pairs.new[used])
+    whole = Moments.of(blocks())
+    penalty = ridge.fit(blocks, moments=whole, left_out=LEFT_OUT).penalty
+    unit = is_unit(pairs.new)
+    found = {kind: np.empty_like(pairs.new) for kind in kinds}
     for number in range(FOLDS):
-        rest = np.flatnonzero(fold != number)
-        count = max(2, round(subset * len(rest)))
-        some = np.sort(rng.choice(rest, count, replace=False))
-        for kind, candidate in fit_maps(pairs.old[some], pairs.new[some]).items():
-            rows = found.setdefault(kind, np.empty_like(pairs.new))
-            rows[fold == number] = candidate(pairs.old[fold == number])
+        part = Moments(whole)
+        mine = used[fold[used] == number]
+        part.add(pairs.old[mine], pairs.new[mine])
+        rest = whole.without(part)
+        for kind, candidate in solve_maps(rest, ridge.solve(rest, penalty), unit, kinds).items():
+            found[kind][fold == number] = candidate(pairs.old[fold == number])
     return found
+
+
+def _drawn(rows: Ints, share: float, rng: np.random.Generator) -> Ints:
+    drawn: Ints = rng.choice(rows, max(1, round(share * len(rows))), replace=False)
+    return drawn
 
 
 def sampled(queries: Queries, items: int, seed: int = 0) -> Queries:

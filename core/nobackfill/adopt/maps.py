@@ -8,6 +8,7 @@ import io
 import json
 import zipfile
 import zlib
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from nobackfill.vectors import Vectors, check_vectors
 
 # Of the file.
 FORMAT = 1
+KINDS = ("affine", "low_rank", "procrustes")
+# Rows whose leave-one-out error chooses a penalty: a curve over 16 penalties needs no more.
+LEFT_OUT = 4000
 # Vectors that differ less from norm 1 came from a model that normalises.
 UNIT_TOLERANCE = 1e-3
 
@@ -78,17 +82,25 @@ def fit_maps(old: Vectors, new: Vectors, *, together: int = 1) -> dict[str, Map]
     """
     if len(old) != len(new) or len(old) < 2 * together:
         raise InvalidInputError(f"expected at least 2 pairs, got {len(old)} old and {len(new)} new")
-    unit = is_unit(new)
-    moments = Moments.of(in_blocks(old, new)())
-    affine = ridge.fit(in_blocks(old, new), together=together)
-    facts = {"pairs": str(len(old)), "penalty": f"{affine.penalty:.3g}"}
-    candidates = {
-        "affine": affine.weight,
-        "low_rank": _low_rank(affine.weight, moments, max(1, new.shape[1] // 2)),
-        "procrustes": _procrustes(moments, scaled=not unit),
+    blocks = in_blocks(old, new)
+    moments = Moments.of(blocks())
+    affine = ridge.fit(blocks, together=together, moments=moments, left_out=LEFT_OUT)
+    return solve_maps(moments, affine, is_unit(new))
+
+
+def solve_maps(
+    moments: Moments, affine: ridge.Ridge, unit: bool, kinds: Collection[str] = KINDS
+) -> dict[str, Map]:
+    """Those of `kinds`; `affine` is the ridge map of the same moments, `unit`: as in Map."""
+    solvers: dict[str, Callable[[], Doubles]] = {
+        "affine": lambda: affine.weight,
+        "low_rank": lambda: _low_rank(affine.weight, moments, max(1, moments.dims[1] // 2)),
+        "procrustes": lambda: _procrustes(moments, scaled=not unit),
     }
+    facts = {"pairs": str(moments.rows), "penalty": f"{affine.penalty:.3g}"}
     maps = {}
-    for kind, weight in candidates.items():
+    for kind in kinds:
+        weight = solvers[kind]()
         bias = moments.means[1] - weight @ moments.means[0]
         said = facts if kind != "procrustes" else {"pairs": facts["pairs"]}
         maps[kind] = Map(kind, weight.astype(np.float32), bias.astype(np.float32), unit, said)

@@ -170,7 +170,7 @@ def _curve(pairs: Pairs, asked: Queries, kind: str, judged_by: str, whole: float
         if share == 1:
             points.append(Point(fitted, whole))
         elif fitted >= 20:
-            vectors = judgement.out_of_fold(pairs, subset=share)[kind]
+            vectors = judgement.out_of_fold(pairs, subset=share, kinds=[kind])[kind]
             figure = _mean(judgement.figure_of(vectors, pairs, asked), judged_by)
             points.append(Point(fitted, figure))
     return points

@@ -19,7 +19,13 @@ from nobackfill.adopt.sources.source import (
     read_mark,
 )
 from nobackfill.durable import make_dir, remove_tree, replace, sweep, write_file
-from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, few
+from nobackfill.errors import (
+    AlreadyExistsError,
+    InvalidInputError,
+    NotFoundError,
+    VerificationError,
+    few,
+)
 from nobackfill.vectors import Vectors
 
 _IDS = "ids.npy"
@@ -154,9 +160,21 @@ class ArrayBeside:
                 joined[first:last] = _array(part)
             joined.flush()
             del joined
+            self._check(whole)
             replace(whole, self._final)
         remove_tree(self._parts)
         return [f"read {self._final} in place of the old vectors; rows have the same order"]
+
+    def _check(self, whole: Path) -> None:
+        """Raises VerificationError where a row is not what its part holds."""
+        joined = _array(whole)
+        for part in self._parts.glob("*.npy"):
+            first, last = map(int, part.stem.split("-"))
+            if not np.array_equal(joined[first:last], _array(part)):
+                raise VerificationError(
+                    f"{self._final}: rows {first} to {last} are not what was carried; check the "
+                    "disk and carry again"
+                )
 
     def _part(self, window: Window) -> Path:
         return self._parts / f"{window.after}-{window.last}.npy"

@@ -7,19 +7,18 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from nobackfill.adopt.sources.source import Column, Facts, Rows, Target, Window, even
+from nobackfill.adopt.sources.source import Column, Facts, Rows, Target, Window
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, few
 from nobackfill.extras import extra
-from nobackfill.vectors import Metric, Vectors
+from nobackfill.vectors import Metric
 
 with extra("adopt"):
     from psycopg import sql
 
+    from nobackfill.adopt.sources.pgvector_column import PgvectorBeside
     from nobackfill.adopt.sources.postgres_table import Table
 
 _METRICS: dict[str, Metric] = {"vector_cosine_ops": "cosine", "vector_l2_ops": "squared_l2"}
-# pgvector's own bound for its HNSW index on `vector`; halfvec reaches twice as far.
-_INDEXED_DIM = 2000
 # PostgreSQL cuts longer names off.
 _MOST_NAME = 63
 
@@ -82,7 +81,7 @@ class PgvectorSource:
         )
         return Column([key for key, _ in found], [value for _, value in found])
 
-    def beside(self, target: Target) -> "PgvectorBeside":
+    def beside(self, target: Target) -> PgvectorBeside:
         if len(target.name.encode("utf-8", "surrogateescape")) > _MOST_NAME:
             raise InvalidInputError(
                 f"--to: expected at most {_MOST_NAME} bytes, which is what PostgreSQL keeps of a "
@@ -113,8 +112,9 @@ class PgvectorSource:
                 )
                 changes.run(
                     "CREATE TRIGGER {trigger} BEFORE UPDATE ON {table} FOR EACH ROW WHEN "
-                    "(OLD.{old} IS DISTINCT FROM NEW.{old} "
-                    "AND NEW.{new} IS NOT DISTINCT FROM OLD.{new}) EXECUTE FUNCTION {function}()",
+                    # What carrying itself writes is told apart by the first, which reads no vector.
+                    "(NEW.{new} IS NOT DISTINCT FROM OLD.{new} "
+                    "AND OLD.{old} IS DISTINCT FROM NEW.{old}) EXECUTE FUNCTION {function}()",
                     **names,
                 )
         return PgvectorBeside(self, self._table, self._names(target.name), target)
@@ -153,9 +153,13 @@ class PgvectorSource:
 
     def rows(self, column: str, window: Window, missing: str | None = None) -> Rows:
         """Rows of a window by key that have a vector in `column`, and none in `missing`."""
-        found = self._table.all(
-            "SELECT {key}::text, xmin::text, {column}::vector FROM {table} t "
-            "WHERE {column} IS NOT NULL AND {condition} AND {within} ORDER BY t.{key}",
+        # One row: a tuple of Python a vector would take longer than the server does.
+        ((ids, seen, joined, least, most),) = self._table.all(
+            "SELECT array_agg(key), array_agg(seen), string_agg(vector_send(vector), ''), "
+            "min(vector_dims(vector)), max(vector_dims(vector)) FROM "
+            "(SELECT t.{key}::text AS key, t.xmin::text AS seen, {column}::vector AS vector "
+            "FROM {table} t WHERE {column} IS NOT NULL AND {condition} AND {within} "
+            "ORDER BY t.{key}) AS rows",
             binary=True,
             column=sql.Identifier(column),
             condition=sql.SQL("true")
@@ -163,14 +167,28 @@ class PgvectorSource:
             else sql.SQL("{} IS NULL").format(sql.Identifier(missing)),
             within=self._within(window),
         )
-        if not found:
+        if joined is None:
             return Rows([], np.empty((0, 0), np.float32))
-        ids, seen, values = zip(*found, strict=True)
+        if least != most:
+            raise InvalidInputError(self._uneven(column, window))
         # pgvector's binary form: int16 dimension, int16 unused, then big-endian float32.
-        if len({len(value) for value in values}) > 1:
-            even([np.frombuffer(value[4:], ">f4") for value in values], ids, self._table.name)
-        joined = np.frombuffer(b"".join(value[4:] for value in values), ">f4")
-        return Rows(list(ids), joined.astype(np.float32).reshape(len(ids), -1), (), seen)
+        values = np.frombuffer(joined, ">f4").reshape(len(ids), 1 + least)[:, 1:]
+        return Rows(ids, values.astype(np.float32), (), seen)
+
+    def _uneven(self, column: str, window: Window) -> str:
+        """What is said of vectors of several dimensions: the first of each."""
+        (here, dim), (there, other) = self._table.all(
+            "SELECT key, dim FROM (SELECT DISTINCT ON (vector_dims({column}::vector)) "
+            "t.{key}::text AS key, t.{key} AS place, vector_dims({column}::vector) AS dim "
+            "FROM {table} t WHERE {column} IS NOT NULL AND {within} "
+            "ORDER BY vector_dims({column}::vector), t.{key}) AS firsts ORDER BY place LIMIT 2",
+            column=sql.Identifier(column),
+            within=self._within(window),
+        )
+        return (
+            f"{self._table.name}: expected one dimension in all rows, got {dim} in {here!r} and "
+            f"{other} in {there!r}; are these two models' vectors?"
+        )
 
     def _within(self, window: Window) -> sql.Composable:
         bounds = [(sql.SQL(">"), window.after), (sql.SQL("<="), window.last)]
@@ -181,71 +199,3 @@ class PgvectorSource:
             if bound is not None
         ]
         return sql.SQL(" AND ").join([sql.SQL("true"), *conditions])
-
-
-class PgvectorBeside:
-    """The new column."""
-
-    def __init__(
-        self, source: PgvectorSource, table: Table, names: dict[str, sql.Identifier], target: Target
-    ) -> None:
-        self._source, self._table, self._names, self._target = source, table, names, target
-
-    def pending(self, window: Window) -> Rows:
-        return self._source.rows(self._source.vector, window, missing=self._target.name)
-
-    def write(self, rows: Rows, vectors: Vectors) -> None:
-        """Into rows that nobody has written since they were read: xmin is the row's last writer."""
-        head = np.array([self._target.dim, 0], ">i2").tobytes()
-        values = np.ascontiguousarray(vectors, ">f4")
-        # Keys as text: COPY knows no domains and no enumerations.
-        kind = sql.SQL(self._table.key_type)
-        with self._table.changing() as changes:
-            changes.run(
-                "CREATE TEMPORARY TABLE nobackfill_window (key text, seen text, new vector) "
-                "ON COMMIT DROP"
-            )
-            written = (
-                (key, seen, head + value.tobytes())
-                for key, seen, value in zip(rows.ids, rows.seen, values, strict=True)
-            )
-            # Bytes of a bytea and of a vector are sent alike.
-            changes.copy("nobackfill_window", ["text", "text", "bytea"], written)
-            changes.run(
-                "UPDATE {table} t SET {new} = w.new FROM nobackfill_window w "
-                "WHERE t.{key} = w.key::{kind} AND t.xmin::text = w.seen",
-                kind=kind,
-                **self._names,
-            )
-
-    def read(self, window: Window) -> Rows:
-        return self._source.rows(self._target.name, window)
-
-    def count(self) -> int:
-        return self._source.filled(self._target.name)
-
-    def finish(self) -> list[str]:
-        facts = self._source.facts()
-        kind = "vector" if self._target.dim <= _INDEXED_DIM else "halfvec"
-        operators = "l2" if facts.metric == "squared_l2" else "cosine"
-        dim, index = sql.SQL(str(self._target.dim)), sql.SQL(f"{kind}_{operators}_ops")
-        indexed = self._names["new"] if kind == "vector" else None
-        column = indexed or sql.SQL("({}::halfvec({}))").format(self._names["new"], dim)
-        swap = (
-            "BEGIN; DROP FUNCTION {function}() CASCADE; "
-            # From now on it is the source's own: the next model's map reads it.
-            "COMMENT ON COLUMN {table}.{new} IS NULL; "
-            "ALTER TABLE {table} RENAME COLUMN {old} TO {kept}; "
-            "ALTER TABLE {table} RENAME COLUMN {new} TO {old}; COMMIT"
-        )
-        return [
-            self._table.text(
-                "CREATE INDEX CONCURRENTLY ON {table} USING hnsw ({column} {index})",
-                column=column,
-                index=index,
-            ),
-            "switch the queries to the new model, and in the same moment:",
-            self._table.text(
-                swap, kept=sql.Identifier(f"{self._source.vector}_before"), **self._names
-            ),
-        ]

@@ -1,6 +1,7 @@
 """One table of PostgreSQL: its columns, its key, and statements whose names are quoted."""
 
 import json
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, LiteralString
@@ -149,13 +150,18 @@ class Changes:
     def run(self, query: LiteralString, **parts: object) -> None:
         self._connection.execute(self._table.composed(query, **parts))
 
-    def copy(self, into: str, types: list[str], rows: Iterator[tuple[object, ...]]) -> None:
-        """Fill a table by COPY in binary form."""
+    def copy(self, into: str, rows: Iterator[tuple[bytes, ...]]) -> None:
+        """Fill a table by COPY; fields are in their types' binary form."""
         statement = sql.SQL("COPY {} FROM STDIN (FORMAT BINARY)").format(sql.Identifier(into))
+        pieces = [b"PGCOPY\n\xff\r\n\0", bytes(8)]
+        for row in rows:
+            pieces.append(struct.pack(">h", len(row)))
+            for field in row:
+                pieces += (struct.pack(">i", len(field)), field)
+        pieces.append(struct.pack(">h", -1))
         with self._connection.cursor() as cursor, cursor.copy(statement) as copy:
-            copy.set_types(types)
-            for row in rows:
-                copy.write_row(row)
+            # At once: a call of psycopg's a row takes longer than the server does.
+            copy.write(b"".join(pieces))
 
 
 # What PostgreSQL says, by its classes of errors, and what that is to us.
