@@ -151,7 +151,7 @@ struct Snapshot {
         const std::size_t most = std::max(ef, asked);
         // What passes is found by its own links: by so many more the fewer there are.
         const bool sparse = count < rows / 20;
-        const std::size_t fewer = std::max(asked, (sparse ? 4 : 3) * most / 8);
+        const std::size_t fewer = std::max(asked, (sparse ? 4 : 3) * most / 4);
         const double some = (double(wanted) + 2.5 * std::sqrt(double(wanted)) + 2) / NEAR_END;
         const std::size_t wide = std::min(
             rows, std::max(most, std::size_t(some * double(rows) / double(count)))
