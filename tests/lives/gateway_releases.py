@@ -215,7 +215,7 @@ def _copy(server: Server) -> dict[str, Any]:
 
 
 def _wait_idle(life: Life) -> None:
-    wait_until(lambda: life.world.idle(), "an activation does not end")
+    wait_until(lambda: life.world.idle(), "an activation does not end", seconds=300)
 
 
 def _wait_arrived(life: Life) -> None:
