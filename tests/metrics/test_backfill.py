@@ -7,6 +7,7 @@ import pytest
 
 from nobackfill.metrics.backfill import (
     NEAR,
+    Line,
     backfill_curve,
     class_order,
     class_shares,
@@ -120,6 +121,22 @@ def test_uncertain_outliers_that_no_search_meets_wait() -> None:
     assert set(uncertainty_order(variance)[:20]) == set(range(60, 80))
     first = gain_order(served, variance)[:20]
     assert np.sum(first < 60) >= 15
+
+
+def test_a_line_undoes_what_carrying_did_to_distances() -> None:
+    """A gallery that was carried without error, but to half of its size, around the query."""
+    rng = np.random.default_rng(3)
+    new, labels = rng.normal(size=(30, 6)), np.arange(30) % 3
+    query = np.zeros((1, 6))
+    relevance = same_label(np.array([0]), labels)
+    order = random_order(30, 0)
+    plain = backfill_curve(query, new, new, order, relevance)
+    # Squared distances of l2 are a quarter.
+    undone = backfill_curve(query, new / 2, new, order, relevance, line=Line(4.0))
+    np.testing.assert_allclose(undone.map, plain.map)
+    assert not np.allclose(backfill_curve(query, new / 2, new, order, relevance).map, plain.map)
+    far = backfill_curve(query, new, new, order, relevance, line=Line(1.0, 100.0))
+    assert far.map[0] == far.map[-1] == pytest.approx(plain.map[0])
 
 
 def test_class_shares_stop_where_classes_end() -> None:

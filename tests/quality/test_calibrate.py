@@ -4,8 +4,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from nobackfill.metrics.ranking import Relevance
-from nobackfill.quality.calibrate import PAIRS_A_QUERY, fit_calibration, fit_curve, retrieved_pairs
+from nobackfill.metrics.backfill import AS_THEY_ARE
+from nobackfill.metrics.ranking import Ranking, Relevance
+from nobackfill.quality.calibrate import (
+    PAIRS_A_QUERY,
+    fit_calibration,
+    fit_curve,
+    retrieved_pairs,
+    same_scale,
+)
+from nobackfill.quality.retrieval import Measured
 from nobackfill.release.calibration import scores
 
 SPACE = "sp-" + "0" * 64
@@ -58,3 +66,25 @@ def test_a_calibration_is_applied_as_it_was_fitted() -> None:
     assert curve.items == 30
     near, far = scores(curve, [0.0, 2.0])
     assert near > 0.8 > 0.2 > far
+
+
+def test_carried_distances_are_brought_to_the_scale_of_embedded_ones() -> None:
+    """Pairs whose odds fall with the distance alike, once they are stretched and moved."""
+    rng = np.random.default_rng(0)
+    own = rng.uniform(0, 1, (400, PAIRS_A_QUERY))
+    matching = rng.uniform(size=own.shape) < 1 / (1 + np.exp(12 * own - 5))
+    near = np.tile(np.arange(PAIRS_A_QUERY), (400, 1))
+    relevance = Relevance([np.flatnonzero(row) for row in matching], [np.array([], int)] * 400)
+
+    def measured(distances: np.ndarray) -> Measured:
+        none = np.empty(0)
+        ranking = Ranking([], np.empty(0, np.int64))
+        return Measured(none, none, none, ranking, near, distances.astype(np.float32))
+
+    line = same_scale(measured(0.3 + 2 * own), measured(own), relevance)
+    assert line.slope == pytest.approx(0.5, rel=0.01)
+    assert line.offset == pytest.approx(-0.15, abs=0.01)
+    # Where farther is likelier, or all match, there is nothing to go by.
+    assert same_scale(measured(-own), measured(own), relevance) == AS_THEY_ARE
+    all_match = Relevance([np.arange(PAIRS_A_QUERY)] * 400, relevance.ignored)
+    assert same_scale(measured(2 * own), measured(own), all_match) == AS_THEY_ARE

@@ -21,6 +21,10 @@ def build(name: str, size: int, *, pooling: str = "avg", last_nonlin: bool = Fal
         ("small", 8),
         ("small", 16),
         ("small_resnet", 32),
+        ("small_mobilenet", 8),
+        ("small_vit", 8),
+        ("small_vit", 32),
+        ("small_swin", 8),
         ("resnet18", 32),
         ("mobilenet_v2", 32),
         ("mobilenet_v3_small", 32),
@@ -118,3 +122,14 @@ def test_an_unknown_name_is_refused_with_near_ones() -> None:
     with pytest.raises(ConfigurationError, match=r"'resnet20'.*resnet") as caught:
         build("resnet20", 32)
     assert caught.value.exit_code == 78
+
+
+def test_small_transformers_learn_from_the_first_step_and_refuse_what_they_cannot_cut() -> None:
+    for name in ("small_vit", "small_swin"):
+        vectors = build(name, 8)(torch.rand(2, 3, 8, 8))
+        # Vectors of length 0 would have no direction.
+        assert vectors.norm(dim=1).min() > 0, name
+    with pytest.raises(ConfigurationError, match=r"28 pixels into patches of 3; .* e\.g\. 27"):
+        build("small_vit", 28)
+    with pytest.raises(ConfigurationError, match="small_mobilenet has no average pooling"):
+        build("small_mobilenet", 8, pooling="gem")

@@ -21,6 +21,19 @@ NEAR = 10
 
 
 @dataclass(frozen=True)
+class Line:
+    """What brings the distance of a carried item to that of a re-embedded one which is as likely to
+    match: slope * distance + offset. `slope` > 0.
+    """
+
+    slope: float = 1.0
+    offset: float = 0.0
+
+
+AS_THEY_ARE = Line()
+
+
+@dataclass(frozen=True)
 class BackfillCurve:
     """Quality at each share of re-embedded items, from 0 to 1."""
 
@@ -96,13 +109,14 @@ def backfill_curve(
     shares: ArrayLike = TENTHS,
     metric: Metric = "l2",
     served_queries: Floats | None = None,
+    line: Line = AS_THEY_ARE,
 ) -> BackfillCurve:
     """Search a gallery of which the first share of `order` holds `backfilled` [g, dim], the rest
     `served` [g, served dim], with `queries` [q, dim].
 
     `served_queries` [q, served dim] are the queries as they meet served items, where the dimensions
     differ (BCT's first K elements); otherwise `queries` meets both. The distances of both kinds are
-    ranked together as they are.
+    ranked together, those of served items along `line`.
     """
     places = np.empty(len(order), np.int64)
     places[order] = np.arange(len(order))
@@ -118,7 +132,7 @@ def backfill_curve(
         strict=True,
     ):
         for done, collected in zip(counts, ranks, strict=True):
-            mixed = np.where(places < done, new, old)
+            mixed = np.where(places < done, new, line.slope * old + line.offset)
             collected.extend(rank_block(mixed, first, relevance))
     rankings = [Ranking(r, np.array([len(one) for one in r], np.int64)) for r in ranks]
     cmc1 = np.stack([cmc(ranking, 1) for ranking in rankings])

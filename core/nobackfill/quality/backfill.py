@@ -3,8 +3,10 @@
 from collections.abc import Callable, Sequence
 
 from nobackfill.metrics.backfill import (
+    AS_THEY_ARE,
     TENTHS,
     BackfillCurve,
+    Line,
     backfill_curve,
     class_order,
     class_shares,
@@ -30,9 +32,11 @@ def backfill_curves(
     orders: Sequence[str] = ORDERS,
     *,
     int8: bool = False,
+    line: Line = AS_THEY_ARE,
 ) -> dict[str, BackfillCurve]:
     """The curves of a cell of an older gallery, searched as it is or carried along a route, by
-    order; by uncertainty and gain where the upgrade predicts a variance."""
+    order; by uncertainty and gain where the upgrade predicts a variance. `line`: of what is carried
+    (`nobackfill.quality.calibrate.same_scale`)."""
     served, whole = gallery.along(cell.gallery, int8=int8), gallery.native(cell.query)
     uncertainty = served.uncertainty
     made: dict[str, Callable[[], Ints]] = {
@@ -60,5 +64,6 @@ def backfill_curves(
             shares=shares,
             metric=queries.metric(cell.query),
             served_queries=queries.asking(cell),
+            line=line,
         )
     return curves

@@ -6,7 +6,9 @@ Random pairs would be nearly all easy; what a user sees are the nearest few, so 
 import numpy as np
 from numpy.typing import NDArray
 
+from nobackfill.metrics.backfill import AS_THEY_ARE, Line
 from nobackfill.metrics.ranking import Relevance
+from nobackfill.quality.retrieval import Measured
 from nobackfill.release.manifest import Calibration
 from nobackfill.vectors import Origin
 
@@ -73,6 +75,36 @@ def _strict(
         x = np.array([x[0] - spread, x[0] + spread])
         y = np.array([min(1.0, float(y[0]) + 1e-6), max(0.0, float(y[0]) - 1e-6)])
     return tuple(map(float, x)), tuple(map(float, y))
+
+
+def same_scale(carried: Measured, embedded: Measured, relevance: Relevance) -> Line:
+    """The line on which a carried item's distance means what a re-embedded one's does: one logistic
+    curve for each origin, over the PAIRS_A_QUERY nearest of each query that were measured.
+
+    Unlike `fit_curve`'s steps it keeps the order within an origin. The line of distances as they
+    are where one origin's pairs do not tell matches from others.
+    """
+    its, own = (
+        _logistic(*retrieved_pairs(m.neighbours, m.distances, relevance))
+        for m in (carried, embedded)
+    )
+    if its is None or own is None:
+        return AS_THEY_ARE
+    return Line(its[0] / own[0], (its[1] - own[1]) / own[0])
+
+
+def _logistic(
+    distances: NDArray[np.float64], matches: NDArray[np.float64]
+) -> tuple[float, float] | None:
+    """Log-odds of a match = slope * distance + intercept; None where they do not fall."""
+    from sklearn.linear_model import LogisticRegression
+
+    if len(np.unique(matches)) < 2:
+        return None
+    # A weak prior: pairs that are told apart without error have no finite slope.
+    curve = LogisticRegression(C=1e3).fit(distances[:, None], matches)
+    slope = float(curve.coef_[0, 0])
+    return (slope, float(curve.intercept_[0])) if slope < 0 else None
 
 
 def fit_calibration(

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 from nobackfill.class_folders import list_images
 from nobackfill.metrics.distances import unit
 from nobackfill.metrics.retrieval import mean, score
+from nobackfill.training.comparison.architectures import PAIRS
 from nobackfill.training.comparison.catalogue import rows_of
 from nobackfill.training.comparison.cells import evaluation, read_cells
 from nobackfill.training.comparison.cost import costs
@@ -100,6 +101,33 @@ def test_disjoint_objectives_share_no_class(place: Place) -> None:
     cells = read_cells(place.runs / "cells" / "disjoint-fct_simclr.npz")
     assert cells is not None
     assert len(cells.by_query["new/served"]["map"]) == len(images_of(place, row))
+
+
+def test_lwf_of_the_paper_learns_new_classes_and_knows_the_old_ones_by_soft_labels(
+    place: Place,
+) -> None:
+    (row,) = rows_of(place, ("lwf_new_data",))
+    do([(place, [row])], 1)
+    assert set(read_finished(row.new.folder).class_names) == set("56789")
+    assert row.new.values["old"] == row.old.folder
+    assert set(images_of(place, row).labels) == set(range(10))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_models_of_two_architectures_are_compared(place: Place, pair: str) -> None:
+    rows = {row.name: row for row in rows_of(place, ("architectures",))}
+    row = rows[f"{pair}:affine_simclr"]
+    do([(place, [row])], 1)
+    trained = [read_finished(run.folder).config for run in (row.old, row.new)]
+    assert tuple(config.model_dump()["backbone"] for config in trained) == PAIRS[pair]
+    cells = read_cells(place.runs / "cells" / f"{pair}-affine_simclr.npz")
+    assert cells is not None
+    # What was carried is nearer to the new space than two networks are.
+    figures = {cell: mean(cells.by_query[cell]["map"]) for cell in ("new/old", "new/served")}
+    assert figures["new/old"] < figures["new/served"]
+    # All rows of a pair have one old model, and rivals start alike.
+    olds = {other.old.folder for name, other in rows.items() if name.startswith(f"{pair}:")}
+    assert olds == {row.old.folder}
 
 
 def test_a_long_chain_hands_each_model_and_side_information_on(place: Place) -> None:

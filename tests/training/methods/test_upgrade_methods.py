@@ -15,6 +15,7 @@ from nobackfill.training.loop.upgrade import fit_upgrade, load_upgrade
 from nobackfill.training.method import UpgradeInputs
 from nobackfill.training.methods import UPGRADE_METHODS, upgrade_method
 from nobackfill.training.methods.forward import new_classifier
+from nobackfill.training.methods.rbt import RbtOptions, ResidualBottlenecks
 from nobackfill.training.methods.residual import ResidualMap, ResidualObjective
 from nobackfill.training.methods.soft_prototypes import SoftPrototypes
 from nobackfill.training.networks.transform import Upgrade
@@ -207,3 +208,12 @@ def test_what_a_method_cannot_do_is_refused(tmp_path: Path) -> None:
         build("soft_prototypes")
     with pytest.raises(ConfigurationError, match="unknown upgrade method 'afine'; known: affine"):
         upgrade_method("afine")
+
+
+def test_rbts_bottleneck_is_half_of_the_space_unless_it_is_told() -> None:
+    def widths(**options: int) -> list[int]:
+        h = ResidualBottlenecks(12, 8, RbtOptions(**options), unit=False)
+        return [m.out_features for m in h.modules() if isinstance(m, torch.nn.Linear)]
+
+    assert widths() == [8, *(3 * [4, 8])]
+    assert widths(blocks=1, bottleneck=3) == [8, 3, 8]

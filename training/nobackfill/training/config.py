@@ -104,7 +104,7 @@ class _Network(_Training):
 
     image_size: int = Field(ge=8, le=1024)
     backbone: str = "small"
-    # Channels of the first stage; only `small` and `small_resnet` have it.
+    # Channels of the first stage; only the networks named `small` or `small_…` have it.
     width: int = Field(32, ge=4, le=512)
     # A nonlinearity after the last linear layer (the papers' reported failure when true).
     last_nonlin: bool = False

@@ -5,6 +5,7 @@ from typing import Any
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.comparison.ablations import parts, sizes
+from nobackfill.training.comparison.architectures import architectures
 from nobackfill.training.comparison.names import Name, within
 from nobackfill.training.comparison.presets import Values
 from nobackfill.training.comparison.recipe import Place, Run
@@ -15,6 +16,7 @@ from nobackfill.training.comparison.settings import (
     disjoint,
     foreign,
     long_chain,
+    new_data,
     noise,
 )
 
@@ -242,7 +244,9 @@ GROUPS: dict[str, Callable[[Shared], list[Row]]] = {
     "bct_family": compatible,
     "dmu_family": dmu,
     "variants": variants,
+    "new_data": new_data,
     "arcface": arcface,
+    "architectures": architectures,
     "maps": maps,
     "transforms": transforms,
     "chains": chains,

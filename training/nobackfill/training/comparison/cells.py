@@ -1,15 +1,16 @@
 """The cells of one row: figures by query, kept on disk with the digests of what made them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.class_folders import Listing
+from nobackfill.class_folders import Listing, list_images
 from nobackfill.durable import write_file
+from nobackfill.metrics.backfill import AS_THEY_ARE, BackfillCurve, Line
 from nobackfill.metrics.cka import linear_cka
 from nobackfill.metrics.distances import Metric
 from nobackfill.metrics.hubness import hubness
@@ -17,11 +18,14 @@ from nobackfill.metrics.neighbours import nearest
 from nobackfill.metrics.ranking import Relevance
 from nobackfill.metrics.retrieval import PerQuery
 from nobackfill.quality.backfill import backfill_curves
-from nobackfill.quality.cells import upgrade_cells
+from nobackfill.quality.calibrate import PAIRS_A_QUERY, same_scale
+from nobackfill.quality.cells import CellName, alone, upgrade_cells
 from nobackfill.quality.relevance import among_others
 from nobackfill.quality.retrieval import Measured, measure, measure_cell
 from nobackfill.training.comparison.rows import Row
 from nobackfill.training.comparison.serve import NEW, OLD, Trained
+from nobackfill.training.config_file import parse_config
+from nobackfill.training.data.folders import hold_out
 from nobackfill.training.data.pictures import Reading, open_pictures
 from nobackfill.training.networks.frozen import features, of_run
 
@@ -60,10 +64,8 @@ class Cells:
 
 def row_cells(row: Row, test: Evaluation) -> Cells:
     """Every cell of a row. A cell whose two sides differ in dimension is left out."""
-    old = test.features(row.old.folder, "embedder")
-    new = test.features(row.new.folder, "embedder")
-    side = None if row.side is None else test.features(row.side.folder, "side_encoder")
-    images = Trained(row, test.listing, test.metric, {OLD: old, NEW: new}, side)
+    images = _embedded(row, test)
+    old, new = images.native(OLD), images.native(NEW)
     names = upgrade_cells(OLD, NEW, (OLD, NEW) if row.route else ())
     # The first elements of a longer embedding, as BCT section 3.6 has it; none of a shorter one.
     measured = {
@@ -76,19 +78,63 @@ def row_cells(row: Row, test: Evaluation) -> Cells:
     if row.route:
         carried = measure(served.embedding, served.embedding, test.relevance, test.metric)
         cells["served/served"] = by_query(carried)
-    orders = ("random", "oracle", "uncertainty", "gain") if row.route else ("random",)
-    curves = backfill_curves(
-        names["new/served"], images, images, test.relevance, orders, int8=row.int8
-    )
-    for name, curve in curves.items():
+    for name, curve in _curves(row, names["new/served"], images, test).items():
         cells[f"backfill {name}"] = {"cmc1": curve.cmc1_areas, "map": curve.map_areas}
     extras = {"hubness": _hubness(images.asking(names["new/served"]), served.embedding, test)}
     if served.uncertainty is not None:
         squared = ((served.embedding - new) ** 2).mean(axis=1)
         extras["variance_ratio"] = float(np.mean(squared / served.uncertainty))
-    if side is not None:
-        extras["cka"] = linear_cka(old, side)
+    if row.side is not None:
+        extras["cka"] = linear_cka(old, test.features(row.side.folder, "side_encoder"))
     return Cells(cells, extras | _logged(row.new.folder / "stats.jsonl"))
+
+
+def _embedded(row: Row, images: Evaluation) -> Trained:
+    """The images in the spaces of the row's models."""
+    vectors = {
+        number: images.features(run.folder, "embedder")
+        for number, run in ((OLD, row.old), (NEW, row.new))
+    }
+    side = None if row.side is None else images.features(row.side.folder, "side_encoder")
+    return Trained(row, images.listing, images.metric, vectors, side)
+
+
+def _curves(
+    row: Row, served: CellName, images: Trained, test: Evaluation
+) -> dict[str, BackfillCurve]:
+    """A gallery's curves while it is embedded again: by distances as they are and, of one that was
+    carried, by scores of each origin (`…, calibrated`)."""
+
+    def curves(orders: Sequence[str], line: Line = AS_THEY_ARE) -> dict[str, BackfillCurve]:
+        return backfill_curves(
+            served, images, images, test.relevance, orders, int8=row.int8, line=line
+        )
+
+    if not row.route:
+        return curves(("random",))
+    calibrated = curves(("random", "uncertainty", "gain"), _line(row, served, test))
+    return curves(("random", "oracle", "uncertainty", "gain")) | {
+        f"{order}, calibrated": curve for order, curve in calibrated.items()
+    }
+
+
+def _line(row: Row, served: CellName, test: Evaluation) -> Line:
+    """What carried distances are worth, by the images that neither the row's models nor its
+    upgrade trained on."""
+    config = parse_config(dict(row.route[-1].values), row.name)
+    whole = list_images(config.images, config.classes, config.class_list)
+    _, rows = hold_out(whole, config.held_out, config.split_seed)
+    if not len(rows):
+        return AS_THEY_ARE
+    held_out = evaluation(whole.select(rows), test.metric, test.cache)
+    images = _embedded(row, held_out)
+    carried, embedded = (
+        measure_cell(
+            cell, images, images, held_out.relevance, neighbours=PAIRS_A_QUERY, int8=row.int8
+        )
+        for cell in (served, alone(NEW))
+    )
+    return same_scale(carried, embedded, held_out.relevance)
 
 
 def by_query(measured: Measured) -> dict[str, PerQuery]:

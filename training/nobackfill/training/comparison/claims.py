@@ -1,5 +1,6 @@
 """What the papers claim, and what we do, of the rows of a comparison."""
 
+from nobackfill.training.comparison.architectures import PAIRS
 from nobackfill.training.comparison.catalogue import COMPATIBLE, DMU, VARIANTS
 from nobackfill.training.comparison.domains import SHIFTS
 from nobackfill.training.comparison.names import OURS, Name, within
@@ -8,7 +9,7 @@ from nobackfill.training.comparison.settings import DISJOINT, HOPS
 from nobackfill.training.comparison.verdicts import Claim
 from nobackfill.training.data.allocations import ALLOCATIONS
 
-BACKWARD = (*COMPATIBLE, *DMU, *VARIANTS, Name.BCT_CHAIN, Name.DMU_CHAIN)
+BACKWARD = (*COMPATIBLE, Name.LWF_NEW_DATA, *DMU, *VARIANTS, Name.BCT_CHAIN, Name.DMU_CHAIN)
 # Whichever serves best: a rival of BCT is held to the best that BCT can do.
 BCT = (Name.BCT, Name.BCT_KD, Name.BCT_SYS)
 
@@ -44,6 +45,20 @@ CLAIMS = (
             (Name.BCT_SYS, cell),
         )
         for cell in ("new/new", "new/old")
+    ),
+    *(
+        Claim(
+            f"{text}, {pair.replace('_', ' ')}",
+            (within(pair, better), better_cell),
+            (within(pair, worse), worse_cell),
+        )
+        for pair in PAIRS
+        for text, better, better_cell, worse, worse_cell in (
+            ("FCT > BCT", Name.FCT_SIMCLR, SERVED, Name.BCT_SYS, "new/old"),
+            ("DMU as served > BCT", Name.DMU, SERVED, Name.BCT_SYS, "new/old"),
+            ("ours > FCT", OURS, SERVED, Name.FCT_SIMCLR, SERVED),
+            ("ours > the old model", OURS, SERVED, OURS, "old/old"),
+        )
     ),
     Claim("DMU's psi(old) > its raw old", (Name.DMU, SERVED), (Name.DMU, "new/old")),
     Claim(
@@ -111,6 +126,23 @@ CLAIMS = (
             ("gain", "random"),
             ("gain", "uncertainty"),
         )
+    ),
+    *(
+        Claim(
+            f"scores by origin > distances, {order} order of backfill, {text}",
+            (row, f"backfill {order}, calibrated"),
+            (row, f"backfill {order}"),
+        )
+        for text, row in (("FastFill", Name.FASTFILL_SIMCLR), ("ours", OURS))
+        for order in ("random", "uncertainty", "gain")
+    ),
+    *(
+        Claim(
+            f"uncertainty > random order of backfill, both by scores of origin, {text}",
+            (row, "backfill uncertainty, calibrated"),
+            (row, "backfill random, calibrated"),
+        )
+        for text, row in (("FastFill", Name.FASTFILL_SIMCLR), ("ours", OURS))
     ),
     Claim("ours > FastFill", _OURS, (Name.FASTFILL_SIMCLR, SERVED)),
     Claim("ours > FCT", _OURS, _SIDE),

@@ -13,6 +13,7 @@ class Name(StrEnum):
     UNIBCT = auto()
     BCT_SYS = auto()
     DMU = auto()
+    LWF_NEW_DATA = auto()
     BCT_WIDE = auto()
     BCT_RELU = auto()
     BCT_SOFTMAX_TO_COSINE = auto()

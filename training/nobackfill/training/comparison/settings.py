@@ -141,6 +141,20 @@ def disjoint(shared: Shared) -> list[Row]:
     return [alone, row(Name.FCT_NONE, None), row(Name.FCT_SIMCLR, shared.side("simclr"))]
 
 
+def new_data(shared: Shared) -> list[Row]:
+    """LwF as BCT publishes it (Table 1): only the images of classes that phi_old does not know
+    train phi_new. Row `lwf` of the comparison has all images, as its rivals have.
+    """
+    place, split = shared.place, shared.split
+    if split.first_of_chain is None:
+        return []
+    images = place.images / DISJOINT / "train"
+    new = place.embedder(
+        Name.LWF_NEW_DATA, classes=None, role="new", old=shared.old, images=images, method="lwf"
+    )
+    return [Row(Name.LWF_NEW_DATA, shared.old, new)]
+
+
 def noise(shared: Shared) -> list[Row]:
     """UniBCT's prototypes where a fifth of the new training set's labels are wrong."""
     if shared.split.first_of_chain is None:

@@ -78,9 +78,11 @@ class ContrastiveObjective(CompatibleObjective):
 
 
 class FocalOptions(WeightOptions):
-    """`temperature` divides the classifier's responses on both sides."""
+    """`temperature` divides the classifier's responses on both sides. At 1 the term is too steep to
+    train by: on development seeds of digits new/new fell to 85 to 100 CMC-1, where 4 has 99.6.
+    """
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(4.0, gt=0)
 
 
 class FocalObjective(CompatibleObjective):

@@ -1,6 +1,8 @@
 """Residual bottleneck transformation (Wang et al. 2020) in place of FCT's network: FCT appendix J.
 
-Reads the old embedding alone, as there. The loss is FCT's squared L2.
+Reads the old embedding alone, as there. The loss is FCT's squared L2. FCT prints neither the number
+of blocks nor their width, and RBT's own paper is not among ours: the bottleneck is narrower than
+what passes it, whatever the dimension.
 """
 
 import torch.nn.functional as F
@@ -16,10 +18,12 @@ from nobackfill.training.networks.transform import Upgrade
 
 
 class RbtOptions(Options):
-    """`bottleneck` numbers inside each of `blocks` residual blocks."""
+    """`bottleneck` numbers inside each of `blocks` residual blocks; absent: half of the new
+    dimension.
+    """
 
     blocks: int = Field(3, ge=1)
-    bottleneck: int = Field(64, ge=1)
+    bottleneck: int | None = Field(None, ge=1)
 
 
 class Bottleneck(nn.Module):
@@ -45,7 +49,8 @@ class ResidualBottlenecks(nn.Module):
 
     def __init__(self, old_dim: int, new_dim: int, options: RbtOptions, unit: bool) -> None:
         super().__init__()
-        blocks = [Bottleneck(new_dim, options.bottleneck) for _ in range(options.blocks)]
+        bottleneck = options.bottleneck or max(1, new_dim // 2)
+        blocks = [Bottleneck(new_dim, bottleneck) for _ in range(options.blocks)]
         self.layers = nn.Sequential(nn.Linear(old_dim, new_dim), *blocks)
         self.unit = unit
 

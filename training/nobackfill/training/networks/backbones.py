@@ -1,8 +1,8 @@
 """Backbones by name: pixels float32 [n,3,H,W] -> features float32 [n,embedding_dim].
 
-`small` and `small_resnet` are for 8..64-pixel images; every other name is a torchvision
-classification model, whose last linear layer is replaced by one with `embedding_dim` outputs
-(FCT D.1: the penultimate layer outputs the embedding directly).
+Names that begin with `small` are for 8..64-pixel images, their width a key; every other name is a
+torchvision classification model, whose last linear layer is replaced by one with `embedding_dim`
+outputs (FCT D.1: the penultimate layer outputs the embedding directly).
 """
 
 import difflib
@@ -48,7 +48,7 @@ class _Residual(nn.Module):
         return output
 
 
-def small(embedding_dim: int, width: int, pooling: str) -> nn.Module:
+def small(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
     """Four convolutions at two resolutions and a linear layer, for digits and their like."""
     return nn.Sequential(
         _conv(3, width),
@@ -61,7 +61,7 @@ def small(embedding_dim: int, width: int, pooling: str) -> nn.Module:
     )
 
 
-def small_resnet(embedding_dim: int, width: int, pooling: str) -> nn.Module:
+def small_resnet(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
     """Nine weight layers, two of the three stages residual: the fast ResNet for 32-pixel images."""
     return nn.Sequential(
         _conv(3, width),
@@ -76,7 +76,59 @@ def small_resnet(embedding_dim: int, width: int, pooling: str) -> nn.Module:
     )
 
 
-_SMALL = {"small": small, "small_resnet": small_resnet}
+def small_mobilenet(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
+    """MobileNetV2 of four inverted residuals, an eighth of the image's side at the end."""
+    from torchvision.models import MobileNetV2
+
+    # Of each stage: expansion, channels, blocks, stride.
+    stages = [[1, width, 1, 1], [4, 2 * width, 2, 2], [4, 4 * width, 1, 2]]
+    network = MobileNetV2(
+        embedding_dim, width / 32, inverted_residual_setting=stages, round_nearest=4, dropout=0.0
+    )
+    return _pooled(network, "small_mobilenet", pooling)
+
+
+def small_vit(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
+    """A vision transformer of four layers over 4 x 4 (8 pixels) or 8 x 8 patches."""
+    from torchvision.models import VisionTransformer
+
+    patch = max(2, image_size // 8)
+    if image_size % patch:
+        raise ConfigurationError(
+            f"small_vit cuts {image_size} pixels into patches of {patch}; expected image_size in "
+            f"whole patches, e.g. {image_size - image_size % patch}"
+        )
+    dim = 4 * width
+    network = VisionTransformer(image_size, patch, 4, 4, dim, 2 * dim, num_classes=embedding_dim)
+    # Its own begins at zero, where a cosine has no gradient.
+    network.heads = nn.Linear(dim, embedding_dim)
+    return _pooled(network, "small_vit", pooling)
+
+
+def small_swin(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
+    """A Swin transformer of two stages, two layers each, over patches of 2 x 2 pixels."""
+    from torchvision.models import SwinTransformer
+
+    window = max(2, image_size // 8)
+    network = SwinTransformer(
+        [2, 2],
+        2 * width,
+        [2, 2],
+        [2, 4],
+        [window, window],
+        stochastic_depth_prob=0.0,
+        num_classes=embedding_dim,
+    )
+    return _pooled(network, "small_swin", pooling)
+
+
+_SMALL = {
+    "small": small,
+    "small_resnet": small_resnet,
+    "small_mobilenet": small_mobilenet,
+    "small_vit": small_vit,
+    "small_swin": small_swin,
+}
 _AUXILIARY = ("googlenet", "inception_v3")
 
 
@@ -96,7 +148,7 @@ def build_backbone(
     model that has no linear layer to replace (SqueezeNet), or no pooling to one cell for GeM.
     """
     if name in _SMALL:
-        network = _SMALL[name](embedding_dim, width, pooling)
+        network = _SMALL[name](embedding_dim, width, pooling, image_size)
     elif name in backbone_names():
         network = _torchvision(name, embedding_dim, pooling, image_size)
     else:
@@ -125,6 +177,14 @@ def _torchvision(name: str, embedding_dim: int, pooling: str, image_size: int) -
         )
     path, last = linear[-1]
     _replace(network, path, nn.Linear(last.in_features, embedding_dim))
+    network = _pooled(network, name, pooling)
+    if name.startswith("resnet") and image_size <= 64:
+        _small_stem(network)
+    return network
+
+
+def _pooled(network: nn.Module, name: str, pooling: str) -> nn.Module:
+    """The network with GeM in place of its last average pooling, where that is asked for."""
     if pooling == "gem":
         pools = [p for p, m in network.named_modules() if _pools_to_one_cell(m)]
         if not pools:
@@ -132,8 +192,6 @@ def _torchvision(name: str, embedding_dim: int, pooling: str, image_size: int) -
                 f"backbone {name} has no average pooling for GeM to replace; use pooling: avg"
             )
         _replace(network, pools[-1], GeM())
-    if name.startswith("resnet") and image_size <= 64:
-        _small_stem(network)
     return network
 
 
