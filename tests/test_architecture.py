@@ -51,8 +51,8 @@ ARROWS = {
 # The parts of the server, lowest first: each may import those before it.
 SERVER = (
     "settings", "arenas", "descriptors", "state", "stores", "grpc", "publication", "catalog",
-    "vault", "triton", "embedding", "galleries", "storage", "transfer", "export", "upgrades",
-    "serving", "rollout", "grpc.services", "grpc.listener", "gateway", "backup", "cli",
+    "vault", "triton", "embedding", "galleries", "canary", "storage", "transfer", "export",
+    "upgrades", "serving", "rollout", "grpc.services", "grpc.listener", "gateway", "backup", "cli",
 )  # fmt: skip
 MAX_LINES = 300
 MAX_FUNCTION_LINES = 60

@@ -24,7 +24,7 @@ from nobackfill.server.gateway import Gateway
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.run import Phase
 from nobackfill.server.settings import Settings
-from nobackfill.server.state import RolloutName
+from nobackfill.server.state import Canary, RolloutName
 from nobackfill.server.storage import storage_of
 from nobackfill.server.vault import Blob
 from tests.support import releases
@@ -63,11 +63,17 @@ def check(good: bool, what: str) -> None:
         raise AssertionError(what)
 
 
-def activate(life: Life, release: int, kind: RolloutName | None = None) -> None:
+# Goes its step by itself.
+CANARY = Canary(share=0.5, steps=(1.0,), every_s=0.01)
+
+
+def activate(
+    life: Life, release: int, kind: RolloutName | None = None, canary: Canary | None = None
+) -> None:
     there = all(hosted.spec().release == release for hosted in life.gateway.galleries.all())
     if life.gateway.state.now.active == release and there:
         return
-    events = list(life.gateway.activations.start(release, kind).events())
+    events = list(life.gateway.activations.start(release, kind, canary=canary).events())
     if events[-1].phase == Phase.FAILED:
         raise NobackfillError(events[-1].message)
 
@@ -123,6 +129,8 @@ OPERATIONS: dict[str, Callable[[Life], None]] = {
     "put in two spaces": functools.partial(put, start=COUNT, count=6),
     "roll back": go_back,
     "activate, dual": functools.partial(activate, release=2, kind="dual"),
+    "roll back again": go_back,
+    "activate, canary": functools.partial(activate, release=2, canary=CANARY),
     "retire": end_old,
     "vault": store_blob,
     "delete gallery": delete,

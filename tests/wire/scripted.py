@@ -30,6 +30,11 @@ class Scripted(search_pb2_grpc.SearchServiceServicer):
     ) -> search_pb2.SearchBatchResponse:
         return search_pb2.SearchBatchResponse()
 
+    def Feedback(  # noqa: N802
+        self, request: search_pb2.FeedbackRequest, context: grpc.ServicerContext
+    ) -> search_pb2.FeedbackResponse:
+        return search_pb2.FeedbackResponse()
+
 
 @contextmanager
 def serving() -> Iterator[tuple[Scripted, str]]:

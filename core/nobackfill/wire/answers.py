@@ -34,7 +34,8 @@ class Answer(Generic[Found]):
     """Hits of one query, nearest first, and the release and space that it was answered in.
 
     `space_ends`: when queries in that space are refused; None while no end is announced. `error`:
-    why this one of several queries has no answer; empty where it has one.
+    why this one of several queries has no answer; empty where it has one. `request_id`: what a
+    feedback about it names; empty while nobody asks for that.
     """
 
     hits: Sequence[Found]
@@ -42,6 +43,7 @@ class Answer(Generic[Found]):
     space: str
     space_ends: datetime | None = None
     error: str = ""
+    request_id: str = ""
 
 
 @dataclass(frozen=True)

@@ -61,11 +61,14 @@ class Releases(Connection):
         rollout: str = "unspecified",
         spare_cores: float = 0.0,
         old_space_seconds: int = 0,
+        canary: pb.Canary | None = None,
     ) -> Iterator[pb.ActivateReleaseResponse]:
         """Make a release the one that answers, by rollout direct, dual or cutover; each report.
 
-        It goes on at the gateway when one stops reading. Raises InvalidInputError for another
-        rollout; the last report of a release that failed is followed by PreconditionError.
+        With `canary`, a share of the callers meets it first, until it is promoted; called again
+        while it is under way, that changes it. It goes on at the gateway when one stops reading.
+        Raises InvalidInputError for another rollout; the last report of a release that failed is
+        followed by PreconditionError.
         """
         if rollout not in ROLLOUTS:
             raise InvalidInputError(
@@ -76,8 +79,19 @@ class Releases(Connection):
             rollout=ROLLOUTS[rollout],
             spare_cores=spare_cores,
             old_space_seconds=old_space_seconds,
+            canary=canary,
         )
         return self._reported(number, self._releases.ActivateRelease(request))
+
+    def promote(self, number: int) -> Iterator[pb.ActivateReleaseResponse]:
+        """End the canary of a release well: all queries move to it. Raises PreconditionError where
+        there is none, and after the last report of one that failed."""
+        request = pb.ActivateReleaseRequest(number=number, promote=True)
+        return self._reported(number, self._releases.ActivateRelease(request))
+
+    def watch_canary(self) -> Iterator[pb.WatchCanaryResponse]:
+        """How the canary goes, a message a second to its end."""
+        return self._followed(self._releases.WatchCanary(pb.WatchCanaryRequest()))
 
     def _reported(
         self, number: int, stream: Iterator[pb.ActivateReleaseResponse]

@@ -19,6 +19,11 @@ from nobackfill.wire.values import from_metadata, origin_name
 Where = Mapping[str, Scalar] | Filter
 # Vectors by the id of their space.
 Embeddings = Mapping[str, Sequence[float]]
+FEEDBACK: Mapping[str, pb.FeedbackKind] = {
+    "clicked": pb.FEEDBACK_KIND_CLICKED,
+    "confirmed": pb.FEEDBACK_KIND_CONFIRMED,
+    "rejected": pb.FEEDBACK_KIND_REJECTED,
+}
 
 
 class Searches(Connection):
@@ -38,6 +43,7 @@ class Searches(Connection):
         where: Where | None = None,
         ef: int | None = None,
         exact: bool = False,
+        session: str | None = None,
     ) -> Answer[Hit]:
         """The `k` (1 to 1000) items of `gallery` nearest to an image, or to embeddings by space id.
 
@@ -45,8 +51,9 @@ class Searches(Connection):
         of nobackfill.gallery.filters: `All((Range("year", at_least=2020), Not(OneOf("tag", ("sea",
         )))))`.
         `ef` (1 to 4096) candidates at least are looked at, with `exact` all items: that finds more,
-        and takes longer. Raises InvalidInputError, TooLargeError, NotFoundError, a
-        PreconditionError with its reason, UnavailableError.
+        and takes longer. `session` says whose search it is, where a canary chooses by that. Raises
+        InvalidInputError, TooLargeError, NotFoundError, a PreconditionError with its reason,
+        UnavailableError.
         """
         request = pb.SearchRequest(
             gallery=gallery,
@@ -55,7 +62,25 @@ class Searches(Connection):
             filter=to_filter(where),
             accuracy=_accuracy(ef, exact),
         )
-        return _answer(self._again(lambda t: self._searches.Search(request, timeout=t)))
+        metadata = None if session is None else (("x-session", session),)
+        return _answer(
+            self._again(lambda t: self._searches.Search(request, timeout=t, metadata=metadata))
+        )
+
+    def feedback(self, gallery: str, request_id: str, item: str, kind: str) -> bool:
+        """Say what became of an answer: its `item` was clicked, confirmed or rejected.
+
+        Returns whether that says something about a canary under way. Raises InvalidInputError for
+        another kind, or without a request id.
+        """
+        if kind not in FEEDBACK:
+            raise InvalidInputError(
+                f"kind: expected one of {', '.join(sorted(FEEDBACK))}, got {kind!r}"
+            )
+        request = pb.FeedbackRequest(
+            gallery=gallery, request_id=request_id, item_id=item, kind=FEEDBACK[kind]
+        )
+        return self._again(lambda t: self._searches.Feedback(request, timeout=t)).counted
 
     def search_batch(
         self,
@@ -141,4 +166,5 @@ def _answer(response: pb.SearchResponse) -> Answer[Hit]:
         response.space,
         None if ends is None else ends.ToDatetime(UTC),
         response.error,
+        response.request_id,
     )

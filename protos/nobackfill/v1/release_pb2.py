@@ -22,54 +22,69 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bnobackfill/v1/release.proto\x12\rnobackfill.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x98\x02\n\x07Release\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\r\n\x05space\x18\x02 \x01(\t\x12\x12\n\nside_space\x18\x03 \x01(\t\x12\x0b\n\x03\x64im\x18\x04 \x01(\r\x12\x10\n\x08side_dim\x18\x05 \x01(\r\x12\x0e\n\x06metric\x18\x06 \x01(\t\x12*\n\x05state\x18\x07 \x01(\x0e\x32\x1b.nobackfill.v1.ReleaseState\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\x19\n\x11searches_directly\x18\t \x03(\r\x12\x15\n\rupgrades_from\x18\n \x03(\r\x12\x10\n\x08manifest\x18\x0b \x01(\t\x12+\n\x07\x65nds_at\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x15\n\x13ListReleasesRequest\"@\n\x14ListReleasesResponse\x12(\n\x08releases\x18\x01 \x03(\x0b\x32\x16.nobackfill.v1.Release\"#\n\x11GetReleaseRequest\x12\x0e\n\x06number\x18\x01 \x01(\r\"=\n\x12GetReleaseResponse\x12\'\n\x07release\x18\x01 \x01(\x0b\x32\x16.nobackfill.v1.Release\"\x16\n\x14WatchReleasesRequest\"A\n\x15WatchReleasesResponse\x12(\n\x08releases\x18\x01 \x03(\x0b\x32\x16.nobackfill.v1.Release\"0\n\x10\x46\x65tchFileRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"0\n\x11\x46\x65tchFileResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\x12\x0c\n\x04size\x18\x02 \x01(\x04\"\x81\x01\n\x16\x41\x63tivateReleaseRequest\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\'\n\x07rollout\x18\x02 \x01(\x0e\x32\x16.nobackfill.v1.Rollout\x12\x13\n\x0bspare_cores\x18\x03 \x01(\x01\x12\x19\n\x11old_space_seconds\x18\x04 \x01(\x04\"\x96\x01\n\x17\x41\x63tivateReleaseResponse\x12#\n\x05phase\x18\x01 \x01(\x0e\x32\x14.nobackfill.v1.Phase\x12\x0c\n\x04\x64one\x18\x02 \x01(\x04\x12\r\n\x05total\x18\x03 \x01(\x04\x12\x0f\n\x07message\x18\x04 \x01(\t\x12(\n\x04time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"=\n\x16RollbackReleaseRequest\x12\x0f\n\x07\x63onfirm\x18\x01 \x01(\x08\x12\x12\n\nto_release\x18\x02 \x01(\r\"r\n\x17RollbackReleaseResponse\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x12\n\nlost_items\x18\x02 \x01(\x04\x12%\n\x04lost\x18\x03 \x03(\x0b\x32\x17.nobackfill.v1.LostItem\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\"\'\n\x08LostItem\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\"\x16\n\x14RetireReleaseRequest\"(\n\x15RetireReleaseResponse\x12\x0f\n\x07retired\x18\x01 \x03(\r*\xf0\x01\n\x0cReleaseState\x12\x1d\n\x19RELEASE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17RELEASE_STATE_PUBLISHED\x10\x01\x12\x1c\n\x18RELEASE_STATE_ACTIVATING\x10\x02\x12\x18\n\x14RELEASE_STATE_ACTIVE\x10\x03\x12\x1a\n\x16RELEASE_STATE_PREVIOUS\x10\x04\x12\x19\n\x15RELEASE_STATE_RETIRED\x10\x05\x12\x18\n\x14RELEASE_STATE_FAILED\x10\x06\x12\x1b\n\x17RELEASE_STATE_WITHDRAWN\x10\x07*]\n\x07Rollout\x12\x17\n\x13ROLLOUT_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLLOUT_DIRECT\x10\x01\x12\x10\n\x0cROLLOUT_DUAL\x10\x02\x12\x13\n\x0fROLLOUT_CUTOVER\x10\x03*\xa5\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPHASE_VERIFYING\x10\x01\x12\x11\n\rPHASE_LOADING\x10\x02\x12\x11\n\rPHASE_PROBING\x10\x03\x12\x13\n\x0fPHASE_UPGRADING\x10\x04\x12\x13\n\x0fPHASE_SWITCHING\x10\x05\x12\x0e\n\nPHASE_DONE\x10\x06\x12\x10\n\x0cPHASE_FAILED\x10\x07\x32\x8e\x05\n\x0eReleaseService\x12W\n\x0cListReleases\x12\".nobackfill.v1.ListReleasesRequest\x1a#.nobackfill.v1.ListReleasesResponse\x12Q\n\nGetRelease\x12 .nobackfill.v1.GetReleaseRequest\x1a!.nobackfill.v1.GetReleaseResponse\x12\\\n\rWatchReleases\x12#.nobackfill.v1.WatchReleasesRequest\x1a$.nobackfill.v1.WatchReleasesResponse0\x01\x12P\n\tFetchFile\x12\x1f.nobackfill.v1.FetchFileRequest\x1a .nobackfill.v1.FetchFileResponse0\x01\x12\x62\n\x0f\x41\x63tivateRelease\x12%.nobackfill.v1.ActivateReleaseRequest\x1a&.nobackfill.v1.ActivateReleaseResponse0\x01\x12`\n\x0fRollbackRelease\x12%.nobackfill.v1.RollbackReleaseRequest\x1a&.nobackfill.v1.RollbackReleaseResponse\x12Z\n\rRetireRelease\x12#.nobackfill.v1.RetireReleaseRequest\x1a$.nobackfill.v1.RetireReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bnobackfill/v1/release.proto\x12\rnobackfill.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x98\x02\n\x07Release\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\r\n\x05space\x18\x02 \x01(\t\x12\x12\n\nside_space\x18\x03 \x01(\t\x12\x0b\n\x03\x64im\x18\x04 \x01(\r\x12\x10\n\x08side_dim\x18\x05 \x01(\r\x12\x0e\n\x06metric\x18\x06 \x01(\t\x12*\n\x05state\x18\x07 \x01(\x0e\x32\x1b.nobackfill.v1.ReleaseState\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\x19\n\x11searches_directly\x18\t \x03(\r\x12\x15\n\rupgrades_from\x18\n \x03(\r\x12\x10\n\x08manifest\x18\x0b \x01(\t\x12+\n\x07\x65nds_at\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x15\n\x13ListReleasesRequest\"@\n\x14ListReleasesResponse\x12(\n\x08releases\x18\x01 \x03(\x0b\x32\x16.nobackfill.v1.Release\"#\n\x11GetReleaseRequest\x12\x0e\n\x06number\x18\x01 \x01(\r\"=\n\x12GetReleaseResponse\x12\'\n\x07release\x18\x01 \x01(\x0b\x32\x16.nobackfill.v1.Release\"\x16\n\x14WatchReleasesRequest\"A\n\x15WatchReleasesResponse\x12(\n\x08releases\x18\x01 \x03(\x0b\x32\x16.nobackfill.v1.Release\"0\n\x10\x46\x65tchFileRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"0\n\x11\x46\x65tchFileResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\x12\x0c\n\x04size\x18\x02 \x01(\x04\"\xb9\x01\n\x16\x41\x63tivateReleaseRequest\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\'\n\x07rollout\x18\x02 \x01(\x0e\x32\x16.nobackfill.v1.Rollout\x12\x13\n\x0bspare_cores\x18\x03 \x01(\x01\x12\x19\n\x11old_space_seconds\x18\x04 \x01(\x04\x12%\n\x06\x63\x61nary\x18\x05 \x01(\x0b\x32\x15.nobackfill.v1.Canary\x12\x0f\n\x07promote\x18\x06 \x01(\x08\"\x90\x01\n\x06\x43\x61nary\x12\r\n\x05share\x18\x01 \x01(\x01\x12\r\n\x05steps\x18\x02 \x03(\x01\x12(\n\x05\x65very\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06shadow\x18\x04 \x01(\x08\x12\x13\n\x0bmost_errors\x18\x05 \x01(\x01\x12\x19\n\x11largest_p99_ratio\x18\x06 \x01(\x01\"\x14\n\x12WatchCanaryRequest\"\xe3\x03\n\x13WatchCanaryResponse\x12\x0f\n\x07release\x18\x01 \x01(\r\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.nobackfill.v1.CanaryState\x12%\n\x06\x63\x61nary\x18\x03 \x01(\x0b\x32\x15.nobackfill.v1.Canary\x12\x0f\n\x07message\x18\x04 \x01(\t\x12+\n\x08old_pair\x18\x05 \x01(\x0b\x32\x19.nobackfill.v1.CanaryPair\x12+\n\x08new_pair\x18\x06 \x01(\x0b\x32\x19.nobackfill.v1.CanaryPair\x12\x10\n\x08\x63ompared\x18\x07 \x01(\x04\x12\x14\n\x07overlap\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x1d\n\x10rank_correlation\x18\t \x01(\x01H\x01\x88\x01\x01\x12\x0f\n\x07skipped\x18\n \x01(\x04\x12\x42\n\x08\x65vidence\x18\x0b \x03(\x0b\x32\x30.nobackfill.v1.WatchCanaryResponse.EvidenceEntry\x12\x10\n\x08stops_at\x18\x0c \x01(\x01\x1a/\n\rEvidenceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\n\n\x08_overlapB\x13\n\x11_rank_correlation\"\xc4\x01\n\nCanaryPair\x12\x0f\n\x07queries\x18\x01 \x01(\x04\x12\x0e\n\x06\x65rrors\x18\x02 \x01(\x04\x12\r\n\x05\x65mpty\x18\x03 \x01(\x04\x12\x10\n\x03p50\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x03p99\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05score\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x10\n\x08sessions\x18\x07 \x01(\x04\x12\x10\n\x08\x61pproved\x18\x08 \x01(\x04\x12\x10\n\x08rejected\x18\t \x01(\x04\x42\x06\n\x04_p50B\x06\n\x04_p99B\x08\n\x06_score\"\x96\x01\n\x17\x41\x63tivateReleaseResponse\x12#\n\x05phase\x18\x01 \x01(\x0e\x32\x14.nobackfill.v1.Phase\x12\x0c\n\x04\x64one\x18\x02 \x01(\x04\x12\r\n\x05total\x18\x03 \x01(\x04\x12\x0f\n\x07message\x18\x04 \x01(\t\x12(\n\x04time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"=\n\x16RollbackReleaseRequest\x12\x0f\n\x07\x63onfirm\x18\x01 \x01(\x08\x12\x12\n\nto_release\x18\x02 \x01(\r\"r\n\x17RollbackReleaseResponse\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x12\n\nlost_items\x18\x02 \x01(\x04\x12%\n\x04lost\x18\x03 \x03(\x0b\x32\x17.nobackfill.v1.LostItem\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\"\'\n\x08LostItem\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\"\x16\n\x14RetireReleaseRequest\"(\n\x15RetireReleaseResponse\x12\x0f\n\x07retired\x18\x01 \x03(\r*\xf0\x01\n\x0cReleaseState\x12\x1d\n\x19RELEASE_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17RELEASE_STATE_PUBLISHED\x10\x01\x12\x1c\n\x18RELEASE_STATE_ACTIVATING\x10\x02\x12\x18\n\x14RELEASE_STATE_ACTIVE\x10\x03\x12\x1a\n\x16RELEASE_STATE_PREVIOUS\x10\x04\x12\x19\n\x15RELEASE_STATE_RETIRED\x10\x05\x12\x18\n\x14RELEASE_STATE_FAILED\x10\x06\x12\x1b\n\x17RELEASE_STATE_WITHDRAWN\x10\x07*]\n\x07Rollout\x12\x17\n\x13ROLLOUT_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLLOUT_DIRECT\x10\x01\x12\x10\n\x0cROLLOUT_DUAL\x10\x02\x12\x13\n\x0fROLLOUT_CUTOVER\x10\x03*\x92\x01\n\x0b\x43\x61naryState\x12\x1c\n\x18\x43\x41NARY_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43\x41NARY_STATE_RUNNING\x10\x01\x12\x19\n\x15\x43\x41NARY_STATE_PROMOTED\x10\x02\x12\x18\n\x14\x43\x41NARY_STATE_STOPPED\x10\x03\x12\x16\n\x12\x43\x41NARY_STATE_ENDED\x10\x04*\xb7\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPHASE_VERIFYING\x10\x01\x12\x11\n\rPHASE_LOADING\x10\x02\x12\x11\n\rPHASE_PROBING\x10\x03\x12\x13\n\x0fPHASE_UPGRADING\x10\x04\x12\x13\n\x0fPHASE_SWITCHING\x10\x05\x12\x0e\n\nPHASE_DONE\x10\x06\x12\x10\n\x0cPHASE_FAILED\x10\x07\x12\x10\n\x0cPHASE_CANARY\x10\x08\x32\xe6\x05\n\x0eReleaseService\x12W\n\x0cListReleases\x12\".nobackfill.v1.ListReleasesRequest\x1a#.nobackfill.v1.ListReleasesResponse\x12Q\n\nGetRelease\x12 .nobackfill.v1.GetReleaseRequest\x1a!.nobackfill.v1.GetReleaseResponse\x12\\\n\rWatchReleases\x12#.nobackfill.v1.WatchReleasesRequest\x1a$.nobackfill.v1.WatchReleasesResponse0\x01\x12P\n\tFetchFile\x12\x1f.nobackfill.v1.FetchFileRequest\x1a .nobackfill.v1.FetchFileResponse0\x01\x12\x62\n\x0f\x41\x63tivateRelease\x12%.nobackfill.v1.ActivateReleaseRequest\x1a&.nobackfill.v1.ActivateReleaseResponse0\x01\x12V\n\x0bWatchCanary\x12!.nobackfill.v1.WatchCanaryRequest\x1a\".nobackfill.v1.WatchCanaryResponse0\x01\x12`\n\x0fRollbackRelease\x12%.nobackfill.v1.RollbackReleaseRequest\x1a&.nobackfill.v1.RollbackReleaseResponse\x12Z\n\rRetireRelease\x12#.nobackfill.v1.RetireReleaseRequest\x1a$.nobackfill.v1.RetireReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'nobackfill.v1.release_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RELEASESTATE']._serialized_start=1314
-  _globals['_RELEASESTATE']._serialized_end=1554
-  _globals['_ROLLOUT']._serialized_start=1556
-  _globals['_ROLLOUT']._serialized_end=1649
-  _globals['_PHASE']._serialized_start=1652
-  _globals['_PHASE']._serialized_end=1817
-  _globals['_RELEASE']._serialized_start=80
-  _globals['_RELEASE']._serialized_end=360
-  _globals['_LISTRELEASESREQUEST']._serialized_start=362
-  _globals['_LISTRELEASESREQUEST']._serialized_end=383
-  _globals['_LISTRELEASESRESPONSE']._serialized_start=385
-  _globals['_LISTRELEASESRESPONSE']._serialized_end=449
-  _globals['_GETRELEASEREQUEST']._serialized_start=451
-  _globals['_GETRELEASEREQUEST']._serialized_end=486
-  _globals['_GETRELEASERESPONSE']._serialized_start=488
-  _globals['_GETRELEASERESPONSE']._serialized_end=549
-  _globals['_WATCHRELEASESREQUEST']._serialized_start=551
-  _globals['_WATCHRELEASESREQUEST']._serialized_end=573
-  _globals['_WATCHRELEASESRESPONSE']._serialized_start=575
-  _globals['_WATCHRELEASESRESPONSE']._serialized_end=640
-  _globals['_FETCHFILEREQUEST']._serialized_start=642
-  _globals['_FETCHFILEREQUEST']._serialized_end=690
-  _globals['_FETCHFILERESPONSE']._serialized_start=692
-  _globals['_FETCHFILERESPONSE']._serialized_end=740
-  _globals['_ACTIVATERELEASEREQUEST']._serialized_start=743
-  _globals['_ACTIVATERELEASEREQUEST']._serialized_end=872
-  _globals['_ACTIVATERELEASERESPONSE']._serialized_start=875
-  _globals['_ACTIVATERELEASERESPONSE']._serialized_end=1025
-  _globals['_ROLLBACKRELEASEREQUEST']._serialized_start=1027
-  _globals['_ROLLBACKRELEASEREQUEST']._serialized_end=1088
-  _globals['_ROLLBACKRELEASERESPONSE']._serialized_start=1090
-  _globals['_ROLLBACKRELEASERESPONSE']._serialized_end=1204
-  _globals['_LOSTITEM']._serialized_start=1206
-  _globals['_LOSTITEM']._serialized_end=1245
-  _globals['_RETIRERELEASEREQUEST']._serialized_start=1247
-  _globals['_RETIRERELEASEREQUEST']._serialized_end=1269
-  _globals['_RETIRERELEASERESPONSE']._serialized_start=1271
-  _globals['_RETIRERELEASERESPONSE']._serialized_end=1311
-  _globals['_RELEASESERVICE']._serialized_start=1820
-  _globals['_RELEASESERVICE']._serialized_end=2474
+  _globals['_WATCHCANARYRESPONSE_EVIDENCEENTRY']._loaded_options = None
+  _globals['_WATCHCANARYRESPONSE_EVIDENCEENTRY']._serialized_options = b'8\001'
+  _globals['_RELEASESTATE']._serialized_start=2256
+  _globals['_RELEASESTATE']._serialized_end=2496
+  _globals['_ROLLOUT']._serialized_start=2498
+  _globals['_ROLLOUT']._serialized_end=2591
+  _globals['_CANARYSTATE']._serialized_start=2594
+  _globals['_CANARYSTATE']._serialized_end=2740
+  _globals['_PHASE']._serialized_start=2743
+  _globals['_PHASE']._serialized_end=2926
+  _globals['_RELEASE']._serialized_start=112
+  _globals['_RELEASE']._serialized_end=392
+  _globals['_LISTRELEASESREQUEST']._serialized_start=394
+  _globals['_LISTRELEASESREQUEST']._serialized_end=415
+  _globals['_LISTRELEASESRESPONSE']._serialized_start=417
+  _globals['_LISTRELEASESRESPONSE']._serialized_end=481
+  _globals['_GETRELEASEREQUEST']._serialized_start=483
+  _globals['_GETRELEASEREQUEST']._serialized_end=518
+  _globals['_GETRELEASERESPONSE']._serialized_start=520
+  _globals['_GETRELEASERESPONSE']._serialized_end=581
+  _globals['_WATCHRELEASESREQUEST']._serialized_start=583
+  _globals['_WATCHRELEASESREQUEST']._serialized_end=605
+  _globals['_WATCHRELEASESRESPONSE']._serialized_start=607
+  _globals['_WATCHRELEASESRESPONSE']._serialized_end=672
+  _globals['_FETCHFILEREQUEST']._serialized_start=674
+  _globals['_FETCHFILEREQUEST']._serialized_end=722
+  _globals['_FETCHFILERESPONSE']._serialized_start=724
+  _globals['_FETCHFILERESPONSE']._serialized_end=772
+  _globals['_ACTIVATERELEASEREQUEST']._serialized_start=775
+  _globals['_ACTIVATERELEASEREQUEST']._serialized_end=960
+  _globals['_CANARY']._serialized_start=963
+  _globals['_CANARY']._serialized_end=1107
+  _globals['_WATCHCANARYREQUEST']._serialized_start=1109
+  _globals['_WATCHCANARYREQUEST']._serialized_end=1129
+  _globals['_WATCHCANARYRESPONSE']._serialized_start=1132
+  _globals['_WATCHCANARYRESPONSE']._serialized_end=1615
+  _globals['_WATCHCANARYRESPONSE_EVIDENCEENTRY']._serialized_start=1535
+  _globals['_WATCHCANARYRESPONSE_EVIDENCEENTRY']._serialized_end=1582
+  _globals['_CANARYPAIR']._serialized_start=1618
+  _globals['_CANARYPAIR']._serialized_end=1814
+  _globals['_ACTIVATERELEASERESPONSE']._serialized_start=1817
+  _globals['_ACTIVATERELEASERESPONSE']._serialized_end=1967
+  _globals['_ROLLBACKRELEASEREQUEST']._serialized_start=1969
+  _globals['_ROLLBACKRELEASEREQUEST']._serialized_end=2030
+  _globals['_ROLLBACKRELEASERESPONSE']._serialized_start=2032
+  _globals['_ROLLBACKRELEASERESPONSE']._serialized_end=2146
+  _globals['_LOSTITEM']._serialized_start=2148
+  _globals['_LOSTITEM']._serialized_end=2187
+  _globals['_RETIRERELEASEREQUEST']._serialized_start=2189
+  _globals['_RETIRERELEASEREQUEST']._serialized_end=2211
+  _globals['_RETIRERELEASERESPONSE']._serialized_start=2213
+  _globals['_RETIRERELEASERESPONSE']._serialized_end=2253
+  _globals['_RELEASESERVICE']._serialized_start=2929
+  _globals['_RELEASESERVICE']._serialized_end=3671
 # @@protoc_insertion_point(module_scope)

@@ -1,5 +1,6 @@
 import datetime
 
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -28,6 +29,14 @@ class Rollout(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLLOUT_DUAL: _ClassVar[Rollout]
     ROLLOUT_CUTOVER: _ClassVar[Rollout]
 
+class CanaryState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CANARY_STATE_UNSPECIFIED: _ClassVar[CanaryState]
+    CANARY_STATE_RUNNING: _ClassVar[CanaryState]
+    CANARY_STATE_PROMOTED: _ClassVar[CanaryState]
+    CANARY_STATE_STOPPED: _ClassVar[CanaryState]
+    CANARY_STATE_ENDED: _ClassVar[CanaryState]
+
 class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PHASE_UNSPECIFIED: _ClassVar[Phase]
@@ -38,6 +47,7 @@ class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PHASE_SWITCHING: _ClassVar[Phase]
     PHASE_DONE: _ClassVar[Phase]
     PHASE_FAILED: _ClassVar[Phase]
+    PHASE_CANARY: _ClassVar[Phase]
 RELEASE_STATE_UNSPECIFIED: ReleaseState
 RELEASE_STATE_PUBLISHED: ReleaseState
 RELEASE_STATE_ACTIVATING: ReleaseState
@@ -50,6 +60,11 @@ ROLLOUT_UNSPECIFIED: Rollout
 ROLLOUT_DIRECT: Rollout
 ROLLOUT_DUAL: Rollout
 ROLLOUT_CUTOVER: Rollout
+CANARY_STATE_UNSPECIFIED: CanaryState
+CANARY_STATE_RUNNING: CanaryState
+CANARY_STATE_PROMOTED: CanaryState
+CANARY_STATE_STOPPED: CanaryState
+CANARY_STATE_ENDED: CanaryState
 PHASE_UNSPECIFIED: Phase
 PHASE_VERIFYING: Phase
 PHASE_LOADING: Phase
@@ -58,6 +73,7 @@ PHASE_UPGRADING: Phase
 PHASE_SWITCHING: Phase
 PHASE_DONE: Phase
 PHASE_FAILED: Phase
+PHASE_CANARY: Phase
 
 class Release(_message.Message):
     __slots__ = ("number", "space", "side_space", "dim", "side_dim", "metric", "state", "reason", "searches_directly", "upgrades_from", "manifest", "ends_at")
@@ -136,16 +152,97 @@ class FetchFileResponse(_message.Message):
     def __init__(self, chunk: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
 
 class ActivateReleaseRequest(_message.Message):
-    __slots__ = ("number", "rollout", "spare_cores", "old_space_seconds")
+    __slots__ = ("number", "rollout", "spare_cores", "old_space_seconds", "canary", "promote")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     SPARE_CORES_FIELD_NUMBER: _ClassVar[int]
     OLD_SPACE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
+    PROMOTE_FIELD_NUMBER: _ClassVar[int]
     number: int
     rollout: Rollout
     spare_cores: float
     old_space_seconds: int
-    def __init__(self, number: _Optional[int] = ..., rollout: _Optional[_Union[Rollout, str]] = ..., spare_cores: _Optional[float] = ..., old_space_seconds: _Optional[int] = ...) -> None: ...
+    canary: Canary
+    promote: bool
+    def __init__(self, number: _Optional[int] = ..., rollout: _Optional[_Union[Rollout, str]] = ..., spare_cores: _Optional[float] = ..., old_space_seconds: _Optional[int] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ..., promote: _Optional[bool] = ...) -> None: ...
+
+class Canary(_message.Message):
+    __slots__ = ("share", "steps", "every", "shadow", "most_errors", "largest_p99_ratio")
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    EVERY_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_FIELD_NUMBER: _ClassVar[int]
+    MOST_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    LARGEST_P99_RATIO_FIELD_NUMBER: _ClassVar[int]
+    share: float
+    steps: _containers.RepeatedScalarFieldContainer[float]
+    every: _duration_pb2.Duration
+    shadow: bool
+    most_errors: float
+    largest_p99_ratio: float
+    def __init__(self, share: _Optional[float] = ..., steps: _Optional[_Iterable[float]] = ..., every: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., shadow: _Optional[bool] = ..., most_errors: _Optional[float] = ..., largest_p99_ratio: _Optional[float] = ...) -> None: ...
+
+class WatchCanaryRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchCanaryResponse(_message.Message):
+    __slots__ = ("release", "state", "canary", "message", "old_pair", "new_pair", "compared", "overlap", "rank_correlation", "skipped", "evidence", "stops_at")
+    class EvidenceEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    OLD_PAIR_FIELD_NUMBER: _ClassVar[int]
+    NEW_PAIR_FIELD_NUMBER: _ClassVar[int]
+    COMPARED_FIELD_NUMBER: _ClassVar[int]
+    OVERLAP_FIELD_NUMBER: _ClassVar[int]
+    RANK_CORRELATION_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    STOPS_AT_FIELD_NUMBER: _ClassVar[int]
+    release: int
+    state: CanaryState
+    canary: Canary
+    message: str
+    old_pair: CanaryPair
+    new_pair: CanaryPair
+    compared: int
+    overlap: float
+    rank_correlation: float
+    skipped: int
+    evidence: _containers.ScalarMap[str, float]
+    stops_at: float
+    def __init__(self, release: _Optional[int] = ..., state: _Optional[_Union[CanaryState, str]] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ..., message: _Optional[str] = ..., old_pair: _Optional[_Union[CanaryPair, _Mapping]] = ..., new_pair: _Optional[_Union[CanaryPair, _Mapping]] = ..., compared: _Optional[int] = ..., overlap: _Optional[float] = ..., rank_correlation: _Optional[float] = ..., skipped: _Optional[int] = ..., evidence: _Optional[_Mapping[str, float]] = ..., stops_at: _Optional[float] = ...) -> None: ...
+
+class CanaryPair(_message.Message):
+    __slots__ = ("queries", "errors", "empty", "p50", "p99", "score", "sessions", "approved", "rejected")
+    QUERIES_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    EMPTY_FIELD_NUMBER: _ClassVar[int]
+    P50_FIELD_NUMBER: _ClassVar[int]
+    P99_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    APPROVED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    queries: int
+    errors: int
+    empty: int
+    p50: float
+    p99: float
+    score: float
+    sessions: int
+    approved: int
+    rejected: int
+    def __init__(self, queries: _Optional[int] = ..., errors: _Optional[int] = ..., empty: _Optional[int] = ..., p50: _Optional[float] = ..., p99: _Optional[float] = ..., score: _Optional[float] = ..., sessions: _Optional[int] = ..., approved: _Optional[int] = ..., rejected: _Optional[int] = ...) -> None: ...
 
 class ActivateReleaseResponse(_message.Message):
     __slots__ = ("phase", "done", "total", "message", "time")

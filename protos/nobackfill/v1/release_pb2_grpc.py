@@ -60,6 +60,11 @@ class ReleaseServiceStub:
                 request_serializer=nobackfill_dot_v1_dot_release__pb2.ActivateReleaseRequest.SerializeToString,
                 response_deserializer=nobackfill_dot_v1_dot_release__pb2.ActivateReleaseResponse.FromString,
                 _registered_method=True)
+        self.WatchCanary = channel.unary_stream(
+                '/nobackfill.v1.ReleaseService/WatchCanary',
+                request_serializer=nobackfill_dot_v1_dot_release__pb2.WatchCanaryRequest.SerializeToString,
+                response_deserializer=nobackfill_dot_v1_dot_release__pb2.WatchCanaryResponse.FromString,
+                _registered_method=True)
         self.RollbackRelease = channel.unary_unary(
                 '/nobackfill.v1.ReleaseService/RollbackRelease',
                 request_serializer=nobackfill_dot_v1_dot_release__pb2.RollbackReleaseRequest.SerializeToString,
@@ -114,6 +119,14 @@ class ReleaseServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchCanary(self, request, context):
+        """How a canary goes: the first message at once, then one a second, to its end. A canary that is no
+        more, or none since the gateway's start, has one message. Errors: none of its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RollbackRelease(self, request, context):
         """Returns to the release that served before. What exists in the newer space only is counted and
         listed first; nothing is changed unless confirm is set. Errors: FAILED_PRECONDITION (no release
@@ -157,6 +170,11 @@ def add_ReleaseServiceServicer_to_server(servicer, server):
                     servicer.ActivateRelease,
                     request_deserializer=nobackfill_dot_v1_dot_release__pb2.ActivateReleaseRequest.FromString,
                     response_serializer=nobackfill_dot_v1_dot_release__pb2.ActivateReleaseResponse.SerializeToString,
+            ),
+            'WatchCanary': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCanary,
+                    request_deserializer=nobackfill_dot_v1_dot_release__pb2.WatchCanaryRequest.FromString,
+                    response_serializer=nobackfill_dot_v1_dot_release__pb2.WatchCanaryResponse.SerializeToString,
             ),
             'RollbackRelease': grpc.unary_unary_rpc_method_handler(
                     servicer.RollbackRelease,
@@ -305,6 +323,33 @@ class ReleaseService:
             '/nobackfill.v1.ReleaseService/ActivateRelease',
             nobackfill_dot_v1_dot_release__pb2.ActivateReleaseRequest.SerializeToString,
             nobackfill_dot_v1_dot_release__pb2.ActivateReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchCanary(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/nobackfill.v1.ReleaseService/WatchCanary',
+            nobackfill_dot_v1_dot_release__pb2.WatchCanaryRequest.SerializeToString,
+            nobackfill_dot_v1_dot_release__pb2.WatchCanaryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,10 @@ class ReleaseServiceStub:
     ABORTED (another activation is running), FAILED_PRECONDITION (GATE_FAILED,
     VERIFICATION_FAILED).
     """
+    WatchCanary: _grpc.UnaryStreamMultiCallable[_release_pb2.WatchCanaryRequest, _release_pb2.WatchCanaryResponse]
+    """How a canary goes: the first message at once, then one a second, to its end. A canary that is no
+    more, or none since the gateway's start, has one message. Errors: none of its own.
+    """
     RollbackRelease: _grpc.UnaryUnaryMultiCallable[_release_pb2.RollbackReleaseRequest, _release_pb2.RollbackReleaseResponse]
     """Returns to the release that served before. What exists in the newer space only is counted and
     listed first; nothing is changed unless confirm is set. Errors: FAILED_PRECONDITION (no release
@@ -75,6 +79,10 @@ class ReleaseServiceAsyncStub(ReleaseServiceStub):
     old release serves on. Ending the call early does not stop the activation. Errors: NOT_FOUND,
     ABORTED (another activation is running), FAILED_PRECONDITION (GATE_FAILED,
     VERIFICATION_FAILED).
+    """
+    WatchCanary: _aio.UnaryStreamMultiCallable[_release_pb2.WatchCanaryRequest, _release_pb2.WatchCanaryResponse]  # type: ignore[assignment]
+    """How a canary goes: the first message at once, then one a second, to its end. A canary that is no
+    more, or none since the gateway's start, has one message. Errors: none of its own.
     """
     RollbackRelease: _aio.UnaryUnaryMultiCallable[_release_pb2.RollbackReleaseRequest, _release_pb2.RollbackReleaseResponse]  # type: ignore[assignment]
     """Returns to the release that served before. What exists in the newer space only is counted and
@@ -130,6 +138,16 @@ class ReleaseServiceServicer(metaclass=_abc_1.ABCMeta):
         old release serves on. Ending the call early does not stop the activation. Errors: NOT_FOUND,
         ABORTED (another activation is running), FAILED_PRECONDITION (GATE_FAILED,
         VERIFICATION_FAILED).
+        """
+
+    @_abc_1.abstractmethod
+    def WatchCanary(
+        self,
+        request: _release_pb2.WatchCanaryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_release_pb2.WatchCanaryResponse], _abc.AsyncIterator[_release_pb2.WatchCanaryResponse]]:
+        """How a canary goes: the first message at once, then one a second, to its end. A canary that is no
+        more, or none since the gateway's start, has one message. Errors: none of its own.
         """
 
     @_abc_1.abstractmethod

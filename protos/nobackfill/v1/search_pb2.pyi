@@ -3,12 +3,24 @@ import datetime
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from nobackfill.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class FeedbackKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FEEDBACK_KIND_UNSPECIFIED: _ClassVar[FeedbackKind]
+    FEEDBACK_KIND_CLICKED: _ClassVar[FeedbackKind]
+    FEEDBACK_KIND_CONFIRMED: _ClassVar[FeedbackKind]
+    FEEDBACK_KIND_REJECTED: _ClassVar[FeedbackKind]
+FEEDBACK_KIND_UNSPECIFIED: FeedbackKind
+FEEDBACK_KIND_CLICKED: FeedbackKind
+FEEDBACK_KIND_CONFIRMED: FeedbackKind
+FEEDBACK_KIND_REJECTED: FeedbackKind
 
 class Query(_message.Message):
     __slots__ = ("image", "embeddings")
@@ -51,18 +63,20 @@ class Accuracy(_message.Message):
     def __init__(self, ef: _Optional[int] = ..., exact: _Optional[bool] = ...) -> None: ...
 
 class SearchResponse(_message.Message):
-    __slots__ = ("hits", "release", "space", "error", "space_ends_at")
+    __slots__ = ("hits", "release", "space", "error", "space_ends_at", "request_id")
     HITS_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     SPACE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SPACE_ENDS_AT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     hits: _containers.RepeatedCompositeFieldContainer[Hit]
     release: int
     space: str
     error: str
     space_ends_at: _timestamp_pb2.Timestamp
-    def __init__(self, hits: _Optional[_Iterable[_Union[Hit, _Mapping]]] = ..., release: _Optional[int] = ..., space: _Optional[str] = ..., error: _Optional[str] = ..., space_ends_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    request_id: str
+    def __init__(self, hits: _Optional[_Iterable[_Union[Hit, _Mapping]]] = ..., release: _Optional[int] = ..., space: _Optional[str] = ..., error: _Optional[str] = ..., space_ends_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class Hit(_message.Message):
     __slots__ = ("id", "distance", "score", "release", "origin", "metadata")
@@ -110,3 +124,21 @@ class SearchBatchResponse(_message.Message):
     RESPONSES_FIELD_NUMBER: _ClassVar[int]
     responses: _containers.RepeatedCompositeFieldContainer[SearchResponse]
     def __init__(self, responses: _Optional[_Iterable[_Union[SearchResponse, _Mapping]]] = ...) -> None: ...
+
+class FeedbackRequest(_message.Message):
+    __slots__ = ("gallery", "request_id", "item_id", "kind")
+    GALLERY_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ITEM_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    gallery: str
+    request_id: str
+    item_id: str
+    kind: FeedbackKind
+    def __init__(self, gallery: _Optional[str] = ..., request_id: _Optional[str] = ..., item_id: _Optional[str] = ..., kind: _Optional[_Union[FeedbackKind, str]] = ...) -> None: ...
+
+class FeedbackResponse(_message.Message):
+    __slots__ = ("counted",)
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
+    counted: bool
+    def __init__(self, counted: _Optional[bool] = ...) -> None: ...

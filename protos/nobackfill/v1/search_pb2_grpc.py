@@ -45,6 +45,11 @@ class SearchServiceStub:
                 request_serializer=nobackfill_dot_v1_dot_search__pb2.SearchBatchRequest.SerializeToString,
                 response_deserializer=nobackfill_dot_v1_dot_search__pb2.SearchBatchResponse.FromString,
                 _registered_method=True)
+        self.Feedback = channel.unary_unary(
+                '/nobackfill.v1.SearchService/Feedback',
+                request_serializer=nobackfill_dot_v1_dot_search__pb2.FeedbackRequest.SerializeToString,
+                response_deserializer=nobackfill_dot_v1_dot_search__pb2.FeedbackResponse.FromString,
+                _registered_method=True)
 
 
 class SearchServiceServicer:
@@ -69,6 +74,14 @@ class SearchServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Feedback(self, request, context):
+        """Says what became of an answer, while a canary compares two releases; at any other time nothing
+        is counted. Errors: INVALID_ARGUMENT (no kind, no request id).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SearchServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -81,6 +94,11 @@ def add_SearchServiceServicer_to_server(servicer, server):
                     servicer.SearchBatch,
                     request_deserializer=nobackfill_dot_v1_dot_search__pb2.SearchBatchRequest.FromString,
                     response_serializer=nobackfill_dot_v1_dot_search__pb2.SearchBatchResponse.SerializeToString,
+            ),
+            'Feedback': grpc.unary_unary_rpc_method_handler(
+                    servicer.Feedback,
+                    request_deserializer=nobackfill_dot_v1_dot_search__pb2.FeedbackRequest.FromString,
+                    response_serializer=nobackfill_dot_v1_dot_search__pb2.FeedbackResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -138,6 +156,33 @@ class SearchService:
             '/nobackfill.v1.SearchService/SearchBatch',
             nobackfill_dot_v1_dot_search__pb2.SearchBatchRequest.SerializeToString,
             nobackfill_dot_v1_dot_search__pb2.SearchBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Feedback(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nobackfill.v1.SearchService/Feedback',
+            nobackfill_dot_v1_dot_search__pb2.FeedbackRequest.SerializeToString,
+            nobackfill_dot_v1_dot_search__pb2.FeedbackResponse.FromString,
             options,
             channel_credentials,
             insecure,

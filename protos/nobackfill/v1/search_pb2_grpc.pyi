@@ -43,6 +43,10 @@ class SearchServiceStub:
     refused by itself: see SearchResponse.error. RESOURCE_EXHAUSTED: too many queries, or images that
     cost too much to decode together.
     """
+    Feedback: _grpc.UnaryUnaryMultiCallable[_search_pb2.FeedbackRequest, _search_pb2.FeedbackResponse]
+    """Says what became of an answer, while a canary compares two releases; at any other time nothing
+    is counted. Errors: INVALID_ARGUMENT (no kind, no request id).
+    """
 
 @_typing.type_check_only
 class SearchServiceAsyncStub(SearchServiceStub):
@@ -58,6 +62,10 @@ class SearchServiceAsyncStub(SearchServiceStub):
     """Several queries on one snapshot of one gallery. What is no image, or no vector of its space, is
     refused by itself: see SearchResponse.error. RESOURCE_EXHAUSTED: too many queries, or images that
     cost too much to decode together.
+    """
+    Feedback: _aio.UnaryUnaryMultiCallable[_search_pb2.FeedbackRequest, _search_pb2.FeedbackResponse]  # type: ignore[assignment]
+    """Says what became of an answer, while a canary compares two releases; at any other time nothing
+    is counted. Errors: INVALID_ARGUMENT (no kind, no request id).
     """
 
 class SearchServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -83,6 +91,16 @@ class SearchServiceServicer(metaclass=_abc_1.ABCMeta):
         """Several queries on one snapshot of one gallery. What is no image, or no vector of its space, is
         refused by itself: see SearchResponse.error. RESOURCE_EXHAUSTED: too many queries, or images that
         cost too much to decode together.
+        """
+
+    @_abc_1.abstractmethod
+    def Feedback(
+        self,
+        request: _search_pb2.FeedbackRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_search_pb2.FeedbackResponse, _abc.Awaitable[_search_pb2.FeedbackResponse]]:
+        """Says what became of an answer, while a canary compares two releases; at any other time nothing
+        is counted. Errors: INVALID_ARGUMENT (no kind, no request id).
         """
 
 def add_SearchServiceServicer_to_server(servicer: SearchServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

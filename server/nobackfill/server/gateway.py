@@ -10,6 +10,8 @@ import structlog
 
 from nobackfill import durable
 from nobackfill.errors import ConfigurationError
+from nobackfill.server.canary.canaries import Canaries
+from nobackfill.server.canary.series import CanarySeries
 from nobackfill.server.catalog import open_catalog
 from nobackfill.server.descriptors import raise_limit
 from nobackfill.server.embedding.embedding import Embedding
@@ -35,6 +37,7 @@ from nobackfill.server.rollout.admission import Admission
 from nobackfill.server.rollout.first_activation import FirstActivation
 from nobackfill.server.rollout.lifecycle import Lifecycle
 from nobackfill.server.rollout.parts import Parts
+from nobackfill.server.rollout.promotion import Promotion
 from nobackfill.server.rollout.recovery import return_galleries
 from nobackfill.server.rollout.rollback import Rollbacks
 from nobackfill.server.serving import Serving
@@ -112,18 +115,21 @@ class Gateway:
         state = self.state = storage.state
         embedding = Embedding(models, metrics)
         galleries = self.galleries = Galleries(storage.home, catalog, state)
-        self.searching = Searching(embedding, catalog, state, metrics)
+        canaries = self.canaries = Canaries(state, metrics)
+        self.searching = Searching(embedding, catalog, state, metrics, canaries)
         upgrading = self.upgrading = Upgrading(repo, catalog, state, metrics, elsewhere)
         self.putting = Putting(embedding, upgrading.runner)
         serving = self.serving = Serving(catalog, state, galleries, models, metrics)
         admission = Admission(catalog, galleries, models, upgrading.trials)
-        parts = Parts(admission, catalog, state, galleries, upgrading, serving, metrics)
+        parts = Parts(admission, catalog, state, galleries, upgrading, serving, canaries, metrics)
         activations = self.activations = Activations(parts)
+        self.promotion = Promotion(parts, activations)
         self.rollbacks = Rollbacks(state, galleries, serving, activations)
         self.lifecycle = Lifecycle(catalog, state, galleries, embedding, upgrading, activations)
         self.vault = Vault(data / "vault", self._settings.vault_quota)
         metrics.gallery_items = lambda: vectors(galleries.all())
         metrics.registry.register(IndexSizes(galleries.all))
+        metrics.registry.register(CanarySeries(canaries))
 
     def load(self) -> None:
         """Open the galleries, with their indexes, and load the models that are needed.
@@ -162,6 +168,7 @@ class Gateway:
         self.assemble(models, metrics, storage, elsewhere)
         closing.callback(self.galleries.close)
         closing.callback(self.catalog.close)
+        closing.callback(self.canaries.close)
         self.load()
         indexing = Indexing(self.galleries.all, metrics, settings.index_threads)
         closing.callback(indexing.close)
@@ -172,6 +179,7 @@ class Gateway:
             self.searching,
             ImmediateAnswers(self.galleries, self.state, metrics),
             self.state,
+            self.canaries,
         )
         interceptor = Interceptor(
             metrics, tokens, settings.max_calls, settings.max_call_seconds,
@@ -197,8 +205,9 @@ class Gateway:
     def _add_services(self, server: grpc.Server) -> None:
         gallery = GalleryService(self.galleries, self.putting, self.lifecycle, self.state)
         release = ReleaseService(
-            self.catalog, self.state, self.activations, self.rollbacks, self._stopping
-        )
+            self.catalog, self.state, self.activations, self.promotion, self.rollbacks,
+            self.canaries, self._stopping,
+        )  # fmt: skip
         upgrade = UpgradeService(self.lifecycle, self.galleries, self.searching, self._stopping)
         search_pb2_grpc.add_SearchServiceServicer_to_server(self.search, server)
         gallery_pb2_grpc.add_GalleryServiceServicer_to_server(gallery, server)

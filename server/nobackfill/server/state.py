@@ -18,6 +18,23 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Canary(_Strict):
+    """A share of the queries that meet a release before the others do, 0 to 1.
+
+    `steps`: shares that follow, each after `every_s` seconds. `shadow`: the old pair answers all
+    the same. `most_errors`, `largest_p99_ratio`: the bounds that it stops at. `promoted`: it has
+    ended well, all are to follow.
+    """
+
+    share: float
+    steps: tuple[float, ...] = ()
+    every_s: float = 0.0
+    shadow: bool = False
+    most_errors: float = 0.01
+    largest_p99_ratio: float = 2.0
+    promoted: bool = False
+
+
 class Activation(_Strict):
     """An activation that has begun and not ended."""
 
@@ -27,6 +44,8 @@ class Activation(_Strict):
     old_space_seconds: int
     # One gallery alone, which stayed behind before; None: all.
     only: str | None = None
+    # Once the upgraded galleries are whole, a share of the queries meets them first.
+    canary: Canary | None = None
     # Times that it was resumed since it last got past its models' trial, or ended in order.
     resumed: int = 0
 
@@ -46,6 +65,12 @@ class State(_Strict):
     rolled_back: float | None = None
     # Galleries whose upgrade was paused by the operator.
     paused: tuple[str, ...] = ()
+
+
+def tried_well(now: State) -> Mapping[str, object]:
+    """The models of the activation under way are not to blame if the gateway ends from here on."""
+    record = now.activation
+    return {} if record is None else {"activation": record.model_copy(update={"resumed": 0})}
 
 
 class GatewayState(ABC):

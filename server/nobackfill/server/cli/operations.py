@@ -9,6 +9,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from nobackfill.server.cli.app import DEFAULT_SERVER, Json, Server, app, exit_codes, show
+from nobackfill.server.cli.canary import canary_of, line
 from nobackfill.terminal import visible
 from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
 from nobackfill.wire.gateway import Gateway
@@ -63,21 +64,37 @@ def activate(
     rollout: Annotated[str, typer.Option(help="direct, dual or cutover")] = "unspecified",
     spare_cores: Annotated[float, typer.Option(help="share of cores left to searches")] = 0.0,
     old_space_seconds: Annotated[int, typer.Option(help="answer old queries so long")] = 0,
+    canary: Annotated[str, typer.Option(help="share of callers that meet it first: 5%")] = "",
+    shadow: Annotated[str, typer.Option(help="share that it answers only to compare: 5%")] = "",
+    steps: Annotated[str, typer.Option(help="shares one after the other: 5,25,100")] = "",
+    every: Annotated[str, typer.Option(help="time of each step: 30s, 10m, 2h, 1d")] = "",
+    promote: Annotated[bool, typer.Option("--promote", help="end its canary: for all")] = False,
+    max_errors: Annotated[str, typer.Option(help="errors that stop a canary (1%)")] = "",
+    max_p99_ratio: Annotated[float, typer.Option(help="p99 by the old one's that does (2)")] = 0.0,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Make a release the one that answers; progress on stderr. Ctrl-C leaves it running."""
+    """Make a release the one that answers; progress on stderr. Ctrl-C leaves it running. With
+    --canary, --shadow or --steps it returns when that has begun."""
     if rollout not in ROLLOUTS:
         raise typer.BadParameter(f"expected one of {', '.join(sorted(ROLLOUTS))}, got {rollout!r}")
+    tried = canary_of(canary, shadow, steps, every, max_errors, max_p99_ratio)
+    if promote and tried is not None:
+        raise typer.BadParameter("expected --promote alone: it ends a canary")
     with exit_codes(), Gateway(server, retries=False) as gateway:
         event = release_pb2.ActivateReleaseResponse()
-        for event in gateway.activate(
-            number, rollout=rollout, spare_cores=spare_cores, old_space_seconds=old_space_seconds
-        ):
+        events = gateway.promote(number) if promote else gateway.activate(
+            number, rollout=rollout, spare_cores=spare_cores, old_space_seconds=old_space_seconds,
+            canary=tried,
+        )  # fmt: skip
+        for event in events:
             progress = f" {event.done}/{event.total}" if event.total else ""
-            line = f"{_word(_PHASE(event.phase))}{progress} {event.message}"
-            typer.echo(visible(line.rstrip()), err=True)
-        show(as_json, plain(event), [["release", "left behind"], [str(number), event.message]])
+            text = f"{_word(_PHASE(event.phase))}{progress} {event.message}"
+            typer.echo(visible(text.rstrip()), err=True)
+            if event.phase == release_pb2.PHASE_CANARY and not promote:
+                break
+        what = "canary" if event.phase == release_pb2.PHASE_CANARY else "left behind"
+        show(as_json, plain(event), [["release", what], [str(number), event.message]])
 
 
 @app.command()
@@ -137,16 +154,22 @@ def watch(
     by: Annotated[
         str, typer.Option(help="metadata key: quality of each of its values, worst first")
     ] = "",
+    canary: Annotated[bool, typer.Option("--canary", help="both pairs of a canary")] = False,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Follow one gallery's upgrade to its end, or the releases until Ctrl-C, a line each."""
+    """Follow one gallery's upgrade or a canary to its end, or the releases until Ctrl-C, a line
+    each."""
     with exit_codes(), Gateway(server, retries=False) as gateway:
+        if canary:
+            for shown in gateway.watch_canary():
+                typer.echo(json.dumps(plain(shown)) if as_json else visible(line(shown)))
+            return
         if gallery is None:
             for seen in gateway.watch_releases():
                 states = [f"{r.number}: {_word(_STATE(r.state))}" for r in seen]
-                line = {str(r.number): _word(_STATE(r.state)) for r in seen}
-                typer.echo(json.dumps(line) if as_json else ", ".join(states))
+                by_number = {str(r.number): _word(_STATE(r.state)) for r in seen}
+                typer.echo(json.dumps(by_number) if as_json else ", ".join(states))
             return
         quality = None
         for job in gateway.watch_upgrade(gallery, by=by):

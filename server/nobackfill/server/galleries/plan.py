@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from nobackfill.gallery.spec import Origin, SpaceInfo
 from nobackfill.release.calibration import Scorer, find
@@ -9,6 +10,10 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries.lock_order import Level
 from nobackfill.server.galleries.users import Users
 from nobackfill.server.state import RolloutName, State
+
+# What a gallery remembers of its staging space once that is whole, and a canary may search it.
+CANARY = "canary"
+Filling = RolloutName | Literal["canary"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +37,15 @@ class Plan:
 
     `alone`: spaces, by the query's space, in which a query by embedding is answered on its own.
     `writes`: releases whose models embed each image that is put, active space first.
-    `accepts`: spaces in which bare embeddings may be put.
+    `accepts`: spaces in which bare embeddings may be put. `canary`: the release on trial in its own
+    space, which is whole; None at nearly all times.
     """
 
     parts: tuple[Part, ...]
     alone: Mapping[str, Part]
     writes: tuple[Manifest, ...]
     accepts: frozenset[str]
+    canary: Part | None = None
     users: Users = field(default_factory=lambda: Users(Level.PLAN))
 
     @property
@@ -48,7 +55,8 @@ class Plan:
 
     def searched(self) -> set[str]:
         """Spaces that need a view."""
-        return {part.space for part in (*self.parts, *self.alone.values())}
+        on_trial = () if self.canary is None else (self.canary,)
+        return {part.space for part in (*self.parts, *self.alone.values(), *on_trial)}
 
 
 def own_part(manifest: Manifest) -> Part:
@@ -83,9 +91,10 @@ def make_plan(
     spaces: Sequence[SpaceInfo],
     state: State,
     manifests: Mapping[int, Manifest],
-    rollout: RolloutName | None,
+    rollout: Filling | None,
 ) -> Plan:
-    """The plan of a gallery with these `spaces`; `rollout` is how it came to its staging space.
+    """The plan of a gallery with these `spaces`; `rollout` is how it came to its staging space, and
+    CANARY once that is whole.
 
     While an item of the active release may still be missing from its space, direct and dual search
     two spaces. With cutover the old space answers until the gallery is flipped.
@@ -107,7 +116,16 @@ def make_plan(
             parts = (staged, make(staged.query, native.query))
     alone = {part.space: part for part in kept if part is not staged}
     accepts = frozenset({*alone, parts[0].space})
-    return Plan(parts, alone, tuple(part.query for part in kept), accepts)
+    writes = tuple(part.query for part in kept)
+    canary = staged if rollout == CANARY and len(parts) == 1 and _on_trial(state, staged) else None
+    return Plan(parts, alone, writes, accepts, canary)
+
+
+def _on_trial(state: State, staged: Part | None) -> bool:
+    record = state.activation
+    if record is None or record.canary is None or staged is None:
+        return False
+    return record.release != state.active and staged.query.release == record.release
 
 
 def _staged(

@@ -1,8 +1,7 @@
 """Searching one gallery: one plan and one snapshot a search, one ranking over all its spaces."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,10 +18,11 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.batching import Batcher
 from nobackfill.server.embedding.embedding import Embedding
+from nobackfill.server.galleries.asked import Asked, ByEmbedding, Canary, Found, Query
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Part, Plan, direct_part
 from nobackfill.server.galleries.queries import Answer, Question, run
-from nobackfill.server.galleries.ranking import Hit, rank
+from nobackfill.server.galleries.ranking import rank
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import GatewayState
 from nobackfill.vectors import Vectors
@@ -33,26 +33,15 @@ _LARGEST_BATCH = 64
 # Times that a query is asked anew because an item was deleted while it was being found.
 _TRIES = 3
 
-# A query by embedding: space id to little-endian float32 values.
-ByEmbedding = Mapping[str, bytes]
-Query = bytes | ByEmbedding
-
-
-@dataclass(frozen=True)
-class Found:
-    """Hits of one query, nearest first, and what answered it."""
-
-    hits: list[Hit]
-    release: int
-    space: str
-
 
 class Searching:
     """Answers queries by image and by embedding."""
 
     def __init__(
-        self, embedding: Embedding, catalog: Catalog, state: GatewayState, metrics: Metrics
-    ) -> None:
+        self, embedding: Embedding, catalog: Catalog, state: GatewayState, metrics: Metrics,
+        canary: Canary,
+    ) -> None:  # fmt: skip
+        self._canary = canary
         self._embedding = embedding
         self._catalog = catalog
         self._state = state
@@ -69,15 +58,37 @@ class Searching:
         Raises InvalidInputError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError,
         UnavailableError (only for images), DeadlineError.
         """
+        asked = Asked(hosted, query, k, filtered, ef)
         with hosted.using() as plan:
-            question = self._question(hosted, plan, query, k, ef)
-            self._count(question)
-            for _ in range(_TRIES):
-                answer = self._answer(question, filtered)
-                found = _found(question, answer)
-                if not _lost(question, answer, found):
-                    break
-            return found
+            if plan.canary is None:
+                return self._search(asked, plan)
+            return self._canary.search(asked, plan, plan.canary, self._search)
+
+    def _search(self, asked: Asked, plan: Plan, on_trial: Part | None = None) -> Found:
+        if asked.aside:
+            return self._search_aside(asked, plan, on_trial)
+        question = self._question(asked.hosted, plan, asked.query, asked.k, asked.ef, on_trial)
+        self._count(question)
+        for _ in range(_TRIES):
+            answer = self._answer(question, asked.filtered)
+            found = _found(question, answer)
+            if not _lost(question, answer, found):
+                break
+        return found
+
+    def _search_aside(self, asked: Asked, plan: Plan, on_trial: Part | None) -> Found:
+        hosted, parts = asked.hosted, _parts_of(plan, on_trial)
+        if isinstance(asked.query, bytes):
+            (made,) = self._embedding.queries([part.query for part in parts], [asked.query])
+            if isinstance(made, InvalidInputError):
+                raise made
+            question = Question(hosted, parts, made, asked.k, asked.ef)
+        else:
+            question = self._question(hosted, plan, asked.query, asked.k, asked.ef, on_trial)
+        allowed = _allowed(hosted, asked.filtered)
+        # Not through `run`, which counts how long searches take that somebody waits for.
+        found = hosted.search(question.parts, question.vectors, asked.k, allowed, asked.ef)
+        return _found(question, (found, 0))
 
     def _count(self, question: Question) -> None:
         for part in question.parts:
@@ -110,46 +121,56 @@ class Searching:
         cost too much together.
         """
         with hosted.using() as plan:
-            asked = self._questions(hosted, plan, queries, k, ef)
-            questions = [one for one in asked if isinstance(one, Question)]
-            for question in questions:
-                self._count(question)
-            answers = iter(run(questions, _allowed(hosted, filtered)) if questions else ())
-            return [
-                _found_or_refused(one, next(answers)) if isinstance(one, Question) else one
-                for one in asked
-            ]
+
+            def answer(on_trial: Part | None) -> list[Found | InvalidInputError]:
+                asked = self._questions(hosted, plan, queries, k, ef, on_trial)
+                questions = [one for one in asked if isinstance(one, Question)]
+                for question in questions:
+                    self._count(question)
+                answers = iter(run(questions, _allowed(hosted, filtered)) if questions else ())
+                return [
+                    _found_or_refused(one, next(answers)) if isinstance(one, Question) else one
+                    for one in asked
+                ]
+
+            return answer(None) if plan.canary is None else self._canary.batch(plan.canary, answer)
 
     def _questions(
-        self, hosted: Hosted, plan: Plan, queries: Sequence[Query], k: int, ef: int
-    ) -> list[Question | InvalidInputError]:
+        self, hosted: Hosted, plan: Plan, queries: Sequence[Query], k: int, ef: int,
+        on_trial: Part | None,
+    ) -> list[Question | InvalidInputError]:  # fmt: skip
         images = [query for query in queries if isinstance(query, bytes)]
-        made = iter(self._embedding.queries([part.query for part in plan.parts], images))
+        parts = _parts_of(plan, on_trial)
+        made = iter(self._embedding.queries([part.query for part in parts], images))
         questions: list[Question | InvalidInputError] = []
         for query in queries:
             try:
                 if not isinstance(query, bytes):
-                    questions.append(self._question(hosted, plan, query, k, ef))
+                    questions.append(self._question(hosted, plan, query, k, ef, on_trial))
                     continue
                 vectors = next(made)
                 questions.append(
                     vectors
                     if isinstance(vectors, InvalidInputError)
-                    else Question(hosted, plan.parts, vectors, k, ef)
+                    else Question(hosted, parts, vectors, k, ef)
                 )
             except InvalidInputError as error:
                 questions.append(error)
         return questions
 
-    def _question(self, hosted: Hosted, plan: Plan, query: Query, k: int, ef: int) -> Question:
+    def _question(
+        self, hosted: Hosted, plan: Plan, query: Query, k: int, ef: int, on_trial: Part | None
+    ) -> Question:
+        parts = _parts_of(plan, on_trial)
         if isinstance(query, bytes):
             made = {
                 manifest.release: self._embedding.query(manifest, query)
-                for manifest in {part.query.release: part.query for part in plan.parts}.values()
+                for manifest in {part.query.release: part.query for part in parts}.values()
             }
-            vectors = tuple(made[part.query.release] for part in plan.parts)
-            return Question(hosted, plan.parts, vectors, k, ef)
-        parts = self._parts(plan, query)
+            vectors = tuple(made[part.query.release] for part in parts)
+            return Question(hosted, parts, vectors, k, ef)
+        if on_trial is None or on_trial.query.space not in query:
+            parts = self._parts(plan, query)
         vectors = tuple(_read(part.query, query[part.query.space]) for part in parts)
         return Question(hosted, parts, vectors, k, ef)
 
@@ -190,6 +211,11 @@ class Searching:
             f"the gallery answers queries of release {plan.query.release}, the embedding is of "
             f"{sent}; embed the query with release {plan.query.release}, or send the image"
         )
+
+
+def _parts_of(plan: Plan, on_trial: Part | None) -> tuple[Part, ...]:
+    """What an image is compared with."""
+    return plan.parts if on_trial is None else (on_trial,)
 
 
 def _retired(release: int) -> ReleaseRetiredError:

@@ -17,6 +17,7 @@ _PACKAGE = "/nobackfill.v1."
 RULES: Mapping[str, frozenset[Role] | None] = {
     _PACKAGE + "SearchService/Search": _READ,
     _PACKAGE + "SearchService/SearchBatch": _READ,
+    _PACKAGE + "SearchService/Feedback": _READ,
     _PACKAGE + "GalleryService/GetGallery": _READ,
     _PACKAGE + "GalleryService/ListGalleries": _READ,
     _PACKAGE + "GalleryService/GetItem": _READ,
@@ -33,6 +34,7 @@ RULES: Mapping[str, frozenset[Role] | None] = {
     _PACKAGE + "ReleaseService/WatchReleases": _ANY,
     _PACKAGE + "ReleaseService/FetchFile": _DEVICE,
     _PACKAGE + "ReleaseService/ActivateRelease": _ADMIN,
+    _PACKAGE + "ReleaseService/WatchCanary": _ADMIN,
     _PACKAGE + "ReleaseService/RollbackRelease": _ADMIN,
     _PACKAGE + "ReleaseService/RetireRelease": _ADMIN,
     _PACKAGE + "UpgradeService/EstimateUpgrade": _ADMIN,

@@ -21,11 +21,14 @@ def _always() -> bool:
 @dataclass(frozen=True)
 class Call:
     """One call. `deadline` is on the monotonic clock, in seconds; `active` says whether the
-    caller still waits."""
+    caller still waits. `key`: whose call it is, where that decides: its `x-session`, else its
+    token's name, else `request_id`."""
 
     principal: Principal
     deadline: float
     active: Callable[[], bool] = _always
+    key: str = ""
+    request_id: str = ""
 
     def check(self) -> None:
         """Raises DeadlineError or CancelledError once nobody waits for the answer."""

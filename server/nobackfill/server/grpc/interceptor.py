@@ -78,6 +78,7 @@ class Interceptor(grpc.ServerInterceptor):
             known = self._kinds[method] = (self._kind(method, handler), handler)
         metadata = dict(handler_call_details.invocation_metadata)
         rpc = Rpc(known[0], begin_request(_text(metadata.get("x-request-id"))))
+        rpc.session = _text(metadata.get("x-session"))
         try:
             if self._draining:
                 raise UnavailableError("the gateway is stopping; try again elsewhere")

@@ -51,6 +51,7 @@ _CHOSEN: Mapping[str, str] = {
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": "watches",
     _PACKAGE + "ReleaseService/WatchReleases": "watches",
     _PACKAGE + "ReleaseService/ActivateRelease": "watches",
+    _PACKAGE + "ReleaseService/WatchCanary": "watches",
     _PACKAGE + "UpgradeService/WatchUpgrade": "watches",
     _PACKAGE + "GalleryService/CreateGallery": "operations",
     _PACKAGE + "GalleryService/UpdateGallery": "operations",

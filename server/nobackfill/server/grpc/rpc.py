@@ -24,6 +24,8 @@ from nobackfill.v1 import search_pb2
 log = structlog.get_logger("server.interceptor")
 # For refusals that cost their callers nothing: not let in, or shed.
 _unworked = Sparing(10)
+# More of a session's name is not looked at.
+_LONGEST_KEY = 256
 
 Behavior = Callable[[Any, grpc.ServicerContext], Any]
 # A request's bytes to its answer's, where nothing has to be waited for; None: on a thread, then.
@@ -76,6 +78,8 @@ class Rpc:
         self.reads_stream = kind.reads_stream
         # Whose share of a lane it takes; empty: its address says.
         self.caller = ""
+        # What the caller says of its session, if anything.
+        self.session: str | None = None
         # Why it is not let in.
         self.refusal: NobackfillError | None = None
         # Why it was ended before its message came.
@@ -157,7 +161,10 @@ class Rpc:
             left = min(left, self._kind.max_call_seconds - waited)
         if not context.is_active() or left <= 0:
             raise DeadlineError("the call ended before its turn came; allow more time")
-        call = calls.Call(self._principal, time.monotonic() + left, context.is_active)
+        key = (self.session or self.caller or self._request_id)[:_LONGEST_KEY]
+        call = calls.Call(
+            self._principal, time.monotonic() + left, context.is_active, key, self._request_id
+        )
         calls.begin(call)
         if self.lane.longest_s is not None:
             self.on_end(self._kind.stalls.end_after(self.lane.longest_s, context))

@@ -10,6 +10,7 @@ import structlog
 
 from nobackfill.errors import BusyError, CannotWriteError, NobackfillError, PreconditionError
 from nobackfill.release.manifest import Manifest
+from nobackfill.server.canary.comparison import CanaryState
 from nobackfill.server.galleries import lock_order
 from nobackfill.server.galleries.hosted import NOTE
 from nobackfill.server.galleries.indexing import give_way
@@ -19,7 +20,7 @@ from nobackfill.server.rollout.parts import Parts
 from nobackfill.server.rollout.recovery import recover
 from nobackfill.server.rollout.rollout import Rollout
 from nobackfill.server.rollout.run import CancelledError, Phase, Run
-from nobackfill.server.state import Activation, RolloutName
+from nobackfill.server.state import Activation, Canary, RolloutName, tried_well
 from nobackfill.server.upgrades.throttle import DEFAULT_SPARE_CORES
 
 log = structlog.get_logger("server.activation")
@@ -44,9 +45,11 @@ class Activations:
         rollout: RolloutName | None = None,
         spare_cores: float = 0.0,
         old_space_seconds: int = 0,
+        canary: Canary | None = None,
     ) -> Run:
         """Begin one. Raises NotFoundError, BusyError while another runs, PreconditionError for a
-        release older than the active one, CannotWriteError."""
+        release older than the active one, and for a canary where nothing is compared,
+        CannotWriteError."""
         manifest = self._parts.catalog.find(release)
         with self.held():
             self.refuse_second("begin another activation")
@@ -56,11 +59,16 @@ class Activations:
                     f"release {release} is older than the active release {active}; "
                     "RollbackRelease returns to the one before"
                 )
+            if canary is not None:
+                _refuse_canary(release, active, rollout)
+                rollout = "cutover"
+                self._parts.canaries.begin(release)
             record = Activation(
                 release=release,
                 rollout=rollout or self._choose(manifest),
                 spare_cores=spare_cores or DEFAULT_SPARE_CORES,
                 old_space_seconds=old_space_seconds,
+                canary=canary,
             )
             # One that was let go of and comes back is kept again, as any other.
             retired = tuple(n for n in self._parts.state.now.retired if n != release)
@@ -103,6 +111,8 @@ class Activations:
             log.info("resuming activation", release=record.release)
             record = record.model_copy(update={"resumed": record.resumed + 1})
             self._parts.state.change(activation=record)
+            if record.canary is not None:
+                self._parts.canaries.begin(record.release)
             return self._launch(record)
 
     def running(self) -> Run | None:
@@ -138,8 +148,8 @@ class Activations:
             run.cancel()
         record = self._parts.state.now.activation
         if record is not None and record.resumed:
-            # Ended in order: its models are not to blame.
-            self._parts.state.change(activation=record.model_copy(update={"resumed": 0}))
+            # It ends in order.
+            self._parts.state.revise(tried_well)
 
     def _choose(self, manifest: Manifest) -> RolloutName:
         active = self._parts.state.now.active
@@ -148,10 +158,11 @@ class Activations:
         old = self._parts.catalog.manifest(active)
         return "direct" if manifest.searches(old.space) else "cutover"
 
-    def refuse_second(self, what: str) -> None:
-        """Raises BusyError while an activation is under way."""
+    def refuse_second(self, what: str, *, beside_canary: bool = False) -> None:
+        """Raises BusyError while an activation is under way; `beside_canary`: but not while its
+        canary waits."""
         run = self.running()
-        if run is not None:
+        if run is not None and not (beside_canary and run.waiting):
             raise BusyError(
                 f"cannot {what} while release {run.record.release} is being activated; try again "
                 "when it has ended, or roll back"
@@ -179,6 +190,8 @@ class Activations:
                 seconds.observe(time.monotonic() - began)
         with error_boundary(self._parts.metrics, "activation"):
             self._end_jobs(phase, message)
+        if run.record.canary is not None:
+            self._parts.canaries.end(CanaryState.ENDED, message)
         return phase, message
 
     def _roll_out(self, run: Run) -> tuple[Phase, str]:
@@ -237,3 +250,12 @@ class Activations:
         for hosted in self._parts.galleries.all():
             why = str(hosted.state(NOTE) or "") if phase is Phase.DONE else message
             self._parts.upgrading.give_up(hosted.name, why)
+
+
+def _refuse_canary(release: int, active: int | None, rollout: RolloutName | None) -> None:
+    if rollout not in (None, "cutover"):
+        raise PreconditionError(f"a canary ends by cutover, got the rollout {rollout}")
+    if active is None or active == release:
+        raise PreconditionError(
+            f"a canary compares release {release} with the active one, and there is no other"
+        )

@@ -1,5 +1,6 @@
 """A gallery's life: made, carried over to the active release, deleted. The first and the last are
-refused while a release is being activated, which carries all that it finds at its start."""
+refused while a release is being activated, which carries all that it finds, but for the time of
+its canary."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -37,13 +38,13 @@ class Lifecycle:
     def create(self, name: str) -> None:
         """Raises as `Galleries.create`, BusyError during an activation or a rollback."""
         with self._activations.held():
-            self._activations.refuse_second("make a gallery")
+            self._activations.refuse_second("make a gallery", beside_canary=True)
             self._galleries.create(name)
 
     def delete(self, name: str) -> None:
         """Delete a gallery, and what is remembered of its upgrades. Raises as `Galleries.delete`,
         BusyError during an activation."""
-        self._activations.refuse_second("delete a gallery")
+        self._activations.refuse_second("delete a gallery", beside_canary=True)
         self._galleries.delete(name)
         self._upgrading.forget({name})
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from nobackfill.server.canary.canaries import Canaries
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.grpc.metrics import Metrics
@@ -21,4 +22,5 @@ class Parts:
     galleries: Galleries
     upgrading: Upgrading
     serving: Serving
+    canaries: Canaries
     metrics: Metrics

@@ -8,9 +8,11 @@ from nobackfill.errors import PreconditionError
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, Hosted
-from nobackfill.server.galleries.plan import Plan, old_model_part, own_part
+from nobackfill.server.galleries.plan import CANARY, Plan, old_model_part, own_part
+from nobackfill.server.rollout.canary_steps import CanarySteps
 from nobackfill.server.rollout.parts import Parts
 from nobackfill.server.rollout.run import Phase, Run
+from nobackfill.server.state import tried_well
 from nobackfill.server.upgrades.job import JobState
 
 log = structlog.get_logger("server.rollout")
@@ -31,22 +33,45 @@ class Rollout:
         calibration), CancelledError and whatever an upgrade raises."""
         with self._parts.galleries.holding():
             manifest = self._admit()
-            going = self._sort_galleries(manifest)
-            self._stage(going, manifest)
-            if self._record.rollout != "cutover":
-                self._switch_queries(manifest)
-            self._total = sum(hosted.store.count() for hosted in going)
-            self._run.report(Phase.UPGRADING, 0, self._total)
-            carried = [hosted for hosted in going if self._carry(hosted, manifest)]
-            if self._record.rollout == "cutover":
-                self._run.report(Phase.SWITCHING, self._done, self._total)
-                self._flip(carried, manifest, active=True)
+            carried = self._carry_all(manifest)
+            if self._record.canary is not None:
+                self._open_canary(carried, manifest)
+            elif self._record.rollout == "cutover":
+                self._switch_galleries(carried, manifest)
+        if self._record.canary is not None:
+            CanarySteps(self._run, self._parts).wait()
+            # Galleries have come and gone meanwhile, and items.
+            with self._parts.galleries.holding():
+                self._switch_galleries(self._carry_all(manifest), manifest)
+
+    def _carry_all(self, manifest: Manifest) -> list[Hosted]:
+        """Fill the release's space in every gallery that can go; those where it is whole now."""
+        going = self._sort_galleries(manifest)
+        self._stage(going, manifest)
+        if self._record.rollout != "cutover":
+            self._switch_queries(manifest)
+        self._done, self._total = 0, sum(hosted.store.count() for hosted in going)
+        self._run.report(Phase.UPGRADING, 0, self._total)
+        return [hosted for hosted in going if self._carry(hosted, manifest)]
+
+    def _switch_galleries(self, carried: list[Hosted], manifest: Manifest) -> None:
+        self._run.report(Phase.SWITCHING, self._done, self._total)
+        self._flip(carried, manifest, active=True)
+
+    def _open_canary(self, carried: list[Hosted], manifest: Manifest) -> None:
+        """From here on a share of the queries is answered in the new space of these galleries."""
+        for hosted in carried:
+            with hosted.write_lock.exclusive():
+                hosted.remember({ROLLOUT: CANARY})
+                self._parts.serving.replan_one(hosted)
+            note = f"release {manifest.release} is on trial; it is not active yet"
+            self._parts.upgrading.finish(hosted.name, JobState.DONE, note)
 
     def _admit(self) -> Manifest:
         manifest = self._parts.admission.admit(self._run)
         if self._record.resumed:
             # Its models did no harm: what ends the gateway from here on is something else.
-            self._parts.state.change(activation=self._record.model_copy(update={"resumed": 0}))
+            self._parts.state.revise(tried_well)
         return manifest
 
     def _sort_galleries(self, manifest: Manifest) -> list[Hosted]:
@@ -73,7 +98,7 @@ class Rollout:
             old = self._parts.catalog.manifest(hosted.spec().release)
             self._refuse_rollout(manifest, old)
         for hosted in going:
-            if hosted.plan.query.release == manifest.release:
+            if hosted.plan.query.release == manifest.release or hosted.plan.canary is not None:
                 # Mixed already, by an activation that did not end: it goes on as it began.
                 continue
             kept = {info.spec.space for info in hosted.spaces()}

@@ -15,6 +15,7 @@ class Phase(StrEnum):
     LOADING = "loading"
     PROBING = "probing"
     UPGRADING = "upgrading"
+    CANARY = "canary"
     SWITCHING = "switching"
     DONE = "done"
     FAILED = "failed"
@@ -48,6 +49,8 @@ class Run:
         self._events: list[Event] = []
         self._thread = threading.Thread(target=self._live, name="activation")
         self._ended = False
+        # While its canary waits for queries, nothing is moved: galleries may come and go.
+        self.waiting = False
 
     def start(self) -> None:
         """Raises RuntimeError where no thread can be had."""

@@ -1,15 +1,20 @@
 """ReleaseService."""
 
 import threading
+import time
 from collections.abc import Iterator
 
 import grpc
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.release.manifest import Manifest
+from nobackfill.server.canary.canaries import Canaries
 from nobackfill.server.catalog import Catalog
+from nobackfill.server.grpc.services.canary import from_canary, to_canary
 from nobackfill.server.grpc.services.convert import to_end
 from nobackfill.server.rollout.activation import Activations
+from nobackfill.server.rollout.canary_steps import share_of
+from nobackfill.server.rollout.promotion import Promotion
 from nobackfill.server.rollout.rollback import Rollbacks
 from nobackfill.server.rollout.run import Event, Phase
 from nobackfill.server.state import GatewayState, RolloutName, State
@@ -27,20 +32,26 @@ _PHASES = {
     Phase.LOADING: pb.PHASE_LOADING,
     Phase.PROBING: pb.PHASE_PROBING,
     Phase.UPGRADING: pb.PHASE_UPGRADING,
+    Phase.CANARY: pb.PHASE_CANARY,
     Phase.SWITCHING: pb.PHASE_SWITCHING,
     Phase.DONE: pb.PHASE_DONE,
     Phase.FAILED: pb.PHASE_FAILED,
 }
+
+# A canary is reported so often.
+_LOOK_S = 1.0
 
 
 class ReleaseService(ReleaseServiceServicer):
     """See protos/nobackfill/v1/release.proto."""
 
     def __init__(
-        self, catalog: Catalog, state: GatewayState, activations: Activations, rollbacks: Rollbacks,
-        stopping: threading.Event,
+        self, catalog: Catalog, state: GatewayState, activations: Activations,
+        promotion: Promotion, rollbacks: Rollbacks, canaries: Canaries, stopping: threading.Event,
     ) -> None:  # fmt: skip
         """`stopping`: set when the gateway drains; streams that only watch end then."""
+        self._promotion = promotion
+        self._canaries = canaries
         self._catalog = catalog
         self._state = state
         self._activations = activations
@@ -89,14 +100,34 @@ class ReleaseService(ReleaseServiceServicer):
                 "expected a rollout of the contract, and spare_cores from 0 to below 1, got "
                 f"{request.rollout} and {request.spare_cores:g}"
             )
-        run = self._activations.start(
-            request.number,
-            _ROLLOUTS[request.rollout],
-            request.spare_cores,
-            request.old_space_seconds,
-        )
+        number = request.number
+        canary = from_canary(request.canary) if request.HasField("canary") else None
+        if request.promote:
+            run = self._promotion.promote(number)
+        elif canary is not None and self._promotion.under_way(number):
+            self._promotion.change(number, canary)
+            yield _response(Event(Phase.CANARY, 0, 0, share_of(canary, number), time.time()))
+            return
+        else:
+            run = self._activations.start(
+                number,
+                _ROLLOUTS[request.rollout],
+                request.spare_cores,
+                request.old_space_seconds,
+                canary,
+            )
         for event in run.events(gone=lambda: self._gone(context)):
             yield _response(event)
+
+    def WatchCanary(  # noqa: N802
+        self, request: pb.WatchCanaryRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.WatchCanaryResponse]:
+        while not self._gone(context):
+            answer = to_canary(self._canaries.report(), self._canaries.setting())
+            yield answer
+            if answer.state != pb.CANARY_STATE_RUNNING:
+                return
+            self._stopping.wait(_LOOK_S)
 
     def _gone(self, context: grpc.ServicerContext) -> bool:
         return not context.is_active() or self._stopping.is_set()

@@ -9,9 +9,12 @@ from google.protobuf.message import DecodeError
 from nobackfill.errors import InvalidInputError, TooLargeError
 from nobackfill.gallery.search.compiled_search import parse
 from nobackfill.gallery.search.index import EVERY
+from nobackfill.server.canary.canaries import Canaries
+from nobackfill.server.canary.sessions import Kind
+from nobackfill.server.galleries.asked import Found, Query
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.immediate_answers import ImmediateAnswers
-from nobackfill.server.galleries.searching import Found, Query, Searching
+from nobackfill.server.galleries.searching import Searching
 from nobackfill.server.grpc.services.convert import (
     from_filter,
     keys_of,
@@ -32,6 +35,12 @@ LARGEST_EF = 4096
 # With one of these a search may take longer, or its hits are not those that were made ready.
 _WORK = ("filter", "accuracy", "fields")
 
+_KINDS: Mapping[int, Kind] = {
+    pb.FEEDBACK_KIND_CLICKED: "approved",
+    pb.FEEDBACK_KIND_CONFIRMED: "approved",
+    pb.FEEDBACK_KIND_REJECTED: "rejected",
+}
+
 
 class SearchService(SearchServiceServicer):
     """See protos/nobackfill/v1/search.proto."""
@@ -42,7 +51,9 @@ class SearchService(SearchServiceServicer):
         searching: Searching,
         immediate: ImmediateAnswers,
         state: GatewayState,
+        canaries: Canaries,
     ) -> None:
+        self._canaries = canaries
         self._immediate = immediate
         self._galleries = galleries
         self._searching = searching
@@ -92,6 +103,18 @@ class SearchService(SearchServiceServicer):
                 for one in found
             ]
         )
+
+    def Feedback(  # noqa: N802
+        self, request: pb.FeedbackRequest, context: grpc.ServicerContext
+    ) -> pb.FeedbackResponse:
+        kind = _KINDS.get(request.kind)
+        if kind is None or not request.request_id:
+            raise InvalidInputError(
+                "feedback: expected the request_id of an answer and a kind, clicked, confirmed or "
+                "rejected"
+            )
+        counted = self._canaries.feedback(request.request_id, request.item_id, kind)
+        return pb.FeedbackResponse(counted=counted)
 
 
 def _parsed(message: bytes) -> tuple[str, str, bytes, int, float] | None:
@@ -145,7 +168,9 @@ def _farthest(request: pb.SearchRequest | pb.SearchBatchRequest) -> float:
 def _response(
     found: Found, request: pb.SearchRequest | pb.SearchBatchRequest, ends: Mapping[str, float]
 ) -> pb.SearchResponse:
-    response = pb.SearchResponse(release=found.release, space=found.space)
+    response = pb.SearchResponse(
+        release=found.release, space=found.space, request_id=found.request_id
+    )
     to_end(found.space, ends, response.space_ends_at)
     farthest = _farthest(request)
     keys = keys_of(request.fields if request.HasField("fields") else None)

@@ -1,0 +1,293 @@
+"""A share of the callers meets a release first, and it is stopped where it is worse.
+
+Release n embeds into its own orthogonal block: a query that met a vector of another space would
+find it at squared distance 2, and an item asked for by its own image is found at distance 0.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from nobackfill.errors import BusyError, InvalidInputError, PreconditionError, UnavailableError
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.canary.choice import digest, in_share
+from nobackfill.server.cli import operations  # noqa: F401 - puts its commands into app
+from nobackfill.server.cli.app import app
+from nobackfill.server.gateway import Gateway
+from nobackfill.v1 import release_pb2 as pb
+from nobackfill.v1 import search_pb2
+from nobackfill.wire import Answer, Hit
+from tests.server.conftest import Stages, publish_stage
+from tests.server.support import TIMEOUT_S, Client, embedding, images, refused, running, vectors_of
+from tests.support.blocks import png
+
+ITEMS = 6
+SESSIONS = [f"session {n}" for n in range(24)]
+
+
+def expected(session: str, share: float) -> int:
+    return 2 if in_share(digest(2, session), share) else 1
+
+
+def begin(client: Client, canary: pb.Canary) -> str:
+    """Activate release 2 up to its canary; what that says."""
+    for event in client.activate(2, canary=canary):
+        if event.phase == pb.PHASE_CANARY:
+            return event.message
+    raise AssertionError("no canary began")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def whole(answer: Answer[Hit], item: str) -> int:
+    """The release of an answer, all of which is of one pair."""
+    assert answer.hits[0].id == item
+    assert answer.hits[0].distance == pytest.approx(0, abs=1e-5)
+    assert all(abs(hit.distance - 2) > 1e-4 for hit in answer.hits)
+    assert {hit.release for hit in answer.hits} == {answer.release}
+    return answer.release
+
+
+@pytest.fixture(scope="module")
+def served(
+    stages: Stages, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Gateway, Client]]:
+    """A gateway in release 1 with a gallery, beside which release 2 is published."""
+    folder = tmp_path_factory.mktemp("canary")
+    shutil.copytree(stages[1], folder / "repo")
+    with running(folder / "repo", folder / "data") as gateway, Client(gateway.address) as client:
+        client.create_gallery("g")
+        client.put_images(images(ITEMS))
+        publish_stage(folder / "repo", stages[2])
+        wait_for(lambda: 2 in client.states())
+        yield gateway, client
+
+
+@pytest.fixture
+def gateway(served: tuple[Gateway, Client]) -> Gateway:
+    return served[0]
+
+
+@pytest.fixture
+def client(served: tuple[Gateway, Client], near_gate: None) -> Iterator[Client]:
+    """The same for each test: release 1 answers again when one has ended."""
+    yield served[1]
+    if served[0].state.now.active == 2 or served[0].state.now.activation is not None:
+        served[1].rollback(confirm=True, to=1)
+    assert served[1].states()[1] == "ACTIVE"
+
+
+def ask(client: Client, session: str, number: int) -> Answer[Hit]:
+    return client.search("g", image=png(images(ITEMS)[number]), k=3, session=session)
+
+
+def report(client: Client) -> pb.WatchCanaryResponse:
+    return next(iter(client.watch_canary()))
+
+
+def test_one_search_is_answered_by_one_pair(client: Client, one: Manifest, two: Manifest) -> None:
+    assert begin(client, pb.Canary(share=0.25)) == "release 2 answers 0.25 of the callers"
+    for share in (0.25, 0.6):
+        begin(client, pb.Canary(share=share))
+        for n, session in enumerate(SESSIONS):
+            number = n % ITEMS
+            picture = images(ITEMS)[number]
+            old, new = embedding(one, picture), embedding(two, picture)
+            want = expected(session, share)
+            assert whole(ask(client, session, number), f"i{number}") == want
+            both = client.search("g", embeddings=vectors_of(old, new), k=3, session=session)
+            assert whole(both, f"i{number}") == want
+            # Who brings the old space alone is answered in it, at once: nothing else could.
+            by_old = client.search("g", embeddings=vectors_of(old), k=3, session=session)
+            assert whole(by_old, f"i{number}") == 1
+        assert {expected(session, share) for session in SESSIONS} == {1, 2}
+    batch = search_pb2.SearchBatchRequest(
+        gallery="g", queries=[search_pb2.Query(image=png(image)) for image in images(ITEMS)]
+    )
+    for session in SESSIONS[:8]:
+        answers = client.raw.searches.SearchBatch(batch, metadata=(("x-session", session),))
+        assert {answer.release for answer in answers.responses} == {expected(session, 0.6)}
+    with refused(PreconditionError, "shares only grow"):
+        begin(client, pb.Canary(share=0.1))
+    with refused(BusyError):
+        next(iter(client.activate(2)))
+
+
+def test_galleries_come_and_go_beside_a_canary_and_follow_its_promotion(client: Client) -> None:
+    begin(client, pb.Canary(share=0.5))
+    client.put_images(images(ITEMS + 1)[ITEMS:], first=ITEMS)
+    for name in ("late", "gone"):
+        client.create_gallery(name)
+    client.put_images(images(ITEMS), name="late")
+    client.delete_gallery("gone")
+    for session in SESSIONS[:6]:
+        found = client.search("g", image=png(images(ITEMS + 1)[ITEMS]), session=session)
+        assert whole(found, f"i{ITEMS}") == expected(session, 0.5)
+        assert client.search("late", image=png(images(1)[0]), session=session).release == 1
+    assert client.states()[2] == "ACTIVATING"
+    last = [*client.promote(2)][-1]
+    assert (last.phase, last.message) == (pb.PHASE_DONE, "")
+    for name in ("g", "late"):
+        for session in SESSIONS[:6]:
+            found = client.search(name, image=png(images(1)[0]), session=session)
+            assert whole(found, "i0") == 2
+            assert not found.request_id
+    assert report(client).state == pb.CANARY_STATE_PROMOTED
+    with refused(PreconditionError, "no canary"):
+        next(iter(client.promote(2)))
+    client.delete_gallery("late")
+
+
+def test_a_rollback_ends_a_canary(client: Client) -> None:
+    begin(client, pb.Canary(share=1.0))
+    assert whole(ask(client, "any", 0), "i0") == 2
+    assert client.rollback(confirm=True, to=1).lost_items == 0
+    assert whole(ask(client, "any", 0), "i0") == 1
+    assert client.states()[1] == "ACTIVE"
+    assert report(client).state == pb.CANARY_STATE_ENDED
+
+
+def test_it_goes_its_steps_by_itself(client: Client) -> None:
+    canary = pb.Canary(share=0.25, steps=[0.5, 1.0])
+    canary.every.FromMilliseconds(300)
+    begin(client, canary)
+    wait_for(lambda: client.states()[2] == "ACTIVE")
+    assert report(client).state == pb.CANARY_STATE_PROMOTED
+
+
+def test_a_restart_goes_on_with_the_same_share(
+    stages: Stages, tmp_path: Path, near_gate: None
+) -> None:
+    repo, data = tmp_path / "repo", tmp_path / "data"
+    publish_stage(repo, stages[1])
+    for start in range(2):
+        with running(repo, data) as gateway, Client(gateway.address) as client:
+            if not start:
+                client.create_gallery("g")
+                client.put_images(images(ITEMS))
+                publish_stage(repo, stages[2])
+                begin(client, pb.Canary(share=0.4))
+            for n, session in enumerate(SESSIONS):
+                answer = ask(client, session, n % ITEMS)
+                assert whole(answer, f"i{n % ITEMS}") == expected(session, 0.4)
+            assert report(client).canary.share == 0.4
+
+
+@pytest.fixture
+def failing(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From when it is called, release 2 embeds no image any more."""
+    embed = gateway.models.embed
+
+    def fail(manifest: Manifest, images: Any) -> Any:
+        if manifest.release == 2:
+            raise UnavailableError("the model of release 2 is broken")
+        return embed(manifest, images)
+
+    return lambda: monkeypatch.setattr(gateway.models, "embed", fail)
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+def test_errors_stop_it_and_no_caller_sees_one(
+    client: Client, failing: Callable[[], None], shadow: bool
+) -> None:
+    begin(client, pb.Canary(share=0.5, shadow=shadow))
+    failing()
+    asked = 0
+    while report(client).state == pb.CANARY_STATE_RUNNING:
+        asked += 1
+        assert whole(ask(client, f"session {asked}", 0), "i0") == 1
+        assert asked < 500
+    shown = report(client)
+    assert shown.state == pb.CANARY_STATE_STOPPED
+    assert shown.message.startswith("errors: ")
+    assert shown.new_pair.errors >= 2
+    wait_for(lambda: client.states() == {1: "ACTIVE", 2: "FAILED"})
+    (reason,) = [r.reason for r in client.list_releases() if r.number == 2]
+    assert "the bound is 1.0%" in reason
+    assert not ask(client, "after", 0).request_id
+
+
+def test_feedback_stops_it(client: Client) -> None:
+    """Every answer of the old pair is confirmed, none of the new one."""
+    begin(client, pb.Canary(share=0.5))
+    session = 0
+    while report(client).state == pb.CANARY_STATE_RUNNING:
+        session += 1
+        answer = ask(client, f"session {session}", session % ITEMS)
+        if answer.release == 1 and answer.request_id:
+            client.feedback("g", answer.request_id, answer.hits[0].id, "confirmed")
+            assert not client.feedback("g", answer.request_id, "another", "confirmed")
+        assert session < 200
+    assert report(client).message.startswith("feedback: 0 of ")
+    wait_for(lambda: client.states() == {1: "ACTIVE", 2: "FAILED"})
+    # Nobody asks any more.
+    assert not client.feedback("g", "1", "i0", "clicked")
+    with refused(InvalidInputError):
+        client.feedback("g", "", "i0", "clicked")
+
+
+def test_a_shadow_is_compared_and_answers_nobody(client: Client, gateway: Gateway) -> None:
+    begin(client, pb.Canary(share=1.0, shadow=True))
+    for n, session in enumerate(SESSIONS):
+        assert whole(ask(client, session, n % ITEMS), f"i{n % ITEMS}") == 1
+    wait_for(lambda: report(client).compared == len(SESSIONS))
+    shown = report(client)
+    # The upgrade turns one block into the other, so that every neighbour is kept.
+    assert shown.overlap == 1
+    assert shown.rank_correlation == pytest.approx(1)
+    assert (shown.old_pair.queries, shown.new_pair.queries) == (len(SESSIONS), len(SESSIONS))
+    assert not shown.new_pair.HasField("p99")
+    series = {
+        sample.name: sample.value
+        for family in gateway.metrics.registry.collect()
+        for sample in family.samples
+    }
+    assert series["nobackfill_canary_overlap"] == 1
+    assert series["nobackfill_canary_compared_total"] == len(SESSIONS)
+    assert series["nobackfill_canary_share"] == 1
+
+
+def test_the_command_begins_watches_and_promotes_one(client: Client) -> None:
+    def gateway(*words: str) -> str:
+        result = CliRunner().invoke(app, [*words, "--server", client.address])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert "release 2 answers 0.5 of the callers" in gateway("activate", "2", "--canary", "50%")
+    ask(client, "any", 0)
+    threads = iter(gateway("activate", "2", "--promote").splitlines())
+    assert any("done" in line for line in threads)
+    assert "canary of release 2 promoted" in gateway("watch", "--canary")
+    for wrong in (
+        ("--canary", "0%"), ("--canary", "101"), ("--canary", "5%", "--shadow", "5%"),
+        ("--steps", "5,25"), ("--steps", "5", "--every", "1y"), ("--max-errors", "1%"),
+        ("--promote", "--canary", "5"),
+    ):  # fmt: skip
+        assert CliRunner().invoke(app, ["activate", "2", *wrong]).exit_code == 2
+
+
+def test_what_is_no_canary_is_refused(client: Client) -> None:
+    for canary in (
+        pb.Canary(share=1.5), pb.Canary(share=float("nan")), pb.Canary(),
+        pb.Canary(share=0.5, steps=[0.4]), pb.Canary(share=0.5, steps=[0.6]),
+        pb.Canary(share=0.5, most_errors=2), pb.Canary(share=0.5, largest_p99_ratio=-1),
+    ):  # fmt: skip
+        with refused(InvalidInputError, "canary"):
+            next(iter(client.activate(2, canary=canary)))
+
+
+def test_a_canary_needs_two_releases_and_ends_by_cutover(client: Client) -> None:
+    with refused(PreconditionError, "no other"):
+        next(iter(client.activate(1, canary=pb.Canary(share=0.5))))
+    with refused(PreconditionError, "cutover"):
+        next(iter(client.activate(2, canary=pb.Canary(share=0.5), rollout="dual")))
