@@ -81,6 +81,20 @@ def decode_picture(header: Header, height: int, width: int) -> Pixels:
     return np.asarray(resized if turn is None else resized.transpose(turn), dtype=np.uint8)
 
 
+def decode_within(data: bytes, side: int) -> Pixels:
+    """Like `decode`, its sides in proportion and none longer than `side`; a smaller image keeps
+    its size. For people to look at, not for models. Raises InvalidInputError."""
+    header = checked_header(data)
+    try:
+        with Image.open(io.BytesIO(header.picture), formats=(header.format,)) as image:
+            sideways = _orientation(image, header) in _SIDEWAYS
+    except Exception as error:
+        raise damaged(error) from error
+    height, width = (header.width, header.height) if sideways else (header.height, header.width)
+    scale = min(1.0, side / max(height, width))
+    return decode_picture(header, max(1, round(scale * height)), max(1, round(scale * width)))
+
+
 def decode_file(path: Path, height: int, width: int) -> Pixels:
     """Like `decode`, from a file. Raises InvalidInputError that names it, also if unreadable."""
     try:

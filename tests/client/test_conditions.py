@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from nobackfill.client.cli.conditions import read
 from nobackfill.client.cli.options import metadata_values
+from nobackfill.client.conditions import read
 from nobackfill.client.device import Device
 from nobackfill.client.photos.search import Search
 from nobackfill.errors import InvalidInputError

@@ -5,11 +5,13 @@
     gallery.sqlite.identity   the age secret key, made by the first push
     gallery.sqlite.outbox/    ciphertext on its way to the vault
     gallery.sqlite.reserve    room on the disk that gc gives back
+    gallery.sqlite.thumbs/    small copies of images, as far as pages have shown them
 
 State kept in the SQLite file: `source`, `root` (the root metadata trusted first), `floor` (the
 newest metadata versions seen), `installed` (release -> SHA-256 of its manifest), `held_back`
 (release -> why this device does not follow it), `keep_original` (whether vectors that were embedded
 from images outlive their release), `return_to` (the space before the last upgrade),
+`carried` (release -> when and along which routes a sync carried the gallery into its space),
 `tried` (version of the trial -> digests of the files that passed it),
 `vault` (where it is), `identity` (the public key of the identity file), `recipients` (public keys
 that every pushed image is encrypted to, too).

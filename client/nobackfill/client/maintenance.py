@@ -8,6 +8,7 @@ from typing import Any
 from nobackfill import durable
 from nobackfill.client.device import Device
 from nobackfill.client.gallery_file import beside
+from nobackfill.client.photos.thumbnails import Thumbnails
 from nobackfill.client.status import disk_bytes
 from nobackfill.client.sync.installation import missing, tidy
 from nobackfill.client.sync.plan import embedding_files
@@ -57,7 +58,10 @@ def delete(device: Device, ids: Sequence[str]) -> tuple[int, int]:
             queue.mark(entry.blob, "removing")
             durable.remove_tree(outbox / entry.blob)
         in_vault += bool(entries)
-    return device.store.delete(ids), in_vault
+    items = [item for item in map(device.store.get, ids) if item is not None]
+    removed = device.store.delete(ids)
+    Thumbnails(device.path).forget(item.label for item in items)
+    return removed, in_vault
 
 
 def _find(device: Device, name: str) -> list[str]:
@@ -92,6 +96,7 @@ def collect(device: Device) -> dict[str, Any]:
             tidy(device)
         with contextlib.suppress(BusyError), device.vaulting():
             _sweep_boxes(device)
+        Thumbnails(device.path).sweep(device.store)
         _compact(device)
         return {"dropped": dropped, "freed_bytes": before - disk_bytes(device)}
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from nobackfill.metrics.backfill import uncertainty_order
+from nobackfill.pages.templates import environment
 from nobackfill.release.manifest import Manifest
 from nobackfill.report.charts import backfill_chart, gallery_map
 from nobackfill.report.comparison import Comparison, best_route
@@ -98,34 +98,35 @@ def render(
         matrix = matrix_of_pictures(comparison.cells)
     elif old is not None:
         matrix = matrix_of_evidence(manifests[old], new, route)
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
-    )
-    return environment.get_template("page.html.j2").render(
-        old=None if old is None else manifests[old],
-        new=new,
-        releases=[manifests[number] for number in route or sorted({old or release, release})],
-        route=route,
-        verdict=VERDICTS[new.gate.verdict],
-        matrix=matrix,
-        queries=QUERIES,
-        galleries=GALLERIES,
-        titles=TITLES,
-        bounds=BOUNDS,
-        marks=MARKS,
-        kept=kept(matrix),
-        basis=basis or basis_of_evidence(new, route),
-        downloads={} if old is None else downloads(manifests, old, release, route),
-        cost=comparison.cost if comparison else None,
-        backfill=backfill_chart(comparison) if comparison and comparison.curves else None,
-        map=gallery_map(comparison) if comparison else None,
-        groups=_groups(comparison) if comparison else [],
-        least=_least_certain(comparison) if comparison else [],
-        facts=facts,
-        seconds=_seconds,
-        bytes=_bytes,
-        software=software(),
-        seed=seed,
+    return (
+        environment(Path(__file__).parent)
+        .get_template("page.html.j2")
+        .render(
+            old=None if old is None else manifests[old],
+            new=new,
+            releases=[manifests[number] for number in route or sorted({old or release, release})],
+            route=route,
+            verdict=VERDICTS[new.gate.verdict],
+            matrix=matrix,
+            queries=QUERIES,
+            galleries=GALLERIES,
+            titles=TITLES,
+            bounds=BOUNDS,
+            marks=MARKS,
+            kept=kept(matrix),
+            basis=basis or basis_of_evidence(new, route),
+            downloads={} if old is None else downloads(manifests, old, release, route),
+            cost=comparison.cost if comparison else None,
+            backfill=backfill_chart(comparison) if comparison and comparison.curves else None,
+            map=gallery_map(comparison) if comparison else None,
+            groups=_groups(comparison) if comparison else [],
+            least=_least_certain(comparison) if comparison else [],
+            facts=facts,
+            seconds=_seconds,
+            bytes=_bytes,
+            software=software(),
+            seed=seed,
+        )
     )
 
 

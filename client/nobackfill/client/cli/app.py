@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from nobackfill.client.cli import galleries, releases, repair
+from nobackfill.client.cli import galleries, pages, releases, repair
 from nobackfill.errors import CannotWriteError, NobackfillError
 from nobackfill.terminal import visible
 from nobackfill.version_option import Version
@@ -58,7 +58,7 @@ def common(
 for command in (
     galleries.init, galleries.add, galleries.search, releases.sync, galleries.status,
     releases.rollback, galleries.remove, releases.push, releases.pull,
-    galleries.gc, galleries.verify, repair.rescue,
+    galleries.gc, galleries.verify, repair.rescue, pages.browse,
 ):  # fmt: skip
     app.command()(command)
 app.command("list")(galleries.list_items)

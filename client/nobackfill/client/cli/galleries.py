@@ -125,7 +125,7 @@ def search(
     json: Json = False,
 ) -> None:
     """Find the items nearest to images, or to an item of the gallery. Exact and offline."""
-    from nobackfill.client.cli.conditions import read
+    from nobackfill.client.conditions import read
     from nobackfill.client.device import Device
     from nobackfill.client.photos.search import Search
 

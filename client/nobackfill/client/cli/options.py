@@ -1,16 +1,12 @@
 """Options that several commands share."""
 
-import math
-import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from nobackfill.gallery.filters import LARGEST_INTEGER, LEAST_INTEGER, Scalar
-
-# No more digits than 64 bits have: Python refuses to read thousands.
-_WHOLE = re.compile(r"-?[0-9]{1,19}")
+from nobackfill.client.conditions import value_of
+from nobackfill.gallery.filters import Scalar
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
@@ -31,16 +27,3 @@ def metadata_values(pairs: list[str] | None) -> dict[str, Scalar]:
             raise typer.BadParameter(f"expected KEY=VALUE, got {pair!r}")
         values[key] = value_of(text)
     return values
-
-
-def value_of(text: str) -> Scalar:
-    """Numbers, true and false are written as in JSON; the rest is text."""
-    if text in ("true", "false"):
-        return text == "true"
-    try:
-        if _WHOLE.fullmatch(text) and LEAST_INTEGER <= int(text) <= LARGEST_INTEGER:
-            return int(text)
-        number = float(text)
-    except ValueError:
-        return text
-    return number if math.isfinite(number) else text

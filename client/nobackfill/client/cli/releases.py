@@ -1,16 +1,13 @@
 """The commands that follow releases, and those of the vault."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from nobackfill.client.cli.options import Json
 from nobackfill.client.output import Output, size
 from nobackfill.errors import VerificationError, few
-
-if TYPE_CHECKING:
-    from nobackfill.client.sync.sync import Report
 
 Backfill = Annotated[
     int,
@@ -53,6 +50,7 @@ def sync(
     """Follow the newest release: verify, download, upgrade every vector without its image, flip."""
     from nobackfill.client import ballast
     from nobackfill.client.device import Device
+    from nobackfill.client.sync.sentence import sentence
     from nobackfill.client.sync.sync import Wishes
     from nobackfill.client.sync.sync import sync as follow
 
@@ -63,28 +61,7 @@ def sync(
     ballast.keep(context.obj)
     for note in report.notes:
         output.note(note)
-    output.result(report.as_json(), _told(report))
-
-
-def _told(report: "Report") -> str:
-    """A sync's report in one line."""
-    line = {
-        "upgraded": f"{report.items} items now in release {report.release}'s space "
-        f"(from {report.from_release}, {report.upgrade_seconds:.1f} s)",
-        "planned": f"would go from release {report.from_release} to {report.release}: "
-        f"{size(report.download_bytes)} to download, about {report.upgrade_seconds:.1f} s for "
-        f"{report.items} items",
-        "up-to-date": f"release {report.release} is the newest that can be followed",
-        "rolled-back": f"returned to release {report.release}",
-        "behind": f"stays at release {report.from_release}",
-    }[report.state]
-    if report.routes:
-        line += f"; by way of {' and '.join('>'.join(map(str, r)) for r in report.routes)}"
-    if report.expected_kept is not None:
-        line += f"; expected to keep {report.expected_kept:.1%} of re-embedding's quality"
-    if report.re_embedded:
-        line += f"; {report.re_embedded} embedded anew from their images"
-    return line
+    output.result(report.as_json(), sentence(report))
 
 
 def rollback(context: typer.Context, json: Json = False) -> None:

@@ -1,5 +1,6 @@
 """Backfill, as a choice: items whose upgrade is least certain, embedded anew from their images."""
 
+from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
@@ -43,6 +44,12 @@ def re_embed(device: Device, manifest: Manifest, budget: int, output: Output) ->
             "re-embedded"
         )
         return 0
+    return embed_again(device, manifest, chosen, output)
+
+
+def embed_again(device: Device, manifest: Manifest, chosen: Sequence[Item], output: Output) -> int:
+    """Embed these items in a release's space from their images; how many it did. Like `re_embed`
+    otherwise."""
     encoder = Encoder(device.models, manifest)
     done = 0
     with output.progress("re-embedding") as advance, _Images(device, output) as images:

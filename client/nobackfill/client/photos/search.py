@@ -1,11 +1,12 @@
 """Searching: exact, offline, in the space that is active at the moment of asking."""
 
 import contextlib
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from nobackfill.errors import (
 from nobackfill.gallery.filter_engine import passing_labels
 from nobackfill.gallery.filters import Filter, Scalar, every
 from nobackfill.gallery.search.exact import ExactIndex
-from nobackfill.gallery.search.index import Labels, mask_of
+from nobackfill.gallery.search.index import Labels, Mask, mask_of
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.release.calibration import scores
 from nobackfill.vectors import Vectors, check_vectors
@@ -70,11 +71,20 @@ class Answer(answers.Answer[Hit]):
 class Search:
     """One gallery at one moment: the active space's vectors, read once, searched many times."""
 
-    def __init__(self, device: Device, where: Mapping[str, Scalar] | Filter) -> None:
+    def __init__(
+        self,
+        device: Device,
+        where: Mapping[str, Scalar] | Filter,
+        spec: SpaceSpec | None = None,
+    ) -> None:
         """Only items that pass `where` are found: a filter, or values by key that they all have.
-        Raises InvalidInputError for a filter that `nobackfill.gallery.filters.check` refuses."""
+        `spec`: another of the gallery's spaces than the active one, as the one before an upgrade.
+
+        Raises InvalidInputError for a filter that `nobackfill.gallery.filters.check` refuses,
+        IncompatibleSpaceError for a space that is not there (any more).
+        """
         self._device = device
-        self.spec, labels, vectors = self._load()
+        self.spec, labels, vectors = self._load(spec)
         if len(labels) < device.store.count():
             # Items may lack a vector, and pages may have lost some: only their bytes show which.
             device.store.check_pages()
@@ -85,11 +95,22 @@ class Search:
             raise DamagedError(device.path, error) from error
         self._curves = _curves(device.manifest_text(self.spec.release), self.spec.space)
         self._index = ExactIndex(self.spec, labels, vectors)
-        self._allowed = None
-        if (filtered := every(where)) is not None:
-            self._allowed = mask_of(labels, passing_labels(device.store, filtered))
+        self._allowed = self._passing(where)
 
-    def _load(self) -> tuple[SpaceSpec, Labels, Vectors]:
+    def among(self, where: Mapping[str, Scalar] | Filter) -> Self:
+        """The same vectors, without reading them again, and the items that pass `where` now."""
+        other = copy.copy(self)
+        other._allowed = self._passing(where)
+        return other
+
+    def _passing(self, where: Mapping[str, Scalar] | Filter) -> Mask | None:
+        if (filtered := every(where)) is None:
+            return None
+        return mask_of(self._index.labels, passing_labels(self._device.store, filtered))
+
+    def _load(self, spec: SpaceSpec | None) -> tuple[SpaceSpec, Labels, Vectors]:
+        if spec is not None:
+            return spec, *self._device.store.load(spec.space)
         while True:
             spec = self._device.store.active().spec
             with contextlib.suppress(IncompatibleSpaceError):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from nobackfill import durable
@@ -224,10 +225,13 @@ class _Sync:
         report = self._report
         report.state = state
         report.release = plan.target.release
-        directly = [report.from_release, plan.target.release]
-        report.routes = [list(leg.route.releases) or directly for leg in plan.legs]
+        report.routes = self._routes(plan)
         report.expected_kept = plan.kept()
         report.int8 = plan.int8
+
+    def _routes(self, plan: Plan) -> list[list[int]]:
+        directly = [self._report.from_release, plan.target.release]
+        return [list(leg.route.releases) or directly for leg in plan.legs]
 
     def _upgrade(self, plan: Plan) -> bool:
         """Carry the gallery along a plan; False if items would be left behind."""
@@ -237,6 +241,7 @@ class _Sync:
             "floor": self._trust.floor().model_dump(),
             "installed": {**installed, str(release): installation.digest_of(self._trust, release)},
             "return_to": device.store.active().spec.space,
+            "carried": {**device.state("carried", {}), str(release): self._carried(plan)},
         }
         started = time.monotonic()
         carried = carry(device, plan, self._wishes.backfill, state, self._output)
@@ -253,6 +258,11 @@ class _Sync:
         confirm(device, but=device.state("return_to"))
         installation.tidy(device)
         return True
+
+    def _carried(self, plan: Plan) -> dict[str, Any]:
+        """For people who ask later how their items came into this space."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return {"at": now, "routes": self._routes(plan)}
 
     def _settle(self) -> Report:
         """Nothing newer can be followed: what answers is completed and, if newest, confirmed."""

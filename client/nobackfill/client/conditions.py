@@ -1,17 +1,20 @@
-"""Filters as the commands read them: KEY=VALUE, KEY!=VALUE, KEY>VALUE, KEY exists."""
+"""Filters as people write them: KEY=VALUE, KEY!=VALUE, KEY>VALUE, KEY exists."""
 
+import math
 import re
 from collections.abc import Sequence
 
-from nobackfill.client.cli.options import value_of
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.filters import (
+    LARGEST_INTEGER,
+    LEAST_INTEGER,
     All,
     Exists,
     Filter,
     Not,
     OneOf,
     Range,
+    Scalar,
     TimeRange,
     microseconds,
 )
@@ -19,6 +22,8 @@ from nobackfill.gallery.filters import (
 _CONDITION = re.compile(r"(.+?)(!=|>=|<=|=|>|<)(.*)", re.DOTALL)
 _BOUNDS = {">": "greater_than", ">=": "at_least", "<": "less_than", "<=": "at_most"}
 _EXISTS = " exists"
+# No more digits than 64 bits have: Python refuses to read thousands.
+_WHOLE = re.compile(r"-?[0-9]{1,19}")
 
 
 def read(conditions: Sequence[str]) -> All:
@@ -51,3 +56,16 @@ def _read(text: str) -> Filter:
     if isinstance(value, bool):
         raise InvalidInputError(f"true and false have no order; expected = or != in {text!r}")
     return Range(key, **{_BOUNDS[sign]: value})
+
+
+def value_of(text: str) -> Scalar:
+    """Numbers, true and false are written as in JSON; the rest is text."""
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        if _WHOLE.fullmatch(text) and LEAST_INTEGER <= int(text) <= LARGEST_INTEGER:
+            return int(text)
+        number = float(text)
+    except ValueError:
+        return text
+    return number if math.isfinite(number) else text

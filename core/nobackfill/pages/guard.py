@@ -1,0 +1,116 @@
+"""Who may ask for a page: checked before anything of a request is read.
+
+A page on this machine is reachable from every page that its owner's browser opens. So the Host has
+to be ours (else a name of somebody else's that leads to 127.0.0.1 would do: DNS rebinding), what
+changes something comes from our own pages (Origin), and the address holds a secret that no other
+page knows. The browser is told to load nothing from elsewhere, and to run no script but ours.
+"""
+
+import secrets
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' blob:{images}; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+_READING = ("GET", "HEAD")
+
+
+def new_token() -> str:
+    """A secret for the address of a page: 256 random bits as text."""
+    return secrets.token_urlsafe(32)
+
+
+class Guard:
+    """Lets requests through to `app` that name one of `hosts` and begin with /`token`.
+
+    `hosts`: HOST:PORT as browsers write them. `token` None: anybody may ask, for the app itself
+    asks who it is. `secure`: served with TLS. `images`: further sources that pictures may come
+    from, as a content security policy names them.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        hosts: Iterable[str],
+        token: str | None,
+        *,
+        secure: bool = False,
+        images: str = "",
+    ) -> None:
+        self._app = app
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._token = token
+        self._scheme = "https" if secure else "http"
+        self._policy = _POLICY.format(images=f" {images}" if images else "")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            # A WebSocket, which no page of ours opens.
+            await send({"type": "websocket.close", "code": 1008})
+            return
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._protect(MutableHeaders(scope=message))
+            await send(message)
+
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await refusal(scope, receive, guarded)
+            return
+        if self._token is not None:
+            scope = {**scope, "root_path": f"/{self._token}"}
+        await self._app(scope, receive, guarded)
+
+    def _refusal(self, scope: Scope) -> PlainTextResponse | None:
+        headers = Headers(scope=scope)
+        if [host.lower() for host in headers.getlist("host")] != [self._host(headers)]:
+            return PlainTextResponse("not this host\n", 403)
+        if not self._knows(scope["path"]):
+            return PlainTextResponse("no such page: use the whole address\n", 404)
+        if scope["method"] not in (*_READING, "POST"):
+            return PlainTextResponse("no such method\n", 405)
+        if self._foreign(scope["method"], headers):
+            return PlainTextResponse("asked by a page of somebody else\n", 403)
+        return None
+
+    def _host(self, headers: Headers) -> str | None:
+        host = headers.get("host", "").lower()
+        return host if host in self._hosts else None
+
+    def _knows(self, path: str) -> bool:
+        if self._token is None:
+            return True
+        first = path.split("/", 2)[1] if path.startswith("/") else ""
+        return secrets.compare_digest(first.encode(), self._token.encode())
+
+    def _foreign(self, method: str, headers: Headers) -> bool:
+        """Whether a page of another origin asks. A link that is followed may come from anywhere."""
+        site = headers.get("sec-fetch-site", "same-origin")
+        navigates = method in _READING and headers.get("sec-fetch-mode") == "navigate"
+        if site not in ("same-origin", "none") and not navigates:
+            return True
+        if method in _READING:
+            return False
+        return headers.get("origin", "").lower() != f"{self._scheme}://{self._host(headers)}"
+
+    def _protect(self, headers: MutableHeaders) -> None:
+        headers["Content-Security-Policy"] = self._policy
+        headers["X-Content-Type-Options"] = "nosniff"
+        headers["X-Frame-Options"] = "DENY"
+        # To our own pages whole, so that their forms name their origin; to others nothing.
+        headers["Referrer-Policy"] = "same-origin"
+        headers["Cross-Origin-Opener-Policy"] = "same-origin"
+        headers["Cross-Origin-Resource-Policy"] = "same-origin"
+        headers["Permissions-Policy"] = "camera=(), microphone=(), geolocation=()"
+        headers.setdefault("Cache-Control", "no-store")
+        if self._scheme == "https":
+            headers["Strict-Transport-Security"] = "max-age=31536000"

@@ -1,0 +1,94 @@
+"""Serving pages: uvicorn on a thread of its own, on a socket whose port is known before."""
+
+import contextlib
+import ipaddress
+import socket
+import threading
+from pathlib import Path
+from typing import Self
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from nobackfill.errors import ConfigurationError
+
+# Connections at once; beyond, a browser is told to come again.
+_MOST_CONNECTIONS = 100
+# Until streams that a browser keeps open are cut off at the end.
+_GRACE_SECONDS = 1
+
+
+class Listener:
+    """Listens from the start, so that an app can know its address; `serve` answers."""
+
+    def __init__(self, host: str, port: int, tls: tuple[Path, Path] | None = None) -> None:
+        """`port` 0: any that is free. `tls`: certificate chain and key in PEM. Raises
+        ConfigurationError where nobody can listen there."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+            self._socket.listen(128)
+        except (OSError, OverflowError) as error:
+            self._socket.close()
+            why = getattr(error, "strerror", None) or error
+            raise ConfigurationError(
+                f"pages: nobody can listen at {host}:{port} ({why})"
+            ) from error
+        self.host, self.port = host, int(self._socket.getsockname()[1])
+        self._tls = tls
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """How a browser on this machine may call it; beyond loopback by the name of its choice."""
+        named = f"[{self.host}]" if ":" in self.host else self.host
+        names = (named, "localhost") if ipaddress.ip_address(self.host).is_loopback else (named,)
+        default = 443 if self._tls else 80
+        with_port = tuple(f"{name}:{self.port}" for name in names)
+        return (*names, *with_port) if self.port == default else with_port
+
+    @property
+    def address(self) -> str:
+        """The address of the whole site, without a final slash."""
+        return f"{'https' if self._tls else 'http'}://{self.hosts[0]}"
+
+    def serve(self, app: ASGIApp) -> Self:
+        """Answer with `app` until `close`."""
+        certificate, key = self._tls or (None, None)
+        config = uvicorn.Config(
+            app,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            # Whoever asks is whom the connection comes from.
+            proxy_headers=False,
+            lifespan="off",
+            ws="none",
+            limit_concurrency=_MOST_CONNECTIONS,
+            timeout_graceful_shutdown=_GRACE_SECONDS,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="pages", daemon=True
+        )
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Answer no more."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join()
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,150 @@
+"""A site of pages: its routes, our static files, and errors as pages."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from nobackfill.errors import (
+    BusyError,
+    CannotWriteError,
+    InvalidInputError,
+    NobackfillError,
+    NotFoundError,
+    NotPermittedError,
+    PreconditionError,
+    TooLargeError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from nobackfill.pages.templates import SHARED, environment
+
+# The first that fits.
+_STATUSES: tuple[tuple[type[NobackfillError], int], ...] = (
+    (UnauthenticatedError, 401),
+    (NotPermittedError, 403),
+    (NotFoundError, 404),
+    (TooLargeError, 413),
+    (PreconditionError, 409),
+    (InvalidInputError, 422),
+    (BusyError, 503),
+    (UnavailableError, 502),
+    (CannotWriteError, 507),
+)
+_STATIC = {
+    "style.css": (SHARED, "text/css"),
+    "site.css": (SHARED, "text/css"),
+    "icon.svg": (SHARED / "static", "image/svg+xml"),
+    "pages.js": (SHARED / "static", "text/javascript"),
+    "htmx.min.js": (SHARED / "static", "text/javascript"),
+    "htmx-sse.min.js": (SHARED / "static", "text/javascript"),
+}
+# What a link or a form may hold.
+MOST_FORM_BYTES = 64 * 1024
+
+Page = Callable[[Request], Response]
+# The same with the body of the request.
+Action = Callable[[Request, bytes], Response]
+
+
+class Site:
+    """Routes whose pages are functions run on threads, and the templates that they show."""
+
+    def __init__(self, templates: Path, title: str, links: Sequence[tuple[str, str]]) -> None:
+        """`links`: path below the site and name of what stands at the top of each page."""
+        self._environment = environment(templates)
+        self._shared: dict[str, Any] = {"site": title, "links": links}
+        self._routes = [Route("/static/{name}", _static)]
+
+    def get(self, path: str, page: Page) -> None:
+        """Show `page` at `path`."""
+        self._routes.append(Route(path, _threaded(page), methods=["GET"]))
+
+    def post(self, path: str, page: Action, most: int = MOST_FORM_BYTES) -> None:
+        """Do what `page` does at `path`, with a body of at most so many bytes."""
+
+        async def endpoint(request: Request) -> Response:
+            return await run_in_threadpool(page, request, await _body(request, most))
+
+        self._routes.append(Route(path, endpoint, methods=["POST"]))
+
+    def stream(self, path: str, page: Callable[[Request], Awaitable[Response]]) -> None:
+        """An answer that goes on for a while, made by the event loop itself."""
+        self._routes.append(Route(path, page, methods=["GET"]))
+
+    def text(self, request: Request, template: str, **values: Any) -> str:
+        """A template's text; `base` in it is the site's address without the final slash."""
+        base = request.scope.get("root_path", "")
+        here = request.url.path.removeprefix(base)
+        found = self._environment.get_template(template)
+        return found.render(base=base, here=here, **self._shared, **values)
+
+    def show(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
+        """A page from a template."""
+        return HTMLResponse(self.text(request, template, **values), status)
+
+    def go(self, request: Request, path: str) -> Response:
+        """Send a browser to another page of the site after something was done."""
+        address = request.scope.get("root_path", "") + path
+        if "hx-request" in request.headers:
+            return Response(headers={"HX-Redirect": address})
+        return RedirectResponse(address, 303)
+
+    def app(self) -> Starlette:
+        """All of it; errors of ours become pages of one sentence."""
+        handlers: dict[Any, Any] = {NobackfillError: self._refused, HTTPException: self._missing}
+        return Starlette(routes=self._routes, exception_handlers=handlers)
+
+    def _refused(self, request: Request, error: Exception) -> Response:
+        status = next((code for kind, code in _STATUSES if isinstance(error, kind)), 500)
+        return self._error(request, str(error), status)
+
+    def _missing(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return self._error(request, "There is no such page here.", error.status_code)
+
+    def _error(self, request: Request, sentence: str, status: int) -> Response:
+        part = "hx-request" in request.headers
+        template = "notice.html.j2" if part else "error.html.j2"
+        return self.show(request, template, status, sentence=sentence)
+
+
+def fields(body: bytes) -> dict[str, str]:
+    """A form's fields; of several with one name the last. Raises InvalidInputError."""
+    try:
+        return dict(parse_qsl(body.decode("utf-8"), max_num_fields=100, errors="strict"))
+    except ValueError as error:
+        raise InvalidInputError("expected a form of this page; load it again") from error
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """Raises TooLargeError as soon as it is longer than `most` bytes."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > most:
+            raise TooLargeError(f"expected at most {most} bytes, got more; send a smaller copy")
+    return bytes(body)
+
+
+def _threaded(page: Page) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return await run_in_threadpool(page, request)
+
+    return endpoint
+
+
+def _static(request: Request) -> Response:
+    try:
+        folder, kind = _STATIC[request.path_params["name"]]
+    except KeyError as error:
+        raise HTTPException(404) from error
+    content = (folder / request.path_params["name"]).read_bytes()
+    return Response(content, media_type=kind, headers={"Cache-Control": "private, max-age=3600"})

@@ -1,0 +1,141 @@
+"""`edge-client browse` as its owner uses it: one server, one browser, one life of a gallery."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from nobackfill.client.browse.app import pages
+from nobackfill.client.device import Device
+from nobackfill.pages import Listener, new_token
+from tests.support import browser as look
+from tests.support import edge
+from tests.support.browser import DESKTOP, PHONE, check
+
+
+class Served:
+    """A gallery of 12 images behind its pages, release 2 published for it."""
+
+    def __init__(self, setting: edge.Setting, address: str) -> None:
+        self.setting = setting
+        self.address = address
+
+
+@pytest.fixture(scope="module")
+def served(world: edge.World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    setting = world.setting(tmp_path_factory.mktemp("browse"))
+    world.publish(setting.repo, 2)
+    token = new_token()
+    with Device(setting.gallery) as device, Listener("127.0.0.1", 0) as listener:
+        listener.serve(pages(device, listener.hosts, token))
+        yield Served(setting, f"{listener.address}/{token}/")
+
+
+@pytest.fixture
+def page(browser: Browser, served: Served) -> Iterator[Page]:
+    with look.tab(browser) as opened:
+        yield opened
+
+
+def test_a_picture_is_searched_and_walked_through_by_keys(page: Page, served: Served) -> None:
+    page.goto(served.address)
+    expect(page.get_by_text("12 items")).to_be_visible()
+    expect(page.locator(".tiles .tile")).to_have_count(12)
+    loaded = "[...document.images].every(one => one.complete && one.naturalWidth > 0)"
+    page.wait_for_function(loaded)
+    page.set_input_files("#picture", served.setting.images[3])
+    expect(page.get_by_role("heading", name="Nearest to your picture")).to_be_focused()
+    first = page.locator("#found .tile").first
+    expect(first).to_contain_text(served.setting.images[3].name)
+    expect(first).to_contain_text("100.0 %")
+    check(page)
+    first.focus()
+    page.keyboard.press("ArrowRight")
+    second = page.locator("#found .tile").nth(1)
+    expect(second).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="More like this")).to_be_visible()
+    check(page)
+
+
+def test_dropped_pasted_and_wrong_pictures(page: Page, served: Served) -> None:
+    page.goto(served.address)
+    bytes_ = list(served.setting.images[5].read_bytes())
+    for event, key in (("drop", "dataTransfer"), ("paste", "clipboardData")):
+        page.evaluate("document.querySelector('#found').replaceChildren()")
+        page.evaluate(
+            """([bytes, event, key]) => {
+                const transfer = new DataTransfer();
+                transfer.items.add(new File([new Uint8Array(bytes)], "q.png", {type: "image/png"}));
+                const kind = event === "drop" ? DragEvent : ClipboardEvent;
+                const made = new kind(event, {[key]: transfer, bubbles: true});
+                document.body.dispatchEvent(made)}""",
+            [bytes_, event, key],
+        )
+        first = page.locator("#found .tile").first
+        expect(first).to_contain_text(served.setting.images[5].name)
+    note = served.setting.gallery.parent / "note.txt"
+    note.write_text("no picture")
+    page.set_input_files("#picture", note)
+    expect(page.get_by_role("alert")).to_contain_text("That is no picture")
+
+
+def test_filters_stay_in_the_address(page: Page, served: Served) -> None:
+    page.goto(served.address)
+    page.get_by_label("Only those whose metadata says").fill("name=0-0004.png")
+    page.get_by_role("button", name="Filter").click()
+    expect(page.locator(".tiles .tile")).to_have_count(1)
+    check(page)
+    page.get_by_role("link", name="remove").click()
+    expect(page.locator(".tiles .tile")).to_have_count(12)
+    page.go_back()
+    expect(page.locator(".tiles .tile")).to_have_count(1)
+
+
+def test_a_gallery_is_synced_compared_and_rolled_back(page: Page, served: Served) -> None:
+    page.goto(f"{served.address}release")
+    expect(page.get_by_text("Would go from release 1 to 2")).to_be_visible()
+    check(page)
+    page.get_by_role("button", name="Sync now").click()
+    expect(page.get_by_text("12 items now in release 2's space")).to_be_visible(timeout=60_000)
+    page.get_by_role("link", name="The release now").click()
+    expect(page.get_by_role("heading", name="Release 2 answers")).to_be_visible()
+    page.get_by_role("link", name="Photos").click()
+    page.locator(".tile").first.click()
+    expect(page.get_by_text("carried over without its image")).to_be_visible()
+    expect(page.get_by_text("by the route 1 → 2")).to_be_visible()
+    expect(page.get_by_role("heading", name="What changed for this picture")).to_be_visible()
+    check(page)
+    page.get_by_role("button", name="Embed again from the file").click()
+    expect(page.get_by_text("Embedded again from its file.")).to_be_visible()
+    page.reload()
+    expect(page.get_by_text("embedded again from its file", exact=False).first).to_be_visible()
+    page.get_by_role("link", name="Least certain").click()
+    expect(page.locator(".tile")).to_have_count(11)
+    check(page)
+    page.get_by_role("link", name="Release", exact=True).click()
+    page.get_by_role("button", name="Return to release 1").click()
+    expect(page.get_by_role("heading", name="Release 1 answers")).to_be_visible()
+    expect(page.get_by_text("Held back: release 2")).to_be_visible()
+
+
+@pytest.mark.parametrize(("size", "scheme"), [(PHONE, "dark"), (DESKTOP, "dark"), (PHONE, "light")])
+def test_every_page_at_every_size(
+    browser: Browser, served: Served, size: tuple[int, int], scheme: str, tmp_path: Path
+) -> None:
+    with look.tab(browser, size, scheme) as page:
+        shapes = {}
+        for path in ("", "item/1", "release", "uncertain"):
+            page.goto(served.address + path)
+            page.wait_for_load_state("load")
+            check(page)
+            page.screenshot(path=tmp_path / f"{path.replace('/', '-') or 'photos'}.png")
+            shapes[path] = page.locator("body").aria_snapshot()
+        # Whatever the gallery lived through before: landmarks first, then one heading above all.
+        for path, shape in shapes.items():
+            assert re.match(r"- link \"Skip to the content\"", shape), path
+            assert shape.count("[level=1]") == 1, path
+            order = [shape.index(part) for part in ("- navigation", "- main:", "[level=1]")]
+            assert order == sorted(order), path
