@@ -1,25 +1,20 @@
 """One suite of behaviour for all sources, and for those that others write to meanwhile."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
-from typing import LiteralString, Protocol
 
 import numpy as np
-import psycopg
 import pytest
 
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.maps import Map, fit_maps, normalised
 from nobackfill.adopt.pairs import read_all
-from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Beside, Rows, Source, Target, Window
 from nobackfill.errors import AlreadyExistsError, BusyError, VerificationError
 from nobackfill.vectors import Vectors
-from tests.adopt.made import world, write_parquet
-from tests.support.postgres import Server
+from tests.adopt.stores import MADE, Pgvector, Store, opened
 
-MADE = world(230)
 MAPS = fit_maps(MADE.old, MADE.new)
 MAP = MAPS["affine"]
 WINDOW = 50
@@ -29,89 +24,14 @@ def target(mapping: Map = MAP, name: str = "vector_new") -> Target:
     return Target(name, mapping.dims[1], mapping.digest)
 
 
-class Store(Protocol):
-    """A store with MADE's items, and what others do to it."""
-
-    def open(self, vector: str | None = None) -> Source: ...
-
-
-@dataclass
-class Parquet:
-    folder: Path
-
-    def __post_init__(self) -> None:
-        write_parquet(self.folder / "a.parquet", MADE.ids[:150], MADE.old[:150], 60)
-        write_parquet(self.folder / "b.parquet", MADE.ids[150:], MADE.old[150:], 60)
-
-    def open(self, vector: str | None = None) -> Source:
-        return open_source(str(self.folder), vector=vector)
-
-
-@dataclass
-class Arrays:
-    folder: Path
-
-    def __post_init__(self) -> None:
-        self.folder.mkdir()
-        np.save(self.folder / "ids.npy", np.array(MADE.ids))
-        np.save(self.folder / "vector.npy", MADE.old)
-        np.save(self.folder / "text.npy", np.array([f"on {name}" for name in MADE.ids]))
-
-    def open(self, vector: str | None = None) -> Source:
-        return open_source(str(self.folder), vector=vector)
-
-
-PUT: LiteralString = (
-    'INSERT INTO "Documents" (id, vector, text) VALUES (%s, %s, %s) '
-    "ON CONFLICT (id) DO UPDATE SET vector = EXCLUDED.vector"
-)
-
-
-class Pgvector:
-    """A table that an application writes to by `run`."""
-
-    def __init__(self, address: str, connection: psycopg.Connection) -> None:
-        self.address, self.connection = address, connection
-        self.run("CREATE EXTENSION vector")
-        self.run(
-            'CREATE TABLE "Documents" (id text PRIMARY KEY, vector vector(24), text text, n serial)'
-        )
-        rows = zip(MADE.ids, MADE.old, strict=True)
-        with self.connection.transaction(), self.connection.cursor() as cursor:
-            cursor.executemany(PUT, [self.values(*row) for row in rows])
-
-    def run(self, query: LiteralString, *values: object) -> list[tuple[object, ...]]:
-        cursor = self.connection.execute(query, values)
-        return cursor.fetchall() if cursor.description else []
-
-    def values(self, name: str, vector: Vectors) -> tuple[str, str, str]:
-        return name, str(vector.tolist()), f"on {name}"
-
-    def put(self, name: str, vector: Vectors) -> None:
-        self.run(PUT, *self.values(name, vector))
-
-    def delete(self, name: str) -> None:
-        self.run('DELETE FROM "Documents" WHERE id = %s', name)
-
-    def open(self, vector: str | None = None) -> Source:
-        return open_source(f"{self.address}#Documents", vector=vector)
-
-
 STORES = ["parquet", "arrays", "pgvector"]
 WRITABLE = ["pgvector"]
 
 
 @pytest.fixture
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    if request.param == "pgvector":
-        server: Server = request.getfixturevalue("postgres")
-        with (
-            server.database() as address,
-            psycopg.connect(address, autocommit=True) as connection,
-        ):
-            yield Pgvector(address, connection)
-    else:
-        yield (Parquet if request.param == "parquet" else Arrays)(tmp_path / "store")
+    with opened(request.param, request, tmp_path / "store") as found:
+        yield found
 
 
 every = pytest.mark.parametrize("store", STORES, indirect=True)
@@ -223,6 +143,21 @@ def test_a_wrong_vector_is_found(store: Store, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(beside, "write", spoilt)
     with pytest.raises(VerificationError, match="--rollback"):
         carry(source, target(), MAP, window=WINDOW)
+
+
+@every
+def test_searches_find_what_a_slow_loop_finds(store: Store) -> None:
+    with closing(store.search()) as source:
+        for query in MADE.queries_old[:5]:
+            order = np.argsort(-(MADE.old @ query), kind="stable")[:60]
+            assert source.nearest(query, 60) == [MADE.ids[row] for row in order]
+        rows = source.lookup(["item-3", "nowhere", "item-9", "item-3"])
+        old = dict(zip(MADE.ids, MADE.old, strict=True))
+        assert set(rows.ids) == {"item-3", "item-9"}
+        assert len(rows) == 2
+        assert all(np.array_equal(vector, old[name]) for name, vector in by_id(rows).items())
+        assert source.texts(["item-4", "nowhere"], "text") == {"item-4": "on item-4"}
+        assert len(source.lookup([])) == 0
 
 
 class Interrupted:

@@ -24,6 +24,10 @@ def test_lazily_where_the_old_model_saw_half() -> None:
     assert figures(found, "lazily")["R@1"] >= 0.99 * figures(found, "re-embed")["R@1"]
     assert figures(found, "re-embed")["R@1"] > figures(found, "stay")["R@1"] + 0.1
     assert found.search == "finding that very item"
+    # On the way to all native, no valley.
+    assert len(found.healing) == 11
+    assert min(found.healing) >= min(found.healing[0], found.healing[-1]) - 0.01
+    assert found.healing[-1] == pytest.approx(figures(found, "re-embed")["MRR"], abs=0.1)
 
 
 def test_map_where_the_new_space_is_the_old_one_turned() -> None:
@@ -80,14 +84,14 @@ def test_the_map_that_is_judged_has_not_seen_the_item() -> None:
     unrelated = World(made.old, noise, made.queries_old, noise[made.answers], made.answers)
     carried = judgement.out_of_fold(unrelated.pairs)["affine"]
     gallery = Gallery(unrelated.old, carried, unrelated.new)
-    ways, _ = judge(gallery, unrelated.queries)
+    ways = judge(gallery, unrelated.queries).ways
     assert ways["map"]["R@10"].mean() < 0.15
     assert ways["re-embed"]["R@1"].mean() == 1
 
 
 def test_figures_are_those_of_a_slow_loop() -> None:
     made = world(60)
-    ways, _ = judge(Gallery(made.old, made.new, made.new), made.queries)
+    ways = judge(Gallery(made.old, made.new, made.new), made.queries).ways
     for query, answer in enumerate(made.answers[:20]):
         nearness = made.old @ made.queries_old[query]
         place = int((nearness > nearness[answer]).sum()) + 1
@@ -104,8 +108,9 @@ def test_the_weight_is_not_judged_on_what_it_was_chosen_by() -> None:
     made = world(200)
     rng = np.random.default_rng(3)
     noise = rng.normal(size=made.new.shape).astype(np.float32)
-    ways, weight = judge(Gallery(made.old, noise, made.new), made.queries)
-    assert weight == 0
+    judged = judge(Gallery(made.old, noise, made.new), made.queries)
+    ways = judged.ways
+    assert judged.joining.weight == 0
     assert ways["both"]["MRR"].mean() <= ways["stay"]["MRR"].mean() + 1e-6
 
 

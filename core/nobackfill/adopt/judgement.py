@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill import ridge
-from nobackfill.adopt.maps import KINDS, LEFT_OUT, is_unit, solve_maps
+from nobackfill.adopt.joining import ANCHORS, Block, Joining, Line, Mask, fit_line, standardised
+from nobackfill.adopt.maps import KINDS, LEFT_OUT, is_unit, normalised, solve_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.errors import InvalidInputError
 from nobackfill.metrics.distances import distances
@@ -29,8 +30,9 @@ WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Queries that are judged, and distances that are held for one way.
 MOST_QUERIES = 2000
 MOST_DISTANCES = 20_000_000
+# Queries by which the curve of a healing gallery is measured.
+MOST_HEALING = 500
 
-Block = NDArray[np.float32]
 PerQuery = NDArray[np.float64]
 # Figures by name, one number a query.
 Figures = dict[str, PerQuery]
@@ -107,45 +109,126 @@ def among_items(pairs: Pairs, seed: int = 0) -> Queries:
     return sampled(Queries(pairs.old, pairs.new, rows, own=True), len(pairs), seed)
 
 
-def judge(gallery: Gallery, queries: Queries) -> tuple[dict[str, Figures], float]:
-    """Figures of each way: "stay", "map", "both", "lazily", "re-embed"; and the weight of "both".
+@dataclass(frozen=True)
+class Judged:
+    """`ways`: figures of "stay", "map", "both", "lazily", "re-embed". `joining`: how "both" is
+    served, without the map's digest. `healing`: the figure that chooses, with 0, 10 … 100 % of the
+    items native, at random."""
 
-    The weight is chosen on one half of the queries and judged on the other, each in turn; the one
-    that is returned is chosen on all.
-    """
+    ways: dict[str, Figures]
+    joining: Joining
+    healing: list[float]
+
+
+def judge(gallery: Gallery, queries: Queries, seed: int = 0) -> Judged:
+    """The joining's weight is chosen on one half of the queries and judged on the other, each in
+    turn, and so are the lines that native and carried scores meet on; what is returned is fitted to
+    all."""
     stay = distances(queries.old, gallery.old, "cosine").astype(np.float32)
     carried = distances(queries.new, gallery.carried, "cosine").astype(np.float32)
     native = distances(queries.new, gallery.new, "cosine").astype(np.float32)
-    figures = _measure(native, queries)
-    old_z, new_z = _standard(stay), _standard(carried)
+    figures, truth = _measure(native, queries)
+    anchors = np.sort(
+        np.random.default_rng(seed).permutation(len(gallery.old))[:ANCHORS].astype(np.int64)
+    )
+    near_old, near_new = standardised(stay, anchors), standardised(carried, anchors)
 
     def joined(weight: float) -> Block:
-        return np.asarray(weight * new_z + (1 - weight) * old_z, np.float32)
+        return np.asarray(weight * near_new + (1 - weight) * near_old, np.float32)
 
-    scores = {weight: _chosen_by(figures(joined(weight)), queries.own) for weight in WEIGHTS}
+    scores = {weight: _chosen_by(figures(-joined(weight)), queries.own) for weight in WEIGHTS}
     halves = np.arange(len(queries.rows)) % 2 == 0
     both = np.empty_like(stay)
     for half in (halves, ~halves):
-        both[half] = joined(_best(scores, ~half))[half]
+        both[half] = -joined(_best(scores, ~half))[half]
+    weight = _best(scores, np.ones(len(halves), bool))
+    mixed = Mixed(joined(weight), standardised(native, anchors), truth, queries)
+    (by_joined, by_native), healing = mixed.chosen(halves)
+    ways = {
+        "stay": stay,
+        "map": carried,
+        "both": both,
+        "lazily": _lazily(both, native),
+        "re-embed": native,
+    }
+    old, mapped, new = (
+        normalised(part[anchors]) for part in (gallery.old, gallery.carried, gallery.new)
+    )
+    joining = Joining(weight, by_joined, by_native, old, mapped, new)
+    return Judged({name: figures(block) for name, block in ways.items()}, joining, healing)
+
+
+def _lazily(both: Block, native: Block) -> Block:
+    """The first hits in the new model's order, then the others."""
     lazily = both.copy()
     hits = np.argpartition(both, min(LAZILY, both.shape[1]) - 1, axis=1)[:, :LAZILY]
-    # Hits come first, in the new model's order; cosine distances are below 3.
+    # Cosine distances are below 3.
     lazily -= lazily.min() - 3
     np.put_along_axis(lazily, hits, np.take_along_axis(native, hits, 1), 1)
-    ways = {"stay": stay, "map": carried, "both": both, "lazily": lazily, "re-embed": native}
-    weight = _best(scores, np.ones(len(halves), bool))
-    return {name: figures(block) for name, block in ways.items()}, weight
+    return lazily
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A gallery on its way: nearness [q, g] of carried items, and of the same as native ones."""
+
+    joined: Block
+    native: Block
+    truth: Mask
+    queries: Queries
+
+    def chosen(self, halves: Mask) -> tuple[tuple[Line, Line], list[float]]:
+        """The lines of both origins, and their curve: fitted to one half, judged on the other.
+
+        Either standardised scores as they are, or their log-odds of a match; whichever's curve
+        falls less below the lower of its ends. A match is what is asked for, or one of the new
+        model's own ten neighbours.
+        """
+        fitted = (self._line(self.joined, halves), self._line(self.native, halves))
+        plain = (Line(), Line())
+        curves = {lines: self._curve(lines, ~halves) for lines in (fitted, plain)}
+        best = min(curves, key=lambda lines: valley(curves[lines]))
+        everyone = np.ones(len(halves), bool)
+        lines = plain
+        if best is fitted:
+            lines = (self._line(self.joined, everyone), self._line(self.native, everyone))
+        return lines, curves[best]
+
+    def _line(self, near: Block, some: Mask) -> Line:
+        kept = np.repeat(some[:, None], near.shape[1], 1)
+        matches = self.truth.copy()
+        rows = np.arange(len(some))
+        if self.queries.own:
+            kept[rows, self.queries.rows] = False
+        else:
+            matches[:] = False
+            matches[rows, self.queries.rows] = True
+        return fit_line(near[matches & kept], near[~matches & kept])
+
+    def _curve(self, lines: tuple[Line, Line], some: Mask, seed: int = 0) -> list[float]:
+        rows = np.flatnonzero(some)[:MOST_HEALING]
+        asked = self.queries.part(rows)
+        figures, _ = _measure(-self.native[rows], asked)
+        by_joined, by_native = lines[0](self.joined[rows]), lines[1](self.native[rows])
+        order = np.random.default_rng(seed).random(self.native.shape[1])
+        mixed = (np.where(order < share, by_native, by_joined) for share in np.linspace(0, 1, 11))
+        return [float(_chosen_by(figures(-block), asked.own).mean()) for block in mixed]
+
+
+def valley(curve: list[float]) -> float:
+    """How far it falls below the lower of its ends."""
+    return max(0.0, min(curve[0], curve[-1]) - min(curve))
 
 
 def figure_of(vectors: Vectors, pairs: Pairs, queries: Queries) -> Figures:
     """Figures of one candidate's carried vectors [n, b]."""
     native = distances(queries.new, pairs.new, "cosine").astype(np.float32)
     carried = distances(queries.new, vectors, "cosine").astype(np.float32)
-    return _measure(native, queries)(carried)
+    return _measure(native, queries)[0](carried)
 
 
-def _measure(native: Block, queries: Queries) -> Callable[[Block], Figures]:
-    """What turns a block of distances [q, g] into figures."""
+def _measure(native: Block, queries: Queries) -> tuple[Callable[[Block], Figures], Mask]:
+    """What turns a block of distances [q, g] into figures; the new model's own neighbours."""
     rows = np.arange(len(queries.rows))
     none = np.empty(0, np.int64)
 
@@ -173,13 +256,7 @@ def _measure(native: Block, queries: Queries) -> Callable[[Block], Figures]:
             "agreement@10": agreement,
         }
 
-    return figures
-
-
-def _standard(block: Block) -> Block:
-    """Distances of each query with mean 0 and deviation 1 over the gallery."""
-    spread = np.maximum(block.std(1, keepdims=True), 1e-12)
-    return np.asarray((block - block.mean(1, keepdims=True)) / spread, np.float32)
+    return figures, truth
 
 
 def _chosen_by(figures: Mapping[str, PerQuery], own: bool) -> PerQuery:

@@ -5,11 +5,12 @@ worse than yesterday's search.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from nobackfill.adopt import judgement
+from nobackfill.adopt.joining import Joining
 from nobackfill.adopt.judgement import Figures, Gallery, Queries
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import Pairs
@@ -59,7 +60,9 @@ class Point:
 @dataclass(frozen=True)
 class Verdict:
     """`way`: the recommended one, and why in `words`. `search`: the kind that it holds for.
-    `candidates`: the figure of each map by which one was chosen, called `judged_by`."""
+    `candidates`: the figure of each map by which one was chosen, called `judged_by`. `joining`: how
+    old, carried and native scores make one ranking; `healing`: that figure with 0, 10 … 100 % of
+    the items native."""
 
     way: str
     words: str
@@ -68,8 +71,9 @@ class Verdict:
     ways: list[Way]
     candidates: dict[str, float]
     chosen: Map
-    weight: float
+    joining: Joining
     curve: list[Point]
+    healing: list[float]
     pairs: int
     notes: list[str] = field(default_factory=list)
 
@@ -93,20 +97,24 @@ def decide(
     }
     kind = max(candidates, key=candidates.__getitem__)
     gallery = Gallery(pairs.old, folds[kind], pairs.new)
-    figures, weight = judgement.judge(gallery, asked)
+    judged = judgement.judge(gallery, asked)
+    figures = judged.ways
     if not asked.own:
-        alike, _ = judgement.judge(gallery, judgement.among_items(pairs))
+        alike = judgement.judge(gallery, judgement.among_items(pairs)).ways
         for name in figures:
             figures[name]["agreement@10"] = alike[name]["agreement@10"]
     ways = [_way(name, figures, cost, judged_by) for name in WAYS]
     way, words = _choose(ways, judged_by, items_there)
     chosen = fit_maps(pairs.old, pairs.new)[kind]
+    joining = replace(judged.joining, mark=chosen.digest)
     curve = _curve(pairs, asked, kind, judged_by, candidates[kind])
     search = "finding that very item" if not asked.own else "finding similar things"
-    notes = _notes(asked, pairs, cost, weight, curve, judged_by)
+    notes = _notes(asked, pairs, cost, joining.weight, curve, judged_by)
+    notes.append(_healing(judged.healing, judged_by))
     return Verdict(
-        way, words, search, judged_by, ways, candidates, chosen, weight, curve, len(pairs), notes
-    )
+        way, words, search, judged_by, ways, candidates, chosen, joining, curve, judged.healing,
+        len(pairs), notes,
+    )  # fmt: skip
 
 
 def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) -> Way:
@@ -174,6 +182,15 @@ def _curve(pairs: Pairs, asked: Queries, kind: str, judged_by: str, whole: float
             figure = _mean(judgement.figure_of(vectors, pairs, asked), judged_by)
             points.append(Point(fitted, figure))
     return points
+
+
+def _healing(curve: list[float], judged_by: str) -> str:
+    below = judgement.valley(curve)
+    return (
+        f"while items become native at random, {judged_by} goes from {100 * curve[0]:.1f} to "
+        f"{100 * curve[-1]:.1f}"
+        + (f" and is at most {100 * below:.1f} points below the lower of both" if below else "")
+    )
 
 
 def gain_of_doubling(curve: list[Point]) -> float | None:

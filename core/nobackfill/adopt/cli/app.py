@@ -132,6 +132,9 @@ def fit(
     old: Annotated[str, typer.Option(help="SOURCE of the old vectors.")],
     new: Annotated[str, typer.Option(help="The same items' vectors by the new model.")],
     out: Annotated[Path, typer.Option(help="File for the map.")] = Path("map.npz"),
+    joining: Annotated[
+        Path | None, typer.Option(help="File of what `both` and `lazily` are served by.")
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="HTML page of the verdict.")] = None,
     queries_old: Annotated[
         str | None, typer.Option(help="Queries by the old model; id = the item to find.")
@@ -148,8 +151,9 @@ def fit(
     from nobackfill.adopt.cli.fitting import run
 
     found = run(
-        old, new, out, report, queries_old, queries_new, not items_gone, key=key, vector=vector
-    )
+        old, new, out, report, queries_old, queries_new, not items_gone, joining=joining, key=key,
+        vector=vector,
+    )  # fmt: skip
     _answer(as_json, found.answer, found.lines)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from nobackfill.adopt.joining import save_joining
 from nobackfill.adopt.judgement import Queries
 from nobackfill.adopt.maps import Map, save_map
 from nobackfill.adopt.page import duration, render
@@ -35,6 +36,7 @@ def run(
     queries_new: str | None,
     items_there: bool,
     *,
+    joining: Path | None = None,
     key: str | None,
     vector: str | None,
 ) -> Fitted:
@@ -58,11 +60,15 @@ def run(
         lost = matched.without_old
         lines.append(f"passed over: {len(lost)} items have no old vector ({few(lost)})")
     lines.append(f"map: {out} ({verdict.chosen.kind})")
+    if joining is not None:
+        save_joining(joining, verdict.joining)
+        lines.append(f"joining: {joining}, for nobackfill.serve")
     if report is not None:
         write_file(report, render(verdict).encode())
         lines.append(f"report: {report}")
     answer = asdict(verdict)
-    answer["chosen"] = verdict.chosen.kind
+    answer |= {"chosen": verdict.chosen.kind, "weight": verdict.joining.weight}
+    del answer["joining"]
     return Fitted(answer | {"map": str(out), "without_old": matched.without_old}, lines)
 
 

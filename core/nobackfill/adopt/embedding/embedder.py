@@ -1,4 +1,4 @@
-"""What embeds items: texts, or image files."""
+"""What embeds items: texts, image files, or the bytes of images."""
 
 from pathlib import Path
 from typing import Literal, Protocol
@@ -17,5 +17,5 @@ class Embedder(Protocol):
     fingerprint: str
     kind: Kind | None
 
-    def embed(self, items: list[str] | list[Path]) -> Vectors:
+    def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
         """Vectors [n, dim]. Raises InvalidInputError, UnavailableError, BusyError."""

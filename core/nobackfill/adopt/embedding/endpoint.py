@@ -69,7 +69,7 @@ class Endpoint:
         # The weights are out of sight: their name is all that can be told.
         self.fingerprint = hashlib.sha256(f"{url}\n{model}".encode()).hexdigest()
 
-    def embed(self, items: list[str] | list[Path]) -> Vectors:
+    def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
         answer = self._asked({"model": self._model, "input": [str(item) for item in items]})
         if sorted(one.index for one in answer.data) != list(range(len(items))):
             raise InvalidInputError(

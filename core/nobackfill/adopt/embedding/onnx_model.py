@@ -16,7 +16,7 @@ from nobackfill.adopt.maps import normalised
 from nobackfill.digests import sha256_file
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.extras import extra
-from nobackfill.images import decode_file
+from nobackfill.images import decode, decode_file
 from nobackfill.vectors import Vectors, check_vectors
 
 # Files beside an ONNX file that hold its larger weights.
@@ -64,7 +64,7 @@ class OnnxModel:
         self._tokenizer = self._open_tokenizer() if self.kind == "text" else None
         self.fingerprint = self._fingerprint()
 
-    def embed(self, items: list[str] | list[Path]) -> Vectors:
+    def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
         feed, mask = self._texts(items) if self.kind == "text" else self._images(items)
         wanted = None if self._declared.output is None else [self._declared.output]
         try:
@@ -93,7 +93,7 @@ class OnnxModel:
         self._tokenizer_file = file
         return tokenizer
 
-    def _texts(self, items: list[str] | list[Path]) -> tuple[dict[str, Any], Any]:
+    def _texts(self, items: list[str] | list[Path] | list[bytes]) -> tuple[dict[str, Any], Any]:
         assert self._tokenizer is not None
         encoded = self._tokenizer.encode_batch(
             [self._declared.prefix + str(item) for item in items]
@@ -108,7 +108,7 @@ class OnnxModel:
             raise InvalidInputError(f"{self._path}: unknown inputs {sorted(strangers)}")
         return {name: known[name] for name in self._inputs}, mask
 
-    def _images(self, items: list[str] | list[Path]) -> tuple[dict[str, Any], Any]:
+    def _images(self, items: list[str] | list[Path] | list[bytes]) -> tuple[dict[str, Any], Any]:
         if len(self._inputs) != 1:
             raise InvalidInputError(
                 f"{self._path}: expected one input of images, got {list(self._inputs)}"
@@ -123,7 +123,7 @@ class OnnxModel:
                 f"{self._path}: its image size is open; declare it: "
                 f'{{"size": 224}} in {self._path.with_suffix(".json").name}'
             )
-        pixels: Any = np.stack([decode_file(Path(item), height, width) for item in items])
+        pixels: Any = np.stack([_pixels(item, height, width) for item in items])
         if one.type != "tensor(uint8)":
             mean, std = np.array(declared.mean), np.array(declared.std)
             scaled = (pixels / 255 - mean) / std
@@ -155,6 +155,12 @@ class OnnxModel:
         parts = [sha256_file(path) for path in files]
         parts.append(json.dumps(self._declared.model_dump(), sort_keys=True))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _pixels(item: str | Path | bytes, height: int, width: int) -> Any:
+    if isinstance(item, bytes):
+        return decode(item, height, width)
+    return decode_file(Path(item), height, width)
 
 
 def _declaration(path: Path) -> Declaration:

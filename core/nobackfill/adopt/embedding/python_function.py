@@ -34,7 +34,7 @@ class PythonFunction:
         code = sha256_file(Path(found.__file__)) if found.__file__ else ""
         self.fingerprint = hashlib.sha256(f"{name}\n{code}".encode()).hexdigest()
 
-    def embed(self, items: list[str] | list[Path]) -> Vectors:
+    def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
         made = self._function(items)
         try:
             rows = list(made)

@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING
 from nobackfill.faces import offer
 
 if TYPE_CHECKING:
-    from nobackfill.adopt.sources.opening import open_source as open_source
+    from nobackfill.adopt.sources.opening import (
+        open_searchable as open_searchable,
+        open_source as open_source,
+    )
     from nobackfill.adopt.sources.source import (
         Beside as Beside,
         Rows as Rows,
+        Searchable as Searchable,
         Source as Source,
         Target as Target,
         Window as Window,
@@ -25,7 +29,7 @@ else:
     __getattr__ = offer(
         __name__,
         {
-            "opening": "open_source",
-            "source": "Beside Rows Source Target Window",
+            "opening": "open_searchable open_source",
+            "source": "Beside Rows Searchable Source Target Window",
         },
     )

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nobackfill.adopt.sources.source import Source
+from nobackfill.adopt.sources.source import Searchable, Source
 from nobackfill.errors import InvalidInputError
 
 KINDS = """\
@@ -41,3 +41,15 @@ def open_source(address: str, *, key: str | None = None, vector: str | None = No
     from nobackfill.adopt.sources.parquet import ParquetSource
 
     return ParquetSource(path, key or "id", vector)
+
+
+def open_searchable(
+    address: str, *, key: str | None = None, vector: str | None = None
+) -> Searchable:
+    """The same, to be searched: files are read into memory. Raises as open_source."""
+    source = open_source(address, key=key, vector=vector)
+    if isinstance(source, Searchable):
+        return source
+    from nobackfill.adopt.sources.loaded import Loaded
+
+    return Loaded(source)

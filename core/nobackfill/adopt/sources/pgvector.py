@@ -3,14 +3,14 @@ deleted row takes its vector along; a trigger empties it where the old vector ch
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from nobackfill.adopt.sources.source import Column, Facts, Rows, Target, Window
+from nobackfill.adopt.sources.source import Column, Facts, Rows, Target, Window, even
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, few
 from nobackfill.extras import extra
-from nobackfill.vectors import Metric
+from nobackfill.vectors import Metric, Vectors
 
 with extra("adopt"):
     from psycopg import sql
@@ -80,6 +80,53 @@ class PgvectorSource:
             within=self._within(window),
         )
         return Column([key for key, _ in found], [value for _, value in found])
+
+    def nearest(self, vector: Vectors, count: int, beside: str | None = None) -> list[str]:
+        """By an index where there is one, told to look at no fewer than `count` candidates."""
+        column = beside or self.vector
+        if column not in self._table.columns:
+            raise InvalidInputError(f"{self._table.name}: no column {column!r}")
+        kind = self._table.columns[column]
+        sign = "<->" if self.facts().metric == "squared_l2" else "<=>"
+        found = self._table.searched(
+            "SELECT {key}::text FROM {table} t WHERE {column} IS NOT NULL "
+            "ORDER BY {column} {sign} {value}::{kind} LIMIT {count}",
+            "SET LOCAL hnsw.ef_search = {candidates}",
+            column=sql.Identifier(column),
+            sign=sql.SQL(sign),
+            kind=sql.SQL(kind),
+            value=str(np.asarray(vector, np.float32).tolist()),
+            count=count,
+            candidates=min(1000, max(40, count)),
+        )
+        return [name for (name,) in found]
+
+    def lookup(self, ids: Sequence[str]) -> Rows:
+        found = self._table.searched(
+            "SELECT {key}::text, vector_send({column}::vector) FROM {table} t "
+            "WHERE {column} IS NOT NULL AND {key} = ANY({ids}::{kind}[])",
+            column=sql.Identifier(self.vector),
+            kind=sql.SQL(self._table.key_type),
+            ids=list(ids),
+        )
+        vectors = [np.frombuffer(value[4:], ">f4") for _, value in found]
+        names = [name for name, _ in found]
+        return Rows(names, even(vectors, names, self._table.name))
+
+    def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
+        if column not in self._table.columns:
+            raise InvalidInputError(f"{self._table.name}: no column {column!r}")
+        found = self._table.searched(
+            "SELECT {key}::text, {column}::text FROM {table} t "
+            "WHERE {column} IS NOT NULL AND {key} = ANY({ids}::{kind}[])",
+            column=sql.Identifier(column),
+            kind=sql.SQL(self._table.key_type),
+            ids=list(ids),
+        )
+        return dict(found)
+
+    def close(self) -> None:
+        self._table.close()
 
     def beside(self, target: Target) -> PgvectorBeside:
         if len(target.name.encode("utf-8", "surrogateescape")) > _MOST_NAME:

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, LiteralString
@@ -36,6 +37,9 @@ class Table:
 
     def __init__(self, address: str, name: str, key: str | None) -> None:
         self.name = name
+        self._kept = threading.local()
+        self._open: list[Any] = []
+        self._lock = threading.Lock()
         self._address = address
         self._known: dict[str, Any] = {"table": sql.Identifier(*name.split("."))}
         self._quoted = self._known["table"].as_string()
@@ -113,6 +117,43 @@ class Table:
     def text(self, query: LiteralString, **parts: object) -> str:
         """A statement for a person to run."""
         return self.composed(query, **parts).as_string()
+
+    def searched(
+        self, query: LiteralString, setting: LiteralString | None = None, **parts: object
+    ) -> list[Any]:
+        """All rows, by a connection that the thread keeps: a search has no time to make one.
+        `setting`: a statement before it, in the same transaction."""
+        for attempt in (1, 2):
+            connection = self._lasting()
+            try:
+                with refused(self.name), connection.transaction():
+                    if setting is not None:
+                        connection.execute(self.composed(setting, **parts))
+                    found: list[Any] = connection.execute(self.composed(query, **parts)).fetchall()
+                    return found
+            except UnavailableError:
+                # The server may have been started again since.
+                connection.close()
+                if attempt == 2:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _lasting(self) -> Any:
+        kept = getattr(self._kept, "connection", None)
+        if kept is None or kept.closed:
+            with refused(self.name):
+                kept = psycopg.connect(self._address, autocommit=True)
+            self._kept.connection = kept
+            with self._lock:
+                self._open = [*(one for one in self._open if not one.closed), kept]
+        return kept
+
+    def close(self) -> None:
+        """End the connections that searches keep."""
+        with self._lock:
+            for connection in self._open:
+                connection.close()
+            self._open = []
 
     def all(self, query: LiteralString, *, binary: bool = False, **parts: object) -> list[Any]:
         """All rows."""

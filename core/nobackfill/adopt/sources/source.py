@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -113,6 +113,24 @@ class Source(Protocol):
 
     def rollback(self, name: str) -> bool:
         """Remove what `beside` made under this name; whether there was anything."""
+
+
+@runtime_checkable
+class Searchable(Source, Protocol):
+    """A source that answers searches: what nobackfill.serve needs of a store."""
+
+    def nearest(self, vector: Vectors, count: int, beside: str | None = None) -> list[str]:
+        """Ids of the items nearest to a vector [dim], nearest first; `beside`: among new vectors
+        of that name in place of the old ones."""
+
+    def lookup(self, ids: Sequence[str]) -> Rows:
+        """Those of `ids` that are there, in any order, each once, with their old vectors."""
+
+    def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
+        """Another column's values by id, where they are not empty."""
+
+    def close(self) -> None:
+        """Let go of what searches keep open."""
 
 
 def checked(rows: Rows, dim: int | None, where: str) -> Rows:

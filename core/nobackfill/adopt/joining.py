@@ -1,0 +1,157 @@
+"""One ranking of items whose vectors come from two models: every score as the log-odds of a match.
+
+A carried item's score joins old/old and new/carried, a native one's is new/new. Each distance is
+standardised per query over the same few anchor items, so that "near" means the same in every space;
+a line per origin, fitted on relevance, turns it into log-odds. Distances themselves are never
+compared between origins: a new query is nearer to carried items than to native ones on average.
+"""
+
+import io
+import json
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nobackfill.adopt.maps import normalised
+from nobackfill.durable import write_file
+from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.vectors import Vectors, check_vectors
+
+FORMAT = 1
+# Items by which a query's distances are standardised.
+ANCHORS = 1000
+# Values of the many that are no match on which a line is fitted.
+_MOST_OTHERS = 200_000
+_ROUNDS = 30
+
+Block = NDArray[np.float32]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Line:
+    """log-odds = slope x nearness + intercept."""
+
+    slope: float = 1.0
+    intercept: float = 0.0
+
+    def __call__(self, nearness: Block) -> Block:
+        return np.asarray(self.slope * nearness + self.intercept, np.float32)
+
+
+@dataclass(frozen=True)
+class Joining:
+    """`weight`: the new model's share in a carried item's score, 0 is the old model alone.
+
+    `joined`, `native`: lines of the two origins. Anchors are the same items by the old model
+    [m, a], carried [m, b] and by the new model [m, b], rows of norm 1. `mark`: the digest of the
+    map that carries.
+    """
+
+    weight: float
+    joined: Line
+    native: Line
+    old: Vectors
+    carried: Vectors
+    new: Vectors
+    mark: str = ""
+
+    def of_carried(
+        self, old_query: Vectors, new_query: Vectors, old: Vectors, carried: Vectors
+    ) -> Block:
+        """Log-odds [n] of items with vectors old [n, a] and carried [n, b], for one query."""
+        by_old = nearness(old_query, old, self.old)
+        by_new = nearness(new_query, carried, self.carried)
+        return self.joined(self.weight * by_new + (1 - self.weight) * by_old)
+
+    def of_native(self, new_query: Vectors, new: Vectors) -> Block:
+        """Log-odds [n] of items with the new model's own vectors [n, b]."""
+        return self.native(nearness(new_query, new, self.new))
+
+
+def nearness(query: Vectors, vectors: Vectors, anchors: Vectors) -> Block:
+    """Deviations [n] by which vectors are nearer to a query [1, d] than anchors on average."""
+    unit = normalised(query)
+    block = np.concatenate([unit @ normalised(vectors).T, unit @ anchors.T], axis=1)
+    columns = np.arange(len(vectors), block.shape[1])
+    standard: Block = standardised(-block, columns)[0, : len(vectors)]
+    return standard
+
+
+def standardised(block: Block, anchors: NDArray[np.int64]) -> Block:
+    """Nearness [q, g] from distances [q, g]: how far below the mean of the anchors' columns, in
+    their deviations."""
+    some = block[:, anchors]
+    spread = np.maximum(some.std(1, keepdims=True), 1e-12)
+    return np.asarray((some.mean(1, keepdims=True) - block) / spread, np.float32)
+
+
+def fit_line(matches: Block, rest: Block, seed: int = 0) -> Line:
+    """Logistic regression on the nearness of matches [m] and of all else [n], by Newton's method.
+
+    Among all items, so that lines of two origins speak of the same odds; of the rest, 200,000 drawn
+    by `seed` stand for all.
+    """
+    hits, others = matches.astype(np.float64), rest.astype(np.float64)
+    if not len(hits) or not len(others):
+        return Line()
+    share = 1.0
+    if len(others) > _MOST_OTHERS:
+        share = len(others) / _MOST_OTHERS
+        others = np.random.default_rng(seed).choice(others, _MOST_OTHERS, replace=False)
+    x = np.concatenate([hits, others])
+    rows = np.stack([x, np.ones_like(x)], 1)
+    weights = np.concatenate([np.ones_like(hits), np.full_like(others, share)])
+    truth = np.concatenate([np.ones_like(hits), np.zeros_like(others)])
+    line = np.array([1.0, np.log(len(hits) / (len(others) * share))])
+    for _ in range(_ROUNDS):
+        odds = 1 / (1 + np.exp(-np.clip(rows @ line, -30, 30)))
+        # A slope of 1 is expected with a deviation of 10: perfect separation has no other end.
+        slope = rows.T @ (weights * (truth - odds)) - np.array([(line[0] - 1) / 100, 0])
+        curve = (rows * (weights * odds * (1 - odds))[:, None]).T @ rows + np.diag([0.01, 1e-9])
+        step = np.linalg.solve(curve, slope)
+        line = line + step * min(1.0, 4.0 / max(1e-12, float(np.abs(step).max())))
+        if np.abs(step).max() < 1e-6:
+            break
+    # What is nearer is never less likely.
+    return Line(max(1e-3, float(line[0])), float(line[1]))
+
+
+def save_joining(path: Path, found: Joining) -> None:
+    """Write it as arrays and a line of JSON. Raises CannotWriteError."""
+    lines = {name: [line.slope, line.intercept] for name, line in _lines(found)}
+    header = {"format": FORMAT, "weight": found.weight, "mark": found.mark, **lines}
+    buffer = io.BytesIO()
+    text = np.array(json.dumps(header, sort_keys=True))
+    np.savez(buffer, header=text, old=found.old, carried=found.carried, new=found.new)
+    write_file(path, buffer.getvalue(), 0o600)
+
+
+def load_joining(path: Path) -> Joining:
+    """Read what `save_joining` wrote. Raises NotFoundError, InvalidInputError for another file."""
+    if not path.is_file():
+        raise NotFoundError(f"{path}: no such file; `nobackfill fit --joining` writes one")
+    try:
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
+            header = json.loads(str(arrays["header"]))
+            anchors = {
+                name: check_vectors(arrays[name], arrays[name].shape[1], what=name)
+                for name in ("old", "carried", "new")
+            }
+        if header["format"] != FORMAT:
+            raise ValueError(f"format {header['format']}")
+        joined, native = (Line(*map(float, header[name])) for name in ("joined", "native"))
+        weight = float(header["weight"])
+        return Joining(weight, joined, native, mark=str(header["mark"]), **anchors)
+    except (ValueError, KeyError, IndexError, TypeError, OSError, EOFError, zipfile.BadZipFile,
+            InvalidInputError) as error:  # fmt: skip
+        raise InvalidInputError(
+            f"{path}: expected what `nobackfill fit --joining` wrote ({error}); fit it again"
+        ) from error
+
+
+def _lines(found: Joining) -> list[tuple[str, Line]]:
+    return [("joined", found.joined), ("native", found.native)]

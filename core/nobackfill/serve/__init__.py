@@ -1,0 +1,44 @@
+"""Searching a gallery that stays in its own database while its model changes; extra `adopt`.
+
+`Dual` joins the old model's scores and the carried ones into one ranking, and with `items` embeds
+the first hits again as people look, bounded in time, bytes and by a budget a day.
+
+>>> import numpy as np
+>>> from nobackfill.serve import Natives
+>>> natives = Natives(folder / "natives.db", "the new model's fingerprint", 2)
+>>> natives.keep(["a"], [b"digest of a's old vector"], np.eye(2, dtype=np.float32)[:1])
+>>> natives.nearest(np.ones((1, 2), np.float32), 5)
+['a']
+>>> natives.close()
+"""
+
+from typing import TYPE_CHECKING
+
+from nobackfill.faces import offer
+
+if TYPE_CHECKING:
+    from nobackfill.serve.dual import (
+        Answer as Answer,
+        Dual as Dual,
+        Hit as Hit,
+        Progress as Progress,
+    )
+    from nobackfill.serve.items import (
+        ColumnItems as ColumnItems,
+        FolderItems as FolderItems,
+        FunctionItems as FunctionItems,
+        Items as Items,
+        UrlItems as UrlItems,
+    )
+    from nobackfill.serve.natives import Natives as Natives
+    from nobackfill.serve.reembedding import Limits as Limits, Reembedding as Reembedding
+else:
+    __getattr__ = offer(
+        __name__,
+        {
+            "dual": "Answer Dual Hit Progress",
+            "items": "ColumnItems FolderItems FunctionItems Items UrlItems",
+            "natives": "Natives",
+            "reembedding": "Limits Reembedding",
+        },
+    )

@@ -1,0 +1,259 @@
+"""The new model's own vectors, as they are made where people look: one SQLite file.
+
+What is acknowledged survives a kill and a power cut. Any number of processes share the file: an
+item is claimed before it is embedded, and the day's budget is counted in it.
+"""
+
+import hashlib
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from nobackfill.adopt.maps import normalised
+from nobackfill.durable import make_dir, transaction
+from nobackfill.errors import IncompatibleSpaceError, VerificationError
+from nobackfill.sqlite_errors import refusing_sqlite
+from nobackfill.vectors import Vectors, check_vectors
+
+# A claim is another's after this many seconds, or when its process has ended.
+CLAIM_SECONDS = 600.0
+_ROOM = 1024
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS native (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, seen BLOB NOT NULL,
+    vector BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS claim (
+    id TEXT PRIMARY KEY, process INTEGER NOT NULL, until REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS wanted (id TEXT PRIMARY KEY, times INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) WITHOUT ROWID;
+"""
+
+
+def digest(vector: Vectors) -> bytes:
+    """What tells that an item is still the one that was embedded: its old vector's digest."""
+    return hashlib.blake2b(np.ascontiguousarray(vector, "<f4").tobytes(), digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class Native:
+    """A vector of norm 1, or as the model makes it, and the digest of the old one beside it."""
+
+    seen: bytes
+    vector: Vectors
+
+
+class Natives:
+    """Vectors of one model, `fingerprint`, of dimension `dim`. Raises IncompatibleSpaceError where
+    the file holds another's, CannotWriteError, BusyError."""
+
+    def __init__(self, path: Path, fingerprint: str, dim: int) -> None:
+        self._path, self._dim = path, dim
+        self._lock = threading.RLock()
+        make_dir(path.parent)
+        with refusing_sqlite(path):
+            # Vectors are private: nobody else reads the file.
+            path.touch(0o600)
+            self._connection = sqlite3.connect(
+                path, timeout=30, isolation_level=None, check_same_thread=False
+            )
+            self._connection.execute("PRAGMA journal_mode=WAL")
+            self._connection.execute("PRAGMA synchronous=FULL")
+            for statement in _SCHEMA.split(";")[:-1]:
+                self._connection.execute(statement)
+        with transaction(self._connection) as connection:
+            facts = {"model": fingerprint, "dim": str(dim)}
+            connection.executemany("INSERT OR IGNORE INTO facts VALUES (?, ?)", facts.items())
+            if dict(connection.execute("SELECT name, value FROM facts")) != facts:
+                raise IncompatibleSpaceError(
+                    f"{path}: holds vectors of another model (or of this one, declared otherwise); "
+                    "give each model a file of its own"
+                )
+        # Rows of norm 1 for search; the newest number that is in memory.
+        self._matrix: Vectors = np.zeros((_ROOM, dim), np.float32)
+        self._ids: list[str | None] = []
+        self._known: dict[str, tuple[int, Native]] = {}
+        self._newest = 0
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with self._lock:
+            self._connection.close()
+
+    def __len__(self) -> int:
+        with self._lock, refusing_sqlite(self._path):
+            return int(self._connection.execute("SELECT count(*) FROM native").fetchone()[0])
+
+    def get(self, ids: Sequence[str]) -> dict[str, Native]:
+        """Those of `ids` that are there."""
+        with self._lock:
+            self._catch_up()
+            return {name: self._known[name][1] for name in ids if name in self._known}
+
+    def nearest(self, query: Vectors, count: int) -> list[str]:
+        """Ids of the nearest to a query [1, dim] by cosine, exactly, nearest first."""
+        with self._lock:
+            self._catch_up()
+            if not self._known:
+                return []
+            rows = len(self._ids)
+            products = self._matrix[:rows] @ normalised(query)[0]
+            # A few more: rows of items that went hold zeros.
+            most = min(rows, count + rows - len(self._known))
+            best = np.argpartition(-products, most - 1)[:most]
+            ordered = best[np.argsort(-products[best], kind="stable")].tolist()
+            found = [name for row in ordered if (name := self._ids[row]) is not None]
+            return found[:count]
+
+    def keep(self, ids: Sequence[str], seen: Sequence[bytes], vectors: Vectors) -> None:
+        """Write vectors [n, dim] and free their claims; on return they are on the disk."""
+        checked = check_vectors(vectors, self._dim, what="new vectors")
+        rows = zip(ids, seen, (v.astype("<f4").tobytes() for v in checked), strict=True)
+        with self._lock, transaction(self._connection) as connection:
+            connection.executemany(
+                "INSERT OR REPLACE INTO native (id, seen, vector) VALUES (?, ?, ?)", rows
+            )
+            names = [(name,) for name in ids]
+            connection.executemany("DELETE FROM claim WHERE id = ?", names)
+            connection.executemany("DELETE FROM wanted WHERE id = ?", names)
+
+    def forget(self, ids: Sequence[str]) -> None:
+        """Remove what is known of items that are gone."""
+        if not ids:
+            return
+        names = [(name,) for name in ids]
+        with self._lock:
+            with transaction(self._connection) as connection:
+                connection.executemany("DELETE FROM native WHERE id = ?", names)
+                connection.executemany("DELETE FROM wanted WHERE id = ?", names)
+            for name in ids:
+                self._drop(name)
+
+    def outdated(self, seen: Mapping[str, bytes]) -> None:
+        """Remove vectors that were made of just this, by id; newer ones stay."""
+        if not seen:
+            return
+        with self._lock:
+            with transaction(self._connection) as connection:
+                connection.executemany("DELETE FROM native WHERE id = ? AND seen = ?", seen.items())
+            for name, digest_ in seen.items():
+                if name in self._known and self._known[name][1].seen == digest_:
+                    self._drop(name)
+
+    def claim(self, seen: Mapping[str, bytes], day: str, budget: int) -> list[str]:
+        """Those of the ids, in their order, that have no vector of what was `seen`, that nobody
+        embeds at present, and that the day's budget has room for; others are noted as wanted."""
+        now = time.time()
+        with self._lock, transaction(self._connection) as connection:
+            self._free(connection, now)
+            row = connection.execute("SELECT items FROM spent WHERE day = ?", (day,)).fetchone()
+            room = budget - (row[0] if row else 0)
+            mine: list[str] = []
+            for name, digest_ in seen.items():
+                # Kept since it was looked for.
+                if connection.execute(
+                    "SELECT 1 FROM native WHERE id = ? AND seen = ?", (name, digest_)
+                ).fetchone():
+                    continue
+                if room > len(mine):
+                    done = connection.execute(
+                        "INSERT OR IGNORE INTO claim VALUES (?, ?, ?)",
+                        (name, os.getpid(), now + CLAIM_SECONDS),
+                    )
+                    if done.rowcount:
+                        mine.append(name)
+                        continue
+                connection.execute(
+                    "INSERT INTO wanted VALUES (?, 1) "
+                    "ON CONFLICT (id) DO UPDATE SET times = times + 1",
+                    (name,),
+                )
+            connection.execute(
+                "INSERT INTO spent VALUES (?, ?) "
+                "ON CONFLICT (day) DO UPDATE SET items = items + excluded.items",
+                (day, len(mine)),
+            )
+        return mine
+
+    def release(self, ids: Sequence[str]) -> None:
+        """Free claims whose items could not be embedded; they stay wanted."""
+        with self._lock, transaction(self._connection) as connection:
+            names = [(name,) for name in ids]
+            connection.executemany("DELETE FROM claim WHERE id = ?", names)
+            connection.executemany(
+                "INSERT INTO wanted VALUES (?, 1) ON CONFLICT (id) DO UPDATE SET times = times + 1",
+                names,
+            )
+
+    def wanted(self, count: int) -> list[str]:
+        """Ids that were asked for and are not there, most often first."""
+        with self._lock, refusing_sqlite(self._path):
+            found = self._connection.execute(
+                "SELECT id FROM wanted WHERE id NOT IN (SELECT id FROM native) "
+                "ORDER BY times DESC, id LIMIT ?",
+                (count,),
+            )
+            return [name for (name,) in found]
+
+    def spent(self, day: str) -> int:
+        """Items that were claimed on a day."""
+        with self._lock, refusing_sqlite(self._path):
+            row = self._connection.execute("SELECT items FROM spent WHERE day = ?", (day,))
+            return int(next(iter(row), (0,))[0])
+
+    def _free(self, connection: sqlite3.Connection, now: float) -> None:
+        """Claims that are too old, and those of processes that were killed."""
+        connection.execute("DELETE FROM claim WHERE until < ?", (now,))
+        holders = connection.execute("SELECT DISTINCT process FROM claim").fetchall()
+        for (process,) in holders:
+            if process != os.getpid() and not Path(f"/proc/{process}").exists():
+                connection.execute("DELETE FROM claim WHERE process = ?", (process,))
+
+    def ids(self, after: str, count: int) -> list[tuple[str, bytes]]:
+        """Ids and digests in the order of ids, those above `after`."""
+        with self._lock, refusing_sqlite(self._path):
+            return self._connection.execute(
+                "SELECT id, seen FROM native WHERE id > ? ORDER BY id LIMIT ?", (after, count)
+            ).fetchall()
+
+    def _catch_up(self) -> None:
+        """Take into memory what this process and others have kept since."""
+        with refusing_sqlite(self._path):
+            rows = self._connection.execute(
+                "SELECT number, id, seen, vector FROM native WHERE number > ? ORDER BY number",
+                (self._newest,),
+            ).fetchall()
+        for number, name, seen, blob in rows:
+            if len(blob) != 4 * self._dim:
+                raise VerificationError(
+                    f"{self._path}: expected vectors of dimension {self._dim}, got one of "
+                    f"{len(blob)} bytes; remove the file: it fills again as people search"
+                )
+            self._drop(name)
+            self._add(name, Native(seen, np.frombuffer(blob, "<f4").astype(np.float32)))
+            self._newest = number
+        if len(self._ids) > 2 * len(self._known) + _ROOM:
+            known = [(name, native) for name, (_, native) in self._known.items()]
+            self._ids, self._known = [], {}
+            self._matrix = np.zeros((_ROOM, self._dim), np.float32)
+            for name, native in known:
+                self._add(name, native)
+
+    def _add(self, name: str, native: Native) -> None:
+        row = len(self._ids)
+        if row == len(self._matrix):
+            self._matrix = np.concatenate([self._matrix, np.zeros_like(self._matrix)])
+        self._ids.append(name)
+        self._known[name] = (row, native)
+        self._matrix[row] = normalised(native.vector[None])[0]
+
+    def _drop(self, name: str) -> None:
+        if found := self._known.pop(name, None):
+            self._ids[found[0]] = None
+            self._matrix[found[0]] = 0

@@ -1,0 +1,82 @@
+"""A gallery in its own store, both its models, and what `nobackfill fit` makes of them."""
+
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from nobackfill.adopt.embedding.embedder import Kind
+from nobackfill.adopt.joining import Joining, save_joining
+from nobackfill.adopt.judgement import Gallery, judge, out_of_fold
+from nobackfill.adopt.maps import Map, fit_maps, save_map
+from nobackfill.adopt.sources.loaded import Loaded
+from nobackfill.adopt.sources.opening import open_source
+from nobackfill.adopt.sources.source import Searchable
+from nobackfill.serve import Dual, FunctionItems, Limits
+from nobackfill.vectors import Vectors
+from tests.adopt.made import world
+
+MADE = world(300)
+HITS = 60
+
+
+def fitted() -> tuple[Map, Joining]:
+    mapping = fit_maps(MADE.old, MADE.new)["affine"]
+    carried = out_of_fold(MADE.pairs, kinds=["affine"])["affine"]
+    joining = judge(Gallery(MADE.old, carried, MADE.new), MADE.queries).joining
+    return mapping, replace(joining, mark=mapping.digest)
+
+
+MAP, JOINING = fitted()
+
+
+@dataclass
+class NewModel:
+    """The new model: "text of item-7" is that item's vector. Counts what it embeds."""
+
+    fingerprint: str = "the new model"
+    kind: Kind | None = "text"
+    seconds: float = 0.0
+    times: Counter[str] = field(default_factory=Counter)
+    at_once: int = 0
+    most_at_once: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
+        names = [str(item).removeprefix("text of ") for item in items]
+        with self.lock:
+            self.times.update(names)
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+        time.sleep(self.seconds)
+        with self.lock:
+            self.at_once -= 1
+        return np.stack([MADE.new[int(name.removeprefix("item-"))] for name in names])
+
+
+def files(folder: Path) -> Path:
+    """`map.npz`, `joining.npz` and a folder of the old vectors."""
+    save_map(folder / "map.npz", MAP)
+    save_joining(folder / "joining.npz", JOINING)
+    (folder / "store").mkdir(exist_ok=True)
+    np.save(folder / "store" / "ids.npy", np.array(MADE.ids))
+    np.save(folder / "store" / "old.npy", MADE.old)
+    return folder
+
+
+def loaded(folder: Path) -> Loaded:
+    return Loaded(open_source(str(files(folder) / "store")))
+
+
+def dual(
+    folder: Path, source: Searchable, model: NewModel | None, limits: Limits | None = None
+) -> Dual:
+    """Open it as an application does; without a model no hit is embedded again."""
+    items = None if model is None else FunctionItems(lambda name: f"text of {name}", "text")
+    return Dual.open(
+        source, folder / "map.npz", folder / "joining.npz", folder / "natives.db",
+        model or NewModel(), items=items, limits=limits or Limits(seconds=30),
+    )  # fmt: skip

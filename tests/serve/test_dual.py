@@ -1,0 +1,238 @@
+"""One ranking of old, carried and native vectors; hits embedded again where people look."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import psycopg
+import pytest
+
+from nobackfill.adopt.sources.opening import open_searchable
+from nobackfill.adopt.sources.source import Searchable
+from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
+from nobackfill.serve import Dual, FunctionItems, Limits, Natives, reembedding
+from tests.serve.shop import JOINING, MADE, MAP, NewModel, dual, files, loaded
+from tests.support.postgres import Server
+from tests.support.waiting import wait_until
+
+QUERIES = range(0, 200, 8)
+
+
+def ask(found: Dual, query: int, k: int = 10) -> list[str]:
+    answer = found.search(MADE.queries_old[query], MADE.queries_new[query], k)
+    return [hit.id for hit in answer.hits]
+
+
+def by(vectors: np.ndarray, query: np.ndarray) -> list[str]:
+    return [f"item-{row}" for row in np.argsort(-(vectors @ query), kind="stable")]
+
+
+def test_hits_are_ranked_by_the_new_model_and_kept(tmp_path: Path) -> None:
+    model = NewModel()
+    with closing(dual(tmp_path, loaded(tmp_path), model)) as found:
+        right = sum(ask(found, q)[0] == by(MADE.new, MADE.queries_new[q])[0] for q in QUERIES)
+        assert right >= len(QUERIES) - 1
+        assert max(model.times.values()) == 1
+        done = found.progress()
+        assert (done.items, done.native, done.today) == (300, len(model.times), len(model.times))
+        before = model.times.copy()
+        answer = found.search(MADE.queries_old[0], MADE.queries_new[0])
+        assert model.times == before
+        assert answer.native == 1
+        assert {hit.origin for hit in answer.hits} == {"native"}
+        odds = [hit.probability for hit in answer.hits]
+        assert odds == sorted(odds, reverse=True)
+    # Another process finds them again.
+    with closing(dual(tmp_path, loaded(tmp_path), model)) as found:
+        assert found.progress().native == len(before)
+        ask(found, 0)
+        assert model.times == before
+
+
+def test_without_items_it_is_the_joined_ranking_and_every_item_comes_once(tmp_path: Path) -> None:
+    with closing(dual(tmp_path, loaded(tmp_path), None)) as found:
+        answer = found.search(MADE.queries_old[3], MADE.queries_new[3], 50)
+        assert answer.native == 0
+        assert len({hit.id for hit in answer.hits}) == 50
+        assert found.heal(10) == 0
+        if JOINING.weight == 0:
+            expected = by(MADE.old, MADE.queries_old[3])[:50]
+            assert [hit.id for hit in answer.hits] == expected
+        with pytest.raises(InvalidInputError, match="k from 1 to 100, got 0"):
+            found.search(MADE.queries_old[3], MADE.queries_new[3], 0)
+        with pytest.raises(InvalidInputError, match="query by the new model"):
+            found.search(MADE.queries_old[3], MADE.queries_old[3], 5)
+
+
+def test_queries_at_once_embed_no_item_twice(tmp_path: Path) -> None:
+    model = NewModel(seconds=0.02)
+    limits = Limits(seconds=30, concurrency=2)
+    with closing(dual(tmp_path, loaded(tmp_path), model, limits)) as found:
+        with ThreadPoolExecutor(6) as people:
+            list(people.map(lambda q: ask(found, q), [*range(6)] * 2))
+        assert max(model.times.values()) == 1
+        assert model.most_at_once <= 2
+        # A second process with the same file is kept off by the claims.
+        assert found.progress().native == len(model.times)
+
+
+def test_who_is_late_is_ranked_by_what_there_is_and_kept_all_the_same(tmp_path: Path) -> None:
+    model = NewModel(seconds=0.5)
+    limits = Limits(seconds=0.05, concurrency=8, batch=20)
+    with closing(dual(tmp_path, loaded(tmp_path), model, limits)) as found:
+        begun = time.monotonic()
+        answer = found.search(MADE.queries_old[1], MADE.queries_new[1])
+        assert answer.native < 1
+        assert len(answer.hits) == 10
+        assert time.monotonic() - begun < 30
+        wait_until(lambda: found.progress().native >= 90, seconds=30, what="late hits are kept")
+
+
+def test_a_day_has_its_budget_and_healing_begins_with_what_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = NewModel()
+    with closing(dual(tmp_path, loaded(tmp_path), model, Limits(seconds=30, a_day=7))) as found:
+        ask(found, 2)
+        ask(found, 2)
+        assert found.progress().native == sum(model.times.values()) == 7
+        assert found.heal(50) == 0
+        monkeypatch.setattr(reembedding, "today", lambda: "2031-01-01")
+        wanted = set(by(MADE.old, MADE.queries_old[2])[:100])
+        assert found.heal(5) == 5
+        assert set(model.times) <= wanted
+        assert max(model.times.values()) == 1
+
+
+def test_healing_ends_when_all_is_native(tmp_path: Path) -> None:
+    model = NewModel()
+    with closing(dual(tmp_path, loaded(tmp_path), model)) as found:
+        assert found.heal(1000) == 300
+        assert found.heal(1000) == 0
+        for query in QUERIES:
+            assert ask(found, query) == by(MADE.new, MADE.queries_new[query])[:10]
+        assert sum(model.times.values()) == 300
+
+
+def test_one_bad_item_takes_no_other_along(tmp_path: Path) -> None:
+    model = NewModel()
+    bad = by(MADE.old, MADE.queries_old[0])[0]
+
+    def text(name: str) -> str:
+        if name == bad:
+            raise OSError("gone to the moon")
+        return f"text of {name}"
+
+    source = loaded(tmp_path)
+    found = Dual.open(
+        source, tmp_path / "map.npz", tmp_path / "joining.npz", tmp_path / "n.db", model,
+        items=FunctionItems(text, "text"), limits=Limits(seconds=30),
+    )  # fmt: skip
+    with closing(found):
+        assert len(ask(found, 0)) == 10
+        cost = found.progress().cost
+        assert bad not in model.times
+        assert cost.failed == 1
+        assert "moon" in cost.last_failure
+        assert found.progress().native == 99
+
+
+def test_another_model_or_map_is_refused(tmp_path: Path) -> None:
+    source = loaded(tmp_path)
+    dual(tmp_path, source, NewModel()).close()
+    with pytest.raises(IncompatibleSpaceError, match="another model"):
+        dual(tmp_path, source, NewModel(fingerprint="same dimension"))
+    natives = Natives(tmp_path / "n.db", "m", MADE.new.shape[1])
+    other = type(MAP)("affine", MAP.weight * 2, MAP.bias, MAP.unit)
+    with closing(natives), pytest.raises(IncompatibleSpaceError, match="another map"):
+        Dual(source, other, JOINING, natives)
+
+
+@pytest.fixture
+def table(postgres: Server) -> Iterator[tuple[psycopg.Connection, Searchable]]:
+    """The same gallery in a table that an application writes to."""
+    with (
+        postgres.database() as address,
+        psycopg.connect(address, autocommit=True) as connection,
+    ):
+        connection.execute("CREATE EXTENSION vector")
+        connection.execute(
+            "CREATE TABLE shop (id text PRIMARY KEY, embedding vector(24), body text)"
+        )
+        rows = zip(MADE.ids, (str(v.tolist()) for v in MADE.old), strict=True)
+        with connection.cursor() as cursor, connection.transaction():
+            cursor.executemany("INSERT INTO shop VALUES (%s, %s, 'text of ' || %s)",
+                               [(name, v, name) for name, v in rows])  # fmt: skip
+        connection.execute("CREATE INDEX ON shop USING hnsw (embedding vector_cosine_ops)")
+        with closing(open_searchable(f"{address}#shop")) as source:
+            yield connection, source
+
+
+def test_deletions_are_obeyed_while_a_query_waits_and_later(
+    table: tuple[psycopg.Connection, Searchable], tmp_path: Path
+) -> None:
+    connection, source = table
+    files(tmp_path)
+    first, second, third = by(MADE.new, MADE.queries_new[0])[:3]
+    begun = threading.Event()
+
+    class Slow(NewModel):
+        def embed(self, items: list[str] | list[Path] | list[bytes]) -> np.ndarray:
+            begun.set()
+            time.sleep(0.3)
+            return super().embed(items)
+
+    with (
+        closing(dual(tmp_path, source, Slow())) as found,
+        ThreadPoolExecutor(1) as person,
+    ):
+        waiting = person.submit(ask, found, 0, 60)
+        assert begun.wait(30)
+        connection.execute("DELETE FROM shop WHERE id = %s", (first,))
+        assert first not in waiting.result()
+        # Put again as something else: what was made of the former item is not shown for it.
+        vector = str(MADE.old[int(third.removeprefix("item-"))].tolist())
+        connection.execute("UPDATE shop SET embedding = %s WHERE id = %s", (vector, second))
+        connection.execute("DELETE FROM shop WHERE id = %s", (third,))
+        answer = found.search(MADE.queries_old[0], MADE.queries_new[0], 60)
+        assert third not in [hit.id for hit in answer.hits]
+        found.purge()
+        assert found.purge() == 0
+    natives = Natives(tmp_path / "natives.db", "the new model", MADE.new.shape[1])
+    with closing(natives):
+        assert not {first, third} & set(natives.get([first, second, third]))
+
+
+def test_a_killed_process_loses_nothing_it_kept_and_blocks_nobody(tmp_path: Path) -> None:
+    """SIGKILL in the middle of embedding: claims are free at once, vectors whole."""
+    files(tmp_path)
+    script = (
+        "import sys, pathlib\nfrom tests.serve.shop import *\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "found = dual(folder, loaded(folder), NewModel(seconds=0.2), "
+        "Limits(seconds=30, concurrency=1))\n"
+        "print('ready', flush=True)\nfound.search(MADE.queries_old[5], MADE.queries_new[5])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        probe = Natives(tmp_path / "natives.db", "the new model", MADE.new.shape[1])
+        with closing(probe):
+            wait_until(lambda: len(probe) > 0, seconds=60, what="the first batch is kept")
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kept = len(probe)
+    assert 0 < kept < 100
+    model = NewModel()
+    with closing(dual(tmp_path, loaded(tmp_path), model)) as found:
+        assert found.progress().native == kept
+        answer = found.search(MADE.queries_old[5], MADE.queries_new[5])
+        assert answer.native == 1
+        assert sum(model.times.values()) == 100 - kept
