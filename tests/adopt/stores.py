@@ -9,14 +9,25 @@ from typing import LiteralString, Protocol
 import numpy as np
 import psycopg
 import pytest
+from qdrant_client import QdrantClient, models
 
+from nobackfill.adopt.sources import qdrant_place
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.source import Searchable, Source
 from nobackfill.vectors import Vectors
-from tests.adopt.made import world, write_parquet
+from tests.adopt.made import World, world, write_parquet
 from tests.support.postgres import Server
 
-MADE = world(230)
+
+class Numbered(World):
+    """Ids that every store can have."""
+
+    @property
+    def ids(self) -> list[str]:
+        return [f"00000000-0000-4000-8000-{row:012d}" for row in range(len(self.old))]
+
+
+MADE = Numbered(**vars(world(230)))
 
 
 class Store(Protocol):
@@ -65,6 +76,18 @@ PUT: LiteralString = (
 )
 
 
+class Written(Store, Protocol):
+    """One that an application writes to."""
+
+    def put(self, name: str, vector: Vectors) -> None: ...
+
+    def delete(self, name: str) -> None: ...
+
+    def touch(self, name: str) -> None: ...
+
+    def names(self) -> list[str]: ...
+
+
 class Pgvector:
     """A table that an application writes to by `run`."""
 
@@ -91,11 +114,55 @@ class Pgvector:
     def delete(self, name: str) -> None:
         self.run('DELETE FROM "Documents" WHERE id = %s', name)
 
+    def names(self) -> list[str]:
+        return [str(name) for (name,) in self.run('SELECT id FROM "Documents"')]
+
+    def touch(self, name: str) -> None:
+        """Change what is no vector."""
+        self.run('UPDATE "Documents" SET text = %s WHERE id = %s', "changed", name)
+
     def open(self, vector: str | None = None) -> Source:
         return open_source(f"{self.address}#Documents", vector=vector)
 
     def search(self) -> Searchable:
         return open_searchable(f"{self.address}#Documents")
+
+
+class Qdrant:
+    """A collection with one named vector, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.client = QdrantClient(path=str(folder), force_disable_check_same_thread=True)
+        vectors = {"vector": models.VectorParams(size=24, distance=models.Distance.COSINE)}
+        self.client.create_collection("docs", vectors_config=vectors)
+        self.client.upsert(
+            "docs", [self._point(*one) for one in zip(MADE.ids, MADE.old, strict=True)]
+        )
+        # From here on, as others share the folder.
+        qdrant_place._FOLDERS[folder.resolve()] = self.client
+
+    def _point(self, name: str, vector: Vectors) -> models.PointStruct:
+        payload = {"text": f"on {name}"}
+        return models.PointStruct(id=name, vector={"vector": vector.tolist()}, payload=payload)
+
+    def put(self, name: str, vector: Vectors) -> None:
+        self.client.upsert("docs", [self._point(name, vector)])
+
+    def delete(self, name: str) -> None:
+        self.client.delete("docs", [name])
+
+    def names(self) -> list[str]:
+        return [str(point.id) for point in self.client.scroll("docs", limit=1000)[0]]
+
+    def touch(self, name: str) -> None:
+        self.client.set_payload("docs", {"text": "changed"}, points=[name])
+
+    def open(self, vector: str | None = None) -> Source:
+        return open_source(f"qdrant:{self.folder}#docs", vector=vector)
+
+    def search(self) -> Searchable:
+        return open_searchable(f"qdrant:{self.folder}#docs")
 
 
 @contextmanager
@@ -108,5 +175,9 @@ def opened(kind: str, request: pytest.FixtureRequest, folder: Path) -> Iterator[
             psycopg.connect(address, autocommit=True) as connection,
         ):
             yield Pgvector(address, connection)
+    elif kind == "qdrant":
+        made = Qdrant(folder)
+        yield made
+        made.client.close()
     else:
         yield (Parquet if kind == "parquet" else Arrays)(folder)

@@ -24,8 +24,9 @@ nobackfill embed $S --column body --only sample.txt --with new.onnx --out new/
 nobackfill fit --old $S --new new/ --out map.npz --report verdict.html
 nobackfill carry $S --map map.npz --to embedding_new
 
-SOURCE is FILE.parquet or a folder of them, a folder of numpy files (ids.npy and one array), or
-postgresql://USER@HOST/DATABASE#TABLE with pgvector; passwords belong into ~/.pgpass or PGPASSWORD.
+SOURCE is FILE.parquet or a folder of them, a folder of numpy files (ids.npy and one array),
+postgresql://USER@HOST/DATABASE#TABLE with pgvector (passwords belong into ~/.pgpass or PGPASSWORD),
+qdrant:https://HOST:PORT#COLLECTION (its key in NOBACKFILL_QDRANT_KEY) or qdrant:FOLDER#COLLECTION.
 
 Exit codes: 0 done, or nothing to do, 2 wrong usage, 65 refused data or failed verification, 66 not
 found, 69 a server does not answer, 73 cannot write or exists already, 75 busy: run it again,

@@ -7,7 +7,8 @@ from nobackfill.errors import InvalidInputError
 
 KINDS = """\
 FILE.parquet or a folder of them, a folder of numpy files (ids.npy and one array of vectors),
-postgresql://USER@HOST/DATABASE#TABLE with pgvector"""
+postgresql://USER@HOST/DATABASE#TABLE with pgvector, qdrant:https://HOST:PORT#COLLECTION or
+qdrant:FOLDER#COLLECTION"""
 
 
 _POSTGRES = "postgresql://…/DATABASE#TABLE"
@@ -29,6 +30,13 @@ def open_source(address: str, *, key: str | None = None, vector: str | None = No
         if not table:
             raise InvalidInputError(f"name the table as well: {_POSTGRES}")
         return PgvectorSource(server, table, key, vector)
+    if address.startswith("qdrant:"):
+        from nobackfill.adopt.sources.qdrant import QdrantSource
+
+        place, _, collection = address.removeprefix("qdrant:").partition("#")
+        if not collection:
+            raise InvalidInputError("name the collection as well: qdrant:PLACE#COLLECTION")
+        return QdrantSource(place, collection, vector)
     if "://" in address:
         # Not the address itself: it may hold a password.
         kind = address.partition("://")[0]

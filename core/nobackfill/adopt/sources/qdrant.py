@@ -1,0 +1,252 @@
+"""A collection of Qdrant, on a server or in a folder (the client's local mode).
+
+New vectors become a named vector of the same points: a deleted point takes its vector along.
+
+A point that is put again loses its new vector and is pending. Only who writes the old named vector
+alone (`update_vectors`) leaves a new one that is no longer of it: it is found when it is verified.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from nobackfill.adopt.sources.source import Column, Facts, Rows, Target, Window, even
+from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, few
+from nobackfill.extras import extra
+from nobackfill.vectors import Metric, Vectors
+
+with extra("qdrant"):
+    from qdrant_client import QdrantClient, models
+
+    from nobackfill.adopt.sources.qdrant_place import id_of, opened, order, refused
+
+_PAGE = 500
+_METRICS: dict[Any, Metric] = {"Cosine": "cosine", "Euclid": "squared_l2"}
+
+
+class QdrantSource:
+    """`place`: https://HOST:PORT (http:// on this machine), or a folder. Keys are the points' ids.
+    `vector`: None for the only dense one that was not carried."""
+
+    def __init__(self, place: str, collection: str, vector: str | None = None) -> None:
+        self._name = collection
+        with refused(collection):
+            self._client = opened(place)
+            if not self._client.collection_exists(collection):
+                there = few(one.name for one in self._client.get_collections().collections)
+                raise NotFoundError(
+                    f"{collection}: no such collection; there are {there or 'none'}"
+                )
+        vectors, marks = self._config()
+        names = [name for name in vectors if vector is not None or name not in marks]
+        if (vector is None and len(names) != 1) or (vector is not None and vector not in names):
+            raise InvalidInputError(
+                f"{collection}: expected {'one vector' if vector is None else repr(vector)}, found "
+                f"{few(map(repr, names)) or 'none'}; name one with --vector"
+            )
+        self.vector = vector or names[0]
+        self._params = vectors[self.vector]
+
+    def _config(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Parameters of dense vectors by name, "" for one without; marks of what was carried."""
+        with refused(self._name):
+            config = self._client.get_collection(self._name).config
+        vectors = config.params.vectors or {}
+        if not isinstance(vectors, dict):
+            vectors = {"": vectors}
+        said = (config.metadata or {}).get("nobackfill") or {}
+        return dict(vectors), {n: m for n, m in said.items() if n in vectors}
+
+    def facts(self) -> Facts:
+        metric = _METRICS.get(self._params.distance.value)
+        return Facts(f"{self._name}#{self.vector}", self._params.size, metric)
+
+    def count(self) -> int:
+        return self.filled(self.vector)
+
+    def windows(self, rows: int) -> Iterator[Window]:
+        after = None
+        while True:
+            with refused(self._name):
+                _, last = self._client.scroll(
+                    self._name, limit=rows, offset=after, with_payload=False, with_vectors=False
+                )
+            # `last` begins the next; the last window is open for what comes meanwhile.
+            yield Window(after, last)
+            if last is None:
+                return
+            after = last
+
+    def read(self, window: Window) -> Rows:
+        return self.rows(self.vector, window)
+
+    def column(self, window: Window, name: str) -> Column:
+        found = [(p.id, (p.payload or {}).get(name)) for p in self._points(window, payload=[name])]
+        pairs = [(str(key), str(value)) for key, value in found if value not in (None, "")]
+        return Column([key for key, _ in pairs], [value for _, value in pairs])
+
+    def nearest(self, vector: Vectors, count: int, beside: str | None = None) -> list[str]:
+        with refused(self._name):
+            found = self._client.query_points(
+                self._name, np.asarray(vector, np.float32).tolist(), limit=count,
+                using=(beside or self.vector) or None, with_payload=False,
+            )  # fmt: skip
+        return [str(point.id) for point in found.points]
+
+    def lookup(self, ids: Sequence[str]) -> Rows:
+        with refused(self._name):
+            found = self._client.retrieve(
+                self._name, [key for n in dict.fromkeys(ids) if (key := id_of(n)) is not None],
+                with_payload=False, with_vectors=self._wanted(self.vector),
+            )  # fmt: skip
+        return self._rows(found, self.vector)
+
+    def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
+        with refused(self._name):
+            found = self._client.retrieve(
+                self._name, [k for n in ids if (k := id_of(n)) is not None], with_payload=[column]
+            )
+        values = {str(point.id): (point.payload or {}).get(column) for point in found}
+        return {name: str(value) for name, value in values.items() if value not in (None, "")}
+
+    def close(self) -> None:
+        """Its client is closed when nobody uses it any more."""
+
+    def beside(self, target: Target) -> "QdrantBeside":
+        vectors, marks = self._config()
+        if self.vector == "":
+            raise InvalidInputError(
+                f"{self._name}: its vector has no name, and points without one are refused once "
+                "there is a named one beside; copy it into a collection with a named vector first"
+            )
+        if not target.name or (target.name in vectors and marks.get(target.name) != target.mark):
+            raise AlreadyExistsError(
+                f"{self._name}: vector {target.name!r} exists already and was not made by this map;"
+                " choose another --to, or remove it with --rollback"
+            )
+        if target.name not in vectors:
+            distance = self._params.distance
+            dense = models.DenseVectorConfig(size=target.dim, distance=distance)
+            with refused(self._name):
+                # The mark first: killed in between, the name is still free.
+                self._set_mark(target.name, target.mark)
+                self._client.create_vector_name(
+                    self._name, target.name, models.DenseVectorNameConfig(dense=dense)
+                )
+        return QdrantBeside(self, self._client, self._name, target)
+
+    def rollback(self, name: str) -> bool:
+        if name not in self._config()[1]:
+            return False
+        with refused(self._name):
+            self._client.delete_vector_name(self._name, name)
+            self._set_mark(name, None)
+        return True
+
+    def _set_mark(self, name: str, mark: str | None) -> None:
+        config = self._client.get_collection(self._name).config
+        said = dict((config.metadata or {}).get("nobackfill") or {})
+        said[name] = mark
+        kept = {one: value for one, value in said.items() if value is not None}
+        self._client.update_collection(self._name, metadata={"nobackfill": kept})
+
+    def filled(self, vector: str) -> int:
+        """Points that have this vector."""
+        has = models.Filter(must=[models.HasVectorCondition(has_vector=vector)])
+        with refused(self._name):
+            return int(self._client.count(self._name, count_filter=has, exact=True).count)
+
+    def rows(self, vector: str, window: Window, missing: str | None = None) -> Rows:
+        """Points of a window that have `vector`, and none called `missing`."""
+        none = None
+        if missing is not None:
+            none = models.Filter(must_not=[models.HasVectorCondition(has_vector=missing)])
+        return self._rows(list(self._points(window, vector=vector, where=none)), vector)
+
+    def _points(
+        self, window: Window, *, vector: str | None = None, payload: list[str] | None = None,
+        where: Any = None,
+    ) -> Iterator[Any]:  # fmt: skip
+        offset: Any = window.after
+        while True:
+            with refused(self._name):
+                points, offset = self._client.scroll(
+                    self._name, scroll_filter=where, limit=_PAGE, offset=offset,
+                    with_payload=payload or False,
+                    with_vectors=False if vector is None else self._wanted(vector),
+                )  # fmt: skip
+            for point in points:
+                if window.last is not None and order(point.id) >= order(window.last):
+                    return
+                yield point
+            if offset is None:
+                return
+
+    def _wanted(self, vector: str) -> bool | list[str]:
+        return [vector] if vector else True
+
+    def _rows(self, points: Sequence[Any], vector: str) -> Rows:
+        named = [
+            (p.id, p.vector.get(vector) if isinstance(p.vector, dict) else p.vector) for p in points
+        ]
+        found = [(key, value) for key, value in named if value is not None]
+        ids = [str(key) for key, _ in found]
+        return Rows(
+            ids, even([value for _, value in found], ids, self._name), [k for k, _ in found]
+        )
+
+
+class QdrantBeside:
+    """The named vector."""
+
+    def __init__(
+        self, source: QdrantSource, client: QdrantClient, collection: str, target: Target
+    ) -> None:
+        self._source, self._client = source, client
+        self._collection, self._target = collection, target
+
+    def pending(self, window: Window) -> Rows:
+        return self._source.rows(self._source.vector, window, missing=self._target.name)
+
+    def write(self, rows: Rows, vectors: Vectors) -> None:
+        """Then look again: of points that were put anew in between, the vector is taken back."""
+        name = self._target.name
+        for first in range(0, len(rows), _PAGE):
+            here = slice(first, first + _PAGE)
+            read = dict(zip(rows.ids[here], rows.vectors[here], strict=True))
+            new = zip(rows.ids[here], rows.keys[here], vectors[here], strict=True)
+            same = self._same(read)
+            points = [
+                models.PointVectors(id=key, vector={name: vector.tolist()})
+                for one, key, vector in new
+                if same.get(one)
+            ]
+            if not points:
+                continue
+            # Of points that were deleted meanwhile it says so, and writes the others.
+            with suppress(NotFoundError), refused(self._collection):
+                self._client.update_vectors(self._collection, points)
+            for one, still in self._same(read).items():
+                if not still and (key := id_of(one)) is not None:
+                    with suppress(NotFoundError), refused(self._collection):
+                        self._client.delete_vectors(self._collection, [name], [key])
+
+    def _same(self, read: Mapping[str, Vectors]) -> dict[str, bool]:
+        """Whether points still have the old vector that was read, of those that are there."""
+        found = self._source.lookup(list(read))
+        now = zip(found.ids, found.vectors, strict=True)
+        return {name: np.array_equal(read[name], vector) for name, vector in now}
+
+    def read(self, window: Window) -> Rows:
+        return self._source.rows(self._target.name, window)
+
+    def count(self) -> int:
+        return self._source.filled(self._target.name)
+
+    def finish(self) -> list[str]:
+        return [
+            f"search with using={self._target.name!r} from the moment in which queries come from "
+            "the new model, and put points with both vectors until the old one goes"
+        ]

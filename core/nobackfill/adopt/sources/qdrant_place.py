@@ -1,0 +1,98 @@
+"""Where a Qdrant is, what its ids are, and what its errors mean."""
+
+import os
+import uuid
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from nobackfill.errors import (
+    BusyError,
+    ConfigurationError,
+    InvalidInputError,
+    NobackfillError,
+    NotFoundError,
+    NotPermittedError,
+    UnavailableError,
+)
+from nobackfill.extras import extra
+
+with extra("qdrant"):
+    from qdrant_client import QdrantClient
+    from qdrant_client.http.exceptions import ResponseHandlingException, UnexpectedResponse
+
+# The variable that holds a server's key.
+KEY = "NOBACKFILL_QDRANT_KEY"
+_SECONDS = 60
+_FOLDERS: "weakref.WeakValueDictionary[Path, QdrantClient]" = weakref.WeakValueDictionary()
+_STATUSES: dict[int | None, type[NobackfillError]] = {
+    401: NotPermittedError, 403: NotPermittedError, 404: NotFoundError, 429: BusyError,
+    500: UnavailableError, 502: UnavailableError, 503: UnavailableError, 504: UnavailableError,
+}  # fmt: skip
+
+
+def opened(place: str) -> QdrantClient:
+    """A server's client, or that of a folder. Raises NotFoundError, ConfigurationError, BusyError.
+
+    Vectors are private: a server on another machine is asked by https:// only.
+    """
+    if "://" not in place:
+        if not (Path(place) / "meta.json").is_file():
+            raise NotFoundError(f"{place}: no folder of Qdrant's local mode is there")
+        return _folder(Path(place).resolve())
+    parts = urlsplit(place)
+    local = parts.hostname in ("localhost", "127.0.0.1", "::1")
+    if parts.username or parts.password:
+        raise ConfigurationError(f"qdrant: expected no password in the address, but a key in {KEY}")
+    if parts.scheme != "https" and not (local and parts.scheme == "http"):
+        raise ConfigurationError(f"qdrant: expected https://{parts.hostname}; vectors are private")
+    key = os.environ.get(KEY)
+    # Its check of versions asks the server before anybody wants to know, and warns.
+    return QdrantClient(url=place, api_key=key, timeout=_SECONDS, check_compatibility=False)
+
+
+def _folder(path: Path) -> QdrantClient:
+    """A folder has one client in a process: it locks what it opens, until nobody uses it."""
+    found = _FOLDERS.get(path)
+    if found is None:
+        with refused(str(path)):
+            found = QdrantClient(path=str(path), force_disable_check_same_thread=True)
+        _FOLDERS[path] = found
+        weakref.finalize(found, found._client.close)
+    return found
+
+
+def id_of(name: str) -> int | str | None:
+    """A point's id from its text; None where no point can have it."""
+    if name.isascii() and name.isdecimal() and str(int(name)) == name:
+        return int(name)
+    try:
+        return name if str(uuid.UUID(name)) == name else None
+    except ValueError:
+        return None
+
+
+def order(key: Any) -> tuple[bool, Any]:
+    """Numbers come before UUIDs."""
+    return (False, key) if isinstance(key, int) else (True, uuid.UUID(str(key)).int)
+
+
+@contextmanager
+def refused(name: str) -> Iterator[None]:
+    """Errors of Qdrant in the block become ours."""
+    try:
+        yield
+    except UnexpectedResponse as error:
+        ours = _STATUSES.get(error.status_code, InvalidInputError)
+        raise ours(f"{name}: Qdrant says: {error.status_code} {error.content[:200]!r}") from error
+    except ResponseHandlingException as error:
+        raise UnavailableError(f"{name}: Qdrant does not answer ({error})") from error
+    except KeyError as error:
+        # The local mode's way to say that a point is not there.
+        raise NotFoundError(f"{name}: no point {error}") from error
+    except (ValueError, RuntimeError) as error:
+        kind = BusyError if "already accessed" in str(error) else InvalidInputError
+        raise kind(f"{name}: Qdrant says: {error}") from error
