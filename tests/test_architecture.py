@@ -64,7 +64,8 @@ ARROWS = {
 SERVER = (
     "settings", "arenas", "descriptors", "state", "stores", "grpc", "publication", "catalog",
     "vault", "triton", "embedding", "galleries", "canary", "storage", "transfer", "export",
-    "upgrades", "serving", "rollout", "grpc.services", "grpc.listener", "gateway", "backup", "cli",
+    "upgrades", "serving", "rollout", "following", "grpc.services", "grpc.listener", "gateway",
+    "backup", "cli",
 )  # fmt: skip
 MAX_LINES = 300
 MAX_FUNCTION_LINES = 60

@@ -57,20 +57,6 @@ def store(
     assert not [*tmp_path.glob("*/state.json"), *tmp_path.glob("*/galleries/*")]
 
 
-def test_a_second_gateway_is_refused_until_the_first_ends(repo: Path, tmp_path: Path) -> None:
-    with running(repo, tmp_path / "first") as first, Client(first.address) as client:
-        client.create_gallery("g")
-        with (
-            pytest.raises(BusyError, match="another gateway"),
-            running(repo, tmp_path / "second"),
-        ):
-            pass
-        client.put_images(images(2))
-    with running(repo, tmp_path / "second") as second, Client(second.address) as client:
-        assert client.get_gallery("g").items == 2
-        assert client.find(images(1)[0]).hits[0].id == "i0"
-
-
 def test_a_database_that_crashes_is_waited_for(
     repo: Path, stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

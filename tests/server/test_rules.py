@@ -13,7 +13,12 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from nobackfill.errors import ConfigurationError, NotPermittedError, UnauthenticatedError
+from nobackfill.errors import (
+    ConfigurationError,
+    NotPermittedError,
+    OverloadedError,
+    UnauthenticatedError,
+)
 from nobackfill.server.grpc.auth import RULES, authorize
 from nobackfill.server.grpc.tokens import Role, Tokens
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, upgrade_pb2, vault_pb2
@@ -90,6 +95,36 @@ def test_a_token_expires(tmp_path: Path) -> None:
     future = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
     path.write_text(f"new reader {digest} {future}\n")
     assert Tokens(path).principal("Bearer secret").name == "new"
+
+
+def test_more_calls_than_a_name_may_make_are_refused_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("nobackfill.server.grpc.rates.time.monotonic", lambda: now)
+    path = tmp_path / "tokens"
+    digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("a", "b", "c")}
+    ends = "2099-01-01T00:00:00+00:00"
+    path.write_text(
+        f"app reader {digests['a']} {ends} rate=2\napp reader {digests['b']} rate=2\n"
+        f"other reader {digests['c']}\n"
+    )
+    tokens, search = Tokens(path), "/nobackfill.v1.SearchService/Search"
+    for token in ("a", "b"):
+        authorize(search, tokens, f"Bearer {token}")
+    for _ in range(3):
+        # Another token of the same name has no calls of its own.
+        with pytest.raises(OverloadedError, match="at most 2 calls a second under the name app"):
+            authorize(search, tokens, "Bearer a")
+        authorize(search, tokens, "Bearer c")
+    now += 0.5
+    authorize(search, tokens, "Bearer b")
+    with pytest.raises(OverloadedError):
+        authorize(search, tokens, "Bearer b")
+    for wrong in ("0", "-1", "many", "nan", ""):
+        path.write_text(f"app reader {digests['a']} rate={wrong}")
+        with pytest.raises(ConfigurationError, match="a number of calls a second"):
+            Tokens(path)
 
 
 def test_a_token_can_be_taken_back(tmp_path: Path) -> None:

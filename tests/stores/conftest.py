@@ -83,7 +83,7 @@ class PostgresqlEngine:
 
     def open_again(self, store: GalleryStore) -> GalleryStore:
         assert isinstance(store, PostgresqlGallery)
-        return PostgresqlGallery(self._opened(), store.schema)
+        return PostgresqlGallery(self._opened(), store.number)
 
     def filtering(self, store: GalleryStore) -> Filtering:
         assert isinstance(store, PostgresqlGallery)

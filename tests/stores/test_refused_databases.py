@@ -1,11 +1,12 @@
 """Databases that cannot be served from: a sentence that says what to do, and no password."""
 
+import socket
 from pathlib import Path
 
 import psycopg
 import pytest
 
-from nobackfill.errors import ConfigurationError
+from nobackfill.errors import CannotWriteError, ConfigurationError, UnavailableError
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Connection, Database, check_url, run
 from tests.support.postgres import Server
@@ -55,3 +56,25 @@ def test_an_extension_that_is_not_installed_is_named(postgres: Server) -> None:
 def test_an_address_of_odd_bytes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="store: expected postgresql://"):
         check_url(f"postgresql://{tmp_path.name}\udcff/d")
+
+
+def test_a_read_only_database_is_said_to_be_one(postgres: Server) -> None:
+    with postgres.database() as url:
+        opened(url)
+        with psycopg.connect(url, autocommit=True) as connection:
+            name = connection.info.dbname
+            connection.execute(
+                f'ALTER DATABASE "{name}" SET default_transaction_read_only = on'.encode()
+            )
+        with pytest.raises(CannotWriteError, match=r"read-only.*target_session_attrs"):
+            opened(url)
+
+
+def test_a_database_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match=rf'"{tmp_path}/.*see that its server runs'):
+        opened(f"postgresql:///x?host={tmp_path}")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(UnavailableError, match="timeout"):
+            # The least that can be given.
+            opened(f"postgresql://u:hush-hush@127.0.0.1:{port}/x?connect_timeout=2")

@@ -1,6 +1,7 @@
 """The one way to a gateway: its address, TLS, certificates and a token that never goes without TLS.
 
-An address is HOST:PORT or grpc://HOST:PORT, in the clear, or grpcs://HOST:PORT. With TLS,
+An address is HOST:PORT or grpc://HOST:PORT, in the clear, or grpcs://HOST:PORT; several gateways
+that share their galleries are HOST:PORT,HOST:PORT and so on after one scheme. With TLS,
 $NOBACKFILL_CA_FILE may name the authority's certificate (PEM, else the system's),
 $NOBACKFILL_CERT_FILE and $NOBACKFILL_KEY_FILE this client's own, $NOBACKFILL_TOKEN_FILE a bearer
 token.
@@ -14,21 +15,25 @@ import grpc
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.wire.limits import LARGEST_ANSWER, LARGEST_REQUEST
+from nobackfill.wire.several import one_of
 
 _SCHEMES = {"": False, "grpc": False, "grpcs": True}
 _TOKEN = re.compile(rb"[\x21-\x7e]+")
 
 
 def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
-    """A channel to `address`; `tls` goes for one without a scheme. Nothing is sent yet.
+    """A channel to `address`; `tls` goes for one without a scheme. Nothing is sent yet. To several
+    gateways: to one of them, and to the next when that does not answer.
 
     Raises ConfigurationError for another scheme, files that cannot be read, a file that holds no
     token, and a token without TLS.
     """
-    scheme, _, host = address.rstrip("/").rpartition("://")
-    if scheme not in _SCHEMES:
+    scheme, _, listed = address.rstrip("/").rpartition("://")
+    hosts = listed.split(",")
+    if scheme not in _SCHEMES or (len(hosts) > 1 and "" in hosts):
         raise ConfigurationError(
-            f"expected HOST:PORT, grpc://HOST:PORT or grpcs://HOST:PORT, got {address!r}"
+            "expected HOST:PORT, grpc://HOST:PORT or grpcs://HOST:PORT, several hosts with commas "
+            f"between, got {address!r}"
         )
     options = [
         ("grpc.enable_retries", 0),
@@ -44,7 +49,7 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
                 "expected TLS for a bearer token: name the gateway as grpcs://HOST:PORT, "
                 "or unset NOBACKFILL_TOKEN_FILE"
             )
-        return grpc.insecure_channel(host, options)
+        return one_of([grpc.insecure_channel(host, options) for host in hosts])
     credentials = grpc.ssl_channel_credentials(
         root_certificates=_read("NOBACKFILL_CA_FILE"),
         private_key=_read("NOBACKFILL_KEY_FILE"),
@@ -55,7 +60,7 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
             raise ConfigurationError("NOBACKFILL_TOKEN_FILE: expected one token of plain ASCII")
         bearer = grpc.access_token_call_credentials(token.decode().strip())
         credentials = grpc.composite_channel_credentials(credentials, bearer)
-    return grpc.secure_channel(host, credentials, options)
+    return one_of([grpc.secure_channel(host, credentials, options) for host in hosts])
 
 
 def _read(variable: str) -> bytes | None:

@@ -12,8 +12,10 @@ T = TypeVar("T")
 class Connection:
     """A channel, and how calls go through it; usable from several threads.
 
-    `address` is HOST:PORT, grpc://HOST:PORT or grpcs://HOST:PORT. With TLS (`tls`, or grpcs),
-    certificates and a bearer token come from the variables that `nobackfill.wire.channel` names.
+    `address` is HOST:PORT, grpc://HOST:PORT or grpcs://HOST:PORT, or several gateways with the same
+    galleries, as HOST:PORT,HOST:PORT: what one does not answer, the next is asked. With TLS (`tls`,
+    or grpcs), certificates and a bearer token come from the variables that
+    `nobackfill.wire.channel` names.
     `seconds` bounds each call with all its retries; with `retries` False nothing is asked twice.
     Methods raise the errors of nobackfill.errors.
     """

@@ -16,6 +16,7 @@ from nobackfill.server.catalog import open_catalog
 from nobackfill.server.descriptors import raise_limit
 from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.embedding.models import InProcessModels, Models
+from nobackfill.server.following import Following
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.immediate_answers import ImmediateAnswers
 from nobackfill.server.galleries.indexing import Indexing
@@ -118,7 +119,7 @@ class Gateway:
         canaries = self.canaries = Canaries(state, metrics)
         self.searching = Searching(embedding, catalog, state, metrics, canaries)
         upgrading = self.upgrading = Upgrading(repo, catalog, state, metrics, elsewhere)
-        self.putting = Putting(embedding, upgrading.runner)
+        self.putting = Putting(embedding, upgrading.runner, state.catch_up)
         serving = self.serving = Serving(catalog, state, galleries, models, metrics)
         admission = Admission(catalog, galleries, models, upgrading.trials)
         parts = Parts(admission, catalog, state, galleries, upgrading, serving, canaries, metrics)
@@ -126,6 +127,7 @@ class Gateway:
         self.promotion = Promotion(parts, activations)
         self.rollbacks = Rollbacks(state, galleries, serving, activations)
         self.lifecycle = Lifecycle(catalog, state, galleries, embedding, upgrading, activations)
+        self.following = Following(state, galleries, serving, catalog, activations, metrics)
         self.vault = Vault(data / "vault", self._settings.vault_quota)
         metrics.gallery_items = lambda: vectors(galleries.all())
         metrics.registry.register(IndexSizes(galleries.all))
@@ -137,9 +139,13 @@ class Gateway:
         Raises VerificationError, UnavailableError, CannotWriteError.
         """
         self.galleries.open_all()
-        self.upgrading.forget_missing(self.galleries.names())
-        for name, error in return_galleries(self.galleries, self.state).items():
-            self.galleries.set_aside(name, error)
+        now = self.state.now
+        if not self.state.shared:
+            self.upgrading.forget_missing(self.galleries.names())
+            # An activation that is recorded goes on from where they are.
+            if now.activation is None and now.active is not None:
+                for name, error in return_galleries(self.galleries, now.active).items():
+                    self.galleries.set_aside(name, error)
         self.serving.load()
 
     def _start(self, closing: ExitStack) -> None:
@@ -174,6 +180,7 @@ class Gateway:
         closing.callback(indexing.close)
         indexing.start()
         closing.callback(self.activations.interrupt)
+        self._follow(storage, closing)
         self.search = SearchService(
             self.galleries,
             self.searching,
@@ -201,6 +208,11 @@ class Gateway:
         self._set_health()
         self.catalog.watch()
         log.info("serving", address=self.address, metrics=self.metrics_address)
+
+    def _follow(self, storage: Storage, closing: ExitStack) -> None:
+        if storage.news is not None:
+            self.following.start(storage.news)
+            closing.callback(self.following.close)
 
     def _add_services(self, server: grpc.Server) -> None:
         gallery = GalleryService(self.galleries, self.putting, self.lifecycle, self.state)

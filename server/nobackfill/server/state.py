@@ -1,16 +1,31 @@
-"""What the gateway remembers over a restart, in a small file that is replaced atomically."""
+"""What gateways remember over a restart: in a small file that is replaced atomically, or where
+several of them share it."""
 
+import json
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, TypeVar
 
+import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nobackfill import durable
-from nobackfill.errors import PreconditionError, VerificationError
+from nobackfill.errors import (
+    NobackfillError,
+    PreconditionError,
+    UnavailableError,
+    VerificationError,
+)
 
+log = structlog.get_logger("server.state")
+
+Result = TypeVar("Result")
+# Of an audit that is read.
+MOST_DEEDS = 1000
 RolloutName = Literal["direct", "dual", "cutover"]
 
 
@@ -73,16 +88,38 @@ def tried_well(now: State) -> Mapping[str, object]:
     return {} if record is None else {"activation": record.model_copy(update={"resumed": 0})}
 
 
+class OutdatedError(UnavailableError):
+    """What was about to be done follows from a plan that another gateway has replaced."""
+
+
+class LeadLostError(NobackfillError):
+    """Another gateway leads: nothing of this was done."""
+
+
+class Lead:
+    """The lead of an activation, which one gateway has at a time; by itself, where there is one."""
+
+    def lost(self) -> bool:
+        """Whether another has taken it, as far as can be known."""
+        return False
+
+    def close(self) -> None:
+        """Let another have it; twice is harmless."""
+
+
 class GatewayState(ABC):
-    """Readers take `now`, one reference; each change is durable before it is seen."""
+    """Readers take `now`, one reference; each change is durable before it is seen.
+
+    Where it is `shared`, other gateways change it, too: `now` is theirs soon after, and at once
+    after `catch_up`.
+    """
+
+    shared = False
 
     def __init__(self, now: State) -> None:
-        self._lock = threading.Lock()
         self._now = now
-
-    @abstractmethod
-    def _keep(self, new: State) -> None:
-        """Make it durable. Raises CannotWriteError, UnavailableError; then nothing has changed."""
+        # What makes this gateway follow the others.
+        self.follow: Callable[[], None] = lambda: None
 
     @property
     def now(self) -> State:
@@ -100,13 +137,71 @@ class GatewayState(ABC):
         """Replace some values. Raises CannotWriteError; then nothing has changed."""
         return self.revise(lambda _now: values)
 
+    @abstractmethod
     def revise(self, values_of: Callable[[State], Mapping[str, object]]) -> State:
-        """The same with values that follow from those of now, which nobody changes meanwhile."""
-        with self._lock:
-            new = State.model_validate({**dict(self._now), **values_of(self._now)})
-            self._keep(new)
-            self._now = new
-            return new
+        """The same with values that follow from those of now, which nobody changes meanwhile.
+        Raises CannotWriteError, UnavailableError; then nothing has changed."""
+
+    def catch_up(self) -> None:
+        """Return once this gateway plans as the last commit of any gateway says. Raises
+        UnavailableError."""
+        self.follow()
+
+    def look(self) -> Mapping[str, tuple[int, int]]:
+        """Read what is remembered anew; the galleries that there are, with number and epoch."""
+        return {}
+
+    def together(self, work: Callable[[], Result], lead: Lead | None = None) -> Result:
+        """Do `work`, whose changes of galleries and state are seen at once where they are shared;
+        it may be called again. Raises LeadLostError where `lead` is over, and nothing has changed.
+        """
+        return work()
+
+    def lead(self) -> Lead | None:
+        """Lead an activation from here on; None where another gateway does."""
+        return Lead()
+
+    def depose(self) -> None:
+        """Whoever leads an activation changes nothing more; it is forgotten."""
+        if self._now.activation is not None:
+            self.change(activation=None)
+
+    def held(self, seconds: float) -> AbstractContextManager[None]:
+        """No other gateway begins, undoes or retires a release meanwhile. Raises BusyError when
+        that takes longer."""
+        return nullcontext()
+
+    def job(self, gallery: str) -> str | None:
+        """What was kept of a gallery's last upgrade."""
+        return None
+
+    def keep_job(self, gallery: str, job: str | None) -> None:  # noqa: B027 - nobody else looks
+        """Keep it where other gateways see it; None: forget it."""
+
+    def audit(self, who: str, what: str, of_what: str) -> None:
+        """Note for good who did what; one that cannot be written is in the log alone."""
+        log.info("audited", who=who, what=what, of_what=of_what)
+        try:
+            self._keep_deed(Deed(time.time(), who, what, of_what))
+        except NobackfillError as error:
+            log.error("not kept in the audit", error=str(error))
+
+    @abstractmethod
+    def _keep_deed(self, deed: "Deed") -> None:
+        """Raises CannotWriteError, UnavailableError."""
+
+    @abstractmethod
+    def deeds(self) -> "list[Deed]":
+        """What was audited, latest last; of very many the latest."""
+
+
+class Deed(NamedTuple):
+    """What somebody did, and when (Unix time)."""
+
+    time: float
+    who: str
+    what: str
+    of_what: str
 
 
 class StateFile(GatewayState):
@@ -124,6 +219,33 @@ class StateFile(GatewayState):
                 f"{path} is damaged ({error}); restore the data folder from a backup"
             ) from error
         super().__init__(now)
+        self._lock = threading.Lock()
 
-    def _keep(self, new: State) -> None:
-        durable.write_file(self._path, new.model_dump_json(indent=1).encode() + b"\n", 0o600)
+    @property
+    def _deeds(self) -> Path:
+        return self._path.with_name("audit.jsonl")
+
+    def _keep_deed(self, deed: Deed) -> None:
+        line = json.dumps(deed._asdict(), ensure_ascii=False)
+        with self._lock:
+            durable.append(self._deeds, line.encode() + b"\n", 0o600)
+
+    def deeds(self) -> list[Deed]:
+        if not self._deeds.exists():
+            return []
+        found = []
+        for line in self._deeds.read_text(encoding="utf-8").splitlines()[-MOST_DEEDS:]:
+            # A line that a kill has cut says nothing.
+            with suppress(ValueError, TypeError):
+                found.append(Deed(**json.loads(line)))
+        return found
+
+    def revise(self, values_of: Callable[[State], Mapping[str, object]]) -> State:
+        with self._lock:
+            new = State.model_validate({**dict(self._now), **values_of(self._now)})
+            if new == self._now:
+                return new
+            content = new.model_dump_json(indent=1).encode() + b"\n"
+            durable.write_file(self._path, content, 0o600)
+            self._now = new
+            return new

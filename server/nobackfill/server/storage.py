@@ -1,7 +1,8 @@
 """Where the settings say that galleries and state are kept: a folder, or a PostgreSQL database."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from nobackfill import durable
 from nobackfill.errors import ConfigurationError, NotFoundError
@@ -12,16 +13,19 @@ from nobackfill.server.galleries.in_files import Home, InFiles
 from nobackfill.server.settings import DATABASES, SQLITE, Settings
 from nobackfill.server.state import GatewayState, StateFile
 
-# Connections of a gateway to its database.
-_CONNECTIONS = 32
+if TYPE_CHECKING:
+    from nobackfill.server.stores.postgresql.news import News
+
+# Connections of a gateway to its database, beside four that wait or hold locks.
+_CONNECTIONS = 24
 
 
 def storage_of(settings: Settings) -> "Storage":
     """That of a gateway which has locked its data folder. Raises as `Storage`."""
     store = settings.store.get_secret_value() if settings.store is not None else SQLITE
     if store in (SQLITE, f"{SQLITE}{settings.data}"):
-        return Storage(f"{SQLITE}{settings.data}", settings.data, locked=False)
-    return Storage(store, settings.data)
+        return Storage(f"{SQLITE}{settings.data}", settings.data, lock=None)
+    return Storage(store, settings.data, lock="shared")
 
 
 def need_store(store: str) -> None:
@@ -35,44 +39,71 @@ def need_store(store: str) -> None:
         raise ConfigurationError("expected sqlite:FOLDER or postgresql://USER@HOST/DATABASE")
 
 
+def migrate_database(url: str, to: int | None) -> tuple[int, int]:
+    """Bring a database to a format (None: this version's); that before and after. Raises
+    ConfigurationError, BusyError where a gateway serves from it, UnavailableError."""
+    with extra("postgres"):
+        from nobackfill.server.stores.postgresql.database import Connection, Database
+        from nobackfill.server.stores.postgresql.migrations import FORMAT, migrate
+    found: list[int] = []
+    wanted = FORMAT if to is None else to
+
+    def work(connection: Connection) -> None:
+        with connection.transaction():
+            found.append(migrate(connection, wanted))
+
+    with closing(Database(url, 1)) as database:
+        database.open(work)
+    return found[0], wanted
+
+
 class Storage:
     """`home` of the galleries and `state` of the gateway; `close` it."""
 
-    def __init__(self, store: str, data: Path, *, locked: bool = True) -> None:
-        """`store` as in the settings; `data`: the gateway's folder. Not `locked`: beside whoever
-        has it.
+    def __init__(
+        self, store: str, data: Path, *, lock: Literal["alone", "shared"] | None = "alone"
+    ) -> None:
+        """`store` as in the settings; `data`: the gateway's folder. `lock`: a database may be
+        shared with other gateways; None: beside whoever has it.
 
         Raises BusyError where another gateway has it, ConfigurationError, UnavailableError,
         VerificationError for a damaged state, CannotWriteError.
         """
         self.home: Home
         self.state: GatewayState
-        with ExitStack() as closing:
+        # Where other gateways change it, too.
+        self.news: News | None = None
+        with ExitStack() as ending:
             if store.startswith(SQLITE):
                 folder = Path(store.removeprefix(SQLITE))
                 durable.make_dir(folder, 0o700)
-                if locked:
-                    closing.enter_context(durable.lock(folder / "lock"))
+                if lock is not None:
+                    ending.enter_context(durable.lock(folder / "lock"))
                 self.home = InFiles(folder / "galleries", Residents(open_galleries()))
                 self.state = StateFile(folder / "state.json")
             else:
-                self._open_database(store, data, closing, locked)
-            self._closing = closing.pop_all()
+                self._open_database(store, data, ending, lock)
+            self._closing = ending.pop_all()
 
-    def _open_database(self, url: str, data: Path, closing: ExitStack, locked: bool) -> None:
+    def _open_database(
+        self, url: str, data: Path, ending: ExitStack, lock: Literal["alone", "shared"] | None
+    ) -> None:
         with extra("postgres"):
             from nobackfill.server.galleries.in_database import InDatabase
             from nobackfill.server.stores.postgresql import schema
             from nobackfill.server.stores.postgresql.database import Database
+            from nobackfill.server.stores.postgresql.news import News
             from nobackfill.server.stores.postgresql.state import StateRow
             from nobackfill.server.stores.postgresql.tenure import Tenure
         database = Database(url, _CONNECTIONS)
-        closing.callback(database.close)
+        ending.callback(database.close)
         database.open(schema.prepare)
-        if locked:
-            closing.callback(Tenure(database).close)
+        if lock is not None:
+            ending.callback(Tenure(database, alone=lock == "alone").close)
         self.home = InDatabase(database, data / "galleries")
         self.state = StateRow(database)
+        self.news = News(database)
+        ending.callback(self.news.close)
 
     def close(self) -> None:
         """Let go of it; twice is harmless."""

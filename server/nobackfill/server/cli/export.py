@@ -31,7 +31,7 @@ def export(
         need_store(store)
         with (
             TemporaryDirectory() as scratch,
-            closing(Storage(store, Path(scratch), locked=False)) as storage,
+            closing(Storage(store, Path(scratch), lock=None)) as storage,
         ):
             if gallery not in storage.home.names():
                 raise NotFoundError(f"the store has no gallery {gallery!r}; look at its name")

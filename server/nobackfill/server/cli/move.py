@@ -31,7 +31,7 @@ def move(
                 first = Storage(source, Path(scratch))
             except BusyError:
                 ended = False
-                first = Storage(source, Path(scratch), locked=False)
+                first = Storage(source, Path(scratch), lock=None)
             with closing(first), closing(Storage(target, Path(scratch))) as second:
                 found = transfer_all(first, second, with_state=ended)
         rows = [["gallery", "items", "written", "deleted", "alike"]]

@@ -36,7 +36,9 @@ def serve(
     tls_cert: Annotated[Path | None, typer.Option(help="certificate chain (PEM)")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="its private key (PEM)")] = None,
     tls_client_ca: Annotated[Path | None, typer.Option(help="demand client certificates")] = None,
-    tokens_file: Annotated[Path | None, typer.Option(help="NAME ROLE SHA256 [EXPIRES]")] = None,
+    tokens_file: Annotated[
+        Path | None, typer.Option(help="NAME ROLE SHA256 [EXPIRES] [rate=N]")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="settings file (TOML)")] = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Each flag may also be NOBACKFILL_* or in --config."""

@@ -4,13 +4,14 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import structlog
 
 from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
+    ConfigurationError,
     InvalidInputError,
     NobackfillError,
     NotFoundError,
@@ -23,6 +24,7 @@ from nobackfill.server.galleries import lock_order
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.in_files import NAME, Home
 from nobackfill.server.galleries.lock_order import Level
+from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.state import GatewayState
 
 log = structlog.get_logger("server.galleries")
@@ -81,10 +83,10 @@ class Galleries:
             )
         self._hosted = hosted
 
-    def _open(self, name: str) -> Hosted:
+    def _open(self, name: str, before: Callable[[Plan], None] = lambda plan: None) -> Hosted:
         hosted = self._home.open(name)
         try:
-            hosted.replan(self._state.now, self._catalog.manifests)
+            hosted.replan(self._state.now, self._catalog.manifests, before)
             if sum(hosted.sizes().values()) > _SMALL:
                 hosted.wake()
             # Kept for whoever lists them: the file is open now, and may be closed again soon.
@@ -157,6 +159,9 @@ class Galleries:
     def get(self, name: str) -> Hosted:
         """A gallery that the caller does not work with. Raises NotFoundError, VerificationError for
         one that is set aside."""
+        if self._state.shared and name not in self.names():
+            # Another gateway may just have made it.
+            self._state.catch_up()
         if reason := self._aside.get(name):
             raise VerificationError(
                 f"gallery {name!r} is set aside: {reason}; restore it from a backup and start the "
@@ -185,7 +190,38 @@ class Galleries:
             self._home.create(name, specs, {CREATED: time.time()})
             hosted = self._open(name)
             hosted.wake()
-            self._hosted = {**self._hosted, name: hosted}
+            with self._leaf:
+                self._hosted = {**self._hosted, name: hosted}
+
+    def follow(
+        self, marks: Mapping[str, tuple[int, int]], before: Callable[[Plan], None]
+    ) -> list[Hosted]:
+        """Open what other gateways have made, let go of what they have deleted; those whose plan is
+        outdated. `marks`: number and epoch, by name; `before` as in Hosted.replan."""
+        known = self._hosted
+        gone = {
+            name for name, one in known.items() if name not in marks or marks[name][0] != one.number
+        }
+        for name in gone:
+            known[name].leaving = True
+        opened = {}
+        for name in marks:
+            if (name not in known or name in gone) and name not in self._aside:
+                # Deleted since it was listed, or of a release that has still to come here.
+                with suppress(NotFoundError, ConfigurationError):
+                    opened[name] = self._open(name, before)
+        with self._leaf:
+            kept = {
+                name: one
+                for name, one in self._hosted.items()
+                if name not in gone or one is not known[name]
+            }
+            self._hosted = {**opened, **kept}
+        return [
+            one
+            for name, one in known.items()
+            if name not in gone and one.plan.epoch != marks[name][1]
+        ]
 
     def delete(self, name: str) -> None:
         """Delete a gallery with all in it, once nobody works with it; new calls are refused as if
@@ -193,6 +229,7 @@ class Galleries:
 
         Raises NotFoundError, BusyError when they do not end (then it stays), CannotWriteError.
         """
+        self._state.catch_up()
         with self._taking():
             hosted = self._hosted.get(name)
             if hosted is None and name in self._aside:
@@ -209,7 +246,8 @@ class Galleries:
             with self._taking():
                 hosted.store.rest()
                 finish = self._home.remove(name)
-                self._hosted = {n: h for n, h in self._hosted.items() if n != name}
+                with self._leaf:
+                    self._hosted = {n: h for n, h in self._hosted.items() if n != name}
                 self._serve_again(name)
         except BaseException:
             hosted.leaving = False

@@ -16,12 +16,13 @@ from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.store import Store
+from nobackfill.gallery.writing import Metadata, NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import local_search, lock_order
 from nobackfill.server.galleries.initial_index import beginning
 from nobackfill.server.galleries.items import ItemCache
 from nobackfill.server.galleries.lock_order import Level
-from nobackfill.server.galleries.plan import Part, Plan, make_plan
+from nobackfill.server.galleries.plan import Filling, Part, Plan, make_plan
 from nobackfill.server.galleries.speed import Speed
 from nobackfill.server.galleries.users import Users
 from nobackfill.server.galleries.write_lock import WriteLock
@@ -39,12 +40,12 @@ class Hosted:
     """One open gallery.
 
     `users` are all who work with it, `Galleries` counts them; `leaving` is set while its deletion
-    waits for the last. `plan` is one reference: a call takes it once, through `using`, and keeps to
-    it. `write_lock` is shared by puts, and exclusive to whoever changes the gallery's spaces.
+    waits for the last. `plan` is one reference: a call takes it once, by `using`, and keeps to it.
+    `write_lock` is shared by puts, and exclusive to whoever changes the gallery's spaces.
     """
 
-    # Whether this process makes and searches the graphs of its spaces.
-    graphs_here = True
+    # Whether graphs are in this process; its number in a store, another's of the same name differs.
+    graphs_here, number = True, 0
 
     def __init__(
         self, name: str, folder: Path, store: GalleryStore, filtering: Filtering | None = None
@@ -57,8 +58,8 @@ class Hosted:
         self.leaving = False
         self.write_lock = WriteLock(name)
         self._lock = threading.Lock()
-        # Held to make or drop views. The mapping is replaced, never changed: a search of a view
-        # that is there does not wait while another is read from the file.
+        # Held to make or drop views. The mapping is replaced: a search of a view that is there does
+        # not wait while another is read.
         self._making = threading.Lock()
         self._views: Mapping[str, LiveView] = {}
         self._items: dict[str, ItemCache] = {}
@@ -96,25 +97,40 @@ class Hosted:
         finally:
             plan.users.leave()
 
-    def replan(self, state: State, manifests: Mapping[int, Manifest]) -> Plan:
+    def replan(
+        self, state: State, manifests: Mapping[int, Manifest],
+        before: Callable[[Plan], None] = lambda plan: None,
+    ) -> Plan:  # fmt: skip
         """Make the plan anew from the gallery's spaces; returns the one before.
 
         Views of spaces that are searched now are made before it is seen, unless the gallery has
-        none yet; `forget_views` lets go of the others. Raises ConfigurationError for a space of a
-        release that is not published here.
+        none yet; `forget_views` lets go of the others. `before` it is seen, it may be refused.
+        Raises ConfigurationError for a space of a release that is not published here.
         """
-        spaces = self.spaces()
-        missing = {info.spec.release for info in spaces} - set(manifests)
-        if missing:
+        spaces, rollout, epoch = self._read()
+        if missing := {info.spec.release for info in spaces} - set(manifests):
             raise ConfigurationError(
                 f"gallery {self.name!r} lives in release {max(missing)}, which is not published "
                 "here; give the publication folder it was made with"
             )
-        new = make_plan(spaces, state, manifests, self.state(ROLLOUT))
+        new = make_plan(spaces, state, manifests, rollout, epoch)
+        before(new)
         if self._views:
             self._wake(new)
         old, self._plan = self._plan, new
         return old if old is not None else new
+
+    def _read(self) -> tuple[Sequence[SpaceInfo], Filling | None, int]:
+        """What a plan is made of: spaces, rollout, epoch."""
+        return self.spaces(), self.state(ROLLOUT), 0
+
+    def put(
+        self, plan: Plan, ids: Sequence[str], vectors: Sequence[NewVectors],
+        digests: Sequence[str | None], metadata: Sequence[Metadata | None],
+    ) -> None:  # fmt: skip
+        """Store what `plan` made of items. Raises OutdatedError where another gateway has replaced
+        it, and as `store.put`."""
+        self.store.put(ids, vectors, digests=digests, metadata=metadata)
 
     def wake(self) -> None:
         """Make the views that the plan searches: of a gallery that is opened at the start they are
@@ -127,11 +143,9 @@ class Hosted:
             self.view(space)
 
     def view(
-        self,
-        space: str,
-        source: LiveView | None = None,
+        self, space: str, source: LiveView | None = None,
         between: Callable[[], None] = lambda: None,
-    ) -> LiveView:
+    ) -> LiveView:  # fmt: skip
         """The live view of a space, made when it is first asked for: with the index that is kept of
         it, or that it inherits from `source`. `between` may raise to give up."""
         view = self._views.get(space)
@@ -184,8 +198,7 @@ class Hosted:
         self.view(space)
 
     def make_ready(self, space: str, between: Callable[[], None]) -> None:
-        """Give a space that an upgrade has filled the index that it begins with, which may take
-        minutes: `between` may raise to give up."""
+        """Give a space that an upgrade has filled its first index; `between` may raise to stop."""
         local_search.make_ready(self, space, between)
 
     def rest(self, snapshot: Snapshot, other: Snapshot) -> Snapshot:
@@ -193,9 +206,8 @@ class Hosted:
         known = self._rest
         if known is not None and known[0] is snapshot and known[1] is other:
             return known[2]
-        result = snapshot.without(other.labels())
-        self._rest = (snapshot, other, result)
-        return result
+        self._rest = snapshot, other, snapshot.without(other.labels())
+        return self._rest[2]
 
     def forget_views(self, plan: Plan) -> None:
         """Let go of the views that `plan` does not search; nobody may use an older one by now."""
@@ -220,15 +232,14 @@ class Hosted:
             return self._spaces
 
     def state(self, key: str) -> Any:
-        """A small JSON value kept with the gallery; None if there is none."""
+        """A small JSON value kept with the gallery, or None."""
         with self._lock:
             if self._state is None:
                 self._state = self.store.state()
             return self._state.get(key)
 
     def remember(self, values: Mapping[str, Any]) -> None:
-        """Keep small JSON values with the gallery, durably; None removes. Raises BusyError,
-        CannotWriteError."""
+        """Keep small JSON values, durably; None removes. Raises BusyError, CannotWriteError."""
         try:
             self.store.state_set(values)
         finally:

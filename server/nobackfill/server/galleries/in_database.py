@@ -1,16 +1,22 @@
-"""Galleries in PostgreSQL: it searches, filters and indexes; this process keeps plans and items."""
+"""Galleries in PostgreSQL: it searches, filters and indexes; this process keeps plans alone, for
+other gateways change what is there."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from nobackfill.errors import IncompatibleSpaceError, NotFoundError
 from nobackfill.gallery.matches import Matches
+from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Neighbours
-from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.plan import Part, Plan
+from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, space_of
+from nobackfill.gallery.writing import Metadata, NewVectors
+from nobackfill.server.galleries.hosted import EXACT, ROLLOUT, Hosted
+from nobackfill.server.galleries.plan import Filling, Part, Plan
+from nobackfill.server.state import OutdatedError
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING
 from nobackfill.server.stores.postgresql.database import Database
 from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
@@ -22,15 +28,46 @@ from nobackfill.vectors import Vectors
 
 log = structlog.get_logger("server.indexing")
 
+# Counts of items and vectors may be so old: others put and delete, too.
+_COUNTED_S = 0.5
+
 
 class HostedInDatabase(Hosted):
-    """One gallery in a database. There are no views, for the database has them."""
+    """One gallery in a database. There are no views, for the database has them.
+
+    What a plan is made of is read anew for each, in one snapshot, and its epoch with it.
+    """
 
     graphs_here = False
 
     def __init__(self, name: str, folder: Path, store: PostgresqlGallery) -> None:
         super().__init__(name, folder, store, PostgresqlFiltering(store.database, store.schema))
         self._gallery = store
+        self.number = store.number
+        self._counted = 0.0
+
+    def _read(self) -> tuple[Sequence[SpaceInfo], Filling | None, int]:
+        look = self._gallery.look()
+        with self._lock:
+            self._spaces, self._state = look.spaces, look.state
+        self.exact = bool(look.state.get(EXACT))
+        return look.spaces, look.state.get(ROLLOUT), look.epoch
+
+    def put(
+        self, plan: Plan, ids: Sequence[str], vectors: Sequence[NewVectors],
+        digests: Sequence[str | None], metadata: Sequence[Metadata | None],
+    ) -> None:  # fmt: skip
+        self._gallery.put(ids, vectors, digests=digests, metadata=metadata, epoch=plan.epoch)
+
+    def items(self, labels: list[int], space: str) -> list[Item | None]:
+        """Read each time: another gateway may have changed their metadata."""
+        return self._gallery.items(labels, space)
+
+    def _count(self, space: str | None) -> int:
+        now = time.monotonic()
+        if now - self._counted > _COUNTED_S:
+            self._counts, self._counted = {}, now
+        return super()._count(space)
 
     def _wake(self, plan: Plan) -> None:
         """Nothing is read before it is asked for."""
@@ -46,11 +83,18 @@ class HostedInDatabase(Hosted):
             # Each item in the first part that has it.
             tables[1] = self._table(parts[1].space, parts[0].space)
         asked = list(zip(tables, queries, strict=True))
-        return search(self._gallery.database, asked, k, condition, ef)
+        try:
+            return search(self._gallery.database, asked, k, condition, ef)
+        except NotFoundError as error:
+            # A table was dropped after the plan was made, or all of them.
+            raise OutdatedError("another gateway has dropped a space; try again") from error
 
     def _table(self, *spaces: str) -> Table:
-        known = {info.spec.space: info for info in self.spaces()}
-        return Table(self._gallery.schema, *(known[space] for space in spaces))
+        known = self.spaces()
+        try:
+            return Table(self._gallery.schema, *(space_of(known, space) for space in spaces))
+        except IncompatibleSpaceError as error:
+            raise OutdatedError("another gateway has dropped a space; try again") from error
 
     def compares(self, part: Part, ef: int) -> bool:
         """Whether a search of the part reads every vector."""

@@ -39,6 +39,7 @@ class Plan:
     `writes`: releases whose models embed each image that is put, active space first.
     `accepts`: spaces in which bare embeddings may be put. `canary`: the release on trial in its own
     space, which is whole; None at nearly all times.
+    `epoch`: of what it was made of, where other gateways change that, too.
     """
 
     parts: tuple[Part, ...]
@@ -46,6 +47,7 @@ class Plan:
     writes: tuple[Manifest, ...]
     accepts: frozenset[str]
     canary: Part | None = None
+    epoch: int = 0
     users: Users = field(default_factory=lambda: Users(Level.PLAN))
 
     @property
@@ -57,6 +59,10 @@ class Plan:
         """Spaces that need a view."""
         on_trial = () if self.canary is None else (self.canary,)
         return {part.space for part in (*self.parts, *self.alone.values(), *on_trial)}
+
+    def models(self) -> list[Manifest]:
+        """Releases whose models it uses, the one that answers first."""
+        return [*(part.query for part in self.parts), *self.writes]
 
 
 def own_part(manifest: Manifest) -> Part:
@@ -92,6 +98,7 @@ def make_plan(
     state: State,
     manifests: Mapping[int, Manifest],
     rollout: Filling | None,
+    epoch: int = 0,
 ) -> Plan:
     """The plan of a gallery with these `spaces`; `rollout` is how it came to its staging space, and
     CANARY once that is whole.
@@ -118,7 +125,7 @@ def make_plan(
     accepts = frozenset({*alone, parts[0].space})
     writes = tuple(part.query for part in kept)
     canary = staged if rollout == CANARY and len(parts) == 1 and _on_trial(state, staged) else None
-    return Plan(parts, alone, writes, accepts, canary)
+    return Plan(parts, alone, writes, accepts, canary, epoch)
 
 
 def _on_trial(state: State, staged: Part | None) -> bool:

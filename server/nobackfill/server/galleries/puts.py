@@ -15,6 +15,7 @@ from nobackfill.server.embedding.decoding import Decoded, affordable, too_dear
 from nobackfill.server.embedding.embedding import Embedding, size_of
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Plan
+from nobackfill.server.state import OutdatedError
 from nobackfill.vectors import from_bytes
 
 
@@ -68,10 +69,14 @@ RunnerOf = Callable[[Manifest, Manifest, str | None], RouteRunner | None]
 class Putting:
     """Stores items in galleries."""
 
-    def __init__(self, embedding: Embedding, runner_of: RunnerOf) -> None:
-        """`runner_of`: source, target, space of the side-information at hand."""
+    def __init__(
+        self, embedding: Embedding, runner_of: RunnerOf, catch_up: Callable[[], None]
+    ) -> None:
+        """`runner_of`: source, target, space of the side-information at hand. `catch_up`: as
+        GatewayState's."""
         self._embedding = embedding
         self._runner_of = runner_of
+        self._catch_up = catch_up
 
     def put(self, hosted: Hosted, puts: Sequence[Put]) -> Outcome:
         """Store what can be stored; returns when it is durable.
@@ -82,8 +87,16 @@ class Putting:
         hosted.wake()
         outcome = Outcome()
         for group in _without_repeats(_affordable(puts, outcome)):
-            while not self._try(hosted, group, outcome):
-                pass
+            while True:
+                plan = hosted.plan
+                try:
+                    if self._try(hosted, group, outcome):
+                        break
+                except OutdatedError:
+                    self._catch_up()
+                    if hosted.plan is plan:
+                        # This gateway cannot follow, or the gallery is gone.
+                        raise
         return outcome
 
     def _try(self, hosted: Hosted, puts: Sequence[Put], outcome: Outcome) -> bool:
@@ -95,8 +108,8 @@ class Putting:
                 if hosted.plan is not plan:
                     return False
                 for group in _by_spaces(ready):
-                    _store(hosted, group)
-                    outcome.stored += len(group)
+                    _store(hosted, plan, group)
+        outcome.stored += len(ready)
         outcome.refused += refused
         return True
 
@@ -190,7 +203,7 @@ class Putting:
         )
 
 
-def _store(hosted: Hosted, group: Sequence[_Ready]) -> None:
+def _store(hosted: Hosted, plan: Plan, group: Sequence[_Ready]) -> None:
     vectors = [
         NewVectors(
             first.space,
@@ -202,12 +215,10 @@ def _store(hosted: Hosted, group: Sequence[_Ready]) -> None:
         )
         for i, first in enumerate(group[0].vectors)
     ]
-    hosted.store.put(
-        [ready.put.id for ready in group],
-        vectors,
-        digests=[ready.put.digest() for ready in group],
-        metadata=[ready.put.metadata for ready in group],
-    )
+    hosted.put(
+        plan, [ready.put.id for ready in group], vectors, [ready.put.digest() for ready in group],
+        [ready.put.metadata for ready in group],
+    )  # fmt: skip
 
 
 def _by_spaces(ready: Sequence[_Ready]) -> list[list[_Ready]]:

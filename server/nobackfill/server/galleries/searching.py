@@ -1,7 +1,8 @@
 """Searching one gallery: one plan and one snapshot a search, one ranking over all its spaces."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -10,6 +11,7 @@ from nobackfill.errors import (
     IncompatibleSpaceError,
     InvalidInputError,
     NeedsImageError,
+    NotFoundError,
     ReleaseRetiredError,
 )
 from nobackfill.gallery.filters import Filter
@@ -24,8 +26,10 @@ from nobackfill.server.galleries.plan import Part, Plan, direct_part
 from nobackfill.server.galleries.queries import Answer, Question, run
 from nobackfill.server.galleries.ranking import rank
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.state import GatewayState
+from nobackfill.server.state import GatewayState, OutdatedError
 from nobackfill.vectors import Vectors
+
+Result = TypeVar("Result")
 
 # Queries for more hits than this, or with a filter, run alone: they would slow the others down.
 _SMALL_K = 64
@@ -59,6 +63,23 @@ class Searching:
         UnavailableError (only for images), DeadlineError.
         """
         asked = Asked(hosted, query, k, filtered, ef)
+        return self._current(hosted, lambda: self._by_plan(asked))
+
+    def _current(self, hosted: Hosted, ask: Callable[[], Result]) -> Result:
+        """What `ask` finds, asked again where another gateway has replaced the plan it went by."""
+        while True:
+            plan = hosted.plan
+            try:
+                return ask()
+            except OutdatedError:
+                self._state.catch_up()
+                if hosted.leaving:
+                    raise NotFoundError(f"gallery {hosted.name!r} was deleted") from None
+                if hosted.plan is plan:
+                    raise
+
+    def _by_plan(self, asked: Asked) -> Found:
+        hosted = asked.hosted
         with hosted.using() as plan:
             if plan.canary is None:
                 return self._search(asked, plan)
@@ -120,6 +141,11 @@ class Searching:
         Raises like `search`, for all of them; TooLargeError and OverloadedError for images that
         cost too much together.
         """
+        return self._current(hosted, lambda: self._batch(hosted, queries, k, filtered, ef))
+
+    def _batch(
+        self, hosted: Hosted, queries: Sequence[Query], k: int, filtered: Filter | None, ef: int
+    ) -> list[Found | InvalidInputError]:
         with hosted.using() as plan:
 
             def answer(on_trial: Part | None) -> list[Found | InvalidInputError]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import structlog
 
 from nobackfill.errors import ConfigurationError, UnauthenticatedError
+from nobackfill.server.grpc.rates import Rate
 
 log = structlog.get_logger("server.interceptor")
 
@@ -54,13 +55,17 @@ class _Token:
     principal: Principal
     digest: bytes
     expires: datetime | None
+    # Calls a second of all tokens of the name; None: as many as there are threads for.
+    rate: float | None
 
 
 class Tokens:
-    """The tokens file: `NAME ROLE SHA256-OF-THE-TOKEN [EXPIRES]` a line, '#' begins a comment.
+    """The tokens file: `NAME ROLE SHA256-OF-THE-TOKEN [EXPIRES] [rate=N]` a line, '#' begins a
+    comment.
 
-    ROLE may be for some galleries only, like `writer:photos,cats`. The file holds digests only, so
-    reading it gives nobody access. It is read again when it changes; a change that cannot be read
+    `rate` bounds the calls a second under the name; more are refused for a moment. ROLE may be for
+    some galleries only, like `writer:photos,cats`. The file holds digests only, so reading it gives
+    nobody access. It is read again when it changes; a change that cannot be read
     is logged, and leaves the tokens as they were.
     Raises ConfigurationError at the start when a line is wrong, naming it.
     """
@@ -71,6 +76,7 @@ class Tokens:
         self._stamp, self._tokens = _read(path)
         self._looked = time.monotonic()
         self._trouble = ""
+        self._rates: dict[tuple[str, float], Rate] = {}
 
     def first_expiry(self) -> datetime | None:
         """When the first token that is still good expires, if one does."""
@@ -80,7 +86,8 @@ class Tokens:
         return min((end for end in ends if end > now), default=None)
 
     def principal(self, authorization: str | None) -> Principal:
-        """Who the header `Bearer TOKEN` belongs to. Raises UnauthenticatedError."""
+        """Who the header `Bearer TOKEN` belongs to. Raises UnauthenticatedError,
+        OverloadedError for more calls than the token's rate."""
         self._refresh()
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
@@ -90,8 +97,13 @@ class Tokens:
             if hmac.compare_digest(known.digest, digest):
                 if known.expires is not None and datetime.now(UTC) >= known.expires:
                     break
+                if known.rate is not None:
+                    self._rate(known.principal.name, known.rate).take()
                 return known.principal
         raise UnauthenticatedError("the token is unknown or has expired; ask for a new one")
+
+    def _rate(self, name: str, most: float) -> Rate:
+        return self._rates.setdefault((name, most), Rate(name, most))
 
     def _refresh(self) -> None:
         now = time.monotonic()
@@ -129,7 +141,12 @@ def _read(path: Path) -> tuple[tuple[int, int, int], tuple[_Token, ...]]:
 
 
 def _token(fields: list[str], where: str) -> _Token:
-    expected = "expected NAME ROLE[:GALLERY,...] SHA256 [EXPIRES as 2027-01-31T00:00:00+00:00]"
+    expected = (
+        "expected NAME ROLE[:GALLERY,...] SHA256 [EXPIRES as 2027-01-31T00:00:00+00:00] [rate=N]"
+    )
+    rate = None
+    if len(fields) > 3 and fields[-1].startswith("rate="):
+        rate = _number(fields.pop().removeprefix("rate="), f"{where}: {expected}")
     if len(fields) not in (3, 4):
         raise ConfigurationError(f"{where}: {expected}")
     name, role, digest = fields[:3]
@@ -139,9 +156,19 @@ def _token(fields: list[str], where: str) -> _Token:
     galleries = frozenset(names.split(",")) if bound else None
     try:
         expires = datetime.fromisoformat(fields[3]) if len(fields) == 4 else None
-        token = _Token(Principal(name, Role(role), galleries), bytes.fromhex(digest), expires)
+        token = _Token(Principal(name, Role(role), galleries), bytes.fromhex(digest), expires, rate)
     except ValueError as error:
         raise ConfigurationError(f"{where}: {expected}; {error}") from error
     if len(token.digest) != 32 or (expires is not None and expires.tzinfo is None):
         raise ConfigurationError(f"{where}: {expected}, 64 hex digits and a time zone")
     return token
+
+
+def _number(text: str, expected: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e9:
+        raise ConfigurationError(f"{expected}, a number of calls a second, got rate={text[:32]}")
+    return number

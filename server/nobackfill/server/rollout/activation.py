@@ -8,19 +8,25 @@ from contextlib import contextmanager
 
 import structlog
 
-from nobackfill.errors import BusyError, CannotWriteError, NobackfillError, PreconditionError
+from nobackfill.errors import BusyError, NobackfillError, PreconditionError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.comparison import CanaryState
 from nobackfill.server.galleries import lock_order
-from nobackfill.server.galleries.hosted import NOTE
 from nobackfill.server.galleries.indexing import give_way
 from nobackfill.server.galleries.lock_order import Level
 from nobackfill.server.grpc.error_boundary import error_boundary
+from nobackfill.server.rollout.endings import behind, end_jobs, fail
 from nobackfill.server.rollout.parts import Parts
-from nobackfill.server.rollout.recovery import recover
 from nobackfill.server.rollout.rollout import Rollout
 from nobackfill.server.rollout.run import CancelledError, Phase, Run
-from nobackfill.server.state import Activation, Canary, RolloutName, tried_well
+from nobackfill.server.state import (
+    Activation,
+    Canary,
+    Lead,
+    LeadLostError,
+    RolloutName,
+    tried_well,
+)
 from nobackfill.server.upgrades.throttle import DEFAULT_SPARE_CORES
 
 log = structlog.get_logger("server.activation")
@@ -51,8 +57,7 @@ class Activations:
         release older than the active one, and for a canary where nothing is compared,
         CannotWriteError."""
         manifest = self._parts.catalog.find(release)
-        with self.held():
-            self.refuse_second("begin another activation")
+        with self.held(), self._leading("begin another activation") as lead:
             active = self._parts.state.now.active
             if active is not None and release < active:
                 raise PreconditionError(
@@ -71,17 +76,21 @@ class Activations:
                 canary=canary,
             )
             # One that was let go of and comes back is kept again, as any other.
-            retired = tuple(n for n in self._parts.state.now.retired if n != release)
-            self._parts.state.change(activation=record, retired=retired, rolled_back=None)
-            return self._launch(record)
+            self._parts.state.revise(
+                lambda now: {
+                    "activation": record,
+                    "retired": tuple(n for n in now.retired if n != release),
+                    "rolled_back": None,
+                }
+            )
+            return self._launch(record, lead)
 
     def start_gallery(self, gallery: str, spare_cores: float) -> Run:
         """Carry one gallery that stayed behind over to the active release.
 
         Raises BusyError while another activation runs, CannotWriteError.
         """
-        with self.held():
-            self.refuse_second("begin another activation")
+        with self.held(), self._leading("begin another activation") as lead:
             record = Activation(
                 release=self._parts.state.active(),
                 rollout="cutover",
@@ -90,35 +99,70 @@ class Activations:
                 only=gallery,
             )
             self._parts.state.change(activation=record, rolled_back=None)
-            return self._launch(record)
+            return self._launch(record, lead)
 
     def resume(self) -> Run | None:
-        """Go on with what was under way when the gateway ended; None if nothing was, or if it ended
-        the gateway again and again: that is a failed release now."""
-        record = self._parts.state.now.activation
-        if record is None:
+        """Go on with what was under way when the gateway ended, or the one that led it; None if
+        nothing was, if another leads it, or if it ended gateways again and again: that is a failed
+        release now."""
+        if self._parts.state.now.activation is None or self.running() is not None:
             return None
-        if record.resumed >= _MOST_RESUMED:
-            reason = (
-                f"the gateway ended {1 + record.resumed} times while it was tried; activate it "
-                "again if that had another cause"
-            )
-            log.error("activation given up", release=record.release, reason=reason)
-            self._fail(record.release, reason)
+        lead = self._parts.state.lead()
+        if lead is None:
             return None
-        with self.held():
-            self.refuse_second("resume another activation")
-            log.info("resuming activation", release=record.release)
-            record = record.model_copy(update={"resumed": record.resumed + 1})
-            self._parts.state.change(activation=record)
-            if record.canary is not None:
-                self._parts.canaries.begin(record.release)
-            return self._launch(record)
+        try:
+            with self.held():
+                record = self._parts.state.now.activation
+                if record is None or self.running() is not None:
+                    lead.close()
+                    return None
+                if record.resumed >= _MOST_RESUMED:
+                    self._give_up(record, lead)
+                    lead.close()
+                    return None
+                log.info("resuming activation", release=record.release)
+                again = record.model_copy(update={"resumed": record.resumed + 1})
+                self._parts.state.together(lambda: self._parts.state.change(activation=again), lead)
+                if record.canary is not None:
+                    self._parts.canaries.begin(record.release)
+                return self._launch(again, lead)
+        except BaseException:
+            lead.close()
+            raise
+
+    def _give_up(self, record: Activation, lead: Lead) -> None:
+        reason = (
+            f"the gateway ended {1 + record.resumed} times while it was tried; activate it again "
+            "if that had another cause"
+        )
+        log.error("activation given up", release=record.release, reason=reason)
+        fail(self._parts, record.release, reason, lead)
+
+    @contextmanager
+    def _leading(self, what: str) -> Iterator[Lead]:
+        """Lead an activation that is launched in the block. Raises BusyError where one is under
+        way."""
+        self.refuse_second(what)
+        lead = self._parts.state.lead()
+        if lead is None:
+            raise BusyError(f"cannot {what} while another gateway ends one; try again with a delay")
+        try:
+            yield lead
+        except BaseException:
+            lead.close()
+            raise
 
     def running(self) -> Run | None:
-        """The activation under way."""
+        """The activation under way that this gateway leads."""
         run = self._run
         return run if run is not None and run.running() else None
+
+    def under_way(self) -> int | None:
+        """The release that this gateway or another activates."""
+        run, record = self.running(), self._parts.state.now.activation
+        if run is not None:
+            return run.record.release
+        return record.release if record is not None and self._parts.state.shared else None
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -130,7 +174,8 @@ class Activations:
         if not self._lock.acquire(timeout=_BRIEF_S):
             raise BusyError("releases are being rolled back or retired; try again with a delay")
         try:
-            with lock_order.holding(Level.RELEASES):
+            with lock_order.holding(Level.RELEASES), self._parts.state.held(_BRIEF_S):
+                self._parts.state.catch_up()
                 yield
         finally:
             self._lock.release()
@@ -138,8 +183,9 @@ class Activations:
     def call_off(self) -> None:
         """End the activation under way, if any, before its next step, and forget it."""
         self.interrupt()
-        if self._parts.state.now.activation is not None:
-            self._parts.state.change(activation=None)
+        self._parts.state.depose()
+        # All that another gateway did until then.
+        self._parts.state.catch_up()
 
     def interrupt(self) -> None:
         """End the activation under way, if any; a restart resumes it."""
@@ -147,7 +193,7 @@ class Activations:
         if run is not None:
             run.cancel()
         record = self._parts.state.now.activation
-        if record is not None and record.resumed:
+        if record is not None and record.resumed and not self._parts.state.shared:
             # It ends in order.
             self._parts.state.revise(tried_well)
 
@@ -161,18 +207,19 @@ class Activations:
     def refuse_second(self, what: str, *, beside_canary: bool = False) -> None:
         """Raises BusyError while an activation is under way; `beside_canary`: but not while its
         canary waits."""
-        run = self.running()
-        if run is not None and not (beside_canary and run.waiting):
+        run, release = self.running(), self.under_way()
+        waits = beside_canary and run is not None and run.waiting
+        if release is not None and not waits:
             raise BusyError(
-                f"cannot {what} while release {run.record.release} is being activated; try again "
-                "when it has ended, or roll back"
+                f"cannot {what} while release {release} is being activated; try again when it has "
+                "ended, or roll back"
             )
 
-    def _launch(self, record: Activation) -> Run:
+    def _launch(self, record: Activation, lead: Lead) -> Run:
         for hosted in self._parts.galleries.all():
             if record.only in (None, hosted.name):
                 self._parts.upgrading.expect(hosted, record.release)
-        run = self._run = Run(record, self._work)
+        run = self._run = Run(record, lead, self._work)
         try:
             run.start()
         except RuntimeError as error:
@@ -189,7 +236,10 @@ class Activations:
                 seconds = self._parts.metrics.swap_seconds.labels(phase.value)
                 seconds.observe(time.monotonic() - began)
         with error_boundary(self._parts.metrics, "activation"):
-            self._end_jobs(phase, message)
+            state, ended = self._parts.state, not run.cancelled.is_set()
+            # Where another gateway leads on, they go on.
+            if ended or not state.shared or state.now.activation is None:
+                end_jobs(self._parts, phase, message)
         if run.record.canary is not None:
             self._parts.canaries.end(CanaryState.ENDED, message)
         return phase, message
@@ -200,56 +250,27 @@ class Activations:
         try:
             give_way()
             Rollout(run, self._parts).run()
-            self._parts.state.change(activation=None)
-        except CancelledError as error:
+            state = self._parts.state
+            state.together(lambda: state.change(activation=None), run.lead)
+        except (CancelledError, LeadLostError) as error:
             return Phase.FAILED, str(error)
         except (NobackfillError, OSError, sqlite3.Error) as error:
             log.error("activation failed", release=release, error=str(error))
-            self._fail(release, str(error))
+            fail(self._parts, release, str(error), run.lead)
             return Phase.FAILED, str(error)
         except Exception as error:
             reason = f"unforeseen {type(error).__name__}; the gateway's log has its traceback"
             log.exception("activation failed", release=release, error=type(error).__name__)
             self._parts.metrics.unforeseen.labels("activation").inc()
-            self._fail(release, reason)
+            fail(self._parts, release, reason, run.lead)
             return Phase.FAILED, reason
+        run.lead.close()
         # From here on it has happened; what is left to do is to let go of what was before.
         with error_boundary(self._parts.metrics, "activation"):
             self._parts.serving.settle(self._parts.serving.replan())
-        behind = "; ".join(f"{name}: {why}" for name, why in self._behind().items())
-        log.info("activated", release=release, behind=behind)
-        return Phase.DONE, behind
-
-    def _fail(self, release: int, reason: str) -> None:
-        """Mark the release FAILED; what it did not yet replace serves on."""
-        now = self._parts.state.now
-        values: dict[str, object] = {"activation": None}
-        if now.active != release:
-            values["failed"] = {**now.failed, release: reason}
-        with error_boundary(self._parts.metrics, "activation"):
-            try:
-                self._parts.state.change(**values)
-            except CannotWriteError as error:
-                # A restart finds the activation as it was, and tries it again.
-                log.error("the failure is not recorded", error=str(error))
-        with error_boundary(self._parts.metrics, "activation"):
-            self._parts.serving.settle(
-                recover(self._parts.galleries, self._parts.state, self._parts.serving)
-            )
-
-    def _behind(self) -> dict[str, str]:
-        """Galleries whose active space is not the active release's, with the reason."""
-        return {
-            hosted.name: str(hosted.state(NOTE) or "its upgrade is under way")
-            for hosted in self._parts.galleries.all()
-            if hosted.spec().release != self._parts.state.now.active
-        }
-
-    def _end_jobs(self, phase: Phase, message: str) -> None:
-        """No upgrade is under way any more: those that did not get to their end say why."""
-        for hosted in self._parts.galleries.all():
-            why = str(hosted.state(NOTE) or "") if phase is Phase.DONE else message
-            self._parts.upgrading.give_up(hosted.name, why)
+        left = "; ".join(f"{name}: {why}" for name, why in behind(self._parts).items())
+        log.info("activated", release=release, behind=left)
+        return Phase.DONE, left
 
 
 def _refuse_canary(release: int, active: int | None, rollout: RolloutName | None) -> None:

@@ -8,7 +8,7 @@ import structlog
 from nobackfill.errors import PreconditionError
 from nobackfill.server.canary.comparison import CanaryState
 from nobackfill.server.rollout.parts import Parts
-from nobackfill.server.rollout.run import Phase, Run
+from nobackfill.server.rollout.run import CancelledError, Phase, Run
 from nobackfill.server.state import Canary, State
 
 log = structlog.get_logger("server.canary")
@@ -36,7 +36,9 @@ class CanarySteps:
             while True:
                 self._run.stop_if_cancelled()
                 canary = self._parts.canaries.setting()
-                assert canary is not None, "it is forgotten after the run is cancelled"
+                if canary is None:
+                    # Forgotten by who has called it off, another gateway perhaps.
+                    raise CancelledError(f"the activation of release {release} was called off")
                 if canary.promoted:
                     log.info("canary promoted", release=release)
                     self._parts.canaries.end(CanaryState.PROMOTED)
@@ -47,10 +49,13 @@ class CanarySteps:
                     self._run.report(Phase.CANARY, message=share_of(canary, release))
                 self._judge()
                 if canary.every_s and time.monotonic() - began >= canary.every_s:
-                    self._parts.state.revise(_next_step)
+                    self._parts.state.together(self._next, self._run.lead)
                 self._run.cancelled.wait(_EVERY_S)
         finally:
             self._run.waiting = False
+
+    def _next(self) -> None:
+        self._parts.state.revise(_next_step)
 
     def _judge(self) -> None:
         reason = self._parts.canaries.verdict()

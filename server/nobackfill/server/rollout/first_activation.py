@@ -4,7 +4,7 @@ import threading
 
 import structlog
 
-from nobackfill.errors import NobackfillError
+from nobackfill.errors import BusyError, NobackfillError
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.models import Models
 from nobackfill.server.grpc.error_boundary import error_boundary
@@ -32,26 +32,30 @@ class FirstActivation:
     def begin(self) -> None:
         """Return once a release that is there answers; one that is not, or whose model server is
         not, is waited for in a thread."""
-        newest = self._catalog.newest()
+        newest, tried = self._catalog.newest(), None
         if newest is not None and newest not in self._state.now.failed and self._models.ready():
-            self._activate(newest)
-        else:
-            threading.Thread(target=self._wait, name="first", daemon=True).start()
+            tried = newest if self._activate(newest) else None
+        if self._state.now.active is None:
+            threading.Thread(target=self._wait, args=(tried,), name="first", daemon=True).start()
 
-    def _wait(self) -> None:
-        seen, tried = -1, None
+    def _wait(self, tried: int | None) -> None:
+        seen = -1
         while not self._stopping.is_set() and self._state.now.active is None:
             newest = self._catalog.newest()
             if newest is not None and newest != tried:
                 # One that fails is not tried over and over; the next one published is.
-                tried = newest
                 with error_boundary(self._metrics, "first"):
-                    self._activate(newest)
+                    tried = newest if self._activate(newest) else None
             seen = self._catalog.changed.wait(seen, 0.5)
 
-    def _activate(self, release: int) -> None:
+    def _activate(self, release: int) -> bool:
+        """Whether it was tried: another gateway may be doing it."""
         try:
             for event in self._activations.start(release).events():
                 log.info("first activation", phase=event.phase, message=event.message)
+        except BusyError as error:
+            log.info("another activates", release=release, error=str(error))
+            return False
         except NobackfillError as error:
             log.error("first activation refused", release=release, error=str(error))
+        return True

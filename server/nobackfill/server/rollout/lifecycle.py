@@ -77,7 +77,7 @@ class Lifecycle:
             )
         with self._galleries.using(name) as hosted:
             self._upgrading.resume(name)
-            behind = hosted.spec().space != active.space and self._activations.running() is None
+            behind = hosted.spec().space != active.space and self._activations.under_way() is None
             if not behind and images:
                 backfill(
                     hosted, self._embedding, images, budget,
@@ -112,7 +112,7 @@ class Lifecycle:
 
     def _job(self, hosted: Hosted) -> Job:
         # Looked at first: a job ends before its activation does.
-        running = self._activations.running() is not None
+        running = self._activations.under_way() is not None
         job = self._upgrading.job(hosted.name)
         if job is None:
             # None since the start: it is where it is.
@@ -120,7 +120,8 @@ class Lifecycle:
             job = Job(hosted.name, release, release, JobState.DONE)
         if not job.ended and not running:
             job = replace(job, state=JobState.FAILED, message="its activation has ended")
-        if job.ended and self._upgrading.paused(hosted.name):
-            # Those to come are held back.
+        held_back = job.ended or (self._state.shared and job.state is JobState.RUNNING)
+        if held_back and self._upgrading.paused(hosted.name):
+            # Those to come, or one that another gateway leads, which stops after its chunk.
             job = replace(job, state=JobState.PAUSED)
         return job

@@ -72,6 +72,10 @@ class Promotion:
         with self.activations.held():
             run = self.activations.running()
             if run is None:
+                if self.under_way(release):
+                    raise PreconditionError(
+                        f"another gateway leads the canary of release {release}; ask that one"
+                    )
                 raise _none(release)
             self.parts.state.revise(promoted)
         return run

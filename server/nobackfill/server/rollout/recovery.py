@@ -7,26 +7,20 @@ import structlog
 
 from nobackfill.server.galleries.galleries import UNUSABLE, Galleries
 from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, Hosted
-from nobackfill.server.galleries.plan import Plan
-from nobackfill.server.serving import Serving
-from nobackfill.server.state import GatewayState
 
 log = structlog.get_logger("server.recovery")
 
 
-def return_galleries(galleries: Galleries, state: GatewayState) -> dict[str, Exception]:
-    """Bring every gallery back to the active release, where one is ahead of it; does nothing while
-    an activation is recorded, which goes on from there. Plans are to be made anew afterwards.
+def return_galleries(galleries: Galleries, active: int) -> dict[str, Exception]:
+    """Bring every gallery back to the active release, where one is ahead of it. Plans are to be
+    made anew afterwards.
 
     Returns what keeps a gallery from it, by name: it stays where it is, the others do not wait.
     """
     kept: dict[str, Exception] = {}
     for hosted in galleries.all():
-        now = state.now
-        if now.activation is not None or now.active is None:
-            break
         try:
-            _return(hosted, now.active)
+            _return(hosted, active)
         except UNUSABLE as error:
             log.error("gallery not brought back", gallery=hosted.name, error=str(error))
             kept[hosted.name] = error
@@ -39,13 +33,6 @@ def _return(hosted: Hosted, active: int) -> None:
         hosted.store.rollback(leave_behind=True, state=state)
     elif hosted.spec().release == active and any(map(hosted.state, state)):
         hosted.remember(state)
-
-
-def recover(galleries: Galleries, state: GatewayState, serving: Serving) -> list[Plan]:
-    """The same beside puts and searches, and plans to it; returns those they replace."""
-    with writes_locked(galleries):
-        return_galleries(galleries, state)
-        return serving.replan()
 
 
 @contextmanager

@@ -64,8 +64,7 @@ class Rollbacks:
         with self._activations.held():
             target = self._state.active() if self._again(to) else self._prepare(to)
             with writes_locked(self._galleries):
-                result = self._switch(target)
-                return_galleries(self._galleries, self._state)
+                result = self._state.together(lambda: self._switch(target))
                 old = self._serving.replan()
             self._serving.settle(old)
         log.info("rolled back", release=target, lost=result.lost)
@@ -115,11 +114,12 @@ class Rollbacks:
 
     def _switch(self, target: int) -> Rollback:
         # The activation may have ended in the meantime, or been called off before its switch.
-        if self._state.now.active == target:
-            return Rollback(target, 0, [])
-        result = self._plan()
-        self._serving.return_to(target)
-        self._looked = False
+        result = Rollback(target, 0, [])
+        if self._state.now.active != target:
+            result = self._plan()
+            self._serving.return_to(target)
+            self._looked = False
+        return_galleries(self._galleries, target)
         return result
 
     def _plan(self) -> Rollback:

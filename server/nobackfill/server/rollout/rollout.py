@@ -1,6 +1,9 @@
 """One activation, from verification to the last gallery: cutover, dual or direct."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
+from typing import TypeVar
 
 import structlog
 
@@ -8,7 +11,7 @@ from nobackfill.errors import PreconditionError
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, Hosted
-from nobackfill.server.galleries.plan import CANARY, Plan, old_model_part, own_part
+from nobackfill.server.galleries.plan import CANARY, old_model_part, own_part
 from nobackfill.server.rollout.canary_steps import CanarySteps
 from nobackfill.server.rollout.parts import Parts
 from nobackfill.server.rollout.run import Phase, Run
@@ -16,6 +19,8 @@ from nobackfill.server.state import tried_well
 from nobackfill.server.upgrades.job import JobState
 
 log = structlog.get_logger("server.rollout")
+
+Result = TypeVar("Result")
 
 
 class Rollout:
@@ -71,7 +76,7 @@ class Rollout:
         manifest = self._parts.admission.admit(self._run)
         if self._record.resumed:
             # Its models did no harm: what ends the gateway from here on is something else.
-            self._parts.state.revise(tried_well)
+            self._together(lambda: self._parts.state.revise(tried_well))
         return manifest
 
     def _sort_galleries(self, manifest: Manifest) -> list[Hosted]:
@@ -105,9 +110,16 @@ class Rollout:
             if self._record.rollout != "cutover" and manifest.space in kept:
                 hosted.expect(manifest.space)
             with hosted.write_lock.exclusive():
-                hosted.store.begin(SpaceSpec.of(manifest))
-                hosted.remember({ROLLOUT: self._record.rollout, NOTE: None})
+                self._together(partial(self._begin, hosted, manifest))
                 self._parts.serving.replan_one(hosted)
+
+    def _begin(self, hosted: Hosted, manifest: Manifest) -> None:
+        hosted.store.begin(SpaceSpec.of(manifest))
+        hosted.remember({ROLLOUT: self._record.rollout, NOTE: None})
+
+    def _together(self, work: Callable[[], Result]) -> Result:
+        """What is seen by all gateways at once, or by none where this one leads no more."""
+        return self._parts.state.together(work, self._run.lead)
 
     def _refuse_rollout(self, new: Manifest, old: Manifest) -> None:
         rollout = self._record.rollout
@@ -161,7 +173,8 @@ class Rollout:
     def _switch_queries(self, manifest: Manifest) -> None:
         """Direct and dual: the new release answers from now on, in galleries of mixed spaces."""
         self._run.report(Phase.SWITCHING)
-        self._parts.serving.activate(manifest, self._record.old_space_seconds)
+        seconds = self._record.old_space_seconds
+        self._together(lambda: self._parts.serving.activate(manifest, seconds))
         self._parts.serving.replan()
 
     def _flip(self, carried: list[Hosted], manifest: Manifest, *, active: bool) -> None:
@@ -169,30 +182,41 @@ class Rollout:
 
         Puts wait meanwhile; what came in the old space only since the upgrade is carried first.
         """
-        old: list[Plan] = []
-        with ExitStack() as locks:
-            flipped = []
-            for hosted in carried:
-                locks.enter_context(hosted.write_lock.exclusive())
-                if hosted.spec().space == manifest.space:
-                    continue
-                if hosted.store.left_behind(manifest.space):
-                    self._parts.upgrading.run(hosted, manifest, 0.0, self._run.cancelled.is_set)
-                    self._run.stop_if_cancelled()
-                if left := hosted.store.left_behind(manifest.space):
-                    hosted.remember({NOTE: _stuck(left, hosted)})
-                    continue
-                flipped.append(hosted)
+
+        def switch() -> list[Hosted]:
+            flipped = [hosted for hosted in carried if self._is_whole(hosted, manifest)]
             for hosted in flipped:
                 hosted.store.flip(manifest.space, state={ROLLOUT: None, NOTE: None})
             if active:
                 self._parts.serving.activate(manifest, self._record.old_space_seconds)
+            return flipped
+
+        with ExitStack() as locks:
+            for hosted in carried:
+                locks.enter_context(hosted.write_lock.exclusive())
+            flipped = self._together(switch)
+            if active:
                 old = self._parts.serving.replan()
             else:
                 old = [self._parts.serving.replan_one(hosted) for hosted in flipped]
             for hosted in flipped:
                 self._parts.upgrading.finish(hosted.name, JobState.DONE)
         self._parts.serving.settle(old)
+
+    def _is_whole(self, hosted: Hosted, manifest: Manifest) -> bool:
+        """Whether a gallery can be flipped: nobody puts from here on, what came last is carried."""
+        if hosted.spec().space == manifest.space:
+            return False
+        # Where gateways share it, this makes the others' puts wait.
+        hosted.store.begin(SpaceSpec.of(manifest))
+        if hosted.store.left_behind(manifest.space):
+            # Within this thread's transaction.
+            self._parts.upgrading.run(hosted, manifest, 0.0, self._run.cancelled.is_set, here=True)
+            self._run.stop_if_cancelled()
+        left = hosted.store.left_behind(manifest.space)
+        if left:
+            hosted.remember({NOTE: _stuck(left, hosted)})
+        return not left
 
 
 def _can_merge(new: Manifest, old: Manifest) -> bool:

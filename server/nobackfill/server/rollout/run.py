@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from nobackfill.errors import NobackfillError
-from nobackfill.server.state import Activation
+from nobackfill.server.state import Activation, Lead
 
 
 class Phase(StrEnum):
@@ -39,10 +39,13 @@ class Event:
 class Run:
     """One activation as its watchers see it."""
 
-    def __init__(self, record: Activation, work: Callable[["Run"], tuple[Phase, str]]) -> None:
+    def __init__(
+        self, record: Activation, lead: Lead, work: Callable[["Run"], tuple[Phase, str]]
+    ) -> None:
         """`work` is done in a thread of its own once started; it returns DONE or FAILED, and the
-        message of that."""
+        message of that. `lead`: what it changes by; let go of in the end."""
         self.record = record
+        self.lead = lead
         self._work = work
         self.cancelled = threading.Event()
         self._condition = threading.Condition()
@@ -100,6 +103,7 @@ class Run:
         try:
             phase, message = self._work(self)
         finally:
+            self.lead.close()
             self.end(phase, message)
 
     def _wait(self, seen: list[Event]) -> list[Event]:

@@ -1,6 +1,7 @@
 """How far the upgrade of one gallery is."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 
@@ -37,3 +38,13 @@ class Job:
         """Seconds to go at the present rate; 0 where none is known."""
         left = self.total - self.done
         return left / self.items_per_second if self.items_per_second > 0 else 0.0
+
+    def to_json(self) -> str:
+        """For `from_json`."""
+        return json.dumps(asdict(self))
+
+
+def from_json(text: str) -> Job:
+    """A job that another gateway runs, or has run."""
+    values = json.loads(text)
+    return Job(**{**values, "state": JobState(values["state"])})

@@ -1,6 +1,7 @@
 """Carrying galleries into a release's space: one job a gallery at a time, throttled, stoppable."""
 
 import threading
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,7 +21,7 @@ from nobackfill.server.galleries.indexing import give_way
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import GatewayState
 from nobackfill.server.upgrades.cost import Cost, cost
-from nobackfill.server.upgrades.job import Job, JobState
+from nobackfill.server.upgrades.job import Job, JobState, from_json
 from nobackfill.server.upgrades.neighbours import LOOKS, neighbours_kept
 from nobackfill.server.upgrades.throttle import Throttle
 from nobackfill.server.upgrades.trials import Trials
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from nobackfill.server.upgrades.workers.run import ByWorkers
 
 log = structlog.get_logger("server.upgrading")
+
+_SHOWN_EVERY_S = 0.5
 
 
 class Upgrading:
@@ -48,6 +51,8 @@ class Upgrading:
         self._lock = threading.Lock()
         self._jobs: dict[str, Job] = {}
         self._runners: dict[tuple[int, ...], RouteRunner] = {}
+        # When, and in which state, each was last shown to other gateways.
+        self._shown: dict[str, tuple[JobState, float]] = {}
         self.trials = Trials(catalog)
         self.changed = Changed()
 
@@ -89,16 +94,19 @@ class Upgrading:
         spare_cores: float,
         should_stop: Callable[[], bool],
         on_progress: Callable[[int], None] = lambda _done: None,
+        *,
+        here: bool = False,
     ) -> Outcome:
-        """Fill the target's space in this thread, from where an earlier run ended, until it is
-        full, paused or stopped. `on_progress` gets the number of items done.
+        """Fill the target's space, from where an earlier run ended, until it is full, paused or
+        stopped; in this thread where there are no workers, or it has to be `here`. `on_progress`
+        gets the number of items done.
 
         Raises PreconditionError without a route, VerificationError for bad outputs,
         CannotWriteError.
         """
         route = self._need_route(hosted, target.release)
         source, spec = hosted.spec(), SpaceSpec.of(target)
-        throttle = Throttle(spare_cores)
+        throttle, elsewhere = Throttle(spare_cores), None if here else self._elsewhere
         total = hosted.store.count()
         state = self._first_state(hosted.name)
         self._set(Job(hosted.name, source.release, target.release, state, total=total))
@@ -115,20 +123,20 @@ class Upgrading:
                 looked = progress.done
                 self._look(hosted, source, spec)
             on_progress(progress.done)
-            if self._elsewhere is None:
+            if elsewhere is None:
                 throttle.rest()
 
         def stops() -> bool:
             return should_stop() or self.paused(hosted.name)
 
-        if self._elsewhere is None:
+        if elsewhere is None:
             runner = self._open(route, throttle.threads)
             outcome = run_upgrade(
                 hosted.store, runner, spec, on_progress=on_chunk, should_stop=stops
             )
         else:
             self.trials.steps(route.steps)
-            outcome = self._elsewhere.run(hosted.store, route, spec, on_chunk, stops)
+            outcome = elsewhere.run(hosted.store, route, spec, on_chunk, stops)
         log.info("carried", gallery=hosted.name, written=outcome.written)
         if not outcome.stopped:
             self._report_kept(hosted, source, spec)
@@ -177,6 +185,8 @@ class Upgrading:
         with self._lock:
             for gallery in galleries:
                 self._jobs.pop(gallery, None)
+        for gallery in galleries:
+            self._state.keep_job(gallery, None)
         if galleries & set(self._state.now.paused):
             self._unpause(galleries)
         self.changed.notify()
@@ -193,7 +203,10 @@ class Upgrading:
             seen = self.changed.wait(seen, 0.2)
 
     def job(self, gallery: str) -> Job | None:
-        """The last job of a gallery, running or ended."""
+        """The last job of a gallery, running or ended, whichever gateway's."""
+        if self._state.shared:
+            kept = self._state.job(gallery)
+            return None if kept is None else from_json(kept)
         return self._jobs.get(gallery)
 
     def expect(self, hosted: Hosted, release: int) -> None:
@@ -241,7 +254,7 @@ class Upgrading:
     def _set(self, job: Job) -> None:
         with self._lock:
             self._jobs[job.gallery] = job
-        self.changed.notify()
+        self._show(job)
 
     def _first_state(self, gallery: str) -> JobState:
         return JobState.PAUSED if self.paused(gallery) else JobState.RUNNING
@@ -250,12 +263,23 @@ class Upgrading:
         """Change the state of a job that has not ended; one that has stays as it ended."""
         with self._lock:
             job = self._jobs.get(gallery)
-            if job is not None and not job.ended:
-                self._jobs[gallery] = replace(job, state=state, message=message)
-        self.changed.notify()
+            if job is None or job.ended:
+                return
+            job = self._jobs[gallery] = replace(job, state=state, message=message)
+        self._show(job)
 
     def _update(self, gallery: str, **values: object) -> None:
         with self._lock:
-            if job := self._jobs.get(gallery):
-                self._jobs[gallery] = replace(job, **values)  # type: ignore[arg-type]
+            job = self._jobs.get(gallery)
+            if job is None:
+                return
+            job = self._jobs[gallery] = replace(job, **values)  # type: ignore[arg-type]
+        self._show(job)
+
+    def _show(self, job: Job) -> None:
+        """To those who watch it here, and at other gateways: there, how far it is now and then."""
+        now, last = time.monotonic(), self._shown.get(job.gallery)
+        if last is None or last[0] != job.state or now - last[1] > _SHOWN_EVERY_S:
+            self._shown[job.gallery] = job.state, now
+            self._state.keep_job(job.gallery, job.to_json())
         self.changed.notify()

@@ -90,6 +90,7 @@ class GalleryService(GalleryServiceServicer):
         self, request: pb.DeleteGalleryRequest, context: grpc.ServicerContext
     ) -> pb.DeleteGalleryResponse:
         self._lifecycle.delete(request.name)
+        self._audit("delete", f"gallery {request.name}")
         return pb.DeleteGalleryResponse()
 
     def PutItems(  # noqa: N802
@@ -142,7 +143,13 @@ class GalleryService(GalleryServiceServicer):
         self, request: pb.DeleteItemsRequest, context: grpc.ServicerContext
     ) -> pb.DeleteItemsResponse:
         with self._galleries.using(request.gallery) as hosted:
-            return pb.DeleteItemsResponse(deleted=items.delete(hosted, request))
+            deleted = items.delete(hosted, request)
+        if deleted:
+            self._audit("delete", f"{deleted} items of gallery {request.gallery}")
+        return pb.DeleteItemsResponse(deleted=deleted)
+
+    def _audit(self, what: str, of_what: str) -> None:
+        self._state.audit(calls.current().principal.name, what, of_what)
 
     def _gallery(self, hosted: Hosted) -> pb.Gallery:
         return _gallery(hosted, self._state.now.ends)

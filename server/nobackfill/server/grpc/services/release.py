@@ -10,6 +10,7 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.canaries import Canaries
 from nobackfill.server.catalog import Catalog
+from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.services.canary import from_canary, to_canary
 from nobackfill.server.grpc.services.convert import to_end
 from nobackfill.server.rollout.activation import Activations
@@ -116,6 +117,7 @@ class ReleaseService(ReleaseServiceServicer):
                 request.old_space_seconds,
                 canary,
             )
+        self._audit("promote" if request.promote else "activate", f"release {number}")
         for event in run.events(gone=lambda: self._gone(context)):
             yield _response(event)
 
@@ -137,6 +139,8 @@ class ReleaseService(ReleaseServiceServicer):
     ) -> pb.RollbackReleaseResponse:
         to = request.to_release or None
         result = self._rollbacks.do(to) if request.confirm else self._rollbacks.plan()
+        if request.confirm:
+            self._audit("roll back", f"to release {result.release}, {result.lost} items not found")
         return pb.RollbackReleaseResponse(
             number=result.release,
             lost_items=result.lost,
@@ -147,7 +151,12 @@ class ReleaseService(ReleaseServiceServicer):
     def RetireRelease(  # noqa: N802
         self, request: pb.RetireReleaseRequest, context: grpc.ServicerContext
     ) -> pb.RetireReleaseResponse:
-        return pb.RetireReleaseResponse(retired=self._rollbacks.retire())
+        retired = self._rollbacks.retire()
+        self._audit("retire", f"releases {', '.join(map(str, retired)) or 'none'}")
+        return pb.RetireReleaseResponse(retired=retired)
+
+    def _audit(self, what: str, of_what: str) -> None:
+        self._state.audit(calls.current().principal.name, what, of_what)
 
     def _releases(self) -> list[pb.Release]:
         manifests = self._catalog.manifests

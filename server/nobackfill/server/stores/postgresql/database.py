@@ -7,6 +7,7 @@ table lock, first come, first served: puts share it, a change of spaces has it a
 """
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -15,7 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import psycopg
 from pgvector.psycopg import register_vector
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types import TypeInfo
 from psycopg.types.string import ByteaBinaryLoader
 from psycopg_pool import ConnectionPool, PoolTimeout
@@ -53,6 +54,11 @@ def check_url(url: str) -> None:
         raise _in_the_clear()
 
 
+def _bounded(url: str) -> str:
+    """A server that does not take a connection in some seconds is away."""
+    return make_conninfo(url, **({"connect_timeout": int(_WAIT_S)} | conninfo_to_dict(url)))
+
+
 def _is_local(host: str) -> bool:
     return host in _LOCAL or host.startswith(("/", "@"))
 
@@ -75,13 +81,14 @@ class Database:
     def __init__(self, url: str, most: int = 16, wait_s: float = _WAIT_S) -> None:
         """`most`: connections at once. Raises ConfigurationError."""
         check_url(url)
-        self.url = url
+        self.url = url = _bounded(url)
         self._pool = ConnectionPool(
             url, min_size=1, max_size=most, open=False, timeout=wait_s, configure=self._configure,
             kwargs={"autocommit": True, "application_name": "nobackfill"}, reconnect_timeout=0,
         )  # fmt: skip
         self._wait_s = wait_s
         self._refused: str | None = None
+        self._own = _Own()
 
     def open(self, prepare: Callable[[Connection], None]) -> None:
         """`prepare` makes what is missing in the database. Raises UnavailableError,
@@ -108,7 +115,7 @@ class Database:
     def connect(self) -> Connection:
         """A connection beside the pool, which the caller closes. Raises UnavailableError."""
         try:
-            return psycopg.connect(self.url, autocommit=True, connect_timeout=int(_WAIT_S))
+            return psycopg.connect(self.url, autocommit=True)
         except psycopg.Error as error:
             raise refusal(error) or error from error
 
@@ -129,6 +136,8 @@ class Database:
     def read(self, work: Callable[[Connection], Result], *, snapshot: bool = False) -> Result:
         """What `work` reads, in one snapshot if it has several statements. It is called again on
         another connection where one breaks."""
+        if self._own.connection is not None:
+            return work(self._own.connection)
 
         def reading(connection: Connection) -> Result:
             if not snapshot:
@@ -146,6 +155,8 @@ class Database:
         was committed; where it broke after, the server is asked what became of it. Raises
         UnavailableError where that cannot be found out.
         """
+        if self._own.connection is not None:
+            return work(self._own.connection)
         if self._refused is not None:
             raise BusyError(self._refused)
         for attempt in range(_TRIES):
@@ -156,6 +167,29 @@ class Database:
                     raise BusyError("others change the same items; try again") from error
                 time.sleep(random.uniform(0, 0.01 * 2**attempt))  # noqa: S311 - no secret
         raise AssertionError("returned or raised")
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """All that `work` writes and reads through this database, in this thread, as one
+        transaction; it is called again as `write` says. Raises as `write`."""
+
+        def body(connection: Connection) -> Result:
+            self._own.connection, self._own.endings = connection, []
+            try:
+                return work()
+            finally:
+                self._own.connection = None
+
+        result = self.write(body)
+        for ending in self._own.endings:
+            ending()
+        return result
+
+    def after_commit(self, ending: Callable[[], None]) -> None:
+        """Do this once what this thread writes is durable: now, or at the end of `together`."""
+        if self._own.connection is None:
+            ending()
+        else:
+            self._own.endings.append(ending)
 
     def _commit(self, connection: Connection, work: Callable[[Connection], Result]) -> Result:
         run(connection, "BEGIN")
@@ -242,6 +276,14 @@ class Database:
                 if time.monotonic() >= end:
                     raise
                 time.sleep(0.05)
+
+
+class _Own(threading.local):
+    """The transaction of a thread that is in `together`, and what is done after its commit."""
+
+    def __init__(self) -> None:
+        self.connection: Connection | None = None
+        self.endings: list[Callable[[], None]] = []
 
 
 class _MetAnotherError(Exception):

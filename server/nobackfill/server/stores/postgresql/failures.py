@@ -23,7 +23,7 @@ _BUSY = (
     *COLLISIONS, pg.LockNotAvailable, pg.QueryCanceled, pg.TooManyConnections,
     pg.IdleInTransactionSessionTimeout,
 )  # fmt: skip
-_UNWRITABLE = (pg.DiskFull, pg.ReadOnlySqlTransaction, pg.IoError)
+_UNWRITABLE = (pg.DiskFull, pg.IoError)
 _REFUSED = (
     pg.InsufficientPrivilege, pg.InvalidAuthorizationSpecification, pg.InvalidPassword,
     pg.InvalidCatalogName, pg.FeatureNotSupported, pg.UndefinedFile,
@@ -50,7 +50,18 @@ def refusal(error: Exception) -> NobackfillError | None:
     if not isinstance(error, psycopg.Error):
         return None
     said = error.diag.message_primary or type(error).__name__
+    if lost(error):
+        # What the connection says of itself: where it leads, and why it failed.
+        said = (str(error).splitlines() or [said])[0]
     kinds: tuple[tuple[tuple[type[Exception], ...], NobackfillError], ...] = (
+        (
+            (pg.ReadOnlySqlTransaction,),
+            CannotWriteError(
+                "the database is read-only, a standby perhaps; name the one that takes writes, or "
+                "all of them as postgresql://USER@HOST1,HOST2/DATABASE?target_session_attrs="
+                "read-write"
+            ),
+        ),
         (_BUSY, BusyError(f"the database is busy ({said}); try again")),
         (_UNWRITABLE, CannotWriteError(f"the database cannot write ({said}); free some space")),
         (_REFUSED, ConfigurationError(f"the database refuses: {said}; check user and rights")),
@@ -68,5 +79,8 @@ def refusal(error: Exception) -> NobackfillError | None:
         if isinstance(error, classes):
             return meant
     if lost(error) or isinstance(error, psycopg.OperationalError):
-        return UnavailableError(f"the database does not answer ({said}); try again with a delay")
+        return UnavailableError(
+            f"the database does not answer ({said}); try again with a delay, and see that its "
+            "server runs and can be reached from here"
+        )
     return None

@@ -8,6 +8,7 @@ from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.server.stores.postgresql import rows, schema, spaces
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
+from nobackfill.server.stores.postgresql.news import tell
 
 
 class PostgresqlGalleries:
@@ -24,12 +25,12 @@ class PostgresqlGalleries:
         number = self.database.read(lambda connection: _number(connection, name))
         if number is None:
             raise NotFoundError(f"the database has no gallery {name!r}; create it first")
-        return PostgresqlGallery(self.database, schema.schema_of(number))
+        return PostgresqlGallery(self.database, number)
 
     def create(
         self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]
     ) -> PostgresqlGallery:
-        def work(connection: Connection) -> str:
+        def work(connection: Connection) -> int:
             if _number(connection, name) is not None:
                 raise AlreadyExistsError(f"gallery {name!r} exists already")
             number = run(
@@ -46,7 +47,8 @@ class PostgresqlGalleries:
                 for statement in schema.index_statements(made, info.number, info.spec):
                     run(connection, statement)
             rows.set_state(connection, made, state)
-            return made
+            tell(connection)
+            return int(number)
 
         return PostgresqlGallery(self.database, self.database.write(work))
 
@@ -59,6 +61,7 @@ class PostgresqlGalleries:
             ).fetchone()
             if gone is not None:
                 schema.drop_gallery(connection, gone[0])
+                tell(connection)
 
         self.database.write(work)
 

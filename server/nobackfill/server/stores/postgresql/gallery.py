@@ -3,19 +3,21 @@
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from nobackfill.errors import IncompatibleSpaceError
 from nobackfill.gallery.change import Change
 from nobackfill.gallery.edits import described
 from nobackfill.gallery.filters import Filter
 from nobackfill.gallery.reading import Item, item_of
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec
+from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec, space_of
 from nobackfill.gallery.staging import check_doubt
 from nobackfill.gallery.writing import (
+    Checked,
     Metadata,
     NewVectors,
     PutResult,
@@ -23,10 +25,13 @@ from nobackfill.gallery.writing import (
     check_batch,
     put_change,
 )
+from nobackfill.server.state import OutdatedError
 from nobackfill.server.stores.postgresql import rows, spaces, writing
 from nobackfill.server.stores.postgresql.conditions import condition_of
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
+from nobackfill.server.stores.postgresql.news import gallery_changed
 from nobackfill.server.stores.postgresql.reads import Reads, existing
+from nobackfill.server.stores.postgresql.schema import schema_of
 
 _NONE = np.empty(0, np.int64)
 _SPACES_CHANGED = Change({}, _NONE, spaces=True)
@@ -35,11 +40,20 @@ Result = TypeVar("Result")
 _BESIDE_OTHERS = 3
 
 
+class Look(NamedTuple):
+    """Spaces and state of a gallery, which are of an epoch: it grows when they change."""
+
+    epoch: int
+    spaces: tuple[SpaceInfo, ...]
+    state: Mapping[str, Any]
+
+
 class PostgresqlGallery(Reads):
     """What is said of each method: GalleryStore."""
 
-    def __init__(self, database: Database, schema: str) -> None:
-        super().__init__(database, schema)
+    def __init__(self, database: Database, number: int) -> None:
+        super().__init__(database, schema_of(number))
+        self.number = number
         self._listeners: list[Callable[[Change], None]] = []
         self._reporting = threading.Lock()
 
@@ -63,9 +77,12 @@ class PostgresqlGallery(Reads):
         self._report(Change({}, _NONE, described=labels))
 
     def _report(self, change: Change) -> None:
-        with self._reporting:
-            for listener in self._listeners:
-                listener(change)
+        def tell() -> None:
+            with self._reporting:
+                for listener in self._listeners:
+                    listener(change)
+
+        self.database.after_commit(tell)
 
     def _shared(self, work: Callable[[Connection], Result]) -> Result:
         """A transaction beside others that write, while nobody changes the spaces. One that has met
@@ -84,7 +101,9 @@ class PostgresqlGallery(Reads):
 
         def body(connection: Connection) -> Result:
             writing.hold_gate(connection, self.schema)
-            return work(connection)
+            result = work(connection)
+            gallery_changed(connection, self.number)
+            return result
 
         result = self.database.write(body)
         self._report(_SPACES_CHANGED)
@@ -93,12 +112,16 @@ class PostgresqlGallery(Reads):
     def put(
         self, ids: Sequence[str], vectors: Sequence[NewVectors], *,
         digests: Sequence[str | None] | None = None,
-        metadata: Sequence[Metadata | None] | None = None,
+        metadata: Sequence[Metadata | None] | None = None, epoch: int | None = None,
     ) -> PutResult:  # fmt: skip
+        """`epoch`: of the plan that the vectors were made by. Raises OutdatedError where spaces or
+        state have changed since."""
         batch = check_batch(ids, digests, metadata)
-        checked = [check(self.space(new.space), new, len(ids)) for new in vectors]
+        checked = self._checked(vectors, len(ids), outdated=epoch is not None)
 
         def work(connection: Connection) -> Any:
+            if epoch is not None and rows.epoch_of(connection, self.number) != epoch:
+                raise OutdatedError("another gateway has changed the gallery's spaces; try again")
             for new in vectors:
                 rows.find_space(connection, self.schema, new.space)
             return writing.insert(connection, self.schema, batch, checked)
@@ -107,6 +130,17 @@ class PostgresqlGallery(Reads):
         with_metadata = metadata is not None
         self._report(put_change(checked, result, replaced, written, with_metadata=with_metadata))
         return PutResult(result.labels, result.changed)
+
+    def _checked(
+        self, vectors: Sequence[NewVectors], count: int, *, outdated: bool
+    ) -> list[Checked]:
+        spaces = self.spaces()
+        try:
+            return [check(space_of(spaces, new.space), new, count) for new in vectors]
+        except IncompatibleSpaceError as error:
+            if outdated:
+                raise OutdatedError("another gateway has dropped a space; try again") from error
+            raise
 
     def delete(self, ids: Sequence[str]) -> int:
         return self._delete("id = ANY(%s)", [existing(ids)])
@@ -148,7 +182,11 @@ class PostgresqlGallery(Reads):
         return len(changed)
 
     def state_set(self, values: Mapping[str, Any]) -> None:
-        self.database.write(lambda connection: rows.set_state(connection, self.schema, values))
+        def work(connection: Connection) -> None:
+            rows.set_state(connection, self.schema, values)
+            gallery_changed(connection, self.number)
+
+        self.database.write(work)
 
     def begin(self, spec: SpaceSpec) -> None:
         self._alone(lambda connection: spaces.begin(connection, self.schema, spec))
@@ -189,6 +227,17 @@ class PostgresqlGallery(Reads):
 
     def drop(self, space: str) -> None:
         self._alone(lambda connection: spaces.drop(connection, self.schema, space))
+
+    def look(self) -> Look:
+        """What plans are made of, in one snapshot."""
+        return self.database.read(
+            lambda connection: Look(
+                rows.epoch_of(connection, self.number),
+                tuple(rows.read_spaces(connection, self.schema)),
+                rows.states(connection, self.schema),
+            ),
+            snapshot=True,
+        )
 
     def upgraded(self, space: str, ids: Sequence[str]) -> list[Item]:
         table = self._table(space)

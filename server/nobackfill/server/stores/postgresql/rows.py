@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from nobackfill.errors import NotFoundError
 from nobackfill.gallery.reading import Item, item_of
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, space_of
@@ -99,6 +100,16 @@ def left_behind(connection: Connection, schema: str, info: SpaceInfo) -> int:
         f" (SELECT 1 FROM {table} v WHERE v.label = i.label)",
     ).fetchone()[0]
     return found
+
+
+def epoch_of(connection: Connection, number: int) -> int:
+    """Of a gallery's spaces and state. Raises NotFoundError where it is gone."""
+    row = run(
+        connection, "SELECT epoch FROM nobackfill.galleries WHERE number = %s", [number]
+    ).fetchone()
+    if row is None:
+        raise NotFoundError("the gallery was deleted")
+    return int(row[0])
 
 
 def states(connection: Connection, schema: str) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The tables: a schema `nobackfill` of the database, and one schema for each gallery.
 
     nobackfill.format(version)                 what this code reads and writes
-    nobackfill.gateway(value)                  one row: what gateways remember
-    nobackfill.galleries(number, name)
+    nobackfill.gateway(value, epoch, term)     one row: what gateways remember, and who leads
+    nobackfill.galleries(number, name, epoch)
+    nobackfill.jobs(gallery, value)            the last upgrade of each gallery
     nobackfill_<number>.items(label, id, digest, metadata, facets)
     nobackfill_<number>.spaces(number, space, release, …, state)
     nobackfill_<number>.vectors_<number>(label, origin, uncertainty, embedding, side)
@@ -17,25 +18,13 @@ statement that removes items removes theirs, with the rows locked.
 from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.gallery.spec import SpaceSpec, State
 from nobackfill.server.stores.postgresql.database import Connection, run
+from nobackfill.server.stores.postgresql.migrations import migrate
 
-FORMAT = 1
 # Of pgvector: filters beside an index need its iterative scans.
 _LEAST_PGVECTOR = (0, 8)
 # Dimensions of a `vector`, and of an HNSW index on it and on a `halfvec`.
 MOST_DIM, MOST_INDEXED, MOST_HALF = 16_000, 2_000, 4_000
 M, EF_CONSTRUCTION = 16, 64
-
-_DATABASE = """
-CREATE SCHEMA IF NOT EXISTS nobackfill;
-CREATE TABLE IF NOT EXISTS nobackfill.format (version integer NOT NULL);
-CREATE TABLE IF NOT EXISTS nobackfill.gateway (
-    one boolean PRIMARY KEY DEFAULT true CHECK (one), value text NOT NULL
-);
-CREATE TABLE IF NOT EXISTS nobackfill.galleries (
-    number integer PRIMARY KEY GENERATED ALWAYS AS IDENTITY,
-    name text NOT NULL UNIQUE COLLATE "C"
-)
-"""
 
 _GALLERY = """
 CREATE SCHEMA {schema};
@@ -66,7 +55,8 @@ CREATE TABLE {schema}.gate ()
 
 
 def prepare(connection: Connection) -> None:
-    """Make what is missing in a database. Raises ConfigurationError for one that cannot be used."""
+    """Make what is missing in a database. Raises ConfigurationError for one that cannot be used,
+    BusyError where a gateway of an older version serves from it."""
     with connection.transaction():
         run(connection, "SELECT pg_advisory_xact_lock(hashtext('nobackfill'))")
         run(connection, "CREATE EXTENSION IF NOT EXISTS vector SCHEMA public")
@@ -85,16 +75,7 @@ def prepare(connection: Connection) -> None:
                 f"expected pgvector 0.8 or newer in the database, got {version}; install it and "
                 "run ALTER EXTENSION vector UPDATE"
             )
-        for statement in _DATABASE.split(";"):
-            run(connection, statement)
-        row = run(connection, "SELECT version FROM nobackfill.format").fetchone()
-        if row is None:
-            run(connection, "INSERT INTO nobackfill.format VALUES (%s)", [FORMAT])
-        elif row[0] != FORMAT:
-            raise ConfigurationError(
-                f"the database is of format {row[0]}, this version reads {FORMAT}; use the version "
-                "that wrote it"
-            )
+        migrate(connection)
 
 
 def schema_of(number: int) -> str:

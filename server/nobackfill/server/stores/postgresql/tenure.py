@@ -1,7 +1,8 @@
-"""One gateway at a time serves from a database: an advisory lock of a connection held for it.
+"""Who has a database: gateways that serve from it share an advisory lock, each by a connection held
+for it; who moves galleries there or away has it alone.
 
-A server that is restarted lets go of the lock; it is taken again within a second. Should another
-gateway have been quicker, this one refuses to write from then on.
+A server that is restarted lets go of the lock; it is taken again within a second. Should somebody
+have been quicker who wants it alone, this one refuses to write from then on.
 """
 
 import threading
@@ -15,20 +16,24 @@ from nobackfill.server.stores.postgresql.database import Connection, Database, r
 log = structlog.get_logger("server.stores")
 
 _EVERY_S = 0.5
-_LOCK = "SELECT pg_try_advisory_lock(hashtext('nobackfill.gateway'))"
+_LOCK = "SELECT pg_try_advisory_lock{}(hashtext('nobackfill.gateway'))"
 
 
 class Tenure:
     """Held from the constructor to `close`."""
 
-    def __init__(self, database: Database) -> None:
-        """Raises BusyError where another gateway serves from it, UnavailableError."""
+    def __init__(self, database: Database, *, alone: bool) -> None:
+        """Raises BusyError where another has it who does not share it, UnavailableError."""
         self._database = database
+        self._lock = _LOCK.format("" if alone else "_shared")
         self._stopping = threading.Event()
-        connection = _locked(database)
+        connection = self._locked()
         if connection is None:
             raise BusyError(
                 "another gateway serves from this database; stop it, or give another database"
+                if alone
+                else "galleries are being moved to or from this database, or a gateway of an older "
+                "version serves from it; start when that has ended"
             )
         self._thread = threading.Thread(
             target=self._watch, args=(connection,), name="tenure", daemon=True
@@ -36,7 +41,7 @@ class Tenure:
         self._thread.start()
 
     def close(self) -> None:
-        """Let another gateway take over."""
+        """Let others take over."""
         self._stopping.set()
         self._thread.join()
 
@@ -47,10 +52,10 @@ class Tenure:
                 if held is not None:
                     run(held, "SELECT 1")
                     continue
-                held = _locked(self._database)
+                held = self._locked()
                 if held is None:
-                    log.error("another gateway serves from the database now; this one must end")
-                    self._database.refuse_writes("another gateway serves from this database")
+                    log.error("somebody else has the database now; this gateway must end")
+                    self._database.refuse_writes("another has this database for itself")
                     return
             except psycopg.Error:
                 held = None
@@ -59,10 +64,9 @@ class Tenure:
         if held is not None:
             held.close()
 
-
-def _locked(database: Database) -> Connection | None:
-    connection = database.connect()
-    if run(connection, _LOCK).fetchone()[0]:
-        return connection
-    connection.close()
-    return None
+    def _locked(self) -> Connection | None:
+        connection = self._database.connect()
+        if run(connection, self._lock).fetchone()[0]:
+            return connection
+        connection.close()
+        return None

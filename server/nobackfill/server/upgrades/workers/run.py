@@ -29,7 +29,7 @@ class ByWorkers:
         """Fill `target` from the active space of a gallery in PostgreSQL; as run_by_workers."""
         assert isinstance(store, PostgresqlGallery), "workers are refused beside a folder"
         work = Work(
-            uuid.uuid4().hex, store.database.url, store.schema, store.active().spec.space, target,
+            uuid.uuid4().hex, store.database.url, store.number, store.active().spec.space, target,
             route, files_of(self._files, route),
         )  # fmt: skip
         return run_by_workers(

@@ -27,12 +27,13 @@ _WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class Work:
-    """An upgrade of one gallery. `files`: the route's, by their published paths; each is checked
-    against its signed digest where it is opened. Whoever sees this may write to the database."""
+    """An upgrade of one gallery, named by its number. `files`: the route's, by their published
+    paths; each is checked against its signed digest where it is opened. Whoever sees this may write
+    to the database."""
 
     key: str
     url: str = field(repr=False)
-    schema: str
+    gallery: int
     source: str
     target: SpaceSpec
     route: Route = field(repr=False)
@@ -73,7 +74,7 @@ class _Open:
             database = Database(work.url, _CONNECTIONS, _WAIT_S)
             closing.callback(database.close)
             database.open(lambda _: None)
-            self._gallery = PostgresqlGallery(database, work.schema)
+            self._gallery = PostgresqlGallery(database, work.gallery)
             self._windows = self._gallery.windows(work.source, work.target, self._runner.reads_side)
             self.closing = closing.pop_all()
 

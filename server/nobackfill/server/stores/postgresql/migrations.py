@@ -1,0 +1,91 @@
+"""The format of a database, made step by step, and taken back the same way.
+
+Each version of this code reads one format, and goes from the one before to it and back.
+"""
+
+from dataclasses import dataclass
+
+from nobackfill.errors import BusyError, ConfigurationError
+from nobackfill.server.stores.postgresql.database import Connection, run
+
+FORMAT = 2
+
+_FIRST = """
+CREATE SCHEMA IF NOT EXISTS nobackfill;
+CREATE TABLE IF NOT EXISTS nobackfill.format (version integer NOT NULL);
+CREATE TABLE IF NOT EXISTS nobackfill.gateway (
+    one boolean PRIMARY KEY DEFAULT true CHECK (one), value text NOT NULL
+);
+CREATE TABLE IF NOT EXISTS nobackfill.galleries (
+    number integer PRIMARY KEY GENERATED ALWAYS AS IDENTITY,
+    name text NOT NULL UNIQUE COLLATE "C"
+)
+"""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """To a format from the one before, and back: statements, joined by semicolons."""
+
+    there: str
+    back: str
+
+
+_STEPS = {
+    # Several gateways: epochs and terms, and jobs that all of them see.
+    2: _Step(
+        """
+ALTER TABLE nobackfill.gateway ADD COLUMN epoch bigint NOT NULL DEFAULT 0,
+    ADD COLUMN term bigint NOT NULL DEFAULT 0;
+ALTER TABLE nobackfill.galleries ADD COLUMN epoch bigint NOT NULL DEFAULT 0;
+CREATE TABLE nobackfill.jobs (gallery text PRIMARY KEY, value text NOT NULL);
+CREATE TABLE nobackfill.audit (
+    number bigint PRIMARY KEY GENERATED ALWAYS AS IDENTITY,
+    at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    who text NOT NULL, what text NOT NULL, of_what text NOT NULL
+);
+INSERT INTO nobackfill.gateway (value) VALUES ('{}') ON CONFLICT DO NOTHING
+""",
+        """
+DROP TABLE nobackfill.audit;
+DROP TABLE nobackfill.jobs;
+ALTER TABLE nobackfill.galleries DROP COLUMN epoch;
+ALTER TABLE nobackfill.gateway DROP COLUMN epoch, DROP COLUMN term
+""",
+    ),
+}
+
+
+def migrate(connection: Connection, to: int = FORMAT) -> int:
+    """Bring the database to a format, in the caller's transaction; the one that it had, 0 for none.
+
+    Raises ConfigurationError for a format from which no step leads there, BusyError where a gateway
+    serves from the database.
+    """
+    run(connection, "SELECT pg_advisory_xact_lock(hashtext('nobackfill'))")
+    for statement in _FIRST.split(";"):
+        run(connection, statement)
+    row = run(connection, "SELECT version FROM nobackfill.format").fetchone()
+    if row is None:
+        run(connection, "INSERT INTO nobackfill.format VALUES (1)")
+    found = 1 if row is None else int(row[0])
+    if not 1 <= to <= FORMAT or not 1 <= found <= FORMAT:
+        raise ConfigurationError(
+            f"the database is of format {found}, this version knows formats 1 to {FORMAT}; use the "
+            "version that wrote it"
+        )
+    if found == to:
+        return found
+    if not run(
+        connection, "SELECT pg_try_advisory_xact_lock(hashtext('nobackfill.gateway'))"
+    ).fetchone()[0]:
+        raise BusyError(
+            "a gateway serves from this database, which is to be of another format; stop it first"
+        )
+    steps = [_STEPS[step].there for step in range(found + 1, to + 1)]
+    steps += [_STEPS[step].back for step in range(found, to, -1)]
+    for statements in steps:
+        for statement in statements.split(";"):
+            run(connection, statement)
+    run(connection, "UPDATE nobackfill.format SET version = %s", [to])
+    return 0 if row is None else found

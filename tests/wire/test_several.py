@@ -1,0 +1,50 @@
+"""One client of several gateways: what one does not answer, the next does."""
+
+from contextlib import ExitStack
+
+import grpc
+import pytest
+
+from nobackfill.errors import ConfigurationError, UnavailableError
+from nobackfill.wire.gateway import Gateway
+from tests.wire.scripted import Scripted, serving
+
+# Nothing listens there.
+GONE = "127.0.0.1:1"
+
+
+def ask(gateway: Gateway) -> int:
+    return gateway.search("gallery", embeddings={"sp-x": [1.0, 0.0]}).release
+
+
+def stopping(call: int, context: grpc.ServicerContext) -> None:
+    context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway is stopping; try again elsewhere")
+
+
+def test_the_next_is_asked_where_one_is_gone_or_ends() -> None:
+    with ExitStack() as closing:
+        served = [closing.enter_context(serving()) for _ in range(2)]
+        scripted: list[Scripted] = [one for one, _ in served]
+        addresses = ",".join([GONE, *(address for _, address in served)])
+        gateway = closing.enter_context(Gateway(addresses, seconds=10))
+        for ending in (0, 1):
+            for one in scripted:
+                one.behave, one.calls = lambda call, context: None, 0
+            scripted[ending].behave = stopping
+            # With the one that answers it stays.
+            assert [ask(gateway) for _ in range(20)] == [7] * 20
+            assert scripted[ending].calls <= 1
+            assert scripted[1 - ending].calls == 20
+
+
+def test_that_none_answers_is_said() -> None:
+    with (
+        Gateway(f"grpc://{GONE},127.0.0.1:2", seconds=0.5) as gateway,
+        pytest.raises(UnavailableError, match="nothing listens there"),
+    ):
+        ask(gateway)
+
+
+def test_an_address_between_commas_is_no_nothing() -> None:
+    with pytest.raises(ConfigurationError, match="several hosts with commas"):
+        Gateway(f"{GONE},")
