@@ -129,6 +129,14 @@ def test_rollback_removes_what_was_carried_and_nothing_else(store: Store) -> Non
     assert carry(store.open(), target(other), other, window=WINDOW).written == 230
 
 
+@pytest.mark.parametrize("store", ["pgvector", "qdrant"], indirect=True)
+def test_carried_vectors_name_their_model(store: Store) -> None:
+    named = Target("vector_new", MAP.dims[1], MAP.digest, model="the new model")
+    carry(store.open(), named, MAP, window=300)
+    assert store.open().facts().model is None
+    assert store.open("vector_new").facts().model == "the new model"
+
+
 @every
 def test_a_wrong_vector_is_found(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a store makes of what it was given, it is read back."""

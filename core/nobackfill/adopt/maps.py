@@ -9,7 +9,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,8 @@ from nobackfill.vectors import Vectors, check_vectors
 
 # Of the file.
 FORMAT = 1
+# Facts of a map that was made from vectors whose models are known.
+OLD_MODEL, NEW_MODEL = "old_model", "new_model"
 KINDS = ("affine", "low_rank", "procrustes")
 # Rows whose leave-one-out error chooses a penalty: a curve over 16 penalties needs no more.
 LEFT_OUT = 4000
@@ -46,6 +48,11 @@ class Map:
     def dims(self) -> tuple[int, int]:
         """a and b."""
         return self.weight.shape[1], self.weight.shape[0]
+
+    def of_models(self, old: str | None, new: str | None) -> "Map":
+        """The same, with the fingerprints of the two models where they are known."""
+        known = {name: model for name, model in ((OLD_MODEL, old), (NEW_MODEL, new)) if model}
+        return replace(self, facts=self.facts | known)
 
     @property
     def digest(self) -> str:

@@ -14,8 +14,8 @@ import numpy as np
 
 from nobackfill.adopt.embedding.embedder import Embedder
 from nobackfill.adopt.joining import Block, Joining, load_joining
-from nobackfill.adopt.maps import Map, load_map
-from nobackfill.adopt.sources.source import Rows, Searchable
+from nobackfill.adopt.maps import NEW_MODEL, Map, load_map
+from nobackfill.adopt.sources.source import Rows, Searchable, same_model
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
 from nobackfill.serve.items import Items
 from nobackfill.serve.natives import Natives, digest
@@ -99,6 +99,7 @@ class Dual:
         """From the files of `nobackfill fit`; `embedder`: the new model. With `items`, hits are
         embedded again. Raises what the parts raise."""
         found = load_map(mapping)
+        same_model(found.facts.get(NEW_MODEL), embedder.fingerprint, f"{mapping} and the embedder")
         kept = Natives(natives, embedder.fingerprint, found.dims[1])
         again = None
         if items is not None:

@@ -177,9 +177,9 @@ def carry(
     Run again after a kill, it goes on. Others may write to the store meanwhile.
     """
     from nobackfill.adopt import carrying
-    from nobackfill.adopt.maps import load_map
+    from nobackfill.adopt.maps import NEW_MODEL, OLD_MODEL, load_map
     from nobackfill.adopt.sources.opening import open_source
-    from nobackfill.adopt.sources.source import Target
+    from nobackfill.adopt.sources.source import Target, same_model
 
     opened = open_source(source, key=key, vector=vector)
     if rollback:
@@ -190,8 +190,10 @@ def carry(
     if mapping is None:
         raise InvalidInputError("expected --map FILE, or --rollback")
     loaded = load_map(mapping)
-    metric = opened.facts().metric or "cosine"
-    target = Target(to, loaded.dims[1], loaded.digest, metric)
+    facts = opened.facts()
+    same_model(facts.model, loaded.facts.get(OLD_MODEL), f"{facts.name} and {mapping}")
+    model = loaded.facts.get(NEW_MODEL)
+    target = Target(to, loaded.dims[1], loaded.digest, facts.metric or "cosine", model)
     done = carrying.carry(opened, target, loaded, progress=_progress(opened.count()))
     lines = [f"{done.written} written, {done.total} carried and checked", "to flip:"]
     _answer(as_json, asdict(done), lines + [f"  {step}" for step in done.steps])

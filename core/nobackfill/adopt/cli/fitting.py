@@ -13,7 +13,7 @@ from nobackfill.adopt.page import duration, render
 from nobackfill.adopt.pairs import WINDOW, Pairs, match
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import ParquetSource
-from nobackfill.adopt.sources.source import Source
+from nobackfill.adopt.sources.source import Source, same_model
 from nobackfill.adopt.verdict import Cost, Verdict, decide
 from nobackfill.durable import write_file
 from nobackfill.errors import InvalidInputError, few
@@ -45,16 +45,20 @@ def run(
     matched = match(stored, made)
     pairs = matched.pairs
     queries = None
+    old_model = stored.facts().model
     old_seconds = None
     if (queries_old is None) != (queries_new is None):
         raise InvalidInputError("expected --queries-old and --queries-new together: both models'")
     if queries_old is not None and queries_new is not None:
         asked_old, asked_new = open_source(queries_old), open_source(queries_new)
+        same_model(made.facts().model, asked_new.facts().model, "--new and --queries-new")
+        same_model(stored.facts().model, asked_old.facts().model, "--old and --queries-old")
+        old_model = old_model or asked_old.facts().model
         queries = known_items(pairs, asked_old, asked_new)
         old_seconds = _seconds(asked_old)
     cost = Cost(stored.count(), old_seconds, _seconds(made), _map_seconds(pairs))
     verdict = decide(pairs, cost, queries, items_there=items_there)
-    save_map(out, verdict.chosen)
+    save_map(out, verdict.chosen.of_models(old_model, made.facts().model))
     lines = _lines(verdict)
     if matched.without_old:
         lost = matched.without_old

@@ -167,7 +167,9 @@ class ParquetBeside:
         (window,) = set(rows.keys)
         assert isinstance(window, Window)
         keys = pa.array(rows.ids)
-        data = table_bytes(self._key, keys, self._target.name, vectors, {})
+        model = self._target.model
+        metadata = {MODEL: model.encode()} if model else {}
+        data = table_bytes(self._key, keys, self._target.name, vectors, metadata)
         write_file(self._file(window), data)
 
     def read(self, window: Window) -> Rows:

@@ -48,7 +48,8 @@ class PgvectorSource:
         dim = int(kind.split("(")[1][:-1]) if "(" in kind else None
         metrics = [_METRICS[n] for n in table.operator_classes(vector) if n in _METRICS]
         others = tuple(name for name in table.columns if name not in (table.key, vector))
-        return Facts(f"{table.name}.{vector}", dim, next(iter(metrics), None), None, others)
+        model = table.said(vector).get("model")
+        return Facts(f"{table.name}.{vector}", dim, next(iter(metrics), None), model, others)
 
     def count(self) -> int:
         return self.filled(self.vector)
@@ -147,7 +148,8 @@ class PgvectorSource:
                 names = self._names(target.name)
                 dim = sql.SQL(str(int(target.dim)))
                 changes.run("ALTER TABLE {table} ADD COLUMN {new} vector({dim})", dim=dim, **names)
-                mark = json.dumps({"nobackfill": target.mark})
+                said = {"nobackfill": target.mark, "model": target.model}
+                mark = json.dumps({name: one for name, one in said.items() if one is not None})
                 changes.run("COMMENT ON COLUMN {table}.{new} IS {mark}", mark=mark, **names)
                 # A writer who knows nothing of the new column leaves a vector there that is no
                 # longer of the old one: then it is emptied, and carried again.

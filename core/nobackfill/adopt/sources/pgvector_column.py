@@ -1,5 +1,6 @@
 """The new column beside an old one: what is pending, what is written by COPY, how to flip."""
 
+import json
 from typing import Protocol
 
 import numpy as np
@@ -80,10 +81,12 @@ class PgvectorBeside:
         dim, index = sql.SQL(str(self._target.dim)), sql.SQL(f"{kind}_{operators}_ops")
         indexed = self._names["new"] if kind == "vector" else None
         column = indexed or sql.SQL("({}::halfvec({}))").format(self._names["new"], dim)
+        # Whose vectors they are stays known.
+        said = json.dumps({"model": self._target.model}) if self._target.model else None
         swap = (
             "BEGIN; DROP FUNCTION {function}() CASCADE; "
             # From now on it is the source's own: the next model's map reads it.
-            "COMMENT ON COLUMN {table}.{new} IS NULL; "
+            "COMMENT ON COLUMN {table}.{new} IS {said}; "
             "ALTER TABLE {table} RENAME COLUMN {old} TO {kept}; "
             "ALTER TABLE {table} RENAME COLUMN {new} TO {old}; COMMIT"
         )
@@ -95,6 +98,6 @@ class PgvectorBeside:
             ),
             "switch the queries to the new model, and in the same moment:",
             self._table.text(
-                swap, kept=sql.Identifier(f"{self._source.vector}_before"), **self._names
+                swap, said=said, kept=sql.Identifier(f"{self._source.vector}_before"), **self._names
             ),
         ]

@@ -99,6 +99,10 @@ class Table:
 
     def mark(self, column: str) -> str | None:
         """The digest in the comment of a column of ours, None for another's."""
+        return self.said(column).get("nobackfill")
+
+    def said(self, column: str) -> dict[str, str]:
+        """What the comment of a column says to us: the map's digest, the model's fingerprint."""
         said = self.one(
             "SELECT col_description(attrelid, attnum) FROM pg_attribute "
             "WHERE attrelid = to_regclass({quoted}) AND attname = {column} AND NOT attisdropped",
@@ -106,9 +110,10 @@ class Table:
             column=column,
         )
         try:
-            return str(json.loads(str(said))["nobackfill"])
-        except (ValueError, KeyError, TypeError):
-            return None
+            found = json.loads(str(said))
+            return {name: str(found[name]) for name in ("nobackfill", "model") if name in found}
+        except (ValueError, TypeError):
+            return {}
 
     def composed(self, query: LiteralString, **parts: object) -> sql.Composed:
         """A statement; what is no part of SQL becomes a literal."""

@@ -40,6 +40,7 @@ class QdrantSource:
                     f"{collection}: no such collection; there are {there or 'none'}"
                 )
         vectors, marks = self._config()
+        self._model = marks.get(vector or "", {}).get("model")
         names = [name for name in vectors if vector is not None or name not in marks]
         if (vector is None and len(names) != 1) or (vector is not None and vector not in names):
             raise InvalidInputError(
@@ -49,8 +50,9 @@ class QdrantSource:
         self.vector = vector or names[0]
         self._params = vectors[self.vector]
 
-    def _config(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Parameters of dense vectors by name, "" for one without; marks of what was carried."""
+    def _config(self) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
+        """Parameters of dense vectors by name, "" for one without; what is said of carried ones:
+        the map's digest, the model's fingerprint."""
         with refused(self._name):
             config = self._client.get_collection(self._name).config
         vectors = config.params.vectors or {}
@@ -61,7 +63,7 @@ class QdrantSource:
 
     def facts(self) -> Facts:
         metric = _METRICS.get(self._params.distance.value)
-        return Facts(f"{self._name}#{self.vector}", self._params.size, metric)
+        return Facts(f"{self._name}#{self.vector}", self._params.size, metric, self._model)
 
     def count(self) -> int:
         return self.filled(self.vector)
@@ -121,7 +123,8 @@ class QdrantSource:
                 f"{self._name}: its vector has no name, and points without one are refused once "
                 "there is a named one beside; copy it into a collection with a named vector first"
             )
-        if not target.name or (target.name in vectors and marks.get(target.name) != target.mark):
+        made = marks.get(target.name, {}).get("map")
+        if not target.name or (target.name in vectors and made != target.mark):
             raise AlreadyExistsError(
                 f"{self._name}: vector {target.name!r} exists already and was not made by this map;"
                 " choose another --to, or remove it with --rollback"
@@ -131,7 +134,8 @@ class QdrantSource:
             dense = models.DenseVectorConfig(size=target.dim, distance=distance)
             with refused(self._name):
                 # The mark first: killed in between, the name is still free.
-                self._set_mark(target.name, target.mark)
+                said = {"map": target.mark} | ({"model": target.model} if target.model else {})
+                self._set_mark(target.name, said)
                 self._client.create_vector_name(
                     self._name, target.name, models.DenseVectorNameConfig(dense=dense)
                 )
@@ -145,7 +149,7 @@ class QdrantSource:
             self._set_mark(name, None)
         return True
 
-    def _set_mark(self, name: str, mark: str | None) -> None:
+    def _set_mark(self, name: str, mark: dict[str, str] | None) -> None:
         config = self._client.get_collection(self._name).config
         said = dict((config.metadata or {}).get("nobackfill") or {})
         said[name] = mark

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from nobackfill.errors import InvalidInputError, few
+from nobackfill.errors import IncompatibleSpaceError, InvalidInputError, few
 from nobackfill.vectors import Metric, Vectors
 
 
@@ -53,12 +53,14 @@ class Rows:
 @dataclass(frozen=True)
 class Target:
     """Where carried vectors go: a name in the same store, their dimension, and `mark`, the digest
-    of the map that made them: vectors of another map are never mixed in."""
+    of the map that made them: vectors of another map are never mixed in. `model`: the fingerprint
+    of the model in whose space they are, if it is known."""
 
     name: str
     dim: int
     mark: str
     metric: Metric = "cosine"
+    model: str | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,16 @@ class Searchable(Source, Protocol):
 
     def close(self) -> None:
         """Let go of what searches keep open."""
+
+
+def same_model(first: str | None, second: str | None, what: str) -> None:
+    """Equal dimensions are not equal spaces. Raises IncompatibleSpaceError where both fingerprints
+    are known and differ."""
+    if first is not None and second is not None and first != second:
+        raise IncompatibleSpaceError(
+            f"{what}: expected vectors of one model, got {first[:12]}… and {second[:12]}…; the "
+            "same dimension is not the same space (or this model was declared otherwise)"
+        )
 
 
 def checked(rows: Rows, dim: int | None, where: str) -> Rows:
