@@ -130,9 +130,10 @@ class StopAfter(Progress):
         yield advance
 
 
-def test_a_side_encoder_resumes_to_the_same_result(digits: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["simclr", "distilled"])
+def test_a_side_encoder_resumes_to_the_same_result(kind: str, digits: Path, tmp_path: Path) -> None:
     keys: dict[str, object] = {"epochs": 4, "checkpoint_every": 1, "batch_size": 8}
-    keys |= {"small_crops": 1, "classes": 3}
+    keys |= {"small_crops": 1, "classes": 3, "side_info": kind}
     keys |= {"image_size": 16, "augmentation": {"erase": 0.3, "rotate_degrees": 10}}
     whole = config_of("side_encoder", tmp_path / "whole", digits / "queries", **keys)
     halved = config_of("side_encoder", tmp_path / "halved", digits / "queries", **keys)

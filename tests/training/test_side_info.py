@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,10 +12,12 @@ from nobackfill.training.loop.progress import Progress
 from nobackfill.training.side_info.alternate import mix_images
 from nobackfill.training.side_info.autoencoder import AutoencoderObjective, Decoder
 from nobackfill.training.side_info.binarise import Binarise
+from nobackfill.training.side_info.distilled import MOMENTUM, DistilledObjective, regression
 from nobackfill.training.side_info.kinds import side_objective
+from nobackfill.training.side_info.vicreg import covariance_penalty, variance_hinge
 from tests.training.methods import tiny
 
-KINDS = ("simclr", "autoencoder", "alternate", "mixup", "binary_simclr")
+KINDS = ("simclr", "autoencoder", "alternate", "mixup", "binary_simclr", "vicreg", "distilled")
 
 
 def config(run_dir: Path, kind: str) -> SideEncoderConfig:
@@ -96,3 +99,33 @@ def test_the_autoencoders_loss_is_the_mean_squared_error_of_the_image(tmp_path: 
     given = objective.decoder(objective.encoder.encode(pixels))
     expected = (given - pixels).square().sum() / pixels.numel()
     torch.testing.assert_close(objective({"images": images})["reconstruction"], expected)
+
+
+def test_vicregs_terms_are_loops_over_numbers() -> None:
+    z = np.random.default_rng(0).normal(size=(20, 5)) * np.array([0.1, 0.5, 1, 2, 3])
+    hinges = [max(0.0, 1 - np.sqrt(z[:, j].var(ddof=1) + 1e-4)) for j in range(5)]
+    assert float(variance_hinge(torch.from_numpy(z))) == pytest.approx(np.mean(hinges))
+    centred = z - z.mean(0)
+    total = 0.0
+    for i in range(5):
+        for j in range(5):
+            if i != j:
+                total += (centred[:, i] @ centred[:, j] / 19) ** 2
+    assert float(covariance_penalty(torch.from_numpy(z))) == pytest.approx(total / 5)
+
+
+def test_a_teacher_follows_its_student_and_gets_no_gradient(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    objective = DistilledObjective(config(tmp_path, "distilled"))
+    teacher = objective.teacher["projection"][0].weight
+    before = teacher.clone()
+    with torch.no_grad():
+        objective.projection[0].weight += 1
+    objective({"images": tiny.rows()["images"]})["distillation"].backward()
+    assert torch.allclose(teacher - before, torch.full_like(before, 1 - MOMENTUM), atol=1e-6)
+    assert all(p.grad is None for p in objective.teacher.parameters())
+    # Nothing is learned by looking.
+    objective.eval()(tiny.rows())
+    assert torch.allclose(teacher - before, torch.full_like(before, 1 - MOMENTUM), atol=1e-6)
+    assert float(regression(before, 3 * before)) == pytest.approx(0, abs=1e-6)
+    assert float(regression(before, -before)) == pytest.approx(4)

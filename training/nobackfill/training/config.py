@@ -12,7 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 HeadName = Literal["softmax", "normalized_softmax", "cosface", "arcface"]
 # Of red, green and blue.
 Rgb = tuple[float, float, float]
-SideInfo = Literal["simclr", "autoencoder", "alternate", "mixup", "binary_simclr"]
+SideInfo = Literal[
+    "simclr", "autoencoder", "alternate", "mixup", "binary_simclr", "vicreg", "distilled"
+]
 
 
 # Keys that change nothing about what is trained: a training may go on with others.
@@ -153,6 +155,7 @@ class SideEncoderConfig(_Network):
     side_info_dim: int = Field(ge=2, le=4096)
     # SimCLR.
     temperature: float = Field(0.1, gt=0)
+    # Of what the losses of SimCLR and of `distilled` see; VICReg's see four times as many numbers.
     projection_dim: int = Field(128, ge=2)
     # Small crops beside the two full views (multi-crop); 0 turns it off.
     small_crops: int = Field(0, ge=0, le=12)

@@ -19,6 +19,7 @@ from nobackfill.training.comparison.settings import (
     new_data,
     noise,
 )
+from nobackfill.training.comparison.side_information import side_information
 
 # Method and options by row.
 COMPATIBLE: Mapping[str, tuple[str, Values]] = {
@@ -255,6 +256,7 @@ GROUPS: dict[str, Callable[[Shared], list[Row]]] = {
     "long_chain": long_chain,
     "foreign": foreign,
     "disjoint": disjoint,
+    "side_information": side_information,
     "sizes": sizes,
     "parts": parts,
 }

@@ -6,6 +6,7 @@ from nobackfill.training.comparison.domains import SHIFTS
 from nobackfill.training.comparison.names import OURS, Name, within
 from nobackfill.training.comparison.ranges import KNOWN, NEW
 from nobackfill.training.comparison.settings import DISJOINT, HOPS
+from nobackfill.training.comparison.side_information import BYTES, OBJECTIVES, SIDE
 from nobackfill.training.comparison.verdicts import Claim
 from nobackfill.training.data.allocations import ALLOCATIONS
 
@@ -84,6 +85,16 @@ CLAIMS = (
         "SimCLR on unlabelled new data > on old data",
         (Name.FCT_SIMCLR_UNLABELLED, SERVED),
         _SIDE,
+    ),
+    *(
+        Claim(
+            f"SimCLR > {rival} in {stored} bytes, by an affine map",
+            (within(SIDE, f"simclr_{stored}"), SERVED),
+            (within(SIDE, f"{rival}_{stored}"), SERVED),
+        )
+        for stored in BYTES
+        for rival in OBJECTIVES
+        if rival != "simclr"
     ),
     Claim("SimCLR with multi-crop > without", (Name.FCT_MULTICROP, SERVED), _SIDE),
     Claim(

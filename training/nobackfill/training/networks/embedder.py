@@ -16,7 +16,7 @@ from nobackfill.training.networks.heads import Head, build_head
 from nobackfill.training.side_info.binarise import Binarise
 
 # Kinds of psi with an extra BatchNorm at the end of the model (fct.txt D.4.1).
-_NORMALISED = ("simclr", "binary_simclr")
+_NORMALISED = ("simclr", "binary_simclr", "vicreg", "distilled")
 
 
 def to_pixels(images: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The kinds of side-information psi (FCT section 5.1): SimCLR, an autoencoder, a second old model.
+"""The kinds of side-information psi (FCT section 5.1): SimCLR, an autoencoder, a second old model;
+VICReg, self-distillation.
 
 >>> import torch
 >>> from nobackfill.training.side_info import nt_xent
@@ -17,11 +18,15 @@ if TYPE_CHECKING:
         AutoencoderObjective as AutoencoderObjective,
     )
     from nobackfill.training.side_info.binarise import Binarise as Binarise
+    from nobackfill.training.side_info.distilled import (
+        DistilledObjective as DistilledObjective,
+    )
     from nobackfill.training.side_info.kinds import side_objective as side_objective
     from nobackfill.training.side_info.simclr import (
         SimclrObjective as SimclrObjective,
         nt_xent as nt_xent,
     )
+    from nobackfill.training.side_info.vicreg import VicregObjective as VicregObjective
 else:
     __getattr__ = offer(
         __name__,
@@ -29,7 +34,9 @@ else:
             "alternate": "AlternateObjective",
             "autoencoder": "AutoencoderObjective",
             "binarise": "Binarise",
+            "distilled": "DistilledObjective",
             "kinds": "side_objective",
             "simclr": "SimclrObjective nt_xent",
+            "vicreg": "VicregObjective",
         },
     )
