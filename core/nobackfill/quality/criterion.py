@@ -16,7 +16,7 @@ from nobackfill.metrics.compatibility import (
 )
 from nobackfill.metrics.ranking import Relevance
 from nobackfill.quality.cells import CellName, alone
-from nobackfill.quality.embedded import Published
+from nobackfill.quality.embedded import Published, cell_vectors
 from nobackfill.quality.matrix import MatrixCell
 
 Judged = dict[str, float | bool | None]
@@ -74,10 +74,11 @@ def _strict(name: CellName, queries: Published, gallery: Published, relevance: R
     if len(name.gallery) > 1:
         return {"strict_apart": None, "strict_together": None}
     (old,) = name.gallery
+    asking, held = cell_vectors(name, queries, gallery)
     shares = strict_criterion(
-        queries.native(name.query),
+        asking,
         queries.native(old),
-        gallery.native(old),
+        held,
         relevance,
         queries.metric(name.query),
     )

@@ -9,7 +9,7 @@ import numpy as np
 
 from nobackfill.class_folders import Images, Listing, decode
 from nobackfill.errors import InvalidInputError, NotFoundError, few
-from nobackfill.metrics.distances import Metric
+from nobackfill.metrics.distances import Metric, unit
 from nobackfill.quality.cells import CellName
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Files, Upgraded, open_embedder, open_side_encoder
@@ -38,10 +38,6 @@ class Embedded(ABC):
     @abstractmethod
     def metric(self, release: int) -> Metric:
         """The metric that the release's space is searched by."""
-
-    def asking(self, cell: CellName) -> Vectors:
-        """The queries of a cell, as they meet its gallery."""
-        return self.native(cell.query)
 
 
 class Published(Embedded):
@@ -124,15 +120,27 @@ class Published(Embedded):
 def cell_vectors(
     cell: CellName, queries: Embedded, gallery: Embedded, *, int8: bool = False
 ) -> tuple[Vectors, Vectors]:
-    """Query and gallery vectors of a cell, of one dimension.
+    """Query and gallery vectors of a cell, of one dimension: longer queries meet raw vectors by
+    their first elements (BCT section 3.6).
 
     Raises InvalidInputError where raw vectors of two releases cannot even be compared.
     """
-    asking = queries.asking(cell)
+    asking = queries.native(cell.query)
     held = gallery.along(cell.gallery, int8=int8).embedding
+    if cell.raw and asking.shape[1] > held.shape[1]:
+        asking = as_old(asking, held, queries.metric(cell.query))
     if asking.shape[1] != held.shape[1]:
         raise InvalidInputError(
             f"cell {cell}: dimensions {asking.shape[1]} and {held.shape[1]} "
             "cannot be compared; carry the gallery along a route"
         )
     return asking, held
+
+
+def as_old(new: Vectors, old: Vectors, metric: Metric) -> Vectors:
+    """The first elements of new vectors, as many as `old` [n,dim] has, renormalised where
+    directions are compared.
+    """
+    first = new[:, : old.shape[1]]
+    unit_space = np.allclose(np.linalg.norm(old, axis=1), 1, atol=1e-3)
+    return unit(first).astype(np.float32) if metric == "cosine" or unit_space else first

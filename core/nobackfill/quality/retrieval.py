@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.index import Index, Neighbours
 from nobackfill.gallery.spec import SpaceSpec
@@ -88,9 +89,19 @@ def search_cell(
     *,
     int8: bool = False,
 ) -> Measured:
-    """Measure a cell as a gateway serves it, through an HNSW index of the gallery room."""
+    """Measure a cell as a gateway serves it, through an HNSW index of the gallery room.
+
+    Raises InvalidInputError for raw vectors of another dimension, which no gallery holds beside the
+    query's own.
+    """
     query_vectors, gallery_vectors = cell_vectors(cell, queries, gallery, int8=int8)
     spec = SpaceSpec.of(queries.manifest(cell.query))
+    own = queries.native(cell.query).shape[1]
+    if gallery_vectors.shape[1] != own:
+        raise InvalidInputError(
+            f"cell {cell}: a gallery's vectors have one dimension, got {own} and "
+            f"{gallery_vectors.shape[1]}; carry the gallery along a route"
+        )
     # One thread: the same graph, and so the same verdict, each time.
     index = hnsw.build(spec, np.arange(len(gallery_vectors)), gallery_vectors)
     found = _search(index, query_vectors, DEPTH)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from nobackfill.class_folders import Listing
-from nobackfill.metrics.distances import Metric, unit
-from nobackfill.quality.cells import CellName
+from nobackfill.metrics.distances import Metric
 from nobackfill.quality.embedded import Embedded
 from nobackfill.release.models import Upgraded
 from nobackfill.training.comparison.exported import exported
@@ -59,18 +58,6 @@ class Trained(Embedded):
     def metric(self, release: int) -> Metric:
         """One for all."""
         return self._metric
-
-    def asking(self, cell: CellName) -> Vectors:
-        """Queries of NEW meet vectors of OLD by their first elements."""
-        own = self.native(cell.query)
-        return as_old(own, self.native(OLD), self._metric) if cell.raw else own
-
-
-def as_old(new: Vectors, old: Vectors, metric: Metric) -> Vectors:
-    """The first elements of new vectors, renormalised where directions are compared."""
-    first = new[:, : old.shape[1]]
-    unit_space = np.allclose(np.linalg.norm(old, axis=1), 1, atol=1e-3)
-    return unit(first).astype(np.float32) if metric == "cosine" or unit_space else first
 
 
 def serve(row: Row, old: Vectors, side: Vectors | None, *, int8: bool) -> Upgraded:

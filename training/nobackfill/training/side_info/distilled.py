@@ -13,10 +13,22 @@ from torch import Tensor, nn
 from nobackfill.training.config import SideEncoderConfig
 from nobackfill.training.data.augment import Augment
 from nobackfill.training.loop.objective import Batch, Objective, Terms
-from nobackfill.training.networks.embedder import build_encoder, to_pixels
+from nobackfill.training.networks.embedder import ImageEncoder, build_encoder, to_pixels
 
 # Share of the teacher that a step keeps. The paper's .996 is for a million steps.
 MOMENTUM = 0.99
+
+
+class Projected(nn.Module):
+    """psi under its projection: what is imitated."""
+
+    def __init__(self, encoder: ImageEncoder, projection: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.projection = encoder, projection
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        output: Tensor = self.projection(self.encoder.encode(pixels))
+        return output
 
 
 class DistilledObjective(Objective):
@@ -28,36 +40,33 @@ class DistilledObjective(Objective):
     def __init__(self, config: SideEncoderConfig) -> None:
         super().__init__()
         dim, out = config.side_info_dim, config.projection_dim
-        self.encoder = build_encoder(config)
-        self.projection = _two_layers(dim, 4 * dim, out)
+        self.student = Projected(build_encoder(config), _two_layers(dim, 4 * dim, out))
         self.predictor = _two_layers(out, 4 * dim, out)
-        student = nn.ModuleDict({"encoder": self.encoder, "projection": self.projection})
-        self.teacher = copy.deepcopy(student).requires_grad_(False)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.augment = Augment(config.augmentation)
 
     def forward(self, batch: Batch) -> Terms:
         pixels = to_pixels(batch["images"])
         views = torch.cat((self.augment(pixels), self.augment(pixels)))
-        predicted = self.predictor(self.projection(self.encoder.encode(views)))
+        predicted = self.predictor(self.student(views))
         with torch.no_grad():
             if self.training:
                 self._follow()
-            target = self.teacher["projection"](self.teacher["encoder"].encode(views))
+            target = self.teacher(views)
         # Each view predicts the other.
         return {"distillation": regression(predicted, target.roll(len(pixels), 0))}
 
     def _follow(self) -> None:
         """Move the teacher towards the student, as it was after the last step."""
-        for name, part in (("encoder", self.encoder), ("projection", self.projection)):
-            followed = zip(self.teacher[name].parameters(), part.parameters(), strict=True)
-            for teacher, student in followed:
-                teacher.lerp_(student.detach(), 1 - MOMENTUM)
+        followed = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
+        for teacher, student in followed:
+            teacher.lerp_(student.detach(), 1 - MOMENTUM)
 
     def trained(self) -> nn.ModuleDict:
         return nn.ModuleDict(
             {
-                "encoder": self.encoder,
-                "projection": self.projection,
+                "encoder": self.student.encoder,
+                "projection": self.student.projection,
                 "predictor": self.predictor,
                 "teacher": self.teacher,
             }
