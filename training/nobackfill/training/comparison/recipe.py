@@ -128,7 +128,8 @@ class Place:
 
 def _side_values(preset: Preset, kind: str) -> Values:
     """How a psi is trained: an alternate old model as the old one was (FCT section 5.1), so that
-    nothing but its randomness, and mixup, is new; an autoencoder by its own rates (D.4.2).
+    nothing but its randomness, and mixup, is new; an autoencoder (D.4.2) and VICReg by their own
+    rates.
     """
     if kind in ("alternate", "mixup"):
         as_old = {key: value for key, value in preset.embedder.items() if key != "embedding_dim"}
@@ -136,6 +137,9 @@ def _side_values(preset: Preset, kind: str) -> Values:
     if kind == "autoencoder":
         views = {"augmentation": preset.embedder["augmentation"]}
         return {**preset.side_encoder, **views, **preset.autoencoder}
+    if kind == "vicreg":
+        # Its terms weigh 25: by the rate of SimCLR's the first steps diverge.
+        return {**preset.side_encoder, "optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0}
     return preset.side_encoder
 
 
