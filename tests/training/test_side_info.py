@@ -122,7 +122,7 @@ def test_a_teacher_follows_its_student_and_gets_no_gradient(tmp_path: Path) -> N
     )
     before = teacher.clone()
     with torch.no_grad():
-        student += 1
+        student.add_(1)
     objective({"images": tiny.rows()["images"]})["distillation"].backward()
     assert torch.allclose(teacher - before, torch.full_like(before, 1 - MOMENTUM), atol=1e-6)
     assert all(p.grad is None for p in objective.teacher.parameters())
