@@ -43,6 +43,7 @@ BASE = {
     "digests": {"errors", "vectors"},
     "extras": {"errors"},
     "faces": set[str](),
+    "shares": {"errors"},
     "durable": {"errors", "faults", "sqlite_errors"},
 }
 # Rooms that each may import, beside the base.

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from nobackfill.errors import BusyError, InvalidInputError, PreconditionError, UnavailableError
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.canary.choice import digest, in_share
 from nobackfill.server.cli import operations  # noqa: F401 - puts its commands into app
 from nobackfill.server.cli.app import app
 from nobackfill.server.gateway import Gateway
+from nobackfill.shares import digest, in_share
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.v1 import search_pb2
 from nobackfill.wire import Answer, Hit

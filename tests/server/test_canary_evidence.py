@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nobackfill.server.canary.answers import overlap, rank_correlation
-from nobackfill.server.canary.choice import digest, in_share
 from nobackfill.server.canary.evidence import Evidence
 from nobackfill.server.canary.sessions import Kind, Sessions
+from nobackfill.shares import digest, in_share
 
 RUNS, ALPHA = 300, 0.05
 # A rate of false alarms of ALPHA shows more than this once in a thousand times RUNS runs.

@@ -1,5 +1,6 @@
 """Making a gallery: whom to trust, the newest release's models, an empty SQLite file."""
 
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ def init(
         verified(Root, root, None, "the given root metadata")
         trust = Trust(models, fetcher, base_url, root)
         trust.refresh()
-        newest = trust.newest()
+        cohort = secrets.token_hex(16)
+        newest = trust.newest(cohort)
         if newest is None:
             raise NotFoundError(f"{source}: no release is published there yet")
         manifest = trust.manifest(newest)
@@ -56,6 +58,7 @@ def init(
                 {
                     "source": source,
                     "root": root.decode(),
+                    "cohort": cohort,
                     "floor": trust.floor().model_dump(),
                     "installed": {str(newest): installation.digest_of(trust, newest)},
                 }

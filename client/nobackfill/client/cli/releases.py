@@ -39,6 +39,9 @@ def sync(
     retry: Annotated[
         bool, typer.Option("--retry", help="Also follow releases that were held back here.")
     ] = False,
+    now: Annotated[
+        bool, typer.Option("--now", help="Also a release that is not for this device yet.")
+    ] = False,
     source: Annotated[
         str | None,
         typer.Option(
@@ -55,7 +58,7 @@ def sync(
     from nobackfill.client.sync.sync import sync as follow
 
     output = Output(json)
-    wishes = Wishes(dry_run, backfill, keep_original, int8, retry, source)
+    wishes = Wishes(dry_run, backfill, keep_original, int8, retry, source, now)
     with Device(context.obj) as device:
         report = follow(device, wishes, output)
     ballast.keep(context.obj)

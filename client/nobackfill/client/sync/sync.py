@@ -5,6 +5,7 @@ next sync goes on from there. The space that was left is kept, so that `rollback
 until a later sync finds nothing more to do (or `gc` is asked to): that confirms the release.
 """
 
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +37,8 @@ class Wishes:
     """Options of one sync.
 
     `int8`: take quantised upgrades where they are published, as their measured loss is within the
-    release's tolerance. `keep_original`, `source` None: as they were.
+    release's tolerance. `keep_original`, `source` None: as they were. `now`: also follow a release
+    that is for a share of the devices, this one not among them.
     """
 
     dry_run: bool = False
@@ -45,6 +47,7 @@ class Wishes:
     int8: bool = True
     retry: bool = False
     source: str | None = None
+    now: bool = False
 
 
 @dataclass
@@ -110,6 +113,8 @@ class _Sync:
         self._trust = trust
         self._wishes = wishes
         self._output = output
+        # Galleries made by earlier versions have none.
+        self._cohort: str = device.state("cohort") or secrets.token_hex(16)
         # What the plans are made for.
         self._spaces = device.store.spaces()
         active = device.store.active().spec.release
@@ -169,7 +174,10 @@ class _Sync:
 
     def _remember(self) -> None:
         """Keep the versions seen, and the wishes that last."""
-        state: dict[str, Any] = {"floor": self._trust.floor().model_dump()}
+        state: dict[str, Any] = {
+            "floor": self._trust.floor().model_dump(),
+            "cohort": self._cohort,
+        }
         if self._wishes.source is not None:
             state["source"] = normalised(self._wishes.source)
         if self._wishes.keep_original is not None:
@@ -184,6 +192,13 @@ class _Sync:
         held = {} if self._wishes.retry else self._device.state("held_back", {})
         for release in sorted(releases, reverse=True):
             if release <= active or releases[release] is not None:
+                continue
+            if not self._wishes.now and not self._trust.belongs(release, self._cohort):
+                share = self._trust.share(release)
+                self._report.notes.append(
+                    f"release {release} is for {100 * share:g} % of the devices so far, this one "
+                    "not among them; `sync --now` joins early"
+                )
                 continue
             if str(release) in held:
                 self._fall_behind(f"held back here: {held[str(release)]}")

@@ -16,6 +16,7 @@ from nobackfill.release.publishing.inspection import list_releases
 from nobackfill.release.publishing.inspection import verify as verify_publication
 from nobackfill.release.publishing.keys import ROLES, Keys, Role
 from nobackfill.release.trust.trust import fingerprint
+from nobackfill.shares import percent
 from nobackfill.terminal import visible
 from nobackfill.version_option import Version
 
@@ -131,6 +132,27 @@ def rotate(
 
 
 @app.command()
+def rollout(
+    release: Annotated[int, typer.Argument(help="Number of the release.")],
+    share: Annotated[str, typer.Option(help="Share of the devices in percent: 10%.")],
+    model_repo: Repo = DEFAULT_REPO,
+    targets_key: TargetsKey = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Let a release go to a share of the devices, which only grows; withdraw takes it back.
+
+    A device belongs to a share by a hash of an id that it made itself and that never leaves it.
+    """
+    part = percent(share)
+    found = _keys(model_repo, None, targets_key)
+    news = publish.roll_out(model_repo, release, part, found, dry_run)
+    answer = {"release": release, "share": part, "news": news, "written": news and not dry_run}
+    will = "would be" if dry_run and news else "is"
+    _answer(as_json, answer, [f"release {release} {will} for {100 * part:g} % of the devices"])
+
+
+@app.command()
 def withdraw(
     release: Annotated[int, typer.Argument(help="Number of the release.")],
     reason: Annotated[str, typer.Option(help="Why; devices show it.")],
@@ -186,6 +208,7 @@ def list_command(model_repo: Repo = DEFAULT_REPO, as_json: Json = False) -> None
         if e.unfit is not None
         else f"{e.release:4d}  {e.created[:10]}  {e.method:12s} gate {e.gate:18s} "
         f"{e.size / 1e6:8.1f} MB  upgrades from {', '.join(map(str, e.upgrades_from)) or '-'}"
+        + (f"  for {100 * e.share:g} % of the devices" if e.share < 1 else "")
         + (f"  WITHDRAWN: {e.withdrawn}" if e.withdrawn is not None else "")
         for e in entries
     ]

@@ -9,7 +9,13 @@ from nobackfill.errors import UnfitError, VerificationError
 from nobackfill.release.paths import release_of_manifest
 from nobackfill.release.publishing.draft import read_manifest
 from nobackfill.release.publishing.keys import Role
-from nobackfill.release.publishing.metadata import Ledger, leftovers, require_ledger, withdrawn
+from nobackfill.release.publishing.metadata import (
+    Ledger,
+    leftovers,
+    require_ledger,
+    share_of,
+    withdrawn,
+)
 from nobackfill.release.publishing.renew import expiries
 from nobackfill.release.trial import try_release
 from nobackfill.release.trust.trust import TrustedFolder
@@ -29,6 +35,8 @@ class Entry:
     upgrades_from: tuple[int, ...] = ()
     space: str = ""
     unfit: str | None = None
+    # Of the devices, that it is for.
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,13 @@ def _entry(repo: Path, ledger: Ledger, path: str) -> Entry | None:
     try:
         manifest = read_manifest(repo, target, number)
     except UnfitError as error:
-        return Entry(number, withdrawn=withdrawn(target), size=target.length, unfit=str(error))
+        return Entry(
+            number,
+            withdrawn=withdrawn(target),
+            size=target.length,
+            unfit=str(error),
+            share=share_of(target),
+        )
     own = {file.path: file.length for file in manifest.files()}
     encoder = manifest.side_encoder
     if encoder is not None and encoder.origin_release != number:
@@ -91,4 +105,5 @@ def _entry(repo: Path, ledger: Ledger, path: str) -> Entry | None:
         upgrades_from=tuple(upgrade.from_release for upgrade in manifest.upgrades),
         space=manifest.space,
         size=sum(own.values()) + target.length,
+        share=share_of(target),
     )

@@ -153,6 +153,15 @@ def withdrawn(target: TargetFile) -> str | None:
     return None if reason is None else str(reason)
 
 
+def share_of(target: TargetFile) -> float:
+    """The share of devices that a manifest's release is for, 0 to 1; 1 where none is signed."""
+    custom = target.custom
+    share = custom.get("share", 1.0) if isinstance(custom, dict) else 1.0
+    # What is no share is for nobody: a publisher meant to hold it back.
+    good = isinstance(share, float | int) and not isinstance(share, bool) and 0 < share <= 1
+    return float(share) if good else 0.0
+
+
 def leftovers(repo: Path, ledger: Ledger | None) -> list[Path]:
     """What a killed publish left behind: names of ours that no committed metadata knows.
 

@@ -14,7 +14,13 @@ from securesystemslib.signer import Signer
 from tuf.api.metadata import Root, TargetFile
 
 from nobackfill import durable
-from nobackfill.errors import AlreadyExistsError, CannotWriteError, NotFoundError, PreconditionError
+from nobackfill.errors import (
+    AlreadyExistsError,
+    CannotWriteError,
+    InvalidInputError,
+    NotFoundError,
+    PreconditionError,
+)
 from nobackfill.release.manifest import PublishedFile
 from nobackfill.release.models import read_verified
 from nobackfill.release.paths import manifest_path, release_of_manifest
@@ -28,13 +34,14 @@ from nobackfill.release.publishing.metadata import (
     read_ledger,
     read_root,
     require_ledger,
+    share_of,
     verified,
     withdrawn,
 )
 from nobackfill.release.publishing.staging import lock_path, staging, tidy
 from nobackfill.release.triton_config import configs
 
-__all__ = ["Draft", "Published", "publish", "withdraw"]
+__all__ = ["Draft", "Published", "publish", "roll_out", "withdraw"]
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,11 @@ class Published:
     written: bool
 
 
-def publish(repo: Path, draft: Draft, keys: Keys | None = None, dry_run: bool = False) -> Published:
+def publish(
+    repo: Path, draft: Draft, keys: Keys | None = None, dry_run: bool = False, share: float = 1.0
+) -> Published:
     """Check, sign and publish a release into `repo` (made if missing); keys None: those beside it.
+    `share`: of the devices that it is for at first, above 0 and at most 1.
 
     Checks digests, spaces, predecessors, the gate's verdict, every ONNX file and the golden probes.
     Raises AlreadyExistsError (releases are immutable, numbers only grow), GateFailedError,
@@ -73,6 +83,9 @@ def publish(repo: Path, draft: Draft, keys: Keys | None = None, dry_run: bool = 
         targets = dict(ledger.targets.targets) if ledger else {}
         for path, data in files.items():
             targets[path] = TargetFile.from_data(path, data, ["sha256"])
+        if share < 1:
+            path = manifest_path(report.release)
+            targets[path] = _for_share(targets[path], path, share)
         _put(repo, files)
         put_metadata(repo, next_metadata(ledger, targets, signers))
         return report
@@ -105,6 +118,58 @@ def withdraw(
         targets = {**ledger.targets.targets, path: TargetFile.from_dict(marked, path)}
         put_metadata(repo, next_metadata(ledger, targets, signers))
         return True
+
+
+def roll_out(
+    repo: Path, release: int, share: float, keys: Keys | None = None, dry_run: bool = False
+) -> bool:
+    """Let a release go to a share of the devices, above 0 and at most 1, by new metadata that says
+    so. True if it was news.
+
+    Shares only grow; one that was published without a share may be given one, and devices that
+    followed it before stay. Raises InvalidInputError, NotFoundError, PreconditionError for a share
+    that is smaller and for a release that was withdrawn, BusyError, ConfigurationError (a key is
+    missing), CannotWriteError.
+    """
+    keys = keys or Keys.beside(repo)
+    if not 0 < share <= 1:
+        raise InvalidInputError(f"share: expected above 0 and at most 1, got {share:g}")
+    ledger = require_ledger(repo)
+    news = _grows(ledger, release, share)
+    if dry_run:
+        signers_of(keys, ledger.root)
+        return news
+    with locked(repo):
+        clean(repo)
+        ledger = require_ledger(repo)
+        if not _grows(ledger, release, share):
+            return False
+        path = manifest_path(release)
+        signers = signers_of(keys, ledger.root)
+        marked = _for_share(ledger.targets.targets[path], path, share)
+        put_metadata(repo, next_metadata(ledger, {**ledger.targets.targets, path: marked}, signers))
+        return True
+
+
+def _for_share(target: TargetFile, path: str, share: float) -> TargetFile:
+    return TargetFile.from_dict({**target.to_dict(), "custom": {"share": share}}, path)
+
+
+def _grows(ledger: Ledger, release: int, share: float) -> bool:
+    """Whether this is another share than the release has."""
+    target = ledger.targets.targets.get(manifest_path(release))
+    if target is None:
+        raise NotFoundError(f"release {release} is not published here")
+    reason = withdrawn(target)
+    if reason is not None:
+        raise PreconditionError(f"release {release} was withdrawn ({reason}); publish another")
+    now = share_of(target)
+    if target.custom is not None and share < now:
+        raise PreconditionError(
+            f"release {release} is for {now:.3g} of the devices, and shares only grow, got "
+            f"{share:.3g}; `publication withdraw {release}` takes it back"
+        )
+    return target.custom is None or share != now
 
 
 def _is_news(ledger: Ledger, path: str, reason: str) -> bool:

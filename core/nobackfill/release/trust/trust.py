@@ -18,7 +18,7 @@ from nobackfill.errors import NotFoundError, UnfitError, VerificationError
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.parsing import parse_manifest
 from nobackfill.release.paths import is_plain, manifest_path, release_of_manifest
-from nobackfill.release.publishing.metadata import verified, withdrawn
+from nobackfill.release.publishing.metadata import share_of, verified, withdrawn
 from nobackfill.release.routes import twin_of
 from nobackfill.release.triton_config import configs
 from nobackfill.release.trust.download import download
@@ -26,6 +26,7 @@ from nobackfill.release.trust.fetchers import Fetcher, FolderFetcher
 from nobackfill.release.trust.minimum_versions import Floor
 from nobackfill.release.trust.refresh import Paced, fetch_metadata, translated
 from nobackfill.release.trust.state import State
+from nobackfill.shares import digest, in_share
 
 _ROOT_BYTES = 512_000
 _LOCK_SECONDS = 60.0
@@ -132,18 +133,28 @@ class Trust:
         numbers = {release_of_manifest(path): path for path in targets}
         return {n: withdrawn(targets[path]) for n, path in sorted(_known(numbers).items())}
 
-    def newest(self) -> int | None:
-        """The newest release that is neither withdrawn nor unfit, None where nothing is published.
+    def belongs(self, release: int, device: str) -> bool:
+        """Whether a release is for the device that made itself this id, by its signed share."""
+        return in_share(digest(release, device), self.share(release))
+
+    def share(self, release: int) -> float:
+        """The share of devices that a release is for, 0 to 1."""
+        return share_of(self.target(manifest_path(release)))
+
+    def newest(self, device: str | None = None) -> int | None:
+        """The newest release that is neither withdrawn nor unfit, None where nothing is published;
+        where `device` belongs to the share of one, the newest of those.
 
         Raises UnfitError if all are unfit; else like `manifest`.
         """
         unfit: UnfitError | None = None
-        for release, reason in sorted(self.releases().items(), reverse=True):
-            if reason is None:
-                try:
-                    return self.manifest(release).release
-                except UnfitError as error:
-                    unfit = unfit or error
+        good = [n for n, reason in self.releases().items() if reason is None]
+        first = [n for n in good if device is None or self.belongs(n, device)]
+        for release in sorted(first, reverse=True) + sorted(set(good) - set(first), reverse=True):
+            try:
+                return self.manifest(release).release
+            except UnfitError as error:
+                unfit = unfit or error
         if unfit is not None:
             raise unfit
         return None

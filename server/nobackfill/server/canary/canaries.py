@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nobackfill.errors import NobackfillError
-from nobackfill.server.canary.choice import digest, in_share
 from nobackfill.server.canary.comparison import NOTHING, CanaryState, Comparison, Report
 from nobackfill.server.canary.mirror import Mirror
 from nobackfill.server.canary.sessions import Kind
@@ -14,6 +13,7 @@ from nobackfill.server.galleries.plan import Part, Plan
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import Canary, GatewayState
+from nobackfill.shares import digest, in_share
 
 
 class Canaries:

@@ -4,6 +4,8 @@ import re
 
 import typer
 
+from nobackfill.errors import InvalidInputError
+from nobackfill.shares import percent
 from nobackfill.v1 import release_pb2 as pb
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -72,16 +74,10 @@ def _pair(pair: pb.CanaryPair) -> str:
 
 
 def _share(text: str, option: str) -> float:
-    """Percent, with or without its sign, as a share."""
     try:
-        share = float(text.strip().removesuffix("%")) / 100
-    except ValueError:
-        share = -1.0
-    if not 0 < share <= 1:
-        raise typer.BadParameter(
-            f"{option}: expected above 0 and at most 100 percent, got {text!r}"
-        )
-    return share
+        return percent(text)
+    except InvalidInputError as error:
+        raise typer.BadParameter(f"{option}: {error}") from error
 
 
 def _seconds(text: str) -> float:

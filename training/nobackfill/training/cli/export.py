@@ -16,6 +16,7 @@ from nobackfill.release.publishing.keys import Keys
 from nobackfill.release.publishing.publish import Published, check_keys, publish
 from nobackfill.release.publishing.staging import drafting
 from nobackfill.release.trust.publication import Publication, read_publication
+from nobackfill.shares import percent
 from nobackfill.training.cli.command import command_app
 from nobackfill.training.cli.table import gate_table
 from nobackfill.training.data.overlap import unseen
@@ -100,6 +101,7 @@ def main(
     int8_loss: Annotated[
         float, typer.Option(min=0, help="mAP points an int8 twin may lose to be published")
     ] = 0.3,
+    share: Annotated[str, typer.Option(help="percent of the devices it is for at first")] = "100%",
     force: Annotated[bool, typer.Option("--force", help="publish past a failed gate")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="do all but write to DIR")] = False,
     targets_key: Annotated[
@@ -124,7 +126,7 @@ def main(
         _add_runs(draft, embedder, side_encoder, tuple(upgrade or ()), keep_side_encoder)
         manifest, evidence = _measured(draft, published, listing, split_seed, int8_loss)
         manifest = _judged(manifest, evidence, learnt, force=force, first=first)
-        done = publish(model_repo, draft.finished(manifest), keys, dry_run)
+        done = publish(model_repo, draft.finished(manifest), keys, dry_run, percent(share))
     _report(manifest, evidence, done, as_json)
 
 
