@@ -1,15 +1,25 @@
 """A release goes to a share of the devices first: signed, growing, chosen on the device."""
 
 import math
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
+from prometheus_client.core import Metric
 
 from nobackfill.client.device import Device
+from nobackfill.client.sync.report import report
 from nobackfill.client.sync.sync import Wishes
-from nobackfill.errors import InvalidInputError, NotFoundError, PreconditionError
+from nobackfill.errors import (
+    ConfigurationError,
+    InvalidInputError,
+    NotFoundError,
+    PreconditionError,
+)
 from nobackfill.release.publishing.inspection import list_releases
 from nobackfill.release.publishing.publish import roll_out, withdraw
 from nobackfill.shares import digest, in_share
+from tests.server.support import running
 from tests.support import edge
 from tests.support.edge import Setting
 
@@ -80,3 +90,31 @@ def test_a_device_makes_an_id_of_its_own(setting: Setting) -> None:
             found.add(device.state("cohort"))
     assert len(found) == 2
     assert all(len(name) == 32 for name in found)
+
+
+def test_a_report_is_five_numbers_and_sent_on_request_only(
+    setting: Setting, world: edge.World, tmp_path: Path
+) -> None:
+    with Device(setting.gallery) as device, pytest.raises(NotFoundError, match="nothing to report"):
+        report(device, None)
+    world.publish(setting.repo, 2)
+    edge.follow(setting.gallery)
+    with running(setting.repo, tmp_path / "data") as gateway, Device(setting.gallery) as device:
+        assert set(report(device, None)) == {
+            "release", "probes_passed", "seconds", "neighbours_kept", "failure",
+        }  # fmt: skip
+        assert not _reported(gateway.metrics.registry.collect())
+        sent = report(device, f"grpc://{gateway.address}")
+        assert (sent["release"], sent["failure"], sent["neighbours_kept"]) == (2, "none", 1.0)
+        assert _reported(gateway.metrics.registry.collect()) == {("2", "none"): 1.0}
+        with pytest.raises(ConfigurationError):
+            report(device, "127.0.0.1:1")
+
+
+def _reported(families: Iterable[Metric]) -> dict[tuple[str, str], float]:
+    return {
+        (sample.labels["release"], sample.labels["failure"]): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "nobackfill_device_syncs_total"
+    }

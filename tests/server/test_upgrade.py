@@ -8,6 +8,7 @@ import pytest
 
 from nobackfill.errors import InvalidInputError, PreconditionError
 from nobackfill.gallery import staging
+from nobackfill.gallery.neighbours import neighbours_kept
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import Change
@@ -18,7 +19,6 @@ from nobackfill.server.embedding.embedding import LARGEST_BATCH
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.gateway import Gateway
 from nobackfill.server.upgrades import cost
-from nobackfill.server.upgrades.neighbours import neighbours_kept
 from nobackfill.server.upgrades.throttle import Throttle
 from nobackfill.v1 import release_pb2, upgrade_pb2
 from nobackfill.vectors import Vectors
@@ -218,15 +218,15 @@ def test_probes_of_neighbours_are_drawn_from_the_whole_gallery(tmp_path: Path) -
     before = rng.standard_normal((count, dim)).astype(np.float32)
     after = np.concatenate([before[:2000], rng.permutation(before[2000:])])
     with SqliteGallery.create(tmp_path / "g.sqlite", old) as store:
-        assert neighbours_kept(store, old, old) is None
+        assert neighbours_kept(store.sample, old, old) is None
         staging.begin(store, new)
         names = [f"i{i}" for i in range(count)]
         store.put(names, [NewVectors("sp-old", before), NewVectors("sp-new", after)])
         store.delete(names[::3])
-        figures = {neighbours_kept(store, old, new) for _ in range(3)}
+        figures = {neighbours_kept(store.sample, old, new) for _ in range(3)}
         assert all(figure is not None and 0.01 < figure < 0.3 for figure in figures)
         assert len(figures) > 1
-        assert neighbours_kept(store, old, old) == 1
+        assert neighbours_kept(store.sample, old, old) == 1
 
 
 def test_only_the_active_release_is_upgraded_to(ready: Client) -> None:

@@ -101,6 +101,10 @@ class Releases(Connection):
             if report.phase == pb.PHASE_FAILED:
                 raise PreconditionError(f"release {number} is not activated: {report.message}")
 
+    def report_sync(self, report: pb.ReportSyncRequest) -> None:
+        """How a device's last sync went. Raises InvalidInputError."""
+        self._again(lambda t: self._releases.ReportSync(report, timeout=t))
+
     def rollback(self, *, confirm: bool = False, to: int = 0) -> pb.RollbackReleaseResponse:
         """Return to the release before, or only count and list what would not be found there.
 

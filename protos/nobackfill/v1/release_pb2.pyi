@@ -48,6 +48,13 @@ class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PHASE_DONE: _ClassVar[Phase]
     PHASE_FAILED: _ClassVar[Phase]
     PHASE_CANARY: _ClassVar[Phase]
+
+class SyncFailure(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SYNC_FAILURE_UNSPECIFIED: _ClassVar[SyncFailure]
+    SYNC_FAILURE_NO_ROUTE: _ClassVar[SyncFailure]
+    SYNC_FAILURE_REFUSED: _ClassVar[SyncFailure]
+    SYNC_FAILURE_LEFT_BEHIND: _ClassVar[SyncFailure]
 RELEASE_STATE_UNSPECIFIED: ReleaseState
 RELEASE_STATE_PUBLISHED: ReleaseState
 RELEASE_STATE_ACTIVATING: ReleaseState
@@ -74,6 +81,10 @@ PHASE_SWITCHING: Phase
 PHASE_DONE: Phase
 PHASE_FAILED: Phase
 PHASE_CANARY: Phase
+SYNC_FAILURE_UNSPECIFIED: SyncFailure
+SYNC_FAILURE_NO_ROUTE: SyncFailure
+SYNC_FAILURE_REFUSED: SyncFailure
+SYNC_FAILURE_LEFT_BEHIND: SyncFailure
 
 class Release(_message.Message):
     __slots__ = ("number", "space", "side_space", "dim", "side_dim", "metric", "state", "reason", "searches_directly", "upgrades_from", "manifest", "ends_at")
@@ -295,3 +306,21 @@ class RetireReleaseResponse(_message.Message):
     RETIRED_FIELD_NUMBER: _ClassVar[int]
     retired: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, retired: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReportSyncRequest(_message.Message):
+    __slots__ = ("release", "probes_passed", "seconds", "neighbours_kept", "failure")
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    PROBES_PASSED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NEIGHBOURS_KEPT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    release: int
+    probes_passed: bool
+    seconds: float
+    neighbours_kept: float
+    failure: SyncFailure
+    def __init__(self, release: _Optional[int] = ..., probes_passed: _Optional[bool] = ..., seconds: _Optional[float] = ..., neighbours_kept: _Optional[float] = ..., failure: _Optional[_Union[SyncFailure, str]] = ...) -> None: ...
+
+class ReportSyncResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -70,6 +70,11 @@ class ReleaseServiceStub:
                 request_serializer=nobackfill_dot_v1_dot_release__pb2.RollbackReleaseRequest.SerializeToString,
                 response_deserializer=nobackfill_dot_v1_dot_release__pb2.RollbackReleaseResponse.FromString,
                 _registered_method=True)
+        self.ReportSync = channel.unary_unary(
+                '/nobackfill.v1.ReleaseService/ReportSync',
+                request_serializer=nobackfill_dot_v1_dot_release__pb2.ReportSyncRequest.SerializeToString,
+                response_deserializer=nobackfill_dot_v1_dot_release__pb2.ReportSyncResponse.FromString,
+                _registered_method=True)
         self.RetireRelease = channel.unary_unary(
                 '/nobackfill.v1.ReleaseService/RetireRelease',
                 request_serializer=nobackfill_dot_v1_dot_release__pb2.RetireReleaseRequest.SerializeToString,
@@ -136,6 +141,14 @@ class ReleaseServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportSync(self, request, context):
+        """How the last sync of a device went, in five numbers: no id of it, and nothing of its gallery.
+        Only counted. Errors: INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RetireRelease(self, request, context):
         """Drops the spaces and models of every release older than the active one. No rollback after it.
         """
@@ -180,6 +193,11 @@ def add_ReleaseServiceServicer_to_server(servicer, server):
                     servicer.RollbackRelease,
                     request_deserializer=nobackfill_dot_v1_dot_release__pb2.RollbackReleaseRequest.FromString,
                     response_serializer=nobackfill_dot_v1_dot_release__pb2.RollbackReleaseResponse.SerializeToString,
+            ),
+            'ReportSync': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportSync,
+                    request_deserializer=nobackfill_dot_v1_dot_release__pb2.ReportSyncRequest.FromString,
+                    response_serializer=nobackfill_dot_v1_dot_release__pb2.ReportSyncResponse.SerializeToString,
             ),
             'RetireRelease': grpc.unary_unary_rpc_method_handler(
                     servicer.RetireRelease,
@@ -377,6 +395,33 @@ class ReleaseService:
             '/nobackfill.v1.ReleaseService/RollbackRelease',
             nobackfill_dot_v1_dot_release__pb2.RollbackReleaseRequest.SerializeToString,
             nobackfill_dot_v1_dot_release__pb2.RollbackReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportSync(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nobackfill.v1.ReleaseService/ReportSync',
+            nobackfill_dot_v1_dot_release__pb2.ReportSyncRequest.SerializeToString,
+            nobackfill_dot_v1_dot_release__pb2.ReportSyncResponse.FromString,
             options,
             channel_credentials,
             insecure,

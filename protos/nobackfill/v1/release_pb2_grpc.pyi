@@ -57,6 +57,10 @@ class ReleaseServiceStub:
     listed first; nothing is changed unless confirm is set. Errors: FAILED_PRECONDITION (no release
     to return to, or another than to_release), ABORTED (another rollback or retirement is under way).
     """
+    ReportSync: _grpc.UnaryUnaryMultiCallable[_release_pb2.ReportSyncRequest, _release_pb2.ReportSyncResponse]
+    """How the last sync of a device went, in five numbers: no id of it, and nothing of its gallery.
+    Only counted. Errors: INVALID_ARGUMENT.
+    """
     RetireRelease: _grpc.UnaryUnaryMultiCallable[_release_pb2.RetireReleaseRequest, _release_pb2.RetireReleaseResponse]
     """Drops the spaces and models of every release older than the active one. No rollback after it."""
 
@@ -88,6 +92,10 @@ class ReleaseServiceAsyncStub(ReleaseServiceStub):
     """Returns to the release that served before. What exists in the newer space only is counted and
     listed first; nothing is changed unless confirm is set. Errors: FAILED_PRECONDITION (no release
     to return to, or another than to_release), ABORTED (another rollback or retirement is under way).
+    """
+    ReportSync: _aio.UnaryUnaryMultiCallable[_release_pb2.ReportSyncRequest, _release_pb2.ReportSyncResponse]  # type: ignore[assignment]
+    """How the last sync of a device went, in five numbers: no id of it, and nothing of its gallery.
+    Only counted. Errors: INVALID_ARGUMENT.
     """
     RetireRelease: _aio.UnaryUnaryMultiCallable[_release_pb2.RetireReleaseRequest, _release_pb2.RetireReleaseResponse]  # type: ignore[assignment]
     """Drops the spaces and models of every release older than the active one. No rollback after it."""
@@ -159,6 +167,16 @@ class ReleaseServiceServicer(metaclass=_abc_1.ABCMeta):
         """Returns to the release that served before. What exists in the newer space only is counted and
         listed first; nothing is changed unless confirm is set. Errors: FAILED_PRECONDITION (no release
         to return to, or another than to_release), ABORTED (another rollback or retirement is under way).
+        """
+
+    @_abc_1.abstractmethod
+    def ReportSync(
+        self,
+        request: _release_pb2.ReportSyncRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_release_pb2.ReportSyncResponse, _abc.Awaitable[_release_pb2.ReportSyncResponse]]:
+        """How the last sync of a device went, in five numbers: no id of it, and nothing of its gallery.
+        Only counted. Errors: INVALID_ARGUMENT.
         """
 
     @_abc_1.abstractmethod

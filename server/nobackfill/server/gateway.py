@@ -218,7 +218,7 @@ class Gateway:
         gallery = GalleryService(self.galleries, self.putting, self.lifecycle, self.state)
         release = ReleaseService(
             self.catalog, self.state, self.activations, self.promotion, self.rollbacks,
-            self.canaries, self._stopping,
+            self.canaries, self.metrics, self._stopping,
         )  # fmt: skip
         upgrade = UpgradeService(self.lifecycle, self.galleries, self.searching, self._stopping)
         search_pb2_grpc.add_SearchServiceServicer_to_server(self.search, server)

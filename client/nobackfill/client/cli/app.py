@@ -57,7 +57,7 @@ def common(
 
 for command in (
     galleries.init, galleries.add, galleries.search, releases.sync, galleries.status,
-    releases.rollback, galleries.remove, releases.push, releases.pull,
+    releases.report, releases.rollback, galleries.remove, releases.push, releases.pull,
     galleries.gc, galleries.verify, repair.rescue, pages.browse,
 ):  # fmt: skip
     app.command()(command)

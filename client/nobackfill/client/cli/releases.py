@@ -67,6 +67,25 @@ def sync(
     output.result(report.as_json(), sentence(report))
 
 
+def report(
+    context: typer.Context,
+    to: Annotated[
+        str | None,
+        typer.Option(help="The gateway to send it to, grpc(s)://HOST:PORT; without: only show it."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Tell a gateway how the last sync went: five numbers, no vector, no id. Never by itself."""
+    from nobackfill.client.device import Device
+    from nobackfill.client.sync.report import report as send
+
+    with Device(context.obj) as device:
+        found = send(device, to)
+    sent = "not sent" if to is None else f"sent to {to}"
+    told = ", ".join(f"{key} {value}" for key, value in found.items())
+    Output(json).result({**found, "sent": to is not None}, f"{told}; {sent}")
+
+
 def rollback(context: typer.Context, json: Json = False) -> None:
     """Return to the release before: kept until a sync finds nothing new, or gc is run."""
     from nobackfill.client.device import Device

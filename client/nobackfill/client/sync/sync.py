@@ -19,6 +19,7 @@ from nobackfill.client.output import Output
 from nobackfill.client.photos.backfill import re_embed
 from nobackfill.client.sync import installation
 from nobackfill.client.sync.plan import Plan, embedding_files, estimate_seconds, make_plan
+from nobackfill.client.sync.report import remember
 from nobackfill.client.sync.rollback import confirm, return_to
 from nobackfill.client.sync.sources import normalised, opened
 from nobackfill.client.sync.upgrade import carry
@@ -146,6 +147,7 @@ class _Sync:
                 return self._report
             plan = self._plan(release)
             if plan is None:
+                remember(self._device, release, "no_route")
                 continue
             try:
                 self._report.download_bytes += installation.download(
@@ -234,6 +236,7 @@ class _Sync:
         with self._device.changing(_CHANGE_SECONDS):
             held = self._device.state("held_back", {})
             self._device.store.state_set({"held_back": {**held, str(release): reason}})
+            remember(self._device, release, "refused")
         self._fall_behind(reason)
 
     def _describe(self, plan: Plan, state: str) -> None:
@@ -262,6 +265,7 @@ class _Sync:
         carried = carry(device, plan, self._wishes.backfill, state, self._output)
         self._report.re_embedded += carried.re_embedded
         if carried.left_behind:
+            remember(device, release, "left_behind")
             self._fall_behind(
                 f"release {release}: {carried.left_behind} items have no side-information for its "
                 f"upgrade; `sync --backfill {carried.left_behind}` embeds them from their images"
@@ -270,6 +274,7 @@ class _Sync:
         self._describe(plan, "upgraded")
         self._report.upgrade_seconds = round(time.monotonic() - started, 3)
         self._report.items = device.store.count()
+        remember(device, release, "none", self._report.upgrade_seconds, kept=True)
         confirm(device, but=device.state("return_to"))
         installation.tidy(device)
         return True

@@ -30,6 +30,10 @@ TERM = {
     "timestamp": timedelta(days=30),
 }
 
+# A share is signed as a number of millionths: canonical JSON has no fractions.
+MILLION = 1_000_000
+_SHARE = "share_in_a_million"
+
 _S = TypeVar("_S", Root, Targets, Snapshot, Timestamp)
 
 
@@ -156,10 +160,16 @@ def withdrawn(target: TargetFile) -> str | None:
 def share_of(target: TargetFile) -> float:
     """The share of devices that a manifest's release is for, 0 to 1; 1 where none is signed."""
     custom = target.custom
-    share = custom.get("share", 1.0) if isinstance(custom, dict) else 1.0
+    parts = custom.get(_SHARE, MILLION) if isinstance(custom, dict) else MILLION
     # What is no share is for nobody: a publisher meant to hold it back.
-    good = isinstance(share, float | int) and not isinstance(share, bool) and 0 < share <= 1
-    return float(share) if good else 0.0
+    good = isinstance(parts, int) and not isinstance(parts, bool) and 0 < parts <= MILLION
+    return parts / MILLION if good else 0.0
+
+
+def for_share(target: TargetFile, path: str, share: float) -> TargetFile:
+    """The same manifest, its release for a share of the devices, told to the millionth."""
+    custom = {_SHARE: max(1, round(share * MILLION))}
+    return TargetFile.from_dict({**target.to_dict(), "custom": custom}, path)
 
 
 def leftovers(repo: Path, ledger: Ledger | None) -> list[Path]:

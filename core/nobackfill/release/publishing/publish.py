@@ -28,6 +28,7 @@ from nobackfill.release.publishing.draft import Draft, check_draft
 from nobackfill.release.publishing.keys import ROLES, Keys, Role
 from nobackfill.release.publishing.metadata import (
     Ledger,
+    for_share,
     leftovers,
     new_root,
     next_metadata,
@@ -85,7 +86,7 @@ def publish(
             targets[path] = TargetFile.from_data(path, data, ["sha256"])
         if share < 1:
             path = manifest_path(report.release)
-            targets[path] = _for_share(targets[path], path, share)
+            targets[path] = for_share(targets[path], path, share)
         _put(repo, files)
         put_metadata(repo, next_metadata(ledger, targets, signers))
         return report
@@ -146,13 +147,9 @@ def roll_out(
             return False
         path = manifest_path(release)
         signers = signers_of(keys, ledger.root)
-        marked = _for_share(ledger.targets.targets[path], path, share)
+        marked = for_share(ledger.targets.targets[path], path, share)
         put_metadata(repo, next_metadata(ledger, {**ledger.targets.targets, path: marked}, signers))
         return True
-
-
-def _for_share(target: TargetFile, path: str, share: float) -> TargetFile:
-    return TargetFile.from_dict({**target.to_dict(), "custom": {"share": share}}, path)
 
 
 def _grows(ledger: Ledger, release: int, share: float) -> bool:
@@ -163,7 +160,7 @@ def _grows(ledger: Ledger, release: int, share: float) -> bool:
     reason = withdrawn(target)
     if reason is not None:
         raise PreconditionError(f"release {release} was withdrawn ({reason}); publish another")
-    now = share_of(target)
+    now, share = share_of(target), round(share, 6)
     if target.custom is not None and share < now:
         raise PreconditionError(
             f"release {release} is for {now:.3g} of the devices, and shares only grow, got "

@@ -33,6 +33,7 @@ RULES: Mapping[str, frozenset[Role] | None] = {
     _PACKAGE + "ReleaseService/GetRelease": _ANY,
     _PACKAGE + "ReleaseService/WatchReleases": _ANY,
     _PACKAGE + "ReleaseService/FetchFile": _DEVICE,
+    _PACKAGE + "ReleaseService/ReportSync": _DEVICE,
     _PACKAGE + "ReleaseService/ActivateRelease": _ADMIN,
     _PACKAGE + "ReleaseService/WatchCanary": _ADMIN,
     _PACKAGE + "ReleaseService/RollbackRelease": _ADMIN,

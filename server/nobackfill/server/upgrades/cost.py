@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from nobackfill.gallery.neighbours import neighbours_kept
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.upgrade import CHUNK, Runner
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.initial_index import SMALL
-from nobackfill.server.upgrades.neighbours import LOOKS, neighbours_kept
+from nobackfill.server.upgrades.job import LOOKS
 from nobackfill.server.upgrades.throttle import Throttle
 
 # A graph of so many items is built to measure larger ones.
@@ -45,7 +46,7 @@ def cost(
 ) -> Cost:
     """With the pauses of `throttle`, on a machine as busy as now. Raises CannotWriteError."""
     runner, opening = _timed(open_runner)
-    _, looking = _timed(lambda: neighbours_kept(hosted.store, hosted.spec(), hosted.spec()))
+    _, looking = _timed(lambda: neighbours_kept(hosted.store.sample, hosted.spec(), hosted.spec()))
     found = hosted.store.estimate(runner, target)
     count = hosted.store.count() - found.left_behind
     vectors = 4 * target.dim * count

@@ -4,6 +4,9 @@ import json
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
+# An upgrade's neighbours are looked at so often while it runs, at equal distances.
+LOOKS = 10
+
 
 class JobState(StrEnum):
     RUNNING = "running"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from nobackfill.errors import PreconditionError
+from nobackfill.gallery.neighbours import neighbours_kept
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.upgrade import Outcome, Progress, run_upgrade
 from nobackfill.release.manifest import Manifest
@@ -21,8 +22,7 @@ from nobackfill.server.galleries.indexing import give_way
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import GatewayState
 from nobackfill.server.upgrades.cost import Cost, cost
-from nobackfill.server.upgrades.job import Job, JobState, from_json
-from nobackfill.server.upgrades.neighbours import LOOKS, neighbours_kept
+from nobackfill.server.upgrades.job import LOOKS, Job, JobState, from_json
 from nobackfill.server.upgrades.throttle import Throttle
 from nobackfill.server.upgrades.trials import Trials
 
@@ -233,7 +233,7 @@ class Upgrading:
             self._report_kept(hosted, before.spec, spec)
 
     def _look(self, hosted: Hosted, source: SpaceSpec, target: SpaceSpec) -> float | None:
-        kept = neighbours_kept(hosted.store, source, target)
+        kept = neighbours_kept(hosted.store.sample, source, target)
         self._update(hosted.name, neighbours_kept=kept)
         return kept
 

@@ -11,8 +11,10 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.canaries import Canaries
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.grpc import calls
+from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.services.canary import from_canary, to_canary
 from nobackfill.server.grpc.services.convert import to_end
+from nobackfill.server.grpc.services.device_reports import count_report
 from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.rollout.canary_steps import share_of
 from nobackfill.server.rollout.promotion import Promotion
@@ -48,9 +50,11 @@ class ReleaseService(ReleaseServiceServicer):
 
     def __init__(
         self, catalog: Catalog, state: GatewayState, activations: Activations,
-        promotion: Promotion, rollbacks: Rollbacks, canaries: Canaries, stopping: threading.Event,
+        promotion: Promotion, rollbacks: Rollbacks, canaries: Canaries, metrics: Metrics,
+        stopping: threading.Event,
     ) -> None:  # fmt: skip
         """`stopping`: set when the gateway drains; streams that only watch end then."""
+        self._metrics = metrics
         self._promotion = promotion
         self._canaries = canaries
         self._catalog = catalog
@@ -130,6 +134,12 @@ class ReleaseService(ReleaseServiceServicer):
             if answer.state != pb.CANARY_STATE_RUNNING:
                 return
             self._stopping.wait(_LOOK_S)
+
+    def ReportSync(  # noqa: N802
+        self, request: pb.ReportSyncRequest, context: grpc.ServicerContext
+    ) -> pb.ReportSyncResponse:
+        count_report(request, self._metrics, known=request.release in self._catalog.releases)
+        return pb.ReportSyncResponse()
 
     def _gone(self, context: grpc.ServicerContext) -> bool:
         return not context.is_active() or self._stopping.is_set()
