@@ -14,9 +14,9 @@ TRITON_READY := $(TRITON_VENV)/.ready
 TRITON_PACKAGES := server/nobackfill/server/triton/requirements.txt
 CHROMA_READY := build/chroma/.ready
 PROTOS := $(wildcard protos/nobackfill/v1/*.proto)
-CODE := core server client training demo bench tests protos/generate.py
+CODE := core server client training demo bench manual tests protos/generate.py
 
-.PHONY: help setup demo test test-scale faults numerics random soak lint fmt proto bench tables clean
+.PHONY: help setup demo test test-scale faults numerics random soak lint fmt proto docs bench tables clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -31,7 +31,7 @@ $(VENV)/bin/uv: constraints.txt
 # machines, apart in the cache.
 PROCESSOR := $(shell grep -E -m 1 'flags|Features' /proc/cpuinfo 2>/dev/null | sha256sum | cut -c 1-12)$(HNSWLIB_NO_NATIVE)
 $(READY): pyproject.toml constraints.txt core/native_build.py $(wildcard core/nobackfill/gallery/search/native/*) $(VENV)/bin/uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --config-settings-package hnswlib:processor=$(PROCESSOR) --editable '.[server,postgres,training,adopt,qdrant,web,dev]'
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --config-settings-package hnswlib:processor=$(PROCESSOR) --editable '.[server,postgres,training,adopt,qdrant,web,docs,dev]'
 	touch $@
 
 # Triton's wheel holds numpy below 2, so it lives alone.
@@ -100,6 +100,9 @@ bench: setup $(CHROMA_READY) ## side-by-side benchmarks; FULL=1 for the large si
 
 tables: setup ## the tables of README.md from bench/results/compare-*.json
 	$(BIN)/python training/compare.py --page README.md $(addprefix --page ,$(wildcard bench/results/compare-*.json))
+
+docs: $(READY) ## the documentation site in build/site: reference generated, links checked, offline search
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -q -f manual/mkdocs.yml
 
 clean: ## remove what was built and installed
 	rm -rf build $(VENV) $(TRITON_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,89 @@
+"""The reference of the Python faces: what each room offers, by its own docstrings."""
+
+import ast
+import inspect
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# In the order in which a reader meets them.
+ROOMS = (
+    "client", "wire", "gallery", "gallery.search", "release", "release.publishing",
+    "release.trust", "metrics", "quality",
+)  # fmt: skip
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    lines = [
+        "# Python",
+        "",
+        "Generated from docstrings. Examples run in `tests/test_faces.py`.",
+        "",
+    ]
+    for room in ROOMS:
+        lines += _room(f"nobackfill.{room}")
+    return "\n".join(lines)
+
+
+def _room(name: str) -> Iterator[str]:
+    module = import_module(name)
+    yield from (f"## {name}", "", *_text(inspect.getdoc(module) or ""), "")
+    for word in names(name):
+        yield from _object(word, getattr(module, word))
+
+
+def names(package: str) -> list[str]:
+    """What a face offers, lazily or not: what its `__init__.py` imports under its own name."""
+    inside = package.replace(".", "/")
+    (path,) = ROOT.glob(f"*/{inside}/__init__.py")
+    tree = ast.parse(path.read_text("utf-8"))
+    found = {
+        alias.asname
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+    return sorted(name for name in found if name is not None)
+
+
+def _object(name: str, thing: object) -> Iterator[str]:
+    yield from (f"### {name}", "")
+    if callable(thing):
+        yield from ("```python", f"{name}{_signature(thing)}", "```", "")
+    if inspect.isclass(thing) or inspect.isroutine(thing):
+        yield from (*_text(inspect.getdoc(thing) or ""), "")
+    if inspect.isclass(thing):
+        for word, method in inspect.getmembers(thing, inspect.isroutine):
+            said = inspect.getdoc(method)
+            # What every object has, and what is inherited from other libraries, is not ours.
+            if word.startswith("_") or not said or not _ours(method):
+                continue
+            yield from (f"**`{word}{_signature(method)}`**", "", *_text(said), "")
+
+
+def _ours(thing: object) -> bool:
+    return str(getattr(thing, "__module__", "")).startswith("nobackfill.")
+
+
+def _signature(thing: object) -> str:
+    try:
+        # Callable by whoever asks; what C code offers has no signature.
+        return str(inspect.signature(thing)).replace("'", "")  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return "(…)"
+
+
+def _text(docstring: str) -> Iterator[str]:
+    """Examples as code, and nothing of the rest as HTML."""
+    inside = False
+    for line in docstring.splitlines():
+        example = line.startswith(">>>") or (inside and bool(line.strip()))
+        if example is not inside:
+            yield "```" if inside else "```python"
+            inside = example
+        yield line if inside or line.startswith("    ") else line.replace("<", "&lt;")
+    if inside:
+        yield "```"

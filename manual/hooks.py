@@ -1,0 +1,48 @@
+"""What mkdocs calls while it builds: pages that are made, and links that lead out of the site."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from manual import commands, faces, protocol
+
+ROOT = Path(__file__).parents[1]
+_LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?!https?://|#)(?P<to>[^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the start page and the reference."""
+    made = {
+        "index.md": start(),
+        "reference/protocol.md": protocol.page(),
+        "reference/commands.md": commands.page(),
+        "reference/python.md": faces.page(),
+    }
+    for name, content in made.items():
+        files.append(File.generated(config, name, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Files of the repository have no address here: their names stay, as words."""
+    folder = Path(page.file.src_uri).parent
+    return _LINK.sub(lambda link: _inside(link, folder, files), markdown)
+
+
+def start() -> str:
+    """README.md, its links as the site has them."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    return re.sub(r"\]\(docs/", "](", text)
+
+
+def _inside(link: re.Match[str], folder: Path, files: Files) -> str:
+    target = (ROOT / "docs" / folder / link["to"]).resolve()
+    if target.is_relative_to(ROOT / "docs") and (
+        str(target.relative_to(ROOT / "docs")) in files.src_uris
+    ):
+        return link[0]
+    beside = target if target.exists() else ROOT / link["to"]
+    # Where it leads nowhere, mkdocs says so.
+    return f"{link['text']} (`{beside.relative_to(ROOT)}`)" if beside.exists() else link[0]
