@@ -54,7 +54,7 @@ ARROWS = {
     "wire": {"gallery", "release", "v1"},
     "quality": {"release", "gallery", "metrics"},
     "training": {"quality", "release", "gallery", "metrics"},
-    "server": {"gallery", "release", "metrics", "wire", "v1"},
+    "server": {"gallery", "release", "metrics", "wire", "pages", "v1"},
     "client": {"gallery", "release", "wire", "pages", "v1"},
     "pages": set[str](),
     "report": {"quality", "release", "gallery", "metrics", "pages"},
@@ -65,8 +65,8 @@ ARROWS = {
 SERVER = (
     "settings", "arenas", "descriptors", "state", "stores", "grpc", "publication", "catalog",
     "vault", "triton", "embedding", "galleries", "canary", "storage", "transfer", "export",
-    "upgrades", "serving", "rollout", "following", "grpc.services", "grpc.listener", "gateway",
-    "backup", "cli",
+    "upgrades", "serving", "rollout", "following", "grpc.services", "grpc.listener", "console",
+    "gateway", "backup", "cli",
 )  # fmt: skip
 MAX_LINES = 300
 MAX_FUNCTION_LINES = 60

@@ -3,6 +3,7 @@
 import contextlib
 import ipaddress
 import socket
+import ssl
 import threading
 from pathlib import Path
 from typing import Self
@@ -18,11 +19,15 @@ _MOST_CONNECTIONS = 100
 _GRACE_SECONDS = 1
 
 
+# Certificate chain, key and the authority that clients need a certificate of, in PEM.
+Tls = tuple[Path, Path, Path | None]
+
+
 class Listener:
     """Listens from the start, so that an app can know its address; `serve` answers."""
 
-    def __init__(self, host: str, port: int, tls: tuple[Path, Path] | None = None) -> None:
-        """`port` 0: any that is free. `tls`: certificate chain and key in PEM. Raises
+    def __init__(self, host: str, port: int, tls: Tls | None = None) -> None:
+        """`port` 0: any that is free. Raises
         ConfigurationError where nobody can listen there."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family)
@@ -57,7 +62,7 @@ class Listener:
 
     def serve(self, app: ASGIApp) -> Self:
         """Answer with `app` until `close`."""
-        certificate, key = self._tls or (None, None)
+        certificate, key, client_ca = self._tls or (None, None, None)
         config = uvicorn.Config(
             app,
             log_level="error",
@@ -71,6 +76,8 @@ class Listener:
             timeout_graceful_shutdown=_GRACE_SECONDS,
             ssl_certfile=certificate,
             ssl_keyfile=key,
+            ssl_ca_certs=None if client_ca is None else str(client_ca),
+            ssl_cert_reqs=ssl.CERT_NONE if client_ca is None else ssl.CERT_REQUIRED,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(

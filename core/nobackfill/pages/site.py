@@ -57,8 +57,12 @@ Action = Callable[[Request, bytes], Response]
 class Site:
     """Routes whose pages are functions run on threads, and the templates that they show."""
 
-    def __init__(self, templates: Path, title: str, links: Sequence[tuple[str, str]]) -> None:
-        """`links`: path below the site and name of what stands at the top of each page."""
+    def __init__(
+        self, templates: Path, title: str, links: Sequence[tuple[str, str]], login: str = ""
+    ) -> None:
+        """`links`: path below the site and name of what stands at the top of each page; `login`:
+        where who is nobody is sent."""
+        self._login = login
         self._environment = environment(templates)
         self._shared: dict[str, Any] = {"site": title, "links": links}
         self._routes = [Route("/static/{name}", _static)]
@@ -103,6 +107,8 @@ class Site:
         return Starlette(routes=self._routes, exception_handlers=handlers)
 
     def _refused(self, request: Request, error: Exception) -> Response:
+        if self._login and isinstance(error, UnauthenticatedError) and request.method == "GET":
+            return self.go(request, self._login)
         status = next((code for kind, code in _STATUSES if isinstance(error, kind)), 500)
         return self._error(request, str(error), status)
 

@@ -1,5 +1,6 @@
 """A running gateway: its parts put together, started in order, stopped in reverse."""
 
+import os
 import shutil
 import threading
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ import structlog
 
 from nobackfill import durable
 from nobackfill.errors import ConfigurationError
+from nobackfill.extras import extra
 from nobackfill.server.canary.canaries import Canaries
 from nobackfill.server.canary.series import CanarySeries
 from nobackfill.server.catalog import open_catalog
@@ -57,6 +59,7 @@ from nobackfill.v1 import (
     upgrade_pb2_grpc,
     vault_pb2_grpc,
 )
+from nobackfill.vectors import Vectors
 
 if TYPE_CHECKING:
     # It needs the extra `postgres`.
@@ -82,6 +85,8 @@ class Gateway:
         self._stopping = threading.Event()
         self.address = ""
         self.metrics_address = ""
+        # With the secret that it may hold; empty without a console.
+        self.console_address = ""
 
     def start(self) -> None:
         """Return once calls are answered.
@@ -114,7 +119,7 @@ class Gateway:
         self.models, self.metrics = models, metrics
         catalog = self.catalog = open_catalog(repo, data / "trust", self._settings.root, metrics)
         state = self.state = storage.state
-        embedding = Embedding(models, metrics)
+        embedding = self.embedding = Embedding(models, metrics)
         galleries = self.galleries = Galleries(storage.home, catalog, state)
         canaries = self.canaries = Canaries(state, metrics)
         self.searching = Searching(embedding, catalog, state, metrics, canaries)
@@ -202,8 +207,11 @@ class Gateway:
             FirstActivation(
                 self.catalog, self.state, models, self.activations, self._stopping, metrics
             ).begin()
-        self.address = self._listener.start()
+        socket = self._socket(closing) if settings.console else None
+        self.address = self._listener.start(socket)
         closing.callback(self._drain, self._listener)
+        if socket is not None:
+            self._show_console(closing, socket)
         self.galleries.on_set_aside = self._set_health
         self._set_health()
         self.catalog.watch()
@@ -226,6 +234,23 @@ class Gateway:
         release_pb2_grpc.add_ReleaseServiceServicer_to_server(release, server)
         upgrade_pb2_grpc.add_UpgradeServiceServicer_to_server(upgrade, server)
         vault_pb2_grpc.add_VaultServiceServicer_to_server(VaultService(self.vault), server)
+
+    def _socket(self, closing: ExitStack) -> str:
+        """A socket file in the data folder as gRPC names it: by way of a descriptor, for its path
+        may have 107 bytes only."""
+        folder = os.open(self._settings.data, os.O_RDONLY | os.O_DIRECTORY)
+        closing.callback(os.close, folder)
+        return f"unix:/proc/{os.getpid()}/fd/{folder}/console.sock"
+
+    def _show_console(self, closing: ExitStack, socket: str) -> None:
+        with extra("web"):
+            from nobackfill.server.console.app import Console
+
+        def embed(release: int, image: bytes) -> Vectors:
+            return self.embedding.query(self.catalog.manifest(release), image)
+
+        console = closing.enter_context(Console(self._settings, socket, self.metrics, embed))
+        self.console_address = console.address
 
     def _drain(self, listener: Listener) -> None:
         self._stopping.set()

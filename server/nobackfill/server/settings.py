@@ -45,6 +45,9 @@ class Settings(BaseSettings):
     ray: str | None = None
     address: str = "127.0.0.1:50051"
     metrics_address: str = "127.0.0.1:9464"
+    # Whether pages for operators are shown, and where.
+    console: bool = False
+    console_address: str = "127.0.0.1:9465"
     # A tritonserver somebody else runs, HOST:PORT or grpcs://HOST:PORT; without it the gateway runs
     # its own. The word in-process: embed with onnxruntime inside the gateway.
     triton: str | None = None
@@ -85,7 +88,6 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _safe(self) -> Self:
-        split_address(self.address, "address")
         if not is_loopback(self.metrics_address):
             raise ValueError(
                 "metrics_address must be on loopback: metrics are served in the clear. "
@@ -106,11 +108,14 @@ class Settings(BaseSettings):
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("tls_client_ca needs tls_cert and tls_key as well")
         guarded = self.tls_cert is not None and self.tokens_file is not None
-        if not is_loopback(self.address) and not guarded:
-            raise ValueError(
-                f"address {self.address} can be reached from other machines; that demands "
-                "tls_cert, tls_key and tokens_file. Give all three, or listen on 127.0.0.1"
-            )
+        for what in ("address", "console_address"):
+            address = getattr(self, what)
+            split_address(address, what)
+            if not is_loopback(address) and not guarded:
+                raise ValueError(
+                    f"{what} {address} can be reached from other machines; that demands "
+                    "tls_cert, tls_key and tokens_file. Give all three, or listen on 127.0.0.1"
+                )
         return self
 
     def _check_triton(self) -> None:

@@ -25,6 +25,10 @@ def serve(
     ] = None,
     address: Annotated[str | None, typer.Option(help="HOST:PORT of gRPC")] = None,
     metrics_address: Annotated[str | None, typer.Option(help="HOST:PORT of /metrics")] = None,
+    console: Annotated[
+        bool | None, typer.Option("--console", help="show pages for operators")
+    ] = None,
+    console_address: Annotated[str | None, typer.Option(help="HOST:PORT of them")] = None,
     triton: Annotated[
         str | None,
         typer.Option(help="(grpcs://)HOST:PORT of a tritonserver, or in-process"),
@@ -57,6 +61,9 @@ def serve(
         ended = _ended()
         gateway = Gateway(settings)
         gateway.start()
+        if gateway.console_address:
+            # Not logged: it may hold a secret.
+            print(f"console: {gateway.console_address}", flush=True)
         os.read(ended, 1)
         gateway.stop()
 

@@ -76,8 +76,9 @@ class Listener:
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
 
-    def start(self) -> str:
-        """Listen; the address, with the port that was chosen for port 0.
+    def start(self, socket: str | None = None) -> str:
+        """Listen; the address, with the port that was chosen for port 0. `socket`: also there, in
+        the clear, a file that nobody else can open.
 
         Raises BusyError for an address in use.
         """
@@ -93,6 +94,8 @@ class Listener:
                 f"address {address} cannot be used, another program may have it; give another with "
                 "--address"
             ) from error
+        if socket is not None:
+            self._server.add_insecure_port(socket)
         self._server.start()
         self._connections = Connections(port, self._metrics)
         host, _ = split_address(address, "address")

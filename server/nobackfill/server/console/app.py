@@ -1,0 +1,115 @@
+"""The console put together: its pages behind the guard, on an address of its own."""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+from cryptography import x509
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nobackfill.images import LARGEST_BYTES
+from nobackfill.pages import Guard, Listener, Site, new_token
+from nobackfill.pages.site import fields
+from nobackfill.server.console.operations import Operations
+from nobackfill.server.console.playground import Embed, Playground
+from nobackfill.server.console.rollouts import Rollouts
+from nobackfill.server.console.sessions import Sessions
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.settings import Settings, split_address
+
+_LINKS = (("/", "Overview"), ("/playground", "Playground"), ("/rollback", "Rollback"))
+
+
+class Console:
+    """Serves the pages from the start to `close`; a browser finds them at `address`.
+
+    Without tokens the address holds a secret of this start; with tokens one logs in with one's own.
+    """
+
+    def __init__(self, settings: Settings, socket: str, metrics: Metrics, embed: Embed) -> None:
+        """`socket`: the gateway's own, as gRPC names it. Raises ConfigurationError where nobody can
+        listen."""
+        host, port = split_address(settings.console_address, "console_address")
+        host = "127.0.0.1" if host == "localhost" else host
+        tls = None
+        if settings.tls_cert is not None and settings.tls_key is not None:
+            tls = settings.tls_cert, settings.tls_key, settings.tls_client_ca
+        with ExitStack() as closing:
+            listener = closing.enter_context(Listener(host, port, tls))
+            guarded = settings.tokens_file is not None
+            token = None if guarded else new_token()
+            sessions = Sessions(socket, guarded=guarded, secure=tls is not None)
+            site = _site(sessions, metrics, embed)
+            names = () if settings.tls_cert is None else _names(settings.tls_cert, listener.port)
+            # Pictures of hits come from where the operator keeps them; the browser fetches them.
+            app = Guard(site.app(), (*listener.hosts, *names), token, secure=tls is not None,
+                        images="http: https:")  # fmt: skip
+            listener.serve(app)
+            self.address = f"{listener.address}/{token}/" if token else f"{listener.address}/"
+            self._closing = closing.pop_all()
+
+    def close(self) -> None:
+        """Show no more pages."""
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _site(sessions: Sessions, metrics: Metrics, embed: Embed) -> Site:
+    site = Site(
+        Path(__file__).parent / "templates",
+        "Gateway",
+        _LINKS,
+        login="/login" if sessions.guarded else "",
+    )
+    operations = Operations(sessions, Rollouts(), metrics, site)
+    playground = Playground(sessions, embed, site)
+
+    def login(request: Request) -> Response:
+        return site.show(request, "login.html.j2")
+
+    def enter(request: Request, body: bytes) -> Response:
+        response = site.go(request, "/")
+        sessions.begin(fields(body).get("token", "").strip(), response)
+        return response
+
+    def leave(request: Request, body: bytes) -> Response:
+        response = site.go(request, "/login")
+        sessions.end(request, response)
+        return response
+
+    site.get("/", operations.overview)
+    site.get("/release/{number:int}", operations.release)
+    site.get("/release/{number:int}/estimate", operations.estimate)
+    site.post("/release/{number:int}/activate", operations.activate)
+    site.get("/gallery/{name}", operations.gallery)
+    site.get("/rollback", operations.before_rollback)
+    site.post("/rollback", operations.rollback)
+    site.stream("/live", operations.live)
+    site.get("/playground", playground.show)
+    site.post("/playground/search", playground.search, LARGEST_BYTES)
+    if sessions.guarded:
+        site.get("/login", login)
+        site.post("/login", enter)
+        site.post("/logout", leave)
+    return site
+
+
+def _names(certificate: Path, port: int) -> Iterable[str]:
+    """How browsers may call a gateway with this certificate."""
+    (first, *_) = x509.load_pem_x509_certificates(certificate.read_bytes())
+    try:
+        names = first.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return ()
+    known = [
+        *names.get_values_for_type(x509.DNSName),
+        *map(str, names.get_values_for_type(x509.IPAddress)),
+    ]
+    return [name for one in known for name in (f"{one}:{port}", *([one] if port == 443 else []))]

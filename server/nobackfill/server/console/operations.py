@@ -1,0 +1,178 @@
+"""Pages that show releases and galleries, and what an operator does with them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nobackfill.errors import InvalidInputError, NobackfillError
+from nobackfill.pages import Site
+from nobackfill.pages.site import fields
+from nobackfill.release.parsing import parse_manifest
+from nobackfill.server.console import evidence
+from nobackfill.server.console.load import LoadMeter
+from nobackfill.server.console.rollouts import Rollouts
+from nobackfill.server.console.sessions import Sessions
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.v1 import gallery_pb2, release_pb2
+from nobackfill.wire.releases import ROLLOUTS
+
+_REPORT_SECONDS = 1.0
+# Of what expires, that which is told in red.
+_SOON = timedelta(days=14)
+
+
+class Operations:
+    """Everything but the playground."""
+
+    def __init__(
+        self, sessions: Sessions, rollouts: Rollouts, metrics: Metrics, site: Site
+    ) -> None:
+        self._sessions = sessions
+        self._rollouts = rollouts
+        self._metrics = metrics
+        self._load = LoadMeter(metrics.registry)
+        self._site = site
+
+    def overview(self, request: Request) -> Response:
+        """Releases, galleries, the load, and what is about to expire."""
+        with self._sessions.calling(request) as gateway:
+            releases = gateway.list_releases()
+            try:
+                galleries = list(gateway.list_galleries())
+            except NobackfillError:
+                # A role that may look at releases only.
+                galleries = None
+        return self._site.show(
+            request, "overview.html.j2", releases=releases, galleries=galleries, state=_state,
+            space_state=_space_state, moment=_moment, expiries=self._expiries(),
+            run=self._rollouts.run, load=self._load.now(), guarded=self._sessions.guarded,
+            indexed=self._indexed(),
+        )  # fmt: skip
+
+    def release(self, request: Request) -> Response:
+        """One release: its evidence, and activating it once the estimate was seen."""
+        number = request.path_params["number"]
+        with self._sessions.calling(request) as gateway:
+            release = gateway.get_release(number)
+        manifest = parse_manifest(release.manifest.encode(), number)
+        old = max((upgrade.from_release for upgrade in manifest.upgrades), default=None)
+        return self._site.show(
+            request, "release.html.j2", release=release, manifest=manifest, state=_state, old=old,
+            matrix={} if old is None else evidence.matrix(manifest, old), evidence=evidence,
+        )  # fmt: skip
+
+    def estimate(self, request: Request) -> Response:
+        """What activating a release would take, a line a gallery, measured now; then the form."""
+        number = request.path_params["number"]
+        rows: list[tuple[str, Any, str]] = []
+        with self._sessions.calling(request) as gateway:
+            for gallery in gateway.list_galleries():
+                try:
+                    rows.append((gallery.name, gateway.estimate_upgrade(gallery.name, number), ""))
+                except NobackfillError as error:
+                    rows.append((gallery.name, None, str(error)))
+        return self._site.show(
+            request, "estimate.html.j2", rows=rows, number=number, rollouts=list(ROLLOUTS)
+        )
+
+    def activate(self, request: Request, body: bytes) -> Response:
+        """Begin an activation."""
+        rollout = fields(body).get("rollout", "")
+        if rollout not in ROLLOUTS:
+            raise InvalidInputError(f"rollout: expected one of {', '.join(ROLLOUTS)}")
+        caller = self._sessions.caller(request)
+        self._rollouts.begin(caller, request.path_params["number"], rollout)
+        return self._site.go(request, "/")
+
+    def before_rollback(self, request: Request) -> Response:
+        """Where a rollback would lead, and what would not be found there."""
+        with self._sessions.calling(request) as gateway:
+            found = gateway.rollback()
+        return self._site.show(request, "rollback.html.j2", found=found)
+
+    def rollback(self, request: Request, body: bytes) -> Response:
+        """Return to the release that was shown, and to no other."""
+        to = fields(body).get("to", "")
+        if not (to.isascii() and to.isdecimal() and len(to) < 10):
+            raise InvalidInputError("expected the release that the page named; load it again")
+        with self._sessions.calling(request) as gateway:
+            gateway.rollback(confirm=True, to=int(to))
+        return self._site.go(request, "/")
+
+    def gallery(self, request: Request) -> Response:
+        """One gallery, its upgrade, and its quality by the values of a metadata key."""
+        name, by = request.path_params["name"], request.query_params.get("by", "")
+        progress, why = None, ""
+        with self._sessions.calling(request) as gateway:
+            gallery = gateway.get_gallery(name)
+            reports = gateway.watch_upgrade(name, by=by)
+            try:
+                progress = next(reports, None)
+            except NobackfillError as error:
+                why = str(error)
+            finally:
+                reports.close()  # type: ignore[attr-defined]
+        return self._site.show(
+            request, "gallery.html.j2", gallery=gallery, by=by, progress=progress, why=why,
+            space_state=_space_state, moment=_moment,
+        )  # fmt: skip
+
+    async def live(self, request: Request) -> Response:
+        """The load and the activation as server-sent events, for as long as somebody looks."""
+        await run_in_threadpool(self._admit, request)
+        return EventSourceResponse(self._reports(request))
+
+    def _admit(self, request: Request) -> None:
+        with self._sessions.calling(request) as gateway:
+            gateway.list_releases()
+
+    async def _reports(self, request: Request) -> AsyncIterator[ServerSentEvent]:
+        while True:
+            load = await run_in_threadpool(self._load.now)
+            text = self._site.text(request, "live.html.j2", load=load, run=self._rollouts.run)
+            yield ServerSentEvent(text, event="live")
+            await asyncio.sleep(_REPORT_SECONDS)
+
+    def _indexed(self) -> list[tuple[str, int]]:
+        """Vectors of all galleries by how they are searched: graph, exact, delta."""
+        return [
+            (sample.labels["searched"], int(sample.value))
+            for family in self._metrics.registry.collect()
+            if family.name == "nobackfill_index_vectors"
+            for sample in family.samples
+        ]
+
+    def _expiries(self) -> list[tuple[str, str, bool]]:
+        """What, when, and whether that is soon; the first to expire first."""
+        known = self._metrics.expiries
+        ends = {f"metadata {role}": end for role, end in known.metadata().items()}
+        ends |= {f"certificate {name}": end for name, end in known.certificates().items()}
+        token = known.tokens()
+        if token is not None:
+            ends["the first of the tokens"] = token
+        now = datetime.now(UTC)
+        order = sorted(ends.items(), key=lambda pair: pair[1])
+        return [(name, f"{end:%d %B %Y}", end - now < _SOON) for name, end in order]
+
+
+def _state(release: release_pb2.Release) -> str:
+    return release_pb2.ReleaseState.Name(release.state).removeprefix("RELEASE_STATE_").lower()
+
+
+def _space_state(space: gallery_pb2.SpaceInfo) -> str:
+    return gallery_pb2.SpaceState.Name(space.state).removeprefix("SPACE_STATE_").lower()
+
+
+def _moment(message: Any) -> str:
+    """A message's `ends_at`, if it has one."""
+    return (
+        f"{message.ends_at.ToDatetime(UTC):%d %B %Y, %H:%M} UTC"
+        if message.HasField("ends_at")
+        else ""
+    )

@@ -1,0 +1,106 @@
+"""One picture asked of each pair of models and vectors, side by side."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nobackfill.errors import InvalidInputError, NobackfillError
+from nobackfill.pages import Site
+from nobackfill.server.console.sessions import Sessions
+from nobackfill.v1 import gallery_pb2, release_pb2
+from nobackfill.vectors import Vectors
+from nobackfill.wire import Gateway
+from nobackfill.wire.answers import Answer, Hit
+
+_HITS = 10
+_MOST_TEMPLATE = 500
+
+# (release, image) -> float32 [1,dim].
+Embed = Callable[[int, bytes], Vectors]
+
+
+@dataclass(frozen=True)
+class Column:
+    """What one pair answers, or why it is not asked."""
+
+    title: str
+    hits: Sequence[Hit] = ()
+    why: str = ""
+
+
+class Playground:
+    """Searches as an app would make them; the gateway neither fetches nor keeps a picture."""
+
+    def __init__(self, sessions: Sessions, embed: Embed, site: Site) -> None:
+        self._sessions = sessions
+        self._embed = embed
+        self._site = site
+
+    def show(self, request: Request) -> Response:
+        """The galleries to choose from, and where a picture goes."""
+        with self._sessions.calling(request) as gateway:
+            galleries = [gallery.name for gallery in gateway.list_galleries()]
+        return self._site.show(request, "playground.html.j2", galleries=galleries)
+
+    def search(self, request: Request, picture: bytes) -> Response:
+        """The columns for one picture."""
+        asked = request.query_params
+        name, template = asked.get("gallery", ""), asked.get("template", "")[:_MOST_TEMPLATE]
+        if not name:
+            raise InvalidInputError("expected a gallery; make one with CreateGallery first")
+        with self._sessions.calling(request) as gateway:
+            # Before anything is embedded for them: whether they may search here at all.
+            now = gateway.search(name, image=picture, k=_HITS)
+            gallery = gateway.get_gallery(name)
+            columns = [
+                *self._older(gateway, gallery, now, picture),
+                Column(f"release {now.release}, as it is served", now.hits),
+            ]
+        return self._site.show(
+            request, "columns.html.j2", columns=columns, url=lambda hit: _url(hit, template)
+        )
+
+    def _older(
+        self, gateway: Gateway, gallery: gallery_pb2.Gallery, now: Answer[Hit], picture: bytes
+    ) -> list[Column]:
+        """Old/old, and new/old, where the gallery still has vectors of the release before."""
+        previous = gallery_pb2.SPACE_STATE_PREVIOUS
+        kept = [s for s in gallery.spaces if s.state == previous and s.release < now.release]
+        if not kept:
+            return []
+        old = max(kept, key=lambda space: space.release)
+        before = Column(f"release {old.release} asks its own vectors")
+        try:
+            vector = self._embed(old.release, picture)[0]
+            found = gateway.search(gallery.name, embeddings={old.space: vector.tolist()}, k=_HITS)
+            before = Column(before.title, found.hits)
+        except NobackfillError as error:
+            before = Column(before.title, why=str(error))
+        mixed = f"release {now.release} asks release {old.release}'s vectors"
+        release = gateway.get_release(now.release)
+        if old.release in release.searches_directly:
+            direct = [hit for hit in now.hits if hit.origin == "direct"]
+            return [before, Column(mixed, direct, "" if direct else "all items are carried over")]
+        return [before, Column(mixed, why=_never_meet(release, old.release))]
+
+
+def _never_meet(release: release_pb2.Release, old: int) -> str:
+    return (
+        f"Not asked: release {release.number} does not declare that its queries may meet vectors "
+        f"of release {old} as they are, so they never do. What that naive swap would cost stands "
+        "in the release's matrix."
+    )
+
+
+def _url(hit: Hit, template: str) -> str:
+    """Where the browser finds a hit's picture: its metadata `image_url`, else the template with
+    {id} or a metadata key in braces; empty for what is no http(s) address."""
+    url = str(hit.metadata.get("image_url", ""))
+    if not url and template:
+        url = template.replace("{id}", quote(hit.id, safe=""))
+        for key, value in hit.metadata.items():
+            url = url.replace(f"{{{key}}}", quote(str(value), safe=""))
+    return url if url.startswith(("http://", "https://")) else ""

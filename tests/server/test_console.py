@@ -1,0 +1,182 @@
+"""The console over HTTP: with a gateway's tokens, each page shows what its role may, no more."""
+
+import hashlib
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from nobackfill.server.console.load import LoadMeter
+from nobackfill.server.console.playground import _url
+from nobackfill.server.gateway import Gateway
+from nobackfill.wire.answers import Hit
+from tests.server.conftest import Stages
+from tests.server.support import Client, images, running
+from tests.support.blocks import png
+
+ROLES = ("admin", "reader", "reader:other", "device")
+
+
+@pytest.fixture(scope="module")
+def guarded(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway with a token for each of ROLES, its name, and three items; release 2 published."""
+    folder = tmp_path_factory.mktemp("console")
+    shutil.copytree(stages[1], folder / "repo")
+    tokens = folder / "tokens"
+    lines = [f"{n} {role} {digest(role)}\n" for n, role in enumerate(ROLES)]
+    tokens.write_text("".join(lines))
+    with running(
+        folder / "repo", folder / "data", console=True, console_address="127.0.0.1:0",
+        tokens_file=tokens,
+    ) as gateway:  # fmt: skip
+        with Client(gateway.address, token="admin") as client:
+            client.create_when_idle()
+            client.put_images(images(3))
+        yield gateway
+
+
+def digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+@contextmanager
+def browser(gateway: Gateway, token: str | None = None) -> Iterator[httpx2.Client]:
+    """Follows no redirects; what it sends comes from the console's own pages."""
+    at = gateway.console_address
+    with httpx2.Client(base_url=at, headers={"Origin": at.rstrip("/")}, timeout=30) as client:
+        if token is not None:
+            answer = client.post("/login", data={"token": token})
+            assert (answer.status_code, answer.headers["location"]) == (303, "/")
+        yield client
+
+
+def test_nobody_sees_anything_before_a_token(guarded: Gateway) -> None:
+    with browser(guarded) as nobody:
+        for path in ("/", "/release/1", "/gallery/g", "/rollback", "/playground", "/live"):
+            answer = nobody.get(path)
+            assert (answer.status_code, answer.headers.get("location")) == (303, "/login"), path
+        for path in ("/release/1/activate", "/rollback", "/playground/search?gallery=g"):
+            assert nobody.post(path, content=b"rollout=dual&to=1").status_code == 401, path
+        for token in ("", "wrong", "a\nb", "ü", "x" * 5000):
+            answer = nobody.post("/login", data={"token": token})
+            assert answer.status_code == 401, token
+            assert "set-cookie" not in answer.headers
+        nobody.cookies.set("nobackfill-console", "guessed")
+        assert nobody.get("/").status_code == 303
+
+
+def test_a_session_is_a_cookie_that_no_script_and_no_other_site_has(guarded: Gateway) -> None:
+    with browser(guarded) as client:
+        cookie = client.post("/login", data={"token": "reader"}).headers["set-cookie"].lower()
+        assert "httponly" in cookie and "samesite=strict" in cookie and "reader" not in cookie
+        assert client.get("/").status_code == 200
+        client.post("/logout")
+        assert client.get("/").status_code == 303
+        elsewhere = {"Origin": "http://evil.example"}
+        assert client.post("/login", data={"token": "admin"}, headers=elsewhere).status_code == 403
+        assert client.get("/", headers={"Host": "evil.example"}).status_code == 403
+
+
+def test_each_role_sees_and_does_what_its_calls_may(guarded: Gateway) -> None:
+    picture = png(images(3)[1])
+    expected = {"admin": (200, 200), "reader": (200, 200), "reader:other": (403, 403),
+                "device": (403, 403)}  # fmt: skip
+    for role, (gallery, searched) in expected.items():
+        with browser(guarded, role) as client:
+            text = client.get("/").text
+            assert "release 1" in text
+            assert (">g</a>" in text) is (role in ("admin", "reader"))
+            assert client.get("/gallery/g").status_code == gallery
+            answer = client.post("/playground/search?gallery=g", content=picture)
+            assert answer.status_code == searched, role
+            if searched == 200:
+                assert re.findall(r"<code>(i\d)</code>", answer.text)[0] == "i1"
+            if role != "admin":
+                assert client.get("/rollback").status_code == 403
+                assert client.post("/rollback", data={"to": "1"}).status_code == 403
+                changed = client.post("/release/1/activate", data={"rollout": "dual"})
+                assert changed.status_code == 403, role
+    assert guarded.state.now.active == 1
+
+
+def test_what_cannot_be_asked_gets_a_sentence(guarded: Gateway) -> None:
+    with browser(guarded, "admin") as client:
+        wrong = {"/release/99": 404, "/gallery/none": 404, "/gallery/%2e%2e": 404, "/nothing": 404}
+        for path, status in wrong.items():
+            answer = client.get(path)
+            assert (answer.status_code, answer.text.count('role="alert"')) == (status, 1), path
+        for body in ({"rollout": "sideways"}, {}):
+            assert client.post("/release/1/activate", data=body).status_code == 422
+        assert client.post("/rollback", data={"to": "-1"}).status_code == 422
+        assert client.post("/playground/search?gallery=g", content=b"none").status_code == 422
+        assert client.post("/playground/search", content=b"none").status_code == 422
+
+
+def test_a_token_that_is_revoked_ends_its_session(guarded: Gateway) -> None:
+    """Asked again at each page: the console remembers no rights."""
+    with browser(guarded, "reader") as client:
+        assert client.get("/").status_code == 200
+        file = guarded._settings.tokens_file
+        assert file is not None
+        kept = [line for line in file.read_text().splitlines() if digest("reader") not in line]
+        file.write_text("\n".join(kept) + "\n")
+        for _ in range(100):
+            if client.get("/").status_code == 303:
+                break
+            time.sleep(0.1)
+        assert client.get("/gallery/g").status_code == 303
+
+
+def test_hits_lead_to_addresses_of_the_web_alone() -> None:
+    def url(template: str, **metadata: str) -> str:
+        return _url(Hit("a/b", 0.0, None, 1, "native", metadata), template)
+
+    assert url("https://x/{id}.jpg") == "https://x/a%2Fb.jpg"
+    assert url("https://x/{k}", k="?&<") == "https://x/%3F%26%3C"
+    assert url("", image_url="http://x/1") == "http://x/1"
+    for bad in ("javascript:alert(1)", "data:text/html,x", "file:///etc/passwd", "//x"):
+        assert url(bad) == "" == url("", image_url=bad)
+
+
+def test_the_load_is_that_of_the_last_seconds() -> None:
+    registry = CollectorRegistry()
+    call = ["grpc_service", "grpc_method"]
+    seconds = Histogram("grpc_server_handling_seconds", "t", call, buckets=(0.01, 0.1, 1),
+                        registry=registry)  # fmt: skip
+    ended = Counter("grpc_server_handled_total", "n", [*call, "grpc_code"], registry=registry)
+    before = seconds.labels("s", "Search")
+    for _ in range(1000):
+        before.observe(5)
+    meter = LoadMeter(registry)
+    assert meter.now().p50_ms is None
+    for _ in range(98):
+        before.observe(0.005)
+    seconds.labels("s", "PutItems").observe(9)
+    before.observe(0.5)
+    before.observe(0.5)
+    ended.labels("s", "Search", "OK").inc(97)
+    ended.labels("s", "Search", "INTERNAL").inc(3)
+    ended.labels("s", "Search", "INVALID_ARGUMENT").inc(3)
+    load = meter.now()
+    assert load.failed == 3
+    assert load.p50_ms == pytest.approx(10 * 50 / 98)
+    assert load.p99_ms == pytest.approx(100 + 900 * 0.5)
+
+
+def test_a_gateway_without_tokens_has_a_secret_address(repo: Path, tmp_path: Path) -> None:
+    given = {"console": True, "console_address": "127.0.0.1:0"}
+    with running(repo, tmp_path / "data", **given) as gateway:
+        at = gateway.console_address
+        assert httpx2.get(at).status_code == 200
+        assert httpx2.get(at[: at.index("/", 8)] + "/").status_code == 404
+        assert httpx2.get(at + "login").status_code == 404
+        assert at.split("/")[3] not in (tmp_path / "data" / "state.json").read_text()
+    with running(repo, tmp_path / "data") as gateway:
+        assert gateway.console_address == ""
+        assert not (tmp_path / "data" / "console.sock").exists()
