@@ -12,11 +12,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from demo import page, summary
+from demo import page, pages, summary
 from demo.children import Children
 from demo.journal import Journal
 from demo.screen import Screen
@@ -26,7 +26,7 @@ from nobackfill.errors import BusyError, CannotWriteError, NobackfillError
 Rollout = Literal["cutover", "dual", "direct"]
 
 
-def live(options: Options) -> None:
+def live(options: Options, *, stay: bool) -> None:
     """Run every step that is not done yet, then write and show the reports."""
     journal = Journal(options.out / "journal.json", options.as_kept())
     with Children(options.out / "logs") as children:
@@ -43,10 +43,26 @@ def live(options: Options) -> None:
             journal.finish(name, result, time.monotonic() - start)
     figures = summary.report(journal)
     (options.out / "report.json").write_text(json.dumps(figures, indent=2), encoding="utf-8")
-    page.write(options.out, figures, options.seed)
+    report = page.write(options.out, figures, options.seed)
     summary.show(figures)
-    print(f"\nPictures: {options.out}/report.html, {options.out}/upgrade.html")
+    print(f"\nPictures: {report}, {options.out}/upgrade.html")
     print(f"Figures:  {options.out}/report.json; begin anew with --fresh or another --out")
+    if stay:
+        show(options, figures)
+    else:
+        print(f"Look at this life: {report.as_uri()}")
+
+
+def show(options: Options, figures: dict[str, Any]) -> None:
+    """Keep the life's pages open until Ctrl-C, the report with links to all of them."""
+    with Children(options.out / "logs") as children:
+        links = pages.start(options.out, children)
+        report = page.write(options.out, figures, options.seed, links)
+        for what, address in links.items():
+            print(f"{what}: {address}")
+        print(f"Look at this life, until Ctrl-C: {report.as_uri()}", flush=True)
+        pages.wait()
+    page.write(options.out, figures, options.seed)
 
 
 @contextlib.contextmanager
@@ -93,6 +109,9 @@ def command(
         bool, typer.Option("--force", help="Publish releases that do not pass their gate, too.")
     ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget an earlier run.")] = False,
+    stay: Annotated[
+        bool, typer.Option("--open", help="Then show gallery and console, until Ctrl-C.")
+    ] = False,
 ) -> None:
     """Train, publish, serve, hot-swap and upgrade, with a table at the end."""
     options = Options(
@@ -115,7 +134,7 @@ def command(
                     shutil.rmtree(path)
                 elif path.name != "lock":
                     path.unlink()
-        live(options)
+        live(options, stay=stay)
 
 
 def main() -> None:

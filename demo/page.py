@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,11 @@ class Query:
     columns: list[list[Tile]]
 
 
-def write(out: Path, figures: dict[str, Any], seed: int) -> None:
-    """Write OUT/report.html from the answers kept in OUT/answers."""
+def write(
+    out: Path, figures: dict[str, Any], seed: int, links: Mapping[str, str] | None = None
+) -> Path:
+    """Write OUT/report.html from the answers kept in OUT/answers; `links`: what is shown live ->
+    its address."""
     answers = {
         title: json.loads((out / "answers" / f"{name}.json").read_text(encoding="utf-8"))
         for title, name in COLUMNS.items()
@@ -71,8 +75,11 @@ def write(out: Path, figures: dict[str, Any], seed: int) -> None:
         titles=list(COLUMNS),
         queries=queries,
         seed=seed,
+        links=links or {},
     )
-    (out / "report.html").write_text(text, encoding="utf-8")
+    page = out / "report.html"
+    page.write_text(text, encoding="utf-8")
+    return page
 
 
 def _drawn(queries: list[str], seed: int) -> list[str]:

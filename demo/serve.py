@@ -35,14 +35,17 @@ def free_addresses(count: int) -> list[str]:
     return addresses
 
 
-def start(children: Children, model_repo: Path, data: Path, addresses: Sequence[str]) -> Child:
-    """Start `gateway serve` and wait until a release answers. Raises UnavailableError."""
+def start(
+    children: Children, model_repo: Path, data: Path, addresses: Sequence[str], *further: str
+) -> Child:
+    """Start `gateway serve`, with `further` arguments, and wait until a release answers. Raises
+    UnavailableError."""
     address, metrics = addresses
     child = children.start(
         "gateway",
         [
             *(COMMAND, "serve", "--model-repo", model_repo, "--data", data),
-            *("--address", address, "--metrics-address", metrics),
+            *("--address", address, "--metrics-address", metrics, *further),
         ],
     )
     deadline = time.monotonic() + START_SECONDS

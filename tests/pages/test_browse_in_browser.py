@@ -24,7 +24,9 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(world: edge.World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(
+    near_trials: None, world: edge.World, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     setting = world.setting(tmp_path_factory.mktemp("browse"))
     world.publish(setting.repo, 2)
     token = new_token()

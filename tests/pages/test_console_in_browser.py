@@ -19,7 +19,7 @@ COUNT = 30
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+def gateway(near_trials: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """Gallery g of COUNT items in release 1, release 2 published for it."""
     top = tmp_path_factory.mktemp("console")
     stages = make_stages(top, 2)

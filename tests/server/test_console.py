@@ -12,6 +12,8 @@ import httpx2
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from nobackfill.release.manifest import Cell, Manifest, RouteEvidence
+from nobackfill.server.console.evidence import matrix
 from nobackfill.server.console.load import LoadMeter
 from nobackfill.server.console.playground import _url
 from nobackfill.server.gateway import Gateway
@@ -142,6 +144,21 @@ def test_hits_lead_to_addresses_of_the_web_alone() -> None:
     assert url("", image_url="http://x/1") == "http://x/1"
     for bad in ("javascript:alert(1)", "data:text/html,x", "file:///etc/passwd", "//x"):
         assert url(bad) == "" == url("", image_url=bad)
+
+
+def test_the_matrix_is_that_of_the_manifest(two: Manifest) -> None:
+    def cell(query: str, gallery: str, quality: float) -> Cell:
+        return Cell(query=query, gallery=gallery, cmc1=0.5, cmc5=1, map=quality, queries=9, items=9)
+
+    route = RouteEvidence(releases=(1, 2), map=0.7, cmc1=0.5, kept=0.9)
+    cells = (cell("1", "1", 0.4), cell("2", "1", 0.1), cell("2", "1>2", 0.7), cell("2", "2", 0.8),
+             cell("3", "3", 1.0))  # fmt: skip
+    shown = matrix(two.model_copy(update={"evidence": cells, "routes": (route,)}), 1)
+    assert {place: (round(one.map), round(one.shade, 3)) for place, one in shown.items()} == {
+        ("old", "old"): (40, 0.5), ("new", "old"): (10, 0.125),
+        ("new", "served"): (70, 0.875), ("new", "new"): (80, 1.0),
+    }  # fmt: skip
+    assert matrix(two.model_copy(update={"evidence": ()}), 1) == {}
 
 
 def test_the_load_is_that_of_the_last_seconds() -> None:

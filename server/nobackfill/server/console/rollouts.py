@@ -79,7 +79,9 @@ class Rollouts:
 
 def _take(run: Run, report: pb.ActivateReleaseResponse) -> None:
     run.phase = pb.Phase.Name(report.phase).removeprefix("PHASE_").lower()
-    run.done, run.total = report.done, report.total
+    if report.total:
+        # Only reports of carrying count.
+        run.done, run.total = report.done, report.total
     run.message = report.message
     run.failed = report.phase == pb.PHASE_FAILED
     if report.phase == pb.PHASE_UPGRADING and run.carrying_since is None:
