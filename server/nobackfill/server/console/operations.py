@@ -21,6 +21,7 @@ from nobackfill.server.console.sessions import Sessions
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.v1 import gallery_pb2, release_pb2
 from nobackfill.wire.releases import ROLLOUTS
+from nobackfill.wire.values import from_value
 
 _REPORT_SECONDS = 1.0
 # Of what expires, that which is told in red.
@@ -120,7 +121,7 @@ class Operations:
                 reports.close()  # type: ignore[attr-defined]
         return self._site.show(
             request, "gallery.html.j2", gallery=gallery, by=by, progress=progress, why=why,
-            space_state=_space_state, moment=_moment,
+            space_state=_space_state, moment=_moment, said=lambda value: from_value(value, by),
         )  # fmt: skip
 
     async def live(self, request: Request) -> Response:
