@@ -9,18 +9,27 @@ from pathlib import Path
 from typing import Self
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nobackfill.errors import ConfigurationError
 
 # Connections at once; beyond, a browser is told to come again.
 _MOST_CONNECTIONS = 100
 # Until streams that a browser keeps open are cut off at the end.
-_GRACE_SECONDS = 1
+_GRACE_SECONDS = 3
+# In the scope of each request: an event, set once no more is to be answered.
+ENDING = "nobackfill.ending"
 
 
 # Certificate chain, key and the authority that clients need a certificate of, in PEM.
 Tls = tuple[Path, Path, Path | None]
+
+
+def ending(request: Request) -> bool:
+    """Whether a stream has to end, for the server does."""
+    event = request.scope.get(ENDING)
+    return event is not None and event.is_set()
 
 
 class Listener:
@@ -45,6 +54,7 @@ class Listener:
         self._tls = tls
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
+        self._ending = threading.Event()
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -63,8 +73,12 @@ class Listener:
     def serve(self, app: ASGIApp) -> Self:
         """Answer with `app` until `close`."""
         certificate, key, client_ca = self._tls or (None, None, None)
+
+        async def told(scope: Scope, receive: Receive, send: Send) -> None:
+            await app({**scope, ENDING: self._ending}, receive, send)
+
         config = uvicorn.Config(
-            app,
+            told,
             log_level="error",
             access_log=False,
             server_header=False,
@@ -89,6 +103,7 @@ class Listener:
     def close(self) -> None:
         """Answer no more."""
         if self._server is not None and self._thread is not None:
+            self._ending.set()
             self._server.should_exit = True
             self._thread.join()
         with contextlib.suppress(OSError):

@@ -18,6 +18,7 @@ from nobackfill.client.sync.sentence import sentence
 from nobackfill.client.sync.sync import Wishes, sync
 from nobackfill.errors import InvalidInputError, NobackfillError, NotFoundError
 from nobackfill.pages import Site
+from nobackfill.pages.listener import ending
 from nobackfill.pages.site import fields
 
 # Between two reports of a task.
@@ -103,7 +104,7 @@ class Releases:
 
     async def _reports(self, request: Request) -> AsyncIterator[ServerSentEvent]:
         shown = ""
-        while (task := self._desk.task) is not None:
+        while (task := self._desk.task) is not None and not ending(request):
             running = task.running
             text = self._site.text(request, "progress.html.j2", task=task)
             if text != shown:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from nobackfill.errors import InvalidInputError, NobackfillError
 from nobackfill.pages import Site
+from nobackfill.pages.listener import ending
 from nobackfill.pages.site import fields
 from nobackfill.release.parsing import parse_manifest
 from nobackfill.server.console import evidence
@@ -134,7 +135,7 @@ class Operations:
             gateway.list_releases()
 
     async def _reports(self, request: Request) -> AsyncIterator[ServerSentEvent]:
-        while True:
+        while not ending(request):
             load = await run_in_threadpool(self._load.now)
             text = self._site.text(request, "live.html.j2", load=load, run=self._rollouts.run)
             yield ServerSentEvent(text, event="live")
