@@ -8,6 +8,7 @@ answers, with one copy more of the vectors.
 """
 
 import ctypes
+import mmap
 import struct
 import sys
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ _LABEL_BYTES = 8
 # 8-byte words from the start of pybind11's object, of its Index, and of hnswlib's graph.
 _INSTANCE, _INDEX_DIM, _INDEX_GRAPH, _INDEX_WORDS = 2, 4, 9, 11
 _MAX_LEVEL, _MULT, _ENTRY, _RECORDS, _UPPER, _LEVELS, _GRAPH_WORDS = 13, 11, 26, 31, 32, 33, 39
+# Whatever is larger, glibc's malloc takes from the kernel and gives back to it.
+_MAPPED_BYTES = 32 << 20
 _DELETED, _VECTOR_BYTES, _DISTANCE, _PARAMETER = 5, 36, 37, 38
 
 
@@ -83,6 +86,20 @@ def records(graph: Any) -> Bytes:
         found: Bytes = graph.__getstate__()[0]["data_level0"].view(np.uint8)
         return found.reshape(-1, size)
     return np.asarray(_Memory(graph, words[_RECORDS], (count, size), "|u1"))
+
+
+def use_large_pages(graph: Any) -> None:
+    """Ask for large pages under records that nobody has written yet: a walk goes from one to any
+    other, and with small pages waits as long for where it is as for what is there."""
+    words, page = graph_words(graph), mmap.PAGESIZE
+    size = Layout.of(graph.dim, graph.M).size * graph.max_elements
+    if words is not None and size > _MAPPED_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        start = -(-words[_RECORDS] // page) * page
+        end = (words[_RECORDS] + size) // page * page
+        # Where the kernel has none, all is as before.
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE
+        )
 
 
 def parameters(graph: Any) -> dict[str, Any] | None:

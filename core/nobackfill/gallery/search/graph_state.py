@@ -103,6 +103,7 @@ def graph_of(links: Links, dim: int, fill: Callable[[Vectors], NDArray[np.bool_]
     they lead to, and what they held is forgotten."""
     layout = Layout.of(dim, links.parameters["M"])
     graph = hnswlib.Index(_state(links, dim, np.empty(0, np.int8)))
+    graph_memory.use_large_pages(graph)
     direct = graph_memory.graph_words(graph) is not None
     records = (
         graph_memory.records(graph) if direct else np.zeros((len(links), layout.size), np.uint8)

@@ -12,7 +12,7 @@ import hnswlib
 import numpy as np
 
 from nobackfill.errors import VerificationError
-from nobackfill.gallery.search import distances
+from nobackfill.gallery.search import distances, graph_memory
 from nobackfill.gallery.search.graph_index import HnswIndex
 from nobackfill.gallery.search.index import Content, Labels, Rows
 from nobackfill.gallery.search.skeleton import Skeleton, fleshed, read
@@ -27,7 +27,7 @@ PIECE = 500
 M = 16
 EF_CONSTRUCTION = 100
 # Candidates while searching: the first that finds LEAST_RECALL of the 10 nearest in a probe.
-TRIED_EF = (64, 128, 256, 512)
+TRIED_EF = (48, 64, 128, 256, 512)
 # The same for queries that were asked.
 WIDEST_EF = (*TRIED_EF, 1024, 2048, 4096)
 LEAST_RECALL = 0.99
@@ -61,6 +61,7 @@ def build(
     """
     graph = hnswlib.Index("l2" if spec.metric == "squared_l2" else "ip", spec.dim)
     graph.init_index(max(1, len(labels)), M=M, ef_construction=EF_CONSTRUCTION, random_seed=1)
+    graph_memory.use_large_pages(graph)
     rows = np.arange(len(labels))
     _add(graph, spec, vectors, rows, rows, threads, between)
     index = HnswIndex(spec, labels, graph)

@@ -65,35 +65,38 @@ struct Graph {
         return reinterpret_cast<const Element*>(list + 4);
     }
     const char* above(Element e, int level) const { return upper[e] + (level - 1) * upper_size; }
+    // A walk waits for memory: what it reads next is asked for together.
+    void fetch(Element e) const {
+        const char* first = record(e) + vector;
+        for (std::size_t at = 0; at < 4 * dim; at += 64) __builtin_prefetch(first + at);
+    }
+    void fetch_links(Element e) const {
+        for (std::size_t at = 0; at < vector; at += 64) __builtin_prefetch(record(e) + at);
+    }
 };
 
-// Which elements a walk has met: a tag each, so that the next walk need not wipe them.
+// Which elements a walk has met: a bit each, which stay in the nearest cache.
 class Visited {
   public:
     explicit Visited(std::size_t count) {
-        if (tags().size() < count) tags().resize(count, 0);
-        if (++tag() == 0) {
-            std::fill(tags().begin(), tags().end(), 0);
-            tag() = 1;
-        }
-        now_ = tag();
-        mine_ = tags().data();
+        bits().assign(count / 64 + 1, 0);
+        mine_ = bits().data();
     }
-    bool has(Element e) const { return mine_[e] == now_; }
-    void add(Element e) { mine_[e] = now_; }
-    void fetch(Element e) const { __builtin_prefetch(mine_ + e); }
+    // Whether it is met for the first time.
+    bool add(Element e) {
+        const std::uint64_t bit = std::uint64_t(1) << (e & 63);
+        const bool first = !(mine_[e >> 6] & bit);
+        mine_[e >> 6] |= bit;
+        return first;
+    }
+    bool has(Element e) const { return mine_[e >> 6] >> (e & 63) & 1; }
 
   private:
-    static std::vector<std::uint16_t>& tags() {
-        thread_local std::vector<std::uint16_t> found;
+    static std::vector<std::uint64_t>& bits() {
+        thread_local std::vector<std::uint64_t> found;
         return found;
     }
-    static std::uint16_t& tag() {
-        thread_local std::uint16_t found = 0;
-        return found;
-    }
-    std::uint16_t now_;
-    std::uint16_t* mine_;
+    std::uint64_t* mine_;
 };
 
 struct ByDistance {
@@ -110,8 +113,10 @@ inline Near descend(const Graph& graph, const float* query) {
             changed = false;
             const char* list = graph.above(at, level);
             const Element* links = Graph::links(list);
-            for (int i = 0, n = Graph::length(list); i < n; i++) {
-                float d = graph.apart(query, links[i]);
+            const int n = Graph::length(list);
+            for (int i = 0; i < n; i++) graph.fetch(links[i]);
+            for (int i = 0; i < n; i++) {
+                const float d = graph.apart(query, links[i]);
                 if (d < best) {
                     best = d;
                     at = links[i];
@@ -135,29 +140,29 @@ inline Heap walk(const Graph& graph, const float* query, std::size_t ef, Near st
     }
     candidates.emplace(-lower, start.second);
     visited.add(start.second);
+    std::vector<Element> fresh;
+    fresh.reserve(2 * graph.m);
     while (!candidates.empty()) {
         float far = -candidates.top().first;
         if (far > lower && (!graph.deletions || top.size() == ef)) break;
         const char* list = graph.record(candidates.top().second);
         candidates.pop();
         const Element* links = Graph::links(list);
-        const int n = Graph::length(list);
-        for (int i = 0; i < n; i++) {
-            if (i + 1 < n) {
-                visited.fetch(links[i + 1]);
-                __builtin_prefetch(graph.vector_of(links[i + 1]));
-            }
-            const Element e = links[i];
-            if (visited.has(e)) continue;
-            visited.add(e);
+        fresh.clear();
+        for (int i = 0, n = Graph::length(list); i < n; i++) {
+            if (!visited.add(links[i])) continue;
+            graph.fetch(links[i]);
+            fresh.push_back(links[i]);
+        }
+        for (const Element e : fresh) {
             const float d = graph.apart(query, e);
             if (top.size() >= ef && !(lower > d)) continue;
             candidates.emplace(-d, e);
-            __builtin_prefetch(graph.record(candidates.top().second));
             if (!graph.deletions || !graph.marked(e)) top.emplace(d, e);
             if (top.size() > ef) top.pop();
             if (!top.empty()) lower = top.top().first;
         }
+        if (!candidates.empty()) graph.fetch_links(candidates.top().second);
     }
     return top;
 }

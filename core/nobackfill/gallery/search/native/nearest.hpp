@@ -83,6 +83,8 @@ inline bool prepare(Metric metric, bool unit, std::vector<float>& query) {
 constexpr double ROW = 0.07, WALK = 40, CANDIDATE = 1.6, AMONG = 1.7;
 // The share of the candidates among which enough have to pass: at the far end a graph finds less.
 constexpr double NEAR_END = 0.75;
+// Candidates of a walk with a filter, at least: it finds less than one without.
+constexpr std::size_t FILTERED = 64;
 
 inline double walking(std::size_t candidates) { return WALK + CANDIDATE * double(candidates); }
 
@@ -148,7 +150,7 @@ struct Snapshot {
     ) const {
         const std::size_t count = counted(masks), wanted = std::min(k, count);
         if (!count) return true;
-        const std::size_t most = std::max(ef, asked);
+        const std::size_t most = std::max({ef, asked, FILTERED});
         // What passes is found by its own links: by so many more the fewer there are.
         const bool sparse = count < rows / 20;
         const std::size_t fewer = std::max(asked, (sparse ? 4 : 3) * most / 4);
