@@ -102,6 +102,17 @@ def _costs(images: Sequence[bytes]) -> Iterator[int]:
             yield 0
 
 
+class _Place:
+    """One that waits: its `turn` is held until it has come."""
+
+    __slots__ = ("cost", "turn")
+
+    def __init__(self, cost: int) -> None:
+        self.cost = cost
+        self.turn = threading.Lock()
+        self.turn.acquire()
+
+
 class _Turns:
     """At most so many at once, of at most so much cost; who would end first comes first.
 
@@ -110,30 +121,49 @@ class _Turns:
 
     def __init__(self, at_once: int, most: int) -> None:
         self._free, self._left, self._most = at_once, most, most
-        self._changed = threading.Condition()
-        self._waiting: list[tuple[float, int]] = []
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[float, int, _Place]] = []
         self._numbers = itertools.count()
 
     @contextmanager
     def turn(self, key: float, cost: int) -> Iterator[None]:
         """Raises DeadlineError, CancelledError while waiting."""
         # One that alone costs more than there may be at once goes when nothing else does.
-        cost = min(cost, self._most)
-        ticket = (key, next(self._numbers))
-        with self._changed:
-            heapq.heappush(self._waiting, ticket)
-            try:
-                while self._waiting[0] != ticket or not self._free or self._left < cost:
-                    calls.current().check()
-                    self._changed.wait(_LOOK_S)
-                self._free, self._left = self._free - 1, self._left - cost
-            finally:
-                self._waiting.remove(ticket)
-                heapq.heapify(self._waiting)
-                self._changed.notify_all()
+        place = _Place(min(cost, self._most))
+        waiting = key, next(self._numbers), place
+        with self._lock:
+            heapq.heappush(self._waiting, waiting)
+            self._call()
+        self._wait(waiting)
         try:
             yield
         finally:
-            with self._changed:
-                self._free, self._left = self._free + 1, self._left + cost
-                self._changed.notify_all()
+            self._end(place)
+
+    def _wait(self, waiting: tuple[float, int, _Place]) -> None:
+        place = waiting[2]
+        try:
+            while not place.turn.acquire(timeout=_LOOK_S):
+                calls.current().check()
+        except BaseException:
+            with self._lock:
+                came = waiting not in self._waiting
+                if not came:
+                    self._waiting.remove(waiting)
+                    heapq.heapify(self._waiting)
+                    self._call()
+            if came:
+                self._end(place)
+            raise
+
+    def _end(self, place: _Place) -> None:
+        with self._lock:
+            self._free, self._left = self._free + 1, self._left + place.cost
+            self._call()
+
+    def _call(self) -> None:
+        """Under the lock: wake those whose turn has come, and nobody else."""
+        while self._waiting and self._free and self._left >= self._waiting[0][2].cost:
+            place = heapq.heappop(self._waiting)[2]
+            self._free, self._left = self._free - 1, self._left - place.cost
+            place.turn.release()

@@ -41,6 +41,9 @@ _HEALTH = Size(1, 64, 1.0)
 _OPERATIONS = Size(4, 32)
 # Threads that answer unary calls: more of them only fight for the interpreter.
 _THREADS = 8
+# Threads of calls that bring an image or much else: they wait for the model server, and a batch is
+# of those that do.
+_HEAVY_THREADS = 32
 
 _PACKAGE = "/nobackfill.v1."
 _HEALTH_SERVICE = "/grpc.health.v1.Health/"
@@ -91,6 +94,11 @@ class Lane:
             self._held += 1
             self._callers[caller] += 1
 
+    def has_room(self, also: int) -> bool:
+        """Whether a call that takes no thread may come, beside so many of its kind: they count as
+        those that take one."""
+        return self._held + also < self._size.places
+
     def leave(self, caller: str) -> None:
         """Give the place back."""
         with self._lock:
@@ -127,8 +135,8 @@ class Lanes:
     def __init__(self, max_calls: int, *, shared: bool) -> None:
         calls = Size(_THREADS, max_calls)
         sizes = {
-            "health": _HEALTH, "calls": calls, "heavy": calls, "slow": calls,
-            "operations": _OPERATIONS,
+            "health": _HEALTH, "calls": calls, "heavy": Size(_HEAVY_THREADS, max_calls),
+            "slow": calls, "operations": _OPERATIONS,
         }  # fmt: skip
         self.all = {
             # Strangers are told apart by their address, with or without tokens.
