@@ -189,23 +189,18 @@ inline Heap walk_passing(
     while (top.size() > ef) top.pop();
     if (top.size() == ef) lower = top.top().first;
     const std::size_t most = 2 * graph.m;
-    std::vector<Element> through;
+    std::vector<Element> through, fresh;
     while (!candidates.empty()) {
         if (-candidates.top().first > lower && top.size() == ef) break;
         const char* list = graph.record(candidates.top().second);
         candidates.pop();
-        std::size_t met = 0;
+        through.clear();
+        fresh.clear();
         auto meet = [&](Element e) {
             visited.add(e);
-            met++;
-            const float d = graph.apart(query, e);
-            if (top.size() >= ef && !(lower > d)) return;
-            candidates.emplace(-d, e);
-            top.emplace(d, e);
-            if (top.size() > ef) top.pop();
-            if (top.size() == ef) lower = top.top().first;
+            graph.fetch(e);
+            fresh.push_back(e);
         };
-        through.clear();
         const Element* links = Graph::links(list);
         for (int i = 0, n = Graph::length(list); i < n; i++) {
             const Element e = links[i];
@@ -213,18 +208,27 @@ inline Heap walk_passing(
             if (masks.pass(graph.held[e])) {
                 meet(e);
             } else {
-                __builtin_prefetch(graph.record(e));
+                graph.fetch_links(e);
                 through.push_back(e);
             }
         }
         for (const Element barred : through) {
-            if (met >= most) break;
+            if (fresh.size() >= most) break;
             visited.add(barred);
             const char* further = graph.record(barred);
             const Element* beyond = Graph::links(further);
             for (int i = 0, n = Graph::length(further); i < n; i++)
                 if (!visited.has(beyond[i]) && masks.pass(graph.held[beyond[i]])) meet(beyond[i]);
         }
+        for (const Element e : fresh) {
+            const float d = graph.apart(query, e);
+            if (top.size() >= ef && !(lower > d)) continue;
+            candidates.emplace(-d, e);
+            top.emplace(d, e);
+            if (top.size() > ef) top.pop();
+            if (top.size() == ef) lower = top.top().first;
+        }
+        if (!candidates.empty()) graph.fetch_links(candidates.top().second);
     }
     return top;
 }
