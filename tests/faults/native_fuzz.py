@@ -45,8 +45,9 @@ def main() -> None:
         farthest = rng.choice([np.inf, 0.0, -1.0, np.nan, 5.0])
         with contextlib.suppress(TypeError, RuntimeError):
             hits = rng.choice([known, known, odd, {}])
-            answer = compiled.answer(values, k, farthest, number % 2 > 0, hits, curves, b"end")  # type: ignore[arg-type]
-            answered += answer is not None
+            queries = [(values, k, farthest), (values, 3, np.inf)]
+            found = compiled.answers(queries, number % 2 > 0, hits, curves, b"end")  # type: ignore[arg-type]
+            answered += found[0] is not None
         with contextlib.suppress(ValueError):
             size = rng.choice([len(snapshot.base.index.labels), 3, 0])
             mask = np.random.default_rng(number).random(size) < rng.choice([0, 0.01, 0.5, 1])

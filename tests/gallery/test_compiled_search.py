@@ -155,7 +155,7 @@ def test_bad_queries_are_refused_as_in_python() -> None:
     for values in (b"", b"123", np.array([np.nan, 0, 0], "<f4").tobytes(), bytes(16)):
         curves = compiled_search.curves_of({})
         assert curves is not None
-        assert snapshot.compiled.answer(values, 3, np.inf, True, {}, curves, b"") is None
+        assert snapshot.compiled.answers([(values, 3, np.inf)], True, {}, curves, b"") == [None]
 
 
 def test_a_search_outlives_the_graph_that_others_let_go_of() -> None:

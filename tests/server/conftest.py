@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from nobackfill.gallery.filters import Scalar
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.publishing.publish import withdraw
 from nobackfill.server.gateway import Gateway
-from tests.server.support import Client, running
-from tests.support.blocks import manifest, publish_block_release
+from tests.server.support import Client, images, running
+from tests.support.blocks import manifest, png, publish_block_release
 
 Stages = Mapping[int, Path]
+# Items of `served`.
+SERVED = 40
 
 
 @pytest.fixture(scope="session")
@@ -123,3 +126,21 @@ def gallery(shared: Client) -> str:
 def client(gateway: Gateway) -> Iterator[Client]:
     with Client(gateway.address) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def served(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway of release 1 whose gallery `g` has SERVED items with metadata."""
+    with running(stages[1], tmp_path_factory.mktemp("served") / "data") as gateway:
+        with Client(gateway.address) as client:
+            client.create_gallery("g")
+            names = [f"i{i}" * (1 + 20 * (i % 3)) for i in range(SERVED)]
+            notes: list[dict[str, Scalar]] = [
+                {"number": i, "colour": "red" * (i % 50), "odd": bool(i % 2)} for i in range(SERVED)
+            ]
+            pictures = map(png, images(SERVED))
+            refused = client.put(
+                "g", dict(zip(names, pictures, strict=True)), dict(zip(names, notes, strict=True))
+            )
+            assert not refused
+        yield gateway

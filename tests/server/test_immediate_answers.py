@@ -1,9 +1,7 @@
 """Searches that are answered where they arrive say what a thread says."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,6 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from nobackfill.gallery.filters import Scalar
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.compiled_search import parse
 from nobackfill.release.manifest import Manifest
@@ -21,6 +18,7 @@ from nobackfill.server.gateway import Gateway
 from nobackfill.server.grpc.services.search import _parsed
 from nobackfill.server.grpc.tokens import LOCAL, Principal, Role
 from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
+from tests.server.conftest import SERVED as COUNT
 from tests.server.support import (
     TIMEOUT_S,
     Client,
@@ -28,29 +26,11 @@ from tests.server.support import (
     ids,
     images,
     metadata,
-    running,
     side_info,
 )  # fmt: skip
 from tests.support.blocks import png
 
-COUNT, LARGE = 40, 2200
-
-
-@pytest.fixture(scope="module")
-def served(stages: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with running(stages[1], tmp_path_factory.mktemp("immediate") / "data") as gateway:
-        with Client(gateway.address) as client:
-            client.create_gallery("g")
-            names = [f"i{i}" * (1 + 20 * (i % 3)) for i in range(COUNT)]
-            notes: list[dict[str, Scalar]] = [
-                {"number": i, "colour": "red" * (i % 50), "odd": bool(i % 2)} for i in range(COUNT)
-            ]
-            pictures = map(png, images(COUNT))
-            refused = client.put(
-                "g", dict(zip(names, pictures, strict=True)), dict(zip(names, notes, strict=True))
-            )
-            assert not refused
-        yield gateway
+LARGE = 2200
 
 
 def asking(one: Manifest, query: int, k: int = 10) -> search_pb2.SearchRequest:
@@ -59,7 +39,7 @@ def asking(one: Manifest, query: int, k: int = 10) -> search_pb2.SearchRequest:
 
 
 def at_once(served: Gateway, request: search_pb2.SearchRequest) -> search_pb2.SearchResponse | None:
-    answer = served.search.at_once(request.SerializeToString(), LOCAL)
+    answer = served.search.at_once([(request.SerializeToString(), LOCAL)])[0]
     return None if answer is None else search_pb2.SearchResponse.FromString(answer)
 
 
@@ -158,10 +138,10 @@ def test_compiled_code_and_python_answer_byte_for_byte(served: Gateway, one: Man
                 request.max_distance = farthest
             expected = on_a_thread(client, request)
             message = request.SerializeToString()
-            compiled = served.search.at_once(message, LOCAL)
+            compiled = served.search.at_once([(message, LOCAL)])[0]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setitem(snapshot.__dict__, "compiled", None)
-                assert served.search.at_once(message, LOCAL) == compiled
+                assert served.search.at_once([(message, LOCAL)])[0] == compiled
             assert compiled is not None
             assert search_pb2.SearchResponse.FromString(compiled) == expected
 
@@ -241,9 +221,9 @@ def test_what_may_wait_or_is_wrong_is_left_to_a_thread(served: Gateway, one: Man
     filtered.filter.conditions.append(types_pb2.Condition(key="odd", exists=True))
     assert [at_once(served, other) for other in others] == [None] * len(others)
     stranger = Principal("somebody", Role.READER, frozenset({"others"}))
-    assert served.search.at_once(good.SerializeToString(), stranger) is None
-    assert served.search.at_once(good.SerializeToString(), replace(stranger, galleries=None))
-    assert served.search.at_once(b"\xff\xff", LOCAL) is None
+    assert served.search.at_once([(good.SerializeToString(), stranger)]) == [None]
+    assert served.search.at_once([(good.SerializeToString(), replace(stranger, galleries=None))])[0]
+    assert served.search.at_once([(b"\xff\xff", LOCAL)]) == [None]
 
 
 def test_a_slow_gallery_is_searched_on_threads_until_it_is_quick(

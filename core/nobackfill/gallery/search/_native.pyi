@@ -42,14 +42,11 @@ class Snapshot:
     def search(
         self, query: Vectors, k: int, asked: int, base: _Mask | None, beside: _Mask | None
     ) -> tuple[_Labels, Vectors] | None: ...
-    def answer(
+    def answers(
         self,
-        values: bytes,
-        k: int,
-        asked: int,
-        farthest: float,
+        queries: list[tuple[bytes, int, int, float]],
         exact: bool,
         known: Mapping[int, tuple[bytes, bytes, bytes, int]],
         curves: Curves,
         end: bytes,
-    ) -> bytes | None: ...
+    ) -> list[bytes | None]: ...

@@ -86,25 +86,30 @@ class CompiledSearch:
         found = None if asked is None else self._snapshot.search(query, k, asked, base, beside)
         return None if found is None else Neighbours(*found)
 
-    def answer(
+    def answers(
         self,
-        values: bytes,
-        k: int,
-        farthest: float,
+        queries: Sequence[tuple[bytes, int, float]],
         exact: bool,
         known: Mapping[int, tuple[bytes, bytes, bytes, int]],
         curves: "Curves",
         end: bytes,
-    ) -> bytes | None:
-        """A SearchResponse: the hits that are `known` by label (server/galleries/hit_bytes.py), no
-        farther than `farthest`, then `end`. None: one is not known, or it is searched otherwise.
+    ) -> list[bytes | None]:
+        """A SearchResponse to each of `queries` (values, k, farthest): the hits that are `known` by
+        label (server/galleries/hit_bytes.py), no farther than `farthest`, then `end`. None: one is
+        not known, or it is searched otherwise.
         """
+        walks = []
+        for values, k, farthest in queries:
+            asked = self._walks(k)
+            if asked is None:
+                return [None] * len(queries)
+            walks.append((values, k, asked, farthest))
+        return self._snapshot.answers(walks, exact, known, curves, end)
+
+    def _walks(self, k: int) -> int | None:
         if k not in self._walked:
             self._walked[k] = self._index.walked(k, 0)
-        asked = self._walked[k]
-        if asked is None:
-            return None
-        return self._snapshot.answer(values, k, asked, farthest, exact, known, curves, end)
+        return self._walked[k]
 
 
 def curves_of(curves: Mapping[int, tuple[Sequence[float], Sequence[float]]]) -> "Curves | None":

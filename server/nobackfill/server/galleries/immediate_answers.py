@@ -6,7 +6,7 @@ items that are in memory. Whatever else a search needs, or is wrong with it, is 
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,13 +15,14 @@ import numpy as np
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.search.compiled_search import curves_of
-from nobackfill.gallery.search.view import Snapshot
+from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.gallery.store import Item
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hit_bytes import HitBytes, hit_bytes, joined
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.items import ItemCache
 from nobackfill.server.galleries.plan import Part, Plan
+from nobackfill.server.galleries.queries import Question
 from nobackfill.server.galleries.ranking import rounded, scores_of
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import GatewayState
@@ -32,8 +33,11 @@ from nobackfill.wire.values import ORIGINS, origin_name
 if TYPE_CHECKING:
     from nobackfill.gallery.search._native import Curves
 
+# Values, k, and how far hits may be.
+VectorQuery = tuple[bytes, int, float]
+
 # More hits than this are encoded on a thread.
-_MOST_HITS = 64
+MOST_HITS = 64
 
 
 @dataclass(frozen=True)
@@ -57,47 +61,83 @@ class ImmediateAnswers:
         self._state = state
         self._exact, self._graph = (metrics.searches.labels(kind) for kind in ("exact", "graph"))
 
-    def answer(
-        self, gallery: str, space: str, values: bytes, k: int, farthest: float
-    ) -> bytes | None:
-        """A SearchResponse of the `k` nearest within `farthest`, or None: ask on a thread."""
+    def answers(
+        self, gallery: str, space: str, queries: Sequence[VectorQuery]
+    ) -> list[bytes | None]:
+        """To each of the `queries` in `space` a SearchResponse, or None: ask on a thread."""
         hosted = self._galleries.at_hand(gallery)
-        if hosted is None or k > _MOST_HITS:
+        part = None if hosted is None else _part(hosted.plan, space)
+        if hosted is None or part is None:
+            return [None] * len(queries)
+        return self._of_part(hosted, part, queries)
+
+    def of_image(self, question: Question, farthest: float) -> bytes | None:
+        """A SearchResponse to what was made of an image, by who uses the gallery and its plan; None
+        where more is needed."""
+        if len(question.parts) > 1 or question.ef or question.k > MOST_HITS:
             return None
+        query = question.vectors[0].tobytes(), question.k, farthest
+        return self._of_part(question.hosted, question.parts[0], [query])[0]
+
+    def _of_part(
+        self, hosted: Hosted, part: Part, queries: Sequence[VectorQuery]
+    ) -> list[bytes | None]:
+        nothing: list[bytes | None] = [None] * len(queries)
         # Taken before the views: what is made ready for one that goes lands in a mapping that goes.
         known = hosted.ready
-        part = _part(hosted.plan, space)
-        view = None if part is None else hosted.views().get(part.space)
-        if part is None or view is None:
-            return None
-        ends = self._state.now.ends.get(space)
+        view = hosted.views().get(part.space)
+        if view is None:
+            return nothing
+        ends = self._state.now.ends.get(part.query.space)
         ready = known.get(part.space)
         if ready is None or ready.part is not part or ready.ends != ends:
             ready = known[part.space] = _ready(hosted, part, ends)
-        if ends is not None and time.time() >= ends:
-            return None
         snapshot = view.snapshot()
-        if not hosted.speed.quick(snapshot) or not hosted.speed.worth_a_try():
-            return None
-        compiled, answer = snapshot.compiled, None
+        if (
+            (ends is not None and time.time() >= ends)
+            or not hosted.speed.quick(snapshot)
+            or not hosted.speed.worth_a_try()
+        ):
+            return nothing
         began = time.monotonic()
-        if compiled is not None and ready.curves is not None:
-            answer = compiled.answer(
-                values, k, farthest, hosted.exact, ready.items.known, ready.curves, ready.end
-            )
+        answers = _answers(hosted, snapshot, ready, queries)
+        hosted.speed.took(time.monotonic() - began, len(queries))
+        self._count(snapshot, view, queries, answers)
+        return answers
+
+    def _count(
+        self,
+        snapshot: Snapshot,
+        view: LiveView,
+        queries: Sequence[VectorQuery],
+        answers: Sequence[bytes | None],
+    ) -> None:
+        pairs = zip(queries, answers, strict=True)
+        seen = [values for (values, _, _), answer in pairs if answer is not None]
+        if not seen:
+            return
+        if not snapshot.graphed:
+            self._exact.inc(len(seen))
+        else:
+            self._graph.inc(len(seen))
+            view.asked.see(np.frombuffer(b"".join(seen), "<f4").reshape(len(seen), -1))
+
+
+def _answers(
+    hosted: Hosted, snapshot: Snapshot, ready: _Ready, queries: Sequence[VectorQuery]
+) -> list[bytes | None]:
+    compiled = snapshot.compiled
+    answers: list[bytes | None] = [None] * len(queries)
+    if compiled is not None and ready.curves is not None:
+        answers = compiled.answers(
+            queries, hosted.exact, ready.items.known, ready.curves, ready.end
+        )
+    for number, answer in enumerate(answers):
         if answer is not None:
             hosted.speed.tried(whole=True)
         else:
-            answer = _in_python(hosted, snapshot, ready, values, k, farthest)
-        if answer is None:
-            return None
-        hosted.speed.took(time.monotonic() - began)
-        if not snapshot.graphed:
-            self._exact.inc()
-        else:
-            self._graph.inc()
-            view.asked.see(np.frombuffer(values, "<f4")[None])
-        return answer
+            answers[number] = _in_python(hosted, snapshot, ready, *queries[number])
+    return answers
 
 
 def _in_python(

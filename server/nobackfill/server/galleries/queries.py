@@ -1,7 +1,7 @@
 """Questions of searches: what is asked of a gallery's spaces, answered together where it can be."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,8 @@ class Question:
     ef: int
 
 
+# The whole answer's bytes to a question that needs no more; None: it does.
+Shortcut = Callable[[Question], bytes | None]
 # Each part's neighbours of a batch, and the row of one query in them; or why it was refused.
 Answer = tuple[Sequence[Neighbours], int] | InvalidInputError
 

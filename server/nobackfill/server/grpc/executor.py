@@ -9,8 +9,9 @@ import inspect
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from itertools import groupby
 from typing import Any
 
 import grpc
@@ -28,7 +29,7 @@ from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.lanes import Lane, Lanes
 from nobackfill.server.grpc.messages import LARGE
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.rpc import Rpc
+from nobackfill.server.grpc.rpc import AtOnce, Rpc
 
 log = structlog.get_logger("server.executor")
 
@@ -38,6 +39,8 @@ _EVERY_S = 0.5
 # Calls of one caller whose message is awaited, for each one that may wait for a thread: they cost
 # no thread. Of more, the longest awaited is ended: who sends a message at once is never in the way.
 _AWAITED = 4
+# Calls that are answered together at most: meanwhile nothing else is received.
+_GATHERED = 16
 # Bytes of large messages that have come and are worked on, or wait for it.
 _LARGEST_HELD = 512 * 2**20
 # What gRPC is given for each call: nobody waits for it.
@@ -135,6 +138,7 @@ class CallExecutor(Executor):
         # By caller, the longest awaited first; strangers are one.
         self._awaited: defaultdict[str, dict[_Arrival, None]] = defaultdict(dict)
         self._held = 0
+        self._gathered: list[tuple[AtOnce, _Arrival, bytes]] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="executor", daemon=True)
         self._thread.start()
@@ -189,12 +193,39 @@ class CallExecutor(Executor):
         if message is None:
             self._nothing_came(arrival)
             return
+        if rpc.at_once is None or len(message) > LARGE or not rpc.lane.has_room(self.gathered):
+            self._hand_on(arrival, message)
+            return
+        self._gathered.append((rpc.at_once, arrival, message))
+        if self.gathered >= _GATHERED:
+            self.answer_gathered()
+
+    @property
+    def gathered(self) -> int:
+        """Calls that have come and wait for what comes with them."""
+        return len(self._gathered)
+
+    def answer_gathered(self) -> None:
+        """Answer what takes no thread; only gRPC's own thread calls this."""
+        gathered, self._gathered = self._gathered, []
+        for at_once, some in groupby(gathered, key=lambda one: one[0]):
+            self._answer(at_once, [(arrival, message) for _, arrival, message in some])
+
+    def _answer(self, at_once: AtOnce, calls: Sequence[tuple[_Arrival, bytes]]) -> None:
+        answers: Sequence[bytes | None] = [None] * len(calls)
+        with error_boundary(self._metrics, "at once"):
+            answers = at_once([(message, arrival.rpc.principal) for arrival, message in calls])
+        for (arrival, message), answer in zip(calls, answers, strict=True):
+            if answer is not None and arrival.is_wanted():
+                arrival.send(answer)
+            else:
+                self._hand_on(arrival, message)
+
+    def _hand_on(self, arrival: _Arrival, message: bytes) -> None:
+        """To a thread of its lane."""
+        rpc = arrival.rpc
         lane = rpc.lane
         large = len(message) > LARGE
-        answer = None if large or not arrival.is_wanted() else rpc.at_once(message)
-        if answer is not None:
-            arrival.send(answer)
-            return
         try:
             request: Any = message
             if not large:

@@ -5,7 +5,6 @@ What follows is in rpc.py. Services behind it only raise.
 """
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -60,7 +59,7 @@ class Interceptor(grpc.ServerInterceptor):
         }
 
     @property
-    def pool(self) -> Executor:
+    def pool(self) -> CallExecutor:
         return self._executor
 
     def intercept_service(
@@ -134,9 +133,15 @@ class _Handling(grpc.RpcMethodHandler):  # type: ignore[type-arg] # generic in i
     def __init__(self, handler: Handler, rpc: Rpc) -> None:
         self.request_streaming = handler.request_streaming
         self.response_streaming = handler.response_streaming
-        self.response_serializer = handler.response_serializer
+        self.response_serializer = _serializer(handler.response_serializer)
         # gRPC looks at the one that the two flags name.
         self.unary_unary = self.unary_stream = self.stream_unary = self.stream_stream = rpc
+
+
+def _serializer(of_message: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
+    """Some behaviors answer with bytes already."""
+    assert of_message is not None, "generated code brings one"
+    return lambda answer: answer if isinstance(answer, bytes) else of_message(answer)
 
 
 def _text(value: str | bytes | None) -> str | None:

@@ -2,8 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -14,6 +12,7 @@ from nobackfill.server.descriptors import open_connections
 from nobackfill.server.grpc.connections import Connections
 from nobackfill.server.grpc.interceptor import Interceptor
 from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.server import Server
 from nobackfill.server.grpc.tls import Certificates
 from nobackfill.server.settings import Settings, split_address
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, upgrade_pb2, vault_pb2
@@ -60,11 +59,11 @@ class Listener:
         self._interceptor = interceptor
         self._health = health.HealthServicer(experimental_non_blocking=False)
         self._aside: frozenset[str] = frozenset()
-        self._server = grpc.server(
-            cast(ThreadPoolExecutor, interceptor.pool),
-            interceptors=[interceptor],
+        self._server = Server(
+            interceptor.pool,
+            [interceptor],
             # Above the bound on calls, so that those too many get RESOURCE_EXHAUSTED.
-            options=[
+            [
                 *_OPTIONS,
                 ("grpc.max_concurrent_streams", 1024 + settings.max_calls),
                 ("grpc.max_allowed_incoming_connections", open_connections()),

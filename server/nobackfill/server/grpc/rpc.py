@@ -1,7 +1,7 @@
 """One call's way through the interceptor: authorised, bounded, answered, counted once."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -12,7 +12,6 @@ from grpc_status import rpc_status
 from nobackfill.errors import DeadlineError, NobackfillError
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.auth import check_gallery
-from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.errors import code_of, status_of
 from nobackfill.server.grpc.lanes import Lane
 from nobackfill.server.grpc.logs import Sparing
@@ -28,8 +27,9 @@ _unworked = Sparing(10)
 _LONGEST_KEY = 256
 
 Behavior = Callable[[Any, grpc.ServicerContext], Any]
-# A request's bytes to its answer's, where nothing has to be waited for; None: on a thread, then.
-AtOnce = Callable[[bytes, Principal], bytes | None]
+# Requests' bytes, and who sent them, to their answers', where nothing has to be waited for; None:
+# on a thread, then.
+AtOnce = Callable[[Sequence[tuple[bytes, Principal]]], Sequence[bytes | None]]
 
 
 class _Status(
@@ -72,8 +72,9 @@ class Rpc:
         self._request_id = request_id
         self._arrived = time.monotonic()
         self._endings: list[Callable[[], None]] = []
-        self._principal = LOCAL
+        self.principal = LOCAL
         self.read = kind.read
+        self.at_once = kind.at_once
         self.lane = kind.lane
         self.reads_stream = kind.reads_stream
         # Whose share of a lane it takes; empty: its address says.
@@ -87,17 +88,8 @@ class Rpc:
 
     def let_in(self, principal: Principal, *, named: bool) -> None:
         """`named`: its token says who calls."""
-        self._principal = principal
+        self.principal = principal
         self.caller = principal.name if named else ""
-
-    def at_once(self, message: bytes) -> bytes | None:
-        """The answer, where it takes no thread. Raises nothing: gRPC's own thread calls this."""
-        answer = self._kind.at_once
-        if answer is None:
-            return None
-        with error_boundary(self._kind.metrics, "at once"):
-            return answer(message, self._principal)
-        return None
 
     def on_end(self, ending: Callable[[], None]) -> None:
         """Do this when the call has ended, whatever becomes of it."""
@@ -163,7 +155,7 @@ class Rpc:
             raise DeadlineError("the call ended before its turn came; allow more time")
         key = (self.session or self.caller or self._request_id)[:_LONGEST_KEY]
         call = calls.Call(
-            self._principal, time.monotonic() + left, context.is_active, key, self._request_id
+            self.principal, time.monotonic() + left, context.is_active, key, self._request_id
         )
         calls.begin(call)
         if self.lane.longest_s is not None:
@@ -175,7 +167,7 @@ class Rpc:
     def _message(self, argument: Any) -> Any:
         """A request that the caller may make. Small ones were read where they came."""
         request = self.read(argument) if isinstance(argument, bytes) else argument
-        check_gallery(self._kind.method, self._principal, request)
+        check_gallery(self._kind.method, self.principal, request)
         return request
 
     def _code(self, error: Exception, context: grpc.ServicerContext) -> grpc.StatusCode:

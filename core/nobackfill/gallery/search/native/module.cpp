@@ -140,10 +140,11 @@ struct PySnapshot {
         return py::make_tuple(std::move(labels), std::move(distances));
     }
 
-    // The hits of a SearchResponse, then `end`; none: a hit is not `known`, or ask in Python why.
-    py::object answer(
-        const py::bytes& values, std::size_t k, std::size_t asked, double farthest, bool exact,
-        const py::dict& known, const std::vector<Curve>& curves, const py::bytes& end
+    // To each of `queries` (values, k, how many to ask the graph for, farthest): the hits of a
+    // SearchResponse, then `end`; none: a hit is not `known`, or ask in Python why.
+    py::list answers(
+        const py::list& queries, bool exact, const py::dict& known,
+        const std::vector<Curve>& curves, const py::bytes& end
     ) const;
 };
 
@@ -152,40 +153,70 @@ std::string_view text_of(PyObject* bytes) {
     return {PyBytes_AS_STRING(bytes), std::size_t(PyBytes_GET_SIZE(bytes))};
 }
 
-py::object PySnapshot::answer(
-    const py::bytes& values, std::size_t k, std::size_t asked, double farthest, bool exact,
-    const py::dict& known, const std::vector<Curve>& curves, const py::bytes& end
-) const {
-    const std::string_view vector = text_of(values.ptr());
+// One of them; `query` holds its values.
+struct Asked {
+    std::string_view values;
+    std::size_t k, asked;
+    double farthest;
     std::optional<std::vector<Found>> found;
-    {
-        py::gil_scoped_release released;
-        const std::vector<float> prepared = query(vector.data(), vector.size());
-        if (!prepared.empty() && k) found = snapshot.nearest(prepared, k, std::max(k, asked), nullptr, nullptr);
-        if (found && !exact)
-            for (Found& one : *found) one.distance = rounded(one.distance);
+
+    static Asked of(py::handle query) {
+        const auto parts = query.cast<py::tuple>();
+        if (parts.size() != 4) throw py::value_error("expected values, k, asked, farthest");
+        return {text_of(parts[0].ptr()), parts[1].cast<std::size_t>(),
+                parts[2].cast<std::size_t>(), parts[3].cast<double>(), std::nullopt};
     }
-    if (!found) return py::none();
+};
+
+// None: a hit is not known.
+py::object joined(
+    const Asked& one, const py::dict& known, const std::vector<Curve>& curves, std::string_view end
+) {
     std::string bytes;
     bytes.reserve(4096);
-    for (const Found& one : *found) {
-        const py::int_ label(one.label);
-        PyObject* hit = PyDict_GetItemWithError(known.ptr(), label.ptr());
-        if (!hit || !PyTuple_Check(hit) || PyTuple_GET_SIZE(hit) != 4) {
+    for (const Found& hit : *one.found) {
+        const py::int_ label(hit.label);
+        PyObject* parts = PyDict_GetItemWithError(known.ptr(), label.ptr());
+        if (!parts || !PyTuple_Check(parts) || PyTuple_GET_SIZE(parts) != 4) {
             if (PyErr_Occurred()) throw py::error_already_set();
             return py::none();
         }
         // They come nearest first, and rounding keeps the order.
-        if (!(double(one.distance) <= farthest)) continue;
-        const auto origin = py::handle(PyTuple_GET_ITEM(hit, 3)).cast<std::size_t>();
+        if (!(double(hit.distance) <= one.farthest)) continue;
+        const auto origin = py::handle(PyTuple_GET_ITEM(parts, 3)).cast<std::size_t>();
         const bool scored = origin < curves.size() && !curves[origin].distances.empty();
-        bytes += text_of(PyTuple_GET_ITEM(hit, scored ? 0 : 1));
-        put(bytes, 0x15, one.distance);
-        if (scored) put(bytes, 0x1D, float(curves[origin].score(one.distance)));
-        bytes += text_of(PyTuple_GET_ITEM(hit, 2));
+        bytes += text_of(PyTuple_GET_ITEM(parts, scored ? 0 : 1));
+        put(bytes, 0x15, hit.distance);
+        if (scored) put(bytes, 0x1D, float(curves[origin].score(hit.distance)));
+        bytes += text_of(PyTuple_GET_ITEM(parts, 2));
     }
-    bytes += text_of(end.ptr());
+    bytes += end;
     return py::bytes(bytes);
+}
+
+py::list PySnapshot::answers(
+    const py::list& queries, bool exact, const py::dict& known, const std::vector<Curve>& curves,
+    const py::bytes& end
+) const {
+    // The list may be changed while the lock is not held: what it holds is held here.
+    const py::tuple held(queries);
+    std::vector<Asked> all;
+    all.reserve(held.size());
+    for (const py::handle query : held) all.push_back(Asked::of(query));
+    {
+        py::gil_scoped_release released;
+        for (Asked& one : all) {
+            const std::vector<float> prepared = query(one.values.data(), one.values.size());
+            if (!prepared.empty() && one.k)
+                one.found = snapshot.nearest(prepared, one.k, std::max(one.k, one.asked), nullptr, nullptr);
+            if (one.found && !exact)
+                for (Found& hit : *one.found) hit.distance = rounded(hit.distance);
+        }
+    }
+    py::list made(all.size());
+    for (std::size_t i = 0; i < all.size(); i++)
+        made[i] = all[i].found ? joined(all[i], known, curves, text_of(end.ptr())) : py::none();
+    return made;
 }
 
 }  // namespace
@@ -207,7 +238,7 @@ PYBIND11_MODULE(_native, module) {
     py::class_<PySnapshot>(module, "Snapshot")
         .def(py::init<py::object, bool, std::size_t, Mask, Array<float>, Array<std::int64_t>, Mask>())
         .def("search", &PySnapshot::search)
-        .def("answer", &PySnapshot::answer);
+        .def("answers", &PySnapshot::answers);
     // A search by one embedding: gallery, space, values, k, farthest (infinity: none is); None: it is
     // another, or none.
     module.def("parse", [](const py::bytes& message) -> py::object {

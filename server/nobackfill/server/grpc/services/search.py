@@ -1,7 +1,7 @@
 """SearchService."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -11,9 +11,14 @@ from nobackfill.gallery.search.compiled_search import parse
 from nobackfill.gallery.search.index import EVERY
 from nobackfill.server.canary.canaries import Canaries
 from nobackfill.server.canary.sessions import Kind
-from nobackfill.server.galleries.asked import Found, Query
+from nobackfill.server.galleries.asked import Asked, Found, Query
 from nobackfill.server.galleries.galleries import Galleries
-from nobackfill.server.galleries.immediate_answers import ImmediateAnswers
+from nobackfill.server.galleries.immediate_answers import (
+    MOST_HITS,
+    ImmediateAnswers,
+    VectorQuery,
+)
+from nobackfill.server.galleries.queries import Question
 from nobackfill.server.galleries.searching import Searching
 from nobackfill.server.grpc.services.convert import (
     from_filter,
@@ -59,26 +64,46 @@ class SearchService(SearchServiceServicer):
         self._searching = searching
         self._state = state
 
-    def Search(  # noqa: N802 - the contract's name
+    # Or the answer's bytes, which the interceptor lets pass.
+    def Search(  # type: ignore[override] # noqa: N802 - the contract's name
         self, request: pb.SearchRequest, context: grpc.ServicerContext
-    ) -> pb.SearchResponse:
+    ) -> pb.SearchResponse | bytes:
         with self._galleries.using(request.gallery) as hosted:
-            found = self._searching.search(
+            asked = Asked(
                 hosted,
                 _query(request.query),
                 _k(request.k),
                 from_filter(request.filter),
                 _ef(request.accuracy),
             )
+            found = self._searching.answer(asked, lambda made: self._quickly(request, made))
+        if isinstance(found, bytes):
+            return found
         return _response(found, request, self._state.now.ends)
 
-    def at_once(self, message: bytes, principal: Principal) -> bytes | None:
-        """What `Search` answers, where it needs no thread; None for all that is left to it."""
-        asked = parse(message) if parse is not None else _parsed(message)
-        if asked is None or math.isnan(asked[4]) or not principal.may_use(asked[0]):
+    def _quickly(self, request: pb.SearchRequest, question: Question) -> bytes | None:
+        """What was an image goes the way of an embedding; an embedding was already refused it."""
+        if not request.query.HasField("image") or any(request.HasField(f) for f in _WORK):
             return None
-        gallery, space, values, k, farthest = asked
-        return self._immediate.answer(gallery, space, values, k or DEFAULT_K, farthest)
+        return self._immediate.of_image(question, _farthest(request))
+
+    def at_once(self, messages: Sequence[tuple[bytes, Principal]]) -> Sequence[bytes | None]:
+        """What `Search` answers to each, where it needs no thread; None: it is left to it."""
+        together: dict[tuple[str, str], list[tuple[int, VectorQuery]]] = {}
+        for number, (message, principal) in enumerate(messages):
+            asked = parse(message) if parse is not None else _parsed(message)
+            if asked is None or asked[3] > MOST_HITS or math.isnan(asked[4]):
+                continue
+            gallery, space, values, k, farthest = asked
+            if principal.may_use(gallery):
+                one = number, (values, k or DEFAULT_K, farthest)
+                together.setdefault((gallery, space), []).append(one)
+        answers: list[bytes | None] = [None] * len(messages)
+        for (gallery, space), some in together.items():
+            found = self._immediate.answers(gallery, space, [asked for _, asked in some])
+            for (number, _), answer in zip(some, found, strict=True):
+                answers[number] = answer
+        return answers
 
     def SearchBatch(  # noqa: N802
         self, request: pb.SearchBatchRequest, context: grpc.ServicerContext

@@ -1,0 +1,80 @@
+"""gRPC's threaded server, which says when nothing more has come: what came together is answered
+together then.
+
+A search walks through a megabyte, and leaves neither gRPC nor Python in the processor's caches: a
+message after it takes three times as long to receive as one after another message. So messages are
+received first, then searched for, then answered. That is no public interface of grpcio, so what is
+relied upon is checked, here and in executor.py.
+"""
+
+import inspect
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from grpc import _server
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+from nobackfill.errors import ConfigurationError
+from nobackfill.server.grpc.executor import CallExecutor
+
+# Then it is looked whether the server was forgotten, as gRPC does.
+_IDLE_S = 1.0
+# Events that may come while calls are gathered: of other calls they need not end.
+_PATIENCE = 64
+_PARAMETERS = (
+    "self", "thread_pool", "generic_handlers", "interceptors", "options",
+    "maximum_concurrent_rpcs", "compression", "xds",
+)  # fmt: skip
+
+
+class Server(_server._Server):
+    """Calls are answered by `executor`."""
+
+    def __init__(
+        self,
+        executor: CallExecutor,
+        interceptors: Sequence[grpc.ServerInterceptor],
+        options: Sequence[tuple[str, Any]],
+    ) -> None:
+        """Raises ConfigurationError for a grpcio that works otherwise."""
+        if tuple(inspect.signature(_server._Server.__init__).parameters) != _PARAMETERS:
+            raise ConfigurationError(
+                f"grpcio {grpc.__version__} makes servers otherwise than expected; install the "
+                "version that constraints.txt names"
+            )
+        super().__init__(executor, (), interceptors, options, None, None, False)  # type: ignore[arg-type]
+        self._executor = executor
+
+    def start(self) -> None:
+        """As gRPC's, with another loop. Raises ValueError if it was started."""
+        state = self._state
+        with state.lock:
+            if state.stage is not _server._ServerStage.STOPPED:
+                raise ValueError("started already")
+            state.server.start()
+            state.stage = _server._ServerStage.STARTED
+            for method in state.registered_method_handlers:
+                _server._request_registered_call(state, method)
+            _server._request_call(state)
+        threading.Thread(target=_serve, args=(state, self._executor), daemon=True).start()
+
+
+def _serve(state: Any, executor: CallExecutor) -> None:
+    since = 0
+    while True:
+        since = since + 1 if executor.gathered else 0
+        event = state.completion_queue.poll(time.time() + (0 if since else _IDLE_S))
+        if state.server_deallocated:
+            _server._begin_shutdown_once(state)
+        came = event.completion_type != cygrpc.CompletionType.queue_timeout
+        if came and not _server._process_event_and_continue(state, event):
+            return
+        # Whose calls are all that are open, they are waited for no longer.
+        alone = len(state.rpc_states) <= executor.gathered
+        if executor.gathered and (alone or not came or since >= _PATIENCE):
+            executor.answer_gathered()
+        # gRPC's own loop says why: an event may hold a call that has ended.
+        event = None

@@ -1,0 +1,87 @@
+"""Calls that come together are answered together, each by itself, and an image's as a vector's."""
+
+import time
+from collections.abc import Sequence
+
+import grpc
+import pytest
+
+from nobackfill.errors import OverloadedError
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.gateway import Gateway
+from nobackfill.server.grpc.rpc import Kind
+from nobackfill.server.grpc.services.search import SEARCH
+from nobackfill.server.grpc.tokens import Principal
+from nobackfill.v1 import search_pb2
+from tests.server.support import TIMEOUT_S, Client, images, refused
+from tests.server.test_immediate_answers import asking, on_a_thread, searched_in_batches
+from tests.support.blocks import png
+
+
+def test_what_comes_together_is_answered_together_and_each_by_itself(
+    served: Gateway, one: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    answers = served.search.at_once
+
+    def slow(messages: Sequence[tuple[bytes, Principal]]) -> Sequence[bytes | None]:
+        sizes.append(len(messages))
+        time.sleep(0.02)
+        return answers(messages)
+
+    good, wrong = asking(one, 8), asking(one, 8)
+    monkeypatch.setitem(kind_of(served, good).__dict__, "at_once", slow)
+    wrong.query.embeddings.embeddings[0].values = b"1234"
+    with Client(served.address) as client:
+        expected = on_a_thread(client, good)
+        futures = [
+            client.raw.searches.Search.future(wrong if n % 5 == 0 else good, timeout=TIMEOUT_S)
+            for n in range(60)
+        ]
+        for number, future in enumerate(futures):
+            if number % 5:
+                assert future.result() == expected
+            else:
+                assert future.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert sum(sizes) == 60 and 1 < max(sizes) <= 16
+
+
+def kind_of(served: Gateway, request: search_pb2.SearchRequest) -> Kind:
+    """It is made at the first call."""
+    with Client(served.address) as client:
+        client.raw.searches.Search(request, timeout=TIMEOUT_S)
+    assert served._listener is not None
+    return served._listener._interceptor._kinds[SEARCH][0]
+
+
+def test_answers_at_once_count_among_the_calls_that_there_may_be(
+    served: Gateway, one: Manifest
+) -> None:
+    request = asking(one, 9)
+    lane = kind_of(served, request).lane
+    with Client(served.address) as client:
+        expected = on_a_thread(client, request)
+        for caller in range(256):
+            lane.enter(str(caller))
+        try:
+            with refused(OverloadedError):
+                client.raw.searches.Search(request, timeout=TIMEOUT_S)
+        finally:
+            for caller in range(256):
+                lane.leave(str(caller))
+        assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
+
+
+def test_an_image_is_searched_as_its_embedding_is(served: Gateway, one: Manifest) -> None:
+    with Client(served.address) as client:
+        request = asking(one, 10)
+        request.query.image = png(images(11)[10])
+        expected = on_a_thread(client, request)
+        before = searched_in_batches(served)
+        assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
+        assert searched_in_batches(served) == before
+        # What it cannot say at once is said by the same thread.
+        request.fields.keys.append("colour")
+        chosen = client.raw.searches.Search(request, timeout=TIMEOUT_S)
+        assert [hit.id for hit in chosen.hits] == [hit.id for hit in expected.hits]
+        assert all(set(hit.metadata) <= {"colour"} for hit in chosen.hits)
