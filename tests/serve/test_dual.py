@@ -16,7 +16,7 @@ import pytest
 
 from nobackfill.adopt.sources.opening import open_searchable
 from nobackfill.adopt.sources.source import Searchable
-from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
+from nobackfill.errors import DamagedError, IncompatibleSpaceError, InvalidInputError
 from nobackfill.serve import Dual, FunctionItems, Limits, Natives, reembedding
 from tests.serve.shop import JOINING, MADE, MAP, NewModel, dual, files, loaded
 from tests.support.postgres import Server
@@ -142,6 +142,8 @@ def test_one_bad_item_takes_no_other_along(tmp_path: Path) -> None:
         assert cost.failed == 1
         assert "moon" in cost.last_failure
         assert found.progress().native == 99
+        # It is tried again, and others have their turn all the same.
+        assert found.heal(50) == 50
 
 
 def test_another_model_or_map_is_refused(tmp_path: Path) -> None:
@@ -150,6 +152,11 @@ def test_another_model_or_map_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IncompatibleSpaceError, match="another model"):
         dual(tmp_path, source, NewModel(fingerprint="same dimension"))
     natives = Natives(tmp_path / "n.db", "m", MADE.new.shape[1])
+    (tmp_path / "text.db").write_text(
+        "this is no database, and it is long enough to be looked at" * 9
+    )
+    with pytest.raises(DamagedError):
+        Natives(tmp_path / "text.db", "m", 2)
     other = type(MAP)("affine", MAP.weight * 2, MAP.bias, MAP.unit)
     with closing(natives), pytest.raises(IncompatibleSpaceError, match="another map"):
         Dual(source, other, JOINING, natives)

@@ -176,14 +176,14 @@ class Dual:
         """
         if self._again is None:
             return 0
-        before, asked = len(self._natives), 0
+        before, came = len(self._natives), 0
         for rows in self._waiting():
-            some = Rows(rows.ids[: count - asked], rows.vectors[: count - asked])
-            asked += len(some)
-            self._again.finish(some)
-            if asked >= count or self._natives.spent(today()) >= self._again.limits.a_day:
+            # What cannot be embedded does not count: others would never have their turn.
+            self._again.finish(Rows(rows.ids[: count - came], rows.vectors[: count - came]))
+            came = len(self._natives) - before
+            if came >= count or self._natives.spent(today()) >= self._again.limits.a_day:
                 break
-        return len(self._natives) - before
+        return max(0, came)
 
     def _waiting(self) -> Iterator[Rows]:
         """Items without a native vector, in pieces: wanted ones, then the others by key."""

@@ -1,5 +1,6 @@
 """Where the items themselves are: what is embedded again comes from here, bounded in bytes."""
 
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path, PurePosixPath
 from typing import Protocol
@@ -104,6 +105,7 @@ class UrlItems:
                 f"expected a named host and {{id}} in the path: {parsed.host!r} is not among "
                 f"{sorted(hosts)}, or nothing is filled in"
             )
+        self._timeout = timeout
         self._http = urllib3.PoolManager(retries=False, timeout=timeout, maxsize=16)
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
@@ -119,9 +121,12 @@ class UrlItems:
             if got.status != 200:
                 got.close()
                 raise UnavailableError(f"{name!r}: its host answers {got.status}")
-            data = bytearray()
+            data, end = bytearray(), time.monotonic() + self._timeout
             while len(data) <= most_bytes and (piece := got.read1(_PIECE)):
                 data += piece
+                if time.monotonic() > end:
+                    got.close()
+                    raise urllib3.exceptions.TimeoutError("the answer does not end")
             if len(data) > most_bytes:
                 got.close()
         except urllib3.exceptions.HTTPError as error:

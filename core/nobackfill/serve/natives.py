@@ -17,8 +17,8 @@ import numpy as np
 
 from nobackfill.adopt.maps import normalised
 from nobackfill.durable import make_dir, transaction
-from nobackfill.errors import IncompatibleSpaceError, VerificationError
-from nobackfill.sqlite_errors import refusing_sqlite
+from nobackfill.errors import CannotWriteError, IncompatibleSpaceError, VerificationError
+from nobackfill.sqlite_errors import refusal, refusing_sqlite
 from nobackfill.vectors import Vectors, check_vectors
 
 # A claim is another's after this many seconds, or when its process has ended.
@@ -49,6 +49,31 @@ class Native:
     vector: Vectors
 
 
+def _connected(path: Path) -> sqlite3.Connection:
+    """The file with its tables. Raises DamagedError for another file, CannotWriteError."""
+    connection = None
+    try:
+        # Vectors are private: nobody else reads the file.
+        path.touch(0o600)
+        connection = sqlite3.connect(
+            path, timeout=30, isolation_level=None, check_same_thread=False
+        )
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+        for statement in _SCHEMA.split(";")[:-1]:
+            connection.execute(statement)
+        return connection
+    except OSError as error:
+        raise CannotWriteError(f"{path}: cannot be written ({error.strerror})") from error
+    except sqlite3.Error as error:
+        if connection is not None:
+            connection.close()
+        found = refusal(path, error)
+        if found is None:
+            raise
+        raise found from error
+
+
 class Natives:
     """Vectors of one model, `fingerprint`, of dimension `dim`. Raises IncompatibleSpaceError where
     the file holds another's, CannotWriteError, BusyError."""
@@ -57,24 +82,17 @@ class Natives:
         self._path, self._dim = path, dim
         self._lock = threading.RLock()
         make_dir(path.parent)
-        with refusing_sqlite(path):
-            # Vectors are private: nobody else reads the file.
-            path.touch(0o600)
-            self._connection = sqlite3.connect(
-                path, timeout=30, isolation_level=None, check_same_thread=False
-            )
-            self._connection.execute("PRAGMA journal_mode=WAL")
-            self._connection.execute("PRAGMA synchronous=FULL")
-            for statement in _SCHEMA.split(";")[:-1]:
-                self._connection.execute(statement)
+        self._connection = _connected(path)
         with transaction(self._connection) as connection:
             facts = {"model": fingerprint, "dim": str(dim)}
             connection.executemany("INSERT OR IGNORE INTO facts VALUES (?, ?)", facts.items())
-            if dict(connection.execute("SELECT name, value FROM facts")) != facts:
-                raise IncompatibleSpaceError(
-                    f"{path}: holds vectors of another model (or of this one, declared otherwise); "
-                    "give each model a file of its own"
-                )
+            same = dict(connection.execute("SELECT name, value FROM facts")) == facts
+        if not same:
+            self._connection.close()
+            raise IncompatibleSpaceError(
+                f"{path}: holds vectors of another model (or of this one, declared otherwise); "
+                "give each model a file of its own"
+            )
         # Rows of norm 1 for search; the newest number that is in memory.
         self._matrix: Vectors = np.zeros((_ROOM, dim), np.float32)
         self._ids: list[str | None] = []
@@ -182,13 +200,12 @@ class Natives:
         return mine
 
     def release(self, ids: Sequence[str]) -> None:
-        """Free claims whose items could not be embedded; they stay wanted."""
+        """Free claims whose items could not be embedded; they are wanted last."""
         with self._lock, transaction(self._connection) as connection:
             names = [(name,) for name in ids]
             connection.executemany("DELETE FROM claim WHERE id = ?", names)
             connection.executemany(
-                "INSERT INTO wanted VALUES (?, 1) ON CONFLICT (id) DO UPDATE SET times = times + 1",
-                names,
+                "INSERT INTO wanted VALUES (?, 0) ON CONFLICT (id) DO UPDATE SET times = 0", names
             )
 
     def wanted(self, count: int) -> list[str]:

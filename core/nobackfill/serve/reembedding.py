@@ -25,6 +25,9 @@ from nobackfill.serve.items import Items
 from nobackfill.serve.natives import Natives, digest
 from nobackfill.vectors import Vectors
 
+# Items that wait for a thread.
+_MOST_WAITING = 10_000
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -110,7 +113,9 @@ class Reembedding:
                 if name not in self._under_way
             }
             try:
-                mine = self._natives.claim(idle, today(), self.limits.a_day) if idle else []
+                # More than that is noted as wanted: a crowd shall not fill the memory.
+                budget = self.limits.a_day if len(self._under_way) < _MOST_WAITING else 0
+                mine = self._natives.claim(idle, today(), budget) if idle else []
             except BusyError:
                 mine = []
             for first in range(0, len(mine), self.limits.batch):
@@ -124,6 +129,8 @@ class Reembedding:
 
     def _done(self, names: list[str]) -> Callable[[Future[None]], None]:
         def done(future: Future[None]) -> None:
+            if future.cancelled():
+                self._natives.release(names)
             with self._lock:
                 for name in names:
                     if self._under_way.get(name) is future:
