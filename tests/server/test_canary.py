@@ -84,6 +84,7 @@ def client(served: tuple[Gateway, Client], near_gate: None) -> Iterator[Client]:
     yield served[1]
     if served[0].state.now.active == 2 or served[0].state.now.activation is not None:
         served[1].rollback(confirm=True, to=1)
+    wait_for(lambda: served[0].activations.running() is None)
     assert served[1].states()[1] == "ACTIVE"
 
 
@@ -157,6 +158,16 @@ def test_a_rollback_ends_a_canary(client: Client) -> None:
     assert report(client).state == pb.CANARY_STATE_ENDED
 
 
+def test_a_withdrawal_ends_a_canary(
+    client: Client, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(client, pb.Canary(share=1.0))
+    monkeypatch.setattr(gateway.catalog, "releases", {1: None, 2: "mistakes cats for dogs"})
+    wait_for(lambda: report(client).state == pb.CANARY_STATE_STOPPED)
+    assert report(client).message == "the release was withdrawn: mistakes cats for dogs"
+    wait_for(lambda: whole(ask(client, "any", 0), "i0") == 1)
+
+
 def test_it_goes_its_steps_by_itself(client: Client) -> None:
     canary = pb.Canary(share=0.25, steps=[0.5, 1.0])
     canary.every.FromMilliseconds(300)
@@ -185,7 +196,7 @@ def test_a_restart_goes_on_with_the_same_share(
 
 @pytest.fixture
 def failing(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From when it is called, release 2 embeds no image any more."""
+    """Once called, release 2 embeds no image any more."""
     embed = gateway.models.embed
 
     def fail(manifest: Manifest, images: Any) -> Any:
@@ -284,9 +295,6 @@ def test_what_is_no_canary_is_refused(client: Client) -> None:
     ):  # fmt: skip
         with refused(InvalidInputError, "canary"):
             next(iter(client.activate(2, canary=canary)))
-
-
-def test_a_canary_needs_two_releases_and_ends_by_cutover(client: Client) -> None:
     with refused(PreconditionError, "no other"):
         next(iter(client.activate(1, canary=pb.Canary(share=0.5))))
     with refused(PreconditionError, "cutover"):

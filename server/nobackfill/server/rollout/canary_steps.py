@@ -27,8 +27,8 @@ class CanarySteps:
     def wait(self) -> None:
         """Return once the release is promoted.
 
-        Raises PreconditionError where a bound is crossed, CancelledError. A step takes its time of
-        a gateway that serves: a restart begins it anew.
+        Raises PreconditionError where a bound is crossed or the release withdrawn, CancelledError.
+        A step takes its time of a gateway that serves: a restart begins it anew.
         """
         release, seen, began = self._run.record.release, None, time.monotonic()
         self._run.waiting = True
@@ -39,6 +39,7 @@ class CanarySteps:
                 if canary is None:
                     # Forgotten by who has called it off, another gateway perhaps.
                     raise CancelledError(f"the activation of release {release} was called off")
+                self._judge()
                 if canary.promoted:
                     log.info("canary promoted", release=release)
                     self._parts.canaries.end(CanaryState.PROMOTED)
@@ -47,7 +48,6 @@ class CanarySteps:
                     seen, began = canary.share, time.monotonic()
                     log.info("canary", release=release, share=seen, shadow=canary.shadow)
                     self._run.report(Phase.CANARY, message=share_of(canary, release))
-                self._judge()
                 if canary.every_s and time.monotonic() - began >= canary.every_s:
                     self._parts.state.together(self._next, self._run.lead)
                 self._run.cancelled.wait(_EVERY_S)
@@ -58,7 +58,10 @@ class CanarySteps:
         self._parts.state.revise(_next_step)
 
     def _judge(self) -> None:
+        withdrawn = self._parts.catalog.releases.get(self._run.record.release)
         reason = self._parts.canaries.verdict()
+        if withdrawn is not None:
+            reason = f"the release was withdrawn: {withdrawn}"
         if reason is not None:
             self._parts.canaries.end(CanaryState.STOPPED, reason)
             raise PreconditionError(f"its canary stopped: {reason}")
