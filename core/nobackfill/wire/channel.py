@@ -29,7 +29,7 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
     token, and a token without TLS.
     """
     scheme, _, listed = address.rstrip("/").rpartition("://")
-    hosts = listed.split(",")
+    hosts = [host.strip() for host in listed.split(",")]
     if scheme not in _SCHEMES or (len(hosts) > 1 and "" in hosts):
         raise ConfigurationError(
             "expected HOST:PORT, grpc://HOST:PORT or grpcs://HOST:PORT, several hosts with commas "
