@@ -1,6 +1,5 @@
 """A running gateway: its parts put together, started in order, stopped in reverse."""
 
-import os
 import shutil
 import threading
 from contextlib import ExitStack
@@ -33,6 +32,7 @@ from nobackfill.server.grpc.services.release import ReleaseService
 from nobackfill.server.grpc.services.search import SEARCH, SearchService
 from nobackfill.server.grpc.services.upgrade import UpgradeService
 from nobackfill.server.grpc.services.vault import VaultService
+from nobackfill.server.grpc.socket_file import socket_in
 from nobackfill.server.grpc.tls import certificates
 from nobackfill.server.grpc.tokens import Tokens
 from nobackfill.server.rollout.activation import Activations
@@ -207,7 +207,7 @@ class Gateway:
             FirstActivation(
                 self.catalog, self.state, models, self.activations, self._stopping, metrics
             ).begin()
-        socket = self._socket(closing) if settings.console else None
+        socket = socket_in(settings.data, closing) if settings.console else None
         self.address = self._listener.start(socket)
         closing.callback(self._drain, self._listener)
         if socket is not None:
@@ -234,13 +234,6 @@ class Gateway:
         release_pb2_grpc.add_ReleaseServiceServicer_to_server(release, server)
         upgrade_pb2_grpc.add_UpgradeServiceServicer_to_server(upgrade, server)
         vault_pb2_grpc.add_VaultServiceServicer_to_server(VaultService(self.vault), server)
-
-    def _socket(self, closing: ExitStack) -> str:
-        """A socket file in the data folder as gRPC names it: by way of a descriptor, for its path
-        may have 107 bytes only."""
-        folder = os.open(self._settings.data, os.O_RDONLY | os.O_DIRECTORY)
-        closing.callback(os.close, folder)
-        return f"unix:/proc/{os.getpid()}/fd/{folder}/console.sock"
 
     def _show_console(self, closing: ExitStack, socket: str) -> None:
         with extra("web"):
