@@ -207,11 +207,7 @@ class Gateway:
             FirstActivation(
                 self.catalog, self.state, models, self.activations, self._stopping, metrics
             ).begin()
-        socket = socket_in(settings.data, closing) if settings.console else None
-        self.address = self._listener.start(socket)
-        closing.callback(self._drain, self._listener)
-        if socket is not None:
-            self._show_console(closing, socket)
+        self._listen(closing, self._listener)
         self.galleries.on_set_aside = self._set_health
         self._set_health()
         self.catalog.watch()
@@ -234,6 +230,14 @@ class Gateway:
         release_pb2_grpc.add_ReleaseServiceServicer_to_server(release, server)
         upgrade_pb2_grpc.add_UpgradeServiceServicer_to_server(upgrade, server)
         vault_pb2_grpc.add_VaultServiceServicer_to_server(VaultService(self.vault), server)
+
+    def _listen(self, closing: ExitStack, listener: Listener) -> None:
+        settings = self._settings
+        socket = socket_in(settings.data, closing) if settings.console else None
+        self.address = listener.start(socket)
+        closing.callback(self._drain, listener)
+        if socket is not None:
+            self._show_console(closing, socket)
 
     def _show_console(self, closing: ExitStack, socket: str) -> None:
         with extra("web"):
