@@ -19,7 +19,9 @@ from nobackfill.training.comparison.data import train_and_test, write_digits
 from nobackfill.training.comparison.domains import SHIFTS, write_foreign
 from nobackfill.training.comparison.presets import DIGITS
 from nobackfill.training.comparison.recipe import Place, Run
+from nobackfill.training.comparison.results import Made
 from nobackfill.training.comparison.scheduler import do, images_of
+from nobackfill.training.comparison.summary import Measured, summarise
 from nobackfill.training.data.allocations import allocate
 from nobackfill.training.loop.run import CHECKPOINT, read_finished
 
@@ -28,6 +30,8 @@ SHORT = {
     "side_encoder": {"epochs": 3, "batch_size": 16},
     "upgrade": {"epochs": 3, "batch_size": 32, "views": 2},
 }
+
+MADE = Made(command="", machine="", configured="")
 
 
 @pytest.fixture(scope="module")
@@ -228,3 +232,31 @@ def test_every_allocation_takes_the_steps_of_all_images(place: Place) -> None:
             assert isinstance(own, int)
             # Images seen in all; classes and shares come in whole numbers.
             assert own * len(images) == pytest.approx(epochs * len(whole), rel=0.1), name
+
+
+def test_a_limit_saw_what_is_tested_and_is_ranked_with_nobody(place: Place, tmp_path: Path) -> None:
+    """On classes that no other row trains on: their own tested items, or other images of them."""
+    unseen = replace(place, split=DIGITS.splits[1], runs=tmp_path / "runs")
+    rows = {row.name: row for row in rows_of(unseen, ("affine_simclr", "limits"))}
+    own, other = rows["limit:affine_simclr"], rows["limit:residual_simclr"]
+    do([(unseen, [*rows.values()])], 1)
+    tested = {Path(path).name for path in images_of(unseen, own).paths}
+    learned = {}
+    for name, row in (("own", own), ("other", other)):
+        images = row.route[0].values["images"]
+        assert isinstance(images, Path)
+        listing = list_images(images)
+        assert listing.class_names == ("7", "8", "9")
+        learned[name] = {path.split("__")[-1] for path in listing.paths}
+    assert learned["own"] == {name.split("__")[-1] for name in tested}
+    assert learned["other"].isdisjoint(learned["own"])
+    cells = {
+        name: read_cells(unseen.runs / "cells" / f"{name.replace(':', '-')}.npz") for name in rows
+    }
+    measured = {name: Measured(rows[name], [cell]) for name, cell in cells.items() if cell}
+    found = summarise("few", "cosine", (0,), MADE, {"main": measured}, (), {}).main.rows
+    assert [name for name, row in found.items() if row.shared] == ["affine_simclr"]
+    # What it is held to is what every row is held to.
+    assert found[own.name].held_to == found["affine_simclr"].held_to
+    reached = {name: row.cells["new/served"]["map"][0] for name, row in found.items()}
+    assert reached[own.name] > reached["affine_simclr"]

@@ -51,7 +51,7 @@ folder to train it anew.
 Writes OUT/NAME.json, OUT/NAME.md and OUT/NAME.svg. Groups of --methods and --once: core,
 core_unseen, core_unseen_compatible, bct_family, dmu_family, variants, new_data, arcface,
 architectures, maps, transforms, chains, noise, allocations, long_chain, foreign, disjoint,
-side_information, sizes, parts.
+side_information, sizes, parts, limits.
 
 --development leaves the tables' test images and unseen classes alone: choose there, and fill a
 table with what was chosen. Its seeds are not the table's.

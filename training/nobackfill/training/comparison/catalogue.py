@@ -6,6 +6,7 @@ from typing import Any
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.comparison.ablations import parts, sizes
 from nobackfill.training.comparison.architectures import architectures
+from nobackfill.training.comparison.limits import limits
 from nobackfill.training.comparison.names import Name, within
 from nobackfill.training.comparison.presets import Values
 from nobackfill.training.comparison.recipe import Place, Run
@@ -259,6 +260,7 @@ GROUPS: dict[str, Callable[[Shared], list[Row]]] = {
     "side_information": side_information,
     "sizes": sizes,
     "parts": parts,
+    "limits": limits,
 }
 
 

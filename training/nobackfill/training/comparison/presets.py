@@ -125,6 +125,7 @@ DIGITS = Preset(
         "disjoint",
         "sizes",
         "parts",
+        "limits",
     ),
     unseen_groups=(
         "bct_family",
@@ -135,6 +136,7 @@ DIGITS = Preset(
         "transforms",
         "sizes",
         "parts",
+        "limits",
     ),
     test_share=0.4,
     metric="cosine",

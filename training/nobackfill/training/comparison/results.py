@@ -42,7 +42,7 @@ class RowResult(_Strict):
     `cells`: by query/gallery and figure (cmc1, cmc5, map). `held_to`: by figure; empty where no
     row is there to be held to. `extras`: shares and gains of mAP unless their names say CMC-1, and
     what cells.py measures. `shared`: it serves the vectors of the old model that the table's rows
-    share, on the split's own test, so that it may be ranked with them.
+    share, on the split's own test, by what it learned elsewhere: it may be ranked with them.
     """
 
     seeds: int

@@ -16,6 +16,7 @@ class Row:
     A step of the route is an upgrade, or an embedder whose own training made one (DMU's psi).
     `side` made the side-information that is stored with the old embeddings. `int8`: through the
     exported, quantised file. `tested`: the folder of the place's images that are query and gallery.
+    `limit`: its transform saw what is tested, so that it is a bound and not a method.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Row:
     side: Run | None = None
     int8: bool = False
     tested: str = TEST
+    limit: bool = False
 
     @property
     def runs(self) -> tuple[Run, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from nobackfill.training.comparison.data import allocated, later_classes, with_label_noise
 from nobackfill.training.comparison.domains import SHIFTS, write_foreign
+from nobackfill.training.comparison.limits import TESTED
 from nobackfill.training.comparison.names import Name, within
 from nobackfill.training.comparison.recipe import STEPS, Place, Run
 from nobackfill.training.comparison.rows import TEST, Row, Shared
@@ -245,5 +246,7 @@ def _make(place: Place, images: Path) -> None:
         write_foreign(test, images)
     elif group == DISJOINT:
         later_classes(place.images / images.name, images, place.split.old)
+    elif group == TESTED:
+        later_classes(place.images / images.name, images, place.split.tested_first)
     else:
         allocated(train, group, images.parent, place.seed)

@@ -69,7 +69,7 @@ def _split(rows: Mapping[str, Measured], claims: Sequence[Claim]) -> SplitResult
     told = {
         name: RowResult(
             seeds=len(one.runs),
-            shared=first is not None and one.row.old == first.row.old and one.row.tested == TEST,
+            shared=first is not None and _shares(one.row, first.row),
             cells=_cells(one.runs),
             held_to=bars[name],
             extras=_extras(one.runs, bars[name]),
@@ -78,6 +78,10 @@ def _split(rows: Mapping[str, Measured], claims: Sequence[Claim]) -> SplitResult
     }
     judged = judge(claims, {name: one.runs for name, one in rows.items()})
     return SplitResult(rows=told, claims={text: outcomes(by) for text, by in judged.items()})
+
+
+def _shares(row: Row, first: Row) -> bool:
+    return row.old == first.old and row.tested == TEST and not row.limit
 
 
 def held_to(name: str, rows: Mapping[str, Measured]) -> dict[str, HeldTo]:

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
+from nobackfill.training.comparison.limits import LIMIT
 from nobackfill.training.comparison.ranges import KNOWN, NEW, RANGED
-from nobackfill.training.comparison.results import Outcome, Results, RowResult
+from nobackfill.training.comparison.results import UNSEEN, Outcome, Results, RowResult
 from nobackfill.training.comparison.verdicts import FEWEST_SEEDS, FIGURES
 
 ENDS = ("old/old", "new/old", "new/new", "new/served")
@@ -42,9 +43,9 @@ def kept(row: RowResult | None) -> str:
     return " / ".join(f"{100 * row.extras[f'kept_{figure}']:.1f}" for figure in FIGURES)
 
 
-def named(name: str, row: RowResult, results: Results) -> str:
+def named(name: str, row: RowResult | None, results: Results) -> str:
     """The row's name, with its seeds where they are fewer than the table's."""
-    if row.seeds == len(results.seeds):
+    if row is None or row.seeds == len(results.seeds):
         return name
     return f"{name} ({row.seeds} seed{'s' if row.seeds > 1 else ''})"
 
@@ -79,21 +80,41 @@ def _about(results: Results) -> list[str]:
         "seeds. *Served* is what a user gets: the gallery as it is for backward-compatible models, "
         "carried over for transforms. *Kept* is its share of the best new/new of all rows that "
         f"learned the same: {bars(results) or 'there is none'}. *Flips*: queries answered by the "
-        "old model alone and no longer. *Unseen*: tested on classes that no model trained on.",
+        "old model alone and no longer. *Unseen*: tested on classes that no model trained on."
+        f"{_limits(results)}",
         "",
         f"`{results.made.command}`, {results.made.machine}.",
     ]
 
 
+def _limits(results: Results) -> str:
+    """What the bounds are, where there are any."""
+    if not any(name.startswith(f"{LIMIT}:") for name, _, _ in _both(results)):
+        return ""
+    return (
+        f" *{LIMIT}*: no methods, bounds on what any transform of the stored vectors can reach: an "
+        "affine map solved on the tested items themselves, and on unseen classes ours trained on "
+        "other images of them."
+    )
+
+
 def _table(results: Results) -> list[str]:
     lines = head(*TITLES, *UNSEEN_TITLES)
-    for name, row in results.main.rows.items():
-        unseen = results.unseen(name)
+    for name, row, unseen in _both(results):
         fields = [pair(row, cell) for cell in ENDS]
-        fields += [kept(row), f"{100 * row.extras['negative_flips']:.1f}"]
+        flips = None if row is None else row.extras["negative_flips"]
+        fields += [kept(row), _percent(flips)]
         fields += [pair(unseen, cell) for cell in ("old/old", "new/new", "new/served")]
-        lines.append(f"| {named(name, row, results)} | {' | '.join((*fields, kept(unseen)))} |")
+        told = named(name, row or unseen, results)
+        lines.append(f"| {told} | {' | '.join((*fields, kept(unseen)))} |")
     return lines
+
+
+def _both(results: Results) -> list[tuple[str, RowResult | None, RowResult | None]]:
+    """Every row by name, on main and on unseen classes; a bound may be on the latter alone."""
+    main, other = results.main.rows, results.splits.get(UNSEEN)
+    names = dict.fromkeys((*main, *(other.rows if other else ())))
+    return [(name, main.get(name), results.unseen(name)) for name in names]
 
 
 def _further(results: Results) -> list[str]:
