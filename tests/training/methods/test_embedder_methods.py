@@ -16,6 +16,7 @@ from nobackfill.training.method import Classifier
 from nobackfill.training.methods import EMBEDDER_METHODS, embedder_method
 from nobackfill.training.methods.bct import BctObjective, BctSynthesizedObjective
 from nobackfill.training.methods.compatible import CompatibleObjective, encode_all
+from nobackfill.training.methods.mixbct import MixBctObjective
 from nobackfill.training.methods.unibct import UniBctObjective, UniBctOptions, refresh_epochs
 from nobackfill.training.networks.embedder import to_pixels
 from nobackfill.training.networks.fixed_classifier import FixedClassifier
@@ -46,7 +47,7 @@ def test_every_method_trains_resumes_and_leaves_the_old_model_alone(
     assert torch.isfinite(vectors).all()
 
 
-@pytest.mark.parametrize("name", [n for n in COMPATIBLE if n not in ("lwf", "focal")])
+@pytest.mark.parametrize("name", [n for n in COMPATIBLE if n not in ("lwf", "focal", "mixbct")])
 def test_the_terms_pull_the_new_space_towards_the_old_one(
     name: str, tmp_path: Path, old: Classifier
 ) -> None:
@@ -253,3 +254,42 @@ def test_wrong_options_and_missing_models_are_refused(tmp_path: Path, old: Class
         embedder_method("bct").objective(tiny.inputs(tmp_path, None, method="bct"))
     with pytest.raises(ConfigurationError, match="unknown embedder method 'bcd'; known: bct"):
         embedder_method("bcd")
+
+
+def test_mixbct_classifies_old_embeddings_in_the_stead_of_new_ones(
+    tmp_path: Path, old: Classifier
+) -> None:
+    inputs = tiny.inputs(
+        tmp_path, old, method="mixbct", options={"share": 0.4, "kept": 0.5}, augmentation={}
+    )
+    torch.manual_seed(0)
+    made = embedder_method("mixbct").objective(inputs)
+    assert isinstance(made, MixBctObjective)
+    batch = {**tiny.batch(), "rows": torch.arange(16)}
+    met: list[torch.Tensor] = []
+
+    def meet(_: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        met.append(given[0].detach())
+
+    made.head.register_forward_pre_hook(meet)
+    made.train()
+    for _ in range(200):
+        made(batch)
+    then = old.encoder(batch["images"])
+    is_old = torch.stack([(one - then).abs().amax(1) < 1e-5 for one in met])
+    # Of each class the half nearest to its mean, and of these as often as asked.
+    every = encode_all(old.encoder, inputs.images).numpy()
+    labels = inputs.labels.numpy()
+    for row in range(16):
+        own = every[labels == labels[row]]
+        apart = np.linalg.norm(own - own.mean(0), axis=1)
+        trusted = np.linalg.norm(every[row] - own.mean(0)) <= np.sort(apart)[len(own) // 2 - 1]
+        often = float(is_old[:, row].float().mean())
+        assert often == pytest.approx(0.4, abs=0.15) if trusted else often == 0
+    assert 0 < is_old.any(0).sum() < 16
+    # A step moves the new model by rows that are its own.
+    assert all(p.grad is None for p in old.encoder.parameters())
+    with pytest.raises(ConfigurationError, match="embedding_dim: 8, the old model's, got 9"):
+        embedder_method("mixbct").objective(
+            tiny.inputs(tmp_path, old, method="mixbct", embedding_dim=9)
+        )

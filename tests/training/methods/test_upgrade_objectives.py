@@ -1,5 +1,6 @@
 """The terms of upgrade methods on imagined features: what each compares with what."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from nobackfill.training.losses.lce import boundary, centre_alignment
 from nobackfill.training.methods.fastfill import FastFillObjective
 from nobackfill.training.methods.fct import FctObjective
 from nobackfill.training.methods.forward import ForwardObjective
-from nobackfill.training.methods.residual import ResidualObjective
+from nobackfill.training.methods.residual import ResidualMap, ResidualObjective, shrunk
 from nobackfill.training.networks.transform import Upgraded
 from tests.training.methods import features
 
@@ -47,6 +48,35 @@ def test_the_likelihood_does_not_move_h(tmp_path: Path) -> None:
     assert all(p.grad is None for p in made.upgrade.h.parameters())
     assert made.upgrade.log_variance is not None
     assert any(p.grad is not None for p in made.upgrade.log_variance.parameters())
+
+
+def test_joint_fastfill_weighs_distance_and_class_of_an_item_by_its_variance(
+    tmp_path: Path,
+) -> None:
+    inputs = features.inputs(
+        tmp_path, method="fastfill", options={"joint": True, "classification": 0.7}
+    )
+    made = features.objective(inputs)
+    assert isinstance(made, FastFillObjective) and inputs.new_head is not None
+    rows = view(12)
+    torch.manual_seed(2)
+    predicted = (rows["new"] + torch.randn(12, 7)).requires_grad_()
+    log_variance = torch.randn(12, requires_grad=True)
+    terms = made.distance_terms(Upgraded(predicted, None, log_variance), rows)
+    new = inputs.rows["new"].flatten(0, 1)
+    spread = float((new - new.mean(0)).square().sum(1).mean())
+    expected = []
+    for i in range(12):
+        distance = float((predicted[i] - rows["new"][i]).detach().square().sum()) / spread
+        label = rows["labels"][i : i + 1]
+        of_class = float(inputs.new_head(predicted[i : i + 1], label).detach())
+        # Of all 7 dimensions, in units of the spread.
+        variance = 7 * math.exp(float(log_variance[i].detach())) / spread
+        expected.append((distance + 0.7 * of_class) / variance / 2 + math.log(variance) / 2)
+    assert set(terms) == {"distance"}
+    assert float(terms["distance"].detach()) == pytest.approx(np.mean(expected), rel=1e-4)
+    gradients = torch.autograd.grad(terms["distance"], (predicted, log_variance))
+    assert all((gradient != 0).all() for gradient in gradients)
 
 
 def test_classification_meets_classes_by_name_and_leaves_unknown_ones_out(tmp_path: Path) -> None:
@@ -145,3 +175,44 @@ def test_the_listwise_term_makes_neighbours_those_of_the_new_embedding(tmp_path:
         optimizer.step()
     after = np.mean(entropy(wanted, answers(predicted), axis=1))
     assert before > 0.5 and after < 0.02 * before
+
+
+def test_several_networks_learn_apart_and_answer_together(tmp_path: Path) -> None:
+    inputs = features.inputs(tmp_path, method="residual", options={"members": 3})
+    made = features.objective(inputs)
+    assert isinstance(made, ResidualObjective)
+    h = made.upgrade.h
+    assert isinstance(h, ResidualMap)
+    asked: list[int] = []
+    numbers = {network: number for number, network in enumerate(h.members)}
+
+    def met(network: torch.nn.Module, given: object, answer: object) -> None:
+        assert isinstance(network, torch.nn.Sequential)
+        asked.append(numbers[network])
+
+    hooks = []
+    for network in h.members:
+        last = network[-1]
+        assert isinstance(last, torch.nn.Linear)
+        torch.nn.init.normal_(last.weight, std=0.1)
+        hooks.append(network.register_forward_hook(met))
+    terms = made({k: v[:32] for k, v in features.rows(32, 1).items()})
+    # One after the other, not all for each.
+    assert asked == [0, 1, 2] and h.alone is None
+    terms["distance"].backward()
+    assert all(p.grad is not None for network in h.members for p in network.parameters())
+    for hook in hooks:
+        hook.remove()
+    made.upgrade.eval()
+    rows = view(20)
+    outputs = []
+    for number in range(3):
+        h.alone = number
+        outputs.append(h(rows["old"], rows["side"]))
+    h.alone = None
+    together = h(rows["old"], rows["side"])
+    torch.testing.assert_close(together, (outputs[0] + outputs[1] + outputs[2]) / 3)
+    assert not torch.allclose(outputs[0], outputs[1], atol=1e-3)
+    halved = shrunk(made.upgrade, 0.5).h(rows["old"], rows["side"])
+    straight = h.straight(h.whitened(rows["old"], rows["side"]))
+    torch.testing.assert_close(halved, (straight + together) / 2)

@@ -209,6 +209,8 @@ class UpgradeConfig(_Training):
     reads_embedding: bool = True
     method: str = "fct"
     options: dict[str, str | int | float | bool] = {}
+    # Options of the method that are chosen on classes held back from short trainings.
+    choose: tuple[str, ...] = ()
     projection_dim: int = Field(256, ge=1)
     inner_dim: int = Field(2048, ge=1)
     # Augmented views of each image whose features are cached; 1 = the image as it is.

@@ -6,7 +6,7 @@ holds the two registries, EMBEDDER_METHODS and UPGRADE_METHODS, by name.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -71,6 +71,14 @@ class UpgradeInputs:
     # The new model's head and the classes it knows; None for a published source.
     new_head: Head | None
     new_class_names: tuple[str, ...]
+    # What `config.choose` left open, by option; and on which of the images it was chosen.
+    chosen: Mapping[str, float] = field(default_factory=dict)
+    chosen_on: str = ""
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The method's options, set and chosen."""
+        return {**self.config.options, **self.chosen}
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,8 @@ class EmbedderMethod:
 class UpgradeMethod:
     """A way of making h and g: trained by gradient (`objective`) or solved in closed form
     (`solve`). `reads_labels`: whether it does, under a configuration; views that mix two images
-    have none.
+    have none. `choices`: options that `choose` may name, with the values tried, the usual first;
+    those in `variants` a trained upgrade can still be given, as a copy.
     """
 
     # The untrained network; also what export.py loads the checkpoint's part `upgrade` into.
@@ -97,3 +106,5 @@ class UpgradeMethod:
     # Sets the weights of `upgrade` in place.
     solve: Callable[[Upgrade, UpgradeInputs], None] | None = None
     reads_labels: Callable[[UpgradeConfig], bool] = lambda config: False
+    choices: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    variants: Mapping[str, Callable[[Upgrade, float], Upgrade]] = field(default_factory=dict)

@@ -41,7 +41,7 @@ def sizes(shared: Shared) -> list[Row]:
 
 def parts(shared: Shared) -> list[Row]:
     """Ours without one of its parts, in smaller sizes, on labels and the rivals' views; rivals on
-    ours; and two parts that neither has.
+    ours; and parts that neither has.
     """
     simclr, preset = shared.side("simclr"), shared.place.preset
     inner = preset.upgrade["inner_dim"]
@@ -66,6 +66,8 @@ def parts(shared: Shared) -> list[Row]:
         shared.upgrade_row(Name.RESIDUAL_NONE_UPWEIGHTED, "residual", **ours_upweighted),
         shared.upgrade_row(Name.RESIDUAL_UPWEIGHTED, "residual", simclr, **ours_upweighted),
         shared.upgrade_row(Name.RESIDUAL_LABELLED, "residual", simclr, **labelled),
+        shared.upgrade_row(Name.RESIDUAL_THREE, "residual", simclr, options={"members": 3}),
+        shared.upgrade_row(Name.RESIDUAL_CHOSEN, "residual", simclr, choose=("share",)),
         shared.upgrade_row(Name.FCT_MIXED, "fct", simclr, **as_ours),
         shared.upgrade_row(Name.AFFINE_MIXED, "affine", simclr, **as_ours),
     ]

@@ -35,6 +35,7 @@ COMPATIBLE: Mapping[str, tuple[str, Values]] = {
     "unibct_drop": ("unibct", {"prototypes": "drop"}),
     Name.UNIBCT: ("unibct", {}),
     "focal": ("focal", {}),
+    "mixbct": ("mixbct", {}),
 }
 # Options of DMU by row.
 DMU: Mapping[str, Values] = {
@@ -154,6 +155,7 @@ def transforms(shared: Shared) -> list[Row]:
         shared.upgrade_row(Name.REVERSED_KL, "reversed_kl", simclr),
         shared.upgrade_row(Name.LCE, "lce", simclr),
         shared.upgrade_row(Name.RBT, "rbt"),
+        shared.upgrade_row(Name.FASTFILL_JOINT, "fastfill", simclr, options={"joint": True}),
     ]
     # Where the preset's own SimCLR has small crops, the row would be fct_simclr again.
     if "small_crops" not in place.preset.side_encoder:

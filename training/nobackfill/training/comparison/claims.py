@@ -121,6 +121,11 @@ CLAIMS = (
     Claim("FCT > class centres alone", _SIDE, (Name.SOFT_PROTOTYPES_SIMCLR, SERVED)),
     Claim("FastFill > FCT", (Name.FASTFILL_SIMCLR, SERVED), _SIDE),
     Claim(
+        "FastFill with h and variance apart > trained jointly",
+        (Name.FASTFILL_SIMCLR, SERVED),
+        (Name.FASTFILL_JOINT, SERVED),
+    ),
+    Claim(
         "FastFill > FCT over the backfill curve (by uncertainty, at random)",
         (Name.FASTFILL_SIMCLR, "backfill uncertainty"),
         (Name.FCT_SIMCLR, "backfill random"),
@@ -162,6 +167,8 @@ CLAIMS = (
     Claim("ours > FCT on the same views and steps", _OURS, (Name.FCT_MIXED, SERVED)),
     Claim("ours > affine on the same views", _OURS, (Name.AFFINE_MIXED, SERVED)),
     Claim("ours without labels > with", _OURS, (Name.RESIDUAL_LABELLED, SERVED)),
+    Claim("three networks > one, ours", (Name.RESIDUAL_THREE, SERVED), _OURS),
+    Claim("the network's share chosen > the whole, ours", (Name.RESIDUAL_CHOSEN, SERVED), _OURS),
     Claim("ours > class centres alone", _OURS, (Name.SOFT_PROTOTYPES_SIMCLR, SERVED)),
     Claim("FCT > FCT at a quarter of the width", _SIDE, (Name.FCT_SMALL, SERVED)),
     Claim("ours > ours at a quarter of the width", _OURS, (Name.RESIDUAL_SMALL, SERVED)),

@@ -139,8 +139,13 @@ def add_upgrade_run(release: Release, run_dir: Path) -> None:
         method=config.method,
         carries=config.side == "carries",
     )
-    name = f"upgrade_{source.release}"
-    release.recipe |= _flat(name, config.model_dump(mode="json"))
+    release.recipe |= upgrade_recipe(f"upgrade_{source.release}", checkpoint)
+
+
+def upgrade_recipe(name: str, checkpoint: Checkpoint) -> Recipe:
+    """Its configuration, and what was chosen where that leaves it open (`chosen_…`)."""
+    chosen = {key: value for key, value in checkpoint.facts.items() if key.startswith("chosen_")}
+    return _flat(name, {**checkpoint.config.model_dump(mode="json"), **chosen})
 
 
 def _source(release: Release, run_dir: Path, checkpoint: Checkpoint) -> Manifest:

@@ -4,11 +4,12 @@
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nobackfill.class_folders import Listing
@@ -16,6 +17,7 @@ from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import PublishedSource, StoredVectors, UpgradeConfig
 from nobackfill.training.data.pictures import reading
 from nobackfill.training.data.stored import read_stored
+from nobackfill.training.loop.choice import check_choices, choose
 from nobackfill.training.loop.loop import finish, fit, resumable
 from nobackfill.training.loop.progress import Progress
 from nobackfill.training.loop.run import Checkpoint, load_part, read_finished
@@ -142,15 +144,12 @@ def train_upgrade(
             f"method {config.method} reads labels, which views that mix two images have not; "
             "expected mixed_views: 0, or options without a term on labels"
         )
+    check_choices(method, config)
     done = resumable(config)
     if done is not None and done.finished:
         return done
     sources = open_sources(config)
     rows = upgrade_rows(sources, train, config, config.views, config.mixed_views)
-    if config.unseen_copies > 1:
-        assert isinstance(config.old, Path)
-        known = load_classifier(config.old).class_names
-        rows = repeat_unseen(rows, train.class_names, known, config.unseen_copies)
     new_head, new_names = None, train.class_names
     if not isinstance(config.new, PublishedSource):
         classifier = load_classifier(config.new)
@@ -165,7 +164,32 @@ def train_upgrade(
         new_names,
     )
     digests = {f"{name}_digest": e.digest for name, e in sources.encoders().items()}
+    if config.choose:
+        inputs = choose(
+            method,
+            inputs,
+            lambda picked: _rows_of(sources, train.select(picked), config, rows, picked),
+            lambda trial: load_upgrade(fit_upgrade(trial, progress, digests)),
+        )
+    if config.unseen_copies > 1:
+        assert isinstance(config.old, Path)
+        known = load_classifier(config.old).class_names
+        rows = repeat_unseen(rows, train.class_names, known, config.unseen_copies)
+        inputs = replace(inputs, rows=rows)
     return fit_upgrade(inputs, progress, digests)
+
+
+def _rows_of(
+    sources: Sources,
+    some: Listing,
+    config: UpgradeConfig,
+    rows: Mapping[str, Tensor],
+    picked: NDArray[np.int64],
+) -> dict[str, Tensor]:
+    """The features of some of the images; views that mix are made anew, of these alone."""
+    if config.mixed_views:
+        return upgrade_rows(sources, some, config, config.views, config.mixed_views)
+    return {name: tensor[picked] for name, tensor in rows.items()}
 
 
 def fit_upgrade(
@@ -183,7 +207,10 @@ def fit_upgrade(
         "new_side_dim": shape.new_side_dim,
         "unit": shape.unit,
         **digests,
+        **{f"chosen_{name}": value for name, value in inputs.chosen.items()},
     }
+    if inputs.chosen_on:
+        facts["chosen_on"] = inputs.chosen_on
     if isinstance(config.old, StoredVectors | PublishedSource):
         facts["old_release"] = config.old.release
     if method.solve is not None:

@@ -15,9 +15,17 @@ def gaussian_nll(predicted: Tensor, target: Tensor, log_variance: Tensor) -> Ten
     FastFill (Jaeckle et al. 2023): one scalar variance s^2 = exp(log_variance) an item. The exact
     likelihood over d, so that d = 128 weighs like d = 2 beside other terms.
     """
-    log_s2 = log_variance.clamp(-_LARGEST_LOG, _LARGEST_LOG)
     squared = (predicted - target).square().mean(1)
-    return 0.5 * (squared * torch.exp(-log_s2) + log_s2 + math.log(2 * math.pi))
+    return attenuated(squared, log_variance) + 0.5 * math.log(2 * math.pi)
+
+
+def attenuated(losses: Tensor, log_variance: Tensor) -> Tensor:
+    """(l / s^2 + log s^2) / 2, s^2 = exp(log_variance): [n], [n] -> [n]; least where s^2 = l.
+
+    FastFill's objective, where l is an item's distance and classification together.
+    """
+    log_s2 = log_variance.clamp(-_LARGEST_LOG, _LARGEST_LOG)
+    return 0.5 * (losses * torch.exp(-log_s2) + log_s2)
 
 
 def variance_factor(predicted: Tensor, target: Tensor, log_variance: Tensor) -> float:

@@ -1,5 +1,6 @@
 """Pseudo prototypes: rows of an old classifier for classes that it never had, from old features."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -20,9 +21,22 @@ def drop_average(old: Tensor, share: float = 0.1) -> Tensor:
 
     The number dropped is rounded down, so a class of few images keeps them all.
     """
-    distance = (old - old.mean(0)).square().sum(1)
-    kept = distance.argsort(stable=True)[: len(old) - int(share * len(old))]
-    return old[kept].mean(0)
+    return old[_nearest(old, len(old) - int(share * len(old)))].mean(0)
+
+
+def nearest_to_mean(old: Tensor, labels: Tensor, classes: int, share: float) -> Tensor:
+    """Which rows of [n, d] are among the `share` of their class, rounded up, that lie nearest to
+    its mean: bool [n].
+    """
+    chosen = torch.zeros(len(old), dtype=torch.bool, device=old.device)
+    for label in range(classes):
+        rows = torch.nonzero(labels.to(old.device) == label)[:, 0]
+        chosen[rows[_nearest(old[rows], math.ceil(share * len(rows)))]] = True
+    return chosen
+
+
+def _nearest(old: Tensor, count: int) -> Tensor:
+    return (old - old.mean(0)).square().sum(1).argsort(stable=True)[:count]
 
 
 def transition(new: Tensor, temperature: float) -> Tensor:

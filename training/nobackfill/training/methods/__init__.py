@@ -20,6 +20,7 @@ from nobackfill.training.methods.dmu import DMU
 from nobackfill.training.methods.fastfill import FASTFILL
 from nobackfill.training.methods.fct import FCT
 from nobackfill.training.methods.lce import LCE
+from nobackfill.training.methods.mixbct import MIXBCT
 from nobackfill.training.methods.rbt import RBT
 from nobackfill.training.methods.residual import RESIDUAL
 from nobackfill.training.methods.soft_prototypes import SOFT_PROTOTYPES
@@ -45,6 +46,7 @@ EMBEDDER_METHODS: dict[str, EmbedderMethod] = {
     "unibct": UNIBCT,
     "dmu": DMU,
     "focal": FOCAL,
+    "mixbct": MIXBCT,
 }
 UPGRADE_METHODS: dict[str, UpgradeMethod] = {
     "fct": FCT,

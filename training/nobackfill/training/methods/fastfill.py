@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.loop.objective import Batch, Terms
-from nobackfill.training.losses.gaussian import gaussian_nll, variance_factor
+from nobackfill.training.losses.gaussian import attenuated, gaussian_nll, variance_factor
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
 from nobackfill.training.methods.cheap_maps import InputShape, input_shape, joined
 from nobackfill.training.methods.compatible import Options, read_options
@@ -26,6 +26,8 @@ class FastFillOptions(Options):
 
     classification: float = Field(1.0, ge=0)
     likelihood: float = Field(1.0, ge=0)
+    # Train h by the likelihood, too, with the classification inside, as published.
+    joint: bool = False
 
 
 class VarianceHead(nn.Module):
@@ -61,32 +63,44 @@ class FastFillObjective(ForwardObjective):
     """Distance, classification, and the Gaussian likelihood of the residual.
 
     The likelihood trains the variance alone: through it h would follow easy items more and hard
-    ones less, and hard ones are those that an upgrade has to carry over.
+    ones less, and hard ones are those that an upgrade has to carry over. With `joint` it does so,
+    and the classification stands inside it.
     """
 
     options_model: type[FastFillOptions] = FastFillOptions
 
     def __init__(self, upgrade: Upgrade, inputs: UpgradeInputs) -> None:
         super().__init__(upgrade, inputs)
-        self.options = read_options(inputs.config.options, self.options_model, inputs.config.method)
+        self.options = read_options(inputs.options, self.options_model, inputs.config.method)
         self.held_out = inputs.held_out
 
     def distance_terms(self, upgraded: Upgraded, view: Batch) -> Terms:
         terms = super().distance_terms(upgraded, view)
         predicted, target = upgraded.embedding, view["new"]
+        assert upgraded.log_variance is not None
+        if self.options.joint:
+            return {**terms, "distance": self._joint(predicted, view, upgraded.log_variance)}
         terms["distance"] = self.relative_distance(predicted, target).mean()
         if self.options.classification:
             terms["classification"] = self.options.classification * self.classification(
                 predicted, view["labels"]
             )
-        assert upgraded.log_variance is not None
         likelihood = gaussian_nll(predicted.detach(), target, upgraded.log_variance)
         terms["likelihood"] = self.options.likelihood * likelihood.mean()
         return terms
 
+    def _joint(self, predicted: Tensor, view: Batch, log_variance: Tensor) -> Tensor:
+        losses = self.relative_distance(predicted, view["new"])
+        if self.options.classification:
+            classes = self.class_losses(predicted, view["labels"])
+            losses = losses + self.options.classification * classes
+        # A dimension's variance, in the unit of the losses: of all dimensions, over the spread.
+        return attenuated(losses, log_variance + torch.log(predicted.shape[1] / self.spread)).mean()
+
     def finish(self) -> None:
         """Scale the variances to the residuals of held-out images, where there are any."""
         super().finish()
+        self.settle()
         if not self.held_out or not len(self.held_out["old"]):
             return
         head = self.upgrade.log_variance
@@ -99,10 +113,20 @@ class FastFillObjective(ForwardObjective):
             head.offset += math.log(factor)
         self.statistics["variance_factor"] = factor
 
+    def settle(self) -> None:
+        """Change what was trained before its variances are scaled; nothing here."""
+
 
 def classifies(config: UpgradeConfig, options: type[FastFillOptions] = FastFillOptions) -> bool:
-    """Whether the classification term weighs anything."""
-    return read_options(config.options, options, config.method).classification > 0
+    """Whether the classification term weighs, or may be chosen to weigh, anything."""
+    told = read_options(config.options, options, config.method)
+    return told.classification > 0 or CLASSIFICATION in config.choose
 
 
-FASTFILL = UpgradeMethod(build=build_fastfill, objective=FastFillObjective, reads_labels=classifies)
+CLASSIFICATION = "classification"
+FASTFILL = UpgradeMethod(
+    build=build_fastfill,
+    objective=FastFillObjective,
+    reads_labels=classifies,
+    choices={CLASSIFICATION: (1.0, 0.0)},
+)

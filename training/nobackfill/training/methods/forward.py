@@ -5,7 +5,6 @@ embeddings.
 import torch
 from torch import Tensor
 
-from nobackfill.training.losses.margins import share_of_batch
 from nobackfill.training.losses.prototypes import by_class, class_average
 from nobackfill.training.method import UpgradeInputs
 from nobackfill.training.methods.cheap_maps import flat
@@ -47,9 +46,14 @@ class ForwardObjective(FctObjective):
 
     def classification(self, predicted: Tensor, labels: Tensor) -> Tensor:
         """The new classifier's loss on upgraded embeddings of classes that it knows: scalar."""
+        return self.class_losses(predicted, labels).mean()
+
+    def class_losses(self, predicted: Tensor, labels: Tensor) -> Tensor:
+        """By row [n], 0 for classes that the new classifier does not know."""
         own = self.new_labels[labels]
-        known = own >= 0
-        return share_of_batch(self.classifier.loss(predicted[known], own[known]), len(labels))
+        known = torch.nonzero(own >= 0)[:, 0]
+        losses = self.classifier.loss(predicted[known], own[known])
+        return losses.new_zeros(len(labels)).index_put((known,), losses)
 
 
 def new_classifier(inputs: UpgradeInputs) -> tuple[FixedClassifier, Tensor]:

@@ -6,6 +6,8 @@ as the true new embedding ranks them. Neither reads labels, so views may mix two
 model alike. FastFill's classification is off: it pulls vectors to the centres of known classes.
 """
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -18,6 +20,7 @@ from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShap
 from nobackfill.training.methods.cheap_maps import InputShape, flat, input_shape, set_linear
 from nobackfill.training.methods.compatible import read_options
 from nobackfill.training.methods.fastfill import (
+    CLASSIFICATION,
     FastFillObjective,
     FastFillOptions,
     VarianceHead,
@@ -39,6 +42,10 @@ class ResidualOptions(FastFillOptions):
     queue: int = Field(1024, ge=2)
     # Of distances, relative to the mean squared distance between two new embeddings.
     temperature: float = Field(0.1, gt=0)
+    # Of the network in the output: straight + share * residual.
+    share: float = Field(1.0, ge=0, le=1)
+    # Networks of h, each trained on its own; the output has their mean.
+    members: int = Field(1, ge=1, le=16)
 
 
 class Whitened(nn.Module):
@@ -72,34 +79,37 @@ class Whitened(nn.Module):
 
 
 class ResidualMap(nn.Module):
-    """affine(w) + mlp(w) of whitened inputs w; normalised with `unit`.
+    """affine(w) + mlp(w) of whitened inputs w, or the mean of several; normalised with `unit`.
 
-    The network ends in a layer of zeros, so that training starts at the affine solution.
+    Networks end in a layer of zeros, so that training starts at the affine solution.
     """
 
-    def __init__(self, reads: InputShape, dim: int, inner_dim: int, unit: bool) -> None:
+    def __init__(
+        self, reads: InputShape, dim: int, inner_dim: int, unit: bool, members: int = 1
+    ) -> None:
         super().__init__()
         total = reads.embedding + reads.side
         self.reads, self.unit = reads, unit
         self.embedding = Whitened(reads.embedding) if reads.embedding else None
         self.side = Whitened(reads.side) if reads.side else None
         self.straight = nn.Linear(total, dim)
-        last = nn.Linear(inner_dim, dim)
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
-        self.residual = nn.Sequential(
-            nn.Linear(total, inner_dim),
-            nn.BatchNorm1d(inner_dim),
-            nn.ReLU(inplace=True),
-            nn.Linear(inner_dim, inner_dim),
-            nn.BatchNorm1d(inner_dim),
-            nn.ReLU(inplace=True),
-            last,
-        )
+        self.residual = _network(total, inner_dim, dim)
+        self.others = nn.ModuleList(_network(total, inner_dim, dim) for _ in range(members - 1))
+        # The one that is trained at the moment; None: all are asked.
+        self.alone: int | None = None
+
+    @property
+    def members(self) -> list[nn.Sequential]:
+        """The networks."""
+        return [self.residual, *(one for one in self.others if isinstance(one, nn.Sequential))]
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         white = self.whitened(embedding, side)
-        output: Tensor = self.straight(white) + self.residual(white)
+        asked = self.members if self.alone is None else [self.members[self.alone]]
+        output: Tensor = asked[0](white)
+        if len(asked) > 1:
+            output = torch.stack([output, *(network(white) for network in asked[1:])]).mean(0)
+        output = self.straight(white) + output
         return F.normalize(output) if self.unit else output
 
     def whitened(self, embedding: Tensor, side: Tensor | None) -> Tensor:
@@ -124,13 +134,28 @@ class ResidualMap(nn.Module):
         set_linear(self.straight, affine(white, target, _RIDGE))
 
 
+def _network(total: int, inner_dim: int, dim: int) -> nn.Sequential:
+    last = nn.Linear(inner_dim, dim)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(
+        nn.Linear(total, inner_dim),
+        nn.BatchNorm1d(inner_dim),
+        nn.ReLU(inplace=True),
+        nn.Linear(inner_dim, inner_dim),
+        nn.BatchNorm1d(inner_dim),
+        nn.ReLU(inplace=True),
+        last,
+    )
+
+
 def build_residual(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
     """h and g of this form, and FastFill's variance."""
-    read_options(config.options, ResidualOptions, config.method)
+    options = read_options(config.options, ResidualOptions, config.method)
     reads = input_shape(config, shape)
     side = shape.new_side_dim
     return Upgrade(
-        ResidualMap(reads, shape.new_dim, config.inner_dim, shape.unit),
+        ResidualMap(reads, shape.new_dim, config.inner_dim, shape.unit, options.members),
         reads_side=shape.side_dim > 0,
         g=ResidualMap(reads, side, config.inner_dim, False) if side else None,
         log_variance=VarianceHead(reads, config.projection_dim),
@@ -144,15 +169,25 @@ class ResidualObjective(FastFillObjective):
 
     def __init__(self, upgrade: Upgrade, inputs: UpgradeInputs) -> None:
         super().__init__(upgrade, inputs)
-        self.listwise_options = read_options(
-            inputs.config.options, ResidualOptions, inputs.config.method
-        )
+        self.listwise_options = read_options(inputs.options, ResidualOptions, inputs.config.method)
         side = flat(inputs.rows, "side") if inputs.shape.side_dim else None
         for network, target in ((upgrade.h, "new"), (upgrade.g, "new_side")):
             if isinstance(network, ResidualMap):
                 network.solve(flat(inputs.rows, "old"), side, flat(inputs.rows, target))
         self.register_buffer("queue", flat(inputs.rows, "new"))
         self.unit_of_distance = float(mean_squared_distance(flat(inputs.rows, "new")))
+
+    def forward(self, batch: Batch) -> Terms:
+        """Terms are means over the networks, each of which sees a view of its own."""
+        h = self.upgrade.h
+        assert isinstance(h, ResidualMap)
+        total: Terms = {}
+        for number in range(len(h.members)):
+            h.alone = number
+            for name, term in super().forward(batch).items():
+                total[name] = total.get(name, 0) + term / len(h.members)
+        h.alone = None
+        return total
 
     def distance_terms(self, upgraded: Upgraded, view: Batch) -> Terms:
         terms = super().distance_terms(upgraded, view)
@@ -168,9 +203,32 @@ class ResidualObjective(FastFillObjective):
         terms["listwise"] = options.listwise * losses.mean()
         return terms
 
+    def settle(self) -> None:
+        shrink(self.upgrade, self.listwise_options.share)
+
+
+def shrink(upgrade: Upgrade, share: float) -> None:
+    """Leave `share` of what h's network adds to the straight part."""
+    assert isinstance(upgrade.h, ResidualMap)
+    for network in upgrade.h.members:
+        last = network[-1]
+        assert isinstance(last, nn.Linear)
+        with torch.no_grad():
+            last.weight *= share
+            last.bias *= share
+
+
+def shrunk(upgrade: Upgrade, share: float) -> Upgrade:
+    """A copy with `share` of the network."""
+    copied = copy.deepcopy(upgrade)
+    shrink(copied, share)
+    return copied
+
 
 RESIDUAL = UpgradeMethod(
     build=build_residual,
     objective=ResidualObjective,
     reads_labels=lambda config: classifies(config, ResidualOptions),
+    choices={"share": (1.0, 0.75, 0.5, 0.25, 0.0), CLASSIFICATION: (0.0, 1.0)},
+    variants={"share": shrunk},
 )

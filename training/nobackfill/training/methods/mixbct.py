@@ -1,0 +1,61 @@
+"""MixBCT (Liang et al. 2023): one classifier learns new embeddings and old ones in their stead.
+
+Each step replaces a share of the batch's new embeddings by the old ones of the same pixels. So the
+classifier's rows stand where both models' embeddings of a class are found, and the new ones, drawn
+to these rows, meet the old ones there. No second term pulls at them.
+"""
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from nobackfill.errors import ConfigurationError
+from nobackfill.training.loop.objective import Batch, Terms
+from nobackfill.training.losses.prototypes import nearest_to_mean
+from nobackfill.training.method import EmbedderInputs, EmbedderMethod
+from nobackfill.training.methods.compatible import (
+    CompatibleObjective,
+    Options,
+    encode_all,
+    read_options,
+)
+from nobackfill.training.networks.embedder import to_pixels
+
+
+class MixBctOptions(Options):
+    """`share` of a batch that is old; `kept` of a class's images, those nearest to its old mean,
+    are replaced at all: an old model's outliers teach nothing (the paper's denoising).
+    """
+
+    share: float = Field(0.3, gt=0, lt=1)
+    kept: float = Field(0.9, gt=0, le=1)
+
+
+class MixBctObjective(CompatibleObjective):
+    """The head's loss on a batch of new and old embeddings."""
+
+    trusted: Tensor
+
+    def __init__(self, inputs: EmbedderInputs) -> None:
+        super().__init__(inputs)
+        self.options = read_options(inputs.config.options, MixBctOptions, "mixbct")
+        if inputs.config.embedding_dim != self.old.encoder.dim:
+            raise ConfigurationError(
+                "method mixbct classifies old and new embeddings alike: expected embedding_dim: "
+                f"{self.old.encoder.dim}, the old model's, got {inputs.config.embedding_dim}"
+            )
+        old = encode_all(self.old.encoder, inputs.images)
+        trusted = nearest_to_mean(old, inputs.labels, len(inputs.class_names), self.options.kept)
+        # By training image [n].
+        self.register_buffer("trusted", trusted)
+
+    def forward(self, batch: Batch) -> Terms:
+        pixels = self.augment(to_pixels(batch["images"]))
+        embedding = self.embedder.encode(pixels)
+        drawn = torch.rand(len(pixels)).to(pixels.device) < self.options.share
+        replaced = drawn & self.trusted[batch["rows"]]
+        mixed = torch.where(replaced[:, None], self.old_embedding(pixels), embedding.float())
+        return {"classification": self.head(mixed, batch["labels"])}
+
+
+MIXBCT = EmbedderMethod(MixBctObjective, searches_directly=True)
