@@ -9,7 +9,7 @@ import pytest
 
 from nobackfill.gallery.filters import Scalar
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.publishing.publish import withdraw
+from nobackfill.release.publishing.standing import withdraw
 from nobackfill.server.gateway import Gateway
 from tests.server.support import Client, images, running
 from tests.support.blocks import manifest, png, publish_block_release

@@ -11,7 +11,7 @@ from typing import Annotated, cast
 import typer
 
 from nobackfill.errors import ConfigurationError, NobackfillError
-from nobackfill.release.publishing import publish, renew
+from nobackfill.release.publishing import publish, renew, standing
 from nobackfill.release.publishing.inspection import list_releases
 from nobackfill.release.publishing.inspection import verify as verify_publication
 from nobackfill.release.publishing.keys import ROLES, Keys, Role
@@ -146,7 +146,7 @@ def rollout(
     """
     part = percent(share)
     found = _keys(model_repo, None, targets_key)
-    news = publish.roll_out(model_repo, release, part, found, dry_run)
+    news = standing.roll_out(model_repo, release, part, found, dry_run)
     answer = {"release": release, "share": part, "news": news, "written": news and not dry_run}
     will = "would be" if dry_run and news else "is"
     _answer(as_json, answer, [f"release {release} {will} for {100 * part:g} % of the devices"])
@@ -163,7 +163,7 @@ def withdraw(
 ) -> None:
     """Take a release back: devices follow the newest release that is not withdrawn."""
     found = _keys(model_repo, None, targets_key)
-    news = publish.withdraw(model_repo, release, reason, found, dry_run)
+    news = standing.withdraw(model_repo, release, reason, found, dry_run)
     answer = {"release": release, "reason": reason, "news": news, "written": news and not dry_run}
     if not news:
         line = f"release {release} is withdrawn already, for the same reason"

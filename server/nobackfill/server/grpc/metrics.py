@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from nobackfill.errors import BusyError
 from nobackfill.server.grpc.call_metrics import CallMetrics
+from nobackfill.server.grpc.device_metrics import DeviceMetrics
 from nobackfill.server.grpc.expiry import Expiries
 from nobackfill.server.settings import split_address
 
@@ -58,18 +59,7 @@ class Metrics:
             "nobackfill_searches_total", "Queries answered, by how their space is searched.",
             ["searched"], registry=self.registry,
         )  # fmt: skip
-        self.device_syncs = Counter(
-            "nobackfill_device_syncs_total", "Syncs that devices reported, by release and failure.",
-            ["release", "failure"], registry=self.registry,
-        )  # fmt: skip
-        self.device_sync_seconds = Histogram(
-            "nobackfill_device_sync_seconds", "Their upgrades' durations, by release.",
-            ["release"], buckets=(1, 5, 20, 60, 300, 1200, 3600), registry=self.registry,
-        )  # fmt: skip
-        self.device_neighbours_kept = Histogram(
-            "nobackfill_device_neighbours_kept", "Share of nearest neighbours they kept, 0 to 1.",
-            ["release"], buckets=(0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1), registry=self.registry,
-        )  # fmt: skip
+        self.devices = DeviceMetrics(self.registry)
         self.disk_free = Gauge(
             "nobackfill_disk_free_bytes", "Free bytes where the data folder is.",
             registry=self.registry,

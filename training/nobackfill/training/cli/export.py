@@ -94,8 +94,7 @@ def main(
         list[Path] | None, typer.Option(metavar="RUN", help="upgrade into it; may be repeated")
     ] = None,
     evaluate: Annotated[
-        Path | None,
-        typer.Option("--eval", metavar="FOLDER", help="class folders that nothing was trained on"),
+        Path | None, typer.Option("--eval", metavar="FOLDER", help="class folders not trained on")
     ] = None,
     split_seed: Annotated[int, typer.Option(help="splits --eval into calibration and gate")] = 0,
     int8_loss: Annotated[

@@ -25,8 +25,8 @@ def count_report(report: pb.ReportSyncRequest, metrics: Metrics, *, known: bool)
     failure = _FAILURES[report.failure]
     if failure == "none" and not report.probes_passed:
         failure = "probes"
-    metrics.device_syncs.labels(release, failure).inc()
+    metrics.devices.syncs.labels(release, failure).inc()
     if failure == "none":
-        metrics.device_sync_seconds.labels(release).observe(report.seconds)
+        metrics.devices.seconds.labels(release).observe(report.seconds)
     if report.HasField("neighbours_kept"):
-        metrics.device_neighbours_kept.labels(release).observe(kept)
+        metrics.devices.neighbours_kept.labels(release).observe(kept)
