@@ -51,6 +51,7 @@ from nobackfill.server.triton.installation import default_folder
 from nobackfill.server.triton.models import TritonModels
 from nobackfill.server.triton.process import TritonProcess, has_triton
 from nobackfill.server.upgrades.upgrading import Upgrading
+from nobackfill.server.upgrades.workers.chosen import workers_of
 from nobackfill.server.vault import Vault
 from nobackfill.v1 import (
     gallery_pb2_grpc,
@@ -173,7 +174,7 @@ class Gateway:
         closing.callback(models.close)
         storage = storage_of(settings)
         closing.callback(storage.close)
-        elsewhere = self._elsewhere()
+        elsewhere = workers_of(settings)
         if elsewhere is not None:
             closing.callback(elsewhere.close)
         self.assemble(models, metrics, storage, elsewhere)
@@ -253,20 +254,6 @@ class Gateway:
         self._stopping.set()
         self.catalog.changed.notify()
         listener.stop(self._settings.drain_seconds)
-
-    def _elsewhere(self) -> "ByWorkers | None":
-        settings = self._settings
-        if settings.ray is not None:
-            from nobackfill.server.upgrades.workers.ray_cluster import RayCluster
-            from nobackfill.server.upgrades.workers.run import ByWorkers
-
-            return ByWorkers(RayCluster(settings.ray), settings.model_repo)
-        if settings.workers:
-            from nobackfill.server.upgrades.workers.processes import Processes
-            from nobackfill.server.upgrades.workers.run import ByWorkers
-
-            return ByWorkers(Processes(settings.workers), settings.model_repo)
-        return None
 
     def _models(self, metrics: Metrics) -> Models:
         settings = self._settings
