@@ -214,8 +214,8 @@ def shrink(upgrade: Upgrade, share: float) -> None:
         last = network[-1]
         assert isinstance(last, nn.Linear)
         with torch.no_grad():
-            last.weight *= share
-            last.bias *= share
+            last.weight.mul_(share)
+            last.bias.mul_(share)
 
 
 def shrunk(upgrade: Upgrade, share: float) -> Upgrade:
