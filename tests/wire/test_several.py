@@ -21,6 +21,19 @@ def stopping(call: int, context: grpc.ServicerContext) -> None:
     context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway is stopping; try again elsewhere")
 
 
+def cut(call: int, context: grpc.ServicerContext) -> None:
+    context.abort(grpc.StatusCode.CANCELLED, "")
+
+
+def test_a_call_that_an_ending_gateway_cuts_is_made_again() -> None:
+    with serving() as (scripted, address), serving() as (other, elsewhere):
+        scripted.behave = cut
+        with Gateway(f"{address}, {elsewhere}", seconds=10) as gateway:
+            assert [ask(gateway) for _ in range(5)] == [7] * 5
+        assert scripted.calls <= 1
+        assert other.calls == 5
+
+
 def test_the_next_is_asked_where_one_is_gone_or_ends() -> None:
     with ExitStack() as closing:
         served = [closing.enter_context(serving()) for _ in range(2)]

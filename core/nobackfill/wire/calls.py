@@ -43,7 +43,13 @@ def retried(
         except grpc.RpcError as error:
             wait = pause * random.uniform(0.5, 1.5)  # noqa: S311
             found = error_of(error, asked)
-            if not transient(found) or time.monotonic() + wait >= end:
+            if not (transient(found) or _cut(error)) or time.monotonic() + wait >= end:
                 raise found from error
         time.sleep(wait)
         pause = min(2 * pause, 2.0)
+
+
+def _cut(error: grpc.RpcError) -> bool:
+    """Whether a gateway that ends has cut the call: who cancels one here is told so in words."""
+    said = error.details() or ""
+    return error.code() is grpc.StatusCode.CANCELLED and said in ("", "CANCELLED")

@@ -8,7 +8,11 @@ from typing import Any
 import grpc
 
 # What a gateway says that ends or is overrun, and what is said of one that is gone or hangs.
-_LEAVE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_LEAVE = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+)
 
 
 def one_of(channels: Sequence[grpc.Channel]) -> grpc.Channel:
