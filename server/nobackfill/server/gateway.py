@@ -237,17 +237,15 @@ class Gateway:
         socket = socket_in(settings.data, closing) if settings.console else None
         self.address = listener.start(socket)
         closing.callback(self._drain, listener)
-        if socket is not None:
-            self._show_console(closing, socket)
-
-    def _show_console(self, closing: ExitStack, socket: str) -> None:
+        if socket is None:
+            return
         with extra("web"):
             from nobackfill.server.console.app import Console
 
         def embed(release: int, image: bytes) -> Vectors:
             return self.embedding.query(self.catalog.manifest(release), image)
 
-        console = closing.enter_context(Console(self._settings, socket, self.metrics, embed))
+        console = closing.enter_context(Console(settings, socket, self.metrics, embed))
         self.console_address = console.address
 
     def _drain(self, listener: Listener) -> None:
