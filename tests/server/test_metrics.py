@@ -2,6 +2,7 @@
 
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +113,8 @@ def test_searches_indexes_and_the_disk_are_told(repo: Path, tmp_path: Path) -> N
         client.create_gallery("g")
         client.put_images(images(5))
         client.find(images(5)[1])
+        with urllib.request.urlopen(f"http://{gateway.metrics_address}/readyz") as page:
+            assert page.status == 200
         with urllib.request.urlopen(f"http://{gateway.metrics_address}/metrics") as page:
             lines = dict(line.rsplit(" ", 1) for line in page.read().decode().splitlines())
     assert float(lines['nobackfill_searches_total{searched="exact"}']) == 1
@@ -136,3 +139,26 @@ def test_what_needs_no_token_shares_no_lane_with_what_does() -> None:
         assert not of_strangers & of_others
     finally:
         lanes.close()
+
+
+def test_health_pages_tell_a_kubelet_when_to_send_calls() -> None:
+    metrics = Metrics()
+    for address in ("127.0.0.1:0", "[::1]:0"):
+        host = address.rpartition(":")[0]
+        port = metrics.serve(address).rpartition(":")[2]
+
+        def status(path: str, at: str = f"http://{host}:{port}") -> int:
+            try:
+                with urllib.request.urlopen(at + path, timeout=10) as page:
+                    return int(page.status)
+            except urllib.error.HTTPError as error:
+                error.close()
+                return error.code
+
+        try:
+            metrics.ready = lambda: False
+            assert (status("/healthz"), status("/readyz")) == (200, 503)
+            metrics.ready = lambda: True
+            assert (status("/readyz"), status("/metrics"), status("/other")) == (200, 200, 404)
+        finally:
+            metrics.close()

@@ -236,6 +236,7 @@ class Gateway:
         settings = self._settings
         socket = socket_in(settings.data, closing) if settings.console else None
         self.address = listener.start(socket)
+        self.metrics.ready = lambda: not self._stopping.is_set()
         closing.callback(self._drain, listener)
         if socket is None:
             return

@@ -48,6 +48,8 @@ class Settings(BaseSettings):
     # Whether pages for operators are shown, and where.
     console: bool = False
     console_address: str = "127.0.0.1:9465"
+    # Metrics and health pages are in the clear; elsewhere than on loopback only where this is set.
+    metrics_open: bool = False
     # A tritonserver somebody else runs, HOST:PORT or grpcs://HOST:PORT; without it the gateway runs
     # its own. The word in-process: embed with onnxruntime inside the gateway.
     triton: str | None = None
@@ -88,10 +90,10 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _safe(self) -> Self:
-        if not is_loopback(self.metrics_address):
+        if not is_loopback(self.metrics_address) and not self.metrics_open:
             raise ValueError(
-                "metrics_address must be on loopback: metrics are served in the clear. "
-                "Scrape them through an agent on this machine"
+                "metrics_address must be on loopback: metrics are served in the clear. Scrape them "
+                "through an agent on this machine, or set metrics_open where the network is yours"
             )
         self._check_triton()
         if self.store is not None and not self.store.get_secret_value().startswith(

@@ -34,6 +34,9 @@ def serve(
         bool | None, typer.Option("--console", help="show pages for operators")
     ] = None,
     console_address: Annotated[str | None, typer.Option(help="HOST:PORT of them")] = None,
+    metrics_open: Annotated[
+        bool | None, typer.Option("--metrics-open", help="not on loopback alone")
+    ] = None,
     triton: Annotated[
         str | None,
         typer.Option(help="(grpcs://)HOST:PORT of a tritonserver, or in-process"),

@@ -1,14 +1,16 @@
 """What Prometheus reads. No ids in labels."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from nobackfill.errors import BusyError
+from nobackfill.server.grpc import health_pages
 from nobackfill.server.grpc.call_metrics import CallMetrics
 from nobackfill.server.grpc.device_metrics import DeviceMetrics
 from nobackfill.server.grpc.expiry import Expiries
@@ -30,6 +32,8 @@ class Metrics:
         # Set by the gateway: vectors of all galleries by (release, state of space), when asked.
         self.gallery_items: Callable[[], Mapping[tuple[int, str], int]] = dict
         self.registry.register(_GalleryItems(self))
+        # Set by the gateway: whether calls are answered, and not only until it has drained.
+        self.ready: Callable[[], bool] = lambda: False
         # Its sources are set by the gateway.
         self.expiries = Expiries()
         self.registry.register(self.expiries)
@@ -74,15 +78,20 @@ class Metrics:
         )  # fmt: skip
 
     def serve(self, address: str) -> str:
-        """Answer HTTP GET /metrics on `address`; returns where. Raises BusyError."""
+        """Answer HTTP GET /metrics, /healthz and /readyz on `address`; returns where. Raises
+        BusyError."""
         host, port = split_address(address, "metrics_address")
         try:
-            self._server, self._thread = start_http_server(port, host, self.registry)
+            self._server = health_pages.serve(host, port, self.registry, lambda: self.ready())
         except OSError as error:
             raise BusyError(
                 f"metrics address {address} cannot be used ({error.strerror}); "
                 "give another with --metrics-address, port 0 for any free one"
             ) from error
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="metrics", daemon=True
+        )
+        self._thread.start()
         return f"{host}:{self._server.server_port}"
 
     def close(self) -> None:

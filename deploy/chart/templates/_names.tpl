@@ -1,0 +1,21 @@
+{{- define "nobackfill.name" -}}
+{{- printf "%s-%s" .Release.Name "gateway" | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "nobackfill.selector" -}}
+app.kubernetes.io/name: nobackfill
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "nobackfill.labels" -}}
+{{ include "nobackfill.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end -}}
+
+{{- define "nobackfill.confined" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}

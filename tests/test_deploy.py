@@ -1,0 +1,89 @@
+"""deploy/: every series that alerts and the dashboard ask for is one that gateways tell, every page
+is there, every setting is one; and what the containers copy is in the repository."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client import generate_latest
+
+from nobackfill.server.galleries.sizes import IndexSizes
+from nobackfill.server.grpc.interceptor import Interceptor
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.settings import Settings
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+# Of Prometheus itself.
+OTHERS = {"up"}
+
+
+@pytest.fixture(scope="module")
+def told() -> set[str]:
+    """Names of series."""
+    metrics = Metrics()
+    metrics.registry.register(IndexSizes(list))
+    Interceptor(metrics, None, 8, max_call_seconds=60)
+    text = generate_latest(metrics.registry).decode()
+    kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)", text, re.MULTILINE))
+    parts = ("_bucket", "_sum", "_count")
+    histograms = {n + part for n, kind in kinds.items() if kind == "histogram" for part in parts}
+    return set(kinds) | histograms | OTHERS
+
+
+def asked(expression: str) -> set[str]:
+    """Names of series in a PromQL expression."""
+    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|\bby \([^)]*\)", "", expression)
+    names = set(re.findall(r"[a-z_]{2,}", bare))
+    functions = {"sum", "max", "min", "rate", "increase", "changes", "histogram_quantile", "and"}
+    return names - functions
+
+
+def test_alerts_ask_for_series_there_are_and_name_their_page(told: set[str]) -> None:
+    (group,) = yaml.safe_load((DEPLOY / "monitoring" / "alerts.yaml").read_text())["groups"]
+    runbook = (ROOT / "docs" / "runbook.md").read_text()
+    pages = {
+        re.sub(r"[^a-z -]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^## (.*)$", runbook, re.MULTILINE)
+    }
+    named = set()
+    for rule in group["rules"]:
+        assert asked(rule["expr"]) and asked(rule["expr"]) <= told, rule["expr"]
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert page == "docs/runbook.md"
+        named.add(anchor)
+    assert named == pages and len({rule["alert"] for rule in group["rules"]}) > 10
+
+
+def test_the_dashboard_asks_for_series_there_are(told: set[str]) -> None:
+    board = json.loads((DEPLOY / "monitoring" / "dashboard.json").read_text())
+    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    for expression in expressions:
+        assert asked(expression) and asked(expression) <= told, expression
+    assert len(expressions) > 10
+
+
+def test_settings_that_are_given_are_settings() -> None:
+    known = {f"NOBACKFILL_{name.upper()}" for name in Settings.model_fields}
+    given = {
+        str(path): set(re.findall(r"\bNOBACKFILL_[A-Z_]*[A-Z]\b", path.read_text()))
+        for path in DEPLOY.rglob("*")
+        if path.is_file()
+    }
+    assert sum(map(len, given.values())) > 10
+    assert {name for names in given.values() for name in names} - {"NOBACKFILL_NAME"} <= known
+
+
+def test_containers_copy_what_there_is_and_are_nobody() -> None:
+    files = sorted((DEPLOY / "containers").glob("*.Containerfile"))
+    assert len(files) == 3
+    for file in files:
+        text = file.read_text()
+        for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE):
+            assert all((ROOT / name).exists() for name in line.split()[:-1]), line
+        assert text.startswith("#") and "ARG BASE=" in text and "USER 10001:10001" in text
+        assert not re.search(r":latest\b", text)
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    assert compose["services"]["gateway"]["read_only"] is True
