@@ -91,7 +91,7 @@ class _Upgrading:
 
     def table(self, bench: Bench) -> Table:
         with ExitStack() as closing:
-            ways = {
+            ways: dict[str, Callable[[], float]] = {
                 "bare": self._bare,
                 "thread": self._thread,
                 "2 processes": partial(self._workers, closing.enter_context(_processes(2))),
@@ -104,7 +104,7 @@ class _Upgrading:
         return _rates_table("Upgrades in PostgreSQL", measured)
 
     def _on_ray(self, bench: Bench) -> dict[str, Measured]:
-        found = {}
+        found: dict[str, Measured] = {}
         for nodes in (1, 2):
             with _ray(nodes) as workers:
                 way = Contender(f"ray, nodes: {nodes}", partial(self._workers, workers))

@@ -3,6 +3,7 @@
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+from urllib.parse import unquote
 
 from nobackfill import durable
 from nobackfill.errors import ConfigurationError, NotFoundError
@@ -14,6 +15,8 @@ from nobackfill.server.settings import DATABASES, SQLITE, Settings
 from nobackfill.server.state import GatewayState, StateFile
 
 if TYPE_CHECKING:
+    # They need the extra `postgres`.
+    from nobackfill.server.stores.postgresql.database import Database
     from nobackfill.server.stores.postgresql.news import News
 
 # Connections of a gateway to its database, beside four that wait or hold locks.
@@ -26,6 +29,18 @@ def storage_of(settings: Settings) -> "Storage":
     if store in (SQLITE, f"{SQLITE}{settings.data}"):
         return Storage(f"{SQLITE}{settings.data}", settings.data, lock=None)
     return Storage(store, settings.data, lock="shared")
+
+
+def split_store(store: str) -> tuple[str, str | None]:
+    """The address of a database, and that of the engine that searches its vectors, which is given
+    as ?vectors=… and percent-encoded where it has a `&`."""
+    url, mark, options = store.partition("?")
+    given = [option for option in options.split("&") if option]
+    engines = [unquote(one[8:]) for one in given if one.startswith("vectors=")]
+    rest = "&".join(one for one in given if not one.startswith("vectors="))
+    if len(engines) > 1 or not all(one.startswith("milvus+") for one in engines):
+        raise ConfigurationError("store: expected one vectors=milvus+http://HOST:PORT")
+    return url + (mark + rest if rest else ""), engines[0] if engines else None
 
 
 def need_store(store: str) -> None:
@@ -86,7 +101,7 @@ class Storage:
             self._closing = ending.pop_all()
 
     def _open_database(
-        self, url: str, data: Path, ending: ExitStack, lock: Literal["alone", "shared"] | None
+        self, store: str, data: Path, ending: ExitStack, lock: Literal["alone", "shared"] | None
     ) -> None:
         with extra("postgres"):
             from nobackfill.server.galleries.in_database import InDatabase
@@ -95,15 +110,32 @@ class Storage:
             from nobackfill.server.stores.postgresql.news import News
             from nobackfill.server.stores.postgresql.state import StateRow
             from nobackfill.server.stores.postgresql.tenure import Tenure
+        url, engine = split_store(store)
         database = Database(url, _CONNECTIONS)
         ending.callback(database.close)
         database.open(schema.prepare)
         if lock is not None:
             ending.callback(Tenure(database, alone=lock == "alone").close)
-        self.home = InDatabase(database, data / "galleries")
+        if engine is None:
+            self.home = InDatabase(database, data / "galleries")
+        else:
+            self._open_milvus(engine, database, data, ending, feeds=lock is not None)
         self.state = StateRow(database)
         self.news = News(database)
         ending.callback(self.news.close)
+
+    def _open_milvus(
+        self, address: str, database: "Database", data: Path, ending: ExitStack, *, feeds: bool
+    ) -> None:
+        from nobackfill.server.galleries.in_milvus import InMilvus
+        from nobackfill.server.stores.milvus.collections import Collections
+
+        collections = Collections(address)
+        ending.callback(collections.close)
+        self.home = home = InMilvus(database, data / "galleries", collections)
+        if feeds:
+            ending.callback(home.feeder.close)
+            home.feeder.start()
 
     def close(self) -> None:
         """Let go of it; twice is harmless."""

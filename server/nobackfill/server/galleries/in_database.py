@@ -23,7 +23,7 @@ from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.graphs import has_graph, make_graph
 from nobackfill.server.stores.postgresql.matches import PostgresqlFiltering, PostgresqlMatches
-from nobackfill.server.stores.postgresql.searcher import Table, compares, search
+from nobackfill.server.stores.postgresql.searcher import Candidates, Table, compares, search
 from nobackfill.vectors import Vectors
 
 log = structlog.get_logger("server.indexing")
@@ -40,7 +40,12 @@ class HostedInDatabase(Hosted):
 
     graphs_here = False
 
-    def __init__(self, name: str, folder: Path, store: PostgresqlGallery) -> None:
+    def __init__(
+        self, name: str, folder: Path, store: PostgresqlGallery,
+        candidates: Candidates | None = None,
+    ) -> None:  # fmt: skip
+        """`candidates`: in place of the database's graphs."""
+        self._candidates = candidates
         super().__init__(name, folder, store, PostgresqlFiltering(store.database, store.schema))
         self._gallery = store
         self.number = store.number
@@ -84,7 +89,9 @@ class HostedInDatabase(Hosted):
             tables[1] = self._table(parts[1].space, parts[0].space)
         asked = list(zip(tables, queries, strict=True))
         try:
-            return search(self._gallery.database, asked, k, condition, ef)
+            return search(
+                self._gallery.database, asked, k, condition, ef, candidates=self._candidates
+            )
         except NotFoundError as error:
             # A table was dropped after the plan was made, or all of them.
             raise OutdatedError("another gateway has dropped a space; try again") from error

@@ -5,7 +5,7 @@ does it (distances.py): the same numbers for the same vectors, equal distances b
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,8 +31,9 @@ class Table:
     def __init__(self, schema: str, info: SpaceInfo, without: SpaceInfo | None = None) -> None:
         """`without`: a space whose items are left out; it answers for them."""
         self.spec: SpaceSpec = info.spec
-        self._schema = schema
-        self._name = table_of(schema, info.number)
+        self.schema = schema
+        self.number = info.number
+        self.name = table_of(schema, info.number)
         self._operator = "<->" if self.spec.metric == "squared_l2" else "<=>"
         self._rest = ""
         if without is not None:
@@ -50,25 +51,56 @@ class Table:
         # A zero vector has no direction: to PostgreSQL its distance is no number, to us 1. What is
         # added keeps the graph out of it.
         order = f"coalesce(nullif({apart}, 'NaN'), 1) + 0, v.label" if exact else near
-        items = "" if condition is EVERYTHING else f" JOIN {self._schema}.items i USING (label)"
+        passing = self._passing(condition)
         return (
-            f"SELECT v.label, {apart if exact else 'NULL'}, v.embedding FROM {self._name} v{items}"
-            f" WHERE ({condition.text}){self._rest} ORDER BY {order} LIMIT %s"
+            f"SELECT v.label, {apart if exact else 'NULL'}, v.embedding FROM {passing}"
+            f" ORDER BY {order} LIMIT %s"
         )
+
+    def _passing(self, condition: Condition) -> str:
+        items = "" if condition is EVERYTHING else f" JOIN {self.schema}.items i USING (label)"
+        return f"{self.name} v{items} WHERE ({condition.text}){self._rest}"
+
+    def rows_of(
+        self, connection: Connection, labels: Sequence[int], condition: Condition
+    ) -> list[Any]:
+        """Label, None and vector of those of `labels` that pass."""
+        statement = (
+            f"SELECT v.label, NULL, v.embedding FROM {self._passing(condition)}"
+            " AND v.label = ANY(%s)"
+        )
+        found: list[Any] = run(connection, statement, [*condition.values, list(labels)]).fetchall()
+        return found
+
+
+class Candidates(Protocol):
+    """Where candidates come from that no graph of the database gives."""
+
+    def rows(
+        self, connection: Connection, table: Table, query: Vectors, limit: int,
+        condition: Condition, ef: int,
+    ) -> list[Any] | None:  # fmt: skip
+        """Of label, None and vector, at least `limit`; None where all rows are to be compared."""
+        ...
 
 
 class PostgresqlSearcher:
     """What is said of it: Searcher."""
 
-    def __init__(self, database: Database, schema: str, info: SpaceInfo) -> None:
+    def __init__(
+        self, database: Database, schema: str, info: SpaceInfo, candidates: Candidates | None = None
+    ) -> None:
         self._database = database
+        self._candidates = candidates
         self._asked = Table(schema, info)
 
     def search(
         self, queries: Vectors, k: int, filtered: Filter | None = None, ef: int = 0
     ) -> Neighbours:
         asked = [(self._asked, queries)]
-        return search(self._database, asked, k, condition_of(filtered), ef)[0]
+        return search(
+            self._database, asked, k, condition_of(filtered), ef, candidates=self._candidates
+        )[0]
 
 
 def search(
@@ -77,10 +109,12 @@ def search(
     k: int,
     condition: Condition = EVERYTHING,
     ef: int = 0,
+    *,
+    candidates: Candidates | None = None,
 ) -> list[Neighbours]:
     """What several tables of one gallery answer to queries float32 [q, dim], in one snapshot.
 
-    Raises as Searcher.search.
+    `candidates`: in place of the database's graphs. Raises as Searcher.search.
     """
     checked = [
         check_vectors(queries, table.spec.dim, what="queries", unit=table.spec.unit)
@@ -90,12 +124,16 @@ def search(
     def work(connection: Connection) -> list[Neighbours]:
         found = []
         for (table, _), queries in zip(asked, checked, strict=True):
-            rows = [_nearest(connection, table, query, k, condition, ef) for query in queries]
+            rows = [
+                _nearest(connection, table, query, k, condition, ef, candidates)
+                for query in queries
+            ]
             found.append(_together(rows, k))
         return found
 
     # One statement is a snapshot by itself, and a quarter of the way to the server and back.
     alone = len(asked) == 1 and len(checked[0]) == 1 and _width(k, ef) == EF
+    alone = alone and candidates is None
     return database.read(work, snapshot=not alone)
 
 
@@ -110,13 +148,18 @@ def _width(k: int, ef: int) -> int:
 
 
 def _nearest(
-    connection: Connection, table: Table, query: Vectors, k: int, condition: Condition, ef: int
-) -> Neighbours:
+    connection: Connection, table: Table, query: Vectors, k: int, condition: Condition, ef: int,
+    candidates: Candidates | None,
+) -> Neighbours:  # fmt: skip
     limit = k + _SPARE
     width = _width(k, ef)
     cosine = table.spec.metric == "cosine"
     exact = compares(table.spec, width) or (cosine and not query.any())
-    if not exact:
+    if not exact and candidates is not None:
+        near = candidates.rows(connection, table, query, limit, condition, width)
+        if near is not None:
+            return _ranked(table.spec, query, near, k)
+    elif not exact:
         if width != EF:
             run(connection, "SELECT set_config('hnsw.ef_search', %s, true)", [str(width)])
         rows = _ask(connection, table, query, limit, condition, exact=False)

@@ -1,0 +1,146 @@
+"""The collections of a Milvus: one for each space of a gallery, of labels and vectors alone."""
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from nobackfill.errors import ConfigurationError, UnavailableError
+from nobackfill.extras import extra
+from nobackfill.gallery.search.index import Labels
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.vectors import Vectors
+
+with extra("milvus"):
+    from pymilvus import DataType, MilvusClient
+    from pymilvus.exceptions import MilvusException
+
+Result = TypeVar("Result")
+SCHEME = "milvus+"
+M, EF_CONSTRUCTION = 16, 128
+# Rows that Milvus returns at most, and those that go there at once.
+MOST = 16_384
+_AT_ONCE = 2_000
+_TIMEOUT_S = 10.0
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+class Collections:
+    """One Milvus, from many threads. Every method raises UnavailableError."""
+
+    def __init__(self, address: str) -> None:
+        """`address`: milvus+http://HOST:PORT, milvus+https://USER:PASSWORD@HOST:PORT. Raises
+        ConfigurationError for others, and for one over the network in the clear."""
+        # It logs each failed call with the address in it.
+        logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
+        try:
+            parts = urlsplit(address.removeprefix(SCHEME))
+            where = f"{parts.scheme}://{parts.hostname}:{parts.port or 19530}"
+        except ValueError as error:
+            raise _unfit() from error
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise _unfit()
+        if parts.scheme == "http" and parts.hostname not in _LOCAL:
+            raise ConfigurationError(
+                "store: a Milvus on another machine demands TLS; write vectors=milvus+https://…"
+            )
+        token = f"{parts.username}:{parts.password or ''}" if parts.username else ""
+        self._client: Any = _asked(lambda: MilvusClient(uri=where, token=token, timeout=_TIMEOUT_S))
+
+    def close(self) -> None:
+        """Twice is harmless."""
+        self._client.close()
+
+    def names(self) -> list[str]:
+        return list(_asked(self._client.list_collections))
+
+    def exists(self, name: str) -> bool:
+        return bool(_asked(lambda: self._client.has_collection(name)))
+
+    def loaded(self, name: str) -> bool:
+        """Whether it is there and can be searched: not so for a while after Milvus was killed."""
+        if not self.exists(name):
+            return False
+        return bool(_asked(lambda: self._client.get_load_state(name)["state"].name) == "Loaded")
+
+    def make(self, name: str, spec: SpaceSpec) -> None:
+        """With its index, loaded; one that is there is left as it is."""
+
+        def work() -> None:
+            schema = self._client.create_schema(auto_id=False, enable_dynamic_field=False)
+            schema.add_field("id", DataType.INT64, is_primary=True)
+            schema.add_field("embedding", DataType.FLOAT_VECTOR, dim=spec.dim)
+            index = self._client.prepare_index_params()
+            index.add_index(
+                "embedding", index_type="HNSW", metric_type=_metric(spec),
+                params={"M": M, "efConstruction": EF_CONSTRUCTION},
+            )  # fmt: skip
+            self._client.create_collection(name, schema=schema, index_params=index)
+
+        if not self.exists(name):
+            _asked(work)
+        _asked(lambda: self._client.load_collection(name))
+
+    def drop(self, name: str) -> None:
+        _asked(lambda: self._client.drop_collection(name))
+
+    def upsert(self, name: str, labels: Labels, vectors: Vectors) -> None:
+        """Keep vectors [n, dim], in place of those that have the labels."""
+        for start in range(0, len(labels), _AT_ONCE):
+            rows = [
+                {"id": label, "embedding": vector}
+                for label, vector in zip(
+                    labels[start : start + _AT_ONCE].tolist(),
+                    vectors[start : start + _AT_ONCE], strict=True,
+                )
+            ]  # fmt: skip
+            _asked(lambda rows=rows: self._client.upsert(name, rows))  # type: ignore[misc]
+
+    def delete(self, name: str, labels: Labels) -> None:
+        for start in range(0, len(labels), _AT_ONCE):
+            some = labels[start : start + _AT_ONCE].tolist()
+            _asked(lambda some=some: self._client.delete(name, ids=some))  # type: ignore[misc]
+
+    def count(self, name: str) -> int:
+        """Rows, those of a moment ago too."""
+        rows = _asked(
+            lambda: self._client.query(
+                name, filter="", output_fields=["count(*)"], consistency_level="Strong"
+            )
+        )
+        return int(rows[0]["count(*)"])
+
+    def search(self, name: str, spec: SpaceSpec, query: Vectors, limit: int, ef: int) -> list[int]:
+        """Labels of about the nearest `limit` to `query` [dim]; what was kept before the call is
+        seen."""
+        found = _asked(
+            lambda: self._client.search(
+                name,
+                data=[query],
+                anns_field="embedding",
+                limit=min(limit, MOST),
+                search_params={"metric_type": _metric(spec), "params": {"ef": max(ef, limit)}},
+                consistency_level="Strong",
+            )
+        )
+        return [int(hit["id"]) for hit in found[0]]
+
+
+def _metric(spec: SpaceSpec) -> str:
+    return "L2" if spec.metric == "squared_l2" else "COSINE"
+
+
+def _unfit() -> ConfigurationError:
+    return ConfigurationError(
+        "store: expected vectors=milvus+http://HOST:PORT, or milvus+https://USER:PASSWORD@HOST:PORT"
+    )
+
+
+def _asked(work: Callable[[], Result]) -> Result:
+    try:
+        return work()
+    except MilvusException as error:
+        # Its sentences may hold addresses; its code says enough.
+        raise UnavailableError(
+            f"Milvus does not answer, or refuses (code {error.code}); look at its log"
+        ) from error

@@ -1,0 +1,256 @@
+"""Vectors searched by a real Milvus, truth in PostgreSQL: the behaviour of every engine, what only
+an index beside the truth can get wrong, and a gateway's swap."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nobackfill.errors import ConfigurationError
+from nobackfill.gallery.gallery_store import GalleryStore, Searcher
+from nobackfill.gallery.search.index import EVERY
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.upgrade import run_upgrade
+from nobackfill.gallery.writing import NewVectors
+from nobackfill.server.storage import split_store
+from nobackfill.server.stores.milvus import candidates
+from nobackfill.server.stores.milvus.candidates import Candidates
+from nobackfill.server.stores.milvus.collections import Collections
+from nobackfill.server.stores.milvus.feeder import Feeder
+from nobackfill.server.stores.milvus.gallery import RECALL, MilvusGallery, wait_for_recall
+from nobackfill.server.stores.milvus.names import database_id, name_of
+from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
+from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
+from tests.gallery.making import Linear, ids, spec, vectors
+from tests.server.conftest import Stages, publish_stage
+from tests.server.support import Client, images, running
+from tests.stores.conftest import PostgresqlEngine
+from tests.stores.test_items import (
+    test_what_was_put_is_there_bit_for_bit_after_opening_again as test_what_was_put_is_there,
+)
+from tests.stores.test_races import (
+    test_an_upgrade_beside_puts_and_deletions_carries_what_is_there as test_an_upgrade_beside_puts,
+)
+from tests.stores.test_races import (
+    test_puts_of_the_same_ids_keep_one_of_each as test_puts_of_the_same_ids_keep_one,
+)
+from tests.stores.test_search import (
+    test_a_graph_finds_nearly_what_an_exact_search_does as test_a_graph_finds_nearly,
+)
+from tests.stores.test_search import (
+    test_exact_searches_are_those_of_the_oracle as test_exact_searches,
+)
+from tests.stores.test_search import (
+    test_filters_let_through_what_the_predicate_does as test_filters,
+)
+from tests.stores.test_spaces import (
+    test_a_gallery_is_carried_flipped_and_rolled_back as test_a_gallery_is_carried,
+)
+from tests.support import milvus
+from tests.support.postgres import Server
+from tests.support.waiting import wait_until
+
+# Imported to be run here, on this engine.
+_ = (
+    test_what_was_put_is_there, test_an_upgrade_beside_puts, test_puts_of_the_same_ids_keep_one,
+    test_a_graph_finds_nearly, test_exact_searches, test_filters, test_a_gallery_is_carried,
+)  # fmt: skip
+ONE, TWO = spec(1).space, spec(2).space
+COUNT = 3_000
+
+
+class MilvusEngine(PostgresqlEngine):
+    """A database for a test, and its collections in one Milvus."""
+
+    def __init__(self, server: Server, address: str) -> None:
+        super().__init__(server)
+        self.collections = Collections(address)
+        self.closing.callback(self.collections.close)
+        self.known = database_id(self.galleries.database)
+        self.candidates = Candidates(self.collections, self.known)
+        self.feeder = Feeder(self.galleries.database, self.collections, self.known)
+
+    def create(self, spec: SpaceSpec) -> GalleryStore:
+        made = super().create(spec)
+        assert isinstance(made, PostgresqlGallery)
+        return MilvusGallery(made.database, made.number)
+
+    def open_again(self, store: GalleryStore) -> GalleryStore:
+        found = super().open_again(store)
+        assert isinstance(found, PostgresqlGallery)
+        return MilvusGallery(found.database, found.number)
+
+    def feed(self, store: GalleryStore) -> None:
+        assert isinstance(store, PostgresqlGallery)
+        while self.feeder.feed(store.schema):
+            pass
+
+    def searcher(self, store: GalleryStore, space: str) -> Searcher:
+        """Once Milvus knows all that is there."""
+        assert isinstance(store, PostgresqlGallery)
+        self.feed(store)
+        return self.unfed(store, space)
+
+    def unfed(self, store: PostgresqlGallery, space: str) -> Searcher:
+        return PostgresqlSearcher(store.database, store.schema, store.space(space), self.candidates)
+
+    def collection(self, store: GalleryStore, space: str) -> str:
+        assert isinstance(store, PostgresqlGallery)
+        return name_of(self.known, store.schema, store.space(space).number)
+
+
+@pytest.fixture(scope="session")
+def milvus_address() -> Iterator[str]:
+    try:
+        manager = milvus.running()
+        address = manager.__enter__()
+    except (RuntimeError, OSError) as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+    yield address
+    manager.__exit__(None, None, None)
+
+
+@pytest.fixture
+def engine(
+    postgres: Server, milvus_address: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MilvusEngine]:
+    # The galleries of tests are small, and searched as large ones are.
+    monkeypatch.setattr(candidates, "SMALL", 10)
+    made = MilvusEngine(postgres, milvus_address)
+    with made.closing:
+        yield made
+        for name in made.collections.names():
+            if made.known in name:
+                made.collections.drop(name)
+
+
+def test_acknowledged_is_found_and_deleted_is_not_whatever_milvus_knows(
+    engine: MilvusEngine,
+) -> None:
+    store = engine.create(spec())
+    assert isinstance(store, MilvusGallery)
+    content = vectors(COUNT, 1)
+    store.put(ids(COUNT), [NewVectors(ONE, content)])
+    engine.searcher(store, ONE)
+    name = engine.collection(store, ONE)
+    assert engine.collections.count(name) == COUNT
+    # Milvus is told nothing of this.
+    store.delete(["item-7"])
+    fresh = vectors(3, 99)
+    labels = store.put(["new-0", "new-1", "item-8"], [NewVectors(ONE, fresh)], digests=["a"] * 3)
+    near = engine.unfed(store, ONE)
+    found = near.search(fresh, 1)
+    np.testing.assert_array_equal(found.labels[:, 0], labels.labels)
+    np.testing.assert_array_equal(found.distances[:, 0], [0, 0, 0])
+    asked = content[[7, 8]]
+    gone = {8, 9}
+    assert not gone & set(near.search(asked, 10).labels.ravel().tolist())
+    engine.feed(store)
+    assert engine.collections.count(name) == COUNT + 1
+    again = near.search(np.concatenate([fresh, asked]), 10)
+    true = near.search(np.concatenate([fresh, asked]), 10, None, EVERY)
+    assert np.mean([len(set(a) & set(b)) / 10 for a, b in zip(
+        again.labels.tolist(), true.labels.tolist(), strict=True)]) > RECALL  # fmt: skip
+
+
+def test_a_flip_waits_for_measured_recall(engine: MilvusEngine) -> None:
+    store = engine.create(spec())
+    assert isinstance(store, MilvusGallery)
+    store.put(ids(COUNT), [NewVectors(ONE, vectors(COUNT, 1))])
+    run_upgrade(store, Linear(reads_side=False), spec(2))
+    info, looked = store.space(TWO), 0
+    name = engine.collection(store, TWO)
+    # Milvus was told all, and answers with half of it.
+    engine.feed(store)
+    engine.collections.delete(name, store.load(TWO)[0][::2])
+
+    def between() -> None:
+        nonlocal looked
+        looked += 1
+        if looked == 3:
+            engine.collections.upsert(name, *store.load(TWO))
+
+    def feed() -> int:
+        return engine.feeder.feed(store.schema)
+
+    wait_for_recall(store, info, engine.candidates, feed, between)
+    assert looked >= 3
+    probes = vectors(20, 5)
+    true = engine.unfed(store, TWO).search(probes, 10, None, EVERY).labels.tolist()
+    found = [engine.candidates.found(store.schema, info, probe, 10) for probe in probes]
+    shares = [len(set(a) & set(b or [])) / 10 for a, b in zip(true, found, strict=True)]
+    assert np.mean(shares) >= RECALL
+
+
+def test_what_milvus_lost_is_told_again_and_what_is_gone_is_dropped(engine: MilvusEngine) -> None:
+    store = engine.create(spec())
+    assert isinstance(store, MilvusGallery)
+    store.put(ids(200), [NewVectors(ONE, vectors(200, 1))])
+    store.begin(spec(2))
+    engine.feeder.start()
+    name = engine.collection(store, ONE)
+    try:
+        wait_until(lambda: engine.collections.loaded(name), seconds=60, what="it is fed")
+        engine.collections.drop(name)
+        # Searched exactly meanwhile.
+        query = vectors(200, 1)[:1]
+        assert engine.unfed(store, ONE).search(query, 1).labels.tolist() == [[1]]
+        wait_until(
+            lambda: engine.collections.loaded(name) and engine.collections.count(name) == 200,
+            seconds=60, what="it is told again",
+        )  # fmt: skip
+        run_upgrade(store, Linear(reads_side=False), spec(2))
+        two = engine.collection(store, TWO)
+        wait_until(lambda: two in engine.collections.names(), seconds=60, what="it is fed")
+        store.drop(TWO)
+        wait_until(lambda: two not in engine.collections.names(), seconds=60, what="it is dropped")
+    finally:
+        engine.feeder.close()
+
+
+def test_a_gateway_swaps_on_milvus(
+    stages: Stages, tmp_path: Path, postgres: Server, milvus_address: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(candidates, "SMALL", 10)
+    repo = tmp_path / "repo"
+    publish_stage(repo, stages[1])
+    with postgres.database() as url:
+        store = f"{url}&vectors={milvus_address}"
+        with (
+            running(repo, tmp_path / "data", store=store) as gateway,
+            Client(gateway.address) as client,
+        ):
+            client.create_gallery("g")
+            client.put_images(images(40))
+            publish_stage(repo, stages[2])
+            for rollout in ("dual", "cutover"):
+                assert client.find(images(1)[0]).hits[0].id == "i0"
+                client.swap(2, rollout)
+                hit = client.find(images(3)[2]).hits[0]
+                assert (hit.id, hit.origin, hit.release) == ("i2", "upgraded", 2)
+                client.delete("g", ["i1"])
+                assert client.find(images(2)[1]).hits[0].id != "i1"
+                client.rollback(confirm=True)
+        with (
+            running(repo, tmp_path / "data", store=store) as gateway,
+            Client(gateway.address) as client,
+        ):
+            assert client.find(images(1)[0]).hits[0].id == "i0"
+
+
+def test_an_address_names_its_engine_once() -> None:
+    url = "postgresql://u@h/d?host=/x&vectors=milvus+http://127.0.0.1:1&sslmode=require"
+    assert split_store(url) == (
+        "postgresql://u@h/d?host=/x&sslmode=require", "milvus+http://127.0.0.1:1",
+    )  # fmt: skip
+    assert split_store("postgresql://u@h/d") == ("postgresql://u@h/d", None)
+    for wrong in ("?vectors=qdrant", "?vectors=milvus+http://a&vectors=milvus+http://b"):
+        with pytest.raises(ConfigurationError, match="milvus"):
+            split_store(f"postgresql://u@h/d{wrong}")
+    with pytest.raises(ConfigurationError, match="TLS"):
+        Collections("milvus+http://far.example:19530")

@@ -1,0 +1,65 @@
+"""A Milvus for tests: the standalone server of PyPI's `milvus`, ended with the block."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+# It unpacks itself, and starts in 10 to 25 s.
+_START_S = 120.0
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@contextmanager
+def running() -> Iterator[str]:
+    """The address of a server, as a store's `vectors=` has it. Raises RuntimeError, saying why,
+    where it cannot start here."""
+    if find_spec("milvus") is None:
+        raise RuntimeError("Milvus cannot start here: the package milvus==2.3.5 is not installed")
+    with tempfile.TemporaryDirectory(prefix="milvus-", ignore_cleanup_errors=True) as folder:
+        port = _free_port()
+        with (Path(folder) / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [
+                    str(Path(sys.executable).with_name("milvus-server")),
+                    f"--data={folder}/data", f"--proxy-port={port}",
+                ],
+                stdout=log, stderr=log, cwd=folder, start_new_session=True,
+            )  # fmt: skip
+        try:
+            _wait(process, port)
+            yield f"milvus+http://127.0.0.1:{port}"
+        finally:
+            # Its child outlives it unless it ends the child itself.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(30)
+
+
+def _wait(process: "subprocess.Popen[bytes]", port: int) -> None:
+    from nobackfill.errors import UnavailableError
+    from nobackfill.server.stores.milvus.collections import Collections
+
+    end = time.monotonic() + _START_S
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise RuntimeError(f"Milvus cannot start here: it ended ({process.returncode})")
+        with suppress(UnavailableError):
+            collections = Collections(f"milvus+http://127.0.0.1:{port}")
+            collections.names()
+            collections.close()
+            return
+        time.sleep(0.5)
+    raise RuntimeError(f"Milvus cannot start here: no answer within {_START_S:.0f} s")
