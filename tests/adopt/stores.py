@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import LiteralString, Protocol
 
 import numpy as np
@@ -176,8 +177,12 @@ def opened(kind: str, request: pytest.FixtureRequest, folder: Path) -> Iterator[
         ):
             yield Pgvector(address, connection)
     elif kind == "qdrant":
-        made = Qdrant(folder)
-        yield made
-        made.client.close()
+        # In memory, where there is such a folder: it commits each point to the disk on its own.
+        memory = Path("/dev/shm")
+        place = memory if memory.is_dir() else folder.parent
+        with TemporaryDirectory(dir=place) as short:
+            made = Qdrant(Path(short))
+            yield made
+            made.client.close()
     else:
         yield (Parquet if kind == "parquet" else Arrays)(folder)

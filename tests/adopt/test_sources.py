@@ -137,6 +137,18 @@ def test_carried_vectors_name_their_model(store: Store) -> None:
     assert store.open("vector_new").facts().model == "the new model"
 
 
+@pytest.mark.parametrize("store", ["qdrant"], indirect=True)
+def test_a_store_that_keeps_directions_only_takes_a_map_to_any_norm(store: Store) -> None:
+    longer = fit_maps(MADE.old, 3 * MADE.new)["affine"]
+    assert not longer.unit
+    assert carry(store.open(), target(longer), longer, window=300).total == 230
+    found = by_id(read_all(store.open("vector_new")))
+    wanted = normalised(longer(MADE.old))
+    assert all(
+        np.allclose(found[n], vector, atol=1e-4) for n, vector in zip(MADE.ids, wanted, strict=True)
+    )
+
+
 @every
 def test_a_wrong_vector_is_found(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a store makes of what it was given, it is read back."""

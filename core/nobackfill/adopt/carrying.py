@@ -5,7 +5,7 @@ still pending. Each window may be repeated anywhere, so a killed run goes on whe
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,8 +45,12 @@ def carry(
     Raises InvalidInputError for vectors the map cannot take, AlreadyExistsError where the target
     was not made by this map, BusyError where others write faster, VerificationError.
     """
-    name = source.facts().name
+    facts = source.facts()
+    name = facts.name
     beside = source.beside(target)
+    if facts.directions:
+        # As it will be read back.
+        mapping = replace(mapping, unit=True)
     written = 0
     for sweep in range(MOST_SWEEPS):
         before = written

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from nobackfill.adopt.maps import normalised
 from nobackfill.adopt.sources.source import Column, Facts, Rows, Target, Window, even
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, few
 from nobackfill.extras import extra
@@ -63,7 +64,8 @@ class QdrantSource:
 
     def facts(self) -> Facts:
         metric = _METRICS.get(self._params.distance.value)
-        return Facts(f"{self._name}#{self.vector}", self._params.size, metric, self._model)
+        name, size = f"{self._name}#{self.vector}", self._params.size
+        return Facts(name, size, metric, self._model, directions=metric == "cosine")
 
     def count(self) -> int:
         return self.filled(self.vector)
@@ -197,9 +199,11 @@ class QdrantSource:
         ]
         found = [(key, value) for key, value in named if value is not None]
         ids = [str(key) for key, _ in found]
-        return Rows(
-            ids, even([value for _, value in found], ids, self._name), [k for k, _ in found]
-        )
+        vectors = even([value for _, value in found], ids, self._name)
+        if self._params.distance == models.Distance.COSINE:
+            # A server keeps them so; a folder does, or not once it is opened again.
+            vectors = normalised(vectors)
+        return Rows(ids, vectors, [key for key, _ in found])
 
 
 class QdrantBeside:

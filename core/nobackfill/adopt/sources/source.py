@@ -15,13 +15,15 @@ from nobackfill.vectors import Metric, Vectors
 @dataclass(frozen=True)
 class Facts:
     """What a store says about its vectors. `metric` None: it does not say. `model`: the one that
-    its metadata name, if any. `columns`: what else an item holds there."""
+    its metadata name, if any. `columns`: what else an item holds there.
+    `directions`: it keeps no norms, but brings every vector to 1."""
 
     name: str
     dim: int | None
     metric: Metric | None = None
     model: str | None = None
     columns: tuple[str, ...] = ()
+    directions: bool = False
 
 
 @dataclass(frozen=True)
