@@ -67,7 +67,11 @@ def test_the_page_says_what_is_left_out_and_what_fails() -> None:
     assert "a command" in told and "a machine" in told
 
 
-@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+# A table of side-information alone has no row of ours.
+RANKED = [file for file in RESULTS if OURS in read_results(file).main.rows]
+
+
+@pytest.mark.parametrize("file", RANKED, ids=lambda file: file.stem)
 def test_a_table_shows_at_most_ten_rows_beside_those_that_reach_ours(file: Path) -> None:
     measured = read_results(file)
     ours = measured.main.rows[OURS]
