@@ -71,9 +71,9 @@ chart: $(CHART)/.ready ## the Helm chart linted, rendered and validated, without
 	$(HELM) lint --strict deploy/chart
 	$(HELM) template demo deploy/chart > $(CHART)/plain.yaml
 	$(HELM) template demo deploy/chart --set autoscaling.enabled=true,triton.enabled=true > $(CHART)/more.yaml
-	$(HELM) template demo deploy/chart --set autoscaling.enabled=true,triton.enabled=true,ray.enabled=true,serviceMonitor.enabled=true > $(CHART)/all.yaml
+	$(HELM) template demo deploy/chart --set autoscaling.enabled=true,triton.enabled=true,serviceMonitor.enabled=true > $(CHART)/all.yaml
 	$(CHART)/bin/kubernetes-validate --strict $(CHART)/plain.yaml $(CHART)/more.yaml
-	@echo 'rendered only: RayCluster and ServiceMonitor, whose schemas come with their operators. Nothing was given to a cluster.'
+	@echo 'rendered only: ServiceMonitor, whose schema comes with its operator. Nothing was given to a cluster.'
 
 container: ## the gateway's image built, run read-only and asked, where there is podman or docker
 	deploy/containers/try

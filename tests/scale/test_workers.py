@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,9 +17,6 @@ from tests.support.carried import Carried
 from tests.support.postgres import Server
 
 COUNT = 20_000
-with socket.socket() as _one:
-    _one.bind(("127.0.0.1", 0))
-    CLIENTS = int(_one.getsockname()[1])
 
 
 def test_a_killed_process_loses_doubles_and_revives_nothing(
@@ -54,39 +50,17 @@ def test_a_killed_process_loses_doubles_and_revives_nothing(
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Any]:
-    """A Ray cluster of two nodes of one processor each, on this machine; it also takes clients that
-    are no nodes."""
+    """A Ray cluster of two nodes of one processor each, on this machine."""
     cluster_utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed")
     cluster = cluster_utils.Cluster(
-        initialize_head=True,
-        head_node_args={
-            "num_cpus": 1, "include_dashboard": False, "ray_client_server_port": CLIENTS,
-        },
-    )  # fmt: skip
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
     try:
         cluster.add_node(num_cpus=1)
         cluster.wait_for_nodes()
         yield cluster
     finally:
         cluster.shutdown()
-
-
-@pytest.mark.filterwarnings("default")
-def test_a_gateway_that_is_no_node_uses_a_cluster(
-    two_nodes: Any, stages: Stages, one: Manifest, two: Manifest, postgres: Server
-) -> None:
-    from nobackfill.server.upgrades.workers.ray_cluster import RayCluster
-
-    workers = RayCluster(f"ray://127.0.0.1:{CLIENTS}")
-    with postgres.database() as url:
-        carried = Carried(url, stages[2], one, two, 5_000)
-        try:
-            outcome = carried.upgrade(workers, lambda _: None)
-            assert not outcome.stopped and outcome.left_behind == 0
-            carried.check()
-        finally:
-            workers.close()
-            carried.database.close()
 
 
 @pytest.mark.filterwarnings("default")

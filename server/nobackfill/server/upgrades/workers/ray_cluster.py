@@ -31,8 +31,8 @@ class RayCluster:
     """What is said of each method: Workers."""
 
     def __init__(self, address: str) -> None:
-        """`address`: HOST:PORT of a cluster's head, ray://HOST:PORT, or auto for the one that runs
-        here. Raises ConfigurationError, UnavailableError."""
+        """`address`: HOST:PORT of the head of a cluster that this machine is a node of, or auto for
+        the one that runs here. Raises ConfigurationError, UnavailableError."""
         try:
             ray.init(address, namespace="nobackfill", log_to_driver=False, configure_logging=False)
         except (ConnectionError, RuntimeError, TimeoutError) as error:
