@@ -25,9 +25,10 @@ from nobackfill.quality.relevance import among_others
 from nobackfill.quality.retrieval import Measured, measure, measure_cell
 from nobackfill.training.comparison.rows import Row
 from nobackfill.training.comparison.serve import NEW, OLD, Trained
-from nobackfill.training.config_file import parse_config
+from nobackfill.training.config_file import load_config
 from nobackfill.training.data.folders import hold_out
 from nobackfill.training.data.pictures import Reading, open_pictures
+from nobackfill.training.loop.run import CONFIG
 from nobackfill.training.networks.frozen import features, of_run
 
 Floats = NDArray[np.float32]
@@ -123,7 +124,7 @@ def _curves(
 def _line(row: Row, served: CellName, test: Evaluation) -> Line:
     """What carried distances are worth, by the images that neither the row's models nor its
     upgrade trained on."""
-    config = parse_config(dict(row.route[-1].values), row.name)
+    config = load_config(row.route[-1].folder / CONFIG)
     whole = list_images(config.images, config.classes, config.class_list)
     _, rows = hold_out(whole, config.held_out, config.split_seed)
     if not len(rows):
