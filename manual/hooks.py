@@ -6,19 +6,20 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from manual import commands, faces, protocol
+from manual import commands, faces, notebooks, protocol
 
 ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?!https?://|#)(?P<to>[^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the start page and the reference."""
+    """Add the start page, the reference and the notebooks."""
     made = {
         "index.md": start(),
         "reference/protocol.md": protocol.page(),
         "reference/commands.md": commands.page(),
         "reference/python.md": faces.page(),
+        **notebooks.pages(),
     }
     for name, content in made.items():
         files.append(File.generated(config, name, content=content))
@@ -26,8 +27,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Files of the repository have no address here: their names stay, as words."""
+    """Files of the repository have no address here: their names stay, as words. A notebook has its
+    page."""
     folder = Path(page.file.src_uri).parent
+    markdown = markdown.replace(".ipynb)", ".md)")
     return _LINK.sub(lambda link: _inside(link, folder, files), markdown)
 
 

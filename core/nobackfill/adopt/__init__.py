@@ -22,6 +22,7 @@ from nobackfill.faces import offer
 if TYPE_CHECKING:
     from nobackfill.adopt.carrying import carry as carry
     from nobackfill.adopt.inspection import inspect as inspect
+    from nobackfill.adopt.judgement import Queries as Queries
     from nobackfill.adopt.maps import (
         Map as Map,
         fit_maps as fit_maps,
@@ -37,6 +38,7 @@ else:
         {
             "carrying": "carry",
             "inspection": "inspect",
+            "judgement": "Queries",
             "maps": "Map fit_maps load_map save_map",
             "pairs": "Pairs match",
             "sampling": "sample",
