@@ -78,7 +78,7 @@ chart: $(CHART)/.ready ## the Helm chart linted, rendered and validated, without
 container: ## the gateway's image built, run read-only and asked, where there is podman or docker
 	deploy/containers/try
 
-faults: setup ## the long crash and fault sweeps
+faults: setup ## the long crash and fault sweeps, tutorials and notebooks
 	$(BIN)/python -m pytest -q -m faults --timeout 1800 tests
 
 # What is compared with oracles in other arithmetic, or hangs on what a small network learnt.
