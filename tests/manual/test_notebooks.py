@@ -14,11 +14,15 @@ from manual.notebooks import FOLDER, page
 UPGRADE, METHOD = FOLDER / "upgrade-a-gallery.ipynb", FOLDER / "which-method.ipynb"
 
 
+def read(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+
+
 def ran(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """What a notebook printed, run in `folder`. Raises CellExecutionError at the first failure."""
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(folder / name.lower()))
-    notebook = nbformat.read(path, as_version=4)
+    notebook = read(path)
     client = NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(folder)}})
     client.execute()
     outputs = [output for cell in code(notebook) for output in cell["outputs"]]
@@ -32,7 +36,7 @@ def code(notebook: Any) -> list[Any]:
 
 @pytest.mark.faults
 def test_a_gallery_is_upgraded_in_50_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = code(nbformat.read(UPGRADE, as_version=4))
+    cells = code(read(UPGRADE))
     lines = [line for cell in cells for line in cell["source"].splitlines() if line.strip()]
     assert len(lines) <= 50
     said = ran(UPGRADE, tmp_path, monkeypatch)
@@ -52,7 +56,7 @@ def test_the_method_hangs_on_the_data(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("path", [UPGRADE, METHOD], ids=lambda path: path.stem)
 def test_notebooks_are_committed_without_outputs(path: Path) -> None:
-    notebook = nbformat.read(path, as_version=4)
+    notebook = read(path)
     nbformat.validate(notebook)
     for cell in code(notebook):
         assert (cell["outputs"], cell["execution_count"]) == ([], None)
