@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,18 @@ LARGEST_MB = 300
 HEAVY = {"torch", "torchvision", "tritonclient", "hnswlib", "sklearn", "matplotlib", "structlog"}
 # Modules that an extra is for, by what their names begin with; the others are the base install's.
 OF_SERVER = ("server.", "gallery.search.hnsw", "gallery.search.graph", "gallery.search.skeleton")
-OF_POSTGRESQL = ("server.stores.postgresql", "server.galleries.in_database")
+OF_POSTGRESQL = (
+    "server.stores.postgresql", "server.galleries.in_database", "server.upgrades.workers",
+)  # fmt: skip
+# Their packages come with `make test-scale`.
+OF_CLUSTERS = (
+    "server.stores.milvus", "server.galleries.in_milvus", "server.upgrades.workers.ray_cluster",
+)  # fmt: skip
+OF_EXPORT = ("server.export",)
+OF_WEB = ("pages.", "client.browse.", "server.console.")
 OF_TRAINING = ("training.", "report.", "quality.")
-OF_ADOPT = ("adopt.",)
+OF_ADOPT = ("adopt.", "serve.")
+OF_QDRANT = ("adopt.sources.qdrant",)
 # Programs: one of the edge of a process, one that runs inside Triton, one that a module runs.
 PROGRAMS = ("server.triton.launch", "server.triton.backends.", "report.__main__")
 
@@ -65,7 +74,8 @@ def test_the_base_install_is_light(base: Environment) -> None:
 
 
 def test_the_base_needs_what_it_declares(base: Environment, tmp_path: Path) -> None:
-    names = [n for n in modules(base) if not n.startswith((*OF_SERVER, *OF_TRAINING, *OF_ADOPT))]
+    others = (*OF_SERVER, *OF_TRAINING, *OF_ADOPT, *OF_WEB)
+    names = [name for name in modules(base) if not name.startswith(others)]
     assert len(names) > 100
     assert not HEAVY & import_all(base, names, tmp_path)
 
@@ -74,17 +84,40 @@ def test_the_server_needs_what_it_declares(server: Environment, tmp_path: Path) 
     names = [
         name
         for name in modules(server)
-        if name.startswith(OF_SERVER) and not name.startswith(OF_POSTGRESQL)
+        if name.startswith(OF_SERVER)
+        and not name.startswith((*OF_POSTGRESQL, *OF_CLUSTERS, *OF_EXPORT, *OF_WEB))
     ]
     assert len(names) > 50
     import_all(server, names, tmp_path)
 
 
 def test_adopting_needs_what_it_declares(adopt: Environment, tmp_path: Path) -> None:
-    names = [name for name in modules(adopt) if name.startswith(OF_ADOPT)]
+    names = [
+        name
+        for name in modules(adopt)
+        if name.startswith(OF_ADOPT) and not name.startswith(OF_QDRANT)
+    ]
     assert len(names) > 20
     loaded = import_all(adopt, names, tmp_path)
     assert not loaded & {"torch", "hnswlib", "grpc"}
+
+
+def test_other_extras_need_what_they_declare(
+    environment: Callable[..., Environment], tmp_path: Path
+) -> None:
+    for extras, prefixes in {
+        ("server", "web"): OF_WEB,
+        ("server", "postgres", "export"): (*OF_POSTGRESQL, *OF_EXPORT),
+        ("adopt", "qdrant"): OF_QDRANT,
+    }.items():
+        installed = environment(*extras)
+        names = [
+            name
+            for name in modules(installed)
+            if name.startswith(prefixes) and not name.startswith(OF_CLUSTERS)
+        ]
+        assert names
+        import_all(installed, names, tmp_path)
 
 
 def test_training_needs_what_it_declares(training: Environment, tmp_path: Path) -> None:
