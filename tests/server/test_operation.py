@@ -81,7 +81,7 @@ def test_reflection_tells_a_stranger_the_contract(shared: Client) -> None:
     assert set(SERVICES) <= set(database.get_services())
     pool = DescriptorPool(database)
     service = pool.FindServiceByName("nobackfill.v1.SearchService")
-    assert [method.name for method in service.methods] == ["Search", "SearchBatch"]
+    assert [method.name for method in service.methods] == ["Search", "SearchBatch", "Feedback"]
 
 
 def test_metrics_count_calls_and_hold_no_ids(repo: Path, tmp_path: Path) -> None:
