@@ -1,5 +1,6 @@
 """Everything here is marked `scale`: real clusters and engines, which `make test-scale` starts."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,9 @@ import pytest
 from nobackfill.release.manifest import Manifest
 from tests.server.conftest import Stages, make_stages
 from tests.support.blocks import manifest
+
+# Its modules import it; `make test-scale` brings it, and `make test` has no use for them.
+collect_ignore = [] if find_spec("pymilvus") else ["test_milvus.py"]
 
 
 @pytest.fixture(scope="session")
