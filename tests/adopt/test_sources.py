@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.source import Beside, Rows, Source, Target, Window
 from nobackfill.errors import AlreadyExistsError, BusyError, VerificationError
 from nobackfill.vectors import Vectors
-from tests.adopt.stores import MADE, Store, Written, opened
+from tests.adopt.stores import MADE, Pgvector, Store, Written, opened
+from tests.support.waiting import wait_until
 
 MAPS = fit_maps(MADE.old, MADE.new)
 MAP = MAPS["affine"]
@@ -180,6 +182,19 @@ def test_searches_find_what_a_slow_loop_finds(store: Store) -> None:
         )
         assert source.texts([MADE.ids[4], "nowhere"], "text") == {MADE.ids[4]: f"on {MADE.ids[4]}"}
         assert len(source.lookup([])) == 0
+
+
+@writable
+def test_threads_that_have_ended_keep_no_connection(store: Pgvector) -> None:
+    """A server with a thread a request would have all of PostgreSQL's connections otherwise."""
+    with closing(store.search()) as source:
+        for query in MADE.queries_old[:10]:
+            one = Thread(target=source.nearest, args=(query, 1))
+            one.start()
+            one.join()
+        ours = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+        # This one, and the last that searched; what is closed ends on the server a moment later.
+        wait_until(lambda: store.run(ours) == [(2,)], seconds=30, what="two connections are left")
 
 
 class Interrupted:

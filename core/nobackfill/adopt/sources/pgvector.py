@@ -4,6 +4,7 @@ deleted row takes its vector along; a trigger empties it where the old vector ch
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -46,10 +47,15 @@ class PgvectorSource:
         table, vector = self._table, self.vector
         kind = table.columns[vector]
         dim = int(kind.split("(")[1][:-1]) if "(" in kind else None
-        metrics = [_METRICS[n] for n in table.operator_classes(vector) if n in _METRICS]
         others = tuple(name for name in table.columns if name not in (table.key, vector))
         model = table.said(vector).get("model")
-        return Facts(f"{table.name}.{vector}", dim, next(iter(metrics), None), model, others)
+        return Facts(f"{table.name}.{vector}", dim, self._metric, model, others)
+
+    @cached_property
+    def _metric(self) -> Metric | None:
+        """Of the old column's index; a search has no time to ask for it."""
+        classes = self._table.operator_classes(self.vector)
+        return next((_METRICS[name] for name in classes if name in _METRICS), None)
 
     def count(self) -> int:
         return self.filled(self.vector)
@@ -88,7 +94,7 @@ class PgvectorSource:
         if column not in self._table.columns:
             raise InvalidInputError(f"{self._table.name}: no column {column!r}")
         kind = self._table.columns[column]
-        sign = "<->" if self.facts().metric == "squared_l2" else "<=>"
+        sign = "<->" if self._metric == "squared_l2" else "<=>"
         found = self._table.searched(
             "SELECT {key}::text FROM {table} t WHERE {column} IS NOT NULL "
             "ORDER BY {column} {sign} {value}::{kind} LIMIT {count}",

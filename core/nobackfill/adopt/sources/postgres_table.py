@@ -37,8 +37,8 @@ class Table:
 
     def __init__(self, address: str, name: str, key: str | None) -> None:
         self.name = name
-        self._kept = threading.local()
-        self._open: list[Any] = []
+        # Connections of threads that search.
+        self._open: dict[threading.Thread, Any] = {}
         self._lock = threading.Lock()
         self._address = address
         self._known: dict[str, Any] = {"table": sql.Identifier(*name.split("."))}
@@ -144,21 +144,25 @@ class Table:
         raise AssertionError("unreachable")
 
     def _lasting(self) -> Any:
-        kept = getattr(self._kept, "connection", None)
+        """This thread's connection; a new one ends those of threads that have ended."""
+        thread = threading.current_thread()
+        with self._lock:
+            kept = self._open.get(thread)
         if kept is None or kept.closed:
             with refused(self.name):
                 kept = psycopg.connect(self._address, autocommit=True)
-            self._kept.connection = kept
             with self._lock:
-                self._open = [*(one for one in self._open if not one.closed), kept]
+                for ended in [one for one in self._open if not one.is_alive()]:
+                    self._open.pop(ended).close()
+                self._open[thread] = kept
         return kept
 
     def close(self) -> None:
         """End the connections that searches keep."""
         with self._lock:
-            for connection in self._open:
+            for connection in self._open.values():
                 connection.close()
-            self._open = []
+            self._open = {}
 
     def all(self, query: LiteralString, *, binary: bool = False, **parts: object) -> list[Any]:
         """All rows."""
