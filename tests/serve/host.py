@@ -11,10 +11,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         if status == 302:
             self.send_header("Location", "http://127.0.0.1:1/elsewhere")
-        self.send_header("Content-Length", str(len(body)))
+        if "endless" not in self.path:
+            self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         try:
             self.wfile.write(body)
+            while "endless" in self.path:
+                self.wfile.write(bytes(1 << 16))
         except OSError:
             self.close_connection = True
 

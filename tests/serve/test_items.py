@@ -38,6 +38,7 @@ def test_only_named_hosts_are_asked_and_no_redirect_is_followed() -> None:
         items = UrlItems(f"{host.url}/images/{{id}}.jpg", ["127.0.0.1"])
         assert items.read("a/b", 100) == b"/images/a%2Fb.jpg"
         assert items.read("gone", 100) is None
+        assert items.read("gone-endless", 100) is None
         with pytest.raises(TooLargeError):
             items.read("large", 1000)
         with pytest.raises(UnavailableError, match="answers 302"):

@@ -115,11 +115,11 @@ class UrlItems:
             raise InvalidInputError(f"{name!r}: expected an id that names a file")
         try:
             got = self._http.request("GET", url, redirect=False, preload_content=False)
-            if got.status in (404, 410):
-                got.drain_conn()
-                return None
             if got.status != 200:
+                # Not read: an answer that does not end would hold a thread, and grow, for ever.
                 got.close()
+                if got.status in (404, 410):
+                    return None
                 raise UnavailableError(f"{name!r}: its host answers {got.status}")
             data, end = bytearray(), time.monotonic() + self._timeout
             while len(data) <= most_bytes and (piece := got.read1(_PIECE)):
