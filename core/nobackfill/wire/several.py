@@ -79,8 +79,9 @@ class _Method:
                 self._several.leave(number)
             raise
         if isinstance(answer, grpc.Call):
-            # A stream: whether it ends well is known when it has ended.
-            answer.add_callback(lambda: self._ended(number, answer))
+            # A stream: whether it ends well is known when it has ended, which it may have already.
+            if not answer.add_callback(lambda: self._ended(number, answer)):
+                self._ended(number, answer)
         return answer
 
     def _ended(self, number: int, stream: Any) -> None:
