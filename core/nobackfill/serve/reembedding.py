@@ -82,7 +82,8 @@ class Reembedding:
             )
         self._source, self._items, self._embedder = source, items, embedder
         self._natives, self.limits = natives, limits
-        self._lock = threading.Lock()
+        # Again by the same thread: work that `close` has cancelled says so at once, in `_begin`.
+        self._lock = threading.RLock()
         self._under_way: dict[str, Future[None]] = {}
         self._threads = ThreadPoolExecutor(limits.concurrency, "nobackfill-embed")
         self.cost = Cost()
