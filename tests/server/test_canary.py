@@ -205,6 +205,12 @@ def failing(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> Callable[[], N
     return lambda: monkeypatch.setattr(gateway.models, "embed", fail)
 
 
+def test_who_looks_and_leaves_holds_no_place(client: Client) -> None:
+    begin(client, pb.Canary(share=0.5))
+    for _ in range(100):
+        assert report(client).state == pb.CANARY_STATE_RUNNING
+
+
 @pytest.mark.parametrize("shadow", [False, True])
 def test_errors_stop_it_and_no_caller_sees_one(
     client: Client, failing: Callable[[], None], shadow: bool

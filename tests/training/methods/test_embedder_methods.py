@@ -295,7 +295,6 @@ def test_mixbct_classifies_old_embeddings_in_the_stead_of_new_ones(
     assert 0 < is_old.any(0).sum() < 16
     # A step moves the new model by rows that are its own.
     assert all(p.grad is None for p in old.encoder.parameters())
+    longer = tiny.inputs(tmp_path, old, method="mixbct", embedding_dim=9)
     with pytest.raises(ConfigurationError, match="embedding_dim: 8, the old model's, got 9"):
-        embedder_method("mixbct").objective(
-            tiny.inputs(tmp_path, old, method="mixbct", embedding_dim=9)
-        )
+        embedder_method("mixbct").objective(longer)
