@@ -14,11 +14,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
-def near_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials of releases in this process: they write nothing, and a process costs a second."""
-    from nobackfill.release import trial
+def near_gate() -> Iterator[None]:
+    """Trials of releases in this process."""
+    from tests.support import trials
 
-    monkeypatch.setattr(trial, "refusal_in_child", lambda request, _: trial.refusal(request))
+    with trials.near():
+        yield
+
+
+@pytest.fixture(scope="module")
+def near_trials() -> Iterator[None]:
+    """The same for a whole module."""
+    from tests.support import trials
+
+    with trials.near():
+        yield
 
 
 @pytest.fixture(scope="session")

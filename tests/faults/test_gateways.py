@@ -15,11 +15,11 @@ import pytest
 
 from nobackfill.errors import NobackfillError
 from tests.server import process
-from tests.server.conftest import Stages, make_stages, publish_stage
+from tests.server.conftest import Stages, make_direct_stages, make_stages, publish_stage
 from tests.server.crowd import Crowd
 from tests.server.support import Client, images
 from tests.server.test_gateways import free_port
-from tests.support.blocks import manifest, publish_block_release
+from tests.support.blocks import manifest
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
 
@@ -35,12 +35,8 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
 
 @pytest.fixture(scope="module")
 def direct_stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
-    """Release 1, then a release 2 that searches its vectors directly."""
-    top = tmp_path_factory.mktemp("direct")
-    publish_block_release(top / "repo", 1)
-    shutil.copytree(top / "repo", top / "stage1")
-    publish_block_release(top / "repo", 2, [1], directly=[1])
-    return {1: top / "stage1", 2: top / "repo"}
+    """What make_direct_stages makes."""
+    return make_direct_stages(tmp_path_factory.mktemp("direct"))
 
 
 class Fleet:

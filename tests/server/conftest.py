@@ -12,6 +12,7 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.release.publishing.standing import withdraw
 from nobackfill.server.gateway import Gateway
 from tests.server.support import Client, images, running
+from tests.support import trials
 from tests.support.blocks import manifest, png, publish_block_release
 
 Stages = Mapping[int, Path]
@@ -25,6 +26,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
     return make_stages(tmp_path_factory.mktemp("published"), 3)
 
 
+@trials.near()
 def make_stages(top: Path, releases: int) -> Stages:
     """Publish releases one after the other in `top`/repo; a copy after each."""
     repo = top / "repo"
@@ -39,8 +41,13 @@ def make_stages(top: Path, releases: int) -> Stages:
 
 @pytest.fixture(scope="session")
 def direct_stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
+    """What make_direct_stages makes."""
+    return make_direct_stages(tmp_path_factory.mktemp("direct"))
+
+
+@trials.near()
+def make_direct_stages(top: Path) -> Stages:
     """Release 1, then a release 2 that searches its vectors directly and carries an upgrade."""
-    top = tmp_path_factory.mktemp("direct")
     repo = top / "repo"
     publish_block_release(repo, 1)
     shutil.copytree(repo, top / "stage1")
@@ -64,9 +71,10 @@ def sideless_stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
     """Release 1 without side-information, then a release 2 without any upgrade."""
     top = tmp_path_factory.mktemp("sideless")
     repo = top / "repo"
-    publish_block_release(repo, 1, side="none")
-    shutil.copytree(repo, top / "stage1")
-    publish_block_release(repo, 2, side="none")
+    with trials.near():
+        publish_block_release(repo, 1, side="none")
+        shutil.copytree(repo, top / "stage1")
+        publish_block_release(repo, 2, side="none")
     return {1: top / "stage1", 2: repo}
 
 

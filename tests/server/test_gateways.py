@@ -60,8 +60,9 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(
-    stages: Stages, tmp_path_factory: pytest.TempPathFactory, postgres: servers.Server
-) -> Iterator[Fleet]:
+    near_trials: None, stages: Stages, tmp_path_factory: pytest.TempPathFactory,
+    postgres: servers.Server,
+) -> Iterator[Fleet]:  # fmt: skip
     """Three gateways that serve release 1, with gallery `g` of `PICTURES`; release 2 is there."""
     folder = tmp_path_factory.mktemp("fleet")
     shutil.copytree(stages[1], folder / "repo")
