@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from demo import serve
-from demo.children import Children
+from demo.children import Child, Children
 from demo.device import COMMAND as EDGE_CLIENT
 from nobackfill.errors import UnavailableError
 
@@ -26,10 +26,10 @@ def start(out: Path, children: Children) -> dict[str, str]:
         "browse",
         [EDGE_CLIENT, "--gallery", out / "device" / "gallery.sqlite", "browse", "--json"],
     )
-    shown = _first_line(browse.output, "{")
+    shown = first_line(browse, "{")
     return {
         "the device's gallery": str(json.loads(shown)["address"]),
-        "the gateway's console": _first_line(gateway.output, "console: ").split()[1],
+        "the gateway's console": first_line(gateway, "console: ").split()[1],
     }
 
 
@@ -49,12 +49,16 @@ def _lay_back(out: Path) -> None:
         images.symlink_to(out / "measuring-only" / "device")
 
 
-def _first_line(output: Path, beginning: str) -> str:
-    """A command's first line that begins so. Raises UnavailableError."""
+def first_line(child: Child, beginning: str) -> str:
+    """A command's first line that begins so. Raises UnavailableError, and its failure where it ended
+    without one."""
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
-        for line in output.read_text(encoding="utf-8").splitlines():
+        ended = child.process.poll() is not None
+        for line in child.output.read_text(encoding="utf-8").splitlines():
             if line.startswith(beginning):
                 return line
+        if ended:
+            raise child.failure()
         time.sleep(0.1)
-    raise UnavailableError(f"no address came within {_START_SECONDS} s; see {output}")
+    raise UnavailableError(f"no address came within {_START_SECONDS} s; see {child.output}")

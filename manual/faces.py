@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 # In the order in which a reader meets them.
 ROOMS = (
     "client", "wire", "gallery", "gallery.search", "release", "release.publishing",
-    "release.trust", "metrics", "quality",
+    "release.trust", "metrics", "quality", "report", "adopt", "serve",
 )  # fmt: skip
 
 

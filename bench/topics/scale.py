@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
 import numpy as np
@@ -57,9 +57,7 @@ SIMULATED = (
 def run(bench: Bench) -> list[Table]:
     size = bench.size(2_100, 100_000, 1_000_000)
     pair = publication(bench.shared, inner=bench.size(64, INNER, INNER))
-    with running() as server, server.database() as url, ExitStack() as closing:
-        database = Database(url, 40)
-        closing.callback(database.close)
+    with running() as server, server.database() as url, closing(Database(url, 40)) as database:
         database.open(schema.prepare)
         galleries = PostgresqlGalleries(database)
         spec = SpaceSpec.of(pair.manifests[1])
@@ -90,11 +88,11 @@ class _Upgrading:
         self.rates: dict[str, list[float]] = {"read": [], "carry": [], "write": []}
 
     def table(self, bench: Bench) -> Table:
-        with ExitStack() as closing:
+        with closing(Processes(2)) as workers:
             ways: dict[str, Callable[[], float]] = {
                 "bare": self._bare,
                 "thread": self._thread,
-                "2 processes": partial(self._workers, closing.enter_context(_processes(2))),
+                "2 processes": partial(self._workers, workers),
             }
             measured = interleave(
                 [Contender(name, way) for name, way in ways.items()], bench.size(1, 3, 2)
@@ -178,15 +176,6 @@ class _Upgrading:
 
 
 @contextmanager
-def _processes(count: int) -> Iterator[Workers]:
-    workers = Processes(count)
-    try:
-        yield workers
-    finally:
-        workers.close()
-
-
-@contextmanager
 def _ray(nodes: int) -> Iterator[Workers]:
     from ray.cluster_utils import Cluster
 
@@ -198,11 +187,8 @@ def _ray(nodes: int) -> Iterator[Workers]:
         for _ in range(nodes - 1):
             cluster.add_node(num_cpus=1)
         cluster.wait_for_nodes()
-        workers = RayCluster(cluster.address)
-        try:
+        with closing(RayCluster(cluster.address)) as workers:
             yield workers
-        finally:
-            workers.close()
     finally:
         cluster.shutdown()
 
@@ -233,9 +219,9 @@ def _searches(
     def ours(row: int) -> None:
         searcher.search(queries[row % len(queries)][None], K)
 
-    with ExitStack() as closing:
+    with ExitStack() as stack:
         connections = [
-            closing.enter_context(psycopg.connect(url, autocommit=True)) for _ in range(clients)
+            stack.enter_context(psycopg.connect(url, autocommit=True)) for _ in range(clients)
         ]
         for connection in connections:
             register_vector(connection)

@@ -17,7 +17,7 @@ from nobackfill.metrics.backfill import (
 )
 from nobackfill.metrics.ranking import Ints, Relevance
 from nobackfill.quality.cells import CellName
-from nobackfill.quality.embedded import Embedded, cell_vectors
+from nobackfill.quality.embedded import Embedded, asking
 
 # Random; by class in steps of 2 % of them (BCT's supplement); by the true error (what a perfect
 # uncertainty would reach); by the upgrade's uncertainty; by that and by how many searches meet it.
@@ -38,7 +38,7 @@ def backfill_curves(
     order; by uncertainty and gain where the upgrade predicts a variance. `line`: of what is carried
     (`nobackfill.quality.calibrate.same_scale`)."""
     served, whole = gallery.along(cell.gallery, int8=int8), gallery.native(cell.query)
-    meets_served, _ = cell_vectors(cell, queries, gallery, int8=int8)
+    meets_served = asking(cell, queries, served.embedding)
     uncertainty = served.uncertainty
     made: dict[str, Callable[[], Ints]] = {
         "random": lambda: random_order(len(whole), 0),

@@ -125,16 +125,21 @@ def cell_vectors(
 
     Raises InvalidInputError where raw vectors of two releases cannot even be compared.
     """
-    asking = queries.native(cell.query)
     held = gallery.along(cell.gallery, int8=int8).embedding
-    if cell.raw and asking.shape[1] > held.shape[1]:
-        asking = as_old(asking, held, queries.metric(cell.query))
-    if asking.shape[1] != held.shape[1]:
+    return asking(cell, queries, held), held
+
+
+def asking(cell: CellName, queries: Embedded, held: Vectors) -> Vectors:
+    """Query vectors of a cell, as they meet those that its gallery holds; see `cell_vectors`."""
+    own = queries.native(cell.query)
+    if cell.raw and own.shape[1] > held.shape[1]:
+        own = as_old(own, held, queries.metric(cell.query))
+    if own.shape[1] != held.shape[1]:
         raise InvalidInputError(
-            f"cell {cell}: dimensions {asking.shape[1]} and {held.shape[1]} "
+            f"cell {cell}: dimensions {own.shape[1]} and {held.shape[1]} "
             "cannot be compared; carry the gallery along a route"
         )
-    return asking, held
+    return own
 
 
 def as_old(new: Vectors, old: Vectors, metric: Metric) -> Vectors:

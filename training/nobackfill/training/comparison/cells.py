@@ -20,7 +20,7 @@ from nobackfill.metrics.retrieval import PerQuery
 from nobackfill.quality.backfill import backfill_curves
 from nobackfill.quality.calibrate import PAIRS_A_QUERY, same_scale
 from nobackfill.quality.cells import CellName, alone, upgrade_cells
-from nobackfill.quality.embedded import cell_vectors
+from nobackfill.quality.embedded import asking
 from nobackfill.quality.relevance import among_others
 from nobackfill.quality.retrieval import Measured, measure, measure_cell
 from nobackfill.training.comparison.rows import Row
@@ -82,8 +82,8 @@ def row_cells(row: Row, test: Evaluation) -> Cells:
         cells["served/served"] = by_query(carried)
     for name, curve in _curves(row, names["new/served"], images, test).items():
         cells[f"backfill {name}"] = {"cmc1": curve.cmc1_areas, "map": curve.map_areas}
-    asking, _ = cell_vectors(names["new/served"], images, images, int8=row.int8)
-    extras = {"hubness": _hubness(asking, served.embedding, test)}
+    meets_served = asking(names["new/served"], images, served.embedding)
+    extras = {"hubness": _hubness(meets_served, served.embedding, test)}
     if served.uncertainty is not None:
         squared = ((served.embedding - new) ** 2).mean(axis=1)
         extras["variance_ratio"] = float(np.mean(squared / served.uncertainty))
