@@ -50,8 +50,8 @@ def _lay_back(out: Path) -> None:
 
 
 def first_line(child: Child, beginning: str) -> str:
-    """A command's first line that begins so. Raises UnavailableError, and its failure where it ended
-    without one."""
+    """A command's first line that begins so. Raises UnavailableError; where the command has ended
+    without one, its failure."""
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         ended = child.process.poll() is not None

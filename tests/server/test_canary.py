@@ -124,7 +124,6 @@ def test_one_search_is_answered_by_one_pair(client: Client, one: Manifest, two: 
 
 def test_galleries_come_and_go_beside_a_canary_and_follow_its_promotion(client: Client) -> None:
     begin(client, pb.Canary(share=0.5))
-    # Who looks and leaves holds no place.
     assert {report(client).state for _ in range(100)} == {pb.CANARY_STATE_RUNNING}
     client.put_images(images(ITEMS + 1)[ITEMS:], first=ITEMS)
     for name in ("late", "gone"):

@@ -78,10 +78,11 @@ class _Method:
             if error.code() in _LEAVE:
                 self._several.leave(number)
             raise
-        if isinstance(answer, grpc.Call):
-            # A stream: whether it ends well is known when it has ended, which it may have already.
-            if not answer.add_callback(lambda: self._ended(number, answer)):
-                self._ended(number, answer)
+        # Whether a stream ends well is known when it has ended, which it may have already.
+        if isinstance(answer, grpc.Call) and not answer.add_callback(
+            lambda: self._ended(number, answer)
+        ):
+            self._ended(number, answer)
         return answer
 
     def _ended(self, number: int, stream: Any) -> None:
