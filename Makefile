@@ -48,7 +48,7 @@ demo: setup ## the whole life of an embedding; IMAGES=folder for your own, ROLLO
 	$(BIN)/python -m demo.life --out build/demo $(if $(IMAGES),--images '$(IMAGES)') $(if $(ROLLOUT),--rollout $(ROLLOUT)) $(DEMO_ARGS)
 
 test: setup ## the whole suite, CPU only, no network
-	$(BIN)/python -m pytest -m 'not faults and not scale' --numprocesses 2 --dist loadfile tests
+	$(BIN)/python -m pytest -m 'not faults and not scale' --numprocesses 3 --dist loadfile --no-loadscope-reorder tests
 
 # Extras that few need.
 $(SCALE_READY): $(READY)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import AlreadyExistsError, BusyError, VerificationError
-from nobackfill.gallery import connections, staging
+from nobackfill.gallery import access, connections, staging
 from nobackfill.gallery.access import Access, connect
 from nobackfill.gallery.store import NewVectors, Store
 from nobackfill.gallery.upgrade import run_upgrade
@@ -62,7 +62,7 @@ WRITES: dict[str, Callable[[Store], object]] = {
 def test_a_writer_waits_for_another_process_and_then_says_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statements: str
 ) -> None:
-    monkeypatch.setattr(connections, "BUSY_TIMEOUT_MS", 150)
+    monkeypatch.setattr(access, "BUSY_TIMEOUT_MS", 150)
     path = tmp_path / "g.sqlite"
     with filled(path, 10) as store:
         staging.begin(store, spec(2))
