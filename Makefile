@@ -117,7 +117,7 @@ $(CHROMA_READY): bench/constraints-chroma.txt $(VENV)/bin/uv
 	$(BIN)/uv pip install --quiet --python build/chroma/bin/python --requirement bench/constraints-chroma.txt
 	touch $@
 
-bench: setup $(CHROMA_READY) ## side-by-side benchmarks; FULL=1 for the large sizes, TOPICS='edge swap' for some
+bench: setup $(SCALE_READY) $(CHROMA_READY) ## side-by-side benchmarks; FULL=1 for the large sizes, TOPICS='edge swap' for some
 	$(BIN)/python -m bench.run $(TOPICS) $(if $(filter-out 0,$(FULL)),--full)
 
 tables: setup ## the tables of README.md from bench/results/compare-*.json

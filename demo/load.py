@@ -28,6 +28,9 @@ from nobackfill.v1 import search_pb2
 SEARCH = "/nobackfill.v1.SearchService/Search"
 # Before an address: requests are bodies to POST, `method` the path.
 HTTP = "http://"
+# Before a socket's path, `?` and its hnsw.ef_search: requests are messages to the statement of this
+# name, `method` is its SQL.
+POSTGRESQL, STATEMENT = "postgresql://", b"asked\0"
 OK, WRONG = "OK", "WRONG: "
 TIMEOUT = 60
 _LENGTHS = struct.Struct("<II")
@@ -222,9 +225,32 @@ async def _http_call(stack: AsyncExitStack, address: str, path: str) -> Call:
     return call
 
 
+async def _postgresql_call(stack: AsyncExitStack, address: str, sql: str) -> Call:
+    """One connection of its own protocol, with one prepared statement."""
+    path, _, ef = address.removeprefix(POSTGRESQL).partition("?")
+    reader, writer = await asyncio.open_unix_connection(path)
+    stack.callback(writer.close)
+    options = f"-c hnsw.ef_search={ef}".encode()
+    named = (b"user", b"postgres", b"database", b"postgres", b"options", options, b"")
+    start = struct.pack(">i", 196_608) + b"\0".join(named) + b"\0"
+    prepare = STATEMENT + sql.encode() + b"\0\0\0"
+
+    async def call(request: bytes) -> bytes:
+        writer.write(request)
+        answer = await reader.readuntil(b"Z\0\0\0\5I")
+        if answer.startswith(b"E"):
+            raise RuntimeError(f"PostgreSQL: {answer!r}")
+        return answer
+
+    await call(struct.pack(">i", 4 + len(start)) + start)
+    await call(b"P" + struct.pack(">i", 4 + len(prepare)) + prepare + b"S\0\0\0\4")
+    return call
+
+
 async def _run(task: dict[str, Any]) -> Run:
     requests = read_requests(Path(task["requests"]))
-    connect = _http_call if task["address"].startswith(HTTP) else _grpc_call
+    ways = {HTTP: _http_call, POSTGRESQL: _postgresql_call}
+    connect = ways.get(f"{task['address'].partition('://')[0]}://", _grpc_call)
     run = Run()
     async with AsyncExitStack() as stack:
         calls = [

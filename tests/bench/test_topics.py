@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from bench import chroma
 from bench.harness import Bench, Scale, Table
 from bench.run import TOPICS
 
@@ -37,8 +36,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [t if t in QUICK else pytest.param(t, marks=pytest.mark.faults) for t in TOPICS],
 )
 def test_a_tiny_run(topic: str, shared: Path, tmp_path: Path) -> None:
-    if topic == "database" and not chroma.PROGRAM.exists():
-        pytest.skip("Chroma is installed by `make bench` only")
     module = importlib.import_module(f"bench.topics.{topic}")
     tables: list[Table] = module.run(Bench(Scale.TINY, tmp_path, shared))
     assert tables

@@ -8,9 +8,10 @@ import signal
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import psycopg
 
@@ -29,9 +30,10 @@ _USER = "nobody"
 class Server:
     """One server, with a database for each who asks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, str] = MappingProxyType({})) -> None:
         """Raises RuntimeError, saying why, where PostgreSQL cannot start on this machine."""
         self._folder = folder
+        self._settings = {**_SETTINGS, **settings}
         self._user = _USER if os.geteuid() == 0 else None
         self._bin = _binaries(folder)
         self._data = folder / "data"
@@ -53,7 +55,8 @@ class Server:
 
     def start(self) -> None:
         """Once more, after `stop` or `kill`."""
-        options = [word for name, value in _SETTINGS.items() for word in ("-c", f"{name}={value}")]
+        settings = self._settings.items()
+        options = [word for name, value in settings for word in ("-c", f"{name}={value}")]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [str(self._bin / "postgres"), "-D", str(self._data), "-k", str(self._folder),
@@ -78,6 +81,11 @@ class Server:
             self._process.wait(60)
             self._process = None
 
+    @property
+    def socket(self) -> Path:
+        """Where it listens."""
+        return self._folder / ".s.PGSQL.5432"
+
     def url(self, database: str) -> str:
         """Address of a database."""
         return f"postgresql://postgres@/{database}?host={self._folder}"
@@ -100,11 +108,11 @@ class Server:
 
 
 @contextmanager
-def running() -> Iterator[Server]:
-    """A server, to the end of the block."""
+def running(settings: Mapping[str, str] = MappingProxyType({})) -> Iterator[Server]:
+    """A server, to the end of the block; `settings`: beside those of every test."""
     # A short path: a socket's may have 107 bytes.
     with tempfile.TemporaryDirectory(prefix="pg-", ignore_cleanup_errors=True) as folder:
-        server = Server(Path(folder))
+        server = Server(Path(folder), settings)
         try:
             yield server
         finally:

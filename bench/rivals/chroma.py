@@ -4,14 +4,18 @@ import http.client
 import json
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.record import ROOT
+from bench.loaded import Target
+from bench.record import ROOT, versions
+from bench.rivals.rival import Rival
+from demo.load import HTTP, write_requests
 from demo.serve import free_addresses
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.index import Labels
@@ -21,6 +25,43 @@ PROGRAM = ROOT / "build" / "chroma" / "bin" / "chroma"
 COLLECTIONS = "/api/v2/tenants/default_tenant/databases/default_database/collections"
 ADD_ROWS = 1000
 START_SECONDS = 60
+
+
+class Chroma(Rival):
+    """A collection for each ef: it has one for good."""
+
+    name = "Chroma"
+
+    def __init__(
+        self, address: str, vectors: Vectors, queries: Vectors, k: int, efs: Sequence[int]
+    ) -> None:
+        """`efs`: likely ones, whose collections are filled at the same time, each on one core."""
+        self.version = versions()["chromadb"]
+        self._address = address
+        self._added, self._bodies = additions(vectors), bodies(queries, k)
+        self._paths: dict[int, str] = {}
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(self._path, efs))
+
+    def target(self, ef: int, requests: Path) -> Target:
+        return f"{HTTP}{self._address}", self._path(ef), write_requests(requests, self._bodies)
+
+    def found(self, ef: int) -> Labels:
+        return answers(self._address, self._path(ef), self._bodies)
+
+    def _path(self, ef: int) -> str:
+        if ef not in self._paths:
+            self._paths[ef] = collection(self._address, self._added, ef)
+        return self._paths[ef]
+
+
+@contextmanager
+def serving(
+    folder: Path, vectors: Vectors, queries: Vectors, k: int, efs: Sequence[int]
+) -> Iterator[Chroma]:
+    """A server with its data below `folder`, to the end of the block."""
+    with running(folder) as address:
+        yield Chroma(address, vectors, queries, k, efs)
 
 
 @contextmanager
