@@ -132,6 +132,10 @@ class QuotaExceededError(PreconditionError):
     reason = "QUOTA_EXCEEDED"
 
 
+class ItemQuotaError(QuotaExceededError):
+    """The galleries of a token hold as many items as they may."""
+
+
 class UnavailableError(NobackfillError):
     """A server, host or child process that does not answer."""
 

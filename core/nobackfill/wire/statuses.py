@@ -48,6 +48,7 @@ TABLE = (
     Row(errors.OverloadedError, StatusCode.RESOURCE_EXHAUSTED, transient=True),
     Row(errors.CannotWriteError, StatusCode.RESOURCE_EXHAUSTED, "CANNOT_WRITE", transient=True),
     Row(errors.TooLargeError, StatusCode.RESOURCE_EXHAUSTED, "TOO_LARGE"),
+    Row(errors.ItemQuotaError, StatusCode.RESOURCE_EXHAUSTED, errors.ItemQuotaError.reason),
     Row(errors.NotPermittedError, StatusCode.PERMISSION_DENIED),
     Row(errors.UnauthenticatedError, StatusCode.UNAUTHENTICATED),
     Row(errors.UnavailableError, StatusCode.UNAVAILABLE, transient=True),

@@ -49,7 +49,7 @@ def serve(
     tls_key: Annotated[Path | None, typer.Option(help="its private key (PEM)")] = None,
     tls_client_ca: Annotated[Path | None, typer.Option(help="demand client certificates")] = None,
     tokens_file: Annotated[
-        Path | None, typer.Option(help="NAME ROLE SHA256 [EXPIRES] [rate=N]")
+        Path | None, typer.Option(help="NAME ROLE SHA256 [EXPIRES] [rate=N] [items=N]")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="settings file (TOML)")] = None,
 ) -> None:

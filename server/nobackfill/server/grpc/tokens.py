@@ -29,12 +29,14 @@ class Role(StrEnum):
 class Principal:
     """Who calls. `name` owns vault blobs; it is the token's name, not the token.
 
-    `galleries` are those that the role is for; None: all.
+    `galleries` are those that the role is for; None: all. `items`: the most that they may hold
+    together, as far as this caller puts some; None: as many as there is room for.
     """
 
     name: str
     role: Role
     galleries: frozenset[str] | None = None
+    items: int | None = None
 
     def may_use(self, gallery: str) -> bool:
         """Whether the role is for this gallery, be there one or not."""
@@ -60,13 +62,14 @@ class _Token:
 
 
 class Tokens:
-    """The tokens file: `NAME ROLE SHA256-OF-THE-TOKEN [EXPIRES] [rate=N]` a line, '#' begins a
-    comment.
+    """The tokens file: `NAME ROLE SHA256-OF-THE-TOKEN [EXPIRES] [rate=N] [items=N]` a line, '#'
+    begins a comment.
 
     `rate` bounds the calls a second under the name; more are refused for a moment. ROLE may be for
-    some galleries only, like `writer:photos,cats`. The file holds digests only, so reading it gives
-    nobody access. It is read again when it changes; a change that cannot be read
-    is logged, and leaves the tokens as they were.
+    some galleries only, like `writer:photos,cats`; `items` bounds what these hold together when the
+    token puts more. The file holds digests only, so reading it gives nobody access. It is read
+    again when it changes; a change that cannot be read is logged, and leaves the tokens as they
+    were.
     Raises ConfigurationError at the start when a line is wrong, naming it.
     """
 
@@ -142,11 +145,15 @@ def _read(path: Path) -> tuple[tuple[int, int, int], tuple[_Token, ...]]:
 
 def _token(fields: list[str], where: str) -> _Token:
     expected = (
-        "expected NAME ROLE[:GALLERY,...] SHA256 [EXPIRES as 2027-01-31T00:00:00+00:00] [rate=N]"
+        "expected NAME ROLE[:GALLERY,...] SHA256 [EXPIRES as 2027-01-31T00:00:00+00:00] [rate=N] "
+        "[items=N]"
     )
-    rate = None
-    if len(fields) > 3 and fields[-1].startswith("rate="):
-        rate = _number(fields.pop().removeprefix("rate="), f"{where}: {expected}")
+    bounds: dict[str, str] = {}
+    while len(fields) > 3 and "=" in fields[-1]:
+        what, _, number = fields.pop().partition("=")
+        if what in bounds or what not in ("rate", "items"):
+            raise ConfigurationError(f"{where}: {expected}, got {what[:32]!r} or twice the same")
+        bounds[what] = number
     if len(fields) not in (3, 4):
         raise ConfigurationError(f"{where}: {expected}")
     name, role, digest = fields[:3]
@@ -154,9 +161,14 @@ def _token(fields: list[str], where: str) -> _Token:
     if bound and (role not in _BY_GALLERY or not _GALLERIES.fullmatch(names)):
         raise ConfigurationError(f"{where}: {expected}, galleries after reader or writer only")
     galleries = frozenset(names.split(",")) if bound else None
+    if "items" in bounds and (role != Role.WRITER or galleries is None):
+        raise ConfigurationError(f"{where}: {expected}, items after a writer of named galleries")
+    rate = _rate(bounds["rate"], f"{where}: {expected}") if "rate" in bounds else None
+    items = _items(bounds["items"], f"{where}: {expected}") if "items" in bounds else None
     try:
         expires = datetime.fromisoformat(fields[3]) if len(fields) == 4 else None
-        token = _Token(Principal(name, Role(role), galleries), bytes.fromhex(digest), expires, rate)
+        principal = Principal(name, Role(role), galleries, items)
+        token = _Token(principal, bytes.fromhex(digest), expires, rate)
     except ValueError as error:
         raise ConfigurationError(f"{where}: {expected}; {error}") from error
     if len(token.digest) != 32 or (expires is not None and expires.tzinfo is None):
@@ -164,7 +176,7 @@ def _token(fields: list[str], where: str) -> _Token:
     return token
 
 
-def _number(text: str, expected: str) -> float:
+def _rate(text: str, expected: str) -> float:
     try:
         number = float(text)
     except ValueError:
@@ -172,3 +184,9 @@ def _number(text: str, expected: str) -> float:
     if not 0 < number < 1e9:
         raise ConfigurationError(f"{expected}, a number of calls a second, got rate={text[:32]}")
     return number
+
+
+def _items(text: str, expected: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,12}", text):
+        raise ConfigurationError(f"{expected}, a number of items, got items={text[:32]}")
+    return int(text)

@@ -9,6 +9,7 @@ from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.server.galleries.galleries import CREATED, Galleries
 from nobackfill.server.galleries.hosted import NOTE, Hosted
 from nobackfill.server.galleries.puts import Bare, Put, Putting
+from nobackfill.server.galleries.quotas import Quotas
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.errors import without_folders
 from nobackfill.server.grpc.services import items
@@ -36,6 +37,7 @@ class GalleryService(GalleryServiceServicer):
         self, galleries: Galleries, putting: Putting, lifecycle: Lifecycle, state: GatewayState
     ) -> None:
         self._galleries = galleries
+        self._quotas = Quotas(galleries)
         self._putting = putting
         self._lifecycle = lifecycle
         self._state = state
@@ -107,8 +109,9 @@ class GalleryService(GalleryServiceServicer):
                     puts.append(_put(item))
                 except InvalidInputError as error:
                     errors.append(pb.ItemError(id=item.id[:256], message=str(error)))
+            caller, ids = calls.current().principal, [put.id for put in puts]
             # Not kept open while the client makes its next message.
-            with self._galleries.using(name) as hosted:
+            with self._quotas.taking(caller, name, ids), self._galleries.using(name) as hosted:
                 outcome = self._putting.put(hosted, puts)
             stored += outcome.stored
             errors += [pb.ItemError(id=id_, message=why) for id_, why in outcome.refused]

@@ -1,0 +1,96 @@
+"""How many items the galleries of a token may hold: looked at before each message is stored."""
+
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+
+from nobackfill.errors import ItemQuotaError, NotFoundError, VerificationError, few
+from nobackfill.server.galleries.galleries import Galleries
+from nobackfill.server.grpc import calls
+from nobackfill.server.grpc.tokens import Principal
+
+# How old, in seconds, a count may be: other gateways put, too. Where there is room for fewer items
+# than a second brings, none is kept.
+_COUNTED_S, _FAR = 1.0, 100_000
+
+
+class Quotas:
+    """Of all tokens that have one, at one gateway."""
+
+    def __init__(self, galleries: Galleries) -> None:
+        self._galleries = galleries
+        self._known: dict[tuple[frozenset[str], int], _Quota] = {}
+
+    @contextmanager
+    def taking(self, principal: Principal, gallery: str, ids: Collection[str]) -> Iterator[None]:
+        """Put items under `ids` into `gallery` within the block, which the caller's role is for.
+
+        Raises ItemQuotaError where those that are new are too many, NotFoundError for no gallery,
+        DeadlineError, CancelledError.
+        """
+        key = principal.galleries, principal.items
+        if key[0] is None or key[1] is None:
+            taken = nullcontext()
+        else:
+            quota = self._known.setdefault(key, _Quota(self._galleries, *key))
+            taken = quota.taking(gallery, set(ids))
+        with taken:
+            yield
+
+
+class _Quota:
+    """Counts now and then, and adds what is put here meanwhile."""
+
+    def __init__(self, galleries: Galleries, names: frozenset[str], most: int) -> None:
+        self._galleries, self._names, self._most = galleries, names, most
+        self._turn = threading.Condition()
+        self._counted, self._at = 0, float("-inf")
+        # Items of messages that are being stored.
+        self._under_way = 0
+
+    @contextmanager
+    def taking(self, gallery: str, ids: set[str]) -> Iterator[None]:
+        with self._turn:
+            many = self._admit(gallery, ids)
+            self._under_way += many
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._under_way -= many
+                self._counted += many
+                self._turn.notify_all()
+
+    def _admit(self, gallery: str, ids: set[str]) -> int:
+        """How many items it may become more."""
+        while True:
+            old = time.monotonic() - self._at > _COUNTED_S
+            if old or self._most - self._counted < _FAR:
+                self._count()
+            if self._counted + self._under_way + len(ids) <= self._most:
+                return len(ids)
+            if not self._under_way:
+                return self._admit_new(gallery, ids)
+            # What is counted may hold some of those under way already.
+            self._turn.wait(min(_COUNTED_S, calls.current().remaining()))
+            calls.current().check()
+
+    def _admit_new(self, gallery: str, ids: set[str]) -> int:
+        self._count()
+        with self._galleries.using(gallery) as hosted:
+            new = len(ids) - len(hosted.store.labels_of(list(ids)))
+        if new and self._counted + new > self._most:
+            raise ItemQuotaError(
+                f"expected at most {self._most} items in {few(sorted(self._names))} together under "
+                f"this token, {self._counted} are there and {new} more came; delete some, or ask "
+                "its operator for more"
+            )
+        return new
+
+    def _count(self) -> None:
+        counted = 0
+        for name in self._names:
+            with suppress(NotFoundError, VerificationError), self._galleries.using(name) as hosted:
+                counted += hosted.store.count()
+        self._counted, self._at = counted, time.monotonic()
