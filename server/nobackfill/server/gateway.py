@@ -1,5 +1,6 @@
 """A running gateway: its parts put together, started in order, stopped in reverse."""
 
+import os
 import shutil
 import threading
 from contextlib import ExitStack
@@ -35,6 +36,7 @@ from nobackfill.server.grpc.services.vault import VaultService
 from nobackfill.server.grpc.socket_file import socket_in
 from nobackfill.server.grpc.tls import certificates
 from nobackfill.server.grpc.tokens import Tokens
+from nobackfill.server.grpc.traces import Tracing, tracing_of
 from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.rollout.admission import Admission
 from nobackfill.server.rollout.first_activation import FirstActivation
@@ -168,6 +170,7 @@ class Gateway:
         metrics.disk_free.set_function(lambda: shutil.disk_usage(settings.data).free)
         self.metrics_address = metrics.serve(settings.metrics_address)
         closing.callback(metrics.close)
+        tracing = _tracing(closing)
         tokens = Tokens(settings.tokens_file) if settings.tokens_file else None
         chain = certificates(settings)
         models = self._models(metrics)
@@ -196,7 +199,7 @@ class Gateway:
         )
         interceptor = Interceptor(
             metrics, tokens, settings.max_calls, settings.max_call_seconds,
-            slow=self.galleries.slow, at_once={SEARCH: self.search.at_once},
+            slow=self.galleries.slow, at_once={SEARCH: self.search.at_once}, tracing=tracing,
         )  # fmt: skip
         metrics.expiries.metadata = self.catalog.expiries
         if tokens is not None:
@@ -285,3 +288,10 @@ class Gateway:
                 self._listener.set_health(
                     embedding=self.models.ready(), aside=self.galleries.aside()
                 )
+
+
+def _tracing(closing: ExitStack) -> Tracing | None:
+    tracing = tracing_of(os.environ)
+    if tracing is not None:
+        closing.callback(tracing.close)
+    return tracing

@@ -41,7 +41,8 @@ class Embedding:
         batcher = self._batchers.get(manifest.release)
         if batcher is None:
             batcher = self._batchers.setdefault(manifest.release, self._batcher(manifest))
-        row = batcher(self.decode(manifest, image))
+        with calls.part("embed"):
+            row = batcher(self.decode(manifest, image))
         if isinstance(row, InvalidInputError):
             raise row
         return row
@@ -54,6 +55,12 @@ class Embedding:
         Raises UnavailableError, DeadlineError, CancelledError; TooLargeError and OverloadedError
         for images that cost too much together.
         """
+        with calls.part("embed"):
+            return self._queries(manifests, images)
+
+    def _queries(
+        self, manifests: Sequence[Manifest], images: Sequence[bytes]
+    ) -> list[tuple[Vectors, ...] | InvalidInputError]:
         with self.decoding.batch(images):
             decoded = self.decoding.each(images, {size_of(manifest) for manifest in manifests})
         good = [one for one in decoded if not isinstance(one, InvalidInputError)]

@@ -15,6 +15,7 @@ from nobackfill.server.embedding.decoding import Decoded, affordable, too_dear
 from nobackfill.server.embedding.embedding import Embedding, size_of
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Plan
+from nobackfill.server.grpc import calls
 from nobackfill.server.state import OutdatedError
 from nobackfill.vectors import from_bytes
 
@@ -103,8 +104,9 @@ class Putting:
         """Make vectors for the present plan and store them; False if the plan changed meanwhile."""
         with hosted.using() as plan:
             refused: list[tuple[str, str]] = []
-            ready = self._make(plan, puts, refused)
-            with hosted.write_lock.shared():
+            with calls.part("embed"):
+                ready = self._make(plan, puts, refused)
+            with calls.part("store"), hosted.write_lock.shared():
                 if hosted.plan is not plan:
                     return False
                 for group in _by_spaces(ready):

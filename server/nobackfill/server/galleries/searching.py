@@ -25,6 +25,7 @@ from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Part, Plan, direct_part
 from nobackfill.server.galleries.queries import Answer, Question, Shortcut, run
 from nobackfill.server.galleries.ranking import rank
+from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import GatewayState, OutdatedError
 from nobackfill.vectors import Vectors
@@ -98,11 +99,12 @@ class Searching:
 
     def _answered(self, question: Question, filtered: Filter | None) -> Found:
         self._count(question)
-        for _ in range(_TRIES):
-            answer = self._answer(question, filtered)
-            found = _found(question, answer)
-            if not _lost(question, answer, found):
-                break
+        with calls.part("search"):
+            for _ in range(_TRIES):
+                answer = self._answer(question, filtered)
+                found = _found(question, answer)
+                if not _lost(question, answer, found):
+                    break
         return found
 
     def _search_aside(self, asked: Asked, plan: Plan, on_trial: Part | None) -> Found:
@@ -161,7 +163,8 @@ class Searching:
                 questions = [one for one in asked if isinstance(one, Question)]
                 for question in questions:
                     self._count(question)
-                answers = iter(run(questions, _allowed(hosted, filtered)) if questions else ())
+                with calls.part("search"):
+                    answers = iter(run(questions, _allowed(hosted, filtered)) if questions else ())
                 return [
                     _found_or_refused(one, next(answers)) if isinstance(one, Question) else one
                     for one in asked

@@ -7,11 +7,12 @@ takes the Call along, as they have none of their own.
 import contextvars
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from nobackfill.errors import CancelledError, DeadlineError
 from nobackfill.server.grpc.tokens import LOCAL, Principal
+from nobackfill.server.grpc.traces import CallTrace
 
 
 def _always() -> bool:
@@ -22,13 +23,14 @@ def _always() -> bool:
 class Call:
     """One call. `deadline` is on the monotonic clock, in seconds; `active` says whether the
     caller still waits. `key`: whose call it is, where that decides: its `x-session`, else its
-    token's name, else `request_id`."""
+    token's name, else `request_id`. `trace`: where traces are asked for."""
 
     principal: Principal
     deadline: float
     active: Callable[[], bool] = _always
     key: str = ""
     request_id: str = ""
+    trace: CallTrace | None = None
 
     def check(self) -> None:
         """Raises DeadlineError or CancelledError once nobody waits for the answer."""
@@ -45,6 +47,7 @@ class Call:
 
 
 _current: contextvars.ContextVar[Call] = contextvars.ContextVar("call")
+_UNTRACED: AbstractContextManager[None] = nullcontext()
 
 
 def begin(call: Call) -> None:
@@ -65,3 +68,9 @@ def until(deadline: float) -> Iterator[None]:
 def current() -> Call:
     """The call under way; outside of any (start, background jobs) one that may take an hour."""
     return _current.get(None) or Call(LOCAL, time.monotonic() + 3600)
+
+
+def part(name: str) -> AbstractContextManager[None]:
+    """The block is a part of the call under way, for whoever traces it."""
+    call = _current.get(None)
+    return _UNTRACED if call is None or call.trace is None else call.trace.part(name)

@@ -20,6 +20,7 @@ from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import AtOnce, Kind, Rpc
 from nobackfill.server.grpc.stalls import Stalls
 from nobackfill.server.grpc.tokens import Tokens
+from nobackfill.server.grpc.traces import Tracing
 
 # Generic in its stubs only.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -38,12 +39,14 @@ class Interceptor(grpc.ServerInterceptor):
         patience_s: float = PATIENCE_S,
         slow: Callable[[str], bool] = lambda _gallery: False,
         at_once: Mapping[str, AtOnce] = MappingProxyType({}),
+        tracing: Tracing | None = None,
     ) -> None:
         """`patience_s`: how long a unary call may take to send its message. `slow`: whether
         searches of a gallery take long, which then take no threads of the others. `at_once`: what
         answers calls of a method where they arrive, if it can."""
         self._slow = slow
         self._at_once = at_once
+        self._tracing = tracing
         self._metrics = metrics
         self._tokens = tokens
         self._max_call_seconds = max_call_seconds
@@ -78,6 +81,8 @@ class Interceptor(grpc.ServerInterceptor):
         metadata = dict(handler_call_details.invocation_metadata)
         rpc = Rpc(known[0], begin_request(_text(metadata.get("x-request-id"))))
         rpc.session = _text(metadata.get("x-session"))
+        if self._tracing is not None:
+            rpc.trace = self._tracing.begin(method, metadata)
         try:
             if self._draining:
                 raise UnavailableError("the gateway is stopping; try again elsewhere")

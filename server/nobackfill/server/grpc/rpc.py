@@ -18,6 +18,7 @@ from nobackfill.server.grpc.logs import Sparing
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.stalls import Stalls
 from nobackfill.server.grpc.tokens import LOCAL, Principal
+from nobackfill.server.grpc.traces import CallTrace
 from nobackfill.v1 import search_pb2
 
 log = structlog.get_logger("server.interceptor")
@@ -83,6 +84,8 @@ class Rpc:
         self.session: str | None = None
         # Why it is not let in.
         self.refusal: NobackfillError | None = None
+        # What is noted of it, where traces are asked for.
+        self.trace: CallTrace | None = None
         # Why it was ended before its message came.
         self.code: grpc.StatusCode | None = None
 
@@ -100,6 +103,8 @@ class Rpc:
         for ending in self._endings:
             ending()
         self._kind.metrics.calls.count(self._kind.method, code, time.monotonic() - self._arrived)
+        if self.trace is not None:
+            self.trace.end(code, self._request_id)
 
     def is_heavy(self, request: Any) -> bool:
         """Whether a small request asks for much: a model has to look at an image."""
@@ -145,6 +150,8 @@ class Rpc:
 
     def _enter(self, argument: Any, context: grpc.ServicerContext) -> Any:
         """What the behavior is given: the message, or an iterator over those to come."""
+        if self.trace is not None:
+            self.trace.queued()
         if self.refusal is not None:
             raise self.refusal
         left = context.time_remaining()
@@ -155,8 +162,9 @@ class Rpc:
             raise DeadlineError("the call ended before its turn came; allow more time")
         key = (self.session or self.caller or self._request_id)[:_LONGEST_KEY]
         call = calls.Call(
-            self.principal, time.monotonic() + left, context.is_active, key, self._request_id
-        )
+            self.principal, time.monotonic() + left, context.is_active, key, self._request_id,
+            self.trace,
+        )  # fmt: skip
         calls.begin(call)
         if self.lane.longest_s is not None:
             self.on_end(self._kind.stalls.end_after(self.lane.longest_s, context))
