@@ -33,7 +33,7 @@ $(VENV)/bin/uv: constraints.txt
 # machines, apart in the cache.
 PROCESSOR := $(shell grep -E -m 1 'flags|Features' /proc/cpuinfo 2>/dev/null | sha256sum | cut -c 1-12)$(HNSWLIB_NO_NATIVE)
 $(READY): pyproject.toml constraints.txt core/native_build.py $(wildcard core/nobackfill/gallery/search/native/*) $(VENV)/bin/uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --config-settings-package hnswlib:processor=$(PROCESSOR) --editable '.[server,postgres,training,adopt,qdrant,web,docs,dev]'
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --config-settings-package hnswlib:processor=$(PROCESSOR) --editable '.[server,postgres,otel,training,adopt,qdrant,web,docs,dev]'
 	touch $@
 
 # Triton's wheel holds numpy below 2, so it lives alone.
@@ -70,8 +70,8 @@ $(CHART)/.ready: $(VENV)/bin/uv
 chart: $(CHART)/.ready ## the Helm chart linted, rendered and validated, without a cluster
 	$(HELM) lint --strict deploy/chart
 	$(HELM) template demo deploy/chart > $(CHART)/plain.yaml
-	$(HELM) template demo deploy/chart --set autoscaling.enabled=true,triton.enabled=true > $(CHART)/more.yaml
-	$(HELM) template demo deploy/chart --set autoscaling.enabled=true,triton.enabled=true,serviceMonitor.enabled=true > $(CHART)/all.yaml
+	$(HELM) template demo deploy/chart --set autoscaling.enabled=true,triton.enabled=true,upgrade.release=2 > $(CHART)/more.yaml
+	$(HELM) template demo deploy/chart --set autoscaling.enabled=true,triton.enabled=true,upgrade.release=2,serviceMonitor.enabled=true > $(CHART)/all.yaml
 	$(CHART)/bin/kubernetes-validate --strict $(CHART)/plain.yaml $(CHART)/more.yaml
 	@echo 'rendered only: ServiceMonitor, whose schema comes with its operator. Nothing was given to a cluster.'
 

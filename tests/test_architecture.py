@@ -65,8 +65,8 @@ ARROWS = {
 SERVER = (
     "settings", "arenas", "descriptors", "state", "stores", "grpc", "publication", "catalog",
     "vault", "triton", "embedding", "galleries", "canary", "storage", "transfer", "export",
-    "upgrades", "serving", "rollout", "following", "grpc.services", "grpc.listener", "console",
-    "gateway", "backup", "cli",
+    "upgrades", "bulk", "serving", "rollout", "following", "grpc.services", "grpc.listener",
+    "console", "gateway", "backup", "cli",
 )  # fmt: skip
 MAX_LINES = 300
 MAX_FUNCTION_LINES = 60

@@ -1,7 +1,9 @@
 """Everything here is marked `scale`: real clusters and engines, which `make test-scale` starts."""
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +29,28 @@ def one(stages: Stages) -> Manifest:
 @pytest.fixture(scope="session")
 def two(stages: Stages) -> Manifest:
     return manifest(stages[2], 2)
+
+
+@pytest.fixture(scope="session")
+def two_nodes() -> Iterator[Any]:
+    """A Ray cluster of two nodes of one processor each, on this machine."""
+    cluster_utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed")
+    cluster = cluster_utils.Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    try:
+        cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def whole(cluster: Any) -> None:
+    """Two nodes again, where a test has killed one."""
+    if not cluster.worker_nodes:
+        cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

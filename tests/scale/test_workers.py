@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from nobackfill.errors import UnavailableError
 from nobackfill.gallery.upgrade import Progress
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.upgrades.workers.processes import Processes
+from tests.scale.conftest import whole
 from tests.server.conftest import Stages
 from tests.support.carried import Carried
 from tests.support.postgres import Server
@@ -48,21 +48,6 @@ def test_a_killed_process_loses_doubles_and_revives_nothing(
     assert not multiprocessing.active_children()
 
 
-@pytest.fixture(scope="module")
-def two_nodes() -> Iterator[Any]:
-    """A Ray cluster of two nodes of one processor each, on this machine."""
-    cluster_utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed")
-    cluster = cluster_utils.Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
-    )
-    try:
-        cluster.add_node(num_cpus=1)
-        cluster.wait_for_nodes()
-        yield cluster
-    finally:
-        cluster.shutdown()
-
-
 @pytest.mark.filterwarnings("default")
 def test_a_node_killed_in_mid_run_loses_doubles_and_revives_nothing(
     two_nodes: Any, stages: Stages, one: Manifest, two: Manifest, postgres: Server
@@ -71,6 +56,7 @@ def test_a_node_killed_in_mid_run_loses_doubles_and_revives_nothing(
 
     from nobackfill.server.upgrades.workers.ray_cluster import RayCluster
 
+    whole(two_nodes)
     workers = RayCluster(two_nodes.address)
     with postgres.database() as url:
         carried = Carried(url, stages[2], one, two, COUNT)

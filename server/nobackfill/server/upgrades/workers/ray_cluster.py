@@ -5,8 +5,8 @@ checkpoints may double rows.
 """
 
 import os
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import structlog
 
@@ -25,6 +25,9 @@ with extra("ray"):
 log = structlog.get_logger("server.upgrading")
 # How long a cluster may have no processor for us.
 _PATIENCE_S = 120.0
+Shared = TypeVar("Shared")
+Part = TypeVar("Part")
+Result = TypeVar("Result")
 
 
 class RayCluster:
@@ -42,19 +45,25 @@ class RayCluster:
             ) from error
         except ValueError as error:
             raise ConfigurationError(f"--ray: expected auto or HOST:PORT, got {address}") from error
-        self._task = ray.remote(num_cpus=1, max_retries=TRIES)(carry_piece)
 
     def carry(self, work: Work, pieces: Iterable[Piece]) -> Iterator[Labels]:
-        waiting = iter(pieces)
+        return self.run(carry_piece, work, pieces)
+
+    def run(
+        self, do: Callable[[Shared, Part], Result], work: Shared, parts: Iterable[Part]
+    ) -> Iterator[Result]:
+        """What `do(work, part)` returns of each part, as they end; otherwise as `carry`."""
+        task = ray.remote(num_cpus=1, max_retries=TRIES)(do)
+        waiting = iter(parts)
         shared = ray.put(work)
         under_way: list[Any] = []
         try:
             while True:
                 while len(under_way) < AHEAD * _processors():
-                    piece = next(waiting, None)
-                    if piece is None:
+                    part = next(waiting, None)
+                    if part is None:
                         break
-                    under_way.append(self._task.remote(shared, piece))
+                    under_way.append(task.remote(shared, part))
                 if not under_way:
                     return
                 ended, under_way = ray.wait(under_way, num_returns=1, timeout=_PATIENCE_S)
@@ -65,8 +74,8 @@ class RayCluster:
                     )
                 yield _result(ended[0])
         finally:
-            for task in under_way:
-                ray.cancel(task, force=False)
+            for one in under_way:
+                ray.cancel(one, force=False)
             if under_way:
                 ray.wait(under_way, num_returns=len(under_way), timeout=_PATIENCE_S)
 
@@ -79,9 +88,9 @@ def _processors() -> int:
     return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
 
-def _result(task: Any) -> Labels:
+def _result(task: Any) -> Any:
     try:
-        labels: Labels = ray.get(task)
+        return ray.get(task)
     except RayTaskError as error:
         # What the piece raised, as it would have been raised here.
         raise error.cause from error
@@ -90,4 +99,3 @@ def _result(task: Any) -> Labels:
             f"the Ray cluster lost the same items {TRIES} times ({type(error).__name__}); look at "
             "its nodes"
         ) from error
-    return labels

@@ -1,0 +1,139 @@
+"""One batch of pictures, embedded and put wherever it is called: what a worker is given.
+
+It may be repeated: an item that is there with the same content is left as it is.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from nobackfill.errors import InvalidInputError, UnusableOutputError
+from nobackfill.images import Pixels
+from nobackfill.release.manifest import Manifest
+from nobackfill.release.models import no_vector, read_verified
+from nobackfill.server.bulk.places import open_place
+from nobackfill.server.embedding.embedding import Embedding, size_of
+from nobackfill.server.embedding.models import InProcessModels
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.v1 import gallery_pb2 as pb
+from nobackfill.v1 import types_pb2 as types
+from nobackfill.wire.gateway import Gateway
+
+# A worker that meets a gateway that is restarted asks again for so long.
+_SECONDS = 120.0
+# Files that say who calls: nobackfill.wire.channel.
+CREDENTIALS = tuple(f"NOBACKFILL_{what}_FILE" for what in ("CA", "CERT", "KEY", "TOKEN"))
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Pictures of `place` to put into a gallery. `models`: the release's, by their published paths;
+    each is checked against its digest where it is opened. `credentials`: contents of files, by the
+    variable that names them. Whoever sees this may write to the gallery."""
+
+    key: str
+    server: str
+    gallery: str
+    place: str
+    manifest: Manifest = field(repr=False)
+    models: Mapping[str, bytes] = field(repr=False)
+    credentials: Mapping[str, bytes] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Done:
+    """`stored` items are durable; the others were refused, each with its reason."""
+
+    stored: int
+    refused: Mapping[str, str]
+
+
+def models_of(folder: Path, manifest: Manifest) -> dict[str, bytes]:
+    """What `Filling.models` holds. Raises VerificationError for files other than published."""
+    encoder = manifest.side_encoder
+    files = [manifest.embedder.file] + ([] if encoder is None else [encoder.file])
+    return {file.path: read_verified(folder, file) for file in files}
+
+
+def credentials_of(environment: Mapping[str, str]) -> dict[str, bytes]:
+    """What `Filling.credentials` holds. Raises OSError."""
+    named = {name: environment[name] for name in CREDENTIALS if environment.get(name)}
+    return {name: Path(path).read_bytes() for name, path in named.items()}
+
+
+class _Open:
+    """What a process keeps of the work that it has last done: models, and a connection."""
+
+    def __init__(self, work: Filling) -> None:
+        self.key, self._work = work.key, work
+        with ExitStack() as closing:
+            folder = Path(closing.enter_context(TemporaryDirectory(prefix="nobackfill-")))
+            for path, content in work.models.items():
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / path).write_bytes(content)
+            models = InProcessModels(folder)
+            models.load(work.manifest)
+            self._embedding = Embedding(models, Metrics())
+            self._place = open_place(work.place)
+            for name, content in work.credentials.items():
+                (folder / name).write_bytes(content)
+                os.environ[name] = str(folder / name)
+            self._gateway = closing.enter_context(Gateway(work.server, seconds=_SECONDS))
+            self.closing = closing.pop_all()
+
+    def put(self, names: Sequence[str]) -> Done:
+        refused: dict[str, str] = {}
+        decoded: list[tuple[str, Pixels]] = []
+        size = size_of(self._work.manifest)
+        for name in names:
+            try:
+                (found,) = self._embedding.decoding.each([self._place.read(name)], [size])
+            except InvalidInputError as error:
+                found = error
+            if isinstance(found, InvalidInputError):
+                refused[name] = str(found)
+            else:
+                decoded.append((name, found[size]))
+        items = self._embedded(decoded, refused)
+        refused |= self._gateway.put_items(self._work.gallery, items)
+        return Done(len(names) - len(refused), refused)
+
+    def _embedded(
+        self, pictures: Sequence[tuple[str, Pixels]], refused: dict[str, str]
+    ) -> list[pb.PutItem]:
+        manifest = self._work.manifest
+        while pictures:
+            pixels = [one for _, one in pictures]
+            try:
+                embeddings = self._embedding.many(manifest, pixels)
+                sides = self._embedding.sides(manifest, pixels)
+                break
+            except UnusableOutputError as error:
+                refused |= {pictures[row][0]: str(no_vector(manifest)) for row in error.rows}
+                pictures = [one for n, one in enumerate(pictures) if n not in error.rows]
+        items = []
+        for row, (name, _) in enumerate(pictures):
+            values = embeddings[row].astype("<f4").tobytes()
+            vectors = pb.Vectors(embedding=types.Embedding(space=manifest.space, values=values))
+            if sides is not None:
+                vectors.side_info.space = str(manifest.side_space)
+                vectors.side_info.values = sides[row].astype("<f4").tobytes()
+            items.append(pb.PutItem(id=name, vectors=vectors))
+        return items
+
+
+_open: _Open | None = None
+
+
+def put_batch(work: Filling, names: Sequence[str]) -> Done:
+    """Embed and put the pictures of those names. Raises what Gateway.put_items raises."""
+    global _open
+    if _open is None or _open.key != work.key:
+        if _open is not None:
+            _open.closing.close()
+            _open = None
+        _open = _Open(work)
+    return _open.put(names)

@@ -1,0 +1,78 @@
+"""`gateway upgrade`: an activation led from here, beside the gateways that serve the database."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from nobackfill.server.cli.app import Json, app, exit_codes, show
+from nobackfill.terminal import visible
+
+if TYPE_CHECKING:
+    from nobackfill.server.gateway import Gateway
+    from nobackfill.server.rollout.run import Event
+    from nobackfill.server.state import RolloutName
+
+_ROLLOUTS = ("direct", "dual", "cutover")
+
+
+@app.command()
+def upgrade(
+    number: Annotated[int, typer.Argument(help="release to serve")],
+    store: Annotated[str | None, typer.Option(help="postgresql://USER@HOST/DATABASE")] = None,
+    model_repo: Annotated[Path | None, typer.Option(help="publication folder")] = None,
+    workers: Annotated[int | None, typer.Option(help="processes that carry it")] = None,
+    ray: Annotated[
+        str | None, typer.Option(help="a Ray cluster that does: auto or HOST:PORT")
+    ] = None,
+    rollout: Annotated[str | None, typer.Option(help="direct, dual or cutover")] = None,
+    as_json: Json = False,
+) -> None:
+    """Activate a release from a job of its own: it leads, and the serving gateways follow. Killed,
+    one of them goes on with it. Settings are those of `serve`."""
+    if rollout is not None and rollout not in _ROLLOUTS:
+        raise typer.BadParameter(f"expected one of {', '.join(_ROLLOUTS)}, got {rollout!r}")
+    flags = {"store": store, "model_repo": model_repo, "workers": workers, "ray": ray}
+    with exit_codes(), TemporaryDirectory(prefix="nobackfill-") as scratch:
+        from nobackfill.errors import ConfigurationError, NobackfillError
+        from nobackfill.server.gateway import Gateway
+        from nobackfill.server.grpc.logs import configure
+        from nobackfill.server.rollout.run import Phase
+        from nobackfill.server.settings import SQLITE, load_settings
+
+        given = load_settings(flags, None)
+        if given.store is None or given.store.get_secret_value().startswith(SQLITE):
+            raise ConfigurationError(
+                "expected --store postgresql://…: a folder belongs to the gateway that serves it, "
+                "ask that one with `gateway activate`"
+            )
+        # It answers nobody, and keeps nothing that is not in the database.
+        alone = {
+            "address": "127.0.0.1:0", "metrics_address": "127.0.0.1:0", "data": Path(scratch),
+            "console": False, "tokens_file": None, "tls_cert": None, "tls_key": None,
+            "tls_client_ca": None,
+        }  # fmt: skip
+        configure()
+        gateway = Gateway(given.model_copy(update=alone))
+        gateway.start()
+        try:
+            last = _follow(gateway, number, cast("RolloutName | None", rollout))
+        finally:
+            gateway.stop()
+        if last.phase is Phase.FAILED:
+            raise NobackfillError(f"release {number} was not activated: {last.message}")
+        result = {"release": number, "left_behind": last.message}
+        show(as_json, result, [["release", "left behind"], [str(number), last.message]])
+
+
+def _follow(gateway: "Gateway", number: int, rollout: "RolloutName | None") -> "Event":
+    """Activate, or go on with what another began and ended half-way; the last of its reports."""
+    run = gateway.activations.running()
+    if run is None or run.record.release != number:
+        run = gateway.activations.start(number, rollout)
+        gateway.state.audit("local", "activate", f"release {number}")
+    for event in run.events():
+        told = f" {event.done}/{event.total}" if event.total else ""
+        typer.echo(visible(f"{event.phase}{told} {event.message}".rstrip()), err=True)
+    return event

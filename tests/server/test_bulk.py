@@ -1,0 +1,101 @@
+"""A folder put into a gallery: by the gateway's own embedding, and by batches of workers."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nobackfill.errors import InvalidInputError, NotFoundError, UnavailableError, VerificationError
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.bulk.batch import Filling, models_of, put_batch
+from nobackfill.server.bulk.filling import fill
+from nobackfill.server.bulk.places import open_place
+from tests.server.conftest import Stages
+from tests.server.process import command
+from tests.server.support import Client, images
+from tests.support.blocks import png
+
+PICTURES = images(12)
+NAMES = [f"sea/{n}.PNG" if n % 2 else f"{n}.png" for n in range(12)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Twelve pictures, one that is none, and what nobody asks for."""
+    root = tmp_path / "pictures"
+    (root / "sea").mkdir(parents=True)
+    for name, picture in zip(NAMES, PICTURES, strict=True):
+        (root / name).write_bytes(png(picture))
+    (root / "sea" / "bad.jpg").write_bytes(b"no picture")
+    (root / "notes.txt").write_text("none")
+    (root / "pipe.png").symlink_to("/dev/zero")
+    return root
+
+
+def check(client: Client, gallery: str) -> None:
+    """Each picture is there under its path, and is found by itself."""
+    assert client.get_gallery(gallery).items == 12
+    for name, picture in zip(NAMES, PICTURES, strict=True):
+        (hit,) = client.find(picture, gallery, k=1).hits
+        assert hit.id == name and hit.distance < 1e-5
+
+
+def test_a_folder_by_command(shared: Client, gallery: str, folder: Path) -> None:
+    def put(place: Path, code: int) -> subprocess.CompletedProcess[str]:
+        words = command("put", gallery, str(place), f"--server={shared.address}", "--json")
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+        return done
+
+    done = put(folder, 65)
+    told = json.loads(done.stdout)
+    assert told["stored"] == 12 and set(told["refused"]) == {"sea/bad.jpg", "pipe.png"}
+    assert "sea/bad.jpg: " in done.stderr and "put again" in done.stderr
+    check(shared, gallery)
+    assert "no such folder" in put(folder / "sae", 66).stderr
+    (folder / "empty").mkdir()
+    with Client(shared.address) as client:
+        assert fill(client, gallery, str(folder)).stored == 12
+        with pytest.raises(InvalidInputError, match="found none"):
+            fill(client, gallery, str(folder / "empty"))
+    check(shared, gallery)
+
+
+def test_a_batch_as_a_worker_puts_it(
+    shared: Client, gallery: str, folder: Path, stages: Stages, one: Manifest
+) -> None:
+    work = Filling(
+        gallery, shared.address, gallery, folder.as_uri(), one, models_of(stages[1], one), {}
+    )
+    names = list(open_place(work.place).names())
+    assert names == sorted([*NAMES, "sea/bad.jpg"])
+    for _ in range(2):
+        done = put_batch(work, names)
+        assert done.stored == 12 and list(done.refused) == ["sea/bad.jpg"]
+        check(shared, gallery)
+    # Whole items: what an upgrade needs of them is there, too.
+    other = Client(shared.address)
+    assert fill(other, gallery, str(folder)).stored == 12
+    assert [space.items for space in other.get_gallery(gallery).spaces] == [12]
+
+
+def test_places_and_models_that_are_none(stages: Stages, one: Manifest, tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="nothing is there"):
+        open_place((tmp_path / "no").as_uri())
+    with pytest.raises(InvalidInputError, match="cannot be opened"):
+        open_place("ftp://example/x")
+    with pytest.raises(VerificationError, match="cannot be read"):
+        models_of(tmp_path, one)
+    name = os.fsdecode(b"\xff.png")
+    (tmp_path / name).write_bytes(b"")
+    with Client("127.0.0.1:1", seconds=1) as nobody, pytest.raises(UnavailableError):
+        (tmp_path / "a.png").write_bytes(png(PICTURES[0]))
+        fill(nobody, "g", str(tmp_path))
+    (tmp_path / "a.png").unlink()
+    with Client("127.0.0.1:1", seconds=1) as nobody:
+        done = fill(nobody, "g", str(tmp_path))
+    assert done.stored == 0 and list(done.refused.values()) == [
+        "its name is not valid text; rename it"
+    ]
