@@ -11,6 +11,7 @@ from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.view import LiveView
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.server.arenas import bound_arenas
 from nobackfill.server.galleries.initial_index import beginning
 from nobackfill.vectors import Vectors
 
@@ -30,8 +31,10 @@ def run(bench: Bench) -> list[Table]:
     path = bench.folder / "gallery.sqlite"
     _fill(path, items, dim)
     rows: list[Row] = []
-    # A fresh process each: what one phase leaves to the allocator is not the next one's.
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+    # A fresh process each, its malloc as the gateway has it: what one phase leaves there is not the
+    # next one's.
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(1, bound_arenas, maxtasksperchild=1) as pool:
         for phase in (_built, _started, _upgraded):
             rows += pool.apply(phase, (path, items * dim * 4))
     return [Table(f"{items:,} x {dim}", rows, NOTE)]

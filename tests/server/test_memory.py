@@ -2,9 +2,13 @@
 
 import gc
 import re
+import subprocess
+import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 from nobackfill.server.arenas import most_arenas
 from nobackfill.server.gateway import Gateway
@@ -46,6 +50,35 @@ def test_many_threads_share_few_arenas(repo: Path, tmp_path: Path) -> None:
         threads = len([*Path(f"/proc/{served.process.pid}/task").iterdir()])
         assert threads > most_arenas()
         assert 1 < arenas(served.process.pid) <= most_arenas()
+
+
+PIECES = """
+import ctypes
+from pathlib import Path
+from nobackfill.server.arenas import bound_arenas
+
+{bound}
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+malloc = ctypes.CDLL(None)
+malloc.malloc.restype, malloc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+malloc.free(malloc.malloc(30 << 20))
+before, large = resident(), 2 << 20
+pieces = [malloc.malloc(size) for _ in range(20) for size in (large, 100_000)][::2]
+for piece in pieces:
+    ctypes.memset(piece, 1, large)
+for piece in pieces:
+    malloc.free(piece)
+print((resident() - before) >> 20)
+"""
+
+
+@pytest.mark.parametrize(("bound", "least", "most"), [("bound_arenas()", 0, 9), ("", 30, 99)])
+def test_large_pieces_leave_nothing_behind(bound: str, least: int, most: int) -> None:
+    """Without the bound they do."""
+    command = [sys.executable, "-c", PIECES.format(bound=bound)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert least <= int(done.stdout) <= most
 
 
 def objects() -> Counter[str]:
