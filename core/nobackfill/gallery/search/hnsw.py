@@ -27,9 +27,9 @@ PIECE = 500
 M = 16
 EF_CONSTRUCTION = 100
 # Candidates while searching: the first that finds LEAST_RECALL of the 10 nearest in a probe.
-TRIED_EF = (48, 64, 128, 256, 512)
+TRIED_EF = (48, 64, 128, 256, 512, 1024)
 # The same for queries that were asked.
-WIDEST_EF = (*TRIED_EF, 1024, 2048, 4096)
+WIDEST_EF = (*TRIED_EF, 2048, 4096)
 LEAST_RECALL = 0.99
 # Queries of such a probe, and how many neighbours of each.
 PROBES, PROBES_AT_ONCE = 64, 4
