@@ -18,6 +18,9 @@ CHROMA_READY := build/chroma/.ready
 PROTOS := $(wildcard protos/nobackfill/v1/*.proto)
 CODE := core server client training demo bench manual tests protos/generate.py
 
+# Where images of containers set it, every process compiles what it imports again: 2 s for torch.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo test test-scale container chart faults numerics random soak lint fmt proto docs bench tables clean
 
 help: ## this list
