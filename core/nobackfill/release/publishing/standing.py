@@ -1,5 +1,6 @@
 """What new metadata says of a release that is published: a share of the devices, or taken back."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from tuf.api.metadata import TargetFile
@@ -26,25 +27,15 @@ def withdraw(
     Its files stay, as galleries may still be in its space. Raises NotFoundError, BusyError,
     ConfigurationError (a key is missing), CannotWriteError.
     """
-    keys = keys or Keys.beside(repo)
     if not reason.strip():
         raise PreconditionError("expected a reason that devices can show")
-    path = manifest_path(release)
-    ledger = require_ledger(repo)
-    news = _is_news(ledger, path, reason)
-    if dry_run:
-        signers_of(keys, ledger.root)
-        return news
-    with locked(repo):
-        clean(repo)
-        ledger = require_ledger(repo)
-        if not _is_news(ledger, path, reason):
-            return False
-        signers = signers_of(keys, ledger.root)
-        marked = {**ledger.targets.targets[path].to_dict(), "custom": {"withdrawn": reason}}
-        targets = {**ledger.targets.targets, path: TargetFile.from_dict(marked, path)}
-        put_metadata(repo, next_metadata(ledger, targets, signers))
-        return True
+
+    def marked(path: str, target: TargetFile) -> TargetFile | None:
+        if withdrawn(target) == reason:
+            return None
+        return TargetFile.from_dict({**target.to_dict(), "custom": {"withdrawn": reason}}, path)
+
+    return _mark(repo, release, marked, keys, dry_run)
 
 
 def roll_out(
@@ -58,31 +49,49 @@ def roll_out(
     that is smaller and for a release that was withdrawn, BusyError, ConfigurationError (a key is
     missing), CannotWriteError.
     """
-    keys = keys or Keys.beside(repo)
     if not 0 < share <= 1:
         raise InvalidInputError(f"share: expected above 0 and at most 1, got {share:g}")
+
+    def marked(path: str, target: TargetFile) -> TargetFile | None:
+        return for_share(target, path, share) if _grows(target, release, share) else None
+
+    return _mark(repo, release, marked, keys, dry_run)
+
+
+def _mark(
+    repo: Path,
+    release: int,
+    marked: Callable[[str, TargetFile], TargetFile | None],
+    keys: Keys | None,
+    dry_run: bool,
+) -> bool:
+    """Publish what `marked` makes of a release's target; False where that is nothing new."""
+    keys, path = keys or Keys.beside(repo), manifest_path(release)
     ledger = require_ledger(repo)
-    news = _grows(ledger, release, share)
+    news = marked(path, _target(ledger, release))
     if dry_run:
         signers_of(keys, ledger.root)
-        return news
+        return news is not None
     with locked(repo):
         clean(repo)
         ledger = require_ledger(repo)
-        if not _grows(ledger, release, share):
+        news = marked(path, _target(ledger, release))
+        if news is None:
             return False
-        path = manifest_path(release)
         signers = signers_of(keys, ledger.root)
-        marked = for_share(ledger.targets.targets[path], path, share)
-        put_metadata(repo, next_metadata(ledger, {**ledger.targets.targets, path: marked}, signers))
+        put_metadata(repo, next_metadata(ledger, {**ledger.targets.targets, path: news}, signers))
         return True
 
 
-def _grows(ledger: Ledger, release: int, share: float) -> bool:
-    """Whether this is another share than the release has."""
+def _target(ledger: Ledger, release: int) -> TargetFile:
     target = ledger.targets.targets.get(manifest_path(release))
     if target is None:
         raise NotFoundError(f"release {release} is not published here")
+    return target
+
+
+def _grows(target: TargetFile, release: int, share: float) -> bool:
+    """Whether this is another share than the release has."""
     reason = withdrawn(target)
     if reason is not None:
         raise PreconditionError(f"release {release} was withdrawn ({reason}); publish another")
@@ -93,9 +102,3 @@ def _grows(ledger: Ledger, release: int, share: float) -> bool:
             f"{share:.3g}; `publication withdraw {release}` takes it back"
         )
     return target.custom is None or share != now
-
-
-def _is_news(ledger: Ledger, path: str, reason: str) -> bool:
-    if path not in ledger.targets.targets:
-        raise NotFoundError(f"{path}: is not published, so there is nothing to take back")
-    return withdrawn(ledger.targets.targets[path]) != reason
