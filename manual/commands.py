@@ -6,45 +6,66 @@ from typing import Any
 
 import typer
 
-# Commands to the module and name of their application.
+# What is typed -> module and name of its application, or of the function that is one.
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "edge-client": ("nobackfill.client.cli.app", "app"),
     "gateway": ("nobackfill.server.cli.main", "app"),
     "publication": ("nobackfill.release.publishing.cli", "app"),
     "nobackfill": ("nobackfill.adopt.cli.app", "app"),
+    "python training/train.py": ("nobackfill.training.cli.train", "app"),
+    "python training/export.py": ("nobackfill.training.cli.export", "app"),
+    "python training/evaluate.py": ("nobackfill.training.cli.evaluate", "app"),
+    "python training/compare.py": ("nobackfill.training.cli.compare", "app"),
+    "python -m nobackfill.training.data.cifar100": ("nobackfill.training.data.cifar100", "app"),
+    "python -m nobackfill.report": ("nobackfill.report.__main__", "command"),
+    "python -m demo.life": ("demo.life", "command"),
+    "python -m bench.run": ("bench.run", "main"),
 }
 
 
 def page() -> str:
     """The page, in Markdown."""
     lines = ["# Commands", "", "Generated from the commands' own `--help`.", ""]
-    for name, (module, app) in COMMANDS.items():
-        command = typer.main.get_command(getattr(import_module(module), app))
-        lines += [f"## {name}", "", *_told(name, command)]
-        subcommands = getattr(command, "commands", {})
-        for word, sub in sorted(subcommands.items()):
-            lines += [f"### {name} {word}", "", *_told(f"{name} {word}", sub)]
+    for name in COMMANDS:
+        command = application(name)
+        lines += [f"## {name}", "", *_described(name, command)]
+        for word, sub in sorted(getattr(command, "commands", {}).items()):
+            lines += [f"### {name} {word}", "", *_described(f"{name} {word}", sub)]
     return "\n".join(lines)
 
 
-def _told(name: str, command: Any) -> Iterator[str]:
+def application(name: str) -> Any:
+    """The click command, or group of commands, behind one of COMMANDS."""
+    module, attribute = COMMANDS[name]
+    found = getattr(import_module(module), attribute)
+    if not isinstance(found, typer.Typer):
+        app = typer.Typer(add_completion=False)
+        app.command()(found)
+        found = app
+    return typer.main.get_command(found)
+
+
+def _described(name: str, command: Any) -> Iterator[str]:
     with command.context_class(command, info_name=name) as context:
         usage = " ".join(command.collect_usage_pieces(context))
-        yield from ("```", f"{name} {usage}", "```", "")
+        yield from ("```text", f"{name} {usage}", "```", "")
         yield from (_cell(command.help or "").replace("\\|", "|"), "")
         records = [record for p in command.params if (record := _record(p, context))]
     if records:
         yield from ("| | |", "|---|---|")
         yield from (f"| `{option}` | {help_} |" for option, help_ in records)
         yield ""
+    if command.epilog:
+        # Its line breaks are those of a terminal.
+        yield from ("```text", command.epilog.strip(), "```", "")
 
 
 def _record(parameter: Any, context: Any) -> tuple[str, str] | None:
     found = parameter.get_help_record(context)
     if found is None:
-        return (
-            (parameter.human_readable_name, "") if parameter.param_type_name == "argument" else None
-        )
+        if parameter.param_type_name != "argument":
+            return None
+        found = (parameter.human_readable_name, getattr(parameter, "help", None) or "")
     return found[0].replace("|", "\\|").replace("`", ""), _cell(found[1])
 
 

@@ -9,8 +9,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # In the order in which a reader meets them.
 ROOMS = (
-    "client", "wire", "gallery", "gallery.search", "release", "release.publishing",
-    "release.trust", "metrics", "quality", "report", "adopt", "serve",
+    "client", "wire", "adopt", "adopt.sources", "adopt.embedding", "serve", "gallery",
+    "gallery.search", "release", "release.publishing", "release.trust", "metrics", "quality",
+    "report", "pages", "training", "training.data", "training.networks", "training.losses",
+    "training.side_info", "training.methods", "training.loop", "training.export",
+    "training.comparison", "training.protocols", "server",
 )  # fmt: skip
 
 
@@ -30,29 +33,47 @@ def page() -> str:
 def _room(name: str) -> Iterator[str]:
     module = import_module(name)
     yield from (f"## {name}", "", *_text(inspect.getdoc(module) or ""), "")
-    for word in names(name):
-        yield from _object(word, getattr(module, word))
+    for word, thing in offered(name).items():
+        yield from _object(word, thing)
 
 
-def names(package: str) -> list[str]:
-    """What a face offers, lazily or not: what its `__init__.py` imports under its own name."""
-    inside = package.replace(".", "/")
-    (path,) = ROOT.glob(f"*/{inside}/__init__.py")
+def offered(package: str) -> dict[str, object]:
+    """What a face offers, by name; where it leaves that to its modules, MODULE.NAME of each."""
+    face, path = import_module(package), _file(package)
+    if own := _named(path):
+        return {name: getattr(face, name) for name in own}
+    return {
+        f"{file.stem}.{name}": getattr(import_module(f"{package}.{file.stem}"), name)
+        for file in sorted(path.parent.glob("*.py"))
+        if file != path
+        for name in _named(file)
+    }
+
+
+def _file(package: str) -> Path:
+    (path,) = ROOT.glob(f"*/{package.replace('.', '/')}/__init__.py")
+    return path
+
+
+def _named(path: Path) -> list[str]:
+    """Public names: what a file imports under its own name, lazily or not, and what it defines."""
     tree = ast.parse(path.read_text("utf-8"))
     found = {
-        alias.asname
+        alias.name
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.asname == alias.name
     }
-    return sorted(name for name in found if name is not None)
+    defined = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    return sorted(found | {node.name for node in defined if not node.name.startswith("_")})
 
 
 def _object(name: str, thing: object) -> Iterator[str]:
     yield from (f"### {name}", "")
     if callable(thing):
-        yield from ("```python", f"{name}{_signature(thing)}", "```", "")
+        short = name.rpartition(".")[2]
+        yield from ("```python", f"{short}{_signature(thing)}", "```", "")
     if inspect.isclass(thing) or inspect.isroutine(thing):
         yield from (*_text(inspect.getdoc(thing) or ""), "")
     if inspect.isclass(thing):

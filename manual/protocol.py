@@ -3,7 +3,7 @@
 import importlib.resources
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,23 @@ _REPEATED = pb.FieldDescriptorProto.LABEL_REPEATED
 def page() -> str:
     """The page, in Markdown. Raises SystemExit when protoc refuses a file."""
     lines = ["# Protocol", "", "Package `nobackfill.v1`; generated from `protos/`.", ""]
-    for file in files():
-        lines += _File(file).lines()
+    found = files()
+    calls = _calls(found)
+    for file in found:
+        lines += _File(file, calls).lines()
     return "\n".join(lines)
+
+
+def _calls(found: Sequence[pb.FileDescriptorProto]) -> dict[str, str]:
+    """What a message without a comment is: the request or the answer of its call."""
+    told = {}
+    for file in found:
+        for service in file.service:
+            for call in service.method:
+                of = f"[{service.name}](#{service.name.lower()}).{call.name}"
+                told[call.input_type] = f"What {of} is asked with."
+                told[call.output_type] = f"What {of} answers."
+    return {name.rpartition(".")[2]: text for name, text in told.items()}
 
 
 def files() -> list[pb.FileDescriptorProto]:
@@ -43,8 +57,9 @@ def files() -> list[pb.FileDescriptorProto]:
 
 
 class _File:
-    def __init__(self, file: pb.FileDescriptorProto) -> None:
+    def __init__(self, file: pb.FileDescriptorProto, calls: Mapping[str, str]) -> None:
         self._file = file
+        self._calls = calls
         self._comments = {
             tuple(place.path): " ".join((place.leading_comments or place.trailing_comments).split())
             for place in file.source_code_info.location
@@ -74,7 +89,7 @@ class _File:
     ) -> Iterator[str]:
         if message.options.map_entry:
             return
-        yield from (f"### {name}", "", self._said(path), "")
+        yield from (f"### {name}", "", self._said(path) or self._calls.get(name, ""), "")
         if message.field:
             yield from ("| field | type | |", "|---|---|---|")
         for n, field in enumerate(message.field):

@@ -105,19 +105,22 @@ class GalleryServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetGallery(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """One gallery with its spaces. Errors: NOT_FOUND.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListGalleries(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Galleries by page, by name; a token for some galleries sees those.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteGallery(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Removes a gallery with everything in it. Errors: NOT_FOUND, ABORTED (an activation is running).
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -132,7 +135,8 @@ class GalleryServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetItem(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """What is stored of one item, but for its vectors. Errors: NOT_FOUND.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -145,7 +149,8 @@ class GalleryServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CountItems(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """How many items there are, or pass a filter.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

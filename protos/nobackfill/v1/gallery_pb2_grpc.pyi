@@ -38,17 +38,22 @@ class GalleryServiceStub:
     (names are 1 to 64 of a-z, 0-9, '-', '_'), FAILED_PRECONDITION (no release is active yet).
     """
     GetGallery: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.GetGalleryRequest, _gallery_pb2.GetGalleryResponse]
+    """One gallery with its spaces. Errors: NOT_FOUND."""
     ListGalleries: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.ListGalleriesRequest, _gallery_pb2.ListGalleriesResponse]
+    """Galleries by page, by name; a token for some galleries sees those."""
     DeleteGallery: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.DeleteGalleryRequest, _gallery_pb2.DeleteGalleryResponse]
+    """Removes a gallery with everything in it. Errors: NOT_FOUND, ABORTED (an activation is running)."""
     PutItems: _grpc.StreamStreamMultiCallable[_gallery_pb2.PutItemsRequest, _gallery_pb2.PutItemsResponse]
     """Stores items. The first message names the gallery. An item is acknowledged, through a response
     that counts it, only when it is durable. Putting an id again replaces the item; putting the very
     same content again changes nothing. An item that is refused is reported and the others go on.
     """
     GetItem: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.GetItemRequest, _gallery_pb2.GetItemResponse]
+    """What is stored of one item, but for its vectors. Errors: NOT_FOUND."""
     ListItems: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.ListItemsRequest, _gallery_pb2.ListItemsResponse]
     """Items by page, all or those that pass a filter."""
     CountItems: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.CountItemsRequest, _gallery_pb2.CountItemsResponse]
+    """How many items there are, or pass a filter."""
     SetMetadata: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.SetMetadataRequest, _gallery_pb2.SetMetadataResponse]
     """Changes metadata, by ids or by filter, and nothing else of the items. Each item is changed whole
     or not at all; INVALID_ARGUMENT where one would become larger than 64 KiB.
@@ -68,17 +73,22 @@ class GalleryServiceAsyncStub(GalleryServiceStub):
     (names are 1 to 64 of a-z, 0-9, '-', '_'), FAILED_PRECONDITION (no release is active yet).
     """
     GetGallery: _aio.UnaryUnaryMultiCallable[_gallery_pb2.GetGalleryRequest, _gallery_pb2.GetGalleryResponse]  # type: ignore[assignment]
+    """One gallery with its spaces. Errors: NOT_FOUND."""
     ListGalleries: _aio.UnaryUnaryMultiCallable[_gallery_pb2.ListGalleriesRequest, _gallery_pb2.ListGalleriesResponse]  # type: ignore[assignment]
+    """Galleries by page, by name; a token for some galleries sees those."""
     DeleteGallery: _aio.UnaryUnaryMultiCallable[_gallery_pb2.DeleteGalleryRequest, _gallery_pb2.DeleteGalleryResponse]  # type: ignore[assignment]
+    """Removes a gallery with everything in it. Errors: NOT_FOUND, ABORTED (an activation is running)."""
     PutItems: _aio.StreamStreamMultiCallable[_gallery_pb2.PutItemsRequest, _gallery_pb2.PutItemsResponse]  # type: ignore[assignment]
     """Stores items. The first message names the gallery. An item is acknowledged, through a response
     that counts it, only when it is durable. Putting an id again replaces the item; putting the very
     same content again changes nothing. An item that is refused is reported and the others go on.
     """
     GetItem: _aio.UnaryUnaryMultiCallable[_gallery_pb2.GetItemRequest, _gallery_pb2.GetItemResponse]  # type: ignore[assignment]
+    """What is stored of one item, but for its vectors. Errors: NOT_FOUND."""
     ListItems: _aio.UnaryUnaryMultiCallable[_gallery_pb2.ListItemsRequest, _gallery_pb2.ListItemsResponse]  # type: ignore[assignment]
     """Items by page, all or those that pass a filter."""
     CountItems: _aio.UnaryUnaryMultiCallable[_gallery_pb2.CountItemsRequest, _gallery_pb2.CountItemsResponse]  # type: ignore[assignment]
+    """How many items there are, or pass a filter."""
     SetMetadata: _aio.UnaryUnaryMultiCallable[_gallery_pb2.SetMetadataRequest, _gallery_pb2.SetMetadataResponse]  # type: ignore[assignment]
     """Changes metadata, by ids or by filter, and nothing else of the items. Each item is changed whole
     or not at all; INVALID_ARGUMENT where one would become larger than 64 KiB.
@@ -106,21 +116,24 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _gallery_pb2.GetGalleryRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_gallery_pb2.GetGalleryResponse, _abc.Awaitable[_gallery_pb2.GetGalleryResponse]]: ...
+    ) -> _typing.Union[_gallery_pb2.GetGalleryResponse, _abc.Awaitable[_gallery_pb2.GetGalleryResponse]]:
+        """One gallery with its spaces. Errors: NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def ListGalleries(
         self,
         request: _gallery_pb2.ListGalleriesRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_gallery_pb2.ListGalleriesResponse, _abc.Awaitable[_gallery_pb2.ListGalleriesResponse]]: ...
+    ) -> _typing.Union[_gallery_pb2.ListGalleriesResponse, _abc.Awaitable[_gallery_pb2.ListGalleriesResponse]]:
+        """Galleries by page, by name; a token for some galleries sees those."""
 
     @_abc_1.abstractmethod
     def DeleteGallery(
         self,
         request: _gallery_pb2.DeleteGalleryRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_gallery_pb2.DeleteGalleryResponse, _abc.Awaitable[_gallery_pb2.DeleteGalleryResponse]]: ...
+    ) -> _typing.Union[_gallery_pb2.DeleteGalleryResponse, _abc.Awaitable[_gallery_pb2.DeleteGalleryResponse]]:
+        """Removes a gallery with everything in it. Errors: NOT_FOUND, ABORTED (an activation is running)."""
 
     @_abc_1.abstractmethod
     def PutItems(
@@ -138,7 +151,8 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _gallery_pb2.GetItemRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_gallery_pb2.GetItemResponse, _abc.Awaitable[_gallery_pb2.GetItemResponse]]: ...
+    ) -> _typing.Union[_gallery_pb2.GetItemResponse, _abc.Awaitable[_gallery_pb2.GetItemResponse]]:
+        """What is stored of one item, but for its vectors. Errors: NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def ListItems(
@@ -153,7 +167,8 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _gallery_pb2.CountItemsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_gallery_pb2.CountItemsResponse, _abc.Awaitable[_gallery_pb2.CountItemsResponse]]: ...
+    ) -> _typing.Union[_gallery_pb2.CountItemsResponse, _abc.Awaitable[_gallery_pb2.CountItemsResponse]]:
+        """How many items there are, or pass a filter."""
 
     @_abc_1.abstractmethod
     def SetMetadata(

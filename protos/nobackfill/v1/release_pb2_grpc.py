@@ -87,13 +87,15 @@ class ReleaseServiceServicer:
     """
 
     def ListReleases(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """All published releases, the oldest first.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRelease(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """One release. Errors: NOT_FOUND.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

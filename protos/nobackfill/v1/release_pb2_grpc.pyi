@@ -34,7 +34,9 @@ class ReleaseServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ReleaseServiceAsyncStub: ...
     ListReleases: _grpc.UnaryUnaryMultiCallable[_release_pb2.ListReleasesRequest, _release_pb2.ListReleasesResponse]
+    """All published releases, the oldest first."""
     GetRelease: _grpc.UnaryUnaryMultiCallable[_release_pb2.GetReleaseRequest, _release_pb2.GetReleaseResponse]
+    """One release. Errors: NOT_FOUND."""
     WatchReleases: _grpc.UnaryStreamMultiCallable[_release_pb2.WatchReleasesRequest, _release_pb2.WatchReleasesResponse]
     """Sends the present list at once, then again whenever it changes."""
     FetchFile: _grpc.UnaryStreamMultiCallable[_release_pb2.FetchFileRequest, _release_pb2.FetchFileResponse]
@@ -70,7 +72,9 @@ class ReleaseServiceAsyncStub(ReleaseServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListReleases: _aio.UnaryUnaryMultiCallable[_release_pb2.ListReleasesRequest, _release_pb2.ListReleasesResponse]  # type: ignore[assignment]
+    """All published releases, the oldest first."""
     GetRelease: _aio.UnaryUnaryMultiCallable[_release_pb2.GetReleaseRequest, _release_pb2.GetReleaseResponse]  # type: ignore[assignment]
+    """One release. Errors: NOT_FOUND."""
     WatchReleases: _aio.UnaryStreamMultiCallable[_release_pb2.WatchReleasesRequest, _release_pb2.WatchReleasesResponse]  # type: ignore[assignment]
     """Sends the present list at once, then again whenever it changes."""
     FetchFile: _aio.UnaryStreamMultiCallable[_release_pb2.FetchFileRequest, _release_pb2.FetchFileResponse]  # type: ignore[assignment]
@@ -108,14 +112,16 @@ class ReleaseServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _release_pb2.ListReleasesRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_release_pb2.ListReleasesResponse, _abc.Awaitable[_release_pb2.ListReleasesResponse]]: ...
+    ) -> _typing.Union[_release_pb2.ListReleasesResponse, _abc.Awaitable[_release_pb2.ListReleasesResponse]]:
+        """All published releases, the oldest first."""
 
     @_abc_1.abstractmethod
     def GetRelease(
         self,
         request: _release_pb2.GetReleaseRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_release_pb2.GetReleaseResponse, _abc.Awaitable[_release_pb2.GetReleaseResponse]]: ...
+    ) -> _typing.Union[_release_pb2.GetReleaseResponse, _abc.Awaitable[_release_pb2.GetReleaseResponse]]:
+        """One release. Errors: NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def WatchReleases(

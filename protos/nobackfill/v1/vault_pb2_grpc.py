@@ -81,13 +81,15 @@ class VaultServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteBlob(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Removes a blob of the caller. Errors: NOT_FOUND.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListBlobs(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The caller's blobs, by page.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

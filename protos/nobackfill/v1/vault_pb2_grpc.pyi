@@ -44,7 +44,9 @@ class VaultServiceStub:
     GetBlob: _grpc.UnaryStreamMultiCallable[_vault_pb2.GetBlobRequest, _vault_pb2.GetBlobResponse]
     """Sends a blob from an offset on."""
     DeleteBlob: _grpc.UnaryUnaryMultiCallable[_vault_pb2.DeleteBlobRequest, _vault_pb2.DeleteBlobResponse]
+    """Removes a blob of the caller. Errors: NOT_FOUND."""
     ListBlobs: _grpc.UnaryUnaryMultiCallable[_vault_pb2.ListBlobsRequest, _vault_pb2.ListBlobsResponse]
+    """The caller's blobs, by page."""
 
 @_typing.type_check_only
 class VaultServiceAsyncStub(VaultServiceStub):
@@ -62,7 +64,9 @@ class VaultServiceAsyncStub(VaultServiceStub):
     GetBlob: _aio.UnaryStreamMultiCallable[_vault_pb2.GetBlobRequest, _vault_pb2.GetBlobResponse]  # type: ignore[assignment]
     """Sends a blob from an offset on."""
     DeleteBlob: _aio.UnaryUnaryMultiCallable[_vault_pb2.DeleteBlobRequest, _vault_pb2.DeleteBlobResponse]  # type: ignore[assignment]
+    """Removes a blob of the caller. Errors: NOT_FOUND."""
     ListBlobs: _aio.UnaryUnaryMultiCallable[_vault_pb2.ListBlobsRequest, _vault_pb2.ListBlobsResponse]  # type: ignore[assignment]
+    """The caller's blobs, by page."""
 
 class VaultServiceServicer(metaclass=_abc_1.ABCMeta):
     """Ciphertext of images, encrypted on the device. The gateway sees ids, sizes and digests of
@@ -94,13 +98,15 @@ class VaultServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _vault_pb2.DeleteBlobRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_vault_pb2.DeleteBlobResponse, _abc.Awaitable[_vault_pb2.DeleteBlobResponse]]: ...
+    ) -> _typing.Union[_vault_pb2.DeleteBlobResponse, _abc.Awaitable[_vault_pb2.DeleteBlobResponse]]:
+        """Removes a blob of the caller. Errors: NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def ListBlobs(
         self,
         request: _vault_pb2.ListBlobsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_vault_pb2.ListBlobsResponse, _abc.Awaitable[_vault_pb2.ListBlobsResponse]]: ...
+    ) -> _typing.Union[_vault_pb2.ListBlobsResponse, _abc.Awaitable[_vault_pb2.ListBlobsResponse]]:
+        """The caller's blobs, by page."""
 
 def add_VaultServiceServicer_to_server(servicer: VaultServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
