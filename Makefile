@@ -21,7 +21,7 @@ CODE := core server client training demo bench manual tests protos/generate.py
 # Where images of containers set it, every process compiles what it imports again: 2 s for torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-scale container chart faults numerics random soak lint fmt proto docs bench tables clean
+.PHONY: help setup demo test test-scale container chart faults numerics random soak lint fmt proto docs bench tables pictures clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -81,7 +81,7 @@ chart: $(CHART)/.ready ## the Helm chart linted, rendered and validated, without
 container: ## the gateway's image built, run read-only and asked, where there is podman or docker
 	deploy/containers/try
 
-faults: setup ## the long crash and fault sweeps, tutorials and notebooks
+faults: setup ## the long crash and fault sweeps, and the tutorials
 	$(BIN)/python -m pytest -q -m faults --timeout 1800 tests
 
 # What is compared with oracles in other arithmetic, or hangs on what a small network learnt.
@@ -123,11 +123,14 @@ $(CHROMA_READY): bench/constraints-chroma.txt $(VENV)/bin/uv
 bench: setup $(SCALE_READY) $(CHROMA_READY) ## side-by-side benchmarks; FULL=1 for the large sizes, TOPICS='edge swap' for some
 	$(BIN)/python -m bench.run $(TOPICS) $(if $(filter-out 0,$(FULL)),--full)
 
-tables: setup ## the tables of README.md from bench/results/compare-*.json
-	$(BIN)/python training/compare.py --page README.md $(addprefix --page ,$(wildcard bench/results/compare-*.json))
+tables: setup ## the tables of README.md and docs/methods.md from bench/results/compare-*.json
+	$(BIN)/python training/compare.py --page README.md --page docs/methods.md $(addprefix --page ,$(wildcard bench/results/compare-*.json))
 
 docs: $(READY) ## the documentation site in build/site: reference generated, links checked, offline search
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -q -f manual/mkdocs.yml
+
+pictures: demo ## the pictures of README.md and docs/ drawn anew from the demo, in chromium
+	$(BIN)/python -m manual.pictures
 
 clean: ## remove what was built and installed
 	rm -rf build $(VENV) $(TRITON_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

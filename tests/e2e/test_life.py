@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from manual.pictures import draw
+from nobackfill.errors import NotFoundError
+from tests.support.browser import CHROMIUM
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -135,6 +139,29 @@ def test_sqlite3_shows_a_readable_gallery(out: Path, report: dict[str, Any]) -> 
         check=True,
     )
     assert shown.stdout.split() == [str(report["edge"]["items"]), "ok"]
+
+
+def test_the_pictures_of_the_documents_are_drawn_from_it(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make pictures`: reports, the device's gallery and the console, as `--open` shows them."""
+    if CHROMIUM is None and not os.environ.get("CI"):
+        pytest.skip("no chromium here: apt-get install chromium")
+    monkeypatch.setenv("NOBACKFILL_TRITON", "in-process")
+    drawn = {path.name: Image.open(path).size for path in draw(out, tmp_path)}
+    assert {name: width for name, (width, _) in drawn.items()} == {
+        "life.png": 1020, "upgrade.png": 900, "upgrade-searches.png": 900,
+        "browse.png": 1100, "console.png": 1100,
+    }  # fmt: skip
+    # Of what the pages refer to none is drawn by hand.
+    assert set(drawn) == {path.name for path in (ROOT / "docs").glob("*.png")}
+    assert processes_of(out) == []
+    (out / "data" / "device").unlink()
+
+
+def test_pictures_of_no_life_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="run `make demo`"):
+        next(draw(tmp_path, tmp_path))
 
 
 def test_a_finished_life_is_only_shown_again(out: Path) -> None:
