@@ -7,19 +7,23 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from manual import commands, faces, notebooks, protocol
+from nobackfill.training.comparison.curve import draw, points
+from nobackfill.training.comparison.results import read_results
 
 ROOT = Path(__file__).parents[1]
+CURVE = "methods-digits.svg"
 _LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?!https?://|#)(?P<to>[^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the start page, the reference and the notebooks."""
-    made = {
+    made: dict[str, str | bytes] = {
         "index.md": start(),
         "reference/protocol.md": protocol.page(),
         "reference/commands.md": commands.page(),
         "reference/python.md": faces.page(),
         **notebooks.pages(),
+        CURVE: curve(),
     }
     for name, content in made.items():
         files.append(File.generated(config, name, content=content))
@@ -28,10 +32,19 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Files of the repository have no address here: their names stay, as words. A notebook has its
-    page."""
+    page, and the comparison a drawing."""
     folder = Path(page.file.src_uri).parent
     markdown = markdown.replace(".ipynb)", ".md)")
+    if page.file.src_uri == "methods.md":
+        drawn = f"\n![What is kept, against bytes and microseconds an item]({CURVE})\n"
+        markdown = markdown.replace("\n## CIFAR-100\n", f"{drawn}\n## CIFAR-100\n")
     return _LINK.sub(lambda link: _inside(link, folder, files), markdown)
+
+
+def curve() -> bytes:
+    """Quality against cost of the methods on digits, from the committed figures."""
+    results = read_results(ROOT / "bench" / "results" / "compare-digits-core.json")
+    return draw(points(results), "Quality and cost on digits")
 
 
 def start() -> str:

@@ -15,7 +15,7 @@ def page(path: Path) -> str:
     """One notebook's cells in order; the name of its file below the title."""
     cells = json.loads(path.read_text("utf-8"))["cells"]
     parts = [_cell(cell["cell_type"], "".join(cell["source"])) for cell in cells]
-    file = f"`docs/notebooks/{path.name}`, a notebook: `make faults` runs it as it stands."
+    file = f"`docs/notebooks/{path.name}`, a notebook: a test runs it as it stands."
     title, _, rest = parts[0].partition("\n")
     return "\n\n".join([title, file, rest.strip(), *parts[1:]]) + "\n"
 

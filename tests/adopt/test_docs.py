@@ -1,12 +1,15 @@
 """docs/adopt.md: a stranger's table of texts, two ONNX files, the page's commands as they are."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psycopg
 import pytest
+from numpy.typing import NDArray
 
 from nobackfill.adopt.maps import load_map
 from tests.adopt.models import expected, text_model, texts
@@ -50,11 +53,27 @@ def test_a_stranger_gets_from_the_table_to_a_flipped_column(
         vectors = np.array([json.loads(vector) for (vector,) in carried], np.float32)
         mapping = load_map(tmp_path / "map.npz")
         np.testing.assert_allclose(vectors, mapping(old.astype(np.float32)), atol=1e-5)
+        run_python(address, old.astype(np.float32), tmp_path)
         check_rollback_and_again(connection, rollback, address, tmp_path, steps[-1])
         flip(connection, said)
         flipped = connection.execute("SELECT embedding::text FROM documents ORDER BY id")
         found = np.array([json.loads(vector) for (vector,) in flipped], np.float32)
         np.testing.assert_array_equal(found, vectors)
+
+
+def run_python(address: str, old: NDArray[np.float32], folder: Path) -> None:
+    """The page's Python, with the query's vectors that it takes as there."""
+    (searching, mapping) = (text for _, text in blocks(PAGE, "python"))
+    new = expected(folder / "new", texts(1)[0]).astype(np.float32)
+    given = {
+        "query_by_old_model": old[0], "query_by_new_model": new, "old_vectors": old, "Path": Path,
+    }  # fmt: skip
+    searching = searching.replace("postgresql:///shop", address)
+    with contextlib.chdir(folder):
+        exec(compile(searching + mapping, "docs/adopt.md", "exec"), given)
+    answer: Any = given["answer"]
+    assert answer.hits[0].id == "1" and len(answer.hits) == 10
+    assert np.shape(given["new_vectors"]) == (ITEMS, 8)
 
 
 def check_rollback_and_again(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from nobackfill.client import Gateway
 from nobackfill.client.cli.app import app, main
 from nobackfill.client.device import Device
 from nobackfill.client.vault import encryption
@@ -96,6 +97,33 @@ def test_the_blocks_run(
         assert device.store.active().spec.release == 3
     assert len(list((tmp_path / "restored").iterdir())) == 11
     assert (tmp_path / "found.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/edge.md"])
+def test_the_python_of_a_page_runs(
+    name: str,
+    scene: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for line in documents.lines(PAGE, "sh")[:2]:
+        documents.run_command(main, shlex.split(line), monkeypatch)
+    picture = tmp_path / "photos" / "0-0003.png"
+    with Gateway(scene["127.0.0.1:50051"]) as gateway:
+        for gallery in ("gallery", "photos"):
+            gateway.create_gallery(gallery)
+            assert not gateway.put(gallery, {"of the gateway": picture})
+    for asked in ("query.png", "cat.jpg"):
+        (tmp_path / asked).write_bytes(picture.read_bytes())
+    (code,) = (text for _, text in documents.blocks(page(name), "python"))
+    code = code.replace("127.0.0.1:50051", scene["127.0.0.1:50051"])
+    # A filter of the page's own photos.
+    code = code.replace('{"folder": "sea"}', '{"name": "0-0003.png"}')
+    capsys.readouterr()
+    exec(compile(code, name, "exec"), {})
+    said = capsys.readouterr().out.splitlines()
+    assert "of the gateway" in "".join(said) and len(said) >= 2
 
 
 def test_the_example_of_the_help_runs(

@@ -19,7 +19,7 @@ VENV = ROOT / ".venv-triton"
 
 
 def documented_command() -> str:
-    found = [text for _, text in blocks(page("docs/architecture.md"), "") if "TRITON=" in text]
+    found = [text for _, text in blocks(page("docs/architecture.md"), "sh") if "TRITON=" in text]
     assert len(found) == 1
     return found[0]
 

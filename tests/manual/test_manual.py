@@ -1,20 +1,23 @@
 """The site's reference has everything there is; its tutorials' blocks run as they stand."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-import typer
 
 from manual import commands, faces, protocol
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2, upgrade_pb2, vault_pb2
 from tests.server.conftest import Stages, make_stages
 from tests.support.blocks import write_pngs
 from tests.support.documents import ROOT, blocks, page, run_script
+from tests.test_architecture import ARROWS, SERVER, module
+from tests.test_faces import FACES
 
 FILES = (search_pb2, gallery_pb2, release_pb2, upgrade_pb2, vault_pb2, types_pb2)
 TUTORIALS = "docs/tutorials"
@@ -25,9 +28,12 @@ def test_the_protocol_page_has_every_call_message_and_comment() -> None:
     for file in FILES:
         for service in file.DESCRIPTOR.services_by_name.values():
             assert f"### {service.name}\n" in text
-            assert all(f"| `{method.name}` |" in text for method in service.methods)
+            for method in service.methods:
+                assert re.search(rf"^\| `{method.name}` \|.*\| \w[^|]+ \|$", text, re.MULTILINE)
         for message in file.DESCRIPTOR.message_types_by_name.values():
-            body = text.split(f"### {message.name}\n")[1].split("\n### ")[0]
+            body = text.split(f"\n### {message.name}\n")[1].split("\n### ")[0]
+            # What it is, before its fields.
+            assert re.match(r"\n\w", body), message.name
             assert all(f"| `{field.name}` = {field.number} |" in body for field in message.fields)
         for enum in file.DESCRIPTOR.enum_types_by_name.values():
             assert all(f"| `{value.name}` =" in text for value in enum.values)
@@ -39,22 +45,36 @@ def test_the_protocol_page_has_every_call_message_and_comment() -> None:
 
 def test_the_commands_page_has_every_option() -> None:
     text = commands.page()
-    for name, (module, app) in commands.COMMANDS.items():
-        group = typer.main.get_command(getattr(sys.modules[module], app))
-        for word, command in group.commands.items():  # type: ignore[attr-defined]
-            body = text.split(f"### {name} {word}\n")[1].split("\n### ")[0].split("\n## ")[0]
+    for name in commands.COMMANDS:
+        application = commands.application(name)
+        pages = {f"## {name}": application}
+        subcommands = getattr(application, "commands", {})
+        pages |= {f"### {name} {word}": command for word, command in subcommands.items()}
+        for title, command in pages.items():
+            body = re.split(r"\n##+ ", text.split(f"\n{title}\n")[1])[0]
             for parameter in command.params:
+                hidden = getattr(parameter, "hidden", False)
                 shown = [o for o in parameter.opts if o.startswith("-") and o != "--help"]
-                assert all(option in body for option in shown), (name, word, shown)
+                assert hidden or all(option in body for option in shown), (title, shown)
+            for line in (command.epilog or "").split():
+                assert line in body, title
+
+
+def test_every_command_of_ours_is_on_the_commands_page() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    doors = {f"python training/{path.name}" for path in (ROOT / "training").glob("*.py")}
+    assert doors | set(project["scripts"]) <= set(commands.COMMANDS)
 
 
 def test_the_python_page_has_every_name_of_every_face() -> None:
     text = faces.page()
     for room in faces.ROOMS:
-        body = text.split(f"## nobackfill.{room}\n")[1].split("\n## ")[0]
-        names = faces.names(f"nobackfill.{room}")
+        body = text.split(f"\n## nobackfill.{room}\n")[1].split("\n## ")[0]
+        names = faces.offered(f"nobackfill.{room}")
         assert names
         assert all(f"### {name}\n" in body for name in names)
+    rooms = {module(path).removeprefix("nobackfill.") for path in FACES}
+    assert {room for room in rooms if not room.endswith(".cli")} <= set(faces.ROOMS)
 
 
 def test_the_site_is_built_strictly_and_searched_offline(tmp_path: Path) -> None:
@@ -116,3 +136,15 @@ def test_the_other_tutorials_run_one_after_the_other(stages: Stages, tmp_path: P
     assert "nobackfill_canary_share 0.05" in said
     assert "canary of release 2 promoted" in said
     assert "release 1 answers again" in said
+
+
+def test_the_architecture_page_has_the_rooms_and_arrows_that_there_are() -> None:
+    text = page("docs/architecture.md")
+    (drawn,) = (block for _, block in blocks(text, "text") if "──▶" in block)
+    arrows = {}
+    for room, imported in re.findall(r"^(\w+) +──▶ (.*?)(?:  .*)?$", drawn, re.MULTILINE):
+        arrows[room] = set(imported.replace("protos", "v1").split(", ")) - {"base"}
+    del arrows["demo"]
+    assert arrows == {room: to for room, to in ARROWS.items() if room != "metrics"}
+    named = set(re.findall(r"`([\w.]+)`", text))
+    assert set(ARROWS) | set(SERVER) <= named

@@ -10,46 +10,56 @@ from nbclient import NotebookClient
 
 from manual.notebooks import FOLDER, page
 
-# Both take 26 s of processor time, kernels included: too long for `make test`.
 UPGRADE, METHOD = FOLDER / "upgrade-a-gallery.ipynb", FOLDER / "which-method.ipynb"
+# Between two notebooks of one kernel: no name of the first is left, but what it imported is loaded.
+_RESET = "%reset -f"
 
 
 def read(path: Path) -> Any:
     return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
 
 
-def ran(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a notebook printed, run in `folder`. Raises CellExecutionError at the first failure."""
-    for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
-        monkeypatch.setenv(name, str(folder / name.lower()))
-    notebook = read(path)
-    client = NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(folder)}})
-    client.execute()
-    outputs = [output for cell in code(notebook) for output in cell["outputs"]]
-    assert all(output["output_type"] == "stream" for output in outputs)
-    return "".join(output["text"] for output in outputs)
-
-
 def code(notebook: Any) -> list[Any]:
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
-@pytest.mark.faults
-def test_a_gallery_is_upgraded_in_50_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = code(read(UPGRADE))
-    lines = [line for cell in cells for line in cell["source"].splitlines() if line.strip()]
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
+    """What each notebook printed, run one after the other in one kernel: its start costs more than
+    they do. Raises CellExecutionError at the first failure."""
+    folder = tmp_path_factory.mktemp("notebooks")
+    both, counts = read(UPGRADE), {}
+    for path in (UPGRADE, METHOD):
+        notebook = read(path)
+        counts[path] = len(code(notebook))
+        if path is METHOD:
+            both["cells"] += [nbformat.v4.new_code_cell(_RESET), *notebook["cells"]]  # type: ignore[no-untyped-call]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
+            patch.setenv(name, str(folder / name.lower()))
+        resources = {"metadata": {"path": str(folder)}}
+        NotebookClient(both, timeout=200, resources=resources).execute()
+    cells = code(both)
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert all(output["output_type"] == "stream" for output in outputs)
+    parts = {UPGRADE: cells[: counts[UPGRADE]], METHOD: cells[-counts[METHOD] :]}
+    return {
+        path: "".join(output["text"] for cell in part for output in cell["outputs"])
+        for path, part in parts.items()
+    }
+
+
+def test_a_gallery_is_upgraded_in_50_lines(said: dict[Path, str]) -> None:
+    lines = [line for c in code(read(UPGRADE)) for line in c["source"].splitlines() if line.strip()]
     assert len(lines) <= 50
-    said = ran(UPGRADE, tmp_path, monkeypatch)
-    assert "600 of 600 items carried" in said
-    lower, upgraded, upper = (float(share) for share in re.findall(r"(\d+\.\d)%", said))
+    assert "600 of 600 items carried" in said[UPGRADE]
+    lower, upgraded, upper = (float(share) for share in re.findall(r"(\d+\.\d)%", said[UPGRADE]))
     # Half of the gap and more is closed; the map may beat new/new by a few queries of 297.
     assert (lower + upper) / 2 < upgraded < upper + 5
 
 
-@pytest.mark.faults
-def test_the_method_hangs_on_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = ran(METHOD, tmp_path, monkeypatch)
-    ways = re.findall(r"^(stay|map|both|lazily|re-embed): ", said, re.MULTILINE)
+def test_the_method_hangs_on_the_data(said: dict[Path, str]) -> None:
+    ways = re.findall(r"^(stay|map|both|lazily|re-embed): ", said[METHOD], re.MULTILINE)
     assert len(ways) == 5
     assert (ways[0], ways[-1]) == ("map", "stay")
 

@@ -92,16 +92,27 @@ def test_a_table_shows_at_most_ten_rows_beside_those_that_reach_ours(file: Path)
 
 def test_pages_are_as_the_command_writes_them(tmp_path: Path) -> None:
     """After a change: `make tables`."""
-    (tmp_path / "bench").mkdir()
+    for folder in ("bench", "docs"):
+        (tmp_path / folder).mkdir()
     shutil.copytree(ROOT / "bench" / "results", tmp_path / "bench" / "results")
-    shutil.copy(ROOT / "README.md", tmp_path)
+    shown = [tmp_path / name for name in ("README.md", "docs/methods.md")]
+    for page in shown:
+        shutil.copy(ROOT / page.relative_to(tmp_path), page)
     copies = [tmp_path / file.relative_to(ROOT) for file in RESULTS]
-    pages = ["--page", str(tmp_path / "README.md"), *(f"--page={copy}" for copy in copies)]
-    done = CliRunner().invoke(app, pages)
+    done = CliRunner().invoke(app, [f"--page={page}" for page in (*shown, *copies)])
     assert done.exit_code == 0, done.output
-    for written in (tmp_path / "README.md", *(copy.with_suffix(".md") for copy in copies)):
+    for written in (*shown, *(copy.with_suffix(".md") for copy in copies)):
         assert written.read_text() == (ROOT / written.relative_to(tmp_path)).read_text()
-    assert len(refresh(tmp_path / "README.md")) == 2
+    assert [len(refresh(page)) for page in shown] == [1, 2]
+
+
+def test_in_brief_are_the_rows_always_shown_and_who_beats_ours() -> None:
+    measured = results(
+        **{OURS: row(0.9, 0.8, 0.05)}, bct=row(0.1, 0.1, 0.5), better=row(0.8, 0.9, 0.1)
+    )
+    told = "\n".join(shortened(measured, "all.md", brief=True))
+    assert "| bct |" in told and f"| **{OURS}** |" in told and "| better |" not in told
+    assert "beat or tie ours: `better` (main mAP)" in told and "](all.md)" in told
 
 
 def test_a_page_without_marks_or_results_is_refused(tmp_path: Path) -> None:

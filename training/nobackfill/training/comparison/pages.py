@@ -1,7 +1,8 @@
 """Shortened tables in pages that people read, written from the results that their marks name.
 
-A mark is a comment of its own line, `<!-- results: PATH -->`, PATH relative to the page; what
-follows it, up to `<!-- end of results -->`, is written by `refresh`.
+A mark is a comment of its own line, `<!-- results: PATH -->` or `<!-- results: PATH in brief -->`,
+PATH relative to the page; what follows it, up to `<!-- end of results -->`, is written by
+`refresh`. In brief: only the rows that are always shown, and no claims.
 """
 
 import re
@@ -41,7 +42,7 @@ SHOWN = (
     OURS,
 )
 _END = "<!-- end of results -->"
-_MARKED = re.compile(rf"(?m)^<!-- results: (\S+) -->\n(?s:.*?)^{_END}$")
+_MARKED = re.compile(rf"(?m)^<!-- results: (\S+)( in brief)? -->\n(?s:.*?)^{_END}$")
 
 
 def refresh(page: Path) -> list[Path]:
@@ -64,7 +65,8 @@ def refresh(page: Path) -> list[Path]:
         results = _write_whole(file)
         found.append(file)
         link = mark[1].removesuffix(".json") + ".md"
-        return "\n".join([f"<!-- results: {mark[1]} -->", *shortened(results, link), _END])
+        first = f"<!-- results: {mark[1]}{mark[2] or ''} -->"
+        return "\n".join([first, *shortened(results, link, brief=bool(mark[2])), _END])
 
     text = _MARKED.sub(written, text)
     if not found:
@@ -81,16 +83,20 @@ def _write_whole(file: Path) -> Results:
     return results
 
 
-def shortened(results: Results, link: str) -> list[str]:
-    """The rows that are always shown, and all that beat or tie ours in any column."""
+def shortened(results: Results, link: str, *, brief: bool = False) -> list[str]:
+    """The rows that are always shown, and, but in brief, all that beat or tie ours in any
+    column; below them what was measured, and, but in brief, the claims."""
     lines = head("served", "kept", "flips", "unseen served", "unseen kept")
-    chosen = rows_shown(results)
+    shown = rows_shown(results)
+    chosen = [name for name in shown if name in SHOWN] if brief else shown
     for name in chosen:
         row, unseen = results.main.rows[name], results.unseen(name)
         told = f"**{named(name, row, results)}**" if name == OURS else named(name, row, results)
         fields = [pair(row, SERVED), kept(row), f"{100 * row.extras['negative_flips']:.1f}"]
         lines.append(f"| {told} | {' | '.join((*fields, pair(unseen, SERVED), kept(unseen)))} |")
-    return [*lines, "", *_caption(results, link, len(results.main.rows) - len(chosen)), ""]
+    left_out = len(results.main.rows) - len(shown)
+    caption = _rivals(results, link) if brief else _caption(results, link, left_out)
+    return [*lines, "", *caption, ""]
 
 
 def outdated(results: Results) -> bool:
@@ -154,9 +160,21 @@ def _caption(results: Results, link: str, left_out: int) -> list[str]:
         else f"[More figures]({link})"
     )
     told.append(f"{rest}, with every claim.")
+    points = [f"Rows that beat or tie ours: {_reaching_named(results)}.", *_claims(results)]
+    return [_wrapped(" ".join(told)), "", *(_wrapped(point, "- ") for point in points)]
+
+
+def _rivals(results: Results, link: str) -> list[str]:
+    told = (
+        f"{seeds_line(results)} Rows that beat or tie ours: {_reaching_named(results)}. "
+        f"[All rows, and every claim of the papers]({link})."
+    )
+    return [_wrapped(told)]
+
+
+def _reaching_named(results: Results) -> str:
     rivals = [f"`{name}` ({', '.join(by)})" for name, by in reaching(results).items()]
-    points = [f"Rows that beat or tie ours: {'; '.join(rivals) or 'none'}."]
-    return [_wrapped(" ".join(told)), "", *(_wrapped(p, "- ") for p in points + _claims(results))]
+    return "; ".join(rivals) or "none"
 
 
 def _wrapped(text: str, mark: str = "") -> str:

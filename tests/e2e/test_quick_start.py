@@ -1,4 +1,4 @@
-"""The README's quick start, run as it stands: every fenced bash and python block, in order."""
+"""docs/quick-start.md, run as it stands: every fenced bash and python block, in order."""
 
 import re
 import shutil
@@ -9,7 +9,7 @@ import yaml
 
 from demo.data import prepare
 from demo.serve import free_addresses
-from tests.support.documents import ROOT, blocks, page, run_script, section
+from tests.support.documents import ROOT, blocks, page, run_script
 
 # Short trainings on few images: small batches make enough steps of them.
 SHORT = {"epochs": 20, "warmup_epochs": 0, "batch_size": 16}
@@ -41,7 +41,7 @@ def home(tmp_path: Path) -> Path:
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
 @pytest.mark.timeout(1200)
 def test_the_quick_start_runs_as_it_stands(home: Path) -> None:
-    steps = blocks(section(page("README.md"), "Quick start"), "bash", "python")
+    steps = blocks(page("docs/quick-start.md"), "bash", "python")
     assert len(steps) >= 6
     address, metrics = free_addresses(2)
     script = as_script(steps).replace(DEFAULT_ADDRESS, address)
