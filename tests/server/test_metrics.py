@@ -18,6 +18,7 @@ from nobackfill.server.grpc.interceptor import Interceptor
 from nobackfill.server.grpc.lanes import Lanes
 from nobackfill.server.grpc.metrics import Metrics
 from tests.server.support import Client, images, running
+from tests.support.waiting import wait_until
 
 METHOD = "/test.Sleeping/Sleep"
 SECONDS = 0.3
@@ -25,10 +26,11 @@ THREADS = 8
 
 
 class Sleeping(grpc.GenericRpcHandler):
-    """One method, that takes a while; how often it ran."""
+    """One method, that takes a while, `free` or not before; how often it ran."""
 
     def __init__(self) -> None:
         self.ran = 0
+        self.free = threading.Event()
         self._lock = threading.Lock()
         self._handler = grpc.unary_unary_rpc_method_handler(
             self._sleep,
@@ -46,6 +48,7 @@ class Sleeping(grpc.GenericRpcHandler):
     ) -> health_pb2.HealthCheckResponse:
         with self._lock:
             self.ran += 1
+        self.free.wait(60)
         time.sleep(SECONDS)
         return health_pb2.HealthCheckResponse()
 
@@ -76,6 +79,9 @@ def test_time_in_the_queue_counts_and_what_is_shed_is_counted() -> None:
     with serving(sleeping, metrics, max_calls=3 * THREADS) as client:
         call = client.raw.channel.unary_unary(METHOD, bytes, bytes)
         sent = [call.future(b"", timeout=60) for _ in range(4 * THREADS)]
+        # Nobody leaves before all have come.
+        wait_until(lambda: sum(one.done() for one in sent) == THREADS, "a quarter is shed")
+        sleeping.free.set()
         codes = [one.code() for one in sent]
     answered, shed = (
         codes.count(grpc.StatusCode.OK),
@@ -101,6 +107,7 @@ def test_calls_whose_callers_left_the_queue_are_not_worked_on() -> None:
             time.sleep(0.01)
         for one in sent:
             one.cancel()
+        sleeping.free.set()
         call(b"", timeout=60)
         # Those that ran when they were left, and ours; a few were begun meanwhile.
         assert sleeping.ran <= 3 * THREADS
