@@ -1,131 +1,35 @@
-"""Vectors searched by a real Milvus, truth in PostgreSQL: the behaviour of every engine, what only
-an index beside the truth can get wrong, and a gateway's swap."""
+"""Vectors searched by a real Milvus, truth in PostgreSQL: what only an index beside the truth can
+get wrong, and a gateway's swap. What every engine does is in tests/stores."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.gallery.gallery_store import GalleryStore, Searcher
 from nobackfill.gallery.search.index import EVERY
-from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.upgrade import run_upgrade
 from nobackfill.gallery.writing import NewVectors
 from nobackfill.server.storage import split_store
 from nobackfill.server.stores.milvus import candidates
-from nobackfill.server.stores.milvus.candidates import Candidates
 from nobackfill.server.stores.milvus.collections import Collections
-from nobackfill.server.stores.milvus.feeder import Feeder
 from nobackfill.server.stores.milvus.gallery import RECALL, MilvusGallery, wait_for_recall
-from nobackfill.server.stores.milvus.names import database_id, name_of
-from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
 from tests.gallery.making import Linear, ids, spec, vectors
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, running
-from tests.stores.conftest import PostgresqlEngine
-from tests.stores.test_items import (
-    test_what_was_put_is_there_bit_for_bit_after_opening_again as test_what_was_put_is_there,
-)
-from tests.stores.test_races import (
-    test_an_upgrade_beside_puts_and_deletions_carries_what_is_there as test_an_upgrade_beside_puts,
-)
-from tests.stores.test_races import (
-    test_puts_of_the_same_ids_keep_one_of_each as test_puts_of_the_same_ids_keep_one,
-)
-from tests.stores.test_search import (
-    test_a_graph_finds_nearly_what_an_exact_search_does as test_a_graph_finds_nearly,
-)
-from tests.stores.test_search import (
-    test_exact_searches_are_those_of_the_oracle as test_exact_searches,
-)
-from tests.stores.test_search import (
-    test_filters_let_through_what_the_predicate_does as test_filters,
-)
-from tests.stores.test_spaces import (
-    test_a_gallery_is_carried_flipped_and_rolled_back as test_a_gallery_is_carried,
-)
-from tests.support import milvus
+from tests.server.test_move import moved
+from tests.stores.milvus_engine import MilvusEngine
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
 
-# Imported to be run here, on this engine.
-_ = (
-    test_what_was_put_is_there, test_an_upgrade_beside_puts, test_puts_of_the_same_ids_keep_one,
-    test_a_graph_finds_nearly, test_exact_searches, test_filters, test_a_gallery_is_carried,
-)  # fmt: skip
 ONE, TWO = spec(1).space, spec(2).space
 COUNT = 3_000
 
 
-class MilvusEngine(PostgresqlEngine):
-    """A database for a test, and its collections in one Milvus."""
-
-    def __init__(self, server: Server, address: str) -> None:
-        super().__init__(server)
-        self.collections = Collections(address)
-        self.closing.callback(self.collections.close)
-        self.known = database_id(self.galleries.database)
-        self.candidates = Candidates(self.collections, self.known)
-        self.feeder = Feeder(self.galleries.database, self.collections, self.known)
-
-    def create(self, spec: SpaceSpec) -> GalleryStore:
-        made = super().create(spec)
-        assert isinstance(made, PostgresqlGallery)
-        return MilvusGallery(made.database, made.number)
-
-    def open_again(self, store: GalleryStore) -> GalleryStore:
-        found = super().open_again(store)
-        assert isinstance(found, PostgresqlGallery)
-        return MilvusGallery(found.database, found.number)
-
-    def feed(self, store: GalleryStore) -> None:
-        assert isinstance(store, PostgresqlGallery)
-        while self.feeder.feed(store.schema):
-            pass
-
-    def searcher(self, store: GalleryStore, space: str) -> Searcher:
-        """Once Milvus knows all that is there."""
-        assert isinstance(store, PostgresqlGallery)
-        self.feed(store)
-        return self.unfed(store, space)
-
-    def unfed(self, store: PostgresqlGallery, space: str) -> Searcher:
-        return PostgresqlSearcher(store.database, store.schema, store.space(space), self.candidates)
-
-    def collection(self, store: GalleryStore, space: str) -> str:
-        assert isinstance(store, PostgresqlGallery)
-        return name_of(self.known, store.schema, store.space(space).number)
-
-
-@pytest.fixture(scope="session")
-def milvus_address() -> Iterator[str]:
-    try:
-        manager = milvus.running()
-        address = manager.__enter__()
-    except (RuntimeError, OSError) as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
-    yield address
-    manager.__exit__(None, None, None)
-
-
 @pytest.fixture
-def engine(
-    postgres: Server, milvus_address: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[MilvusEngine]:
-    # The galleries of tests are small, and searched as large ones are.
-    monkeypatch.setattr(candidates, "SMALL", 10)
-    made = MilvusEngine(postgres, milvus_address)
-    with made.closing:
-        yield made
-        for name in made.collections.names():
-            if made.known in name:
-                made.collections.drop(name)
+def engine(milvus_engine: MilvusEngine) -> MilvusEngine:
+    """Behaviour that every engine has is tested in tests/stores."""
+    return milvus_engine
 
 
 def test_acknowledged_is_found_and_deleted_is_not_whatever_milvus_knows(
@@ -241,6 +145,30 @@ def test_a_gateway_swaps_on_milvus(
             Client(gateway.address) as client,
         ):
             assert client.find(images(1)[0]).hits[0].id == "i0"
+
+
+def test_galleries_move_to_milvus_and_away(
+    stages: Stages, tmp_path: Path, postgres: Server, milvus_address: str
+) -> None:
+    repo, files = tmp_path / "repo", f"sqlite:{tmp_path / 'data'}"
+    publish_stage(repo, stages[1])
+    with postgres.database() as url, postgres.database() as plain:
+        store = f"{url}&vectors={milvus_address}"
+        with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
+            client.create_gallery("g")
+            client.put_images(images(40))
+            assert moved(files, store) == {"g": (40, 40, 0, True)}
+            client.delete("g", ["i3"])
+        assert moved(files, store) == {"g": (39, 0, 1, True)}
+        with (
+            running(repo, tmp_path / "other", store=store) as gateway,
+            Client(gateway.address) as client,
+        ):
+            assert client.find(images(1)[0]).hits[0].id == "i0"
+            assert moved(store, plain) == {"g": (39, 39, 0, True)}
+            client.put_images(images(41)[40:], first=40)
+        assert moved(store, plain) == {"g": (40, 1, 0, True)}
+        assert moved(plain, f"sqlite:{tmp_path / 'back'}") == {"g": (40, 40, 0, True)}
 
 
 def test_an_address_names_its_engine_once() -> None:

@@ -97,9 +97,12 @@ class PostgresqlEngine:
 Engine = SqliteEngine | PostgresqlEngine
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", "postgresql", pytest.param("milvus", marks=pytest.mark.scale)])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
     made: Engine
+    if request.param == "milvus":
+        yield request.getfixturevalue("milvus_engine")
+        return
     if request.param == "sqlite":
         made = SqliteEngine(tmp_path)
     else:

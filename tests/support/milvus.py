@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from nobackfill.errors import UnavailableError
+
 # It unpacks itself, and starts in 10 to 25 s.
 _START_S = 120.0
 
@@ -24,10 +26,12 @@ def _free_port() -> int:
 
 @contextmanager
 def running() -> Iterator[str]:
-    """The address of a server, as a store's `vectors=` has it. Raises RuntimeError, saying why,
+    """The address of a server, as a store's `vectors=` has it. Raises UnavailableError, saying why,
     where it cannot start here."""
     if find_spec("milvus") is None:
-        raise RuntimeError("Milvus cannot start here: the package milvus==2.3.5 is not installed")
+        raise UnavailableError(
+            "Milvus cannot start here: the package milvus==2.3.5 is not installed"
+        )
     with tempfile.TemporaryDirectory(prefix="milvus-", ignore_cleanup_errors=True) as folder:
         port = _free_port()
         with (Path(folder) / "log").open("wb") as log:
@@ -49,17 +53,16 @@ def running() -> Iterator[str]:
 
 
 def _wait(process: "subprocess.Popen[bytes]", port: int) -> None:
-    from nobackfill.errors import UnavailableError
     from nobackfill.server.stores.milvus.collections import Collections
 
     end = time.monotonic() + _START_S
     while time.monotonic() < end:
         if process.poll() is not None:
-            raise RuntimeError(f"Milvus cannot start here: it ended ({process.returncode})")
+            raise UnavailableError(f"Milvus cannot start here: it ended ({process.returncode})")
         with suppress(UnavailableError):
             collections = Collections(f"milvus+http://127.0.0.1:{port}")
             collections.names()
             collections.close()
             return
         time.sleep(0.5)
-    raise RuntimeError(f"Milvus cannot start here: no answer within {_START_S:.0f} s")
+    raise UnavailableError(f"Milvus cannot start here: no answer within {_START_S:.0f} s")
