@@ -15,7 +15,8 @@ from nobackfill.v1 import upgrade_pb2
 from tests.server import process
 from tests.server.conftest import Stages, publish_stage
 from tests.server.crowd import Crowd
-from tests.server.support import Client, images, refused, settings
+from tests.server.support import Client, embedding, images, refused, settings
+from tests.server.test_cli import run, run_json
 from tests.support import postgres as servers
 from tests.support.blocks import manifest
 from tests.support.waiting import wait_until
@@ -136,13 +137,25 @@ def test_swaps_and_a_rolling_restart_fail_no_call(fleet: Fleet, clients: list[Cl
             wait_until(lambda: {active(client) for client in clients} == {2}, "all answer with 2")
             assert clients[undone_by].rollback(confirm=True).lost_items == 0
             wait_until(lambda: {active(client) for client in clients} == {1}, "all answer with 1")
-        clients[0].swap(2)
+        clients[0].swap(2, old_space_seconds=3600)
         for number in range(3):
             fleet.restart(number)
         seen = len(crowd.answers)
         wait_until(lambda: len(crowd.answers) > seen + 30, "answers go on")
     assert crowd.failures == []
     assert set(crowd.answers) == {1, 2}
+    # What one announced, all say, restarted or not.
+    old = embedding(both[0], PICTURES[1])
+    ends = {client.find_by(old).space_ends for client in clients}
+    assert len(ends) == 1 and None not in ends
+
+
+def test_commands_ask_the_next_where_one_is_gone(fleet: Fleet) -> None:
+    gone = ",".join(f"127.0.0.1:{free_port()}" for _ in range(8))
+    at = f"--server={gone},{fleet.addresses[0]}"
+    assert [gallery["name"] for gallery in run_json("status", at)["galleries"]] == ["g"]
+    # A stream that is begun once.
+    assert "release 9" in run("activate", "9", at, code=66)
 
 
 def test_a_gateway_that_has_heard_nothing_puts_nothing_where_it_is_not_found(

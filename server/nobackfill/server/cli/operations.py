@@ -1,6 +1,8 @@
 """The operator's commands: thin over the calls of nobackfill.wire, each of them made once."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -19,10 +21,21 @@ _STATE = release_pb2.ReleaseState.Name
 _PHASE = release_pb2.Phase.Name
 
 
+@contextmanager
+def asking(server: str) -> Iterator[Gateway]:
+    """A connection; of several gateways, to one that answers. Raises UnavailableError where none
+    does."""
+    several = "," in server
+    with Gateway(server, retries=several) as gateway:
+        if several:
+            gateway.list_releases()
+        yield gateway
+
+
 @app.command()
 def releases(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """What is published, and what this gateway does with it."""
-    with exit_codes(), Gateway(server, retries=False) as gateway:
+    with exit_codes(), asking(server) as gateway:
         answer = release_pb2.ListReleasesResponse(releases=gateway.list_releases())
     rows = [["release", "state", "dim", "metric", "upgrades from", "searches directly"]]
     rows[0] += ["old queries until", "reason"]
@@ -42,7 +55,7 @@ def releases(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
 @app.command()
 def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """Galleries, their spaces, and why one stays behind or is set aside."""
-    with exit_codes(), Gateway(server, retries=False) as gateway:
+    with exit_codes(), asking(server) as gateway:
         answer = gallery_pb2.ListGalleriesResponse(galleries=gateway.list_galleries())
     rows = [["gallery", "items", "answers with", "spaces", "note"]]
     for g in answer.galleries:
@@ -81,7 +94,7 @@ def activate(
     tried = canary_of(canary, shadow, steps, every, max_errors, max_p99_ratio)
     if promote and tried is not None:
         raise typer.BadParameter("expected --promote alone: it ends a canary")
-    with exit_codes(), Gateway(server, retries=False) as gateway:
+    with exit_codes(), asking(server) as gateway:
         event = release_pb2.ActivateReleaseResponse()
         events = gateway.promote(number) if promote else gateway.activate(
             number, rollout=rollout, spare_cores=spare_cores, old_space_seconds=old_space_seconds,
@@ -106,7 +119,7 @@ def rollback(
     as_json: Json = False,
 ) -> None:
     """Return to the release before. Without --yes: count and list what would not be found then."""
-    with exit_codes(), Gateway(server, retries=False) as gateway:
+    with exit_codes(), asking(server) as gateway:
         answer = gateway.rollback()
         if confirm:
             # To the release that was looked at: repeated, this goes back no further.
@@ -120,7 +133,7 @@ def rollback(
 @app.command()
 def retire(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """Drop the spaces and models of every older release. No rollback after it."""
-    with exit_codes(), Gateway(server, retries=False) as gateway:
+    with exit_codes(), asking(server) as gateway:
         answer = release_pb2.RetireReleaseResponse(retired=gateway.retire())
     show(as_json, plain(answer), [["retired"], [_numbers(answer.retired) or "none"]])
 
@@ -134,7 +147,7 @@ def estimate(
     as_json: Json = False,
 ) -> None:
     """Items, seconds and bytes of an upgrade, measured on a few items; nothing is changed."""
-    with exit_codes(), Gateway(server, retries=False) as gateway:
+    with exit_codes(), asking(server) as gateway:
         answer = gateway.estimate_upgrade(gallery, number, spare_cores=spare_cores)
     rows = [
         ["items", "seconds", "then indexed", "bytes", "memory", "route", "kept of new/new",
@@ -160,7 +173,7 @@ def watch(
 ) -> None:
     """Follow one gallery's upgrade or a canary to its end, or the releases until Ctrl-C, a line
     each."""
-    with exit_codes(), Gateway(server, retries=False) as gateway:
+    with exit_codes(), asking(server) as gateway:
         if canary:
             for shown in gateway.watch_canary():
                 typer.echo(json.dumps(plain(shown)) if as_json else visible(line(shown)))
