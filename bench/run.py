@@ -20,6 +20,7 @@ from bench.harness import Bench, Scale
 TOPICS = (
     "transform", "quality", "reembed", "index", "upgrade", "search", "image", "database", "swap",
     "edge", "training", "loading", "startup", "memory", "filter", "scale",
+    "gateways",
 )  # fmt: skip
 BUILD = record.ROOT / "build" / "bench"
 
