@@ -1,15 +1,19 @@
 """The commands that the demo runs, as child processes that never outlive it."""
 
 import os
+import re
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from nobackfill.errors import NobackfillError
+from nobackfill.errors import NobackfillError, UnavailableError
 
 LEASH = Path(__file__).with_name("leash.py")
 ROOT = Path(__file__).parent.parent
@@ -45,6 +49,9 @@ class Children:
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._running: list[Child] = []
+        self._folders = ExitStack()
+        # Of those that are started from now on, beside our own.
+        self.environment: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -58,6 +65,13 @@ class Children:
     ) -> None:
         for child in reversed(self._running):
             self.stop(child)
+        self._folders.close()
+
+    def folder(self, prefix: str) -> Path:
+        """A new folder with a short path, removed when they are left: a socket's may have 107
+        bytes."""
+        made = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+        return Path(self._folders.enter_context(made))
 
     def start(self, name: str, command: Sequence[str | Path]) -> Child:
         """Start a command in the project's folder; it writes NAME.out and NAME.log."""
@@ -65,8 +79,9 @@ class Children:
         output, log = self._logs / f"{name}.out", self._logs / f"{name}.log"
         with output.open("wb") as out, log.open("wb") as err:
             process = subprocess.Popen(
-                leashed, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err
-            )
+                leashed, cwd=ROOT, env=os.environ | self.environment, stdin=subprocess.DEVNULL,
+                stdout=out, stderr=err,
+            )  # fmt: skip
         child = Child(name, process, output, log)
         self._running.append(child)
         return child
@@ -90,3 +105,23 @@ class Children:
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
+
+    def kill(self, child: Child) -> None:
+        """End it as `kill -9` does."""
+        child.process.kill()
+        child.process.wait()
+
+
+def first_line(child: Child, pattern: str, seconds: float) -> str:
+    """The first line of its standard output that a pattern matches. Raises NobackfillError where
+    it ended, UnavailableError where none came in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        ended = child.process.poll() is not None
+        for line in child.output.read_text(encoding="utf-8").splitlines():
+            if re.match(pattern, line):
+                return line
+        if ended:
+            raise child.failure()
+        time.sleep(0.1)
+    raise UnavailableError(f"{child.name} is not there after {seconds:.0f} s; see {child.log}")

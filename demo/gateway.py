@@ -11,6 +11,8 @@ from nobackfill.wire.limits import LARGEST_K
 
 # Seconds for one call of a demo on a busy machine.
 DEADLINE = 60
+# And until an activation that nobody watches has ended.
+_SETTLED = 300
 
 
 def images_in(folder: Path) -> dict[str, Path]:
@@ -19,8 +21,9 @@ def images_in(folder: Path) -> dict[str, Path]:
 
 
 def connect(address: str) -> Gateway:
-    # Retries would hide the failures that the demo counts.
-    return Gateway(address, seconds=DEADLINE, retries=False)
+    # Retries would hide the failures that the demo counts; of several gateways, what one does not
+    # answer the next is asked.
+    return Gateway(address, seconds=DEADLINE, retries="," in address)
 
 
 def create(gateway: Gateway, name: str) -> None:
@@ -61,12 +64,12 @@ def active_release(gateway: Gateway) -> int | None:
 
 def settled_release(gateway: Gateway) -> int | None:
     """The release that answers, once an activation that a killed run began has come to its end."""
-    deadline = time.monotonic() + DEADLINE
+    deadline = time.monotonic() + _SETTLED
     activating = release_pb2.RELEASE_STATE_ACTIVATING
     while any(release.state == activating for release in gateway.list_releases()):
         if time.monotonic() > deadline:
             raise NobackfillError(
-                f"an activation has not ended after {DEADLINE} s; see the gateway's log"
+                f"an activation has not ended after {_SETTLED} s; see the gateway's log"
             )
         time.sleep(0.2)
     return active_release(gateway)

@@ -18,6 +18,7 @@ import typer
 
 from demo import page, pages, summary
 from demo.children import Children
+from demo.gateways import Store
 from demo.journal import Journal
 from demo.screen import Screen
 from demo.steps import Life, Options
@@ -56,7 +57,7 @@ def live(options: Options, *, stay: bool) -> None:
 def show(options: Options, figures: dict[str, Any]) -> None:
     """Keep the life's pages open until Ctrl-C, the report with links to all of them."""
     with Children(options.out / "logs") as children:
-        links = pages.start(options.out, children)
+        links = pages.start(options.out, children, options.store)
         report = page.write(options.out, figures, options.seed, links)
         for what, address in links.items():
             print(f"{what}: {address}")
@@ -87,6 +88,9 @@ def command(
         Path | None, typer.Option(help="Your own images: a folder of class folders, only read.")
     ] = None,
     rollout: Annotated[Rollout, typer.Option(help="How release 2 comes into use.")] = "cutover",
+    store: Annotated[
+        Store, typer.Option(help="postgresql: two gateways, upgraded by Ray, one of them killed.")
+    ] = "sqlite",
     seed: Annotated[int, typer.Option(min=0, help="Cuts the images, seeds the training.")] = 0,
     image_size: Annotated[
         int | None,
@@ -118,6 +122,7 @@ def command(
         out=out.resolve(),
         images=images.resolve() if images else None,
         rollout=rollout,
+        store=store,
         seed=seed,
         image_size=image_size,
         epochs=epochs,

@@ -1,11 +1,12 @@
 """A closed loop of clients: each sends its next request when the last is answered.
 
 `Load` runs it in a process of its own, for the demo, the benchmarks and the soak. `python
-demo/load.py` reads one JSON line a run: {"address", "method", "clients", "requests": a file of
+-m demo.load` reads one JSON line a run: {"address", "method", "clients", "requests": a file of
 `write_requests`, "seconds"}, and answers with one line, as Run. With "least" instead of "seconds"
 it goes on until the next line, and not before so many calls. With "judged", answers are those of
 Search and are looked at; without, messages stay bytes, so that every server meets the same cheap
-client.
+client. Several gateways, HOST:PORT,HOST:PORT, are asked as the public client asks them: what one
+does not answer, the next is asked, within the same deadline.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,19 +23,14 @@ from typing import Any
 
 import grpc
 
+from demo.calls import Call, connector
 from nobackfill.errors import NobackfillError
 from nobackfill.v1 import search_pb2
 
+ROOT = Path(__file__).parent.parent
 SEARCH = "/nobackfill.v1.SearchService/Search"
-# Before an address: requests are bodies to POST, `method` the path.
-HTTP = "http://"
-# Before a socket's path, `?` and its hnsw.ef_search: requests are messages to the statement of this
-# name, `method` is its SQL.
-POSTGRESQL, STATEMENT = "postgresql://", b"asked\0"
 OK, WRONG = "OK", "WRONG: "
-TIMEOUT = 60
 _LENGTHS = struct.Struct("<II")
-_OPTIONS = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
 # An item's distance to its own image or embedding.
 _SELF = 1e-4
 
@@ -113,10 +109,9 @@ class Load:
     """The generator in a process of its own."""
 
     def __init__(self) -> None:
-        # -P: modules of this folder stand in nobody's way.
-        command = [sys.executable, "-P", __file__]
+        command = [sys.executable, "-m", "demo.load"]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def __enter__(self) -> "Load":
@@ -173,9 +168,6 @@ class Load:
         return line
 
 
-Call = Callable[[bytes], Awaitable[bytes]]
-
-
 async def _client(
     call: Call, requests: list[tuple[bytes, str]], first: int, until: Any, run: Run, judged: bool
 ) -> None:
@@ -188,6 +180,8 @@ async def _client(
             answer = await call(request)
         except grpc.RpcError as error:
             outcome = f"{error.code().name}: {error.details()}"
+        except NobackfillError as error:
+            outcome = f"{type(error).__name__}: {error}"
         ended = time.monotonic()
         if judged and outcome == OK:
             response = search_pb2.SearchResponse.FromString(answer)
@@ -200,57 +194,9 @@ async def _client(
         number += 1
 
 
-async def _grpc_call(stack: AsyncExitStack, address: str, method: str) -> Call:
-    channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=_OPTIONS))
-    call: Any = channel.unary_unary(method)
-    return lambda request: call(request, timeout=TIMEOUT)
-
-
-async def _http_call(stack: AsyncExitStack, address: str, path: str) -> Call:
-    """One kept-alive connection, and no more of HTTP than it takes."""
-    host, port = address.removeprefix(HTTP).split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    stack.callback(writer.close)
-    head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-
-    async def call(request: bytes) -> bytes:
-        writer.write(f"{head}content-length: {len(request)}\r\n\r\n".encode() + request)
-        answer = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        length = int(answer.partition("content-length:")[2].partition("\r\n")[0])
-        body = await reader.readexactly(length)
-        if not answer.startswith("http/1.1 200"):
-            raise RuntimeError(f"{answer}{body!r}")
-        return body
-
-    return call
-
-
-async def _postgresql_call(stack: AsyncExitStack, address: str, sql: str) -> Call:
-    """One connection of its own protocol, with one prepared statement."""
-    path, _, ef = address.removeprefix(POSTGRESQL).partition("?")
-    reader, writer = await asyncio.open_unix_connection(path)
-    stack.callback(writer.close)
-    options = f"-c hnsw.ef_search={ef}".encode()
-    named = (b"user", b"postgres", b"database", b"postgres", b"options", options, b"")
-    start = struct.pack(">i", 196_608) + b"\0".join(named) + b"\0"
-    prepare = STATEMENT + sql.encode() + b"\0\0\0"
-
-    async def call(request: bytes) -> bytes:
-        writer.write(request)
-        answer = await reader.readuntil(b"Z\0\0\0\5I")
-        if answer.startswith(b"E"):
-            raise RuntimeError(f"PostgreSQL: {answer!r}")
-        return answer
-
-    await call(struct.pack(">i", 4 + len(start)) + start)
-    await call(b"P" + struct.pack(">i", 4 + len(prepare)) + prepare + b"S\0\0\0\4")
-    return call
-
-
 async def _run(task: dict[str, Any]) -> Run:
     requests = read_requests(Path(task["requests"]))
-    ways = {HTTP: _http_call, POSTGRESQL: _postgresql_call}
-    connect = ways.get(f"{task['address'].partition('://')[0]}://", _grpc_call)
+    connect = connector(task["address"])
     run = Run()
     async with AsyncExitStack() as stack:
         calls = [

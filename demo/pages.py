@@ -2,34 +2,30 @@
 
 import json
 import threading
-import time
 from pathlib import Path
 
-from demo import serve
-from demo.children import Child, Children
+from demo.children import Children, first_line
 from demo.device import COMMAND as EDGE_CLIENT
-from nobackfill.errors import UnavailableError
+from demo.gateways import Gateways, Store
+from demo.serve import free_addresses
 
 # Until a command prints the address of its pages, in seconds.
 _START_SECONDS = 60
 
 
-def start(out: Path, children: Children) -> dict[str, str]:
+def start(out: Path, children: Children, store: Store = "sqlite") -> dict[str, str]:
     """Start both; what each shows -> its address. Call it when every step was done."""
     _lay_back(out)
-    address, metrics, console = serve.free_addresses(3)
-    gateway = serve.start(
-        children, out / "model_repo", out / "gateway", (address, metrics),
-        "--console", "--console-address", console,
-    )  # fmt: skip
+    (console,) = free_addresses(1)
+    gateway = Gateways(children, out, store).start(0, "--console", "--console-address", console)
     browse = children.start(
         "browse",
         [EDGE_CLIENT, "--gallery", out / "device" / "gallery.sqlite", "browse", "--json"],
     )
-    shown = first_line(browse, "{")
+    shown = first_line(browse, r"\{", _START_SECONDS)
     return {
         "the device's gallery": str(json.loads(shown)["address"]),
-        "the gateway's console": first_line(gateway, "console: ").split()[1],
+        "the gateway's console": first_line(gateway, "console: ", _START_SECONDS).split()[1],
     }
 
 
@@ -47,18 +43,3 @@ def _lay_back(out: Path) -> None:
     images = out / "data" / "device"
     if not images.exists():
         images.symlink_to(out / "measuring-only" / "device")
-
-
-def first_line(child: Child, beginning: str) -> str:
-    """A command's first line that begins so. Raises UnavailableError; where the command has ended
-    without one, its failure."""
-    deadline = time.monotonic() + _START_SECONDS
-    while time.monotonic() < deadline:
-        ended = child.process.poll() is not None
-        for line in child.output.read_text(encoding="utf-8").splitlines():
-            if line.startswith(beginning):
-                return line
-        if ended:
-            raise child.failure()
-        time.sleep(0.1)
-    raise UnavailableError(f"no address came within {_START_SECONDS} s; see {child.output}")

@@ -36,13 +36,14 @@ def free_addresses(count: int) -> list[str]:
 
 
 def start(
-    children: Children, model_repo: Path, data: Path, addresses: Sequence[str], *further: str
-) -> Child:
-    """Start `gateway serve`, with `further` arguments, and wait until a release answers. Raises
-    UnavailableError."""
+    children: Children, model_repo: Path, data: Path, addresses: Sequence[str], *further: str,
+    name: str = "gateway",
+) -> Child:  # fmt: skip
+    """Start `gateway serve`, with `further` arguments, and wait until a release answers. Its log is
+    `name`.log. Raises UnavailableError."""
     address, metrics = addresses
     child = children.start(
-        "gateway",
+        name,
         [
             *(COMMAND, "serve", "--model-repo", model_repo, "--data", data),
             *("--address", address, "--metrics-address", metrics, *further),
@@ -95,11 +96,16 @@ class Activation:
 
 def activate(connection: Gateway, release: int, rollout: str) -> Activation:
     """Activate a release and time it. Raises PreconditionError where the release failed."""
+    return timed(connection.activate(release, rollout=rollout))
+
+
+def timed(reports: Iterator[release_pb2.ActivateReleaseResponse]) -> Activation:
+    """What the reports of an activation tell, read to its end."""
     phases: list[str] = []
     upgrading: list[float] = []
     items = 0
     start = time.monotonic()
-    for report in connection.activate(release, rollout=rollout):
+    for report in reports:
         name = release_pb2.Phase.Name(report.phase).removeprefix("PHASE_").lower()
         if name not in phases:
             phases.append(name)

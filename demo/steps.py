@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from demo import data, gateway, serve, train
-from demo.children import Child, Children
+from demo.children import Children
 from demo.device import Device
+from demo.gateways import Gateways, Store
 from demo.journal import Journal, Result
 from demo.latency import summary
 from demo.ranking import Answers, agreement, quality
@@ -32,6 +33,7 @@ class Options:
     out: Path
     images: Path | None
     rollout: str
+    store: Store
     seed: int
     image_size: int | None
     epochs: int | None
@@ -69,10 +71,8 @@ class Life:
         self.copies = out / "measuring-only"
         self.answers = out / "answers"
         self.runs = out / "runs"
-        # Other ones in each run: nobody else may have taken them meanwhile.
-        self.addresses = serve.free_addresses(2)
+        self.gateways = Gateways(children, out, options.store)
         self.device = Device(children, out / "device")
-        self._gateway: Child | None = None
 
     def steps(self) -> list[tuple[str, str, Callable[[], Result]]]:
         """Name, title and work of each step."""
@@ -106,13 +106,6 @@ class Life:
             compatible=options.rollout == "direct",
         )
 
-    def address(self) -> str:
-        """The gateway's address; it is started when it is first needed."""
-        if self._gateway is None:
-            data_folder = self.options.out / "gateway"
-            self._gateway = serve.start(self.children, self.model_repo, data_folder, self.addresses)
-        return self.addresses[0]
-
     def queries(self) -> dict[str, Path]:
         return gateway.images_in(self.data / "queries")
 
@@ -144,7 +137,7 @@ class Life:
         return {}
 
     def fill_server(self) -> Result:
-        with gateway.connect(self.address()) as connection:
+        with gateway.connect(self.gateways.address()) as connection:
             items = {}
             for name, part in ((SERVER, "server"), (MIRROR, "device")):
                 folder = self.data / part
@@ -154,7 +147,7 @@ class Life:
         return {"items": items[SERVER]}
 
     def fill_device(self) -> Result:
-        source = f"grpc://{self.address()}"
+        source = f"grpc://{self.gateways.address()}"
         root = self.model_repo / "1.root.json"
         items = self.device.make(source, root, self.data / "device")
         return {"items": items, "ids": list(gateway.images_in(self.data / "device"))}
@@ -164,7 +157,7 @@ class Life:
         server_ids = self.journal["server"]["items"]
         device_ids = self.journal["device"]["ids"]
         queries = self.queries()
-        with gateway.connect(self.address()) as connection:
+        with gateway.connect(self.gateways.address()) as connection:
             on_server = gateway.ask(connection, SERVER, queries, len(server_ids))
             on_mirror = gateway.ask(connection, MIRROR, queries, len(device_ids))
         on_device = self.device.ask(queries, len(device_ids))
@@ -185,14 +178,14 @@ class Life:
 
     def swap(self) -> Result:
         options = self.options
-        with gateway.connect(self.address()) as connection:
+        with gateway.connect(self.gateways.address()) as connection:
             if gateway.settled_release(connection) == 2:
                 connection.rollback(confirm=True)
             with serve.under_load(
-                self.addresses[0], SERVER, self.data / "queries", options.clients
+                self.gateways.address(), SERVER, self.data / "queries", options.clients
             ) as met:
                 time.sleep(options.steady_seconds)
-                activation = serve.activate(connection, 2, options.rollout)
+                activation = self.gateways.activate(2, options.rollout)
                 time.sleep(options.steady_seconds)
         window = activation.window
         return {
@@ -201,10 +194,12 @@ class Life:
             "swap_seconds": round(window.end - window.start, 2),
             "upgrade_items_per_second": round(activation.items / activation.upgrade_seconds, 1),
             "phases": activation.phases,
+            "gateways": self.gateways.count,
+            "killed": self.gateways.killed,
         }
 
     def sync(self) -> Result:
-        source = f"grpc://{self.address()}"
+        source = f"grpc://{self.gateways.address()}"
         seconds, answered, failed = self.device.sync(source, next(iter(self.queries().values())))
         status = self.device.status()
         return {

@@ -67,6 +67,7 @@ def show(figures: dict[str, Any]) -> None:
         f"{server['p50_ms_steady']} ms, 99 % within {server['p99_ms_steady']} ms; during the "
         f"{server['swap_seconds']} s of the swap within {server['p50_ms_swap']} and "
         f"{server['p99_ms_swap']} ms.\n"
+        f"{_killed(server)}"
         f"Device: synced {edge['items']} images in {edge['sync_seconds']} s; "
         f"{edge['searches_during_sync']} searches were answered meanwhile, "
         f"{edge['failed_during_sync']} failed. Of its first five hits the server finds "
@@ -76,3 +77,12 @@ def show(figures: dict[str, Any]) -> None:
 
 def _percent(cell: dict[str, float]) -> list[str]:
     return [f"{cell[key]:.1f}" for key in ("cmc1", "cmc5", "map")]
+
+
+def _killed(server: dict[str, Any]) -> str:
+    if not server["killed"]:
+        return ""
+    return (
+        f"One of the {server['gateways']} gateways was killed (SIGKILL) while it led the upgrade; "
+        "another led on.\n"
+    )

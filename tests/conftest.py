@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from tests.stores.milvus_engine import MilvusEngine
     from tests.support.postgres import Server
 
 # Two cores are shared by the workers of one run and by the servers that tests start.
@@ -35,12 +36,13 @@ def near_trials() -> Iterator[None]:
 def postgres() -> Iterator["Server"]:
     """A PostgreSQL with pgvector. Where it cannot start, tests say so and are skipped; they fail
     where CI is set."""
+    from nobackfill.errors import NobackfillError
     from tests.support.postgres import Server, running
 
     try:
         manager = running()
         server: Server = manager.__enter__()
-    except (RuntimeError, OSError, AssertionError) as error:
+    except (NobackfillError, OSError, AssertionError) as error:
         if os.environ.get("CI"):
             raise
         pytest.skip(str(error))
@@ -48,3 +50,38 @@ def postgres() -> Iterator["Server"]:
         yield server
     finally:
         manager.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="session")
+def milvus_address() -> Iterator[str]:
+    """A Milvus, for tests that are marked `scale`. Where it is not installed, or cannot start, they
+    say so and are skipped."""
+    pytest.importorskip("pymilvus", reason="Milvus is not tested: pymilvus is not installed")
+    from nobackfill.errors import NobackfillError
+    from tests.support import milvus
+
+    try:
+        manager = milvus.running()
+        address = manager.__enter__()
+    except (NobackfillError, OSError) as error:
+        pytest.skip(str(error))
+    yield address
+    manager.__exit__(None, None, None)
+
+
+@pytest.fixture
+def milvus_engine(
+    postgres: "Server", milvus_address: str, monkeypatch: pytest.MonkeyPatch
+) -> "Iterator[MilvusEngine]":
+    """A database, and its collections in one Milvus."""
+    from nobackfill.server.stores.milvus import candidates
+    from tests.stores.milvus_engine import MilvusEngine
+
+    # The galleries of tests are small, and searched as large ones are.
+    monkeypatch.setattr(candidates, "SMALL", 10)
+    made = MilvusEngine(postgres, milvus_address)
+    with made.closing:
+        yield made
+        for name in made.collections.names():
+            if made.known in name:
+                made.collections.drop(name)

@@ -15,7 +15,8 @@ import numpy as np
 from bench.loaded import Target
 from bench.record import ROOT, versions
 from bench.rivals.rival import Rival
-from demo.load import HTTP, write_requests
+from demo.calls import HTTP
+from demo.load import write_requests
 from demo.serve import free_addresses
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.index import Labels

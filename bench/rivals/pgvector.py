@@ -11,7 +11,8 @@ from pgvector.psycopg import register_vector
 
 from bench.loaded import Target
 from bench.rivals.rival import Rival
-from demo.load import POSTGRESQL, STATEMENT, write_requests
+from demo.calls import POSTGRESQL, STATEMENT
+from demo.load import write_requests
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.index import Labels
 from nobackfill.vectors import Vectors

