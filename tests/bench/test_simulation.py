@@ -1,6 +1,9 @@
 """The simulation of an upgrade against what can be reckoned by hand."""
 
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +45,33 @@ def test_a_window_that_was_lost_at_the_end_is_carried_by_who_is_idle() -> None:
 def _ends(plan: Plan, seed: int) -> bool:
     """Both are lost before the end in some runs: those wait for a worker to come back."""
     return simulate(plan, seed).lost < 2
+
+
+def test_the_plan_tells_what_was_measured_and_what_is_simulated() -> None:
+    root = Path(__file__).parents[2]
+    told = (root / "docs" / "plan.md").read_text()
+    rates = re.search(
+        r"carries ([\d,]+) items a second fp32, ([\d,]+) int8; "
+        r".* reads ([\d,]+) and writes ([\d,]+)",
+        told,
+    )
+    assert rates is not None
+    fp32, int8, read, write = (float(text.replace(",", "")) for text in rates.groups())
+    # By two threads; runs on shared machines differ, and the plan says by how much.
+    upgrade = json.loads((root / "bench" / "results" / "upgrade.json").read_text())["tables"][0]
+    measured = {row["what"]: row["items/s"] for row in upgrade["rows"]}
+    assert fp32 == pytest.approx(measured["bare transform, fp32"] / 2, rel=0.5)
+    assert int8 == pytest.approx(measured["bare transform, int8"] / 2, rel=0.5)
+    assert read == pytest.approx(measured["bare read, fp32"], rel=0.5)
+    assert write == pytest.approx(measured["bare write, fp32"], rel=0.5)
+    row = r"^\| (\d+), (\d+), (\w+) \| ([\d.]+) h \| ([\d.]+) h \| ([\d.]+), ([\d.]+) \| (\d+) \|$"
+    rows = re.findall(row, told, re.MULTILINE)
+    assert len(rows) == 4
+    for workers, lanes, kind, *figures in rows:
+        least, median, first, last, hours = map(float, figures)
+        carry = {"fp32": fp32, "int8": int8}[kind]
+        plan = Plan(10**9, 65_536, int(workers), int(lanes), read=read, carry=carry, write=write)
+        assert f"{plan.windows:,} windows" in told
+        assert plan.least_hours == pytest.approx(least, abs=0.006)
+        assert first - 0.006 <= simulate(plan, 0).hours <= last + 0.006
+        assert first <= median <= last and hours == pytest.approx(median * int(workers), abs=1)
