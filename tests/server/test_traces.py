@@ -50,7 +50,8 @@ class Collector(service_grpc.TraceServiceServicer):
 def collecting() -> Iterator[tuple[Collector, str]]:
     collector = Collector()
     server = grpc.server(ThreadPoolExecutor(2))
-    service_grpc.add_TraceServiceServicer_to_server(collector, server)
+    add: Any = service_grpc.add_TraceServiceServicer_to_server
+    add(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 from nobackfill.errors import ItemQuotaError, NotFoundError, VerificationError, few
 from nobackfill.server.galleries.galleries import Galleries
@@ -29,13 +29,12 @@ class Quotas:
         Raises ItemQuotaError where those that are new are too many, NotFoundError for no gallery,
         DeadlineError, CancelledError.
         """
-        key = principal.galleries, principal.items
-        if key[0] is None or key[1] is None:
-            taken = nullcontext()
-        else:
-            quota = self._known.setdefault(key, _Quota(self._galleries, *key))
-            taken = quota.taking(gallery, set(ids))
-        with taken:
+        names, most = principal.galleries, principal.items
+        if names is None or most is None:
+            yield
+            return
+        quota = self._known.setdefault((names, most), _Quota(self._galleries, names, most))
+        with quota.taking(gallery, set(ids)):
             yield
 
 
