@@ -108,6 +108,8 @@ def test_what_was_put_joins_the_graph_when_puts_end(
     base = view.snapshot().base
     assert isinstance(base.index, hnsw.HnswIndex)
     assert len(base) == COUNT + more
+    told = client.get_gallery("g").spaces[0].index
+    assert (told.in_graph, told.compared, told.delta, told.due) == (COUNT + more, 0, 0, False)
 
 
 def test_a_rollback_and_the_end_do_not_wait_for_an_index(

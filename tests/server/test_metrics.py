@@ -120,6 +120,8 @@ def test_searches_indexes_and_the_disk_are_told(repo: Path, tmp_path: Path) -> N
         client.create_gallery("g")
         client.put_images(images(5))
         client.find(images(5)[1])
+        told = client.get_gallery("g").spaces[0].index
+        assert (told.in_graph, told.compared, told.delta, told.due) == (0, 0, 5, False)
         with urllib.request.urlopen(f"http://{gateway.metrics_address}/readyz") as page:
             assert page.status == 200
         with urllib.request.urlopen(f"http://{gateway.metrics_address}/metrics") as page:

@@ -30,18 +30,32 @@ ITEM_ORDER_UNSPECIFIED: ItemOrder
 ITEM_ORDER_LEAST_CERTAIN: ItemOrder
 
 class SpaceInfo(_message.Message):
-    __slots__ = ("space", "release", "items", "state", "ends_at")
+    __slots__ = ("space", "release", "items", "state", "ends_at", "index")
     SPACE_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ENDS_AT_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     space: str
     release: int
     items: int
     state: SpaceState
     ends_at: _timestamp_pb2.Timestamp
-    def __init__(self, space: _Optional[str] = ..., release: _Optional[int] = ..., items: _Optional[int] = ..., state: _Optional[_Union[SpaceState, str]] = ..., ends_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    index: IndexInfo
+    def __init__(self, space: _Optional[str] = ..., release: _Optional[int] = ..., items: _Optional[int] = ..., state: _Optional[_Union[SpaceState, str]] = ..., ends_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., index: _Optional[_Union[IndexInfo, _Mapping]] = ...) -> None: ...
+
+class IndexInfo(_message.Message):
+    __slots__ = ("in_graph", "compared", "delta", "due")
+    IN_GRAPH_FIELD_NUMBER: _ClassVar[int]
+    COMPARED_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    DUE_FIELD_NUMBER: _ClassVar[int]
+    in_graph: int
+    compared: int
+    delta: int
+    due: bool
+    def __init__(self, in_graph: _Optional[int] = ..., compared: _Optional[int] = ..., delta: _Optional[int] = ..., due: _Optional[bool] = ...) -> None: ...
 
 class Gallery(_message.Message):
     __slots__ = ("name", "items", "release", "spaces", "note", "created", "exact_distances", "set_aside")

@@ -4,13 +4,36 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Index
+from nobackfill.gallery.search.view import LiveView, Snapshot
+from nobackfill.server.galleries.bases import due
 from nobackfill.server.galleries.hosted import Hosted
+
+
+@dataclass(frozen=True)
+class Searched:
+    """Vectors of a space by how a search meets them; `due`: a graph of them all is to be made."""
+
+    graph: int
+    exact: int
+    delta: int
+    due: bool = False
+
+
+def searched(view: LiveView) -> Searched:
+    """Of one space, as it is now."""
+    return replace(_counts(view.snapshot()), due=due(view))
+
+
+def _counts(snapshot: Snapshot) -> Searched:
+    base = len(snapshot.base)
+    graph = base if snapshot.graphed else 0
+    return Searched(graph, base - graph, len(snapshot.delta))
 
 
 class IndexSizes(Collector):
@@ -28,10 +51,10 @@ class IndexSizes(Collector):
         for hosted in self._galleries():
             for view in hosted.views().values():
                 snapshot = view.snapshot()
-                exact = isinstance(snapshot.base.index, ExactIndex)
-                vectors["exact" if exact else "graph"] += len(snapshot.base)
-                vectors["delta"] += len(snapshot.delta)
-                if not exact:
+                counts = _counts(snapshot)
+                for searched in vectors:
+                    vectors[searched] += getattr(counts, searched)
+                if snapshot.graphed:
                     with self._lock:
                         oldest = min(oldest, self._seen.setdefault(snapshot.base.index, now))
         family = GaugeMetricFamily(

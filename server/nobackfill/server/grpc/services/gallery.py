@@ -10,6 +10,7 @@ from nobackfill.server.galleries.galleries import CREATED, Galleries
 from nobackfill.server.galleries.hosted import NOTE, Hosted
 from nobackfill.server.galleries.puts import Bare, Put, Putting
 from nobackfill.server.galleries.quotas import Quotas
+from nobackfill.server.galleries.sizes import searched
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.errors import without_folders
 from nobackfill.server.grpc.services import items
@@ -174,7 +175,7 @@ def _put(item: pb.PutItem) -> Put:
 
 
 def _gallery(hosted: Hosted, ends: Mapping[str, float]) -> pb.Gallery:
-    counts = hosted.sizes()
+    counts, views = hosted.sizes(), hosted.views()
     gallery = pb.Gallery(
         name=hosted.name,
         items=hosted.count(),
@@ -191,4 +192,11 @@ def _gallery(hosted: Hosted, ends: Mapping[str, float]) -> pb.Gallery:
             state=_STATES[info.state],
         )
         to_end(info.spec.space, ends, space.ends_at)
+        if info.spec.space in views:
+            found = searched(views[info.spec.space])
+            space.index.CopyFrom(
+                pb.IndexInfo(
+                    in_graph=found.graph, compared=found.exact, delta=found.delta, due=found.due
+                )
+            )
     return gallery
