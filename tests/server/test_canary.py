@@ -1,9 +1,6 @@
-"""A share of the callers meets a release first, and it is stopped where it is worse.
+"""A share of the callers meets a release first, and it is stopped where it is worse."""
 
-Release n embeds into its own orthogonal block: a query that met a vector of another space would
-find it at squared distance 2, and an item asked for by its own image is found at distance 0.
-"""
-
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -18,42 +15,12 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.server.cli import operations  # noqa: F401 - puts its commands into app
 from nobackfill.server.cli.app import app
 from nobackfill.server.gateway import Gateway
-from nobackfill.shares import digest, in_share
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.v1 import search_pb2
-from nobackfill.wire import Answer, Hit
+from tests.server.canaried import ITEMS, SESSIONS, ask, begin, expected, report, wait_for, whole
 from tests.server.conftest import Stages, publish_stage
-from tests.server.support import TIMEOUT_S, Client, embedding, images, refused, running, vectors_of
+from tests.server.support import Client, embedding, images, refused, running, vectors_of
 from tests.support.blocks import png
-
-ITEMS = 6
-SESSIONS = [f"session {n}" for n in range(24)]
-
-
-def expected(session: str, share: float) -> int:
-    return 2 if in_share(digest(2, session), share) else 1
-
-
-def begin(client: Client, canary: pb.Canary) -> str:
-    """Activate release 2 up to its canary; what that says."""
-    events = client.activate(2, canary=canary)
-    return next(event.message for event in events if event.phase == pb.PHASE_CANARY)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-def whole(answer: Answer[Hit], item: str) -> int:
-    """The release of an answer, all of which is of one pair."""
-    assert answer.hits[0].id == item
-    assert answer.hits[0].distance == pytest.approx(0, abs=1e-5)
-    assert all(abs(hit.distance - 2) > 1e-4 for hit in answer.hits)
-    assert {hit.release for hit in answer.hits} == {answer.release}
-    return answer.release
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +51,6 @@ def client(served: tuple[Gateway, Client], near_gate: None) -> Iterator[Client]:
         served[1].rollback(confirm=True, to=1)
     wait_for(lambda: served[0].activations.running() is None)
     assert served[1].states()[1] == "ACTIVE"
-
-
-def ask(client: Client, session: str, number: int) -> Answer[Hit]:
-    return client.search("g", image=png(images(ITEMS)[number]), k=3, session=session)
-
-
-def report(client: Client) -> pb.WatchCanaryResponse:
-    return next(iter(client.watch_canary()))
 
 
 def test_one_search_is_answered_by_one_pair(client: Client, one: Manifest, two: Manifest) -> None:
@@ -194,24 +153,33 @@ def test_a_restart_goes_on_with_the_same_share(
 
 
 @pytest.fixture
-def failing(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Once called, release 2 embeds no image any more."""
+def before_two(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Callable[[], None]], None]:
+    """What it is given is done from then on before release 2 embeds an image."""
     embed = gateway.models.embed
 
-    def fail(manifest: Manifest, images: Any) -> Any:
-        if manifest.release == 2:
-            raise UnavailableError("the model of release 2 is broken")
-        return embed(manifest, images)
+    def begin(work: Callable[[], None]) -> None:
+        def instead(manifest: Manifest, images: Any) -> Any:
+            if manifest.release == 2:
+                work()
+            return embed(manifest, images)
 
-    return lambda: monkeypatch.setattr(gateway.models, "embed", fail)
+        monkeypatch.setattr(gateway.models, "embed", instead)
+
+    return begin
+
+
+def broken() -> None:
+    raise UnavailableError("the model of release 2 is broken")
 
 
 @pytest.mark.parametrize("shadow", [False, True])
 def test_errors_stop_it_and_no_caller_sees_one(
-    client: Client, failing: Callable[[], None], shadow: bool
+    client: Client, before_two: Callable[[Callable[[], None]], None], shadow: bool
 ) -> None:
     begin(client, pb.Canary(share=0.5, shadow=shadow))
-    failing()
+    before_two(broken)
     asked = 0
     while report(client).state == pb.CANARY_STATE_RUNNING:
         asked += 1
@@ -225,6 +193,31 @@ def test_errors_stop_it_and_no_caller_sees_one(
     (reason,) = [r.reason for r in client.list_releases() if r.number == 2]
     assert "the bound is 1.0%" in reason
     assert not ask(client, "after", 0).request_id
+
+
+def test_answers_that_take_much_longer_stop_it(
+    client: Client, before_two: Callable[[Callable[[], None]], None]
+) -> None:
+    begin(client, pb.Canary(share=0.5, largest_p99_ratio=3))
+    by_pair = {pair: [s for s in SESSIONS if expected(s, 0.5) == pair] for pair in (1, 2)}
+    # What takes long is told from the old pair's 99th percentile, once that is known.
+    for n in range(200):
+        assert whole(ask(client, by_pair[1][n % len(by_pair[1])], n % ITEMS), f"i{n % ITEMS}") == 1
+    usual = report(client).old_pair.p99
+    before_two(lambda: time.sleep(4 * usual))
+    asked = 0
+    while report(client).state == pb.CANARY_STATE_RUNNING:
+        asked += 1
+        ask(client, by_pair[2][0], 0)
+        assert asked < 50
+    shown = report(client)
+    assert shown.state == pb.CANARY_STATE_STOPPED
+    assert re.match(
+        r"latency: the new pair's p99 is .* ms, the old one's .* 3 times", shown.message
+    )
+    assert (shown.new_pair.errors, shown.new_pair.p99 > 3 * usual) == (0, True)
+    wait_for(lambda: client.states() == {1: "ACTIVE", 2: "FAILED"})
+    assert whole(ask(client, by_pair[2][0], 0), "i0") == 1
 
 
 def test_feedback_stops_it(client: Client) -> None:

@@ -1,0 +1,53 @@
+"""A canary of release 2 in gallery g, begun, asked and watched by tests.
+
+Release n embeds into its own orthogonal block: a query that met a vector of another space would
+find it at squared distance 2, and an item asked for by its own image is found at distance 0.
+"""
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from nobackfill.shares import digest, in_share
+from nobackfill.v1 import release_pb2 as pb
+from nobackfill.wire import Answer, Hit
+from tests.server.support import TIMEOUT_S, Client, images
+from tests.support.blocks import png
+
+ITEMS = 6
+SESSIONS = [f"session {n}" for n in range(24)]
+
+
+def expected(session: str, share: float) -> int:
+    return 2 if in_share(digest(2, session), share) else 1
+
+
+def begin(client: Client, canary: pb.Canary) -> str:
+    """Activate release 2 up to its canary; what that says."""
+    events = client.activate(2, canary=canary)
+    return next(event.message for event in events if event.phase == pb.PHASE_CANARY)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def whole(answer: Answer[Hit], item: str) -> int:
+    """The release of an answer, all of which is of one pair."""
+    assert answer.hits[0].id == item
+    assert answer.hits[0].distance == pytest.approx(0, abs=1e-5)
+    assert all(abs(hit.distance - 2) > 1e-4 for hit in answer.hits)
+    assert {hit.release for hit in answer.hits} == {answer.release}
+    return answer.release
+
+
+def ask(client: Client, session: str, number: int) -> Answer[Hit]:
+    return client.search("g", image=png(images(ITEMS)[number]), k=3, session=session)
+
+
+def report(client: Client) -> pb.WatchCanaryResponse:
+    return next(iter(client.watch_canary()))
