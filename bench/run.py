@@ -19,7 +19,7 @@ from bench.harness import Bench, Scale
 # In the order in which they are shown; each is bench/topics/NAME.py with a function `run`.
 TOPICS = (
     "transform", "quality", "reembed", "index", "upgrade", "search", "image", "database", "swap",
-    "edge", "training", "loading", "startup", "memory", "filter", "scale",
+    "edge", "pages", "training", "loading", "startup", "memory", "filter", "scale",
     "gateways",
 )  # fmt: skip
 BUILD = record.ROOT / "build" / "bench"

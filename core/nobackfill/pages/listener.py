@@ -39,7 +39,9 @@ class Listener:
         """`port` 0: any that is free. Raises
         ConfigurationError where nobody can listen there."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family)
+        # By the protocol's number asyncio knows sockets whose data it sends at once: without it,
+        # each answer waits 40 ms for the browser's acknowledgement of its head.
+        self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, port))
