@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from nobackfill.errors import InvalidInputError
+from nobackfill.report.links import Served
+
 ROOT = Path(__file__).parent.parent.parent
 # Its width in CSS pixels.
 PHONE = 390
@@ -105,8 +108,23 @@ def test_without_images_it_shows_what_was_published(model_repo: Path, tmp_path: 
     text = read(output).text
     assert "give this report images" in text
     assert "What got worse" not in text
-    assert run("--model-repo", model_repo, "--release", "1", "-o", output).returncode == 0
+    served = ("--console", "http://127.0.0.1:9465/secret/", "--browse", "http://127.0.0.1:8642/x")
+    first = run("--model-repo", model_repo, "--release", "1", "-o", output, *served)
+    assert first.returncode == 0, first.stderr
     assert "The first release" in read(output).text
+    assert read(output).loads == [
+        "http://127.0.0.1:9465/secret/release/1", "http://127.0.0.1:9465/secret/playground",
+        "http://127.0.0.1:8642/x/release", "http://127.0.0.1:8642/x/uncertain",
+    ]  # fmt: skip
+    # It holds their secrets.
+    assert output.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_report_leads_to_pages_alone() -> None:
+    for wrong in ("javascript:alert(1)", "127.0.0.1:9465", "file:///etc/passwd", " http://x"):
+        with pytest.raises(InvalidInputError, match="as gateway serve --console"):
+            Served(console=wrong).links(2)
+    assert Served().links(2) == []
 
 
 def test_wrong_input_gets_a_sentence_and_its_exit_code(

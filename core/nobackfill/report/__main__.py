@@ -20,12 +20,21 @@ def command(
         Path | None,
         typer.Option(help="A folder of class folders to measure and to show; it is only read."),
     ] = None,
+    console: Annotated[
+        str, typer.Option(help="Link to the gateway's console at this address.")
+    ] = "",
+    browse: Annotated[
+        str, typer.Option(help="Link to the pages of edge-client browse at this address.")
+    ] = "",
 ) -> None:
     """Write one HTML file that shows what an upgrade does to a gallery."""
     with extra("training"):
+        from nobackfill.report.links import Served
         from nobackfill.report.upgrade import upgrade_page
 
-    write_file(output, upgrade_page(model_repo, release, images).encode(), 0o644)
+    page = upgrade_page(model_repo, release, images, Served(console, browse))
+    # Addresses of pages hold their secret.
+    write_file(output, page.encode(), 0o600 if console or browse else 0o644)
     print(f"report: wrote {output}", file=sys.stderr)
 
 

@@ -1,6 +1,6 @@
 """One self-contained HTML page that tells a person what an upgrade does to their gallery."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,10 +85,11 @@ def render(
     comparison: Comparison | None,
     basis: str | None,
     seed: int,
+    links: Sequence[tuple[str, str]] = (),
 ) -> str:
     """The page. `old` None: a first release. Without `comparison` it shows what the manifests say.
 
-    `basis` says in words what the comparison was measured on.
+    `basis` says in words what the comparison was measured on; `links`: what is served, its address.
     """
     new = manifests[release]
     found = None if old is None else best_route(manifests, old, release)
@@ -126,6 +127,7 @@ def render(
             bytes=_bytes,
             software=software(),
             seed=seed,
+            links=links,
         )
     )
 

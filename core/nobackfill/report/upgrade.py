@@ -6,6 +6,7 @@ from pathlib import Path
 from nobackfill.errors import NotFoundError, few
 from nobackfill.release.trust.trust import TrustedFolder
 from nobackfill.report.comparison import compare, predecessor
+from nobackfill.report.links import Served
 from nobackfill.report.page import render
 from nobackfill.report.pictures import read_folder
 
@@ -13,12 +14,15 @@ from nobackfill.report.pictures import read_folder
 SEED = 0
 
 
-def upgrade_page(model_repo: Path, release: int, images: Path | None) -> str:
+def upgrade_page(
+    model_repo: Path, release: int, images: Path | None, served: Served | None = None
+) -> str:
     """The HTML of `release`, from a publication folder that is verified first.
 
-    `images`: a folder of class folders to measure on and to show; it is only read.
-    Raises NotFoundError, VerificationError, InvalidInputError.
+    `images`: a folder of class folders to measure on and to show; it is only read. `served`: pages
+    that it leads to. Raises NotFoundError, VerificationError, InvalidInputError.
     """
+    links = () if served is None else served.links(release)
     with tempfile.TemporaryDirectory() as state:
         trusted = TrustedFolder(model_repo, Path(state))
         trusted.refresh()
@@ -40,4 +44,4 @@ def upgrade_page(model_repo: Path, release: int, images: Path | None) -> str:
                 "is asked, all others are the gallery. Upgraded as gateways and devices do it, by "
                 "int8 transforms where they are published."
             )
-        return render(manifests, release, old, comparison, basis, SEED)
+        return render(manifests, release, old, comparison, basis, SEED, links)
