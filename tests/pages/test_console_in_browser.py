@@ -5,18 +5,34 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
+from nobackfill.errors import UnavailableError
+from nobackfill.gallery.filters import Scalar
+from nobackfill.release.manifest import Manifest
 from nobackfill.server.gateway import Gateway
+from nobackfill.shares import digest, in_share
+from nobackfill.v1 import gallery_pb2
+from nobackfill.v1 import release_pb2 as pb
+from tests.pages import structure
 from tests.server.conftest import make_stages, publish_stage
-from tests.server.support import Client, images, running
+from tests.server.support import Client, embedding, images, running
 from tests.support import browser as look
 from tests.support.blocks import png
 from tests.support.browser import DESKTOP, PHONE, check
 
 COUNT = 30
+# Where pictures of hits are: nobody's, but the browser's requests for them are answered.
+PICTURES = "https://pictures.example"
+
+
+def note(number: int) -> dict[str, Scalar]:
+    """An item's metadata; half of them say where their picture is."""
+    kind: dict[str, Scalar] = {"kind": number % 3}
+    return kind if number % 2 else kind | {"image_url": f"{PICTURES}/own/i{number}.png"}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +46,7 @@ def gateway(near_trials: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
         with Client(gateway.address) as client:
             client.create_when_idle()
             pictures = {f"i{i}": png(image) for i, image in enumerate(images(COUNT))}
-            client.put("g", pictures, {name: {"kind": int(name[1:]) % 3} for name in pictures})
+            client.put("g", pictures, {name: note(int(name[1:])) for name in pictures})
         publish_stage(top / "live" / "repo", stages[2])
         gateway.catalog.refresh()
         yield gateway
@@ -51,6 +67,29 @@ def searching(gateway: Gateway) -> Iterator[None]:
     yield
     ended.set()
     thread.join()
+
+
+# Each page's path, and what is there once all of it is.
+PAGES = {
+    "overview": ("", "What expires"),
+    "first release": ("release/1", "no older release"),
+    "next release": ("release/2", "MB of memory"),
+    "gallery": ("gallery/g?by=kind", "first hit right"),
+    "playground": ("playground", "A picture: drop it"),
+}
+
+
+@pytest.mark.parametrize("size", [PHONE, DESKTOP])
+def test_every_page_keeps_its_structure(
+    browser: Browser, gateway: Gateway, size: tuple[int, int], tmp_path: Path
+) -> None:
+    """First of all, before there was a swap."""
+    with look.tab(browser, size) as page:
+        for name, (path, there) in PAGES.items():
+            page.goto(gateway.console_address + path)
+            expect(page.get_by_text(there).first).to_be_visible()
+            check(page, "dark" if size is PHONE else "light")
+            structure.same(page, f"console, {name},", size[0], tmp_path)
 
 
 def test_an_operator_activates_compares_and_rolls_back(
@@ -80,9 +119,18 @@ def test_an_operator_activates_compares_and_rolls_back(
                 page.get_by_role("row", name=re.compile(rf"^{kind}(\.0)? 10 0 "))
             ).to_be_visible()
         check(page)
-        page.get_by_role("link", name="Rollback").click()
+        with Client(gateway.address) as client:
+            # Of a client with release 2 on board, who sends no image: the old model embeds none.
+            made = embedding(gateway.catalog.manifest(2), images(1)[0])
+            late = gallery_pb2.PutItem(id="late", vectors=gallery_pb2.Vectors(embedding=made))
+            assert not client.put_items("g", [late])
+            page.get_by_role("link", name="Rollback").click()
+            expect(page.get_by_text("1 items have no vector")).to_be_visible()
+            expect(page.get_by_role("listitem").filter(has_text="g: late")).to_be_visible()
+            check(page)
+            client.delete("g", ["late"])
+        page.reload()
         expect(page.get_by_text("Every item would be found there.")).to_be_visible()
-        check(page)
         page.get_by_role("button", name="Return to release 1").click()
         expect(page.get_by_role("row", name=re.compile("^release 1 active"))).to_be_visible()
     assert gateway.state.now.active == 1
@@ -90,7 +138,15 @@ def test_an_operator_activates_compares_and_rolls_back(
 
 def compare(page: Page, gateway: Gateway, picture: Path) -> None:
     """The playground: three columns, the same item first where vectors may meet at all."""
+    asked: list[str] = []
+
+    def answer(route: Route) -> None:
+        asked.append(route.request.url.removeprefix(PICTURES))
+        route.fulfill(body=picture.read_bytes(), content_type="image/png")
+
+    page.route(f"{PICTURES}/**", answer)
     page.goto(f"{gateway.console_address}playground")
+    page.get_by_label("Where pictures of hits are").fill(PICTURES + "/{kind}/{id}.png")
     page.set_input_files("#picture", picture)
     old = page.get_by_role("region", name="release 1 asks its own vectors")
     new = page.get_by_role("region", name="release 2, as it is served")
@@ -99,15 +155,55 @@ def compare(page: Page, gateway: Gateway, picture: Path) -> None:
     expect(old.locator("code").first).to_have_text("i4")
     expect(old.get_by_role("listitem").first).to_contain_text("release 1, native")
     expect(page.get_by_text("does not declare that its queries may meet")).to_be_visible()
+    expect(new.locator("li img")).to_have_count(10)
+    page.wait_for_function("[...document.images].every(one => one.naturalWidth > 0)")
+    found = [int(name[1:]) for name in new.locator("code").all_inner_texts()]
+    wanted = {f"/{n % 3}/i{n}.png" if n % 2 else f"/own/i{n}.png" for n in found}
+    assert wanted <= set(asked)
     check(page)
 
 
-@pytest.mark.parametrize(("size", "scheme"), [(PHONE, "light"), (DESKTOP, "dark")])
-def test_every_page_at_every_size(
-    browser: Browser, gateway: Gateway, size: tuple[int, int], scheme: str, tmp_path: Path
+def test_a_canary_is_watched_live_until_it_stops(
+    browser: Browser, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with look.tab(browser, size, scheme) as page:
-        for path in ("", "release/1", "gallery/g", "playground"):
-            page.goto(gateway.console_address + path)
-            check(page)
-            page.screenshot(path=tmp_path / f"{path.replace('/', '-') or 'overview'}.png")
+    """What both pairs answered, and, once the new one's model is broken, why it was stopped."""
+    sessions = [f"session {n}" for n in range(20)]
+    by_new = sum(in_share(digest(2, session), 0.5) for session in sessions)
+    with look.tab(browser) as page, Client(gateway.address) as client:
+        page.goto(gateway.console_address)
+        reports = client.activate(2, canary=pb.Canary(share=0.5))
+        next(report for report in reports if report.phase == pb.PHASE_CANARY)
+        for session in sessions:
+            found = client.search("g", image=png(images(1)[0]), session=session)
+            assert client.feedback("g", found.request_id, "i0", "confirmed")
+        panel = page.get_by_role("region", name="canary")
+        expect(panel).to_contain_text("It answers 50 % of the callers")
+        expect(panel).to_contain_text("Overlap of both answers100.0 %")
+        expect(panel).to_contain_text("Rank correlation1.000")
+        counts = f"{len(sessions) - by_new} {by_new}"
+        for row in ("queries", "callers", "of them approved a hit"):
+            expect(panel.get_by_role("row", name=f"{row} {counts}", exact=True)).to_be_visible()
+        for row in ("failed", "empty answers", "of them rejected a hit"):
+            expect(panel.get_by_role("row", name=f"{row} 0 0", exact=True)).to_be_visible()
+        for row in ("99 % within", "half answered within", "score of the first hit"):
+            figures = re.compile(rf"{row} [\d.]+ (ms|%) [\d.]+ (ms|%)")
+            expect(panel.get_by_role("row", name=figures)).to_be_visible()
+        check(page, "light", "dark")
+        page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
+        check(page)
+        embed = gateway.models.embed
+
+        def broken(manifest: Manifest, pictures: Any) -> Any:
+            if manifest.release == 2:
+                raise UnavailableError("the model of release 2 is broken")
+            return embed(manifest, pictures)
+
+        monkeypatch.setattr(gateway.models, "embed", broken)
+        stopped = page.get_by_role("heading", name="Canary of release 2: stopped")
+        for n in range(500):
+            assert client.search("g", image=png(images(1)[0]), session=f"{n}").hits[0].id == "i0"
+            if gateway.state.now.activation is None:
+                break
+        expect(stopped).to_be_visible()
+        expect(panel).to_contain_text("queries failed in the new pair where the old one answers")
+        check(page)

@@ -18,7 +18,7 @@ from nobackfill.server.console.load import LoadMeter
 from nobackfill.server.console.playground import _url
 from nobackfill.server.gateway import Gateway
 from nobackfill.wire.answers import Hit
-from tests.server.conftest import Stages
+from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, running
 from tests.support.blocks import png
 
@@ -184,6 +184,35 @@ def test_the_load_is_that_of_the_last_seconds() -> None:
     assert load.failed == 3
     assert load.p50_ms == pytest.approx(10 * 50 / 98)
     assert load.p99_ms == pytest.approx(100 + 900 * 0.5)
+
+
+def test_a_release_that_may_meet_old_vectors_is_asked_with_them(
+    direct_stages: Stages, tmp_path: Path, near_gate: None
+) -> None:
+    """Old/old, new/old and new/upgraded: each column has the picture's own item first."""
+    repo = tmp_path / "repo"
+    shutil.copytree(direct_stages[1], repo)
+    given = {"console": True, "console_address": "127.0.0.1:0"}
+    with running(repo, tmp_path / "data", **given) as gateway, Client(gateway.address) as client:
+        client.create_when_idle()
+        client.put_images(images(3))
+        publish_stage(repo, direct_stages[2])
+        gateway.catalog.refresh()
+        client.swap(2, "dual")
+        address = gateway.console_address
+        answer = httpx2.post(
+            f"{address}playground/search?gallery=g", content=png(images(3)[1]), timeout=30,
+            headers={"Origin": address[: address.index("/", 8)]},
+        )  # fmt: skip
+    columns = re.findall(r'<section aria-label="(.*?)">(.*?)</section>', answer.text, re.S)
+    first = {
+        title: re.findall(r"<code>(.*?)</code> <span.*?>(.*?)<", text)[0] for title, text in columns
+    }
+    assert first == {
+        "release 1 asks its own vectors": ("i1", "release 1, native"),
+        "release 2 asks release 1&#39;s vectors": ("i1", "release 1, native"),
+        "release 2, as it is served": ("i1", "release 2, upgraded"),
+    }
 
 
 def test_a_gateway_without_tokens_has_a_secret_address(repo: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -32,11 +33,11 @@ def chromium() -> Iterator[Browser]:
 
 
 @contextmanager
-def tab(browser: Browser, size: tuple[int, int] = DESKTOP, scheme: str = "light") -> Iterator[Page]:
+def tab(browser: Browser, size: tuple[int, int] = DESKTOP) -> Iterator[Page]:
     """A page that nothing of an earlier one is left in. No script may fail, nothing be refused."""
     context = browser.new_context(
         viewport={"width": size[0], "height": size[1]},
-        color_scheme="dark" if scheme == "dark" else "light",
+        color_scheme="light",
         # axe-core is put into the page, which lets no script in but its own.
         bypass_csp=False,
         reduced_motion="reduce",
@@ -56,10 +57,13 @@ def tab(browser: Browser, size: tuple[int, int] = DESKTOP, scheme: str = "light"
     assert not said, said
 
 
-def check(page: Page) -> None:
-    """What every page has to be: without a violation that axe-core sees, and no wider than its
-    window."""
-    found = Axe().run(page, options=_RULES)
-    assert not found.response["violations"], found.generate_report()
+def check(page: Page, *schemes: Literal["light", "dark"]) -> None:
+    """What every page has to be: without a violation that axe-core sees, in each of the colour
+    `schemes` (none: the tab's own), and no wider than its window."""
+    for scheme in schemes or (None,):
+        if scheme is not None:
+            page.emulate_media(color_scheme=scheme)
+        found = Axe().run(page, options=_RULES)
+        assert not found.response["violations"], found.generate_report()
     width = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
     assert width[0] <= width[1], f"{page.url}: {width[0]} pixels wide in a window of {width[1]}"

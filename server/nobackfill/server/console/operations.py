@@ -15,7 +15,7 @@ from nobackfill.pages import Site
 from nobackfill.pages.listener import ending
 from nobackfill.pages.site import fields
 from nobackfill.release.parsing import parse_manifest
-from nobackfill.server.console import evidence
+from nobackfill.server.console import canary, evidence
 from nobackfill.server.console.load import LoadMeter
 from nobackfill.server.console.rollouts import Rollouts
 from nobackfill.server.console.sessions import Sessions
@@ -50,11 +50,12 @@ class Operations:
             except NobackfillError:
                 # A role that may look at releases only.
                 galleries = None
+            tried = canary.look(gateway)
         return self._site.show(
             request, "overview.html.j2", releases=releases, galleries=galleries, state=_state,
             space_state=_space_state, moment=_moment, expiries=self._expiries(),
             run=self._rollouts.run, load=self._load.now(), guarded=self._sessions.guarded,
-            indexed=self._indexed(),
+            canary=tried, index=_index,
         )  # fmt: skip
 
     def release(self, request: Request) -> Response:
@@ -123,32 +124,31 @@ class Operations:
         return self._site.show(
             request, "gallery.html.j2", gallery=gallery, by=by, progress=progress, why=why,
             space_state=_space_state, moment=_moment, said=lambda value: from_value(value, by),
+            index=_index,
         )  # fmt: skip
 
     async def live(self, request: Request) -> Response:
-        """The load and the activation as server-sent events, for as long as somebody looks."""
-        await run_in_threadpool(self._admit, request)
-        return EventSourceResponse(self._reports(request))
+        """The load, the activation and the canary as server-sent events, for as long as somebody
+        looks."""
+        first = await run_in_threadpool(self._now, request)
+        return EventSourceResponse(self._reports(request, first))
 
-    def _admit(self, request: Request) -> None:
-        with self._sessions.calling(request) as gateway:
-            gateway.list_releases()
-
-    async def _reports(self, request: Request) -> AsyncIterator[ServerSentEvent]:
+    async def _reports(self, request: Request, text: str) -> AsyncIterator[ServerSentEvent]:
         while not ending(request):
-            load = await run_in_threadpool(self._load.now)
-            text = self._site.text(request, "live.html.j2", load=load, run=self._rollouts.run)
             yield ServerSentEvent(text, event="live")
             await asyncio.sleep(_REPORT_SECONDS)
+            try:
+                text = await run_in_threadpool(self._now, request)
+            except NobackfillError:
+                # The browser asks again: by then a page says why, as of a token that was revoked.
+                return
 
-    def _indexed(self) -> list[tuple[str, int]]:
-        """Vectors of all galleries by how they are searched: graph, exact, delta."""
-        return [
-            (sample.labels["searched"], int(sample.value))
-            for family in self._metrics.registry.collect()
-            if family.name == "nobackfill_index_vectors"
-            for sample in family.samples
-        ]
+    def _now(self, request: Request) -> str:
+        with self._sessions.calling(request) as gateway:
+            tried = canary.look(gateway)
+        return self._site.text(
+            request, "live.html.j2", load=self._load.now(), run=self._rollouts.run, canary=tried
+        )
 
     def _expiries(self) -> list[tuple[str, str, bool]]:
         """What, when, and whether that is soon; the first to expire first."""
@@ -169,6 +169,17 @@ def _state(release: release_pb2.Release) -> str:
 
 def _space_state(space: gallery_pb2.SpaceInfo) -> str:
     return gallery_pb2.SpaceState.Name(space.state).removeprefix("SPACE_STATE_").lower()
+
+
+def _index(space: gallery_pb2.SpaceInfo) -> str:
+    """How searches meet the vectors of a space."""
+    found = space.index
+    if not space.HasField("index"):
+        return "not in memory"
+    ways = ((found.in_graph, "in a graph"), (found.compared, "compared one by one"),
+            (found.delta, "in the delta"))  # fmt: skip
+    said = ", ".join(f"{count} {way}" for count, way in ways if count) or "empty"
+    return f"{said}; a graph is being made" if found.due else said
 
 
 def _moment(message: Any) -> str:

@@ -66,25 +66,30 @@ class Playground:
     def _older(
         self, gateway: Gateway, gallery: gallery_pb2.Gallery, now: Answer[Hit], picture: bytes
     ) -> list[Column]:
-        """Old/old, and new/old, where the gallery still has vectors of the release before."""
-        previous = gallery_pb2.SPACE_STATE_PREVIOUS
-        kept = [s for s in gallery.spaces if s.state == previous and s.release < now.release]
+        """Old/old, and new/old, where the gallery still has vectors of a release before."""
+        filling = gallery_pb2.SPACE_STATE_STAGING
+        kept = [s for s in gallery.spaces if s.state != filling and s.release < now.release]
         if not kept:
             return []
         old = max(kept, key=lambda space: space.release)
-        before = Column(f"release {old.release} asks its own vectors")
-        try:
-            vector = self._embed(old.release, picture)[0]
-            found = gateway.search(gallery.name, embeddings={old.space: vector.tolist()}, k=_HITS)
-            before = Column(before.title, found.hits)
-        except NobackfillError as error:
-            before = Column(before.title, why=str(error))
+        alone = f"release {old.release} asks its own vectors"
         mixed = f"release {now.release} asks release {old.release}'s vectors"
         release = gateway.get_release(now.release)
+        pairs = [(alone, old.release)]
         if old.release in release.searches_directly:
-            direct = [hit for hit in now.hits if hit.origin == "direct"]
-            return [before, Column(mixed, direct, "" if direct else "all items are carried over")]
-        return [before, Column(mixed, why=_never_meet(release, old.release))]
+            pairs.append((mixed, now.release))
+        columns = []
+        for title, asking in pairs:
+            try:
+                vector = self._embed(asking, picture)[0]
+                by = {old.space: vector.tolist()}
+                found = gateway.search(gallery.name, embeddings=by, k=_HITS)
+                columns.append(Column(title, found.hits))
+            except NobackfillError as error:
+                columns.append(Column(title, why=str(error)))
+        if len(pairs) == 1:
+            columns.append(Column(mixed, why=_never_meet(release, old.release)))
+        return columns
 
 
 def _never_meet(release: release_pb2.Release, old: int) -> str:
