@@ -20,6 +20,7 @@ ROOTS = {
         "wire",
         "pages",
         "report",
+        "items",
         "adopt",
         "serve",
     ),
@@ -54,18 +55,20 @@ ARROWS = {
     "wire": {"gallery", "release", "v1"},
     "quality": {"release", "gallery", "metrics"},
     "training": {"quality", "release", "gallery", "metrics"},
-    "server": {"gallery", "release", "metrics", "wire", "pages", "v1"},
+    "items": set[str](),
+    "server": {"gallery", "release", "metrics", "wire", "pages", "items", "v1"},
     "client": {"gallery", "release", "wire", "pages", "v1"},
     "pages": set[str](),
     "report": {"quality", "release", "gallery", "metrics", "pages"},
-    "adopt": {"quality", "release", "gallery", "metrics", "wire"},
-    "serve": {"adopt"},
+    "adopt": {"quality", "release", "gallery", "metrics", "wire", "items"},
+    "serve": {"adopt", "items"},
 }
 # The parts of the server, lowest first: each may import those before it.
 SERVER = (
     "settings", "arenas", "descriptors", "state", "stores", "grpc", "publication", "catalog",
     "vault", "triton", "embedding", "galleries", "canary", "storage", "transfer", "export",
-    "upgrades", "bulk", "serving", "rollout", "following", "grpc.services", "grpc.listener",
+    "upgrades", "bulk", "healing", "serving", "rollout", "following", "grpc.services",
+    "grpc.listener",
     "console", "gateway", "backup", "cli",
 )  # fmt: skip
 MAX_LINES = 300

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from nobackfill.adopt.embedding.embedder import Kind
 from nobackfill.adopt.joining import Joining, save_joining
 from nobackfill.adopt.judgement import Gallery, judge, out_of_fold
 from nobackfill.adopt.maps import Map, fit_maps, save_map
 from nobackfill.adopt.sources.loaded import Loaded
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Searchable
+from nobackfill.items.kind import Kind
 from nobackfill.serve import Dual, FunctionItems, Limits
 from nobackfill.vectors import Vectors
 from tests.adopt.made import world

@@ -17,9 +17,10 @@ from nobackfill.adopt.joining import Block, Joining, load_joining
 from nobackfill.adopt.maps import NEW_MODEL, Map, load_map
 from nobackfill.adopt.sources.source import Rows, Searchable, same_model
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
-from nobackfill.serve.items import Items
+from nobackfill.items.reembedding import Cost, Limits, today
+from nobackfill.items.sources import Items
 from nobackfill.serve.natives import Natives, digest
-from nobackfill.serve.reembedding import Cost, Limits, Reembedding, today, without
+from nobackfill.serve.reembedding import Reembedding, without
 from nobackfill.vectors import Vectors, check_vectors
 
 # Candidates of a query from each model, and those of them that are embedded again.

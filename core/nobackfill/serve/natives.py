@@ -5,10 +5,8 @@ item is claimed before it is embedded, and the day's budget is counted in it.
 """
 
 import hashlib
-import os
 import sqlite3
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,21 +16,16 @@ import numpy as np
 from nobackfill.adopt.maps import normalised
 from nobackfill.durable import make_dir, transaction
 from nobackfill.errors import CannotWriteError, IncompatibleSpaceError, VerificationError
+from nobackfill.items import claims
 from nobackfill.sqlite_errors import refusal, refusing_sqlite
 from nobackfill.vectors import Vectors, check_vectors
 
-# A claim is another's after this many seconds, or when its process has ended.
-CLAIM_SECONDS = 600.0
 _ROOM = 1024
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS native (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, seen BLOB NOT NULL,
     vector BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS claim (
-    id TEXT PRIMARY KEY, process INTEGER NOT NULL, until REAL NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS wanted (id TEXT PRIMARY KEY, times INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) WITHOUT ROWID;
 """
 
 
@@ -60,7 +53,7 @@ def _connected(path: Path) -> sqlite3.Connection:
         )
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
-        for statement in _SCHEMA.split(";")[:-1]:
+        for statement in f"{_SCHEMA}{claims.SCHEMA}".split(";")[:-1]:
             connection.execute(statement)
         return connection
     except OSError as error:
@@ -137,9 +130,7 @@ class Natives:
             connection.executemany(
                 "INSERT OR REPLACE INTO native (id, seen, vector) VALUES (?, ?, ?)", rows
             )
-            names = [(name,) for name in ids]
-            connection.executemany("DELETE FROM claim WHERE id = ?", names)
-            connection.executemany("DELETE FROM wanted WHERE id = ?", names)
+            claims.settle(connection, ids)
 
     def forget(self, ids: Sequence[str]) -> None:
         """Remove what is known of items that are gone."""
@@ -167,70 +158,32 @@ class Natives:
     def claim(self, seen: Mapping[str, bytes], day: str, budget: int) -> list[str]:
         """Those of the ids, in their order, that have no vector of what was `seen`, that nobody
         embeds at present, and that the day's budget has room for; others are noted as wanted."""
-        now = time.time()
         with self._lock, transaction(self._connection) as connection:
-            self._free(connection, now)
-            row = connection.execute("SELECT items FROM spent WHERE day = ?", (day,)).fetchone()
-            room = budget - (row[0] if row else 0)
-            mine: list[str] = []
-            for name, digest_ in seen.items():
+            lacking = [
+                name
+                for name, digest_ in seen.items()
                 # Kept since it was looked for.
-                if connection.execute(
+                if not connection.execute(
                     "SELECT 1 FROM native WHERE id = ? AND seen = ?", (name, digest_)
-                ).fetchone():
-                    continue
-                if room > len(mine):
-                    done = connection.execute(
-                        "INSERT OR IGNORE INTO claim VALUES (?, ?, ?)",
-                        (name, os.getpid(), now + CLAIM_SECONDS),
-                    )
-                    if done.rowcount:
-                        mine.append(name)
-                        continue
-                connection.execute(
-                    "INSERT INTO wanted VALUES (?, 1) "
-                    "ON CONFLICT (id) DO UPDATE SET times = times + 1",
-                    (name,),
-                )
-            connection.execute(
-                "INSERT INTO spent VALUES (?, ?) "
-                "ON CONFLICT (day) DO UPDATE SET items = items + excluded.items",
-                (day, len(mine)),
-            )
-        return mine
+                ).fetchone()
+            ]
+            return claims.claim(connection, lacking, day, budget)
 
     def release(self, ids: Sequence[str]) -> None:
         """Free claims whose items could not be embedded; they are wanted last."""
         with self._lock, transaction(self._connection) as connection:
-            names = [(name,) for name in ids]
-            connection.executemany("DELETE FROM claim WHERE id = ?", names)
-            connection.executemany(
-                "INSERT INTO wanted VALUES (?, 0) ON CONFLICT (id) DO UPDATE SET times = 0", names
-            )
+            claims.release(connection, ids)
 
     def wanted(self, count: int) -> list[str]:
         """Ids that were asked for and are not there, most often first."""
         with self._lock, refusing_sqlite(self._path):
-            found = self._connection.execute(
-                "SELECT id FROM wanted WHERE id NOT IN (SELECT id FROM native) "
-                "ORDER BY times DESC, id LIMIT ?",
-                (count,),
-            )
-            return [name for (name,) in found]
+            lacking = "id NOT IN (SELECT id FROM native)"
+            return claims.wanted(self._connection, count, lacking)
 
     def spent(self, day: str) -> int:
         """Items that were claimed on a day."""
         with self._lock, refusing_sqlite(self._path):
-            row = self._connection.execute("SELECT items FROM spent WHERE day = ?", (day,))
-            return int(next(iter(row), (0,))[0])
-
-    def _free(self, connection: sqlite3.Connection, now: float) -> None:
-        """Claims that are too old, and those of processes that were killed."""
-        connection.execute("DELETE FROM claim WHERE until < ?", (now,))
-        holders = connection.execute("SELECT DISTINCT process FROM claim").fetchall()
-        for (process,) in holders:
-            if process != os.getpid() and not Path(f"/proc/{process}").exists():
-                connection.execute("DELETE FROM claim WHERE process = ?", (process,))
+            return claims.spent(self._connection, day)
 
     def ids(self, after: str, count: int) -> list[tuple[str, bytes]]:
         """Ids and digests in the order of ids, those above `after`."""

@@ -50,9 +50,15 @@ class Galleries(Connection):
                 return
             request.page_token = answer.next_page_token
 
-    def update_gallery(self, gallery: str, *, exact_distances: bool) -> pb.Gallery:
-        """Change whether a gallery answers with distances as they were computed."""
-        request = pb.UpdateGalleryRequest(name=gallery, exact_distances=exact_distances)
+    def update_gallery(
+        self, gallery: str, *, exact_distances: bool | None = None,
+        source: pb.ItemSource | None = None,
+    ) -> pb.Gallery:  # fmt: skip
+        """Change whether a gallery answers with distances as they were computed, and where its
+        images can be had again (an empty address: nowhere). None: left as it is."""
+        request = pb.UpdateGalleryRequest(
+            name=gallery, exact_distances=exact_distances, source=source
+        )
         return self._again(lambda t: self._galleries.UpdateGallery(request, timeout=t)).gallery
 
     def delete_gallery(self, gallery: str) -> None:

@@ -1,5 +1,6 @@
 import datetime
 
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from nobackfill.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
@@ -58,7 +59,7 @@ class IndexInfo(_message.Message):
     def __init__(self, in_graph: _Optional[int] = ..., compared: _Optional[int] = ..., delta: _Optional[int] = ..., due: _Optional[bool] = ...) -> None: ...
 
 class Gallery(_message.Message):
-    __slots__ = ("name", "items", "release", "spaces", "note", "created", "exact_distances", "set_aside")
+    __slots__ = ("name", "items", "release", "spaces", "note", "created", "exact_distances", "set_aside", "source")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +68,7 @@ class Gallery(_message.Message):
     CREATED_FIELD_NUMBER: _ClassVar[int]
     EXACT_DISTANCES_FIELD_NUMBER: _ClassVar[int]
     SET_ASIDE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     name: str
     items: int
     release: int
@@ -75,7 +77,24 @@ class Gallery(_message.Message):
     created: _timestamp_pb2.Timestamp
     exact_distances: bool
     set_aside: str
-    def __init__(self, name: _Optional[str] = ..., items: _Optional[int] = ..., release: _Optional[int] = ..., spaces: _Optional[_Iterable[_Union[SpaceInfo, _Mapping]]] = ..., note: _Optional[str] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., exact_distances: _Optional[bool] = ..., set_aside: _Optional[str] = ...) -> None: ...
+    source: ItemSource
+    def __init__(self, name: _Optional[str] = ..., items: _Optional[int] = ..., release: _Optional[int] = ..., spaces: _Optional[_Iterable[_Union[SpaceInfo, _Mapping]]] = ..., note: _Optional[str] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., exact_distances: _Optional[bool] = ..., set_aside: _Optional[str] = ..., source: _Optional[_Union[ItemSource, _Mapping]] = ...) -> None: ...
+
+class ItemSource(_message.Message):
+    __slots__ = ("address", "hits", "patience", "bytes_a_query", "concurrency", "items_a_day")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_A_QUERY_FIELD_NUMBER: _ClassVar[int]
+    CONCURRENCY_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_A_DAY_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    hits: int
+    patience: _duration_pb2.Duration
+    bytes_a_query: int
+    concurrency: int
+    items_a_day: int
+    def __init__(self, address: _Optional[str] = ..., hits: _Optional[int] = ..., patience: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., bytes_a_query: _Optional[int] = ..., concurrency: _Optional[int] = ..., items_a_day: _Optional[int] = ...) -> None: ...
 
 class CreateGalleryRequest(_message.Message):
     __slots__ = ("name", "exact_distances")
@@ -92,12 +111,14 @@ class CreateGalleryResponse(_message.Message):
     def __init__(self, gallery: _Optional[_Union[Gallery, _Mapping]] = ...) -> None: ...
 
 class UpdateGalleryRequest(_message.Message):
-    __slots__ = ("name", "exact_distances")
+    __slots__ = ("name", "exact_distances", "source")
     NAME_FIELD_NUMBER: _ClassVar[int]
     EXACT_DISTANCES_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     name: str
     exact_distances: bool
-    def __init__(self, name: _Optional[str] = ..., exact_distances: _Optional[bool] = ...) -> None: ...
+    source: ItemSource
+    def __init__(self, name: _Optional[str] = ..., exact_distances: _Optional[bool] = ..., source: _Optional[_Union[ItemSource, _Mapping]] = ...) -> None: ...
 
 class UpdateGalleryResponse(_message.Message):
     __slots__ = ("gallery",)

@@ -111,7 +111,7 @@ class PauseUpgradeResponse(_message.Message):
     def __init__(self, progress: _Optional[_Union[UpgradeProgress, _Mapping]] = ...) -> None: ...
 
 class UpgradeProgress(_message.Message):
-    __slots__ = ("gallery", "from_release", "to_release", "state", "done", "total", "items_per_second", "remaining", "re_embedded", "neighbours_kept", "message", "quality")
+    __slots__ = ("gallery", "from_release", "to_release", "state", "done", "total", "items_per_second", "remaining", "re_embedded", "neighbours_kept", "message", "quality", "healing")
     GALLERY_FIELD_NUMBER: _ClassVar[int]
     FROM_RELEASE_FIELD_NUMBER: _ClassVar[int]
     TO_RELEASE_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +124,7 @@ class UpgradeProgress(_message.Message):
     NEIGHBOURS_KEPT_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     QUALITY_FIELD_NUMBER: _ClassVar[int]
+    HEALING_FIELD_NUMBER: _ClassVar[int]
     gallery: str
     from_release: int
     to_release: int
@@ -136,7 +137,30 @@ class UpgradeProgress(_message.Message):
     neighbours_kept: float
     message: str
     quality: SubgroupQuality
-    def __init__(self, gallery: _Optional[str] = ..., from_release: _Optional[int] = ..., to_release: _Optional[int] = ..., state: _Optional[_Union[UpgradeState, str]] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., items_per_second: _Optional[float] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., re_embedded: _Optional[int] = ..., neighbours_kept: _Optional[float] = ..., message: _Optional[str] = ..., quality: _Optional[_Union[SubgroupQuality, _Mapping]] = ...) -> None: ...
+    healing: Healing
+    def __init__(self, gallery: _Optional[str] = ..., from_release: _Optional[int] = ..., to_release: _Optional[int] = ..., state: _Optional[_Union[UpgradeState, str]] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., items_per_second: _Optional[float] = ..., remaining: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., re_embedded: _Optional[int] = ..., neighbours_kept: _Optional[float] = ..., message: _Optional[str] = ..., quality: _Optional[_Union[SubgroupQuality, _Mapping]] = ..., healing: _Optional[_Union[Healing, _Mapping]] = ...) -> None: ...
+
+class Healing(_message.Message):
+    __slots__ = ("items", "carried", "today", "a_day", "embedded", "failed", "bytes_read", "seconds", "last_failure")
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_FIELD_NUMBER: _ClassVar[int]
+    TODAY_FIELD_NUMBER: _ClassVar[int]
+    A_DAY_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LAST_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    items: int
+    carried: int
+    today: int
+    a_day: int
+    embedded: int
+    failed: int
+    bytes_read: int
+    seconds: _duration_pb2.Duration
+    last_failure: str
+    def __init__(self, items: _Optional[int] = ..., carried: _Optional[int] = ..., today: _Optional[int] = ..., a_day: _Optional[int] = ..., embedded: _Optional[int] = ..., failed: _Optional[int] = ..., bytes_read: _Optional[int] = ..., seconds: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_failure: _Optional[str] = ...) -> None: ...
 
 class SubgroupQuality(_message.Message):
     __slots__ = ("re_embedded_share", "subgroups")

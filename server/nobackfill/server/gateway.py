@@ -37,6 +37,7 @@ from nobackfill.server.grpc.socket_file import socket_in
 from nobackfill.server.grpc.tls import certificates
 from nobackfill.server.grpc.tokens import Tokens
 from nobackfill.server.grpc.traces import Tracing, tracing_of
+from nobackfill.server.healing.healing import Healing
 from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.rollout.admission import Admission
 from nobackfill.server.rollout.first_activation import FirstActivation
@@ -125,7 +126,8 @@ class Gateway:
         embedding = self.embedding = Embedding(models, metrics)
         galleries = self.galleries = Galleries(storage.home, catalog, state)
         canaries = self.canaries = Canaries(state, metrics)
-        self.searching = Searching(embedding, catalog, state, metrics, canaries)
+        healing = self.healing = Healing(embedding, self._settings, galleries.all, metrics)
+        self.searching = Searching(embedding, catalog, state, metrics, canaries, healing)
         upgrading = self.upgrading = Upgrading(repo, catalog, state, metrics, elsewhere)
         self.putting = Putting(embedding, upgrading.runner, state.catch_up)
         serving = self.serving = Serving(catalog, state, galleries, models, metrics)
@@ -134,7 +136,9 @@ class Gateway:
         activations = self.activations = Activations(parts)
         self.promotion = Promotion(parts, activations)
         self.rollbacks = Rollbacks(state, galleries, serving, activations)
-        self.lifecycle = Lifecycle(catalog, state, galleries, embedding, upgrading, activations)
+        self.lifecycle = Lifecycle(
+            catalog, state, galleries, embedding, upgrading, activations, serving, healing
+        )
         self.following = Following(state, galleries, serving, catalog, activations, metrics)
         self.vault = Vault(data / "vault", self._settings.vault_quota)
         metrics.gallery_items = lambda: vectors(galleries.all())
@@ -188,14 +192,12 @@ class Gateway:
         indexing = Indexing(self.galleries.all, metrics, settings.index_threads)
         closing.callback(indexing.close)
         indexing.start()
+        closing.enter_context(self.healing.running())
         closing.callback(self.activations.interrupt)
         self._follow(storage, closing)
+        immediate = ImmediateAnswers(self.galleries, self.state, metrics, self.healing)
         self.search = SearchService(
-            self.galleries,
-            self.searching,
-            ImmediateAnswers(self.galleries, self.state, metrics),
-            self.state,
-            self.canaries,
+            self.galleries, self.searching, immediate, self.state, self.canaries
         )
         interceptor = Interceptor(
             metrics, tokens, settings.max_calls, settings.max_call_seconds,

@@ -68,6 +68,10 @@ class Settings(BaseSettings):
     tokens_file: Path | None = None
     # Calls at once; more are refused with RESOURCE_EXHAUSTED.
     max_calls: int = Field(default=256, ge=8, le=10_000)
+    # Where sources of images may lie that galleries are registered with: below these folders, and
+    # on these hosts. Whoever may change a gallery can name no other.
+    item_folders: tuple[Path, ...] = ()
+    item_hosts: tuple[str, ...] = ()
     # Bytes that the vault keeps for one token's name.
     vault_quota: int = Field(default=50 * 2**30, ge=2**20)
     # No call may take longer, whatever deadline it brings. Streams are exempt.

@@ -1,11 +1,10 @@
 """What embeds items: texts, image files, or the bytes of images."""
 
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
+from nobackfill.items.kind import Kind
 from nobackfill.vectors import Vectors
-
-Kind = Literal["text", "image"]
 
 
 class Embedder(Protocol):

@@ -10,7 +10,6 @@ from typing import Any
 import urllib3
 from pydantic import BaseModel, Field, ValidationError
 
-from nobackfill.adopt.embedding.embedder import Kind
 from nobackfill.adopt.sources.source import even
 from nobackfill.errors import (
     BusyError,
@@ -19,6 +18,7 @@ from nobackfill.errors import (
     NotPermittedError,
     UnavailableError,
 )
+from nobackfill.items.kind import Kind
 from nobackfill.vectors import Vectors, check_vectors
 
 # The variable that holds the bearer's key.

@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nobackfill.adopt.embedding.embedder import Kind
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.items.kind import Kind
 
 _IMAGES = {".jpg", ".jpeg", ".png", ".webp"}
 _WINDOW = 1000

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nobackfill.adopt.embedding.embedder import Kind
 from nobackfill.adopt.maps import normalised
 from nobackfill.digests import sha256_file
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.extras import extra
 from nobackfill.images import decode, decode_file
+from nobackfill.items.kind import Kind
 from nobackfill.vectors import Vectors, check_vectors
 
 # Files beside an ONNX file that hold its larger weights.

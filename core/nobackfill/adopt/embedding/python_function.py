@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from nobackfill.adopt.embedding.embedder import Kind
 from nobackfill.adopt.sources.source import even
 from nobackfill.digests import sha256_file
 from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.items.kind import Kind
 from nobackfill.vectors import Vectors, check_vectors
 
 

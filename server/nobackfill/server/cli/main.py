@@ -2,7 +2,7 @@
 
 # The commands put themselves into `app`, in the order that --help shows.
 from nobackfill.server.cli import (  # noqa: F401, I001
-    serve, install, operations, upgrade, put, backups, move, migrate, audit, export,
+    serve, install, operations, galleries, upgrade, put, backups, move, migrate, audit, export,
 )  # fmt: skip
 from nobackfill.server.cli.app import app
 

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 
 from nobackfill.server.cli.app import DEFAULT_SERVER, Json, Server, app, exit_codes, show
 from nobackfill.server.cli.canary import canary_of, line
+from nobackfill.server.cli.healing import healed
 from nobackfill.terminal import visible
 from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
 from nobackfill.wire.gateway import Gateway
@@ -192,6 +193,8 @@ def watch(
             text = f"{_word(upgrade_pb2.UpgradeState.Name(job.state))} {job.done}/{job.total}"
             rest = f"{job.items_per_second:.0f} items/s, {job.remaining.seconds} s left"
             typer.echo(visible(f"{text} {rest} {job.message}"))
+            if job.HasField("healing"):
+                typer.echo(visible(healed(job.healing)))
             for group in job.quality.subgroups if job.quality != quality else ():
                 typer.echo(visible(_subgroup(group)))
             quality = job.quality

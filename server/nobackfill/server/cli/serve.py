@@ -14,6 +14,12 @@ from nobackfill.server.cli.app import app, exit_codes
 # ask for it four times, and beside an upgrade waited 5 ms each time.
 _SWITCH_S = 0.0005
 
+_Console = Annotated[bool | None, typer.Option("--console", help="show pages for operators")]
+_Folders = Annotated[
+    list[Path] | None, typer.Option("--item-folder", help="sources of images lie below it; repeat")
+]
+_Hosts = Annotated[list[str] | None, typer.Option("--item-host", help="or on this host; repeat")]
+
 
 @app.command()
 def serve(
@@ -30,9 +36,7 @@ def serve(
     ] = None,
     address: Annotated[str | None, typer.Option(help="HOST:PORT of gRPC")] = None,
     metrics_address: Annotated[str | None, typer.Option(help="HOST:PORT of /metrics")] = None,
-    console: Annotated[
-        bool | None, typer.Option("--console", help="show pages for operators")
-    ] = None,
+    console: _Console = None,
     console_address: Annotated[str | None, typer.Option(help="HOST:PORT of them")] = None,
     metrics_open: Annotated[
         bool | None, typer.Option("--metrics-open", help="not on loopback alone")
@@ -51,6 +55,8 @@ def serve(
     tokens_file: Annotated[
         Path | None, typer.Option(help="NAME ROLE SHA256 [EXPIRES] [rate=N] [items=N]")
     ] = None,
+    item_folders: _Folders = None,
+    item_hosts: _Hosts = None,
     config: Annotated[Path | None, typer.Option(help="settings file (TOML)")] = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Each flag may also be NOBACKFILL_* or in --config."""

@@ -1,12 +1,15 @@
 """One search: what is asked, what is found, and who says which release answers it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.filters import Filter
+from nobackfill.gallery.matches import Matches
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Part, Plan
+from nobackfill.server.galleries.queries import Question
 from nobackfill.server.galleries.ranking import Hit
 
 # A query by embedding: space id to little-endian float32 values.
@@ -54,4 +57,19 @@ class Canary(Protocol):
 
     def batch(self, on_trial: Part, answer: Callable[[Part | None], Answers]) -> Answers:
         """Answer several queries of one call, all of them by the same pair."""
+        ...
+
+
+class Heals(Protocol):
+    """Who embeds hits again before they are shown."""
+
+    def heals(self, hosted: Hosted, space: str) -> bool:
+        """Whether answers in a space of a gallery are healed at present; looked at for each query
+        that might be answered quickly."""
+        ...
+
+    def find(
+        self, questions: Sequence[Question], allowed: Matches | None
+    ) -> list[Found | InvalidInputError]:
+        """Answer questions in one space that it heals. Raises as Searching.search."""
         ...

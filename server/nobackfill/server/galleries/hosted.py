@@ -22,7 +22,7 @@ from nobackfill.server.galleries import local_search, lock_order
 from nobackfill.server.galleries.initial_index import beginning
 from nobackfill.server.galleries.items import ItemCache
 from nobackfill.server.galleries.lock_order import Level
-from nobackfill.server.galleries.plan import Filling, Part, Plan, make_plan
+from nobackfill.server.galleries.plan import SOURCE, Filling, Part, Plan, make_plan
 from nobackfill.server.galleries.speed import Speed
 from nobackfill.server.galleries.users import Users
 from nobackfill.server.galleries.write_lock import WriteLock
@@ -30,8 +30,7 @@ from nobackfill.server.state import State
 from nobackfill.vectors import Vectors
 
 # Keys of `Hosted.state`: how the gallery came to its staging space, and why it stays behind.
-ROLLOUT = "rollout"
-NOTE = "note"
+ROLLOUT, NOTE = "rollout", "note"
 # Whether answers bring distances as they were computed.
 EXACT = "exact_distances"
 
@@ -113,7 +112,8 @@ class Hosted:
                 f"gallery {self.name!r} lives in release {max(missing)}, which is not published "
                 "here; give the publication folder it was made with"
             )
-        new = make_plan(spaces, state, manifests, rollout, epoch)
+        source = self.state(SOURCE) is not None
+        new = make_plan(spaces, state, manifests, rollout, epoch, source=source)
         before(new)
         if self._views:
             self._wake(new)

@@ -17,6 +17,7 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.search.compiled_search import curves_of
 from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.gallery.store import Item
+from nobackfill.server.galleries.asked import Heals
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hit_bytes import HitBytes, hit_bytes, joined
 from nobackfill.server.galleries.hosted import Hosted
@@ -56,7 +57,10 @@ class _Ready:
 class ImmediateAnswers:
     """Answers queries by one embedding."""
 
-    def __init__(self, galleries: Galleries, state: GatewayState, metrics: Metrics) -> None:
+    def __init__(
+        self, galleries: Galleries, state: GatewayState, metrics: Metrics, healing: Heals
+    ) -> None:
+        self._healing = healing
         self._galleries = galleries
         self._state = state
         self._exact, self._graph = (metrics.searches.labels(kind) for kind in ("exact", "graph"))
@@ -86,7 +90,7 @@ class ImmediateAnswers:
         # Taken before the views: what is made ready for one that goes lands in a mapping that goes.
         known = hosted.ready
         view = hosted.views().get(part.space)
-        if view is None:
+        if view is None or self._healing.heals(hosted, part.space):
             return nothing
         ends = self._state.now.ends.get(part.query.space)
         ready = known.get(part.space)

@@ -13,6 +13,8 @@ from nobackfill.server.state import RolloutName, State
 
 # What a gallery remembers of its staging space once that is whole, and a canary may search it.
 CANARY = "canary"
+# What it remembers of the source of its images, if it has one.
+SOURCE = "source"
 Filling = RolloutName | Literal["canary"]
 
 
@@ -38,7 +40,8 @@ class Plan:
     `alone`: spaces, by the query's space, in which a query by embedding is answered on its own.
     `writes`: releases whose models embed each image that is put, active space first.
     `accepts`: spaces in which bare embeddings may be put. `canary`: the release on trial in its own
-    space, which is whole; None at nearly all times.
+    space, which is whole; None at nearly all times. `heals`: the space whose carried vectors are
+    made anew from their images as people look; None without a source, and while another is filled.
     `epoch`: of what it was made of, where other gateways change that, too.
     """
 
@@ -48,6 +51,7 @@ class Plan:
     accepts: frozenset[str]
     canary: Part | None = None
     epoch: int = 0
+    heals: str | None = None
     users: Users = field(default_factory=lambda: Users(Level.PLAN))
 
     @property
@@ -99,9 +103,11 @@ def make_plan(
     manifests: Mapping[int, Manifest],
     rollout: Filling | None,
     epoch: int = 0,
+    *,
+    source: bool = False,
 ) -> Plan:
     """The plan of a gallery with these `spaces`; `rollout` is how it came to its staging space, and
-    CANARY once that is whole.
+    CANARY once that is whole. `source`: its images can be had again.
 
     While an item of the active release may still be missing from its space, direct and dual search
     two spaces. With cutover the old space answers until the gallery is flipped.
@@ -125,7 +131,8 @@ def make_plan(
     accepts = frozenset({*alone, parts[0].space})
     writes = tuple(part.query for part in kept)
     canary = staged if rollout == CANARY and len(parts) == 1 and _on_trial(state, staged) else None
-    return Plan(parts, alone, writes, accepts, canary, epoch)
+    heals = native.space if source and staged is None else None
+    return Plan(parts, alone, writes, accepts, canary, epoch, heals)
 
 
 def _on_trial(state: State, staged: Part | None) -> bool:

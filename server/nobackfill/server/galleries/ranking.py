@@ -33,19 +33,21 @@ def rank(
     items: ItemsOf,
     *,
     exact: bool,
+    by_score: bool = False,
 ) -> list[Hit]:
     """The `k` best hits of query `row`, `found` being each part's neighbours.
 
     One part: by distance. Several: by score, as distances of different spaces do not compare;
     where a score is missing (a direct search that was published without calibration), by distance,
-    which the release then declares to compare. Always by what was computed; the hits show it
-    rounded, score and all, unless `exact`.
+    which the release then declares to compare. `by_score`: one part, too, whose vectors are of
+    several origins. Always by what was computed; the hits show it rounded, score and all, unless
+    `exact`.
     """
     # What is ranked, with what is shown.
     hits: list[tuple[Hit, Hit]] = []
     for part, neighbours in zip(parts, found, strict=True):
         hits += _hits(part, neighbours, row, k, items, exact=exact)
-    if len(parts) > 1:
+    if len(parts) > 1 or by_score:
         scored = all(hit.score is not None for hit, _ in hits)
         order = _by_score if scored else _by_distance
         hits.sort(key=lambda pair: order(pair[0]))

@@ -20,11 +20,11 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.batching import Batcher
 from nobackfill.server.embedding.embedding import Embedding
-from nobackfill.server.galleries.asked import Asked, ByEmbedding, Canary, Found, Query
+from nobackfill.server.galleries.answers import allowed, found, found_or_refused, lost
+from nobackfill.server.galleries.asked import Asked, ByEmbedding, Canary, Found, Heals, Query
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Part, Plan, direct_part
 from nobackfill.server.galleries.queries import Answer, Question, Shortcut, run
-from nobackfill.server.galleries.ranking import rank
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import GatewayState, OutdatedError
@@ -44,9 +44,10 @@ class Searching:
 
     def __init__(
         self, embedding: Embedding, catalog: Catalog, state: GatewayState, metrics: Metrics,
-        canary: Canary,
+        canary: Canary, healing: Heals,
     ) -> None:  # fmt: skip
         self._canary = canary
+        self._healing = healing
         self._embedding = embedding
         self._catalog = catalog
         self._state = state
@@ -63,9 +64,9 @@ class Searching:
         Raises InvalidInputError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError,
         UnavailableError (only for images), DeadlineError.
         """
-        found = self.answer(Asked(hosted, query, k, filtered, ef), lambda _question: None)
-        assert isinstance(found, Found), "there is no shortcut"
-        return found
+        answer = self.answer(Asked(hosted, query, k, filtered, ef), lambda _question: None)
+        assert isinstance(answer, Found), "there is no shortcut"
+        return answer
 
     def answer(self, asked: Asked, shortcut: Shortcut) -> Found | bytes:
         """As `search`, or what `shortcut` makes of it, where that is not None."""
@@ -99,13 +100,23 @@ class Searching:
 
     def _answered(self, question: Question, filtered: Filter | None) -> Found:
         self._count(question)
+        if self._heals(question):
+            (healed,) = self._healing.find([question], allowed(question.hosted, filtered))
+            if isinstance(healed, InvalidInputError):
+                raise healed
+            return healed
         with calls.part("search"):
             for _ in range(_TRIES):
                 answer = self._answer(question, filtered)
-                found = _found(question, answer)
-                if not _lost(question, answer, found):
+                shown = found(question, answer)
+                if not lost(question, answer, shown):
                     break
-        return found
+        return shown
+
+    def _heals(self, question: Question) -> bool:
+        part = question.parts[0]
+        own = len(question.parts) == 1 and part.query.space == part.space
+        return own and self._healing.heals(question.hosted, part.space)
 
     def _search_aside(self, asked: Asked, plan: Plan, on_trial: Part | None) -> Found:
         hosted, parts = asked.hosted, _parts_of(plan, on_trial)
@@ -116,10 +127,10 @@ class Searching:
             question = Question(hosted, parts, made, asked.k, asked.ef)
         else:
             question = self._question(hosted, plan, asked.query, asked.k, asked.ef, on_trial)
-        allowed = _allowed(hosted, asked.filtered)
+        passing = allowed(hosted, asked.filtered)
         # Not through `run`, which counts how long searches take that somebody waits for.
-        found = hosted.search(question.parts, question.vectors, asked.k, allowed, asked.ef)
-        return _found(question, (found, 0))
+        near = hosted.search(question.parts, question.vectors, asked.k, passing, asked.ef)
+        return found(question, (near, 0))
 
     def _count(self, question: Question) -> None:
         for part in question.parts:
@@ -129,7 +140,7 @@ class Searching:
     def _answer(self, question: Question, filtered: Filter | None) -> Answer:
         if filtered is None and question.k <= _SMALL_K and not question.ef:
             return self._batcher(question.hosted)(question)
-        return run([question], _allowed(question.hosted, filtered))[0]
+        return run([question], allowed(question.hosted, filtered))[0]
 
     def _batcher(self, hosted: Hosted) -> Batcher[Question, Answer]:
         batcher = self._batchers.get(hosted)
@@ -145,17 +156,23 @@ class Searching:
         k: int,
         filtered: Filter | None,
         ef: int = 0,
+        *,
+        heal: bool = True,
     ) -> list[Found | InvalidInputError]:
         """Several queries on one snapshot; what is no image or no vector is refused by itself.
+        `heal`: where the gallery does, as for who asks one by one.
 
         Raises like `search`, for all of them; TooLargeError and OverloadedError for images that
         cost too much together.
         """
-        return self._current(hosted, lambda: self._batch(hosted, queries, k, filtered, ef))
+        return self._current(
+            hosted, lambda: self._batch(hosted, queries, k, filtered, ef, heal=heal)
+        )
 
     def _batch(
-        self, hosted: Hosted, queries: Sequence[Query], k: int, filtered: Filter | None, ef: int
-    ) -> list[Found | InvalidInputError]:
+        self, hosted: Hosted, queries: Sequence[Query], k: int, filtered: Filter | None, ef: int,
+        *, heal: bool,
+    ) -> list[Found | InvalidInputError]:  # fmt: skip
         with hosted.using() as plan:
 
             def answer(on_trial: Part | None) -> list[Found | InvalidInputError]:
@@ -164,13 +181,23 @@ class Searching:
                 for question in questions:
                     self._count(question)
                 with calls.part("search"):
-                    answers = iter(run(questions, _allowed(hosted, filtered)) if questions else ())
-                return [
-                    _found_or_refused(one, next(answers)) if isinstance(one, Question) else one
-                    for one in asked
-                ]
+                    passing = allowed(hosted, filtered)
+                    answers = iter(self._together(questions, passing, heal=heal))
+                return [next(answers) if isinstance(one, Question) else one for one in asked]
 
             return answer(None) if plan.canary is None else self._canary.batch(plan.canary, answer)
+
+    def _together(
+        self, questions: Sequence[Question], passing: Matches | None, *, heal: bool
+    ) -> list[Found | InvalidInputError]:
+        healed = [heal and self._heals(question) for question in questions]
+        if any(healed) and all(healed):
+            return self._healing.find(questions, passing)
+        if any(healed):
+            # Queries of several spaces in one call: each for itself.
+            return [one for q in questions for one in self._together([q], passing, heal=heal)]
+        answers = run(questions, passing) if questions else ()
+        return [found_or_refused(q, answer) for q, answer in zip(questions, answers, strict=True)]
 
     def _questions(
         self, hosted: Hosted, plan: Plan, queries: Sequence[Query], k: int, ef: int,
@@ -270,30 +297,3 @@ def _read(manifest: Manifest, values: bytes) -> Vectors:
             f"{dim}), got {len(values)}"
         )
     return np.frombuffer(values, "<f4").reshape(1, dim)
-
-
-def _found(question: Question, answer: Answer) -> Found:
-    if isinstance(answer, InvalidInputError):
-        raise answer
-    found, row = answer
-    hosted = question.hosted
-    hits = rank(question.parts, found, row, question.k, hosted.items, exact=hosted.exact)
-    query = question.parts[0].query
-    return Found(hits, query.release, query.space)
-
-
-def _found_or_refused(question: Question, answer: Answer) -> Found | InvalidInputError:
-    return answer if isinstance(answer, InvalidInputError) else _found(question, answer)
-
-
-def _allowed(hosted: Hosted, filtered: Filter | None) -> Matches | None:
-    return None if filtered is None else hosted.filtering.passing(filtered)
-
-
-def _lost(question: Question, answer: Answer, found: Found) -> bool:
-    """Whether there are fewer hits than were asked for, because one was deleted meanwhile."""
-    if len(found.hits) == question.k or isinstance(answer, InvalidInputError):
-        return False
-    neighbours, row = answer
-    there = sum(int(np.count_nonzero(part.labels[row] >= 0)) for part in neighbours)
-    return len(found.hits) < min(question.k, there)

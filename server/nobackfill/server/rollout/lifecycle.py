@@ -11,7 +11,12 @@ from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.plan import SOURCE
+from nobackfill.server.healing.healer import Progress
+from nobackfill.server.healing.healing import Healing
+from nobackfill.server.healing.registration import Source
 from nobackfill.server.rollout.activation import Activations
+from nobackfill.server.serving import Serving
 from nobackfill.server.state import GatewayState
 from nobackfill.server.upgrades.backfill import backfill
 from nobackfill.server.upgrades.cost import Cost
@@ -26,7 +31,7 @@ class Lifecycle:
 
     def __init__(
         self, catalog: Catalog, state: GatewayState, galleries: Galleries, embedding: Embedding,
-        upgrading: Upgrading, activations: Activations,
+        upgrading: Upgrading, activations: Activations, serving: Serving, healing: Healing,
     ) -> None:  # fmt: skip
         self._catalog = catalog
         self._state = state
@@ -34,6 +39,8 @@ class Lifecycle:
         self._embedding = embedding
         self._upgrading = upgrading
         self._activations = activations
+        self._serving = serving
+        self._healing = healing
 
     def create(self, name: str) -> None:
         """Raises as `Galleries.create`, BusyError during an activation or a rollback."""
@@ -87,6 +94,20 @@ class Lifecycle:
             # Begun by somebody who holds no gallery: whoever flips it waits for its users.
             self._activations.start_gallery(name, spare_cores)
         return self.job(name)
+
+    def register(self, hosted: Hosted, source: Source | None) -> None:
+        """From now on the gallery heals from `source`, or no longer. Raises ConfigurationError for
+        one that the settings do not allow, NotFoundError, CannotWriteError, UnavailableError."""
+        if source is not None:
+            self._healing.places.open(source)
+        with hosted.write_lock.exclusive():
+            hosted.remember({SOURCE: None if source is None else source.to_state()})
+            self._serving.replan_one(hosted)
+
+    def healing(self, name: str) -> Progress | None:
+        """How far a gallery with a source has healed."""
+        with self._galleries.using(name) as hosted:
+            return self._healing.progress(hosted)
 
     def pause(self, name: str) -> Job:
         """Hold back the upgrade of a gallery, and those to come. Raises CannotWriteError."""

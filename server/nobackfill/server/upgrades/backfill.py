@@ -39,22 +39,24 @@ def backfill(
             for start in range(0, len(chosen), LARGEST_BATCH):
                 batch = chosen[start : start + LARGEST_BATCH]
                 contents = [images[item.id] for item in batch]
-                on_batch(_embed(hosted, embedding, manifest, batch, contents, refused))
+                on_batch(len(embed_again(hosted, embedding, manifest, batch, contents, refused)))
     if refused:
         raise InvalidInputError(
             f"{len(refused)} of {len(chosen)} images are refused: {few(refused)}"
         )
 
 
-def _embed(
+def embed_again(
     hosted: Hosted,
     embedding: Embedding,
     manifest: Manifest,
     items: Sequence[Item],
     images: Sequence[bytes],
     refused: list[str],
-) -> int:
-    """One batch; how many were replaced. The others are added to `refused`, with the reason."""
+) -> list[int]:
+    """Replace the vectors of one batch in the release's space, in one commit; the labels of those
+    that were there. What is no image is added to `refused`, with the reason. Raises
+    UnavailableError, DeadlineError, CancelledError, BusyError, CannotWriteError."""
     size, seen = size_of(manifest), []
     for item, decoded in zip(items, embedding.decoding.each(images, [size]), strict=True):
         if isinstance(decoded, InvalidInputError):
@@ -69,10 +71,10 @@ def _embed(
         else:
             good.append((item.label, pixels, row))
     if not good:
-        return 0
+        return []
     labels, kept, vectors = zip(*good, strict=True)
     written = hosted.store.write(
         manifest.space, np.array(labels, np.int64), np.concatenate(vectors),
         side=embedding.sides(manifest, kept), origin="re-embedded", replace=True,
     )  # fmt: skip
-    return len(written)
+    return [int(label) for label in written]

@@ -112,7 +112,7 @@ class _Measuring:
         for start in range(0, len(labels), _AT_ONCE):
             some = slice(start, start + _AT_ONCE)
             try:
-                answers = self._searching.batch(self._hosted, queries[some], 2, None)
+                answers = self._searching.batch(self._hosted, queries[some], 2, None, heal=False)
             except ReleaseRetiredError:
                 return None
             for label, answer in zip(labels[some], answers, strict=True):

@@ -8,6 +8,7 @@ import grpc
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.server.galleries.galleries import CREATED, Galleries
 from nobackfill.server.galleries.hosted import NOTE, Hosted
+from nobackfill.server.galleries.plan import SOURCE
 from nobackfill.server.galleries.puts import Bare, Put, Putting
 from nobackfill.server.galleries.quotas import Quotas
 from nobackfill.server.galleries.sizes import searched
@@ -15,6 +16,9 @@ from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.errors import without_folders
 from nobackfill.server.grpc.services import items
 from nobackfill.server.grpc.services.convert import to_end
+from nobackfill.server.grpc.services.healing import from_source, to_source
+from nobackfill.server.grpc.tokens import Role
+from nobackfill.server.healing.registration import Source
 from nobackfill.server.rollout.lifecycle import Lifecycle
 from nobackfill.server.state import GatewayState
 from nobackfill.v1 import gallery_pb2 as pb
@@ -58,6 +62,9 @@ class GalleryService(GalleryServiceServicer):
         with self._galleries.using(request.name) as hosted:
             if request.HasField("exact_distances"):
                 hosted.answer_exactly(request.exact_distances)
+            if request.HasField("source"):
+                self._lifecycle.register(hosted, from_source(request.source))
+                self._audit("register a source of", f"gallery {request.name}")
             return pb.UpdateGalleryResponse(gallery=self._gallery(hosted))
 
     def GetGallery(  # noqa: N802
@@ -183,6 +190,9 @@ def _gallery(hosted: Hosted, ends: Mapping[str, float]) -> pb.Gallery:
         note=str(hosted.state(NOTE) or ""),
         exact_distances=hosted.exact,
     )
+    if kept := hosted.state(SOURCE):
+        told = calls.current().principal.role is Role.ADMIN
+        gallery.source.CopyFrom(to_source(Source.from_state(kept), address=told))
     gallery.created.FromSeconds(int(hosted.state(CREATED) or 0))
     for info in hosted.spaces():
         space = gallery.spaces.add(

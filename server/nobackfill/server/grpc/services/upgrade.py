@@ -9,6 +9,7 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.searching import Searching
+from nobackfill.server.grpc.services.healing import to_healing
 from nobackfill.server.rollout.lifecycle import Lifecycle
 from nobackfill.server.upgrades.job import Job, JobState
 from nobackfill.server.upgrades.subgroups import Subgroup, subgroups
@@ -77,6 +78,8 @@ class UpgradeService(UpgradeServiceServicer):
 
         for job in self._lifecycle.jobs(request.gallery, gone):
             progress = _message(job)
+            if (healing := self._lifecycle.healing(request.gallery)) is not None:
+                progress.healing.CopyFrom(to_healing(healing))
             if request.group_by:
                 with self._galleries.using(request.gallery) as hosted:
                     report.add_to(progress, hosted)

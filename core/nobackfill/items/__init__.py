@@ -1,0 +1,31 @@
+"""Where the items themselves are, and how they are embedded again from there, within limits.
+
+>>> from nobackfill.items import FolderItems
+>>> FolderItems(folder).read("no such.png", most_bytes=1000)
+"""
+
+from typing import TYPE_CHECKING
+
+from nobackfill.faces import offer
+
+if TYPE_CHECKING:
+    from nobackfill.items.reembedding import (
+        Cost as Cost,
+        Limits as Limits,
+        Reembedding as Reembedding,
+        Work as Work,
+    )
+    from nobackfill.items.sources import (
+        FolderItems as FolderItems,
+        FunctionItems as FunctionItems,
+        Items as Items,
+        UrlItems as UrlItems,
+    )
+else:
+    __getattr__ = offer(
+        __name__,
+        {
+            "reembedding": "Cost Limits Reembedding Work",
+            "sources": "FolderItems FunctionItems Items UrlItems",
+        },
+    )

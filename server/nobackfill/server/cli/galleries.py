@@ -1,0 +1,57 @@
+"""`gateway update-gallery`: where a gallery's images can be had again."""
+
+from typing import Annotated
+
+import typer
+from google.protobuf.duration_pb2 import Duration
+
+from nobackfill.server.cli.app import DEFAULT_SERVER, Json, Server, app, exit_codes, show
+from nobackfill.server.cli.operations import plain
+from nobackfill.v1 import gallery_pb2
+from nobackfill.wire.gateway import Gateway
+
+
+@app.command("update-gallery")
+def update_gallery(
+    gallery: Annotated[str, typer.Argument(help="gallery")],
+    source: Annotated[
+        str | None,
+        typer.Option(help="folder:DIR, folder:DIR/{id}.jpg, https://HOST/{id}.jpg, or none"),
+    ] = None,
+    hits: Annotated[int, typer.Option(help="first hits embedded again, 20 to 200 (100)")] = 0,
+    seconds: Annotated[float, typer.Option(help="what a query waits for them (1)")] = 0.0,
+    bytes_a_query: Annotated[int, typer.Option(help="what it may read (64 MiB)")] = 0,
+    concurrency: Annotated[int, typer.Option(help="batches at once (2)")] = 0,
+    a_day: Annotated[int, typer.Option(help="items of a day (100000)")] = 0,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Register where a gallery's images are: hits that an upgrade has carried are embedded again
+    from there as people look. Without --source: show it."""
+    if source is None and (hits or seconds or bytes_a_query or concurrency or a_day):
+        raise typer.BadParameter("expected --source with what it may cost")
+    with exit_codes(), Gateway(server, retries=False) as gateway:
+        if source is None:
+            answer = gateway.get_gallery(gallery)
+        else:
+            patience = Duration()
+            patience.FromNanoseconds(int(1e9 * max(0.0, min(seconds, 1e6))))
+            numbers = (hits, bytes_a_query, concurrency, a_day)
+            if min(numbers) < 0 or max(numbers) >= 1 << 32 or seconds < 0:
+                raise typer.BadParameter("expected numbers from 0 to below 2**32")
+            message = gallery_pb2.ItemSource(
+                address="" if source == "none" else source, hits=hits, patience=patience,
+                bytes_a_query=bytes_a_query, concurrency=concurrency, items_a_day=a_day,
+            )  # fmt: skip
+            answer = gateway.update_gallery(gallery, source=message)
+    found = answer.source
+    rows = [["gallery", "source", "hits", "seconds", "bytes a query", "at once", "a day"]]
+    if answer.HasField("source"):
+        rows.append([
+            answer.name, found.address, str(found.hits),
+            f"{found.patience.ToTimedelta().total_seconds():g}", str(found.bytes_a_query),
+            str(found.concurrency), str(found.items_a_day),
+        ])  # fmt: skip
+    else:
+        rows.append([answer.name, "none", "", "", "", "", ""])
+    show(as_json, plain(answer), rows)

@@ -1,0 +1,1 @@
+"""Galleries that heal where people look: see healing.py."""

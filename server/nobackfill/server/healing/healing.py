@@ -1,0 +1,201 @@
+"""Galleries that heal: what queries bring up is embedded again from its source, and kept.
+
+A healer is made of a gallery's plan and of its source, and goes with them. One thread of low
+priority makes what is new, lets go of what went, and embeds the rest in the background.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import structlog
+
+from nobackfill.errors import BusyError, InvalidInputError, NobackfillError
+from nobackfill.gallery.matches import Matches
+from nobackfill.gallery.store import Store
+from nobackfill.items.reembedding import Cost
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.embedding.embedding import Embedding
+from nobackfill.server.galleries.answers import found_or_refused
+from nobackfill.server.galleries.asked import Found
+from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.indexing import give_way
+from nobackfill.server.galleries.plan import SOURCE
+from nobackfill.server.galleries.queries import Question, run
+from nobackfill.server.grpc import calls
+from nobackfill.server.grpc.error_boundary import error_boundary
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.healing import answering
+from nobackfill.server.healing.healer import Healer, Progress
+from nobackfill.server.healing.ledger import FileLedger, Ledger
+from nobackfill.server.healing.registration import Places, Source
+from nobackfill.server.healing.series import HealingSeries
+from nobackfill.server.settings import Settings
+
+log = structlog.get_logger("server.healing")
+
+_EVERY_S = 0.5
+# Where a source cannot be opened, or its file not be written, it is tried again after so long.
+_AGAIN_S = 30.0
+# Of the time that a call has left, what it may wait for its hits.
+_SHARE = 0.8
+
+
+class Healing:
+    """What is said of `heals` and `find`: asked.Heals."""
+
+    def __init__(
+        self, embedding: Embedding, settings: Settings, galleries: Callable[[], Iterable[Hosted]],
+        metrics: Metrics,
+    ) -> None:  # fmt: skip
+        self._embedding, self._galleries, self._metrics = embedding, galleries, metrics
+        self.places = Places(settings.item_folders, settings.item_hosts)
+        self._series = HealingSeries(self.all_progress)
+        metrics.registry.register(self._series)
+        self._lock = threading.Lock()
+        self._healers: WeakKeyDictionary[Hosted, Healer] = WeakKeyDictionary()
+        self._trouble: WeakKeyDictionary[Hosted, float] = WeakKeyDictionary()
+        self._past = Cost()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="healing", daemon=True)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The background, to the end of the block; what has begun by then is finished."""
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._stopping.set()
+            self._thread.join()
+            for hosted in list(self._healers):
+                self._drop(hosted)
+
+    def heals(self, hosted: Hosted, space: str) -> bool:
+        if hosted.plan.heals != space:
+            return False
+        healer = self._healers.get(hosted)
+        return healer is None or not healer.whole
+
+    def find(
+        self, questions: Sequence[Question], allowed: Matches | None
+    ) -> list[Found | InvalidInputError]:
+        hosted, part = questions[0].hosted, questions[0].parts[0]
+        healer = self._healer(hosted, part.query)
+        if healer is None:
+            answers = run(questions, allowed)
+            return [found_or_refused(q, a) for q, a in zip(questions, answers, strict=True)]
+        near = answering.candidates(healer, questions, allowed)
+        wanted: dict[int, str] = {}
+        for question, some in zip(questions, near, strict=True):
+            if not isinstance(some, InvalidInputError):
+                wanted |= answering.carried_first(healer, question, some)
+        if wanted:
+            healer.ask(wanted, _SHARE * calls.current().remaining())
+        labels = {label for one in near if not isinstance(one, Exception) for label in one}
+        stored = hosted.store.stored(np.array(sorted(labels), np.int64), part.space)
+        found = [
+            some if isinstance(some, InvalidInputError) else answering.found(question, some, stored)
+            for question, some in zip(questions, near, strict=True)
+        ]
+        self._series.count(one for one in found if isinstance(one, Found))
+        return found
+
+    def progress(self, hosted: Hosted) -> Progress | None:
+        """Of a gallery that has a source; None of another."""
+        if hosted.plan.heals is None:
+            return None
+        healer = self._healer(hosted, hosted.plan.query)
+        return None if healer is None else healer.progress()
+
+    def all_progress(self) -> Iterator[Progress]:
+        """Of every gallery that heals, and what those cost that no longer do."""
+        yield Progress(0, 0, 0, 0, self._past)
+        for healer in list(self._healers.values()):
+            with contextlib.suppress(NobackfillError):
+                yield healer.progress()
+
+    def _healer(self, hosted: Hosted, manifest: Manifest) -> Healer | None:
+        """That of the gallery's present space and source; None where there is none at present."""
+        source = hosted.state(SOURCE)
+        if source is None or hosted.leaving or time.monotonic() < self._trouble.get(hosted, 0.0):
+            return None
+        given = Source.from_state(source)
+        known = self._healers.get(hosted)
+        if known is not None and (known.space, known.source) == (manifest.space, given):
+            return known
+        with self._lock:
+            known = self._healers.get(hosted)
+            if known is not None and (known.space, known.source) == (manifest.space, given):
+                return known
+            if known is not None:
+                self._drop(hosted)
+            try:
+                made = self._made(hosted, manifest, given)
+            except (NobackfillError, OSError) as error:
+                log.error("source not usable", gallery=hosted.name, error=str(error))
+                self._trouble[hosted] = time.monotonic() + _AGAIN_S
+                return None
+            self._healers[hosted] = made
+            return made
+
+    def _made(self, hosted: Hosted, manifest: Manifest, source: Source) -> Healer:
+        items = self.places.open(source)
+        ledger = _ledger(hosted, manifest.space)
+        return Healer(hosted, manifest, self._embedding, source, items, ledger)
+
+    def _drop(self, hosted: Hosted) -> None:
+        healer = self._healers.pop(hosted, None)
+        if healer is not None:
+            healer.close()
+            cost, past = healer.again.cost, self._past
+            past.embedded += cost.embedded
+            past.failed += cost.failed
+            past.bytes += cost.bytes
+            past.seconds += cost.seconds
+
+    def _run(self) -> None:
+        with error_boundary(self._metrics, "healing"):
+            give_way()
+        while not self._stopping.is_set():
+            more = False
+            with error_boundary(self._metrics, "healing"):
+                more = self._round()
+            # Searches come first: it rests as long as it works.
+            self._stopping.wait(0 if more else _EVERY_S)
+
+    def _round(self) -> bool:
+        """A few items of each gallery; whether there may be more."""
+        more, seen = False, set[Hosted]()
+        for hosted in self._galleries():
+            if hosted.plan.heals is None or self._stopping.is_set():
+                continue
+            seen.add(hosted)
+            with hosted.using() as plan:
+                healer = self._healer(hosted, plan.query) if plan.heals else None
+            if healer is None:
+                continue
+            began = time.monotonic()
+            with contextlib.suppress(BusyError):
+                healer.ledger.load()
+                more = healer.heal_some() or more
+            self._stopping.wait(time.monotonic() - began if more else 0)
+        for hosted in list(self._healers):
+            if hosted not in seen and (hosted.leaving or hosted.state(SOURCE) is None):
+                with self._lock:
+                    self._drop(hosted)
+        return more
+
+
+def _ledger(hosted: Hosted, space: str) -> Ledger:
+    if isinstance(hosted.store, Store):
+        return FileLedger(hosted.folder, hosted.store, space)
+    # It needs the extra `postgres`.
+    from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
+    from nobackfill.server.stores.postgresql.ledger import DatabaseLedger
+
+    assert isinstance(hosted.store, PostgresqlGallery), "there is no third kind"
+    return DatabaseLedger(hosted.store, space)

@@ -1,0 +1,111 @@
+"""The source of images that a gallery is registered with, and what it may cost."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Self
+
+import urllib3
+
+from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
+from nobackfill.items.reembedding import Limits
+from nobackfill.items.sources import FolderItems, Items, UrlItems
+
+FOLDER = "folder:"
+LEAST_HITS, MOST_HITS = 20, 200
+# Numbers of a source: what is least, most, and meant by 0.
+_NUMBERS: Mapping[str, tuple[float, float, float]] = {
+    "hits": (LEAST_HITS, MOST_HITS, 100),
+    "seconds": (0.01, 30, 1),
+    "bytes_a_query": (1 << 10, 1 << 30, 64 << 20),
+    "concurrency": (1, 16, 2),
+    "a_day": (1, 1_000_000_000, 100_000),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """`address`: folder:DIR, folder:DIR/{id}.jpg, or an address on a named host with {id} in its
+    path. `hits`: first ones of a query that are embedded again; the others as in Limits."""
+
+    address: str
+    hits: int
+    seconds: float
+    bytes_a_query: int
+    concurrency: int
+    a_day: int
+
+    @classmethod
+    def checked(cls, address: str, **numbers: float) -> Self:
+        """0 for what is usual. Raises InvalidInputError."""
+        values: dict[str, Any] = {}
+        for name, (least, most, usual) in _NUMBERS.items():
+            value = numbers.get(name, 0) or usual
+            if not least <= value <= most:
+                raise InvalidInputError(
+                    f"source, {name}: expected {least:g} to {most:g}, got {value:g}"
+                )
+            values[name] = value
+        return cls(address, **values)
+
+    @classmethod
+    def from_state(cls, kept: Mapping[str, Any]) -> Self:
+        """As a gallery keeps it."""
+        return cls(**kept)
+
+    def to_state(self) -> dict[str, Any]:
+        """For `from_state`."""
+        return asdict(self)
+
+    @property
+    def limits(self) -> Limits:
+        """What a query may cost, and a day."""
+        return Limits(
+            seconds=self.seconds,
+            bytes_a_query=self.bytes_a_query,
+            concurrency=self.concurrency,
+            a_day=self.a_day,
+        )
+
+
+class Places:
+    """Where sources may lie, as the operator's settings name it: whoever may change a gallery names
+    none of them."""
+
+    def __init__(self, folders: Sequence[Path], hosts: Collection[str]) -> None:
+        self._folders, self._hosts = [folder.resolve() for folder in folders], frozenset(hosts)
+
+    def open(self, source: Source) -> Items:
+        """Raises ConfigurationError, NotFoundError for a folder that is not there."""
+        if not source.address.startswith(FOLDER):
+            host = _host(source.address)
+            if host not in self._hosts:
+                raise ConfigurationError(
+                    f"source: host {host!r} is not among item_hosts of this gateway's settings; "
+                    "its operator names it there (gateway serve --item-host HOST)"
+                )
+            return UrlItems(source.address, self._hosts)
+        folder, pattern = _split(source.address.removeprefix(FOLDER))
+        found = folder.resolve()
+        if not any(found.is_relative_to(place) for place in self._folders):
+            raise ConfigurationError(
+                f"source: folder {folder} is below none of item_folders of this gateway's "
+                "settings; its operator names it there (gateway serve --item-folder DIR)"
+            )
+        if not found.is_dir():
+            raise NotFoundError(f"source: expected a folder of images at {folder}, found none")
+        return FolderItems(found, pattern)
+
+
+def _host(address: str) -> str | None:
+    try:
+        return urllib3.util.parse_url(address).host
+    except urllib3.exceptions.LocationParseError:
+        return None
+
+
+def _split(text: str) -> tuple[Path, str]:
+    """A folder, and what is below it with {id} in it."""
+    parts = PurePosixPath(text).parts
+    first = next((i for i, part in enumerate(parts) if "{id}" in part), len(parts))
+    return Path(*parts[:first]), "/".join(parts[first:]) or "{id}"

@@ -1,0 +1,149 @@
+"""What the gateways of one database know together of a gallery that heals: claims, what is wanted,
+and what a day has cost. Tables of the gallery's schema, made at the first use."""
+
+import time
+from collections.abc import Collection, Sequence
+
+from nobackfill.gallery.matches import Matches
+from nobackfill.server.stores.postgresql.database import Connection, run
+from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
+from nobackfill.server.stores.postgresql.schema import table_of
+
+# A claim is another's after so long: its gateway has ended.
+_CLAIM_S = 300
+# A count of the carried ones reads them all: again after so long, and so many times what it took.
+_COUNTED_S, _COUNTED_SHARE = 1.0, 50.0
+_TABLES = """
+CREATE TABLE IF NOT EXISTS {schema}.healing_claims (
+    label bigint PRIMARY KEY, until timestamptz NOT NULL);
+CREATE TABLE IF NOT EXISTS {schema}.healing_wanted (
+    label bigint PRIMARY KEY, times integer NOT NULL);
+CREATE TABLE IF NOT EXISTS {schema}.healing_spent (day text PRIMARY KEY, items bigint NOT NULL)
+"""
+
+
+class DatabaseLedger:
+    """What is said of each method: Ledger."""
+
+    def __init__(self, gallery: PostgresqlGallery, space: str) -> None:
+        self._database, self._schema = gallery.database, gallery.schema
+        self._table = table_of(gallery.schema, gallery.space(space).number)
+        self._counted_anew, self._count = 0.0, -1
+
+        def work(connection: Connection) -> None:
+            # Made twice at once, the second would fail.
+            run(connection, "SELECT pg_advisory_xact_lock(hashtext('nobackfill.healing'))")
+            for statement in _TABLES.format(schema=self._schema).split(";"):
+                run(connection, statement)
+
+        self._database.write(work)
+
+    def load(self) -> None:
+        began = time.monotonic()
+        if began >= self._counted_anew:
+            statement = f"SELECT count(*) FROM {self._table} WHERE origin = 'upgraded'"
+            self._count = self._database.read(
+                lambda connection: int(run(connection, statement).fetchone()[0])
+            )
+            ended = time.monotonic()
+            self._counted_anew = ended + max(_COUNTED_S, _COUNTED_SHARE * (ended - began))
+
+    def carried(self) -> int | None:
+        return None if self._count < 0 else self._count
+
+    def native(self, allowed: Matches | None) -> Matches | None:
+        """Not told: where few are native, a graph would be left and every row compared."""
+        return None
+
+    def claim(self, labels: Sequence[int], day: str, budget: int) -> list[int]:
+        def work(connection: Connection) -> list[int]:
+            run(
+                connection,
+                f"INSERT INTO {self._schema}.healing_spent VALUES (%s, 0) ON CONFLICT DO NOTHING",
+                [day],
+            )
+            # Who claims next waits here.
+            (spent,) = run(
+                connection,
+                f"SELECT items FROM {self._schema}.healing_spent WHERE day = %s FOR UPDATE",
+                [day],
+            ).fetchone()
+            run(
+                connection,
+                f"DELETE FROM {self._schema}.healing_claims WHERE until < clock_timestamp()",
+            )
+            rows = run(
+                connection,
+                f"INSERT INTO {self._schema}.healing_claims"
+                f" SELECT label, clock_timestamp() + interval '{_CLAIM_S} seconds'"
+                " FROM unnest(%s::bigint[]) AS label ON CONFLICT DO NOTHING RETURNING label",
+                [list(labels)[: max(0, budget - spent)]],
+            )
+            mine = {int(label) for (label,) in rows}
+            self._want(connection, [label for label in labels if label not in mine])
+            run(
+                connection,
+                f"UPDATE {self._schema}.healing_spent SET items = items + %s WHERE day = %s",
+                [len(mine), day],
+            )
+            return [label for label in labels if label in mine]
+
+        return self._database.write(work)
+
+    def _want(self, connection: Connection, labels: Sequence[int]) -> None:
+        run(
+            connection,
+            f"INSERT INTO {self._schema}.healing_wanted SELECT label, 1"
+            " FROM unnest(%s::bigint[]) AS label ORDER BY label"
+            " ON CONFLICT (label) DO UPDATE SET times = healing_wanted.times + 1",
+            [list(labels)],
+        )
+
+    def settle(self, labels: Collection[int]) -> None:
+        self._end(labels, "DELETE FROM {schema}.healing_wanted WHERE label = ANY(%s)")
+
+    def release(self, labels: Collection[int]) -> None:
+        self._end(
+            labels,
+            "INSERT INTO {schema}.healing_wanted SELECT label, 0"
+            " FROM unnest(%s::bigint[]) AS label ORDER BY label"
+            " ON CONFLICT (label) DO UPDATE SET times = 0",
+        )
+
+    def _end(self, labels: Collection[int], then: str) -> None:
+        def work(connection: Connection) -> None:
+            some = sorted(labels)
+            run(
+                connection,
+                f"DELETE FROM {self._schema}.healing_claims WHERE label = ANY(%s)",
+                [some],
+            )
+            run(connection, then.format(schema=self._schema), [some])
+
+        self._database.write(work)
+
+    def wanted(self, count: int) -> list[int]:
+        def work(connection: Connection) -> list[int]:
+            rows = run(
+                connection,
+                f"SELECT label FROM {self._schema}.healing_wanted"
+                " ORDER BY times DESC, label LIMIT %s",
+                [count],
+            )
+            return [int(label) for (label,) in rows]
+
+        return self._database.read(work)
+
+    def spent(self, day: str) -> int:
+        def work(connection: Connection) -> int:
+            row = run(
+                connection,
+                f"SELECT items FROM {self._schema}.healing_spent WHERE day = %s",
+                [day],
+            ).fetchone()
+            return int(row[0]) if row else 0
+
+        return self._database.read(work)
+
+    def close(self) -> None:
+        """The connections are the database's."""

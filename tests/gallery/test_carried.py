@@ -1,0 +1,48 @@
+"""Which items are as an upgrade left them, followed through every change."""
+
+from pathlib import Path
+
+import numpy as np
+
+from nobackfill.gallery.carried import Carried
+from nobackfill.gallery.store import Store
+from nobackfill.gallery.upgrade import run_upgrade
+from tests.gallery.making import Linear, filled, ids, put, rows, spec, vectors
+
+TWO = spec(2).space
+
+
+def truth(store: Store) -> set[int]:
+    return {label for label, (_, _, origin) in rows(store, TWO).items() if origin == "upgraded"}
+
+
+def seen(carried: Carried, store: Store) -> set[int]:
+    labels = store.load(TWO)[0]
+    mask = carried.native(labels)
+    # Asked again it is the same mask, until something changes.
+    assert carried.native(labels) is mask
+    assert carried.native(labels[:2]).tolist() == mask[:2].tolist()
+    return set(labels[~mask].tolist())
+
+
+def test_every_change_is_followed(tmp_path: Path) -> None:
+    with filled(tmp_path / "g.sqlite", 12) as store:
+        run_upgrade(store, Linear(), spec(2))
+        carried = Carried(store, TWO)
+        assert not carried.loaded
+        # What changes before it is read is followed, too.
+        store.delete(ids(1))
+        carried.load()
+        for change in (
+            lambda: store.delete(ids(2, 1)),
+            lambda: store.write(
+                TWO, np.array(sorted(truth(store))[:3]), vectors(3, 7, spec(2).dim),
+                origin="re-embedded", replace=True,
+            ),
+            lambda: put(store, ids(4, 8), release=2, seed=3),
+        ):  # fmt: skip
+            assert seen(carried, store) == truth(store)
+            assert len(carried) == len(truth(store)) > 0
+            change()
+        assert seen(carried, store) == truth(store)
+        carried.close()
