@@ -2,6 +2,7 @@
 
 from nobackfill.gallery.gallery_store import GalleryStore, Searcher
 from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.server.stores.milvus import candidates
 from nobackfill.server.stores.milvus.candidates import Candidates
 from nobackfill.server.stores.milvus.collections import Collections
 from nobackfill.server.stores.milvus.feeder import Feeder
@@ -40,9 +41,10 @@ class MilvusEngine(PostgresqlEngine):
             pass
 
     def searcher(self, store: GalleryStore, space: str) -> Searcher:
-        """Once Milvus knows all that is there."""
+        """Once Milvus knows all that is there, where it is asked at all."""
         assert isinstance(store, PostgresqlGallery)
-        self.feed(store)
+        if store.count() > candidates.SMALL:
+            self.feed(store)
         return self.unfed(store, space)
 
     def unfed(self, store: PostgresqlGallery, space: str) -> Searcher:
