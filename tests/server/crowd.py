@@ -28,6 +28,11 @@ class Crowd:
         self._address = ",".join(addresses)
         self._pictures = pictures
         self._manifests = manifests
+        # One that searches another's vectors as they are embeds into its block.
+        self._blocks = {
+            one.space: next((other for other in manifests if one.searches(other.space)), one)
+            for one in manifests
+        }
         self._over = threading.Event()
         self._lock = threading.Lock()
         self.answers: list[int] = []
@@ -64,7 +69,7 @@ class Crowd:
         if kind == 3:
             assert gateway.put("g", {f"i{number}": png(picture)}) == {}
         asked = [] if kind in (0, 3) else self._manifests[: 1 if kind == 1 else None]
-        embeddings = {one.space: vector(one, picture).tolist() for one in asked}
+        embeddings = {one.space: vector(self._blocks[one.space], picture).tolist() for one in asked}
         answer = (
             gateway.search("g", embeddings=embeddings, k=5)
             if embeddings
