@@ -22,7 +22,7 @@ CODE := core server client training demo bench manual tests protos/generate.py
 # Where images of containers set it, every process compiles what it imports again: 2 s for torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-scale container chart faults numerics random soak lint fmt proto docs bench tables pictures clean
+.PHONY: help setup demo test test-scale container chart faults numerics random soak lint fmt proto docs bench tables pictures tutorials clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -87,6 +87,9 @@ chart: $(CHART)/.ready ## the Helm chart linted, rendered and validated, without
 
 container: ## the gateway's image built, run read-only and asked, where there is podman or docker
 	deploy/containers/try
+
+tutorials: setup ## the tutorials, command by command
+	$(BIN)/python -m pytest -q -m faults tests/manual
 
 faults: setup ## the long crash and fault sweeps, and the tutorials
 	$(BIN)/python -m pytest -q -m faults --timeout 1800 tests

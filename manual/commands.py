@@ -1,11 +1,14 @@
 """The reference of the commands: every option with its help, as --help has them."""
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
 import typer
 
+# Columns of what is shown as in a terminal.
+_WIDTH = 90
 # What is typed -> module and name of its application, or of the function that is one.
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "edge-client": ("nobackfill.client.cli.app", "app"),
@@ -56,8 +59,8 @@ def _described(name: str, command: Any) -> Iterator[str]:
         yield from (f"| `{option}` | {help_} |" for option, help_ in records)
         yield ""
     if command.epilog:
-        # Its line breaks are those of a terminal.
-        yield from ("```text", command.epilog.strip(), "```", "")
+        lines = (textwrap.fill(line, _WIDTH) for line in command.epilog.strip().splitlines())
+        yield from ("```text", *lines, "```", "")
 
 
 def _record(parameter: Any, context: Any) -> tuple[str, str] | None:

@@ -12,6 +12,7 @@ from nobackfill.training.comparison.results import read_results
 
 ROOT = Path(__file__).parents[1]
 CURVE = "methods-digits.svg"
+_SHIM = Path(__file__).parent / "vendored" / "iframe-worker.js"
 _LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?!https?://|#)(?P<to>[^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -24,6 +25,7 @@ def on_files(files: Files, config: Any) -> Files:
         "reference/python.md": faces.page(),
         **notebooks.pages(),
         CURVE: curve(),
+        f"assets/{_SHIM.name}": _SHIM.read_text("utf-8"),
     }
     for name, content in made.items():
         files.append(File.generated(config, name, content=content))

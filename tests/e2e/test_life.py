@@ -148,7 +148,10 @@ def test_the_pictures_of_the_documents_are_drawn_from_it(
     if CHROMIUM is None and not os.environ.get("CI"):
         pytest.skip("no chromium here: apt-get install chromium")
     monkeypatch.setenv("NOBACKFILL_TRITON", "in-process")
-    drawn = {path.name: Image.open(path).size for path in draw(out, tmp_path)}
+    drawn = {}
+    for path in draw(out, tmp_path):
+        with Image.open(path) as picture:
+            drawn[path.name] = picture.size
     assert {name: width for name, (width, _) in drawn.items()} == {
         "life.png": 1020, "upgrade.png": 900, "upgrade-searches.png": 900,
         "browse.png": 1100, "console.png": 1100,

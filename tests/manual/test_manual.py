@@ -10,11 +10,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import expect
 
 from manual import commands, faces, protocol
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2, upgrade_pb2, vault_pb2
 from tests.server.conftest import Stages, make_stages
 from tests.support.blocks import write_pngs
+from tests.support.browser import chromium, tab
 from tests.support.documents import ROOT, blocks, page, run_script
 from tests.test_architecture import ARROWS, SERVER, module
 from tests.test_faces import FACES
@@ -89,10 +91,14 @@ def test_the_site_is_built_strictly_and_searched_offline(tmp_path: Path) -> None
     assert built.returncode == 0, built.stdout + built.stderr
     # Searched from the disk: the index is a script, as a page of a file may fetch nothing.
     assert "SearchRequest" in (site / "search" / "search_index.js").read_text("utf-8")
-    for path in (site / "index.html", site / "tutorials" / "operator.html"):
-        text = path.read_text("utf-8")
-        assert "nobackfill" in text
-        assert "fonts.googleapis" not in text
+    text = "".join(path.read_text("utf-8") for path in site.rglob("*.html"))
+    assert not re.findall(r"<(?:script|img|iframe)[^>]* src=\"?https?:[^>]*>", text)
+    assert not re.findall(r"<link[^>]*(?:stylesheet|preconnect)[^>]*https?:[^>]*>", text)
+    assert "https://unpkg.com" not in text
+    with chromium() as browser, tab(browser) as opened:
+        opened.goto((site / "tutorials" / "operator.html").as_uri())
+        opened.get_by_role("textbox", name="Search").fill("withdrawn")
+        expect(opened.locator(".md-search-result__item").first).to_contain_text("withdrawn")
 
 
 def test_the_researchers_blocks_run() -> None:
