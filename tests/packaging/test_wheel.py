@@ -86,7 +86,7 @@ def test_the_package_has_a_page(metadata: Message) -> None:
     assert metadata["Description-Content-Type"] == "text/markdown"
     page = str(metadata.get_payload())
     assert page.startswith("# nobackfill\n")
-    assert "## Quick start" in page
+    assert "## Try it" in page
     assert not re.findall(r"\]\((?!https?://)", page), "links that lead nowhere on a package's page"
 
 
