@@ -18,6 +18,7 @@ from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 from demo import pages
 from demo.children import Children
 from demo.life import alone
+from nobackfill.durable import write_file
 from nobackfill.errors import NobackfillError, NotFoundError, UnavailableError
 
 # Widths of the windows, in CSS pixels; a page as long as it is.
@@ -37,7 +38,10 @@ _SEARCHES = """() => {
 
 def draw(life: Path, into: Path) -> Iterator[Path]:
     """Write the pictures of a life into a folder, one by one. Raises NotFoundError where `life` is
-    no demo that has ended, UnavailableError without a browser, BusyError where a demo runs."""
+    no demo that has ended, or `into` no folder; UnavailableError without a browser, BusyError where
+    a demo runs."""
+    if not into.is_dir():
+        raise NotFoundError(f"{into}: no such folder; make it, or name another with --into")
     for name in ("report.html", "upgrade.html"):
         if not (life / name).is_file():
             raise NotFoundError(f"{life / name}: no such page; run `make demo` to its end first")
@@ -88,7 +92,10 @@ def _queries(life: Path) -> Iterator[Path]:
 
 
 def _save(picture: bytes, file: Path) -> Path:
-    Image.open(io.BytesIO(picture)).convert("RGB").quantize(_COLOURS).save(file, optimize=True)
+    smaller = io.BytesIO()
+    shown = Image.open(io.BytesIO(picture)).convert("RGB").quantize(_COLOURS)
+    shown.save(smaller, "PNG", optimize=True)
+    write_file(file, smaller.getvalue(), 0o644)
     return file
 
 

@@ -165,6 +165,8 @@ def test_the_pictures_of_the_documents_are_drawn_from_it(
 def test_pictures_of_no_life_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="run `make demo`"):
         next(draw(tmp_path, tmp_path))
+    with pytest.raises(NotFoundError, match="--into"):
+        next(draw(tmp_path, tmp_path / "nowhere"))
 
 
 def test_a_finished_life_is_only_shown_again(out: Path) -> None:
