@@ -2,26 +2,27 @@
 
 import shutil
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
+from nobackfill.release.calibration import Scorer
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import gallery_pb2, search_pb2, upgrade_pb2
 from tests.server.conftest import Stages, publish_stage
-from tests.server.support import Client, embedding, ids, images, refused, running
+from tests.server.support import Client, embedding, ids, images, refused, running, scores
 from tests.support.blocks import png
 from tests.support.picture_host import PictureHost
 from tests.support.waiting import wait_until
 
 COUNT = 24
-GALLERIES = [f"g{i}" for i in range(6)]
+GALLERIES = [f"g{i}" for i in range(7)]
 # What stands for carried vectors that are wrong: the source has other pictures than were put.
 TRUE = images(COUNT, seed=5)
 
@@ -160,6 +161,36 @@ def test_what_went_does_not_come_back(client: Client, name: str, host: PictureHo
     # What it was put with is nearest to itself, and the old picture is not.
     assert client.find(images(1, 7)[0], name).hits[0].id == "i1"
     assert client.find(TRUE[1], name).hits[0].distance > 0.1
+
+
+def test_native_items_are_candidates_beside_nearer_carried_ones(
+    healing: Gateway, client: Client, name: str, host: PictureHost
+) -> None:
+    """Where carried vectors lie nearer to queries than native ones do (the valley)."""
+    host.pictures = {}
+    source = gallery_pb2.ItemSource(address=host.address, hits=20)
+    client.update_gallery(name, source=source)
+    assert progress(client, name).carried == COUNT
+    # One query to which all but a few carried items are nearer than what is put now.
+    late = images(200, seed=11)
+    client.put(name, {"late": png(late[0])})
+    places = {i: ids(client.find(late[i], name, k=100)).index("late") for i in range(1, 40)}
+    far = max(places, key=lambda i: places[i])
+    assert places[far] >= 20
+    (part,) = healing.galleries.get(name).plan.parts
+    assert isinstance(part.curves, dict)
+    part.curves["upgraded"] = Scorer(Points((0.0, 4.0), (0.01, 0.0)))
+    found = client.find(late[far], name, k=3)
+    assert ids(found)[0] == "late"
+    assert [hit.origin for hit in found.hits] == ["native", "upgraded", "upgraded"]
+    assert scores(found) == sorted(scores(found), reverse=True)
+
+
+class Points(NamedTuple):
+    """A calibration."""
+
+    distances: Sequence[float]
+    probabilities: Sequence[float]
 
 
 def test_a_day_has_its_budget(client: Client, name: str, host: PictureHost) -> None:

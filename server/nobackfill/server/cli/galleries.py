@@ -35,10 +35,10 @@ def update_gallery(
             answer = gateway.get_gallery(gallery)
         else:
             patience = Duration()
-            patience.FromNanoseconds(int(1e9 * max(0.0, min(seconds, 1e6))))
-            numbers = (hits, bytes_a_query, concurrency, a_day)
-            if min(numbers) < 0 or max(numbers) >= 1 << 32 or seconds < 0:
+            numbers = (hits, bytes_a_query, concurrency, a_day, seconds)
+            if not all(0 <= number < 1 << 32 for number in numbers):
                 raise typer.BadParameter("expected numbers from 0 to below 2**32")
+            patience.FromNanoseconds(int(1e9 * seconds))
             message = gallery_pb2.ItemSource(
                 address="" if source == "none" else source, hits=hits, patience=patience,
                 bytes_a_query=bytes_a_query, concurrency=concurrency, items_a_day=a_day,

@@ -18,6 +18,9 @@ from nobackfill.server.upgrades.backfill import embed_again
 
 # What could not be embedded is not tried again before so long.
 _REST_S = 60.0
+# Nor, in the background, what was left when all was tried: a source that lacks pictures would take
+# its budget every day.
+_TRIED_S = 3600.0
 # Items that the background asks for at once: no query waits behind more.
 _FEW = 8
 _PAGE = 1000
@@ -92,7 +95,7 @@ class Healer:
                 some[item.label] = item.id
                 if len(some) == few:
                     return some
-        self._rest, self._all_tried = None, time.monotonic() + _REST_S
+        self._rest, self._all_tried = None, time.monotonic() + _TRIED_S
         return some
 
     def _by_doubt(self) -> Iterator[Item]:

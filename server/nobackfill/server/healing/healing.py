@@ -78,7 +78,7 @@ class Healing:
         if hosted.plan.heals != space:
             return False
         healer = self._healers.get(hosted)
-        return healer is None or not healer.whole
+        return healer is None or healer.space != space or not healer.whole
 
     def find(
         self, questions: Sequence[Question], allowed: Matches | None

@@ -47,7 +47,7 @@ class Ledger(Protocol):
         ...
 
     def release(self, labels: Collection[int]) -> None:
-        """They could not be embedded: wanted last."""
+        """They could not be embedded: wanted no more until they are asked for again."""
         ...
 
     def wanted(self, count: int) -> list[int]:
@@ -116,7 +116,7 @@ class FileLedger:
 
     def wanted(self, count: int) -> list[int]:
         with self._lock, refusing_sqlite(self._path):
-            return [int(name) for name in claims.wanted(self._connection, count)]
+            return [int(name) for name in claims.wanted(self._connection, count, "times > 0")]
 
     def spent(self, day: str) -> int:
         with self._lock, refusing_sqlite(self._path):

@@ -126,7 +126,7 @@ class DatabaseLedger:
         def work(connection: Connection) -> list[int]:
             rows = run(
                 connection,
-                f"SELECT label FROM {self._schema}.healing_wanted"
+                f"SELECT label FROM {self._schema}.healing_wanted WHERE times > 0"
                 " ORDER BY times DESC, label LIMIT %s",
                 [count],
             )
