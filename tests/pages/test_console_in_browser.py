@@ -1,5 +1,6 @@
 """The console as an operator uses it: look, activate under load, compare, roll back."""
 
+import hashlib
 import re
 import shutil
 import threading
@@ -207,3 +208,39 @@ def test_a_canary_is_watched_live_until_it_stops(
         expect(stopped).to_be_visible()
         expect(panel).to_contain_text("queries failed in the new pair where the old one answers")
         check(page)
+
+
+def test_one_logs_in_and_sees_what_the_role_may(
+    browser: Browser, gateway: Gateway, tmp_path: Path
+) -> None:
+    """A canary is not for readers to watch; callers are chosen by the names of their tokens."""
+    stages = gateway._settings.model_repo.parent.parent
+    shutil.copytree(stages / "stage1", tmp_path / "repo")
+    roles = {"operator": "admin", **dict.fromkeys(("ann", "ben", "carl", "dan"), "reader")}
+    lines = [f"{n} {role} {hashlib.sha256(n.encode()).hexdigest()}\n" for n, role in roles.items()]
+    (tmp_path / "tokens").write_text("".join(lines))
+    given = {"console": True, "console_address": "127.0.0.1:0", "tokens_file": tmp_path / "tokens"}
+    with (
+        running(tmp_path / "repo", tmp_path / "data", **given) as guarded,
+        Client(guarded.address, token="operator") as operator,
+        look.tab(browser) as page,
+    ):
+        operator.create_when_idle()
+        operator.put_images(images(3))
+        publish_stage(tmp_path / "repo", stages / "stage2")
+        guarded.catalog.refresh()
+        reports = operator.activate(2, canary=pb.Canary(share=0.5))
+        next(report for report in reports if report.phase == pb.PHASE_CANARY)
+        for name in roles:
+            with Client(guarded.address, token=name) as client:
+                wanted = 2 if in_share(digest(2, name), 0.5) else 1
+                assert {client.find(images(1)[0]).release for _ in range(3)} == {wanted}
+        page.goto(guarded.console_address)
+        for name, panels in (("ann", 0), ("operator", 1)):
+            expect(page.get_by_role("heading", name="Log in")).to_be_visible()
+            check(page, "light", "dark")
+            page.get_by_label("Your token of this gateway").fill(name)
+            page.keyboard.press("Enter")
+            expect(page.get_by_role("link", name="g", exact=True)).to_be_visible()
+            expect(page.get_by_role("region", name="canary")).to_have_count(panels)
+            page.get_by_role("button", name="Log out").click()
