@@ -56,14 +56,17 @@ def live(options: Options, *, stay: bool) -> None:
 
 def show(options: Options, figures: dict[str, Any]) -> None:
     """Keep the life's pages open until Ctrl-C, the report with links to all of them."""
-    with Children(options.out / "logs") as children:
-        links = pages.start(options.out, children, options.store)
-        report = page.write(options.out, figures, options.seed, links)
-        for what, address in links.items():
-            print(f"{what}: {address}")
-        print(f"Look at this life, until Ctrl-C: {report.as_uri()}", flush=True)
-        pages.wait()
-    page.write(options.out, figures, options.seed)
+    try:
+        with Children(options.out / "logs") as children:
+            links = pages.start(options.out, children, options.store)
+            report = page.write(options.out, figures, options.seed, links)
+            for what, address in links.items():
+                print(f"{what}: {address}")
+            print(f"Look at this life, until Ctrl-C: {report.as_uri()}", flush=True)
+            pages.wait()
+    finally:
+        # Nobody answers at the addresses any more, however this ends.
+        page.write(options.out, figures, options.seed)
 
 
 @contextlib.contextmanager
