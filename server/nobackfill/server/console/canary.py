@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nobackfill.errors import NotPermittedError
+from nobackfill.errors import BusyError, NotPermittedError
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.wire import Gateway
 
@@ -23,11 +23,11 @@ class Shown:
 
 
 def look(gateway: Gateway) -> Shown | None:
-    """The last one since the gateway's start; None without one, and for a role that may not watch
-    it."""
+    """The last one since the gateway's start; None without one, for a role that may not watch it,
+    and while the gateway has no place for who watches: the rest of a page is shown then."""
     try:
         found = next(gateway.watch_canary())
-    except NotPermittedError:
+    except (NotPermittedError, BusyError):
         return None
     return shown(found) if found.release else None
 
