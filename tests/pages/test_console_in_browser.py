@@ -189,9 +189,9 @@ def test_a_canary_is_watched_live_until_it_stops(
         for row in ("99 % within", "half answered within", "score of the first hit"):
             figures = re.compile(rf"{row} [\d.]+ (ms|%) [\d.]+ (ms|%)")
             expect(panel.get_by_role("row", name=figures)).to_be_visible()
-        check(page, "light", "dark")
+        check(page, "light")
         page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
-        check(page)
+        check(page, "dark")
         embed = gateway.models.embed
 
         def broken(manifest: Manifest, pictures: Any) -> Any:
@@ -207,7 +207,6 @@ def test_a_canary_is_watched_live_until_it_stops(
                 break
         expect(stopped).to_be_visible()
         expect(panel).to_contain_text("queries failed in the new pair where the old one answers")
-        check(page)
 
 
 def test_one_logs_in_and_sees_what_the_role_may(
@@ -236,9 +235,9 @@ def test_one_logs_in_and_sees_what_the_role_may(
                 wanted = 2 if in_share(digest(2, name), 0.5) else 1
                 assert {client.find(images(1)[0]).release for _ in range(3)} == {wanted}
         page.goto(guarded.console_address)
+        check(page, "light", "dark")
         for name, panels in (("ann", 0), ("operator", 1)):
             expect(page.get_by_role("heading", name="Log in")).to_be_visible()
-            check(page, "light", "dark")
             page.get_by_label("Your token of this gateway").fill(name)
             page.keyboard.press("Enter")
             expect(page.get_by_role("link", name="g", exact=True)).to_be_visible()

@@ -86,7 +86,9 @@ def _least_certain(
     store: Store, space: str, limit: int, after: Place | None, allowed: Labels | None
 ) -> list[Place]:
     found: list[Place] = []
-    for labels, uncertainties in _uncertain(store, space, after):
+    # Without a filter the first ones are enough: SQLite then keeps no more while it sorts.
+    most = limit if allowed is None else -1
+    for labels, uncertainties in _uncertain(store, space, after, most):
         if allowed is None:
             passing = np.ones(len(labels), np.bool_)
         else:
@@ -99,7 +101,7 @@ def _least_certain(
 
 
 def _uncertain(
-    store: Store, space: str, after: Place | None
+    store: Store, space: str, after: Place | None, most: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[float, ...]]]:
     last = Place(0, float("inf")) if after is None else after
     with store.reading() as connection:
@@ -107,8 +109,8 @@ def _uncertain(
         rows = connection.execute(
             f"SELECT label, uncertainty FROM {table} WHERE uncertainty IS NOT NULL"
             " AND (uncertainty < :uncertainty OR uncertainty = :uncertainty AND label > :label)"
-            " ORDER BY uncertainty DESC, label",
-            {"uncertainty": last.uncertainty, "label": last.label},
+            " ORDER BY uncertainty DESC, label LIMIT :most",
+            {"uncertainty": last.uncertainty, "label": last.label, "most": most},
         )
         while chunk := rows.fetchmany(_ROWS):
             labels, uncertainties = zip(*chunk, strict=True)
