@@ -5,7 +5,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nobackfill.errors import NobackfillError
+from nobackfill.errors import NobackfillError, NotFoundError
 from nobackfill.gallery.store import Item
 from nobackfill.items.reembedding import Cost, Reembedding, today
 from nobackfill.items.sources import Items
@@ -145,6 +145,8 @@ class Healer:
     def keep(self, found: Mapping[int, str | bytes], gone: Sequence[int]) -> Collection[int]:
         """See Work. An item that was deleted or put again has another label, and nothing is written
         for the one it had."""
+        if gone:
+            self.again.failed(NotFoundError(f"the source lacks {len(gone)} pictures of a batch"))
         if not found or not self._hosted.users.enter():
             return ()
         try:

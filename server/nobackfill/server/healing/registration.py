@@ -79,6 +79,11 @@ class Places:
         """Raises ConfigurationError, NotFoundError for a folder that is not there."""
         if not source.address.startswith(FOLDER):
             host = _host(source.address)
+            if not host:
+                raise ConfigurationError(
+                    "source: expected folder:DIR, folder:DIR/{id}.jpg or https://HOST/{id}, got "
+                    f"{source.address[:80]!r}"
+                )
             if host not in self._hosts:
                 raise ConfigurationError(
                     f"source: host {host!r} is not among item_hosts of this gateway's settings; "
