@@ -78,6 +78,12 @@ def main(
     ] = None,
     out: Annotated[Path, typer.Option(help="folder of the results")] = Path("build/compare"),
     jobs: Annotated[int, typer.Option(min=1, help="processes")] = min(2, os.cpu_count() or 1),
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="do it on this Ray cluster: auto or HOST:PORT; its nodes share the folders"
+        ),
+    ] = None,
     development: Annotated[
         bool, typer.Option("--development", help="the images and classes to choose by")
     ] = False,
@@ -97,6 +103,9 @@ def main(
         preset, images = folder_preset(len(list_images(folder).class_names)), folder
     else:
         preset = preset_named(data)
+    if ray is not None:
+        # Nodes work elsewhere.
+        out, images = out.resolve(), images and images.resolve()
     if development:
         preset = development_of(preset)
     results = compare(
@@ -108,6 +117,7 @@ def main(
         jobs,
         once=once.split(",") if once else (),
         command=_command(preset, seeds, methods, once),
+        cluster=ray,
     )
     text = whole(results)
     write_results(out / f"{preset.title}.json", results)
@@ -138,11 +148,12 @@ def compare(
     changes: Mapping[str, Values] | None = None,
     once: Sequence[str] = (),
     command: str = "compare()",
+    cluster: str | None = None,
 ) -> Results:
     """Train and measure the wanted groups and methods, the preset's own where None; those of `once`
     with the first seed alone.
 
-    `changes` replace keys of the preset's configurations, by kind.
+    `changes` replace keys of the preset's configurations, by kind. `jobs` and `cluster`: as do.
     """
     root = out / preset.title
     source = _source(preset, images, root)
@@ -154,7 +165,7 @@ def compare(
             further = once if seed == seeds[0] else ()
             planned.append((place, rows_of(place, (*(wanted or own), *further))))
     started = time.monotonic()
-    do(planned, jobs)
+    do(planned, jobs, cluster)
     print(f"compare.py: {time.monotonic() - started:.0f} s", file=sys.stderr)
     # Of the first place: seeds and splits differ in weights, not in cost.
     told, rows = costs(planned[0][1]), _collect(planned)

@@ -1,10 +1,13 @@
-"""The work of a comparison among processes: each training and row once its needs are met."""
+"""The work of a comparison among processes, of this machine or of a Ray cluster: each training and
+row once its needs are met."""
 
 import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +15,8 @@ import torch
 
 from nobackfill.class_folders import Listing, list_images
 from nobackfill.digests import sha256_file
+from nobackfill.errors import UnavailableError
+from nobackfill.extras import extra
 from nobackfill.training.comparison.cells import evaluation, read_cells, row_cells, write_cells
 from nobackfill.training.comparison.recipe import Place, Run, ensure
 from nobackfill.training.comparison.rows import TEST, Row
@@ -31,15 +36,49 @@ class Task:
     made: Path | None = None
 
 
-def do(planned: Planned, jobs: int) -> None:
-    """Make the images, train every run, measure every row. What is done is not done again."""
+# Hands a task to a process.
+Submit = Callable[..., Future[None]]
+
+
+def do(planned: Planned, jobs: int, cluster: str | None = None) -> None:
+    """Make the images, train every run, measure every row. What is done is not done again.
+
+    `cluster`: address of a Ray cluster whose nodes do it, in place of `jobs` processes; they have
+    the folders under the same paths. Raises UnavailableError where there is none.
+    """
     for place, rows in planned:
         prepare(place, list(rows))
-    if jobs == 1:
+    if cluster is not None:
+        with _nodes(cluster) as (submit, processors):
+            _share(tasks(planned), processors, submit)
+    elif jobs == 1:
         for task in tasks(planned):
             task.work(*task.arguments)
     else:
-        _share(tasks(planned), jobs)
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            _share(tasks(planned), jobs, pool.submit)
+
+
+@contextmanager
+def _nodes(address: str) -> Iterator[tuple[Submit, int]]:
+    """What hands tasks to a cluster, and how many processors it has. A task whose node dies is done
+    again: it goes on from what is kept."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    with extra("ray"):
+        import ray
+    try:
+        ray.init(address, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+        raise UnavailableError(f"no Ray cluster answers at {address}: look at --ray") from error
+
+    def submit(work: Callable[..., None], *arguments: object) -> Future[None]:
+        task: Future[None] = ray.remote(num_cpus=1)(work).remote(*arguments).future()
+        return task
+
+    try:
+        yield submit, max(1, int(ray.cluster_resources().get("CPU", 1)))
+    finally:
+        ray.shutdown()
 
 
 def tasks(planned: Planned) -> list[Task]:
@@ -67,7 +106,7 @@ def _folders(runs: Sequence[Run]) -> frozenset[Path]:
     return frozenset(run.folder for run in runs)
 
 
-def _share(waiting: list[Task], jobs: int) -> None:
+def _share(waiting: list[Task], jobs: int, submit: Submit) -> None:
     """Carry tasks out in `jobs` processes, the first that can begin first.
 
     No more are handed out than processes, so that a failure is raised as soon as what is in hand
@@ -75,18 +114,17 @@ def _share(waiting: list[Task], jobs: int) -> None:
     """
     made: set[Path] = set()
     running: dict[Future[None], Task] = {}
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        while waiting or running:
-            ready = [task for task in waiting if task.needs <= made][: jobs - len(running)]
-            for task in ready:
-                waiting.remove(task)
-                running[pool.submit(task.work, *task.arguments)] = task
-            ended, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in ended:
-                future.result()
-                folder = running.pop(future).made
-                if folder is not None:
-                    made.add(folder)
+    while waiting or running:
+        ready = [task for task in waiting if task.needs <= made][: jobs - len(running)]
+        for task in ready:
+            waiting.remove(task)
+            running[submit(task.work, *task.arguments)] = task
+        ended, _ = wait(running, return_when=FIRST_COMPLETED)
+        for future in ended:
+            future.result()
+            folder = running.pop(future).made
+            if folder is not None:
+                made.add(folder)
 
 
 def train_run(run: Run) -> None:
