@@ -103,9 +103,6 @@ def main(
         preset, images = folder_preset(len(list_images(folder).class_names)), folder
     else:
         preset = preset_named(data)
-    if ray is not None:
-        # Nodes work elsewhere.
-        out, images = out.resolve(), images and images.resolve()
     if development:
         preset = development_of(preset)
     results = compare(
@@ -119,6 +116,10 @@ def main(
         command=_command(preset, seeds, methods, once),
         cluster=ray,
     )
+    _write(out, preset, results)
+
+
+def _write(out: Path, preset: Preset, results: Results) -> None:
     text = whole(results)
     write_results(out / f"{preset.title}.json", results)
     write_file(out / f"{preset.title}.md", text.encode(), 0o644)
@@ -155,6 +156,9 @@ def compare(
 
     `changes` replace keys of the preset's configurations, by kind. `jobs` and `cluster`: as do.
     """
+    if cluster is not None:
+        # Nodes work elsewhere.
+        out, images = out.resolve(), images and images.resolve()
     root = out / preset.title
     source = _source(preset, images, root)
     planned = []
