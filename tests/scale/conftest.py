@@ -31,7 +31,7 @@ def two(stages: Stages) -> Manifest:
     return manifest(stages[2], 2)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Any]:
     """A Ray cluster of two nodes of one processor each, on this machine."""
     cluster_utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed")
