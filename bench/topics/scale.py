@@ -14,6 +14,7 @@ import psycopg
 from pgvector.psycopg import register_vector
 
 from bench import data
+from bench.flips import flips
 from bench.galleries import PUT_ROWS
 from bench.harness import Bench, Contender, Measured, Row, Table, compared, interleave
 from bench.published import INNER, Publication, publication
@@ -73,6 +74,7 @@ def run(bench: Bench) -> list[Table]:
         tables += [
             _searches(bench, store, url, queries, n) for n in bench.size((2,), (1, 32), (1, 32))
         ]
+        tables.append(upgrading.flips(bench))
     return [*tables, _plans(bench, upgrading.rates)]
 
 
@@ -151,6 +153,12 @@ class _Upgrading:
         ):
             self.rates[name].append(len(labels) / seconds)
         return len(labels) / (end - began)
+
+    def flips(self, bench: Bench) -> Table:
+        """Both spaces full."""
+        runner = open_route(self._pair.repo, self._route, 2)
+        run_upgrade(self._store, runner, self._target)
+        return flips(bench, self._store, [self._store.active().spec, self._target])
 
     def _thread(self) -> float:
         runner = open_route(self._pair.repo, self._route, 2)
