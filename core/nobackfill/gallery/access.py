@@ -107,16 +107,22 @@ def unwritable(path: Path) -> str | None:
     beside = [path.with_name(path.name + end) for end in _BESIDE]
     for name in (path, *(p for p in beside if p.exists()), path.parent):
         mode = os.W_OK | (os.X_OK if name.is_dir() else os.R_OK)
-        if not os.access(name, mode, effective_ids=_EFFECTIVE):
-            if os.statvfs(name).f_flag & os.ST_RDONLY:
-                return (
-                    f"{name}: cannot be written, its file system is read-only; copy the gallery "
-                    "and what lies beside it to one that is not"
-                )
+        if os.access(name, mode, effective_ids=_EFFECTIVE):
+            continue
+        try:
+            read_only = os.statvfs(name).f_flag & os.ST_RDONLY
+        except FileNotFoundError:
+            # Another process that closed the gallery took away what lay beside it.
+            continue
+        if read_only:
             return (
-                f"{name}: cannot be written by this user; run it as its owner, or change its "
-                "permissions"
+                f"{name}: cannot be written, its file system is read-only; copy the gallery "
+                "and what lies beside it to one that is not"
             )
+        return (
+            f"{name}: cannot be written by this user; run it as its owner, or change its "
+            "permissions"
+        )
     return None
 
 
