@@ -256,3 +256,19 @@ def test_a_listener_may_read_the_store(tmp_path: Path) -> None:
         store.put(["a"], [NewVectors(ONE, vectors(1, 1))])
         store.delete(["a"])
         assert seen == [3, 2]
+
+
+def test_what_another_process_takes_away_meanwhile_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, log = tmp_path / "g.sqlite", tmp_path / "g.sqlite-wal"
+    filled(path, 3).close()
+    log.touch()
+    asked = os.access
+
+    def closing(name: Path, mode: int, **more: bool) -> bool:
+        log.unlink(missing_ok=True)
+        return asked(name, mode, **more)
+
+    monkeypatch.setattr(os, "access", closing)
+    assert access.unwritable(path) is None and not log.exists()
