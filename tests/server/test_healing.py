@@ -22,7 +22,7 @@ from tests.support.picture_host import PictureHost
 from tests.support.waiting import wait_until
 
 COUNT = 24
-GALLERIES = [f"g{i}" for i in range(7)]
+GALLERIES = [f"g{i}" for i in range(8)]
 # What stands for carried vectors that are wrong: the source has other pictures than were put.
 TRUE = images(COUNT, seed=5)
 
@@ -283,3 +283,18 @@ def test_a_restart_and_a_rollback_heal_on(
         asked = sum(host.asked.values())
         assert client.find(images(COUNT)[0], name).hits[0].id == "i0"
         assert sum(host.asked.values()) == asked
+
+
+def test_a_source_that_changes_fails_no_query_and_no_scrape(
+    client: Client, healing: Gateway, name: str, host: PictureHost
+) -> None:
+    kept = 'nobackfill_healing_embedded_total{outcome="kept"}'
+    with ThreadPoolExecutor(4) as others:
+        seen = others.submit(lambda: [series(healing).get(kept, 0) for _ in range(15)])
+        asked = others.map(lambda n: client.find(TRUE[n % 3], name), range(45))
+        for number in range(30):
+            register(client, name, host.address, a_day=2000 + number)
+        assert len(list(asked)) == 45
+        # A counter never falls, whichever healer counts.
+        assert sorted(seen.result()) == seen.result()
+    wait_until(lambda: len(healed(client, name)) == COUNT, "all heal")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Generic, Protocol, TypeVar
 
-from nobackfill.errors import BusyError
+from nobackfill.errors import BusyError, CannotWriteError
 from nobackfill.items.sources import Items
 
 # Items that wait for a thread.
@@ -49,7 +49,8 @@ class Work(Protocol[Key]):
     """What becomes of the items that one query asks for."""
 
     def claim(self, keys: Sequence[Key], budget: int) -> Sequence[Key]:
-        """Those that nobody else embeds, of at most `budget` a day. Raises BusyError."""
+        """Those that nobody else embeds, of at most `budget` a day. Raises BusyError,
+        CannotWriteError: nothing is embedded then."""
         ...
 
     def keep(self, found: Mapping[Key, str | bytes], gone: Sequence[Key]) -> Collection[Key]:
@@ -81,12 +82,16 @@ class Reembedding(Generic[Key]):
         self._items, self.limits = items, limits
         # Again by the same thread: work that `close` has cancelled says so at once, in `_begin`.
         self._lock = threading.RLock()
+        self._closed = False
         self._under_way: dict[Key, Future[None]] = {}
         self._threads = ThreadPoolExecutor(limits.concurrency, "nobackfill-embed")
         self.cost = Cost()
 
     def close(self) -> None:
-        """End after the batches that have begun; what waits is not begun."""
+        """End after the items that are being read, and keep what was: what waits is not begun, and
+        who asks from now on gets nothing."""
+        with self._lock:
+            self._closed = True
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def ask(self, names: Mapping[Key, str], work: Work[Key], seconds: float | None = None) -> None:
@@ -110,13 +115,16 @@ class Reembedding(Generic[Key]):
         """The work on these items, that of other queries with it."""
         bytes_ = _Bytes(self.limits.bytes_a_query)
         with self._lock:
+            if self._closed:
+                return []
             shared = {id(f): f for key in names if (f := self._under_way.get(key))}
             idle = [key for key in names if key not in self._under_way]
             try:
                 # More than that is noted as wanted: a crowd shall not fill the memory.
                 budget = self.limits.a_day if len(self._under_way) < _MOST_WAITING else 0
                 mine = work.claim(idle, budget) if idle else []
-            except BusyError:
+            except (BusyError, CannotWriteError) as error:
+                self.failed(error)
                 mine = []
             for first in range(0, len(mine), self.limits.batch):
                 some = {key: names[key] for key in mine[first : first + self.limits.batch]}
@@ -162,7 +170,7 @@ class Reembedding(Generic[Key]):
         gone = []
         for key, name in names.items():
             most = min(self.limits.bytes_an_item, bytes_.left)
-            if most <= 0:
+            if most <= 0 or self._closed:
                 break
             try:
                 item = self._items.read(name, most)

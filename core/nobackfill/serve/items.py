@@ -2,21 +2,9 @@
 
 from nobackfill.adopt.sources.source import Searchable
 from nobackfill.items.kind import Kind
-from nobackfill.items.sources import (
-    FolderItems as FolderItems,
-)
-from nobackfill.items.sources import (
-    FunctionItems as FunctionItems,
-)
-from nobackfill.items.sources import (
-    Items as Items,
-)
-from nobackfill.items.sources import (
-    UrlItems as UrlItems,
-)
-from nobackfill.items.sources import (
-    bounded,
-)
+from nobackfill.items.sources import FolderItems, FunctionItems, Items, UrlItems, bounded
+
+__all__ = ["ColumnItems", "FolderItems", "FunctionItems", "Items", "UrlItems"]
 
 
 class ColumnItems:

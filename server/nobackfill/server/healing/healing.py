@@ -8,12 +8,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import structlog
 
-from nobackfill.errors import BusyError, InvalidInputError, NobackfillError
+from nobackfill.errors import BusyError, InvalidInputError, NobackfillError, NotFoundError
 from nobackfill.gallery.matches import Matches
 from nobackfill.gallery.store import Store
 from nobackfill.items.reembedding import Cost
@@ -58,6 +59,8 @@ class Healing:
         self._lock = threading.Lock()
         self._healers: WeakKeyDictionary[Hosted, Healer] = WeakKeyDictionary()
         self._trouble: WeakKeyDictionary[Hosted, float] = WeakKeyDictionary()
+        # Those that another has replaced: the background ends them, as that may take a while.
+        self._replaced: list[Healer] = []
         self._past = Cost()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="healing", daemon=True)
@@ -70,9 +73,11 @@ class Healing:
             yield
         finally:
             self._stopping.set()
+            with self._lock:
+                for hosted in list(self._healers):
+                    self._replace(hosted)
+            self._let_go()
             self._thread.join()
-            for hosted in list(self._healers):
-                self._drop(hosted)
 
     def heals(self, hosted: Hosted, space: str) -> bool:
         if hosted.plan.heals != space:
@@ -109,12 +114,20 @@ class Healing:
         if hosted.plan.heals is None:
             return None
         healer = self._healer(hosted, hosted.plan.query)
-        return None if healer is None else healer.progress()
+        try:
+            return None if healer is None else healer.progress()
+        except NotFoundError:
+            # It was replaced a moment ago.
+            return None
 
     def all_progress(self) -> Iterator[Progress]:
         """Of every gallery that heals, and what those cost that no longer do."""
-        yield Progress(0, 0, 0, 0, self._past)
-        for healer in list(self._healers.values()):
+        with self._lock:
+            costs = [replace(self._past), *(one.again.cost for one in self._replaced)]
+            healers = list(self._healers.values())
+        for cost in costs:
+            yield Progress(0, 0, 0, 0, cost)
+        for healer in healers:
             with contextlib.suppress(NobackfillError):
                 yield healer.progress()
 
@@ -131,8 +144,9 @@ class Healing:
             known = self._healers.get(hosted)
             if known is not None and (known.space, known.source) == (manifest.space, given):
                 return known
-            if known is not None:
-                self._drop(hosted)
+            self._replace(hosted)
+            if self._stopping.is_set():
+                return None
             try:
                 made = self._made(hosted, manifest, given)
             except (NobackfillError, OSError) as error:
@@ -147,15 +161,24 @@ class Healing:
         ledger = _ledger(hosted, manifest.space)
         return Healer(hosted, manifest, self._embedding, source, items, ledger)
 
-    def _drop(self, hosted: Hosted) -> None:
-        healer = self._healers.pop(hosted, None)
-        if healer is not None:
+    def _replace(self, hosted: Hosted) -> None:
+        """It heals no longer so; under the lock."""
+        if (healer := self._healers.pop(hosted, None)) is not None:
+            self._replaced.append(healer)
+
+    def _let_go(self) -> None:
+        """End those that were replaced."""
+        for healer in list(self._replaced):
             healer.close()
             cost, past = healer.again.cost, self._past
-            past.embedded += cost.embedded
-            past.failed += cost.failed
-            past.bytes += cost.bytes
-            past.seconds += cost.seconds
+            with self._lock:
+                # At a stop two threads may end the same one.
+                if healer in self._replaced:
+                    self._replaced.remove(healer)
+                    past.embedded += cost.embedded
+                    past.failed += cost.failed
+                    past.bytes += cost.bytes
+                    past.seconds += cost.seconds
 
     def _run(self) -> None:
         with error_boundary(self._metrics, "healing"):
@@ -174,19 +197,28 @@ class Healing:
             if hosted.plan.heals is None or self._stopping.is_set():
                 continue
             seen.add(hosted)
-            with hosted.using() as plan:
-                healer = self._healer(hosted, plan.query) if plan.heals else None
-            if healer is None:
-                continue
-            began = time.monotonic()
-            with contextlib.suppress(BusyError):
-                healer.ledger.load()
-                more = healer.heal_some() or more
-            self._stopping.wait(time.monotonic() - began if more else 0)
-        for hosted in list(self._healers):
-            if hosted not in seen and (hosted.leaving or hosted.state(SOURCE) is None):
-                with self._lock:
-                    self._drop(hosted)
+            # What one gallery meets keeps no other from healing.
+            with error_boundary(self._metrics, "healing"):
+                more = self._heal_some(hosted) or more
+        with self._lock:
+            for hosted in list(self._healers):
+                if hosted not in seen and (hosted.leaving or hosted.state(SOURCE) is None):
+                    self._replace(hosted)
+        self._let_go()
+        return more
+
+    def _heal_some(self, hosted: Hosted) -> bool:
+        """A few items of one gallery; whether there may be more."""
+        with hosted.using() as plan:
+            healer = self._healer(hosted, plan.query) if plan.heals else None
+        if healer is None:
+            return False
+        began, more = time.monotonic(), False
+        # Busy, or replaced meanwhile.
+        with contextlib.suppress(BusyError, NotFoundError):
+            healer.ledger.load()
+            more = healer.heal_some()
+        self._stopping.wait(time.monotonic() - began if more else 0)
         return more
 
 

@@ -5,12 +5,14 @@ Labels are never used twice, so what is noted of an item that went says nothing 
 
 import sqlite3
 import threading
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from nobackfill.durable import transaction
-from nobackfill.errors import DamagedError
+from nobackfill.errors import DamagedError, NotFoundError
 from nobackfill.gallery.carried import Carried
 from nobackfill.gallery.matches import Matches
 from nobackfill.gallery.search.index import Labels, Mask
@@ -19,11 +21,12 @@ from nobackfill.items import claims
 from nobackfill.sqlite_errors import refusal, refusing_sqlite
 
 FILE = "healing.sqlite"
+_BEGUN = time.time()
 
 
 class Ledger(Protocol):
     """Of one space of one gallery. Each change is durable; all raise BusyError, CannotWriteError,
-    UnavailableError."""
+    UnavailableError, NotFoundError once it is closed."""
 
     def load(self) -> None:
         """Read what `carried` and `native` need, where that is due, however long it takes."""
@@ -85,6 +88,7 @@ class FileLedger:
     def __init__(self, folder: Path, store: Store, space: str) -> None:
         self._path = folder / FILE
         self._lock = threading.Lock()
+        self._closed = False
         self._carried = Carried(store, space)
         try:
             self._connection = _open(self._path)
@@ -103,29 +107,42 @@ class FileLedger:
         return _Native(self._carried, allowed) if self._carried.loaded else None
 
     def claim(self, labels: Sequence[int], day: str, budget: int) -> list[int]:
-        with self._lock, transaction(self._connection) as connection:
+        with self._writing() as connection:
             return [int(n) for n in claims.claim(connection, _names(labels), day, budget)]
 
     def settle(self, labels: Collection[int]) -> None:
-        with self._lock, transaction(self._connection) as connection:
+        with self._writing() as connection:
             claims.settle(connection, _names(labels))
 
     def release(self, labels: Collection[int]) -> None:
-        with self._lock, transaction(self._connection) as connection:
+        with self._writing() as connection:
             claims.release(connection, _names(labels))
 
     def wanted(self, count: int) -> list[int]:
-        with self._lock, refusing_sqlite(self._path):
-            return [int(name) for name in claims.wanted(self._connection, count, "times > 0")]
+        with self._using() as connection, refusing_sqlite(self._path):
+            return [int(name) for name in claims.wanted(connection, count, "times > 0")]
 
     def spent(self, day: str) -> int:
-        with self._lock, refusing_sqlite(self._path):
-            return claims.spent(self._connection, day)
+        with self._using() as connection, refusing_sqlite(self._path):
+            return claims.spent(connection, day)
 
     def close(self) -> None:
         self._carried.close()
         with self._lock:
+            self._closed = True
             self._connection.close()
+
+    @contextmanager
+    def _using(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            if self._closed:
+                raise NotFoundError(f"{self._path}: its gallery heals otherwise by now")
+            yield self._connection
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        with self._using() as connection, transaction(connection):
+            yield connection
 
 
 def _names(labels: Collection[int]) -> list[str]:
@@ -140,7 +157,8 @@ def _open(path: Path, *, again: bool = True) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous=NORMAL")
         for statement in claims.SCHEMA.split(";")[:-1]:
             connection.execute(statement)
-        connection.execute("DELETE FROM claim")
+        # Claims of an earlier life: this process alone has the folder.
+        connection.execute("DELETE FROM claim WHERE until < ?", (_BEGUN + claims.CLAIM_SECONDS,))
         return connection
     except sqlite3.Error as error:
         connection.close()
