@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from nobackfill.errors import InvalidInputError, UnusableOutputError
 from nobackfill.images import Pixels
@@ -18,6 +17,7 @@ from nobackfill.server.bulk.places import open_place
 from nobackfill.server.embedding.embedding import Embedding, size_of
 from nobackfill.server.embedding.models import InProcessModels
 from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.upgrades.workers.kept import Kept, laid_out
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1 import types_pb2 as types
 from nobackfill.wire.gateway import Gateway
@@ -65,24 +65,19 @@ def credentials_of(environment: Mapping[str, str]) -> dict[str, bytes]:
 
 
 class _Open:
-    """What a process keeps of the work that it has last done: models, and a connection."""
+    """Models, and a connection."""
 
-    def __init__(self, work: Filling) -> None:
-        self.key, self._work = work.key, work
-        with ExitStack() as closing:
-            folder = Path(closing.enter_context(TemporaryDirectory(prefix="nobackfill-")))
-            for path, content in work.models.items():
-                (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                (folder / path).write_bytes(content)
-            models = InProcessModels(folder)
-            models.load(work.manifest)
-            self._embedding = Embedding(models, Metrics())
-            self._place = open_place(work.place)
-            for name, content in work.credentials.items():
-                (folder / name).write_bytes(content)
-                os.environ[name] = str(folder / name)
-            self._gateway = closing.enter_context(Gateway(work.server, seconds=_SECONDS))
-            self.closing = closing.pop_all()
+    def __init__(self, work: Filling, closing: ExitStack) -> None:
+        self._work = work
+        folder = laid_out(work.models, closing)
+        models = InProcessModels(folder)
+        models.load(work.manifest)
+        self._embedding = Embedding(models, Metrics())
+        self._place = open_place(work.place)
+        for name, content in work.credentials.items():
+            (folder / name).write_bytes(content)
+            os.environ[name] = str(folder / name)
+        self._gateway = closing.enter_context(Gateway(work.server, seconds=_SECONDS))
 
     def put(self, names: Sequence[str]) -> Done:
         refused: dict[str, str] = {}
@@ -125,15 +120,9 @@ class _Open:
         return items
 
 
-_open: _Open | None = None
+_kept = Kept(_Open)
 
 
 def put_batch(work: Filling, names: Sequence[str]) -> Done:
     """Embed and put the pictures of those names. Raises what Gateway.put_items raises."""
-    global _open
-    if _open is None or _open.key != work.key:
-        if _open is not None:
-            _open.closing.close()
-            _open = None
-        _open = _Open(work)
-    return _open.put(names)
+    return _kept.of(work, work.key).put(names)

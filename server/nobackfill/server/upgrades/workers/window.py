@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from nobackfill.gallery.upgrade import carry
 from nobackfill.release.routes import Route, open_route
 from nobackfill.server.stores.postgresql.database import Database
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
+from nobackfill.server.upgrades.workers.kept import Kept, laid_out
 
 # A worker has one window under way.
 _CONNECTIONS = 2
@@ -60,23 +60,16 @@ def files_of(folder: Path, route: Route) -> dict[str, bytes]:
 
 
 class _Open:
-    """What a process keeps of the work that it has last done: connections, and the models."""
+    """Connections, and the models."""
 
-    def __init__(self, work: Work) -> None:
-        self.key = work.key
+    def __init__(self, work: Work, closing: ExitStack) -> None:
         self._target = work.target
-        with ExitStack() as closing:
-            folder = Path(closing.enter_context(TemporaryDirectory(prefix="nobackfill-")))
-            for path, content in work.files.items():
-                (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                (folder / path).write_bytes(content)
-            self._runner = open_route(folder, work.route, 1, int8=True)
-            database = Database(work.url, _CONNECTIONS, _WAIT_S)
-            closing.callback(database.close)
-            database.open(lambda _: None)
-            self._gallery = PostgresqlGallery(database, work.gallery)
-            self._windows = self._gallery.windows(work.source, work.target, self._runner.reads_side)
-            self.closing = closing.pop_all()
+        self._runner = open_route(laid_out(work.files, closing), work.route, 1, int8=True)
+        database = Database(work.url, _CONNECTIONS, _WAIT_S)
+        closing.callback(database.close)
+        database.open(lambda _: None)
+        self._gallery = PostgresqlGallery(database, work.gallery)
+        self._windows = self._gallery.windows(work.source, work.target, self._runner.reads_side)
 
     def carry(self, piece: Piece) -> Labels:
         labels, embedding, side = self._windows.read(piece.labels, piece.with_side)
@@ -85,15 +78,9 @@ class _Open:
         return carry(self._gallery, self._runner, self._target, labels, embedding, side)
 
 
-_open: _Open | None = None
+_kept = Kept(_Open)
 
 
 def carry_piece(work: Work, piece: Piece) -> Labels:
     """Carry a piece; the labels written, increasing. Raises what `upgrade.carry` raises."""
-    global _open
-    if _open is None or _open.key != work.key:
-        if _open is not None:
-            _open.closing.close()
-            _open = None
-        _open = _Open(work)
-    return _open.carry(piece)
+    return _kept.of(work, work.key).carry(piece)
