@@ -36,8 +36,9 @@ $(VENV)/bin/uv: constraints.txt
 # folder will run elsewhere), as is our own code beside it. The setting keeps both, and those of other
 # machines, apart in the cache.
 PROCESSOR := $(shell grep -E -m 1 'flags|Features' /proc/cpuinfo 2>/dev/null | sha256sum | cut -c 1-12)$(HNSWLIB_NO_NATIVE)
+INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --config-settings-package hnswlib:processor=$(PROCESSOR) --editable
 $(READY): pyproject.toml constraints.txt core/native_build.py $(wildcard core/nobackfill/gallery/search/native/*) $(VENV)/bin/uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --config-settings-package hnswlib:processor=$(PROCESSOR) --editable '.[server,postgres,otel,training,adopt,qdrant,web,docs,dev]'
+	$(INSTALL) '.[server,postgres,otel,training,adopt,qdrant,web,docs,dev]'
 	touch $@
 
 # Triton's wheel holds numpy below 2, so it lives alone.
@@ -56,12 +57,12 @@ test: setup ## the whole suite, CPU only, no network
 
 # Extras that few need.
 $(RAY_READY): $(READY)
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --config-settings-package hnswlib:processor=$(PROCESSOR) --editable '.[ray]'
+	$(INSTALL) '.[ray]'
 	touch $@
 
 $(SCALE_READY): $(READY)
 	$(MAKE) $(RAY_READY) || echo 'Ray cannot be installed here: what needs it is skipped'
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --config-settings-package hnswlib:processor=$(PROCESSOR) --editable '.[milvus]' milvus==2.3.5 \
+	$(INSTALL) '.[milvus]' milvus==2.3.5 \
 		|| echo 'Milvus cannot be installed here: what needs it is skipped'
 	touch $@
 
