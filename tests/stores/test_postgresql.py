@@ -19,7 +19,8 @@ from nobackfill.errors import (
 from nobackfill.gallery.writing import NewVectors
 from nobackfill.server.stores.postgresql import database as database_module
 from nobackfill.server.stores.postgresql import schema
-from nobackfill.server.stores.postgresql.database import Connection, Database, check_url, run
+from nobackfill.server.stores.postgresql.address import check_url
+from nobackfill.server.stores.postgresql.database import Connection, Database, run
 from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from tests.gallery.making import ids, spec, vectors

@@ -111,13 +111,15 @@ class HostedInDatabase(Hosted):
         """The database has what it needs."""
 
     def make_ready(self, space: str, between: Callable[[], None]) -> None:
-        """Build the graph of a space beside all else, unless it has one."""
+        """Build the graph of a space beside all else, unless it has one, and look which items it
+        has: the flip looks at later ones."""
         between()
         info = self._gallery.space(space)
         if not has_graph(self._gallery.database, self._gallery.schema, info):
             log.info("building a graph", gallery=self.name, release=info.spec.release)
             make_graph(self._gallery.database, self._gallery.schema, info)
         between()
+        self._gallery.look_ahead(space)
 
 
 class InDatabase:

@@ -16,12 +16,12 @@ from typing import Any, TypeAlias, TypeVar
 
 import psycopg
 from pgvector.psycopg import register_vector
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types import TypeInfo
 from psycopg.types.string import ByteaBinaryLoader
 from psycopg_pool import ConnectionPool, PoolTimeout
 
-from nobackfill.errors import BusyError, ConfigurationError, UnavailableError
+from nobackfill.errors import BusyError, UnavailableError
+from nobackfill.server.stores.postgresql.address import bounded, check_url, in_the_clear, is_local
 from nobackfill.server.stores.postgresql.failures import COLLISIONS, lost, refusal
 
 Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
@@ -35,39 +35,6 @@ _STATEMENT_S = 60
 _TRIES = 8
 # Candidates of a graph that are looked at, unless a search asks for more.
 EF = 100
-_LOCAL = ("", "localhost", "127.0.0.1", "::1")
-_ENCRYPTED = ("require", "verify-ca", "verify-full")
-
-
-def check_url(url: str) -> None:
-    """Raises ConfigurationError for what is no address, or one over the network in the clear. The
-    sentence does not repeat the address: it may hold a password."""
-    try:
-        given = conninfo_to_dict(url)
-    except (psycopg.Error, UnicodeEncodeError) as error:
-        raise ConfigurationError(
-            "store: expected postgresql://USER@HOST/DATABASE?sslmode=verify-full, or a socket's "
-            "folder as host"
-        ) from error
-    hosts = [*str(given.get("host") or "").split(","), str(given.get("hostaddr") or "")]
-    if not all(map(_is_local, hosts)) and given.get("sslmode") not in _ENCRYPTED:
-        raise _in_the_clear()
-
-
-def _bounded(url: str) -> str:
-    """A server that does not take a connection in some seconds is away."""
-    return make_conninfo(url, **({"connect_timeout": int(_WAIT_S)} | conninfo_to_dict(url)))
-
-
-def _is_local(host: str) -> bool:
-    return host in _LOCAL or host.startswith(("/", "@"))
-
-
-def _in_the_clear() -> ConfigurationError:
-    return ConfigurationError(
-        "store: a database on another machine demands TLS; add sslmode=verify-full (and "
-        "sslrootcert) to its address"
-    )
 
 
 def run(connection: Connection, statement: str, values: Sequence[Any] = ()) -> Any:
@@ -81,7 +48,7 @@ class Database:
     def __init__(self, url: str, most: int = 16, wait_s: float = _WAIT_S) -> None:
         """`most`: connections at once. Raises ConfigurationError."""
         check_url(url)
-        self.url = url = _bounded(url)
+        self.url = url = bounded(url, _WAIT_S)
         self._pool = ConnectionPool(
             url, min_size=1, max_size=most, open=False, timeout=wait_s, configure=self._configure,
             kwargs={"autocommit": True, "application_name": "nobackfill"}, reconnect_timeout=0,
@@ -96,8 +63,8 @@ class Database:
         try:
             # Not of the pool, which would tell only that time has passed.
             with self.connect() as connection:
-                if not (_is_local(connection.info.host) or connection.pgconn.ssl_in_use):
-                    raise _in_the_clear()
+                if not (is_local(connection.info.host) or connection.pgconn.ssl_in_use):
+                    raise in_the_clear()
                 prepare(connection)
             self._pool.open(wait=True, timeout=self._wait_s)
         except (psycopg.Error, PoolTimeout) as error:
@@ -167,6 +134,15 @@ class Database:
                     raise BusyError("others change the same items; try again") from error
                 time.sleep(random.uniform(0, 0.01 * 2**attempt))  # noqa: S311 - no secret
         raise AssertionError("returned or raised")
+
+    def apart(self, work: Callable[[Connection], object]) -> None:
+        """Transactions that `work` begins and ends itself, all of one connection; it is called
+        again on another where one breaks. Not within `together`: nothing is done there. Raises as
+        `write`."""
+        if self._own.connection is None:
+            if self._refused is not None:
+                raise BusyError(self._refused)
+            self._persistent(work)
 
     def together(self, work: Callable[[], Result]) -> Result:
         """All that `work` writes and reads through this database, in this thread, as one

@@ -29,6 +29,7 @@ from nobackfill.server.state import OutdatedError
 from nobackfill.server.stores.postgresql import rows, spaces, writing
 from nobackfill.server.stores.postgresql.conditions import condition_of
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
+from nobackfill.server.stores.postgresql.frontier import advance
 from nobackfill.server.stores.postgresql.news import gallery_changed
 from nobackfill.server.stores.postgresql.reads import Reads, existing
 from nobackfill.server.stores.postgresql.schema import schema_of
@@ -206,9 +207,18 @@ class PostgresqlGallery(Reads):
         self._report(Change({space: (good, kept)}, _NONE))
         return good
 
+    def look_ahead(self, space: str) -> None:
+        """Look which items lack a vector in `space` while others write, so that a flip looks only
+        at those that come from here on. Within `together` nothing is done."""
+        number = self.space(space).number
+        self.database.apart(lambda connection: advance(connection, self.schema, number))
+
     def flip(
         self, space: str, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
     ) -> None:
+        if not leave_behind:
+            self.look_ahead(space)
+
         def work(connection: Connection) -> None:
             spaces.flip(connection, self.schema, space, leave_behind=leave_behind)
             rows.set_state(connection, self.schema, state or {})
@@ -218,6 +228,9 @@ class PostgresqlGallery(Reads):
     def rollback(
         self, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
     ) -> str:
+        if not leave_behind:
+            self.look_ahead(spaces.previous_of(self.spaces()).spec.space)
+
         def work(connection: Connection) -> str:
             space = spaces.rollback(connection, self.schema, leave_behind=leave_behind)
             rows.set_state(connection, self.schema, state or {})

@@ -22,6 +22,7 @@ from nobackfill.server.stores.postgresql import rows
 from nobackfill.server.stores.postgresql.bulk import among, copy_in, copy_out
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING, Condition
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
+from nobackfill.server.stores.postgresql.frontier import frontier, left_behind
 from nobackfill.server.stores.postgresql.matches import PostgresqlMatches
 from nobackfill.server.stores.postgresql.schema import table_of
 from nobackfill.server.stores.postgresql.windows import PostgresqlWindows
@@ -158,12 +159,21 @@ class Reads:
     def left_behind(self, space: str) -> int:
         info = self.space(space)
         return self.database.read(
-            lambda connection: rows.left_behind(connection, self.schema, info)
+            lambda connection: left_behind(connection, self.schema, info.number)
         )
 
     def left_behind_items(self, space: str, after: int = 0, limit: int = 1000) -> list[Item]:
-        lacking = f"NOT EXISTS (SELECT 1 FROM {self._table(space)} v WHERE v.label = i.label)"
-        return self._items_where(f"i.label > %s AND {lacking}", [after], limit)
+        number = self.space(space).number
+
+        def work(connection: Connection) -> list[Item]:
+            whole = frontier(connection, self.schema, number)
+            table = table_of(self.schema, number)
+            where = f"NOT EXISTS (SELECT 1 FROM {table} v WHERE v.label = i.label)"
+            return rows.items_where(
+                connection, self.schema, f"i.label > %s AND {where}", [max(after, whole)], limit
+            )
+
+        return self.database.read(work)
 
     def sample(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
         first, second = self.space(space), self.space(other)

@@ -91,17 +91,6 @@ def stored(connection: Connection, schema: str, labels: Labels, info: SpaceInfo)
     )  # fmt: skip
 
 
-def left_behind(connection: Connection, schema: str, info: SpaceInfo) -> int:
-    """Number of items without a vector in a space."""
-    table = table_of(schema, info.number)
-    found: int = run(
-        connection,
-        f"SELECT count(*) FROM {schema}.items i WHERE NOT EXISTS"
-        f" (SELECT 1 FROM {table} v WHERE v.label = i.label)",
-    ).fetchone()[0]
-    return found
-
-
 def epoch_of(connection: Connection, number: int) -> int:
     """Of a gallery's spaces and state. Raises NotFoundError where it is gone."""
     row = run(

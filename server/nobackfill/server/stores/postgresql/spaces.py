@@ -1,5 +1,7 @@
 """The life of spaces in a gallery: the transaction bodies, called with the gate held alone."""
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -10,6 +12,7 @@ from nobackfill.gallery.staging import ensure_active_may_go, ensure_same, ensure
 from nobackfill.gallery.writing import Checked
 from nobackfill.server.stores.postgresql import rows
 from nobackfill.server.stores.postgresql.database import Connection, run
+from nobackfill.server.stores.postgresql.frontier import left_behind
 from nobackfill.server.stores.postgresql.schema import add_space, table_of
 from nobackfill.server.stores.postgresql.writing import insert_vectors, live_labels
 from nobackfill.vectors import Vectors
@@ -58,20 +61,24 @@ def flip(connection: Connection, schema: str, space: str, *, leave_behind: bool)
 
 def rollback(connection: Connection, schema: str, *, leave_behind: bool) -> str:
     """See staging.rollback."""
-    spaces = rows.read_spaces(connection, schema)
+    target = previous_of(rows.read_spaces(connection, schema))
+    _activate(connection, schema, target, "staging", leave_behind)
+    return target.spec.space
+
+
+def previous_of(spaces: Iterable[SpaceInfo]) -> SpaceInfo:
+    """The space that was active before. Raises NotFoundError if none is kept."""
     before = [info for info in spaces if info.state == "previous"]
     if not before:
         raise NotFoundError("no earlier space is kept in this gallery; nothing to return to")
-    target = max(before, key=lambda info: info.activated)
-    _activate(connection, schema, target, "staging", leave_behind)
-    return target.spec.space
+    return max(before, key=lambda info: info.activated)
 
 
 def _activate(
     connection: Connection, schema: str, target: SpaceInfo, old_becomes: str, leave_behind: bool
 ) -> None:
     if not leave_behind:
-        ensure_whole(rows.left_behind(connection, schema, target), target)
+        ensure_whole(left_behind(connection, schema, target.number), target)
     spaces = f"{schema}.spaces"
     run(connection, f"UPDATE {spaces} SET state = %s WHERE state = 'active'", [old_becomes])
     run(

@@ -9,6 +9,7 @@ from nobackfill.gallery.spec import SpaceSpec, side_passes
 from nobackfill.gallery.upgrade import Order
 from nobackfill.server.stores.postgresql.bulk import among, copy_out
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
+from nobackfill.server.stores.postgresql.frontier import frontier
 from nobackfill.server.stores.postgresql.rows import find_space, label_column, read_spaces
 from nobackfill.server.stores.postgresql.schema import table_of
 from nobackfill.vectors import Vectors
@@ -29,13 +30,13 @@ class PostgresqlWindows:
         self._database = database
         self._source = database.read(lambda connection: find_space(connection, schema, source))
         spaces = database.read(lambda connection: read_spaces(connection, schema))
-        there = [
-            table_of(schema, info.number) for info in spaces if info.spec.space == target.space
-        ]
+        there = [info.number for info in spaces if info.spec.space == target.space]
         self._table = table_of(schema, self._source.number)
-        self._lacking = "TRUE"
+        self._lacking, self._whole = "TRUE", 0
         if there:
-            self._lacking = f"NOT EXISTS (SELECT 1 FROM {there[0]} t WHERE t.label = s.label)"
+            table = table_of(schema, there[0])
+            self._lacking = f"NOT EXISTS (SELECT 1 FROM {table} t WHERE t.label = s.label)"
+            self._whole = database.read(lambda c: frontier(c, schema, there[0]))
         self._passes = side_passes(self._source.spec, target, needs_side=needs_side)
 
     def chunks(self, order: Order, size: int) -> Iterator[tuple[Labels, Vectors, Vectors | None]]:
@@ -65,14 +66,15 @@ class PostgresqlWindows:
     def _labels(self, order: Order, with_side: bool | None) -> Iterator[Labels]:
         """Those that the target lacks, with or without side-information (None: no matter)."""
         where = {None: "TRUE", True: "s.side IS NOT NULL", False: "s.side IS NULL"}[with_side]
-        query = f"SELECT s.label FROM {self._table} s WHERE {where} AND {self._lacking}"
+        todo = f"s.label > %s AND {where} AND {self._lacking}"
+        query = f"SELECT s.label FROM {self._table} s WHERE {todo}"
+        last = self._whole
         if order == "uncertainty":
             # All of them: what a page would begin after is no label.
             query += " ORDER BY s.uncertainty DESC NULLS LAST, s.label"
-            yield self._database.read(lambda connection: label_column(run(connection, query)))
+            yield self._database.read(lambda c: label_column(run(c, query, [last])))
             return
-        query += f" AND s.label > %s ORDER BY s.label LIMIT {_LABELS}"
-        last = 0
+        query += f" ORDER BY s.label LIMIT {_LABELS}"
         while True:
 
             def page(connection: Connection, after: int = last) -> Labels:

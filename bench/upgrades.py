@@ -1,0 +1,184 @@
+"""Ways to carry a gallery in PostgreSQL into the next release's space, side by side."""
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+
+import numpy as np
+
+from bench import data
+from bench.flips import flips
+from bench.galleries import PUT_ROWS
+from bench.harness import Bench, Contender, Measured, Row, Table, interleave
+from bench.published import Publication
+from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
+from nobackfill.gallery.upgrade import CHUNK, Runner, run_upgrade
+from nobackfill.gallery.writing import NewVectors
+from nobackfill.release.routes import Route, open_route, plan_route
+from nobackfill.server.stores.postgresql import schema
+from nobackfill.server.stores.postgresql.bulk import copy_in, copy_out
+from nobackfill.server.stores.postgresql.database import run
+from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
+from nobackfill.server.upgrades.workers.processes import Processes
+from nobackfill.server.upgrades.workers.run import ByWorkers
+from nobackfill.server.upgrades.workers.workers import Workers
+
+# Items that `bare` holds at once.
+SLICE = 100_000
+NOTE = (
+    "{size:,} items of 128 + 128 dims, FCT's transform fp32. `bare`: read by COPY, carried by 2 "
+    "threads of onnxruntime in windows of 1,024, written by COPY, one after the other, {slice:,} "
+    "at a time. `thread`: the gateway's own, 2 threads of onnxruntime. `processes`: two workers of "
+    "one thread each. All share 2 cores with the database, whose fsync is off. `ray`: nodes of one "
+    "processor each on this machine."
+)
+
+
+def fill(store: PostgresqlGallery, size: int, *, graph: bool) -> None:
+    """Put so many things, by number; a `graph` takes long to grow."""
+    if not graph:
+        statement = f"DROP INDEX {store.schema}.vectors_1_graph"
+        store.database.write(lambda connection: run(connection, statement))
+    space, items = store.active().spec.space, data.things(size)
+    for start in range(0, size, PUT_ROWS):
+        rows = slice(start, start + PUT_ROWS)
+        ids = [str(start + n) for n in range(len(items.old[rows]))]
+        store.put(ids, [NewVectors(space, items.old[rows], items.side[rows])])
+
+
+class Upgrading:
+    """Ways to carry one gallery; each leaves it as it was."""
+
+    def __init__(self, store: PostgresqlGallery, pair: Publication) -> None:
+        self._store, self._pair = store, pair
+        self._target = SpaceSpec.of(pair.manifests[2])
+        found = plan_route(pair.manifests, 1, 2, pair.manifests[1].side_space)
+        assert found is not None
+        self._route: Route = found
+        self.rates: dict[str, list[float]] = {"read": [], "carry": [], "write": []}
+
+    def table(self, bench: Bench) -> Table:
+        with closing(Processes(2)) as workers:
+            ways: dict[str, Callable[[], float]] = {
+                "bare": self._bare,
+                "thread": self._thread,
+                "2 processes": partial(self._workers, workers),
+            }
+            if bench.full:
+                del ways["thread"]
+            measured = interleave(
+                [Contender(name, way) for name, way in ways.items()], bench.size(1, 3, 2)
+            )
+        if not bench.tiny and importlib.util.find_spec("ray"):
+            measured |= self._on_ray(bench)
+        note = NOTE.format(size=self._store.count(), slice=SLICE)
+        return _rates_table("Upgrades in PostgreSQL", note, measured)
+
+    def _on_ray(self, bench: Bench) -> dict[str, Measured]:
+        found: dict[str, Measured] = {}
+        for nodes in (1, 2):
+            with _ray(nodes) as workers:
+                way = Contender(f"ray, nodes: {nodes}", partial(self._workers, workers))
+                found |= interleave([way], bench.size(1, 3, 1))
+        return found
+
+    def _bare(self) -> float:
+        """Items a second; of each part, too."""
+        store, took = self._store, np.zeros(3)
+        runner = open_route(self._pair.repo, self._route, 2)
+        source = store.active()
+        store.begin(self._target)
+        target = store.space(self._target.space)
+        count = store.count()
+        for first in range(0, count, SLICE):
+            took += self._slice(runner, source, target, first)
+        store.drop(self._target.space)
+        for name, seconds in zip(("read", "carry", "write"), took.tolist(), strict=True):
+            self.rates[name].append(count / seconds)
+        return count / float(took.sum())
+
+    def _slice(
+        self, runner: Runner, source: SpaceInfo, target: SpaceInfo, first: int
+    ) -> tuple[float, float, float]:
+        """Seconds of reading, carrying, writing."""
+        database, spec = self._store.database, source.spec
+        table, into = (schema.table_of(self._store.schema, s.number) for s in (source, target))
+        where = f"label > {first} AND label <= {first + SLICE}"
+        began = time.perf_counter()
+        labels, old, side = database.read(
+            lambda c: copy_out(c, table, where, spec.dim, spec.side_dim)
+        )
+        read = time.perf_counter()
+        assert side is not None, "all have some"
+        carried = [
+            runner.run(old[start : start + CHUNK], side[start : start + CHUNK])
+            for start in range(0, len(labels), CHUNK)
+        ]
+        done = time.perf_counter()
+        embedding = np.concatenate([one.embedding for one in carried])
+        sides = [one.side for one in carried if one.side is not None]
+        new_side = np.concatenate(sides) if sides else None
+        database.write(lambda c: copy_in(c, into, labels, "upgraded", None, embedding, new_side))
+        return read - began, done - read, time.perf_counter() - done
+
+    def flips(self, bench: Bench) -> Table:
+        """Both spaces full."""
+        runner = open_route(self._pair.repo, self._route, 2)
+        run_upgrade(self._store, runner, self._target)
+        return flips(bench, self._store, [self._store.active().spec, self._target])
+
+    def _thread(self) -> float:
+        runner = open_route(self._pair.repo, self._route, 2)
+        return self._timed(lambda: run_upgrade(self._store, runner, self._target).written)
+
+    def _workers(self, workers: Workers) -> float:
+        by_workers = ByWorkers(workers, self._pair.repo)
+        return self._timed(
+            lambda: (
+                by_workers.run(
+                    self._store, self._route, self._target, lambda _: None, lambda: False
+                ).written
+            )
+        )
+
+    def _timed(self, work: Callable[[], int]) -> float:
+        began = time.perf_counter()
+        written = work()
+        seconds = time.perf_counter() - began
+        assert written == self._store.count(), "every item was carried once"
+        self._store.drop(self._target.space)
+        return written / seconds
+
+
+@contextmanager
+def _ray(nodes: int) -> Iterator[Workers]:
+    from ray.cluster_utils import Cluster
+
+    from nobackfill.server.upgrades.workers.ray_cluster import RayCluster
+
+    head = {"num_cpus": 1, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        for _ in range(nodes - 1):
+            cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        with closing(RayCluster(cluster.address)) as workers:
+            yield workers
+    finally:
+        cluster.shutdown()
+
+
+def _rates_table(title: str, note: str, measured: dict[str, Measured]) -> Table:
+    bare = measured["bare"].median
+    rows: list[Row] = [
+        {
+            "way": name,
+            "items/s": one.median,
+            "spread": one.spread_text,
+            "of bare": one.median / bare,
+        }
+        for name, one in measured.items()
+    ]
+    return Table(title, rows, note, {name: one.rounds for name, one in measured.items()})

@@ -1,0 +1,198 @@
+"""Up to where a space is whole: what a flip needs not look at again. The oracle joins all."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from nobackfill.errors import PreconditionError
+from nobackfill.gallery.upgrade import run_upgrade
+from nobackfill.gallery.writing import NewVectors
+from nobackfill.server.stores.postgresql import schema
+from nobackfill.server.stores.postgresql.database import Database, run
+from nobackfill.server.stores.postgresql.frontier import frontier
+from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
+from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
+from nobackfill.server.stores.postgresql.writing import hold_gate
+from tests.gallery.making import Linear, ids, spec, vectors
+from tests.support.postgres import Server
+from tests.support.waiting import wait_until
+
+ONE, TWO = spec(1).space, spec(2).space
+
+
+@pytest.fixture(scope="module")
+def database(postgres: Server) -> Iterator[Database]:
+    with postgres.database() as url:
+        made = Database(url, most=6)
+        made.open(schema.prepare)
+        yield made
+        made.close()
+
+
+def staged(database: Database, name: str, count: int = 10) -> PostgresqlGallery:
+    """Carried into a second space."""
+    store = PostgresqlGalleries(database).create(name, [spec()], {})
+    if count:
+        store.put(ids(count), [NewVectors(ONE, vectors(count, 1))], digests=["first"] * count)
+    run_upgrade(store, Linear(reads_side=False), spec(2))
+    return store
+
+
+def put(store: PostgresqlGallery, name: str, *spaces: str, digest: str | None = None) -> None:
+    new = [NewVectors(space, vectors(1, len(name))) for space in spaces]
+    store.put([name], new, digests=[digest])
+
+
+def put_and_delete(store: PostgresqlGallery) -> None:
+    put(store, "new", ONE)
+    store.delete(["new"])
+
+
+def reached(store: PostgresqlGallery, space: str = TWO) -> int:
+    number = store.space(space).number
+    return store.database.read(lambda connection: frontier(connection, store.schema, number))
+
+
+def truly_lacking(store: PostgresqlGallery, space: str = TWO) -> list[int]:
+    """Labels without a vector, by a join of all."""
+    table = schema.table_of(store.schema, store.space(space).number)
+    query = (
+        f"SELECT i.label FROM {store.schema}.items i LEFT JOIN {table} v ON v.label = i.label"
+        " WHERE v.label IS NULL ORDER BY i.label"
+    )
+    return store.database.read(lambda c: [label for (label,) in run(c, query)])
+
+
+class Raced(PostgresqlGallery):
+    """Between the look and the gate, others write."""
+
+    between: Callable[[], object]
+
+    def look_ahead(self, space: str) -> None:
+        super().look_ahead(space)
+        self.between()
+
+
+RACES: list[tuple[str, Callable[[PostgresqlGallery], object], int]] = [
+    ("nothing", lambda store: None, 0),
+    ("a put in both", lambda store: put(store, "new", ONE, TWO), 0),
+    ("a put in the old space", lambda store: put(store, "new", ONE), 1),
+    ("a deletion", lambda store: store.delete(ids(3)), 0),
+    ("a re-put in the old space", lambda store: put(store, "item-3", ONE, digest="other"), 1),
+    ("a re-put in both", lambda store: put(store, "item-3", ONE, TWO, digest="other"), 0),
+    ("the same put again", lambda store: put(store, "item-3", ONE, digest="first"), 0),
+    ("put and deleted", lambda store: put_and_delete(store), 0),
+]
+
+
+@pytest.mark.parametrize(("what", "race", "lacking"), RACES, ids=[race[0] for race in RACES])
+def test_what_comes_between_look_and_gate_is_seen(
+    database: Database, what: str, race: Callable[[PostgresqlGallery], object], lacking: int
+) -> None:
+    store = staged(database, what)
+    raced = Raced(database, store.number)
+    raced.between = lambda: race(store)
+    if lacking:
+        with pytest.raises(PreconditionError, match=f"{lacking} items"):
+            raced.flip(TWO)
+        assert store.active().spec.space == ONE
+    else:
+        raced.flip(TWO)
+        assert store.active().spec.space == TWO and not truly_lacking(store)
+    assert reached(store) == 10
+
+
+def test_any_history_is_counted_as_the_join_counts(database: Database) -> None:
+    """Puts, re-puts, deletions, carrying, looks, a space that goes and comes again."""
+    store, rng = staged(database, "history"), np.random.default_rng(3)
+    seen = set()
+    for turn in range(150):
+        name = f"item-{rng.integers(0, 15)}"
+        match int(rng.integers(0, 12)):
+            case 0 | 1 | 2 | 3:
+                put(store, name, *(ONE, TWO)[: rng.integers(1, 3)], digest=f"{rng.integers(0, 2)}")
+            case 4 | 5:
+                store.delete([name])
+            case 6 | 7:
+                store.look_ahead((ONE, TWO)[rng.integers(0, 2)])
+            case 8 | 9:
+                run_upgrade(store, Linear(reads_side=False), spec(2), chunk=3)
+            case 10:
+                put(store, name, TWO, digest=f"only in the new one {turn}")
+            case _:
+                store.drop(TWO)
+                store.begin(spec(2))
+                assert reached(store) == 0, "numbers are never used again"
+        for space in (ONE, TWO):
+            lacking = truly_lacking(store, space)
+            assert store.left_behind(space) == len(lacking), turn
+            listed = [item.label for item in store.left_behind_items(space)]
+            assert listed == lacking and reached(store, space) < min([*lacking, 10**9]), turn
+            seen.add((bool(lacking), reached(store, space) > 0))
+    assert len(seen) == 4, "whole and not, looked at and not"
+
+
+def test_a_label_that_was_drawn_and_not_yet_committed_is_waited_for(database: Database) -> None:
+    """It is lower than the last that is seen: a look that did not wait would pass it over."""
+    store = staged(database, "late")
+    with database.connect() as other:
+        with other.transaction():
+            run(other, f"LOCK TABLE {store.schema}.gate IN ROW SHARE MODE")
+            run(other, f"INSERT INTO {store.schema}.items (id) VALUES ('late')")
+            put(store, "later", ONE, TWO)
+            looking = threading.Thread(target=store.look_ahead, args=(TWO,))
+            looking.start()
+            wait_until(lambda: waits(database, store), "the look waits")
+        looking.join()
+    assert truly_lacking(store) == [11] and reached(store) == 10
+    with pytest.raises(PreconditionError, match="1 items"):
+        store.flip(TWO)
+
+
+def waits(database: Database, store: PostgresqlGallery) -> bool:
+    """Whether somebody waits for the gate."""
+    gate = f"relation = '{store.schema}.gate'::regclass"
+    query = f"SELECT count(*) FROM pg_locks WHERE {gate} AND NOT granted"
+    return bool(database.read(lambda connection: run(connection, query).fetchone()[0]))
+
+
+def test_what_is_carried_and_taken_back_leaves_no_frontier(database: Database) -> None:
+    store = staged(database, "back")
+    put(store, "new", ONE)
+
+    def carrying() -> None:
+        store.begin(spec(2))
+        run_upgrade(store, Linear(reads_side=False), spec(2))
+        store.look_ahead(TWO)
+        assert store.left_behind(TWO) == 0
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        database.together(carrying)
+    assert store.left_behind(TWO) == 1 and reached(store) <= 10
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_galleries_of_hardly_anything_flip_and_return(database: Database, count: int) -> None:
+    store = staged(database, f"few {count}", count)
+    store.flip(TWO)
+    assert store.rollback() == ONE
+    store.delete(ids(count))
+    store.flip(TWO)
+    assert store.active().spec.space == TWO and reached(store) == count
+
+
+def test_two_who_flip_at_once_look_once_each_and_agree(database: Database) -> None:
+    first = staged(database, "both")
+    stores = [first, PostgresqlGallery(database, first.number)]
+    with database.connect() as other, other.transaction():
+        hold_gate(other, stores[0].schema)
+        threads = [threading.Thread(target=store.flip, args=(TWO,)) for store in stores]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: waits(database, stores[0]), "they wait")
+    for thread in threads:
+        thread.join()
+    assert {store.active().spec.space for store in stores} == {TWO} and reached(stores[0]) == 10
