@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import struct
 import sys
 
 import numpy as np
@@ -15,7 +16,9 @@ CASES = 20_000
 
 def message(rng: random.Random) -> bytes:
     """A request, with a few of its bytes changed, cut off or doubled."""
-    embedding = types_pb2.Embedding(space="sp-1", values=rng.randbytes(rng.choice([0, 12, 64])))
+    good = struct.pack("<16f", *(rng.gauss(0, 1) for _ in range(16)))
+    values = rng.choice([good, good, rng.randbytes(rng.choice([0, 12, 64]))])
+    embedding = types_pb2.Embedding(space="sp-1", values=values)
     embeddings = search_pb2.Embeddings(embeddings=[embedding] * rng.choice([1, 1, 1, 2]))
     query = search_pb2.Query(embeddings=embeddings)
     data = bytearray(search_pb2.SearchRequest(gallery="g", query=query, k=7).SerializeToString())
@@ -31,7 +34,7 @@ def main() -> None:
     snapshot = made(16, "squared_l2", whole=False)
     compiled = snapshot.compiled
     assert parse is not None and curves is not None and compiled is not None
-    read = answered = 0
+    read = answered = routed = 0
     labels = [*snapshot.base.index.labels.tolist(), *snapshot.delta.index.labels.tolist()]
     known = {label: (b"\n\x05ab", b"\n\x00cd", b"rest", 1 + label % 7) for label in labels}
     odd = {
@@ -45,16 +48,18 @@ def main() -> None:
         farthest = rng.choice([np.inf, 0.0, -1.0, np.nan, 5.0])
         with contextlib.suppress(TypeError, RuntimeError):
             hits = rng.choice([known, known, odd, {}])
-            queries = [(values, k, farthest), (values, 3, np.inf)]
+            queries = [(values, k, farthest), (values, 7, np.inf)]
             found = compiled.answers(queries, number % 2 > 0, hits, curves, b"end")  # type: ignore[arg-type]
             answered += found[0] is not None
+            route = compiled.route("g", "sp-1", 10, 64, number % 2 > 0, hits, curves, b"end")  # type: ignore[arg-type]
+            routed += sum(one is not None for one in route([message(rng) for _ in range(3)]))
         with contextlib.suppress(ValueError):
             size = rng.choice([len(snapshot.base.index.labels), 3, 0])
             mask = np.random.default_rng(number).random(size) < rng.choice([0, 0.01, 0.5, 1])
             query = np.random.default_rng(number).standard_normal((1, 16), np.float32)
             compiled.search(query, 10, rng.choice([0, 70, 10**6]), mask, None)
-    print(f"{CASES} cases, {read} read, {answered} answered", file=sys.stderr)
-    assert read > CASES / 10 and answered > CASES / 10
+    print(f"{CASES} cases, {read} read, {answered} answered, {routed} routed", file=sys.stderr)
+    assert read > CASES / 10 and answered > CASES / 10 and routed > CASES / 20
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 from grpc import _server
 
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.grpc.executor import _Arrival
+from nobackfill.server.grpc.arrival import Arrival
 from tests.server.support import TIMEOUT_S, Client, images, running
 from tests.server.test_immediate_answers import asking
 from tests.support.blocks import png
@@ -19,16 +19,16 @@ Received = Callable[[bytes | None], None]
 FEW, MANY = 3, 100
 
 
-def end(arrival: _Arrival) -> None:
+def end(arrival: Arrival) -> None:
     arrival.end_unread(grpc.StatusCode.UNAVAILABLE, "too late")
 
 
 def test_a_call_ended_as_its_message_comes_is_answered_once(
     stages: dict[int, Path], tmp_path: Path, one: Manifest
 ) -> None:
-    receive, receiving = _Arrival.receive, _server._receive_message
+    receive, receiving = Arrival.receive, _server._receive_message
 
-    def ended_before(arrival: _Arrival, received: Received) -> None:
+    def ended_before(arrival: Arrival, received: Received) -> None:
         def patched(*given: Any) -> Callable[[Any], Any]:
             take = receiving(*given)
 
@@ -42,7 +42,7 @@ def test_a_call_ended_as_its_message_comes_is_answered_once(
             patch.setattr(_server, "_receive_message", patched)
             receive(arrival, received)
 
-    def ended_after(arrival: _Arrival, received: Received) -> None:
+    def ended_after(arrival: Arrival, received: Received) -> None:
         def come(message: bytes | None) -> None:
             end(arrival)
             received(message)
@@ -58,7 +58,7 @@ def test_a_call_ended_as_its_message_comes_is_answered_once(
             expected = client.raw.searches.Search(request, timeout=TIMEOUT_S)
             for how, answered in ((ended_before, False), (ended_after, True)):
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(_Arrival, "receive", how)
+                    patch.setattr(Arrival, "receive", how)
                     if answered:
                         assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
                     else:

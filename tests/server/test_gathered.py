@@ -8,8 +8,10 @@ import pytest
 
 from nobackfill.errors import OverloadedError
 from nobackfill.release.manifest import Manifest
+from nobackfill.server.embedding import image_queue
+from nobackfill.server.embedding.image_queue import ImageQueue, Waiting
 from nobackfill.server.gateway import Gateway
-from nobackfill.server.grpc.rpc import Kind
+from nobackfill.server.grpc.rpc import Kind, Later
 from nobackfill.server.grpc.services.search import SEARCH
 from nobackfill.server.grpc.tokens import Principal
 from nobackfill.v1 import search_pb2
@@ -24,7 +26,7 @@ def test_what_comes_together_is_answered_together_and_each_by_itself(
     sizes: list[int] = []
     answers = served.search.at_once
 
-    def slow(messages: Sequence[tuple[bytes, Principal]]) -> Sequence[bytes | None]:
+    def slow(messages: Sequence[tuple[bytes, Principal]]) -> Sequence[bytes | Later | None]:
         sizes.append(len(messages))
         time.sleep(0.02)
         return answers(messages)
@@ -85,3 +87,39 @@ def test_an_image_is_searched_as_its_embedding_is(served: Gateway, one: Manifest
         chosen = client.raw.searches.Search(request, timeout=TIMEOUT_S)
         assert [hit.id for hit in chosen.hits] == [hit.id for hit in expected.hits]
         assert all(set(hit.metadata) <= {"colour"} for hit in chosen.hits)
+
+
+def test_images_that_come_together_hold_no_threads_and_fail_by_themselves(
+    served: Gateway, one: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[object] = []
+    add = ImageQueue.add
+
+    def counted(queue: ImageQueue[object], waiting: Waiting[object]) -> None:
+        begun.append(waiting)
+        add(queue, waiting)
+
+    monkeypatch.setattr(ImageQueue, "add", counted)
+    requests = [asking(one, number) for number in range(6)]
+    for request, image in zip(requests, images(6), strict=True):
+        request.query.image = png(image)
+    requests[5].query.image = b"no picture"
+    with Client(served.address) as client:
+        expected = [on_a_thread(client, request) for request in requests[:5]]
+        for cheap in (image_queue._CHEAP, 0):
+            # Dear ones are decoded on a thread.
+            monkeypatch.setattr(image_queue, "_CHEAP", cheap)
+            futures = [
+                client.raw.searches.Search.future(requests[n % 6], timeout=TIMEOUT_S)
+                for n in range(60)
+            ]
+            for number, future in enumerate(futures):
+                if number % 6 < 5:
+                    assert future.result() == expected[number % 6]
+                else:
+                    assert future.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert len(begun) == 120
+        assert client.raw.searches.Search(requests[0], timeout=TIMEOUT_S) == expected[0]
+    # Nobody is left to be waited for by who deletes the gallery, or swaps its model.
+    hosted = served.galleries.get("g")
+    assert hosted.users.wait_until_none(5) and hosted.plan.users.wait_until_none(5)

@@ -20,6 +20,7 @@ from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.embedding.models import InProcessModels, Models
 from nobackfill.server.following import Following
 from nobackfill.server.galleries.galleries import Galleries
+from nobackfill.server.galleries.image_answers import ImageAnswers
 from nobackfill.server.galleries.immediate_answers import ImmediateAnswers
 from nobackfill.server.galleries.indexing import Indexing
 from nobackfill.server.galleries.puts import Putting
@@ -36,7 +37,7 @@ from nobackfill.server.grpc.services.vault import VaultService
 from nobackfill.server.grpc.socket_file import socket_in
 from nobackfill.server.grpc.tls import certificates
 from nobackfill.server.grpc.tokens import Tokens
-from nobackfill.server.grpc.traces import Tracing, tracing_of
+from nobackfill.server.grpc.traces import tracing_of
 from nobackfill.server.healing.healing import Healing
 from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.rollout.admission import Admission
@@ -62,7 +63,7 @@ from nobackfill.v1 import (
     search_pb2_grpc,
     upgrade_pb2_grpc,
     vault_pb2_grpc,
-)
+)  # fmt: skip
 from nobackfill.vectors import Vectors
 
 if TYPE_CHECKING:
@@ -174,7 +175,9 @@ class Gateway:
         metrics.disk_free.set_function(lambda: shutil.disk_usage(settings.data).free)
         self.metrics_address = metrics.serve(settings.metrics_address)
         closing.callback(metrics.close)
-        tracing = _tracing(closing)
+        tracing = tracing_of(os.environ)
+        if tracing is not None:
+            closing.callback(tracing.close)
         tokens = Tokens(settings.tokens_file) if settings.tokens_file else None
         chain = certificates(settings)
         models = self._models(metrics)
@@ -196,8 +199,11 @@ class Gateway:
         closing.callback(self.activations.interrupt)
         self._follow(storage, closing)
         immediate = ImmediateAnswers(self.galleries, self.state, metrics, self.healing)
+        images = closing.enter_context(
+            ImageAnswers(self.galleries, immediate, self.embedding, self.healing, metrics)
+        )
         self.search = SearchService(
-            self.galleries, self.searching, immediate, self.state, self.canaries
+            self.galleries, self.searching, immediate, images, self.state, self.canaries
         )
         interceptor = Interceptor(
             metrics, tokens, settings.max_calls, settings.max_call_seconds,
@@ -290,10 +296,3 @@ class Gateway:
                 self._listener.set_health(
                     embedding=self.models.ready(), aside=self.galleries.aside()
                 )
-
-
-def _tracing(closing: ExitStack) -> Tracing | None:
-    tracing = tracing_of(os.environ)
-    if tracing is not None:
-        closing.callback(tracing.close)
-    return tracing

@@ -9,7 +9,7 @@ from nobackfill.vectors import Vectors
 _Labels = NDArray[np.int64]
 _Mask = NDArray[np.bool_]
 
-def parse(message: bytes) -> tuple[str, str, bytes, int, float] | None: ...
+def parse(message: bytes) -> tuple[str, str | None, bytes, int, float] | None: ...
 
 class Graph:
     def __init__(
@@ -50,3 +50,19 @@ class Snapshot:
         curves: Curves,
         end: bytes,
     ) -> list[bytes | None]: ...
+
+class Route:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        gallery: str,
+        space: str,
+        usual_k: int,
+        most_k: int,
+        exact: bool,
+        walked: Mapping[int, int | None],
+        known: Mapping[int, tuple[bytes, bytes, bytes, int]],
+        curves: Curves,
+        end: bytes,
+    ) -> None: ...
+    def answers(self, messages: list[bytes]) -> list[bytes | None]: ...

@@ -5,7 +5,7 @@ the same in Python. What a snapshot reads never changes and is held by it; who s
 snapshot.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -26,8 +26,9 @@ else:
         _native = None
 
 
-# A SearchRequest's bytes to gallery, space, values, k and max_distance (infinity: none); None: it
-# is another than by one embedding alone, or none. Itself None where nothing was compiled.
+# A SearchRequest's bytes to gallery, space, values, k and max_distance (infinity: none); by image,
+# the space is None and the values are its bytes. None: it is another than by one of these alone, or
+# none. Itself None where nothing was compiled.
 parse = None if _native is None else _native.parse
 
 
@@ -105,6 +106,25 @@ class CompiledSearch:
                 return [None] * len(queries)
             walks.append((values, k, asked, farthest))
         return self._snapshot.answers(walks, exact, known, curves, end)
+
+    def route(
+        self,
+        gallery: str,
+        space: str,
+        usual_k: int,
+        most_k: int,
+        exact: bool,
+        known: Mapping[int, tuple[bytes, bytes, bytes, int]],
+        curves: "Curves",
+        end: bytes,
+    ) -> Callable[[list[bytes]], list[bytes | None]]:
+        """From SearchRequests to what `answers` answers, in one call: of those by one embedding in
+        `space` of `gallery` for at most `most_k` hits (0: `usual_k`), if `answers` was asked for
+        as many before. None for all others."""
+        return _native.Route(
+            self._snapshot, gallery, space, usual_k, most_k, exact, self._walked, known,
+            curves, end,
+        ).answers  # fmt: skip
 
     def _walks(self, k: int) -> int | None:
         if k not in self._walked:

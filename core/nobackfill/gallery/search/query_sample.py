@@ -20,7 +20,7 @@ class Asked:
     def __init__(self, dim: int) -> None:
         self._lock = threading.Lock()
         self._vectors = np.empty((0, dim), np.float32)
-        self._seen = 0
+        self._seen = self._kept = 0
 
     @property
     def seen(self) -> int:
@@ -29,18 +29,29 @@ class Asked:
 
     def see(self, queries: Vectors) -> None:
         """Queries [q, dim] that were checked and answered."""
+        self.keep(queries[self.chosen(len(queries))])
+
+    def chosen(self, count: int) -> list[int]:
+        """Count queries that were checked and answered; which of them are to be kept."""
+        # No secret hangs on it: which queries an index is tuned on. Two threads may count as one.
+        seen, self._seen = self._seen, self._seen + count
+        return [
+            number
+            for number in range(count)
+            if seen + number < SIZE or random.random() * _SHARE < 1  # noqa: S311
+        ]
+
+    def keep(self, queries: Vectors) -> None:
+        """Those of them [q, dim]."""
         with self._lock:
             if not len(self._vectors):
                 self._vectors = np.empty((SIZE, queries.shape[1]), np.float32)
             for query in queries:
-                filled = self._seen >= SIZE
-                # No secret hangs on it: which queries an index is tuned on.
-                place = random.randrange(_SHARE * SIZE) if filled else self._seen  # noqa: S311
-                if place < SIZE:
-                    self._vectors[place] = query
-                self._seen += 1
+                filled = self._kept >= SIZE
+                self._vectors[random.randrange(SIZE) if filled else self._kept] = query  # noqa: S311
+                self._kept += not filled
 
     def sample(self) -> Vectors:
         """Those that are kept, a copy, float32 [at most SIZE, dim]."""
         with self._lock:
-            return self._vectors[: self._seen].copy()
+            return self._vectors[: self._kept].copy()

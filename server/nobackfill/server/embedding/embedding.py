@@ -1,5 +1,6 @@
 """Images to vectors: decoded in turns, embedded in batches of many callers."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,6 +19,8 @@ from nobackfill.vectors import Vectors
 LARGEST_BATCH = 64
 # While one batch is in the model server, the next is on its way.
 _AT_ONCE = 2
+# More are never on their way from one thread to another.
+_KEPT = 64
 
 # float32 [1,dim], or why an image has none.
 Row = Vectors | InvalidInputError
@@ -31,6 +34,8 @@ class Embedding:
         self._observe = metrics.batch_size.labels("embed").observe
         self.decoding = Decoding()
         self._batchers: dict[int, Batcher[Pixels, Row]] = {}
+        # Images that were embedded for who asks again.
+        self._kept: OrderedDict[tuple[int, bytes], Vectors] = OrderedDict()
 
     def query(self, manifest: Manifest, image: bytes) -> Vectors:
         """One encoded image to float32 [1,dim]; together with what others ask at this moment.
@@ -38,6 +43,9 @@ class Embedding:
         Raises InvalidInputError for what is no image, or one that has no vector, UnavailableError,
         DeadlineError.
         """
+        known = self._kept.pop((manifest.release, image), None) if self._kept else None
+        if known is not None:
+            return known
         batcher = self._batchers.get(manifest.release)
         if batcher is None:
             batcher = self._batchers.setdefault(manifest.release, self._batcher(manifest))
@@ -46,6 +54,12 @@ class Embedding:
         if isinstance(row, InvalidInputError):
             raise row
         return row
+
+    def keep(self, manifest: Manifest, image: bytes, row: Vectors) -> None:
+        """The vector [1,dim] of an image that is asked for again at once, by `query`."""
+        self._kept[manifest.release, image] = row
+        while len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
 
     def queries(
         self, manifests: Sequence[Manifest], images: Sequence[bytes]

@@ -38,6 +38,17 @@ class Speed:
         # However long one waits for its turn, it is one of many: the share of longer ones counts.
         self._usual *= _LONGER if seconds > queries * self._usual else _SHORTER
 
+    def took_whole(self, seconds: float, queries: int) -> None:
+        """Count searches where they arrived, all their items in memory."""
+        self.took(seconds, queries)
+        self._queries += queries
+        self._whole = 1 - (1 - self._whole) * (1 - _MEMORY) ** queries
+
+    @property
+    def at_its_best(self) -> bool:
+        """Whether searches are quick, and mostly find their items in memory."""
+        return self._usual < _QUICK_S and self._whole > _MOSTLY
+
     def quick(self, snapshot: Snapshot) -> bool:
         """Whether a search of the snapshot takes hardly longer than handing it on."""
         return self._usual < _QUICK_S and snapshot.compared < _QUICK_ELEMENTS

@@ -17,7 +17,6 @@ from typing import Any
 import grpc
 import structlog
 from grpc import _server
-from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from nobackfill.errors import (
     ConfigurationError,
@@ -25,11 +24,12 @@ from nobackfill.errors import (
     NobackfillError,
     OverloadedError,
 )
+from nobackfill.server.grpc.arrival import Arrival
 from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.lanes import Lane, Lanes
 from nobackfill.server.grpc.messages import LARGE
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.rpc import AtOnce, Rpc
+from nobackfill.server.grpc.rpc import AtOnce, Later, Unanswered
 
 log = structlog.get_logger("server.executor")
 
@@ -39,8 +39,9 @@ _EVERY_S = 0.5
 # Calls of one caller whose message is awaited, for each one that may wait for a thread: they cost
 # no thread. Of more, the longest awaited is ended: who sends a message at once is never in the way.
 _AWAITED = 4
-# Calls that are answered together at most: meanwhile nothing else is received.
-_GATHERED = 16
+# Calls that are answered together at most: meanwhile nothing else is received. Larger messages are
+# for a thread.
+_GATHERED, _GATHERABLE = 16, 256 * 1024
 # Bytes of large messages that have come and are worked on, or wait for it.
 _LARGEST_HELD = 512 * 2**20
 # What gRPC is given for each call: nobody waits for it.
@@ -51,72 +52,6 @@ _PARAMETERS = (
     "rpc_event", "state", "behavior", "argument_thunk", "request_deserializer",
     "response_serializer",
 )  # fmt: skip
-
-
-class _Arrival:
-    """A call as grpcio hands it to its pool."""
-
-    def __init__(
-        self, run: Callable[..., object], respond: Callable[..., object], event: Any, state: Any,
-        rpc: Rpc, argument: Callable[[], Any], _read: object, write: object,
-    ) -> None:  # fmt: skip
-        self.rpc = rpc
-        self.event = event
-        self.state = state
-        self.argument = argument
-        self._run = run
-        self._respond = respond
-        self._write = write
-        self._came = False
-        self.began = time.monotonic()
-
-    def answer(self, argument: Callable[[], Any]) -> None:
-        """Call the behavior on this thread, and send what it answers."""
-        self._run(self._respond, self.event, self.state, self.rpc, argument, None, self._write)
-
-    def send(self, answer: bytes) -> None:
-        """Answer with a message that is there."""
-        self.rpc.end(grpc.StatusCode.OK)
-        _server._status(self.event, self.state, answer)
-
-    def is_wanted(self) -> bool:
-        """Whether the caller still waits."""
-        open_ = self.state.client is not _server._CANCELLED
-        return open_ and self.event.call_details.deadline > time.time()
-
-    def refuse(self, error: NobackfillError) -> None:
-        """Answer with a refusal, without waiting for anything."""
-        self.rpc.refusal = error
-        self.answer(lambda: b"")
-
-    def receive(self, received: Callable[[bytes | None], None]) -> None:
-        """Ask for the message; `received` gets it, or None when none will come."""
-        take = _server._receive_message(self.state, self.event.call, None)
-
-        def come(event: Any) -> Any:
-            finished = take(event)
-            with self.state.condition:
-                message, self.state.request = self.state.request, None
-                # With a second status a call never ends, nor the server.
-                self._came = True
-                if self.state.statused:
-                    message = None
-            received(message)
-            return finished
-
-        with self.state.condition:
-            operation = cygrpc.ReceiveMessageOperation(0)
-            self.event.call.start_server_batch((operation,), come)
-            self.state.due.add(_server._RECEIVE_MESSAGE_TOKEN)
-
-    def end_unread(self, code: grpc.StatusCode, sentence: str) -> None:
-        """End a call whose message has not come; its receiving ends with None. Nothing, once it
-        has come: whoever has it answers."""
-        with self.state.condition:
-            if not self._came and not self.state.statused:
-                self.rpc.code = code
-                number = _server._application_code(code)
-                _server._abort(self.state, self.event.call, number, sentence.encode())
 
 
 class CallExecutor(Executor):
@@ -136,16 +71,16 @@ class CallExecutor(Executor):
         self._patience_s = patience_s
         self._lock = threading.Lock()
         # By caller, the longest awaited first; strangers are one.
-        self._awaited: defaultdict[str, dict[_Arrival, None]] = defaultdict(dict)
+        self._awaited: defaultdict[str, dict[Arrival, None]] = defaultdict(dict)
         self._held = 0
-        self._gathered: list[tuple[AtOnce, _Arrival, bytes]] = []
+        self._gathered: list[tuple[AtOnce, Arrival, bytes]] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="executor", daemon=True)
         self._thread.start()
 
     def submit(self, *call: Any, **_none: Any) -> Future[Any]:
         """What gRPC calls for each call that arrives. Never waits."""
-        arrival = _Arrival(*call)
+        arrival = Arrival(*call)
         rpc = arrival.rpc
         if rpc.refusal is not None:
             arrival.refuse(rpc.refusal)
@@ -171,7 +106,7 @@ class CallExecutor(Executor):
         self._stopping.set()
         self._thread.join()
 
-    def _await(self, arrival: _Arrival) -> None:
+    def _await(self, arrival: Arrival) -> None:
         longest = None
         with self._lock:
             awaited = self._awaited[arrival.rpc.caller]
@@ -186,14 +121,18 @@ class CallExecutor(Executor):
             )
         arrival.receive(lambda message: self._received(arrival, message))
 
-    def _received(self, arrival: _Arrival, message: bytes | None) -> None:
+    def _received(self, arrival: Arrival, message: bytes | None) -> None:
         with self._lock:
             self._awaited[arrival.rpc.caller].pop(arrival, None)
         rpc = arrival.rpc
         if message is None:
             self._nothing_came(arrival)
             return
-        if rpc.at_once is None or len(message) > LARGE or not rpc.lane.has_room(self.gathered):
+        if (
+            rpc.at_once is None
+            or len(message) > _GATHERABLE
+            or not rpc.lane.has_room(self.gathered)
+        ):
             self._hand_on(arrival, message)
             return
         self._gathered.append((rpc.at_once, arrival, message))
@@ -211,17 +150,35 @@ class CallExecutor(Executor):
         for at_once, some in groupby(gathered, key=lambda one: one[0]):
             self._answer(at_once, [(arrival, message) for _, arrival, message in some])
 
-    def _answer(self, at_once: AtOnce, calls: Sequence[tuple[_Arrival, bytes]]) -> None:
-        answers: Sequence[bytes | None] = [None] * len(calls)
+    def _answer(self, at_once: AtOnce, calls: Sequence[tuple[Arrival, bytes]]) -> None:
+        answers: Sequence[bytes | Later | None] = [None] * len(calls)
         with error_boundary(self._metrics, "at once"):
             answers = at_once([(message, arrival.rpc.principal) for arrival, message in calls])
         for (arrival, message), answer in zip(calls, answers, strict=True):
+            if answer is None or not arrival.is_wanted():
+                self._hand_on(arrival, message)
+            elif isinstance(answer, bytes):
+                arrival.send(answer)
+            elif arrival.rpc.trace is not None:
+                # Its parts are noted by the one thread that works for it.
+                self._hand_on(arrival, message)
+            else:
+                self._answer_later(arrival, message, answer)
+
+    def _answer_later(self, arrival: Arrival, message: bytes, later: Later) -> None:
+        """It has its place in the lane in which a thread would wait for the same."""
+        lane = self._lanes.heavier(arrival.rpc.lane)
+
+        def done(answer: bytes | None) -> None:
             if answer is not None and arrival.is_wanted():
                 arrival.send(answer)
             else:
-                self._hand_on(arrival, message)
+                lane.run(lambda: arrival.answer(lambda: message))
 
-    def _hand_on(self, arrival: _Arrival, message: bytes) -> None:
+        if self._enters(arrival, lane):
+            later(Unanswered(arrival.deadline(), arrival.is_wanted, done))
+
+    def _hand_on(self, arrival: Arrival, message: bytes) -> None:
         """To a thread of its lane."""
         rpc = arrival.rpc
         lane = rpc.lane
@@ -239,7 +196,7 @@ class CallExecutor(Executor):
             return
         self._hold(arrival, lane, request, len(message) if large else 0)
 
-    def _hold(self, arrival: _Arrival, lane: Lane, request: Any, size: int) -> None:
+    def _hold(self, arrival: Arrival, lane: Lane, request: Any, size: int) -> None:
         with self._lock:
             full = bool(size) and self._held > 0 and self._held + size > _LARGEST_HELD
             if not full:
@@ -255,22 +212,26 @@ class CallExecutor(Executor):
         with self._lock:
             self._held -= size
 
-    def _nothing_came(self, arrival: _Arrival) -> None:
+    def _nothing_came(self, arrival: Arrival) -> None:
         if arrival.state.client is _server._CLOSED and not arrival.state.statused:
             arrival.refuse(InvalidInputError("expected one message, got none"))
         else:
             arrival.rpc.end(arrival.rpc.code or grpc.StatusCode.CANCELLED)
 
-    def _admit(self, arrival: _Arrival, lane: Lane, argument: Callable[[], Any]) -> None:
-        rpc = arrival.rpc
-        caller = rpc.caller or _address(arrival.event.call.peer())
+    def _admit(self, arrival: Arrival, lane: Lane, argument: Callable[[], Any]) -> None:
+        if self._enters(arrival, lane):
+            lane.run(lambda: arrival.answer(argument))
+
+    def _enters(self, arrival: Arrival, lane: Lane) -> bool:
+        """Whether it has got a place; it is refused without."""
+        caller = arrival.rpc.caller or _address(arrival.event.call.peer())
         try:
             lane.enter(caller)
         except OverloadedError as error:
             arrival.refuse(error)
-            return
-        rpc.on_end(lambda: lane.leave(caller))
-        lane.run(lambda: arrival.answer(argument))
+            return False
+        arrival.rpc.on_end(lambda: lane.leave(caller))
+        return True
 
     def _watch(self) -> None:
         while not self._stopping.wait(_EVERY_S):

@@ -28,9 +28,21 @@ _unworked = Sparing(10)
 _LONGEST_KEY = 256
 
 Behavior = Callable[[Any, grpc.ServicerContext], Any]
-# Requests' bytes, and who sent them, to their answers', where nothing has to be waited for; None:
-# on a thread, then.
-AtOnce = Callable[[Sequence[tuple[bytes, Principal]]], Sequence[bytes | None]]
+
+
+class Unanswered(NamedTuple):
+    """A call that threads of others answer. `deadline` is on the monotonic clock; `done` is told
+    the answer once; None: a thread of its own has to."""
+
+    deadline: float
+    is_wanted: Callable[[], bool]
+    done: Callable[[bytes | None], None]
+
+
+Later = Callable[[Unanswered], None]
+# Requests' bytes, and who sent them, to their answers', where nothing has to be waited for, or to
+# what answers later; None: on a thread, then.
+AtOnce = Callable[[Sequence[tuple[bytes, Principal]]], Sequence[bytes | Later | None]]
 
 
 class _Status(
@@ -88,6 +100,10 @@ class Rpc:
         self.trace: CallTrace | None = None
         # Why it was ended before its message came.
         self.code: grpc.StatusCode | None = None
+
+    def seconds(self) -> float:
+        """That its answer may take."""
+        return self._kind.max_call_seconds
 
     def let_in(self, principal: Principal, *, named: bool) -> None:
         """`named`: its token says who calls."""

@@ -194,21 +194,18 @@ py::object joined(
     return py::bytes(bytes);
 }
 
-py::list PySnapshot::answers(
-    const py::list& queries, bool exact, const py::dict& known, const std::vector<Curve>& curves,
-    const py::bytes& end
-) const {
-    // The list may be changed while the lock is not held: what it holds is held here.
-    const py::tuple held(queries);
-    std::vector<Asked> all;
-    all.reserve(held.size());
-    for (const py::handle query : held) all.push_back(Asked::of(query));
+// What is asked (no `k`: nothing) is found, without the lock, and told: the hits, then `end`.
+py::list answered(
+    const PySnapshot& of, std::vector<Asked>& all, bool exact, const py::dict& known,
+    const std::vector<Curve>& curves, const py::bytes& end
+) {
     {
         py::gil_scoped_release released;
         for (Asked& one : all) {
-            const std::vector<float> prepared = query(one.values.data(), one.values.size());
-            if (!prepared.empty() && one.k)
-                one.found = snapshot.nearest(prepared, one.k, std::max(one.k, one.asked), nullptr, nullptr);
+            if (!one.k) continue;
+            const std::vector<float> prepared = of.query(one.values.data(), one.values.size());
+            if (!prepared.empty())
+                one.found = of.snapshot.nearest(prepared, one.k, std::max(one.k, one.asked), nullptr, nullptr);
             if (one.found && !exact)
                 for (Found& hit : *one.found) hit.distance = rounded(hit.distance);
         }
@@ -218,6 +215,57 @@ py::list PySnapshot::answers(
         made[i] = all[i].found ? joined(all[i], known, curves, text_of(end.ptr())) : py::none();
     return made;
 }
+
+py::list PySnapshot::answers(
+    const py::list& queries, bool exact, const py::dict& known, const std::vector<Curve>& curves,
+    const py::bytes& end
+) const {
+    // The list may be changed while the lock is not held: what it holds is held here.
+    const py::tuple held(queries);
+    std::vector<Asked> all;
+    all.reserve(held.size());
+    for (const py::handle query : held) all.push_back(Asked::of(query));
+    return answered(*this, all, exact, known, curves, end);
+}
+
+// From messages to answers, for one space of one gallery: while nothing changes that answers in it
+// have in common.
+struct PyRoute {
+    py::object snapshot;
+    std::string gallery, space;
+    std::size_t usual_k, most_k;
+    bool exact;
+    // How many a query for k asks the graph for; none or None: in Python.
+    py::dict walked, known;
+    py::object curves;
+    py::bytes end;
+
+    py::list answers(const py::list& messages) const {
+        const py::tuple held(messages);
+        std::vector<Asked> all;
+        all.reserve(held.size());
+        for (const py::handle message : held) all.push_back(asked(text_of(message.ptr())));
+        return answered(
+            snapshot.cast<const PySnapshot&>(), all, exact, known,
+            curves.cast<const std::vector<Curve>&>(), end
+        );
+    }
+
+    Asked asked(std::string_view message) const {
+        const Asked none{{}, 0, 0, 0, std::nullopt};
+        const auto found = parse(message);
+        if (!found || found->space != space || found->gallery != gallery) return none;
+        const double farthest =
+            found->farthest ? double(*found->farthest) : std::numeric_limits<double>::infinity();
+        const std::size_t k = found->k ? found->k : usual_k;
+        if (k > most_k || farthest != farthest) return none;
+        const py::int_ number(k);
+        PyObject* walks = PyDict_GetItemWithError(walked.ptr(), number.ptr());
+        if (!walks && PyErr_Occurred()) throw py::error_already_set();
+        if (!walks || !PyLong_Check(walks)) return none;
+        return {found->values, k, py::handle(walks).cast<std::size_t>(), farthest, std::nullopt};
+    }
+};
 
 }  // namespace
 
@@ -239,8 +287,19 @@ PYBIND11_MODULE(_native, module) {
         .def(py::init<py::object, bool, std::size_t, Mask, Array<float>, Array<std::int64_t>, Mask>())
         .def("search", &PySnapshot::search)
         .def("answers", &PySnapshot::answers);
-    // A search by one embedding: gallery, space, values, k, farthest (infinity: none is); None: it is
-    // another, or none.
+    py::class_<PyRoute>(module, "Route")
+        .def(py::init([](py::object snapshot, std::string gallery, std::string space,
+                         std::size_t usual_k, std::size_t most_k, bool exact, py::dict walked,
+                         py::dict known, py::object curves, py::bytes end) {
+            snapshot.cast<const PySnapshot&>();
+            curves.cast<const std::vector<Curve>&>();
+            return PyRoute{std::move(snapshot), std::move(gallery), std::move(space), usual_k, most_k,
+                           exact, std::move(walked), std::move(known), std::move(curves),
+                           std::move(end)};
+        }))
+        .def("answers", &PyRoute::answers);
+    // A search by one embedding: gallery, space, values, k, farthest (infinity: none is); by one image:
+    // its bytes, and None for a space; None: it is another, or none.
     module.def("parse", [](const py::bytes& message) -> py::object {
         const auto found = parse(text_of(message.ptr()));
         if (!found) return py::none();
@@ -249,7 +308,8 @@ PYBIND11_MODULE(_native, module) {
             if (!made) PyErr_Clear();
             return py::reinterpret_steal<py::object>(made);
         };
-        const py::object gallery = text(found->gallery), space = text(found->space);
+        const py::object gallery = text(found->gallery);
+        const py::object space = found->space.empty() ? py::none() : text(found->space);
         if (!gallery || !space) return py::none();
         const double farthest =
             found->farthest ? double(*found->farthest) : std::numeric_limits<double>::infinity();

@@ -1,4 +1,5 @@
-// The bytes of a SearchRequest with one embedding and nothing that needs more than a search.
+// The bytes of a SearchRequest with one embedding, or one image, and nothing that needs more than a
+// search.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +10,7 @@
 namespace nobackfill {
 
 struct Request {
+    // An image has no space.
     std::string_view gallery, space, values;
     std::uint32_t k = 0;
     std::optional<float> farthest;
@@ -76,10 +78,9 @@ inline std::optional<std::string_view> only(std::string_view message, std::uint6
     return fields.good ? found : std::nullopt;
 }
 
-// Query.embeddings, then the first and only of Embeddings.embeddings.
-inline bool read_embedding(std::string_view query, Request& request) {
-    const auto embeddings = only(query, 2);
-    const auto embedding = embeddings ? only(*embeddings, 1) : std::nullopt;
+// The first and only of Embeddings.embeddings.
+inline bool read_embedding(std::string_view embeddings, Request& request) {
+    const auto embedding = only(embeddings, 1);
     if (!embedding) return false;
     Fields fields(*embedding);
     while (fields.next()) {
@@ -88,7 +89,16 @@ inline bool read_embedding(std::string_view query, Request& request) {
         else if (fields.number == 2 && request.values.empty()) request.values = fields.bytes;
         else return false;
     }
-    return fields.good;
+    return fields.good && !request.space.empty();
+}
+
+// Query.image or Query.embeddings, which exclude each other.
+inline bool read_query(std::string_view query, Request& request) {
+    if (const auto embeddings = only(query, 2)) return read_embedding(*embeddings, request);
+    const auto image = only(query, 1);
+    if (!image || image->empty()) return false;
+    request.values = *image;
+    return true;
 }
 
 inline std::optional<Request> parse(std::string_view message) {
@@ -99,7 +109,7 @@ inline std::optional<Request> parse(std::string_view message) {
         if (fields.number == 1 && fields.kind == 2 && request.gallery.empty()) {
             request.gallery = fields.bytes;
         } else if (fields.number == 2 && fields.kind == 2 && !queried) {
-            queried = read_embedding(fields.bytes, request);
+            queried = read_query(fields.bytes, request);
             if (!queried) return std::nullopt;
         } else if (fields.number == 3 && fields.kind == 0 && !request.k) {
             if (fields.value > 0xFFFFFFFFu) return std::nullopt;
@@ -112,8 +122,7 @@ inline std::optional<Request> parse(std::string_view message) {
             return std::nullopt;
         }
     }
-    if (!fields.good || !queried || request.gallery.empty() || request.space.empty())
-        return std::nullopt;
+    if (!fields.good || !queried || request.gallery.empty()) return std::nullopt;
     return request;
 }
 

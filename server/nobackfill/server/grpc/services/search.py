@@ -13,13 +13,16 @@ from nobackfill.server.canary.canaries import Canaries
 from nobackfill.server.canary.sessions import Kind
 from nobackfill.server.galleries.asked import Asked, Found, Query
 from nobackfill.server.galleries.galleries import Galleries
+from nobackfill.server.galleries.image_answers import ImageAnswers
 from nobackfill.server.galleries.immediate_answers import (
+    DEFAULT_K,
     MOST_HITS,
     ImmediateAnswers,
     VectorQuery,
 )
 from nobackfill.server.galleries.queries import Question
 from nobackfill.server.galleries.searching import Searching
+from nobackfill.server.grpc.rpc import Later
 from nobackfill.server.grpc.services.convert import (
     from_filter,
     keys_of,
@@ -34,7 +37,6 @@ from nobackfill.wire.limits import LARGEST_K
 from nobackfill.wire.values import ORIGINS
 
 SEARCH = "/nobackfill.v1.SearchService/Search"
-DEFAULT_K = 10
 LARGEST_BATCH = 256
 LARGEST_EF = 4096
 # With one of these a search may take longer, or its hits are not those that were made ready.
@@ -55,11 +57,13 @@ class SearchService(SearchServiceServicer):
         galleries: Galleries,
         searching: Searching,
         immediate: ImmediateAnswers,
+        images: ImageAnswers,
         state: GatewayState,
         canaries: Canaries,
     ) -> None:
         self._canaries = canaries
         self._immediate = immediate
+        self._images = images
         self._galleries = galleries
         self._searching = searching
         self._state = state
@@ -87,18 +91,35 @@ class SearchService(SearchServiceServicer):
             return None
         return self._immediate.of_image(question, _farthest(request))
 
-    def at_once(self, messages: Sequence[tuple[bytes, Principal]]) -> Sequence[bytes | None]:
-        """What `Search` answers to each, where it needs no thread; None: it is left to it."""
+    def at_once(
+        self, messages: Sequence[tuple[bytes, Principal]]
+    ) -> Sequence[bytes | Later | None]:
+        """What `Search` answers to each, or what answers it later, where it needs no thread of its
+        own; None: it is left to it."""
+        named = self._immediate.named()
+        routed = (
+            self._immediate.routed([message for message, _ in messages])
+            if all(principal.may_use(named) for _, principal in messages)
+            else None
+        )
+        if routed is not None and None not in routed:
+            return routed
+        answers: list[bytes | Later | None] = [*routed] if routed else [None] * len(messages)
         together: dict[tuple[str, str], list[tuple[int, VectorQuery]]] = {}
         for number, (message, principal) in enumerate(messages):
+            if answers[number] is not None:
+                continue
             asked = parse(message) if parse is not None else _parsed(message)
             if asked is None or asked[3] > MOST_HITS or math.isnan(asked[4]):
                 continue
-            gallery, space, values, k, farthest = asked
-            if principal.may_use(gallery):
-                one = number, (values, k or DEFAULT_K, farthest)
-                together.setdefault((gallery, space), []).append(one)
-        answers: list[bytes | None] = [None] * len(messages)
+            gallery, space, query, k, farthest = asked
+            k = k or DEFAULT_K
+            if not principal.may_use(gallery):
+                continue
+            if space is None:
+                answers[number] = self._images.later(gallery, query, k, farthest)
+            else:
+                together.setdefault((gallery, space), []).append((number, (query, k, farthest)))
         for (gallery, space), some in together.items():
             found = self._immediate.answers(gallery, space, [asked for _, asked in some])
             for (number, _), answer in zip(some, found, strict=True):
@@ -142,17 +163,21 @@ class SearchService(SearchServiceServicer):
         return pb.FeedbackResponse(counted=counted)
 
 
-def _parsed(message: bytes) -> tuple[str, str, bytes, int, float] | None:
-    """What a query by one embedding asks: gallery, space, values, k, max_distance; None: it asks
-    for more."""
+def _parsed(message: bytes) -> tuple[str, str | None, bytes, int, float] | None:
+    """What a query by one embedding or one image asks: gallery, space (None: an image), values or
+    image, k, max_distance; None: it asks for more."""
     try:
         request = pb.SearchRequest.FromString(message)
     except DecodeError:
         return None
-    embeddings = request.query.embeddings.embeddings
-    if len(embeddings) != 1 or any(request.HasField(field) for field in _WORK):
+    query, embeddings = request.query, request.query.embeddings.embeddings
+    if any(request.HasField(field) for field in _WORK):
         return None
     farthest = request.max_distance if request.HasField("max_distance") else math.inf
+    if query.image:
+        return request.gallery, None, query.image, request.k, farthest
+    if len(embeddings) != 1:
+        return None
     return request.gallery, embeddings[0].space, embeddings[0].values, request.k, farthest
 
 

@@ -1,0 +1,122 @@
+"""Searches by one image that hold no thread: decoded and embedded together with others, then found
+as an embedding is. What needs more, and every refusal, is left to a thread."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Self
+
+from nobackfill.server.embedding.embedding import Embedding
+from nobackfill.server.embedding.image_queue import ImageQueue, Waiting
+from nobackfill.server.galleries.asked import Heals
+from nobackfill.server.galleries.galleries import Galleries
+from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.immediate_answers import ImmediateAnswers
+from nobackfill.server.galleries.plan import Part, Plan
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.rpc import Later, Unanswered
+from nobackfill.vectors import Vectors
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """One query; `using` counts it among who uses the gallery and its plan."""
+
+    hosted: Hosted
+    part: Part
+    k: int
+    farthest: float
+    call: Unanswered
+    using: ExitStack
+
+    def end(self, answer: bytes | None) -> None:
+        self.using.close()
+        self.call.done(answer)
+
+
+class ImageAnswers:
+    """Answers queries by one image."""
+
+    def __init__(
+        self, galleries: Galleries, immediate: ImmediateAnswers, embedding: Embedding,
+        healing: Heals, metrics: Metrics,
+    ) -> None:  # fmt: skip
+        self._galleries = galleries
+        self._immediate = immediate
+        self._embedding = embedding
+        self._healing = healing
+        self._queue: ImageQueue[_Asked] = ImageQueue(embedding, metrics, self._answer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._queue.close()
+
+    def later(self, gallery: str, image: bytes, k: int, farthest: float) -> Later | None:
+        """What answers a query; None: on a thread."""
+        hosted = self._galleries.at_hand(gallery)
+        if (
+            hosted is None
+            or self._part(hosted, hosted.plan) is None
+            or not self._embedding.models.ready()
+        ):
+            return None
+        return lambda call: self._begin(hosted, image, k, farthest, call)
+
+    def _begin(
+        self, hosted: Hosted, image: bytes, k: int, farthest: float, call: Unanswered
+    ) -> None:
+        using = ExitStack()
+        part = self._enter(hosted, using)
+        if part is None:
+            using.close()
+            call.done(None)
+            return
+        asked = _Asked(hosted, part, k, farthest, call, using)
+        self._queue.add(Waiting(asked, part.query, image, call.deadline, call.is_wanted))
+
+    def _enter(self, hosted: Hosted, using: ExitStack) -> Part | None:
+        """What it is compared with, from now on used by one more; None: that takes more."""
+        if not hosted.users.enter():
+            return None
+        using.callback(hosted.users.leave)
+        while True:
+            plan = hosted.plan
+            plan.users.enter()
+            if plan is hosted.plan:
+                using.callback(plan.users.leave)
+                return self._part(hosted, plan)
+            plan.users.leave()
+
+    def _part(self, hosted: Hosted, plan: Plan) -> Part | None:
+        one = len(plan.parts) == 1 and plan.canary is None
+        return (
+            plan.parts[0] if one and not self._healing.heals(hosted, plan.parts[0].space) else None
+        )
+
+    def _answer(self, found: Sequence[tuple[Waiting[_Asked], Vectors | None]]) -> None:
+        answers: dict[Waiting[_Asked], bytes | None] = {waiting: None for waiting, _ in found}
+        try:
+            self._search(found, answers)
+        finally:
+            for waiting, answer in answers.items():
+                waiting.of.end(answer)
+
+    def _search(
+        self,
+        found: Sequence[tuple[Waiting[_Asked], Vectors | None]],
+        answers: dict[Waiting[_Asked], bytes | None],
+    ) -> None:
+        rows = {waiting: row for waiting, row in found if row is not None}
+        together: dict[tuple[Hosted, Part], list[Waiting[_Asked]]] = {}
+        for waiting in rows:
+            together.setdefault((waiting.of.hosted, waiting.of.part), []).append(waiting)
+        for (hosted, part), some in together.items():
+            queries = [(rows[one].tobytes(), one.of.k, one.of.farthest) for one in some]
+            made = self._immediate.of_part(hosted, part, queries)
+            answers.update(zip(some, made, strict=True))
+        for waiting, row in rows.items():
+            if answers[waiting] is None:
+                # The thread that answers embeds it no second time.
+                self._embedding.keep(waiting.manifest, waiting.image, row)
