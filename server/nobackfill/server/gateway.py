@@ -197,14 +197,10 @@ class Gateway:
         indexing.start()
         closing.enter_context(self.healing.running())
         closing.callback(self.activations.interrupt)
-        self._follow(storage, closing)
-        immediate = ImmediateAnswers(self.galleries, self.state, metrics, self.healing)
-        images = closing.enter_context(
-            ImageAnswers(self.galleries, immediate, self.embedding, self.healing, metrics)
-        )
-        self.search = SearchService(
-            self.galleries, self.searching, immediate, images, self.state, self.canaries
-        )
+        if storage.news is not None:
+            self.following.start(storage.news)
+            closing.callback(self.following.close)
+        self.search = self._search_service(closing)
         interceptor = Interceptor(
             metrics, tokens, settings.max_calls, settings.max_call_seconds,
             slow=self.galleries.slow, at_once={SEARCH: self.search.at_once}, tracing=tracing,
@@ -225,10 +221,14 @@ class Gateway:
         self.catalog.watch()
         log.info("serving", address=self.address, metrics=self.metrics_address)
 
-    def _follow(self, storage: Storage, closing: ExitStack) -> None:
-        if storage.news is not None:
-            self.following.start(storage.news)
-            closing.callback(self.following.close)
+    def _search_service(self, closing: ExitStack) -> SearchService:
+        galleries, healing, metrics = self.galleries, self.healing, self.metrics
+        immediate = ImmediateAnswers(galleries, self.state, metrics, healing)
+        images = ImageAnswers(galleries, immediate, self.embedding, healing, metrics)
+        closing.callback(images.close)
+        return SearchService(
+            galleries, self.searching, immediate, images, self.state, self.canaries
+        )
 
     def _add_services(self, server: grpc.Server) -> None:
         gallery = GalleryService(self.galleries, self.putting, self.lifecycle, self.state)

@@ -4,7 +4,6 @@ as an embedding is. What needs more, and every refusal, is left to a thread."""
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Self
 
 from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.embedding.image_queue import ImageQueue, Waiting
@@ -47,10 +46,8 @@ class ImageAnswers:
         self._healing = healing
         self._queue: ImageQueue[_Asked] = ImageQueue(embedding, metrics, self._answer)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """End its threads; what nobody has begun is left to others."""
         self._queue.close()
 
     def later(self, gallery: str, image: bytes, k: int, farthest: float) -> Later | None:
@@ -58,6 +55,7 @@ class ImageAnswers:
         hosted = self._galleries.at_hand(gallery)
         if (
             hosted is None
+            or not hosted.graphs_here
             or self._part(hosted, hosted.plan) is None
             or not self._embedding.models.ready()
         ):
