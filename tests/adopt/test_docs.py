@@ -40,7 +40,7 @@ def test_a_stranger_gets_from_the_table_to_a_flipped_column(
         with connection.cursor() as cursor, connection.transaction():
             rows = [(text, str(v.tolist())) for text, v in zip(bodies, old, strict=True)]
             cursor.executemany("INSERT INTO documents (body, embedding) VALUES (%s, %s)", rows)
-        *steps, rollback = [content for _, content in blocks(PAGE, "sh")]
+        *steps, rollback, publish, foreign = [content for _, content in blocks(PAGE, "sh")]
         first, count = re.subn(r"^export SOURCE=.*$", f"export SOURCE='{address}#documents'",
                                "".join(steps), flags=re.MULTILINE)  # fmt: skip
         assert count == 1
@@ -54,6 +54,8 @@ def test_a_stranger_gets_from_the_table_to_a_flipped_column(
         mapping = load_map(tmp_path / "map.npz")
         np.testing.assert_allclose(vectors, mapping(old.astype(np.float32)), atol=1e-5)
         run_python(address, old.astype(np.float32), tmp_path)
+        said_by_map = check_publishing(publish + foreign, address, tmp_path)
+        assert f"{ITEMS} written" in said_by_map and "embedding_foreign: removed" in said_by_map
         check_rollback_and_again(connection, rollback, address, tmp_path, steps[-1])
         flip(connection, said)
         flipped = connection.execute("SELECT embedding::text FROM documents ORDER BY id")
@@ -74,6 +76,13 @@ def run_python(address: str, old: NDArray[np.float32], folder: Path) -> None:
     answer: Any = given["answer"]
     assert answer.hits[0].id == "1" and len(answer.hits) == 10
     assert np.shape(given["new_vectors"]) == (ITEMS, 8)
+
+
+def check_publishing(commands: str, address: str, folder: Path) -> str:
+    ((_, card),) = blocks(PAGE, "json")
+    (folder / "card.json").write_text(card)
+    given = {"SOURCE": f"{address}#documents", "XDG_STATE_HOME": str(folder / "state")}
+    return run_script(commands, folder, given, 120)
 
 
 def check_rollback_and_again(

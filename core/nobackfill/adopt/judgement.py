@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill import ridge
+from nobackfill.adopt.correction import CONVERTER, CORRECTED, added, left_over
 from nobackfill.adopt.joining import ANCHORS, Block, Joining, Line, Mask, fit_line, standardised
-from nobackfill.adopt.maps import KINDS, LEFT_OUT, is_unit, normalised, solve_maps
+from nobackfill.adopt.maps import KINDS, LEFT_OUT, Map, is_unit, normalised, solve_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.errors import InvalidInputError
 from nobackfill.metrics.distances import distances
@@ -61,13 +62,32 @@ class Queries:
         return Queries(self.old[rows], self.new[rows], self.rows[rows], self.own)
 
 
+def candidates(
+    pairs: Pairs, prior: Map | None = None, subset: float = 1.0, kinds: Collection[str] = KINDS
+) -> dict[str, Vectors]:
+    """As `out_of_fold`; with a converter `prior` also its own vectors, and those of its correction
+    by the other folds' pairs."""
+    own = [kind for kind in kinds if kind in KINDS]
+    found = out_of_fold(pairs, subset=subset, kinds=own) if own else {}
+    if prior is not None:
+        rest = out_of_fold(left_over(prior, pairs), subset=subset, kinds=["affine"], unit=False)
+        found[CORRECTED] = added(prior, pairs.old, rest["affine"])
+        found[CONVERTER] = prior(pairs.old)
+    return found
+
+
 def out_of_fold(
-    pairs: Pairs, seed: int = 0, subset: float = 1.0, kinds: Collection[str] = KINDS
+    pairs: Pairs,
+    seed: int = 0,
+    subset: float = 1.0,
+    kinds: Collection[str] = KINDS,
+    unit: bool | None = None,
 ) -> dict[str, Vectors]:
     """Each candidate's vectors [n, b]; every row by a map that was fitted without it.
 
     The one number that all folds share is the ridge's penalty, whose error is by leave-one-out.
-    `subset`: the share of the other folds' pairs that is fitted on, for the learning curve.
+    `subset`: the share of the other folds' pairs that is fitted on, for the learning curve. `unit`:
+    as in Map, None where the new vectors say it.
     """
     if len(pairs) < 2 * FOLDS:
         raise InvalidInputError(f"expected at least {2 * FOLDS} pairs, got {len(pairs)}")
@@ -77,7 +97,7 @@ def out_of_fold(
     blocks = in_blocks(pairs.old[used], pairs.new[used])
     whole = Moments.of(blocks())
     penalty = ridge.fit(blocks, moments=whole, left_out=LEFT_OUT).penalty
-    unit = is_unit(pairs.new)
+    unit = is_unit(pairs.new) if unit is None else unit
     found = {kind: np.empty_like(pairs.new) for kind in kinds}
     for number in range(FOLDS):
         part = Moments(whole)

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from nobackfill.adopt import judgement
+from nobackfill.adopt.correction import CONVERTER, CORRECTED, corrected
 from nobackfill.adopt.joining import Joining
 from nobackfill.adopt.judgement import Figures, Gallery, Queries
-from nobackfill.adopt.maps import Map, fit_maps
+from nobackfill.adopt.maps import KINDS, Map, fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.metrics.bootstrap import paired_bootstrap
 
@@ -79,18 +80,24 @@ class Verdict:
 
 
 def decide(
-    pairs: Pairs, cost: Cost, queries: Queries | None = None, *, items_there: bool = True
+    pairs: Pairs,
+    cost: Cost,
+    queries: Queries | None = None,
+    *,
+    items_there: bool = True,
+    prior: Map | None = None,
 ) -> Verdict:
     """Fit the candidates, judge each way on pairs that its map has not seen, and choose.
 
     `queries`: with known answers among the pairs; without any, the verdict holds for similar things
-    only. `items_there`: whether the items themselves can still be embedded. Raises
-    InvalidInputError for fewer than 10 pairs.
+    only. `items_there`: whether the items themselves can still be embedded. `prior`: a converter of
+    these two models, a candidate as it is and corrected by the pairs. Raises InvalidInputError for
+    fewer than 10 pairs.
     """
     asked = judgement.among_items(pairs) if queries is None else queries
     asked = judgement.sampled(asked, len(pairs))
     judged_by = "agreement@10" if asked.own else "MRR"
-    folds = judgement.out_of_fold(pairs)
+    folds = judgement.candidates(pairs, prior)
     candidates = {
         kind: _mean(judgement.figure_of(vectors, pairs, asked), judged_by)
         for kind, vectors in folds.items()
@@ -105,9 +112,9 @@ def decide(
             figures[name]["agreement@10"] = alike[name]["agreement@10"]
     ways = [_way(name, figures, cost, judged_by) for name in WAYS]
     way, words = _choose(ways, judged_by, items_there)
-    chosen = fit_maps(pairs.old, pairs.new)[kind]
+    chosen = _chosen(kind, pairs, prior)
     joining = replace(judged.joining, mark=chosen.digest)
-    curve = _curve(pairs, asked, kind, judged_by, candidates[kind])
+    curve = _curve(pairs, asked, kind, judged_by, candidates[kind], prior)
     search = "finding that very item" if not asked.own else "finding similar things"
     notes = _notes(asked, pairs, cost, joining.weight, curve, judged_by)
     notes.append(_healing(judged.healing, judged_by))
@@ -115,6 +122,13 @@ def decide(
         way, words, search, judged_by, ways, candidates, chosen, joining, curve, judged.healing,
         len(pairs), notes,
     )  # fmt: skip
+
+
+def _chosen(kind: str, pairs: Pairs, prior: Map | None) -> Map:
+    """The candidate, from all pairs."""
+    if prior is None or kind not in (CONVERTER, CORRECTED):
+        return fit_maps(pairs.old, pairs.new)[kind]
+    return prior if kind == CONVERTER else corrected(prior, pairs)
 
 
 def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) -> Way:
@@ -170,15 +184,21 @@ def _choose(ways: list[Way], judged_by: str, items_there: bool) -> tuple[str, st
     return way.name, f"{without}of the ways that are open this one is best and not worse than today"
 
 
-def _curve(pairs: Pairs, asked: Queries, kind: str, judged_by: str, whole: float) -> list[Point]:
-    """The figure with an eighth, a quarter and a half of the pairs, and with all."""
-    points = []
+def _curve(
+    pairs: Pairs, asked: Queries, kind: str, judged_by: str, whole: float, prior: Map | None
+) -> list[Point]:
+    """The figure with an eighth, a quarter and a half of the pairs, and with all; none of a
+    converter as it is, which no pairs change."""
+    points: list[Point] = []
+    if kind == CONVERTER:
+        return points
+    own = None if kind in KINDS else prior
     for share in CURVE:
         fitted = round(share * len(pairs) * (judgement.FOLDS - 1) / judgement.FOLDS)
         if share == 1:
             points.append(Point(fitted, whole))
         elif fitted >= 20:
-            vectors = judgement.out_of_fold(pairs, subset=share, kinds=[kind])[kind]
+            vectors = judgement.candidates(pairs, own, share, [kind])[kind]
             figure = _mean(judgement.figure_of(vectors, pairs, asked), judged_by)
             points.append(Point(fitted, figure))
     return points

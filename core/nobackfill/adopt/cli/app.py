@@ -24,6 +24,11 @@ nobackfill embed $S --column body --only sample.txt --with new.onnx --out new/
 nobackfill fit --old $S --new new/ --out map.npz --report verdict.html
 nobackfill carry $S --map map.npz --to embedding_new
 
+Where somebody has published a map of the two models, without pairs of one's own:
+
+\b
+nobackfill carry $S --release https://HOST/maps --root 1.root.json --to embedding_new
+
 SOURCE is FILE.parquet or a folder of them, a folder of numpy files (ids.npy and one array),
 postgresql://USER@HOST/DATABASE#TABLE with pgvector (passwords belong into ~/.pgpass or PGPASSWORD),
 qdrant:https://HOST:PORT#COLLECTION (its key in NOBACKFILL_QDRANT_KEY) or qdrant:FOLDER#COLLECTION.
@@ -47,6 +52,9 @@ Key = Annotated[
     str | None, typer.Option(help="Column of unique keys; default: the primary key, or `id`.")
 ]
 Vector = Annotated[str | None, typer.Option(help="Column of old vectors; default: the only one.")]
+Root = Annotated[
+    Path | None, typer.Option(help="The publisher's 1.root.json; once, then it is remembered.")
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
@@ -144,17 +152,25 @@ def fit(
     items_gone: Annotated[
         bool, typer.Option("--items-gone", help="Items cannot be embedded any more.")
     ] = False,
+    converter: Annotated[
+        str | None, typer.Option(help="A published map of these two models, to be improved.")
+    ] = None,
+    root: Root = None,
+    publish: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Sign and publish the map there.")
+    ] = None,
+    card: Annotated[
+        Path | None, typer.Option(help="JSON for --publish: both models, licences, corpus.")
+    ] = None,
     key: Key = None,
     vector: Vector = None,
     as_json: Json = False,
 ) -> None:
     """Fit maps, judge five ways to go on against staying, and say which one is best."""
-    from nobackfill.adopt.cli.fitting import run
+    from nobackfill.adopt.cli.fitting import Files, run
 
-    found = run(
-        old, new, out, report, queries_old, queries_new, not items_gone, joining=joining, key=key,
-        vector=vector,
-    )  # fmt: skip
+    files = Files(out, joining, report, publish, card, converter, root)
+    found = run(old, new, files, queries_old, queries_new, not items_gone, key=key, vector=vector)
     _answer(as_json, found.answer, found.lines)
 
 
@@ -164,6 +180,15 @@ def carry(
     to: Annotated[str, typer.Option(help="Name of the new vectors beside the old.")],
     mapping: Annotated[
         Path | None, typer.Option("--map", help="What `nobackfill fit` wrote.")
+    ] = None,
+    release: Annotated[
+        str | None,
+        typer.Option(help="Or a published map: N, FOLDER or URL, both with #N for one of several."),
+    ] = None,
+    root: Root = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="The old model, as `embed --with`, where the store does not name it."),
     ] = None,
     rollback: Annotated[
         bool, typer.Option("--rollback", help="Remove what was carried under this name.")
@@ -177,9 +202,10 @@ def carry(
     Run again after a kill, it goes on. Others may write to the store meanwhile.
     """
     from nobackfill.adopt import carrying
-    from nobackfill.adopt.maps import NEW_MODEL, OLD_MODEL, load_map
+    from nobackfill.adopt.cli.mapping import mapping_for
+    from nobackfill.adopt.maps import NEW_MODEL
     from nobackfill.adopt.sources.opening import open_source
-    from nobackfill.adopt.sources.source import Target, same_model
+    from nobackfill.adopt.sources.source import Target
 
     opened = open_source(source, key=key, vector=vector)
     if rollback:
@@ -187,15 +213,12 @@ def carry(
         line = f"{to}: removed" if removed else f"{to}: nothing that was carried has this name"
         _answer(as_json, {"removed": removed}, [line])
         return
-    if mapping is None:
-        raise InvalidInputError("expected --map FILE, or --rollback")
-    loaded = load_map(mapping)
     facts = opened.facts()
-    same_model(facts.model, loaded.facts.get(OLD_MODEL), f"{facts.name} and {mapping}")
-    model = loaded.facts.get(NEW_MODEL)
-    target = Target(to, loaded.dims[1], loaded.digest, facts.metric or "cosine", model)
+    loaded, said = mapping_for(facts, mapping, release, root, model)
+    made = loaded.facts.get(NEW_MODEL)
+    target = Target(to, loaded.dims[1], loaded.digest, facts.metric or "cosine", made)
     done = carrying.carry(opened, target, loaded, progress=_progress(opened.count()))
-    lines = [f"{done.written} written, {done.total} carried and checked", "to flip:"]
+    lines = [*said, f"{done.written} written, {done.total} carried and checked", "to flip:"]
     _answer(as_json, asdict(done), lines + [f"  {step}" for step in done.steps])
 
 

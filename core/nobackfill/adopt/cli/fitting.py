@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from nobackfill.adopt.cards import Card, read_card
+from nobackfill.adopt.converters import Opened, open_converter, publish
 from nobackfill.adopt.joining import save_joining
 from nobackfill.adopt.judgement import Queries
 from nobackfill.adopt.maps import Map, save_map
@@ -27,20 +29,35 @@ class Fitted:
     lines: list[str]
 
 
+@dataclass(frozen=True)
+class Files:
+    """What is written, as far as it is wanted: the map, the joining, the page, a publication with
+    the card of what is published; and what is read: a converter, and its publisher's root."""
+
+    out: Path
+    joining: Path | None = None
+    report: Path | None = None
+    publication: Path | None = None
+    card: Path | None = None
+    converter: str | None = None
+    root: Path | None = None
+
+
 def run(
     old: str,
     new: str,
-    out: Path,
-    report: Path | None,
+    files: Files,
     queries_old: str | None,
     queries_new: str | None,
     items_there: bool,
     *,
-    joining: Path | None = None,
     key: str | None,
     vector: str | None,
 ) -> Fitted:
     """Raises InvalidInputError for pairs and queries that do not fit, and what sources raise."""
+    if (files.publication is None) != (files.card is None):
+        raise InvalidInputError("expected --publish and --card together")
+    card = None if files.card is None else read_card(files.card)
     stored, made = open_source(old, key=key, vector=vector), open_source(new)
     matched = match(stored, made)
     pairs = matched.pairs
@@ -56,24 +73,52 @@ def run(
         old_model = old_model or asked_old.facts().model
         queries = known_items(pairs, asked_old, asked_new)
         old_seconds = _seconds(asked_old)
+    models = (old_model, made.facts().model)
+    prior = _converter(files, models)
     cost = Cost(stored.count(), old_seconds, _seconds(made), _map_seconds(pairs))
-    verdict = decide(pairs, cost, queries, items_there=items_there)
-    save_map(out, verdict.chosen.of_models(old_model, made.facts().model))
-    lines = _lines(verdict)
+    verdict = decide(
+        pairs, cost, queries, items_there=items_there, prior=prior.mapping if prior else None
+    )
+    lines = ([] if prior is None else [prior.sentence]) + _lines(verdict)
+    lines += _written(files, verdict, pairs, models, card)
     if matched.without_old:
         lost = matched.without_old
         lines.append(f"passed over: {len(lost)} items have no old vector ({few(lost)})")
-    lines.append(f"map: {out} ({verdict.chosen.kind})")
-    if joining is not None:
-        save_joining(joining, verdict.joining)
-        lines.append(f"joining: {joining}, for nobackfill.serve")
-    if report is not None:
-        write_file(report, render(verdict).encode())
-        lines.append(f"report: {report}")
     answer = asdict(verdict)
     answer |= {"chosen": verdict.chosen.kind, "weight": verdict.joining.weight}
     del answer["joining"]
-    return Fitted(answer | {"map": str(out), "without_old": matched.without_old}, lines)
+    return Fitted(answer | {"map": str(files.out), "without_old": matched.without_old}, lines)
+
+
+def _converter(files: Files, models: tuple[str | None, str | None]) -> Opened | None:
+    if files.converter is None:
+        return None
+    return open_converter(files.converter, root=files.root, old=models[0], new=models[1])
+
+
+def _written(
+    files: Files,
+    verdict: Verdict,
+    pairs: Pairs,
+    models: tuple[str | None, str | None],
+    card: Card | None,
+) -> list[str]:
+    """Write what is wanted; a line for each."""
+    save_map(files.out, verdict.chosen.of_models(*models))
+    lines = [f"map: {files.out} ({verdict.chosen.kind})"]
+    if files.joining is not None:
+        save_joining(files.joining, verdict.joining)
+        lines.append(f"joining: {files.joining}, for nobackfill.serve")
+    if files.report is not None:
+        write_file(files.report, render(verdict).encode())
+        lines.append(f"report: {files.report}")
+    if files.publication is not None and card is not None:
+        made = publish(files.publication, verdict, pairs, models, card)
+        lines.append(
+            f"published: converter {made.converter} in {files.publication}; who uses it needs "
+            f"{files.publication / '1.root.json'} by another way than the publication itself"
+        )
+    return lines
 
 
 def known_items(pairs: Pairs, old: Source, new: Source) -> Queries:

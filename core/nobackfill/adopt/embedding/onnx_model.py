@@ -64,6 +64,11 @@ class OnnxModel:
         self._tokenizer = self._open_tokenizer() if self.kind == "text" else None
         self.fingerprint = self._fingerprint()
 
+    @property
+    def declared(self) -> dict[str, object]:
+        """What its fingerprint covers beside the files."""
+        return self._declared.model_dump()
+
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
         feed, mask = self._texts(items) if self.kind == "text" else self._images(items)
         wanted = None if self._declared.output is None else [self._declared.output]

@@ -18,6 +18,7 @@ from nobackfill.release.publishing.metadata import (
 )
 from nobackfill.release.publishing.renew import expiries
 from nobackfill.release.trial import try_release
+from nobackfill.release.trust.converters import converter_numbers, read_converter
 from nobackfill.release.trust.trust import TrustedFolder
 
 
@@ -72,6 +73,8 @@ def verify(repo: Path, root: bytes | None = None, release: int | None = None) ->
                 try_release(folder, manifest)
             except VerificationError as error:
                 raise VerificationError(f"release {number}: {error}") from error
+        for number in converter_numbers(trust) if release is None else ():
+            read_converter(trust, number, Path(temporary) / "converters")
     ledger = require_ledger(repo)
     stale = tuple(path.name for path in leftovers(repo, ledger))
     return Health(numbers, expiries(ledger), stale)

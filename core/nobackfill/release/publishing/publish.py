@@ -81,7 +81,7 @@ def publish(
         if share < 1:
             path = manifest_path(report.release)
             targets[path] = for_share(targets[path], path, share)
-        _put(repo, files)
+        put_files(repo, files)
         put_metadata(repo, next_metadata(ledger, targets, signers))
         return report
 
@@ -198,8 +198,8 @@ def begin(repo: Path, keys: Keys) -> Root:
     return found[0]
 
 
-def _put(repo: Path, files: Mapping[str, bytes]) -> None:
-    """Stage the release's files, then rename model folders and files into the publication."""
+def put_files(repo: Path, files: Mapping[str, bytes]) -> None:
+    """Stage files to be published, then rename folders and files into the publication."""
     top = staging(repo)
     durable.make_dir(top)
     for path, data in files.items():

@@ -186,6 +186,10 @@ class Trust:
                         manifests[release] = manifest
         return manifests
 
+    def paths(self) -> list[str]:
+        """Of every signed file. Raises NotFoundError before anything was fetched."""
+        return sorted(self._trusted().targets.targets)
+
     def target(self, path: str) -> TargetFile:
         """The signed length and digest of a published file. Raises NotFoundError."""
         target = self._trusted().targets.targets.get(path) if is_plain(path) else None

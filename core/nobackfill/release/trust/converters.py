@@ -1,0 +1,36 @@
+"""Converters of a publication, as far as they are signed."""
+
+from pathlib import Path
+
+from nobackfill.errors import NotFoundError, UnfitError
+from nobackfill.release.converter import (
+    Converter,
+    converter_manifest_path,
+    number_of_converter,
+    parse_converter,
+)
+from nobackfill.release.trust.trust import Trust
+
+
+def converter_numbers(trust: Trust) -> list[int]:
+    """Of those that the trusted metadata name, ascending."""
+    found = (number_of_converter(path) for path in trust.paths())
+    return sorted(number for number in found if number is not None)
+
+
+def read_converter(trust: Trust, number: int, folder: Path) -> tuple[Converter, Path]:
+    """Its manifest and its ONNX file, downloaded into `folder`; both are what was signed.
+
+    Raises NotFoundError, VerificationError, UnfitError, UnavailableError, CannotWriteError.
+    """
+    path = converter_manifest_path(number)
+    try:
+        trust.target(path)
+    except NotFoundError as error:
+        known = ", ".join(map(str, converter_numbers(trust))) or "none"
+        raise NotFoundError(f"converter {number} is not published there, only {known}") from error
+    manifest = parse_converter(trust.download(path, folder).read_bytes(), number)
+    file, target = manifest.file, trust.target(manifest.file.path)
+    if (target.length, target.hashes.get("sha256")) != (file.length, file.sha256):
+        raise UnfitError(f"{path}: {file.path} is signed with another digest")
+    return manifest, trust.download(file.path, folder)

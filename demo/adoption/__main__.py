@@ -1,0 +1,171 @@
+"""From `nobackfill inspect` to a flipped column, with real models and a real PostgreSQL."""
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from demo import database
+from demo.adoption.documents import Document, documents
+from demo.adoption.figures import Lists, figures, show
+from demo.adoption.models import lay_out
+from demo.adoption.shop import Shop, vectors_of
+from demo.children import Children
+from nobackfill.adopt.embedding import open_embedder
+from nobackfill.adopt.sources import open_searchable
+from nobackfill.errors import NobackfillError
+from nobackfill.serve import ColumnItems, Dual, Limits
+
+# Hits of a query that are compared.
+HITS = 10
+# What a query waits for items that are embedded again; here until all are.
+PATIENCE = 60.0
+
+
+class Adoption:
+    """The steps, in order. `folder` keeps models and vectors: a killed run goes on there."""
+
+    def __init__(self, folder: Path, packages: Path, children: Children, items: int) -> None:
+        self._folder, self._children = folder, children
+        self._docs: list[Document] = documents(packages, items)
+        self._models = lay_out(packages, folder / "models")
+        self._begun = time.monotonic()
+
+    def run(self, sampled: int, asked: int) -> None:
+        old, new = self._models
+        everything = self._write("items", [(n, d.body) for n, d in enumerate(self._docs, 1)])
+        titles = [(n, d.title) for n, d in enumerate(self._docs[:asked], 1)]
+        queries = self._write("queries", titles)
+        self._embed("old-vectors", everything, old)
+        asked_old = self._embed("queries-old", queries, old)
+        asked_new = self._embed("queries-new", queries, new)
+        shop = Shop(database.start(self._children, self._folder / "postgresql"))
+        shop.fill(self._docs, self._folder / "old-vectors")
+        self._command("inspect", shop.source)
+        ids = self._folder / "sample.txt"
+        self._command("sample", shop.source, "-n", sampled, "--out", ids)
+        self._command(
+            "embed", shop.source, "--column", "body", "--only", ids, "--with", new,
+            "--out", self._folder / "new-vectors",
+        )  # fmt: skip
+        self._command(
+            "fit", "--old", shop.source, "--new", self._folder / "new-vectors",
+            "--queries-old", asked_old, "--queries-new", asked_new, "--out", self._map,
+            "--joining", self._joining, "--report", self._folder / "verdict.html",
+        )  # fmt: skip
+        said = self._command("carry", shop.source, "--map", self._map, "--to", "embedding_new")
+        by_old, by_new = (list(vectors_of(one).values()) for one in (asked_old, asked_new))
+        answers = list(vectors_of(asked_old))
+        assert answers == list(vectors_of(asked_new))
+        lists: dict[str, Lists] = {"old model": [shop.nearest(one, HITS) for one in by_old]}
+        lists["naive: new queries, old vectors"] = [shop.nearest(one, HITS) for one in by_new]
+        lists |= self._dual(shop, by_old, by_new)
+        shop.flip([line.strip() for line in said.splitlines()])
+        lists["mapped"] = [shop.nearest(one, HITS) for one in by_new]
+        self._report(lists, answers)
+        shop.close()
+
+    def _dual(
+        self, shop: Shop, by_old: list[list[float]], by_new: list[list[float]]
+    ) -> dict[str, Lists]:
+        """Both models together, then with the hits embedded again, then with all of them."""
+        lists: dict[str, Lists] = {}
+        natives = self._folder / "natives.db"
+        for file in self._folder.glob("natives.db*"):
+            file.unlink()
+        for name, healing in (("both", False), ("lazily", True)):
+            source = open_searchable(shop.source, vector="embedding")
+            dual = Dual.open(
+                source, self._map, self._joining, natives, open_embedder(str(self._models[1])),
+                items=ColumnItems(source, "body") if healing else None,
+                limits=Limits(seconds=PATIENCE), carried="embedding_new",
+            )  # fmt: skip
+
+            lists[name] = _searched(dual, by_old, by_new)
+            if healing:
+                while dual.heal(500):
+                    pass
+                self._say(f"{dual.progress().native} of {len(self._docs)} embedded again")
+                lists["re-embedded"] = _searched(dual, by_old, by_new)
+            dual.close()
+            source.close()
+        return lists
+
+    def _report(self, lists: dict[str, Lists], answers: list[str]) -> None:
+        order = (
+            "old model", "naive: new queries, old vectors", "mapped", "both", "lazily",
+            "re-embedded",
+        )  # fmt: skip
+        own = lists["re-embedded"]
+        found = {name: figures(lists[name], answers, own) for name in order}
+        show(found, len(self._docs), len(answers))
+        told = {name: asdict(one) for name, one in found.items()}
+        (self._folder / "figures.json").write_text(json.dumps(told, indent=1))
+        self._say(f"the verdict's page: {(self._folder / 'verdict.html').as_uri()}")
+
+    @property
+    def _map(self) -> Path:
+        return self._folder / "map.npz"
+
+    @property
+    def _joining(self) -> Path:
+        return self._folder / "joining.npz"
+
+    def _embed(self, name: str, items: Path, model: Path) -> Path:
+        out = self._folder / name
+        self._command("embed", items, "--with", model, "--out", out)
+        return out
+
+    def _command(self, *words: object) -> str:
+        """Run `nobackfill` as a person does, and show what it says."""
+        line = [str(word) for word in words]
+        self._say(f"$ nobackfill {' '.join(line)}")
+        program = Path(sys.executable).with_name("nobackfill")
+        said = self._children.run(line[0], [program, *line])
+        print("".join(f"    {one}\n" for one in said.splitlines()), end="", flush=True)
+        return said
+
+    def _say(self, line: str) -> None:
+        print(f"[{time.monotonic() - self._begun:5.0f} s] {line}", flush=True)
+
+    def _write(self, name: str, rows: list[tuple[int, str]]) -> Path:
+        path = self._folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"id": n, "text": t}) + "\n" for n, t in rows))
+        return path
+
+
+def _searched(dual: Dual, by_old: list[list[float]], by_new: list[list[float]]) -> Lists:
+    found = [
+        dual.search(np.array(a, np.float32), np.array(b, np.float32), HITS)
+        for a, b in zip(by_old, by_new, strict=True)
+    ]
+    return [[hit.id for hit in one.hits] for one in found]
+
+
+def main(
+    packages: Annotated[Path, typer.Option(help="Folder of the packages with weights and texts.")],
+    out: Annotated[Path, typer.Option(help="Folder of all that is made.")],
+    items: Annotated[int, typer.Option(min=100, help="Documents.")] = 4000,
+    sampled: Annotated[int, typer.Option(min=50, help="Items embedded again to fit.")] = 2000,
+    queries: Annotated[int, typer.Option(min=20, help="Queries.")] = 500,
+) -> None:
+    """Move a table of texts from one pretrained model to another, and say what each way keeps."""
+    out.mkdir(parents=True, exist_ok=True)
+    with Children(out / "logs") as children:
+        Adoption(out.absolute(), packages, children, items).run(sampled, queries)
+
+
+if __name__ == "__main__":
+    # Two cores: two threads of the models are in each other's way.
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    try:
+        typer.run(main)
+    except NobackfillError as error:
+        print(f"demo-adopt: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,232 @@
+"""Converters: published by who has pairs, used by who has none, and what strangers make of them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import onnx
+import onnxruntime
+import pyarrow as pa
+import pytest
+from onnx import numpy_helper
+
+from nobackfill.adopt import judgement
+from nobackfill.adopt.cards import read_card
+from nobackfill.adopt.cli.app import main
+from nobackfill.adopt.converters import open_converter, publish
+from nobackfill.adopt.correction import CONVERTER, CORRECTED, corrected
+from nobackfill.adopt.embedding.opening import open_embedder
+from nobackfill.adopt.maps import Map, fit_maps, load_map
+from nobackfill.adopt.pairs import Pairs, match
+from nobackfill.adopt.sources.opening import open_source
+from nobackfill.adopt.sources.parquet import MODEL, table_bytes
+from nobackfill.adopt.transform import graph_of, map_of
+from nobackfill.adopt.verdict import Cost, decide
+from nobackfill.errors import NobackfillError, UnfitError, VerificationError
+from nobackfill.release.publishing.inspection import list_releases, verify
+from nobackfill.release.trust.converters import converter_numbers
+from nobackfill.release.trust.trust import TrustedFolder
+from nobackfill.vectors import Vectors
+from tests.adopt.made import world
+from tests.adopt.models import text_model, texts
+from tests.adopt.test_refusals import refused
+from tests.support import crash
+from tests.support.documents import run_command
+
+Run = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, 120 texts by both, a card."""
+    top = tmp_path_factory.mktemp("converters")
+    for name, seed in (("old", 0), ("new", 1)):
+        model = open_embedder(str(text_model(top / name, seed)))
+        rows = texts(120)
+        write(top / f"{name}.parquet", model.embed(rows), model.fingerprint)
+    said = {
+        name: {"name": f"{name} model", "licence": "Apache-2.0", "model": f"{name}/model.onnx"}
+        for name in ("old", "new")
+    }
+    (top / "card.json").write_text(
+        json.dumps({**said, "corpus": "words", "corpus_licence": "CC0-1.0"})
+    )
+    return top
+
+
+@pytest.fixture
+def run(given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command in a folder where `given` is; its user trusts nothing yet."""
+    shutil.copytree(given, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return lambda *words: run_command(main, ["nobackfill", *words], monkeypatch)
+
+
+FIT = ("fit", "--old", "old.parquet", "--new", "new.parquet")
+PUBLISH = (*FIT, "--publish", "maps", "--card", "card.json")
+CARRY = ("carry", "old.parquet", "--to", "carried", "--release", "maps")
+ROOT = ("--root", "maps/1.root.json")
+
+
+def write(path: Path, vectors: Vectors, model: str | None) -> None:
+    said = {} if model is None else {MODEL: model.encode()}
+    ids = pa.array([f"item-{row}" for row in range(len(vectors))])
+    path.write_bytes(table_bytes("id", ids, "vector", vectors, said))
+
+
+def test_who_has_no_pairs_carries_by_what_another_published(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(*PUBLISH)
+    run(*CARRY, *ROOT)
+    said = capsys.readouterr().out
+    assert "old model (Apache-2.0) to new model (Apache-2.0), 120 pairs of words" in said
+    source = open_source("_old.carried")
+    window = next(source.windows(1000))
+    mapping = load_map(tmp_path / "map.npz")
+    stored = open_source("old.parquet").read(next(open_source("old.parquet").windows(1000)))
+    np.testing.assert_allclose(source.read(window).vectors, mapping(stored.vectors), atol=1e-6)
+    assert source.facts().model == open_embedder("new/model.onnx").fingerprint
+    run(*FIT, "--converter", "maps", "--out", "again.npz", "--report", "page.html")
+    assert "converter 1: old model" in capsys.readouterr().out
+    assert "corrected" in Path("page.html").read_text("utf-8")
+    # Remembered: the root is given once. Published twice, the newest is taken, the first by number.
+    run(*PUBLISH)
+    for name, number in (("maps", 2), ("maps#1", 1), (f"{tmp_path}/maps#2", 2)):
+        opened = open_converter(name)
+        assert opened.manifest.converter == number
+        assert opened.manifest.old.declared["pooling"] == "mean"
+        assert len(opened.manifest.evidence.healing) == 11
+    assert verify(Path("maps")).releases == ()
+    assert list_releases(Path("maps")) == []
+
+
+def test_what_does_not_belong_together_is_refused(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no(*words: str, code: int = 65) -> str:
+        return refused(list(words), code, monkeypatch, capsys)
+
+    assert "--publish and --card together" in no(*PUBLISH[:-2])
+    run(*PUBLISH)
+    stored = open_source("old.parquet").read(next(open_source("old.parquet").windows(1000)))
+    assert "fingerprint" in no(*CARRY)
+    # The same dimension, other weights; and vectors of nobody knows whom.
+    write(tmp_path / "other.parquet", stored.vectors, "e" * 64)
+    write(tmp_path / "unsaid.parquet", stored.vectors, None)
+    rest = ("--to", "carried", "--release", "maps", *ROOT)
+    assert "only 1: old model to new model" in no("carry", "other.parquet", *rest)
+    assert "nothing says which model" in no("carry", "unsaid.parquet", *rest)
+    assert "one model" in no("carry", "old.parquet", *rest, "--model", "new/model.onnx")
+    run("carry", "unsaid.parquet", *rest, "--model", "old/model.onnx")
+    assert "nothing says which model" in no(
+        "fit", "--old", "unsaid.parquet", "--new", "new.parquet", *PUBLISH[-4:]
+    )
+    assert "one model" in no("fit", "--old", "new.parquet", "--new", "old.parquet", *PUBLISH[-4:])
+    assert "only 1" in no(*CARRY[:-1], "maps#7", code=66)
+    assert "with #N" in no(*CARRY[:-1], "maps#x")
+    assert "--map FILE or --release" in no(*CARRY, "--map", "map.npz")
+    assert "is not there" in no(*CARRY[:-1], "nowhere", code=66)
+    (tmp_path / "card.json").write_text('{"old": {"name": "x"}}')
+    assert "old.licence" in no(*PUBLISH)
+
+
+def test_a_map_that_was_not_signed_by_the_publisher_is_refused(
+    run: Run, tmp_path: Path, given: Path
+) -> None:
+    run(*PUBLISH)
+    old = open_embedder("old/model.onnx").fingerprint
+    open_converter("maps", root=Path("maps/1.root.json"), old=old)
+    shutil.copytree("maps", "good")
+    file = Path("maps/converter-1.onnx")
+    data = bytearray(file.read_bytes())
+    data[200] ^= 1
+    file.write_bytes(data)
+    shutil.rmtree(tmp_path / "state")
+    with pytest.raises(VerificationError, match="another file than the one that was signed"):
+        open_converter("maps", root=Path("good/1.root.json"), old=old)
+    # Another's publication in its place, under the same name.
+    for name in ("maps", "maps.keys"):
+        shutil.rmtree(name)
+    run(*PUBLISH)
+    for root in (None, Path("good/1.root.json")):
+        with pytest.raises(VerificationError):
+            open_converter("maps", root=root, old=old)
+
+
+def test_a_killed_publish_shows_nothing_and_the_next_one_works(run: Run, tmp_path: Path) -> None:
+    run(*PUBLISH)
+    old, new = open_source("old.parquet"), open_source("new.parquet")
+    pairs = match(old, new).pairs
+    verdict = decide(pairs, Cost(120, None, None, 1e-6))
+    card = read_card(Path("card.json"))
+
+    def again() -> object:
+        models = (old.facts().model, new.facts().model)
+        return publish(tmp_path / "maps", verdict, pairs, models, card)
+
+    def seen() -> list[int]:
+        verify(tmp_path / "maps")
+        with TemporaryDirectory() as state:
+            trust = TrustedFolder(tmp_path / "maps", Path(state))
+            trust.refresh()
+            return converter_numbers(trust)
+
+    steps = crash.count_steps(again)
+    before = seen()
+    for step in range(2, steps + 1, max(1, steps // 8)):
+        assert crash.run_with_fault(f"kill@{step}", again).fired
+        after = seen()
+        assert after in (before, [*before, len(before) + 1])
+        before = after
+    again()
+    assert seen() == [*before, len(before) + 1]
+    assert not list(tmp_path.rglob(".tmp-*")) and verify(tmp_path / "maps").leftovers == ()
+
+
+def test_few_pairs_of_ones_own_improve_a_foreign_converter() -> None:
+    """A corpus of other proportions: its map is worse than that of many own pairs, better than that
+    of few; both together are best."""
+    made = world(900, noise=0.5)
+    rng = np.random.default_rng(1)
+    # The foreign corpus hardly varies in some directions of the old model.
+    scale = np.geomspace(1, 0.02, made.old.shape[1]).astype(np.float32)
+    away = made.old[:500] * scale
+    noise = 0.05 * rng.normal(size=(500, made.new.shape[1])).astype(np.float32)
+    prior = fit_maps(away, made.new[:500] + noise)["affine"]
+    own = Pairs(made.ids[500:560], made.old[500:560], made.new[500:560])
+    held = slice(560, 900)
+
+    def error(mapping: Map) -> float:
+        return float(np.square(mapping(made.old[held]) - made.new[held]).sum())
+
+    both, alone = corrected(prior, own), fit_maps(own.old, own.new)["affine"]
+    assert error(both) < min(error(prior), error(alone))
+    found = judgement.candidates(own, prior)
+    assert {CONVERTER, CORRECTED, "affine"} <= set(found)
+    np.testing.assert_allclose(found[CONVERTER], prior(own.old), atol=1e-6)
+
+
+def test_the_graph_gives_what_the_map_gives_and_others_are_refused() -> None:
+    made = world(60)
+    for new in (made.new, 3 * made.new):
+        mapping = fit_maps(made.old, new)["affine"]
+        data = graph_of(mapping)
+        session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
+        rows = np.concatenate([made.old, np.zeros_like(made.old[:1])])
+        got = session.run(["upgraded"], {"embedding": rows})[0]
+        np.testing.assert_allclose(got, mapping(rows), atol=1e-5)
+        assert map_of(data, "affine", {}).digest == mapping.digest
+    model = onnx.load_from_string(data)
+    model.graph.initializer[0].CopyFrom(
+        numpy_helper.from_array(np.full((32, 24), np.nan, np.float32), "weight")
+    )
+    twice = onnx.load_from_string(data)
+    twice.graph.node[0].input[0] = "bias"
+    for bad in (b"", b"no graph", model.SerializeToString(), twice.SerializeToString()):
+        with pytest.raises((UnfitError, NobackfillError)):
+            map_of(bad, "affine", {})
