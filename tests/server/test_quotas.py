@@ -1,4 +1,4 @@
-"""How many items a token's galleries may hold, in files and in a database with two gateways."""
+"""How many items a token's galleries may hold, in files and in a database with three gateways."""
 
 import hashlib
 from collections.abc import Iterator
@@ -75,22 +75,32 @@ def test_in_files(stages: Stages, tmp_path: Path) -> None:
         app.delete_gallery("more")
         app.create_gallery("mine")
 
-        # Streams at once take no more than there is room for, and all of it.
-        def put(number: int) -> bool:
-            try:
-                app.put("mine", {f"{number}": png(PICTURES[number])})
-            except ItemQuotaError:
-                return False
-            return True
+        assert put_at_once(addresses) == 10 == app.get_gallery("mine").items
 
-        with ThreadPoolExecutor(8) as pool:
-            assert sum(pool.map(put, range(24))) == 10
-        assert app.get_gallery("mine").items == 10
+
+def put_at_once(addresses: list[str]) -> int:
+    """How many of 24 items were taken of streams at once, each of an item."""
+    clients = [Client(address, "app") for address in addresses]
+
+    def put(number: int) -> bool:
+        try:
+            clients[number % len(clients)].put("mine", {f"{number}": png(PICTURES[number])})
+        except ItemQuotaError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(12) as pool:
+        return sum(pool.map(put, range(24)))
 
 
 def test_in_a_database(stages: Stages, tmp_path: Path, postgres: servers.Server) -> None:
-    with postgres.database() as url, clients(stages, tmp_path, url, 2) as addresses:
+    with postgres.database() as url, clients(stages, tmp_path, url, 3) as addresses:
         fill_up(addresses)
+        app = Client(addresses[0], "app")
+        app.delete_gallery("more")
+        app.create_gallery("mine")
+        # Whichever gateway is asked: never more than there is room for, and all of it.
+        assert put_at_once(addresses) == 10 == app.get_gallery("mine").items
 
 
 @pytest.mark.parametrize("wrong", ["items=", "items=-1", "items=1e3", "items=1 items=2", "it=1"])

@@ -19,6 +19,7 @@ from nobackfill.gallery.store import Store
 from nobackfill.gallery.writing import Metadata, NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import local_search, lock_order
+from nobackfill.server.galleries.allowance import Allowance
 from nobackfill.server.galleries.initial_index import beginning
 from nobackfill.server.galleries.items import ItemCache
 from nobackfill.server.galleries.lock_order import Level
@@ -127,9 +128,11 @@ class Hosted:
     def put(
         self, plan: Plan, ids: Sequence[str], vectors: Sequence[NewVectors],
         digests: Sequence[str | None], metadata: Sequence[Metadata | None],
+        allowance: Allowance | None = None,
     ) -> None:  # fmt: skip
         """Store what `plan` made of items. Raises OutdatedError where another gateway has replaced
-        it, and as `store.put`."""
+        it, ItemQuotaError where others have put what `allowance` had room for, and as
+        `store.put`."""
         self.store.put(ids, vectors, digests=digests, metadata=metadata)
 
     def wake(self) -> None:

@@ -14,10 +14,12 @@ from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, space_of
 from nobackfill.gallery.writing import Metadata, NewVectors
+from nobackfill.server.galleries.allowance import Allowance
 from nobackfill.server.galleries.hosted import EXACT, ROLLOUT, Hosted
 from nobackfill.server.galleries.plan import Filling, Part, Plan
 from nobackfill.server.state import OutdatedError
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING
+from nobackfill.server.stores.postgresql.counts import count_alone
 from nobackfill.server.stores.postgresql.database import Database
 from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
@@ -61,8 +63,16 @@ class HostedInDatabase(Hosted):
     def put(
         self, plan: Plan, ids: Sequence[str], vectors: Sequence[NewVectors],
         digests: Sequence[str | None], metadata: Sequence[Metadata | None],
+        allowance: Allowance | None = None,
     ) -> None:  # fmt: skip
-        self._gallery.put(ids, vectors, digests=digests, metadata=metadata, epoch=plan.epoch)
+        def put() -> None:
+            if allowance is not None:
+                there = count_alone(database, allowance.galleries)
+                allowance.check(there, len(set(ids)) - len(self._gallery.labels_of(list(ids))))
+            self._gallery.put(ids, vectors, digests=digests, metadata=metadata, epoch=plan.epoch)
+
+        database = self._gallery.database
+        put() if allowance is None else database.together(put)
 
     def items(self, labels: list[int], space: str) -> list[Item | None]:
         """Read each time: another gateway may have changed their metadata."""

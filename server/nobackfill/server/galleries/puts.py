@@ -13,6 +13,7 @@ from nobackfill.release.models import no_vector
 from nobackfill.release.routes import RouteRunner
 from nobackfill.server.embedding.decoding import Decoded, affordable, too_dear
 from nobackfill.server.embedding.embedding import Embedding, size_of
+from nobackfill.server.galleries.allowance import Allowance
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.grpc import calls
@@ -79,11 +80,13 @@ class Putting:
         self._runner_of = runner_of
         self._catch_up = catch_up
 
-    def put(self, hosted: Hosted, puts: Sequence[Put]) -> Outcome:
+    def put(
+        self, hosted: Hosted, puts: Sequence[Put], allowance: Allowance | None = None
+    ) -> Outcome:
         """Store what can be stored; returns when it is durable.
 
-        Raises UnavailableError, DeadlineError, CancelledError, BusyError, CannotWriteError; what
-        was stored until then stays, and putting everything again is right.
+        Raises ItemQuotaError, UnavailableError, DeadlineError, CancelledError, BusyError,
+        CannotWriteError; what was stored until then stays, and putting everything again is right.
         """
         hosted.wake()
         outcome = Outcome()
@@ -91,7 +94,7 @@ class Putting:
             while True:
                 plan = hosted.plan
                 try:
-                    if self._try(hosted, group, outcome):
+                    if self._try(hosted, group, allowance, outcome):
                         break
                 except OutdatedError:
                     self._catch_up()
@@ -100,7 +103,9 @@ class Putting:
                         raise
         return outcome
 
-    def _try(self, hosted: Hosted, puts: Sequence[Put], outcome: Outcome) -> bool:
+    def _try(
+        self, hosted: Hosted, puts: Sequence[Put], allowance: Allowance | None, outcome: Outcome
+    ) -> bool:
         """Make vectors for the present plan and store them; False if the plan changed meanwhile."""
         with hosted.using() as plan:
             refused: list[tuple[str, str]] = []
@@ -110,7 +115,7 @@ class Putting:
                 if hosted.plan is not plan:
                     return False
                 for group in _by_spaces(ready):
-                    _store(hosted, plan, group)
+                    _store(hosted, plan, group, allowance)
         outcome.stored += len(ready)
         outcome.refused += refused
         return True
@@ -205,7 +210,9 @@ class Putting:
         )
 
 
-def _store(hosted: Hosted, plan: Plan, group: Sequence[_Ready]) -> None:
+def _store(
+    hosted: Hosted, plan: Plan, group: Sequence[_Ready], allowance: Allowance | None
+) -> None:
     vectors = [
         NewVectors(
             first.space,
@@ -219,7 +226,7 @@ def _store(hosted: Hosted, plan: Plan, group: Sequence[_Ready]) -> None:
     ]
     hosted.put(
         plan, [ready.put.id for ready in group], vectors, [ready.put.digest() for ready in group],
-        [ready.put.metadata for ready in group],
+        [ready.put.metadata for ready in group], allowance,
     )  # fmt: skip
 
 

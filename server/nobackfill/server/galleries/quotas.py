@@ -5,7 +5,8 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
-from nobackfill.errors import ItemQuotaError, NotFoundError, VerificationError, few
+from nobackfill.errors import NotFoundError, VerificationError
+from nobackfill.server.galleries.allowance import Allowance
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.tokens import Principal
@@ -20,33 +21,42 @@ class Quotas:
 
     def __init__(self, galleries: Galleries) -> None:
         self._galleries = galleries
-        self._known: dict[tuple[frozenset[str], int], _Quota] = {}
+        self._known: dict[Allowance, _Quota] = {}
 
     @contextmanager
-    def taking(self, principal: Principal, gallery: str, ids: Collection[str]) -> Iterator[None]:
-        """Put items under `ids` into `gallery` within the block, which the caller's role is for.
+    def taking(
+        self, principal: Principal, gallery: str, ids: Collection[str]
+    ) -> Iterator[Allowance | None]:
+        """Put items under `ids` into `gallery` within the block, which the caller's role is for. A
+        store that others write, too, has to keep to the allowance, where there is one.
 
         Raises ItemQuotaError where those that are new are too many, NotFoundError for no gallery,
         DeadlineError, CancelledError.
         """
         names, most = principal.galleries, principal.items
         if names is None or most is None:
-            yield
+            yield None
             return
-        quota = self._known.setdefault((names, most), _Quota(self._galleries, names, most))
+        allowance = Allowance(names, most)
+        quota = self._known.setdefault(allowance, _Quota(self._galleries, allowance))
         with quota.taking(gallery, set(ids)):
-            yield
+            yield allowance if quota.near else None
 
 
 class _Quota:
     """Counts now and then, and adds what is put here meanwhile."""
 
-    def __init__(self, galleries: Galleries, names: frozenset[str], most: int) -> None:
-        self._galleries, self._names, self._most = galleries, names, most
+    def __init__(self, galleries: Galleries, allowance: Allowance) -> None:
+        self._galleries, self._allowance = galleries, allowance
         self._turn = threading.Condition()
         self._counted, self._at = 0, float("-inf")
         # Items of messages that are being stored.
         self._under_way = 0
+
+    @property
+    def near(self) -> bool:
+        """Whether there is room for so few items that none counted before is to be relied on."""
+        return self._allowance.items - self._counted < _FAR
 
     @contextmanager
     def taking(self, gallery: str, ids: set[str]) -> Iterator[None]:
@@ -65,9 +75,9 @@ class _Quota:
         """How many items it may become more."""
         while True:
             old = time.monotonic() - self._at > _COUNTED_S
-            if old or self._most - self._counted < _FAR:
+            if old or self.near:
                 self._count()
-            if self._counted + self._under_way + len(ids) <= self._most:
+            if self._counted + self._under_way + len(ids) <= self._allowance.items:
                 return len(ids)
             if not self._under_way:
                 return self._admit_new(gallery, ids)
@@ -79,17 +89,12 @@ class _Quota:
         self._count()
         with self._galleries.using(gallery) as hosted:
             new = len(ids) - len(hosted.store.labels_of(list(ids)))
-        if new and self._counted + new > self._most:
-            raise ItemQuotaError(
-                f"expected at most {self._most} items in {few(sorted(self._names))} together under "
-                f"this token, {self._counted} are there and {new} more came; delete some, or ask "
-                "its operator for more"
-            )
+        self._allowance.check(self._counted, new)
         return new
 
     def _count(self) -> None:
         counted = 0
-        for name in self._names:
+        for name in self._allowance.galleries:
             with suppress(NotFoundError, VerificationError), self._galleries.using(name) as hosted:
                 counted += hosted.store.count()
         self._counted, self._at = counted, time.monotonic()

@@ -119,8 +119,11 @@ class GalleryService(GalleryServiceServicer):
                     errors.append(pb.ItemError(id=item.id[:256], message=str(error)))
             caller, ids = calls.current().principal, [put.id for put in puts]
             # Not kept open while the client makes its next message.
-            with self._quotas.taking(caller, name, ids), self._galleries.using(name) as hosted:
-                outcome = self._putting.put(hosted, puts)
+            with (
+                self._quotas.taking(caller, name, ids) as allowance,
+                self._galleries.using(name) as hosted,
+            ):
+                outcome = self._putting.put(hosted, puts, allowance)
             stored += outcome.stored
             errors += [pb.ItemError(id=id_, message=why) for id_, why in outcome.refused]
             refused += len(errors)
