@@ -51,9 +51,7 @@ class Hosted:
         self, name: str, folder: Path, store: GalleryStore, filtering: Filtering | None = None
     ) -> None:
         """`filtering`: what answers filters where `store` is no file."""
-        self.name = name
-        self.folder = folder
-        self.store = store
+        self.name, self.folder, self.store = name, folder, store
         self.users = Users(Level.GALLERY, name)
         self.leaving = False
         self.write_lock = WriteLock(name)
@@ -131,8 +129,7 @@ class Hosted:
         allowance: Allowance | None = None,
     ) -> None:  # fmt: skip
         """Store what `plan` made of items. Raises OutdatedError where another gateway has replaced
-        it, ItemQuotaError where others have put what `allowance` had room for, and as
-        `store.put`."""
+        it, ItemQuotaError beyond the `allowance`, and as `store.put`."""
         self.store.put(ids, vectors, digests=digests, metadata=metadata)
 
     def wake(self) -> None:
