@@ -22,6 +22,7 @@ RATIOS = (
     "of gateway",
     "of python",
     "of torchvision",
+    "of COPY",
 )
 
 

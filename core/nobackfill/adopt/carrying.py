@@ -4,7 +4,9 @@ The rule of a window: read, map, write what is still as it was read. What change
 still pending. Each window may be repeated anywhere, so a killed run goes on where it was.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -54,18 +56,14 @@ def carry(
     written = 0
     for sweep in range(MOST_SWEEPS):
         before = written
-        for range_ in source.windows(window):
-            rows = checked(beside.pending(range_), None, name)
-            mapped = np.empty((0, target.dim), np.float32)
-            if len(rows):
-                checked(rows, mapping.dims[0], name)
-                mapped = mapping(rows.vectors)
-                beside.write(rows, mapped)
-                written += len(rows)
-                if progress is not None:
-                    progress(written)
-            if len(rows) or sweep == 0:
-                _verify(source, beside, mapping, range_, rows.ids, mapped)
+
+        def one(range_: Window, first: bool = sweep == 0) -> int:
+            return _window(source, beside, mapping, range_, name, first=first)
+
+        for count in _at_once(one, source.windows(window), facts.at_once):
+            written += count
+            if count and progress is not None:
+                progress(written)
         if written == before:
             break
     else:
@@ -75,6 +73,41 @@ def carry(
         )
     steps = beside.finish()
     return Carried(written, beside.count(), steps)
+
+
+def _at_once(
+    work: Callable[[Window], int], windows: Iterator[Window], threads: int
+) -> Iterator[int]:
+    """What `work` gives for each window, in their order, some of them at the same time."""
+    if threads == 1:
+        yield from map(work, windows)
+        return
+    pool = ThreadPoolExecutor(threads, "nobackfill-carry")
+    try:
+        under_way: deque[Future[int]] = deque()
+        for range_ in windows:
+            under_way.append(pool.submit(work, range_))
+            if len(under_way) > threads:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _window(
+    source: Source, beside: Beside, mapping: Map, range_: Window, name: str, *, first: bool
+) -> int:
+    """Carry what is pending there, and check it; in the first sweep also what was there before."""
+    rows = checked(beside.pending(range_), None, name)
+    mapped = np.empty((0, mapping.dims[1]), np.float32)
+    if len(rows):
+        checked(rows, mapping.dims[0], name)
+        mapped = mapping(rows.vectors)
+        beside.write(rows, mapped)
+    if len(rows) or first:
+        _verify(source, beside, mapping, range_, rows.ids, mapped)
+    return len(rows)
 
 
 def _verify(

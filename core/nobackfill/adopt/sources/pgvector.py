@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from nobackfill.adopt.sources.postgres_rows import parsed
 from nobackfill.adopt.sources.source import Column, Facts, Rows, Target, Window, even
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, few
 from nobackfill.extras import extra
@@ -49,13 +50,20 @@ class PgvectorSource:
         dim = int(kind.split("(")[1][:-1]) if "(" in kind else None
         others = tuple(name for name in table.columns if name not in (table.key, vector))
         model = table.said(vector).get("model")
-        return Facts(f"{table.name}.{vector}", dim, self._metric, model, others)
+        # Two transactions side by side keep each other's dead rows, and an index of vectors costs
+        # more than the second one brings.
+        at_once = 1 if self._classes else 2
+        name = f"{table.name}.{vector}"
+        return Facts(name, dim, self._metric, model, others, at_once=at_once)
+
+    @cached_property
+    def _classes(self) -> list[str]:
+        return self._table.operator_classes(self.vector)
 
     @cached_property
     def _metric(self) -> Metric | None:
         """Of the old column's index; a search has no time to ask for it."""
-        classes = self._table.operator_classes(self.vector)
-        return next((_METRICS[name] for name in classes if name in _METRICS), None)
+        return next((_METRICS[name] for name in self._classes if name in _METRICS), None)
 
     def count(self) -> int:
         return self.filled(self.vector)
@@ -160,7 +168,9 @@ class PgvectorSource:
                 # A writer who knows nothing of the new column leaves a vector there that is no
                 # longer of the old one: then it is emptied, and carried again.
                 changes.run(
-                    "CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS {body}",
+                    # One may be left of a table of this name that was dropped.
+                    "CREATE OR REPLACE FUNCTION {function}() RETURNS trigger "
+                    "LANGUAGE plpgsql AS {body}",
                     # A literal: no name can end it.
                     body=self._table.text("BEGIN NEW.{new} := NULL; RETURN NEW; END", **names),
                     **names,
@@ -208,42 +218,17 @@ class PgvectorSource:
 
     def rows(self, column: str, window: Window, missing: str | None = None) -> Rows:
         """Rows of a window by key that have a vector in `column`, and none in `missing`."""
-        # One row: a tuple of Python a vector would take longer than the server does.
-        ((ids, seen, joined, least, most),) = self._table.all(
-            "SELECT array_agg(key), array_agg(seen), string_agg(vector_send(vector), ''), "
-            "min(vector_dims(vector)), max(vector_dims(vector)) FROM "
-            "(SELECT t.{key}::text AS key, t.xmin::text AS seen, {column}::vector AS vector "
+        found = self._table.copied(
+            "SELECT t.ctid, t.xmin, t.tableoid, t.{key}::text, {column}::vector "
             "FROM {table} t WHERE {column} IS NOT NULL AND {condition} AND {within} "
-            "ORDER BY t.{key}) AS rows",
-            binary=True,
+            "ORDER BY t.{key}",
             column=sql.Identifier(column),
             condition=sql.SQL("true")
             if missing is None
             else sql.SQL("{} IS NULL").format(sql.Identifier(missing)),
             within=self._within(window),
         )
-        if joined is None:
-            return Rows([], np.empty((0, 0), np.float32))
-        if least != most:
-            raise InvalidInputError(self._uneven(column, window))
-        # pgvector's binary form: int16 dimension, int16 unused, then big-endian float32.
-        values = np.frombuffer(joined, ">f4").reshape(len(ids), 1 + least)[:, 1:]
-        return Rows(ids, values.astype(np.float32), (), seen)
-
-    def _uneven(self, column: str, window: Window) -> str:
-        """What is said of vectors of several dimensions: the first of each."""
-        (here, dim), (there, other) = self._table.all(
-            "SELECT key, dim FROM (SELECT DISTINCT ON (vector_dims({column}::vector)) "
-            "t.{key}::text AS key, t.{key} AS place, vector_dims({column}::vector) AS dim "
-            "FROM {table} t WHERE {column} IS NOT NULL AND {within} "
-            "ORDER BY vector_dims({column}::vector), t.{key}) AS firsts ORDER BY place LIMIT 2",
-            column=sql.Identifier(column),
-            within=self._within(window),
-        )
-        return (
-            f"{self._table.name}: expected one dimension in all rows, got {dim} in {here!r} and "
-            f"{other} in {there!r}; are these two models' vectors?"
-        )
+        return parsed(found, self._table.name)
 
     def _within(self, window: Window) -> sql.Composable:
         bounds = [(sql.SQL(">"), window.after), (sql.SQL("<="), window.last)]

@@ -3,8 +3,7 @@
 import json
 from typing import Protocol
 
-import numpy as np
-
+from nobackfill.adopt.sources.postgres_rows import written
 from nobackfill.adopt.sources.source import Facts, Rows, Target, Window
 from nobackfill.extras import extra
 from nobackfill.vectors import Vectors
@@ -42,31 +41,31 @@ class PgvectorBeside:
         return self._source.rows(self._source.vector, window, missing=self._target.name)
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
-        """Into rows that nobody has written since they were read: xmin is the row's last writer."""
-        head = np.array([self._target.dim, 0], ">i2").tobytes()
-        values = np.ascontiguousarray(vectors, ">f4")
-        # Keys as text: COPY knows no domains and no enumerations.
+        """Into rows that nobody has written since they were read. In passes: see PASSES."""
+        packed, passes = written(rows.seen, vectors)
         kind = sql.SQL(self._table.key_type)
-        with self._table.changing() as changes:
+        with self._table.connected() as changes:
             changes.run(
-                "CREATE TEMPORARY TABLE nobackfill_window (key text, seen text, new vector) "
-                "ON COMMIT DROP"
+                "CREATE TEMPORARY TABLE nobackfill_window "
+                "(place tid, writer xid, relation oid, pass int2, new vector)"
             )
-            written = (
-                (key.encode(), seen.encode(), head + value.tobytes())
-                for key, seen, value in zip(rows.ids, rows.seen, values, strict=True)
-            )
-            changes.copy("nobackfill_window", written)
-            changes.run(
-                "UPDATE {table} t SET {new} = w.new FROM nobackfill_window w "
-                "WHERE t.{key} = w.key::{kind} AND t.xmin = w.seen::xid "
-                # The window again: nothing is known of how full the other table is.
-                "AND t.{key} BETWEEN {first}::{kind} AND {last}::{kind}",
-                kind=kind,
-                first=rows.ids[0],
-                last=rows.ids[-1],
-                **self._names,
-            )
+            changes.copy("nobackfill_window", packed)
+            for number in range(passes):
+                with changes.transaction():
+                    # Through the key's index, which clears pages of what is dead as it goes; the
+                    # window again, for nothing is known of how full the other table is.
+                    changes.run("SET LOCAL enable_tidscan = off")
+                    changes.run(
+                        "UPDATE {table} t SET {new} = w.new FROM nobackfill_window w "
+                        "WHERE t.ctid = w.place AND t.xmin = w.writer AND t.tableoid = w.relation "
+                        "AND w.pass = {number} "
+                        "AND t.{key} BETWEEN {first}::{kind} AND {last}::{kind}",
+                        number=number,
+                        kind=kind,
+                        first=rows.ids[0],
+                        last=rows.ids[-1],
+                        **self._names,
+                    )
 
     def read(self, window: Window) -> Rows:
         return self._source.rows(self._target.name, window)
@@ -87,9 +86,17 @@ class PgvectorBeside:
             "BEGIN; DROP FUNCTION {function}() CASCADE; "
             # From now on it is the source's own: the next model's map reads it.
             "COMMENT ON COLUMN {table}.{new} IS {said}; "
-            "ALTER TABLE {table} RENAME COLUMN {old} TO {kept}; "
+            "{demands}ALTER TABLE {table} RENAME COLUMN {old} TO {kept}; "
             "ALTER TABLE {table} RENAME COLUMN {new} TO {old}; COMMIT"
         )
+        demands: sql.Composable = sql.SQL("")
+        if self._table.demands(self._source.vector):
+            # Who puts an item writes one of both from then on.
+            demands = self._table.composed(
+                "ALTER TABLE {table} ALTER COLUMN {old} DROP NOT NULL, "
+                "ALTER COLUMN {new} SET NOT NULL; ",
+                **self._names,
+            )
         return [
             self._table.text(
                 "CREATE INDEX CONCURRENTLY ON {table} USING hnsw ({column} {index})",
@@ -98,6 +105,10 @@ class PgvectorBeside:
             ),
             "switch the queries to the new model, and in the same moment:",
             self._table.text(
-                swap, said=said, kept=sql.Identifier(f"{self._source.vector}_before"), **self._names
+                swap,
+                said=said,
+                kept=sql.Identifier(f"{self._source.vector}_before"),
+                demands=demands,
+                **self._names,
             ),
         ]

@@ -1,7 +1,6 @@
 """One table of PostgreSQL: its columns, its key, and statements whose names are quoted."""
 
 import json
-import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +24,9 @@ with extra("adopt"):
 
 # A table that others use is locked for a moment, or not at all.
 _LOCK_WAIT = "5s"
+# Around the rows of COPY's binary form.
+_HEAD = b"PGCOPY\n\xff\r\n\0" + bytes(8)
+_END = b"\xff\xff"
 
 
 class Table:
@@ -96,6 +98,17 @@ class Table:
             column=column,
         )
         return [name for (name,) in found]
+
+    def demands(self, column: str) -> bool:
+        """Whether every row must have it."""
+        return bool(
+            self.one(
+                "SELECT attnotnull FROM pg_attribute WHERE attrelid = to_regclass({quoted}) "
+                "AND attname = {column}",
+                quoted=self._quoted,
+                column=column,
+            )
+        )
 
     def mark(self, column: str) -> str | None:
         """The digest in the comment of a column of ours, None for another's."""
@@ -170,10 +183,26 @@ class Table:
             rows: list[Any] = cursor.execute(self.composed(query, **parts)).fetchall()
             return rows
 
+    def copied(self, query: LiteralString, **parts: object) -> bytes:
+        """All rows in COPY's binary form, without its head and end: without a value of Python for
+        each field."""
+        statement = sql.SQL("COPY ({}) TO STDOUT (FORMAT BINARY)").format(
+            self.composed(query, **parts)
+        )
+        with (
+            self._connected() as connection,
+            connection.cursor() as cursor,
+            cursor.copy(statement) as copy,
+        ):
+            return b"".join(copy)[len(_HEAD) : -len(_END)]
+
     @contextmanager
     def _connected(self) -> Iterator[Any]:
         """One of its own for each use: nothing stays open, or waits for a server that has gone."""
-        with refused(self.name), psycopg.connect(self._address, autocommit=True) as connection:
+        with (
+            refused(self.name),
+            psycopg.connect(self._address, autocommit=True, client_encoding="UTF8") as connection,
+        ):
             yield connection
 
     def one(self, query: LiteralString, **parts: object) -> Any:
@@ -184,34 +213,39 @@ class Table:
     @contextmanager
     def changing(self) -> Iterator["Changes"]:
         """One transaction. Raises BusyError where others hold the table for longer than 5 s."""
-        with self._connected() as connection, connection.transaction():
-            changes = Changes(self, connection)
-            changes.run("SET LOCAL lock_timeout = {wait}", wait=_LOCK_WAIT)
+        with self.connected() as changes, changes.transaction():
             yield changes
         self.columns = self._columns()
 
+    @contextmanager
+    def connected(self) -> Iterator["Changes"]:
+        """Several transactions of one connection, which touch no columns."""
+        with self._connected() as connection:
+            yield Changes(self, connection)
+
 
 class Changes:
-    """Statements of one transaction."""
+    """Statements of one connection."""
 
     def __init__(self, table: Table, connection: Any) -> None:
         self._table, self._connection = table, connection
 
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """To the end of the block. Raises BusyError as `Table.changing`."""
+        with self._connection.transaction():
+            self.run("SET LOCAL lock_timeout = {wait}", wait=_LOCK_WAIT)
+            yield
+
     def run(self, query: LiteralString, **parts: object) -> None:
         self._connection.execute(self._table.composed(query, **parts))
 
-    def copy(self, into: str, rows: Iterator[tuple[bytes, ...]]) -> None:
-        """Fill a table by COPY; fields are in their types' binary form."""
+    def copy(self, into: str, rows: bytes) -> None:
+        """Fill a table by COPY from rows in its binary form."""
         statement = sql.SQL("COPY {} FROM STDIN (FORMAT BINARY)").format(sql.Identifier(into))
-        pieces = [b"PGCOPY\n\xff\r\n\0", bytes(8)]
-        for row in rows:
-            pieces.append(struct.pack(">h", len(row)))
-            for field in row:
-                pieces += (struct.pack(">i", len(field)), field)
-        pieces.append(struct.pack(">h", -1))
         with self._connection.cursor() as cursor, cursor.copy(statement) as copy:
             # At once: a call of psycopg's a row takes longer than the server does.
-            copy.write(b"".join(pieces))
+            copy.write(_HEAD + rows + _END)
 
 
 # What PostgreSQL says, by its classes of errors, and what that is to us.

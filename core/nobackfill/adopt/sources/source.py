@@ -16,7 +16,8 @@ from nobackfill.vectors import Metric, Vectors
 class Facts:
     """What a store says about its vectors. `metric` None: it does not say. `model`: the one that
     its metadata name, if any. `columns`: what else an item holds there.
-    `directions`: it keeps no norms, but brings every vector to 1."""
+    `directions`: it keeps no norms, but brings every vector to 1. `at_once`: windows that may be
+    carried at the same time, each by a thread."""
 
     name: str
     dim: int | None
@@ -24,6 +25,7 @@ class Facts:
     model: str | None = None
     columns: tuple[str, ...] = ()
     directions: bool = False
+    at_once: int = 1
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Rows:
     ids: list[str]
     vectors: Vectors
     keys: Sequence[object] = ()
-    seen: Sequence[str] = ()
+    seen: Sequence[object] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
