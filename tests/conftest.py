@@ -69,6 +69,18 @@ def milvus_address() -> Iterator[str]:
     manager.__exit__(None, None, None)
 
 
+@pytest.fixture(scope="session")
+def chroma_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """HOST:PORT of a Chroma, for tests that are marked `scale`; skipped where `make test-scale` has
+    not installed it."""
+    from bench.rivals import chroma
+
+    if not chroma.PROGRAM.exists():
+        pytest.skip("Chroma is not tested: build/chroma is not there")
+    with chroma.running(tmp_path_factory.mktemp("chroma")) as address:
+        yield address
+
+
 @pytest.fixture
 def milvus_engine(
     postgres: "Server", milvus_address: str, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ from nobackfill.adopt.sources import qdrant_place
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.source import Searchable, Source
 from nobackfill.vectors import Vectors
+from tests.adopt.copies import Chroma, Milvus
 from tests.adopt.made import World, world, write_parquet
 from tests.support.postgres import Server
 
@@ -184,5 +185,21 @@ def opened(kind: str, request: pytest.FixtureRequest, folder: Path) -> Iterator[
             made = Qdrant(Path(short))
             yield made
             made.client.close()
+    elif kind in ("chroma", "milvus-lite", "milvus"):
+        yield from _copied(kind, request, folder)
     else:
         yield (Parquet if kind == "parquet" else Arrays)(folder)
+
+
+def _copied(kind: str, request: pytest.FixtureRequest, folder: Path) -> Iterator[Store]:
+    """Those beside whose vectors a copy is made; an engine is started once for all."""
+    made: Chroma | Milvus
+    if kind == "chroma":
+        made = Chroma(request.getfixturevalue("chroma_address"), MADE)
+    elif kind == "milvus":
+        made = Milvus(request.getfixturevalue("milvus_address").removeprefix("milvus+"), MADE)
+    else:
+        pytest.importorskip("milvus_lite", reason="milvus-lite is not installed")
+        made = Milvus(str(folder.with_suffix(".db")), MADE)
+    yield made
+    made.close()

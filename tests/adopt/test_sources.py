@@ -26,8 +26,9 @@ def target(mapping: Map = MAP, name: str = "vector_new") -> Target:
     return Target(name, mapping.dims[1], mapping.digest)
 
 
-STORES = ["parquet", "arrays", "pgvector", "qdrant"]
-WRITABLE = ["pgvector"]
+COPIES = ("chroma", "milvus-lite", "milvus")
+COPIED = [pytest.param(name, marks=pytest.mark.scale) for name in COPIES]
+STORES = ["parquet", "arrays", "pgvector", "qdrant", *COPIED]
 
 
 @pytest.fixture
@@ -37,7 +38,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 
 every = pytest.mark.parametrize("store", STORES, indirect=True)
-writable = pytest.mark.parametrize("store", WRITABLE, indirect=True)
+writable = pytest.mark.parametrize("store", ["pgvector", *COPIED], indirect=True)
+on_pgvector = pytest.mark.parametrize("store", ["pgvector"], indirect=True)
 
 
 def by_id(rows: Rows) -> dict[str, Vectors]:
@@ -131,7 +133,7 @@ def test_rollback_removes_what_was_carried_and_nothing_else(store: Store) -> Non
     assert carry(store.open(), target(other), other, window=WINDOW).written == 230
 
 
-@pytest.mark.parametrize("store", ["pgvector", "qdrant"], indirect=True)
+@pytest.mark.parametrize("store", ["pgvector", "qdrant", *COPIED], indirect=True)
 def test_carried_vectors_name_their_model(store: Store) -> None:
     named = Target("vector_new", MAP.dims[1], MAP.digest, model="the new model")
     carry(store.open(), named, MAP, window=300)
@@ -184,7 +186,7 @@ def test_searches_find_what_a_slow_loop_finds(store: Store) -> None:
         assert len(source.lookup([])) == 0
 
 
-@writable
+@on_pgvector
 def test_threads_that_have_ended_keep_no_connection(store: Pgvector) -> None:
     """A server with a thread a request would have all of PostgreSQL's connections otherwise."""
     with closing(store.search()) as source:
@@ -227,7 +229,11 @@ class Interrupted:
 
 @pytest.mark.parametrize(
     ("store", "seed"),
-    [("pgvector", 0), ("pgvector", 1), ("pgvector", 2), ("qdrant", 0)],
+    [("pgvector", 0), ("pgvector", 1), ("pgvector", 2), ("qdrant", 0)]
+    + [
+        pytest.param(name, 0, marks=pytest.mark.scale)
+        for name in ("chroma", "milvus-lite", "milvus")
+    ],
     indirect=["store"],
 )
 def test_who_writes_meanwhile_loses_nothing(store: Written, seed: int) -> None:

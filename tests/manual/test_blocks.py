@@ -18,6 +18,7 @@ RUN = {
     "docs/adopt.md": ["tests/adopt/test_docs.py"],
     "docs/architecture.md": ["tests/e2e/test_by_hand.py"],
     "docs/edge.md": ["tests/client/test_docs.py"],
+    "docs/immich.md": ["tests/adopt/test_immich_doc.py"],
     "docs/operations.md": ["tests/server/test_operations_doc.py"],
     "docs/quick-start.md": ["tests/e2e/test_quick_start.py"],
     "docs/releases.md": ["tests/release/test_docs.py", "tests/training/test_releases_page.py"],

@@ -31,7 +31,9 @@ nobackfill carry $S --release https://HOST/maps --root 1.root.json --to embeddin
 
 SOURCE is FILE.parquet or a folder of them, a folder of numpy files (ids.npy and one array),
 postgresql://USER@HOST/DATABASE#TABLE with pgvector (passwords belong into ~/.pgpass or PGPASSWORD),
-qdrant:https://HOST:PORT#COLLECTION (its key in NOBACKFILL_QDRANT_KEY) or qdrant:FOLDER#COLLECTION.
+qdrant:https://HOST:PORT#COLLECTION (its key in NOBACKFILL_QDRANT_KEY) or qdrant:FOLDER#COLLECTION,
+milvus:https://HOST:PORT#COLLECTION (NOBACKFILL_MILVUS_TOKEN) or milvus:FILE.db#COLLECTION,
+chroma:https://HOST:PORT#COLLECTION (NOBACKFILL_CHROMA_TOKEN).
 
 Exit codes: 0 done, or nothing to do, 2 wrong usage, 65 refused data or failed verification, 66 not
 found, 69 a server does not answer, 73 cannot write or exists already, 75 busy: run it again,

@@ -8,7 +8,8 @@ from nobackfill.errors import InvalidInputError
 KINDS = """\
 FILE.parquet or a folder of them, a folder of numpy files (ids.npy and one array of vectors),
 postgresql://USER@HOST/DATABASE#TABLE with pgvector, qdrant:https://HOST:PORT#COLLECTION or
-qdrant:FOLDER#COLLECTION"""
+qdrant:FOLDER#COLLECTION, milvus:https://HOST:PORT#COLLECTION or milvus:FILE.db#COLLECTION,
+chroma:https://HOST:PORT#COLLECTION"""
 
 
 _POSTGRES = "postgresql://…/DATABASE#TABLE"
@@ -37,6 +38,8 @@ def open_source(address: str, *, key: str | None = None, vector: str | None = No
         if not collection:
             raise InvalidInputError("name the collection as well: qdrant:PLACE#COLLECTION")
         return QdrantSource(place, collection, vector)
+    if address.startswith(("milvus:", "chroma:")):
+        return _copied(address, vector)
     if "://" in address:
         # Not the address itself: it may hold a password.
         kind = address.partition("://")[0]
@@ -49,6 +52,25 @@ def open_source(address: str, *, key: str | None = None, vector: str | None = No
     from nobackfill.adopt.sources.parquet import ParquetSource
 
     return ParquetSource(path, key or "id", vector)
+
+
+def _copied(address: str, vector: str | None) -> Source:
+    """Collections beside which new vectors go into a copy."""
+    from nobackfill.adopt.sources.copied import CopiedSource
+
+    kind, _, rest = address.partition(":")
+    place, _, collection = rest.partition("#")
+    if not place or not collection:
+        raise InvalidInputError(f"name the collection as well: {kind}:PLACE#COLLECTION")
+    if kind == "milvus":
+        from nobackfill.adopt.sources.milvus import MilvusStore
+
+        return CopiedSource(MilvusStore(place, vector), collection)
+    from nobackfill.adopt.sources.chroma import ChromaStore
+
+    if vector is not None:
+        raise InvalidInputError("chroma: expected no --vector, a collection has one vector an item")
+    return CopiedSource(ChromaStore(place), collection)
 
 
 def open_searchable(

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+from nobackfill.adopt.sources.server_address import server_address
 from nobackfill.errors import (
     BusyError,
-    ConfigurationError,
     InvalidInputError,
     NobackfillError,
     NotFoundError,
@@ -43,12 +42,7 @@ def opened(place: str) -> QdrantClient:
         if not (Path(place) / "meta.json").is_file():
             raise NotFoundError(f"{place}: no folder of Qdrant's local mode is there")
         return _folder(Path(place).resolve())
-    parts = urlsplit(place)
-    local = parts.hostname in ("localhost", "127.0.0.1", "::1")
-    if parts.username or parts.password:
-        raise ConfigurationError(f"qdrant: expected no password in the address, but a key in {KEY}")
-    if parts.scheme != "https" and not (local and parts.scheme == "http"):
-        raise ConfigurationError(f"qdrant: expected https://{parts.hostname}; vectors are private")
+    server_address(place, "qdrant", KEY)
     key = os.environ.get(KEY)
     # Its check of versions asks the server before anybody wants to know, and warns.
     return QdrantClient(url=place, api_key=key, timeout=_SECONDS, check_compatibility=False)

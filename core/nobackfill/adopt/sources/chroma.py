@@ -1,0 +1,200 @@
+"""A collection of a Chroma server; new vectors go into a collection of their own beside, with the
+same ids, documents, metadata and URIs."""
+
+from bisect import bisect_right
+from collections.abc import Collection as Some
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nobackfill.adopt.sources.chroma_server import ChromaServer
+from nobackfill.adopt.sources.copied import OF, Collection, Record
+from nobackfill.adopt.sources.source import Facts, Target, Window
+from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.vectors import Metric, Vectors
+
+# Items of a request: a server takes no more than some thousands, and vectors are text there.
+_PAGE = 500
+_METRICS: Mapping[str, Metric] = {"cosine": "cosine", "l2": "squared_l2"}
+_MARK = "nobackfill_"
+
+
+class ChromaStore:
+    """The collections of a server. See Store."""
+
+    def __init__(self, place: str) -> None:
+        self._server = ChromaServer(place)
+
+    def opened(self, name: str) -> "ChromaCollection":
+        return ChromaCollection(self._server, self._server.collection(name))
+
+    def exists(self, name: str) -> bool:
+        try:
+            self._server.collection(name)
+        except NotFoundError:
+            return False
+        return True
+
+    def make(self, target: Target, like: Collection, said: Mapping[str, str]) -> None:
+        if not isinstance(like, ChromaCollection):
+            raise TypeError(like)
+        body = {
+            "name": target.name,
+            "metadata": {_MARK + name: value for name, value in said.items()},
+            "configuration": like.index,
+        }
+        self._server.make(body, target.name)
+
+    def drop(self, name: str) -> None:
+        self._server.drop(name)
+
+    def steps(self, old: Collection, new: Collection) -> list[str]:
+        return [
+            "let nobody write, and carry once more: what was put since the last sweep is missing",
+            "switch the queries to the new model, and in the same moment give its embedding "
+            f"function and the name {new.name!r} to get_collection, or let the names change:",
+            f"client.get_collection({old.name!r}).modify(name={old.name + '_before'!r})",
+            f"client.get_collection({new.name!r}).modify(name={old.name!r})",
+        ]
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class ChromaCollection:
+    """See Collection. The API knows no ranges of ids: they are listed when a sweep begins."""
+
+    def __init__(self, server: ChromaServer, found: Mapping[str, Any]) -> None:
+        self._server = server
+        self.name = str(found["name"])
+        self._path = f"/{found['id']}"
+        self._dim: int | None = found.get("dimension")
+        noted = found.get("metadata") or {}
+        self.said = {
+            name.removeprefix(_MARK): str(value)
+            for name, value in noted.items()
+            if name.startswith(_MARK)
+        }
+        configuration = found.get("configuration_json") or {}
+        # Of the index alone: the embedding function is the old model's.
+        self.index = {
+            kind: {name: value for name, value in settings.items() if value is not None}
+            for kind in ("hnsw", "spann")
+            if (settings := configuration.get(kind))
+        }
+        self._ids: list[str] | None = None
+
+    def facts(self) -> Facts:
+        space = next((one.get("space") for one in self.index.values()), None)
+        some = self._get({"limit": 1, "include": ["documents", "metadatas", "uris"]})
+        columns = tuple(some[0].rest) if some else ()
+        metric = _METRICS.get(str(space))
+        return Facts(self.name, self._dim, metric, self.said.get("model"), columns)
+
+    def count(self) -> int:
+        return int(self._asked("GET", "/count"))
+
+    def windows(self, rows: int) -> Iterator[Window]:
+        ids = self._listed()
+        after = None
+        for last in ids[rows - 1 : -1 : rows]:
+            yield Window(after, last)
+            after = last
+        # Open, for what is there when the next sweep lists it.
+        yield Window(after)
+
+    def records(self, window: Window) -> list[Record]:
+        return self._found(self._within(window), ["embeddings", "documents", "metadatas", "uris"])
+
+    def digests(self, window: Window) -> dict[Any, str]:
+        ids = self._within(window)
+        found: dict[Any, str] = {}
+        for first in range(0, len(ids), _PAGE):
+            page = {"ids": ids[first : first + _PAGE], "include": ["metadatas"]}
+            got = self._asked("POST", "/get", page)
+            for one, metadata in zip(got["ids"], got["metadatas"], strict=True):
+                found[one] = str((metadata or {}).get(OF, ""))
+        return found
+
+    def there(self, keys: Sequence[Any]) -> Some[Any]:
+        return {one.key for one in self._found(list(keys), [])}
+
+    def put(self, records: Sequence[Record], vectors: Vectors) -> None:
+        for first in range(0, len(records), _PAGE):
+            some = records[first : first + _PAGE]
+            body = {
+                "ids": [one.key for one in some],
+                "embeddings": vectors[first : first + _PAGE].tolist(),
+                "documents": [one.rest.get("document") for one in some],
+                "uris": [one.rest.get("uri") for one in some],
+                "metadatas": [
+                    {n: v for n, v in one.rest.items() if n not in ("document", "uri")}
+                    | {OF: one.digest}
+                    for one in some
+                ],
+            }
+            self._asked("POST", "/upsert", body)
+
+    def remove(self, keys: Sequence[Any]) -> None:
+        for first in range(0, len(keys), _PAGE):
+            self._asked("POST", "/delete", {"ids": list(keys[first : first + _PAGE])})
+
+    def lookup(self, ids: Sequence[str]) -> list[Record]:
+        return self._found(ids, ["embeddings", "documents", "metadatas", "uris"])
+
+    def nearest(self, vector: Vectors, count: int) -> list[str]:
+        if self._dim is None:
+            return []
+        body = {
+            "query_embeddings": [np.asarray(vector, np.float32).tolist()],
+            "n_results": count,
+            "include": [],
+        }
+        return [str(one) for one in self._asked("POST", "/query", body)["ids"][0]]
+
+    def _within(self, window: Window) -> list[str]:
+        """Ids of a window; the first one lists them anew."""
+        ids = self._listed() if window.after is None or self._ids is None else self._ids
+        first = 0 if window.after is None else bisect_right(ids, str(window.after))
+        last = len(ids) if window.last is None else bisect_right(ids, str(window.last))
+        return ids[first:last]
+
+    def _listed(self) -> list[str]:
+        """All ids in order, in one answer: pages shift where others delete."""
+        self._ids = sorted(self._asked("POST", "/get", {"include": []})["ids"])
+        return self._ids
+
+    def _found(self, ids: Sequence[str], include: list[str]) -> list[Record]:
+        found = []
+        for first in range(0, len(ids), _PAGE):
+            found += self._get({"ids": list(ids[first : first + _PAGE]), "include": include})
+        return sorted(found, key=lambda one: str(one.key))
+
+    def _get(self, body: Mapping[str, Any]) -> list[Record]:
+        got = self._asked("POST", "/get", body)
+        ids = got["ids"]
+        none: list[None] = [None] * len(ids)
+        parts = zip(
+            ids,
+            got.get("embeddings") or none,
+            got.get("documents") or none,
+            got.get("metadatas") or none,
+            got.get("uris") or none,
+            strict=True,
+        )
+        found = []
+        for key, vector, document, metadata, uri in parts:
+            kept = {n: v for n, v in (metadata or {}).items() if n != OF}
+            if {"document", "uri"} & set(kept):
+                raise InvalidInputError(
+                    f"{self.name}: expected no metadata called 'document' or 'uri', which items "
+                    f"have anyhow, found one in {key!r}"
+                )
+            rest = {"document": document, "uri": uri} | kept
+            values = np.asarray(() if vector is None else vector, np.float32)
+            found.append(Record(key, values, {n: v for n, v in rest.items() if v is not None}))
+        return found
+
+    def _asked(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        return self._server.asked(method, self._path + path, self.name, body)

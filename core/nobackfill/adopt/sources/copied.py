@@ -1,0 +1,200 @@
+"""Collections in whose items a second vector has no place: new vectors go into a copy beside, with
+the same keys and all else that an item holds, each told by a digest of what it was made from.
+
+The rule of a window: read, map, put, then look again and remove what has gone. A changed item has
+another digest and is made anew.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection as Some
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from nobackfill.adopt.sources.source import Column, Facts, Rows, Target, Window, even
+from nobackfill.errors import AlreadyExistsError
+from nobackfill.vectors import Vectors
+
+# What a copy says of an item, among what else the item holds: the digest of the original.
+OF = "nobackfill_of"
+
+
+@dataclass(frozen=True)
+class Record:
+    """An item: its key in the store's own type, its vector [dim], and all else that it holds."""
+
+    key: Any
+    vector: Vectors
+    rest: Mapping[str, Any]
+
+    @cached_property
+    def digest(self) -> str:
+        rest = json.dumps(self.rest, sort_keys=True, default=_plain).encode()
+        return hashlib.sha256(self.vector.tobytes() + rest).hexdigest()[:32]
+
+
+class Collection(Protocol):
+    """One collection. `said`: what was noted when it was made as a copy: "map" and "model" as in
+    Target, "of" the collection whose copy it is."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def said(self) -> Mapping[str, str]: ...
+
+    def facts(self) -> Facts: ...
+
+    def count(self) -> int: ...
+
+    def windows(self, rows: int) -> Iterator[Window]: ...
+
+    def records(self, window: Window) -> list[Record]:
+        """Items of a window in the order of their keys."""
+
+    def digests(self, window: Window) -> dict[Any, str]:
+        """Of a copy: by key, what each item was made from; "" where that is not known."""
+
+    def there(self, keys: Sequence[Any]) -> Some[Any]:
+        """Those that there are."""
+
+    def put(self, records: Sequence[Record], vectors: Vectors) -> None:
+        """Items with vectors [n, dim] in place of their own, and their digests."""
+
+    def remove(self, keys: Sequence[Any]) -> None: ...
+
+    def lookup(self, ids: Sequence[str]) -> list[Record]: ...
+
+    def nearest(self, vector: Vectors, count: int) -> list[str]: ...
+
+
+class Store(Protocol):
+    """Where collections are."""
+
+    def opened(self, name: str) -> Collection:
+        """Raises NotFoundError."""
+
+    def exists(self, name: str) -> bool: ...
+
+    def make(self, target: Target, like: Collection, said: Mapping[str, str]) -> None:
+        """An empty collection for other vectors of the same items, at once with what is said."""
+
+    def drop(self, name: str) -> None: ...
+
+    def steps(self, old: Collection, new: Collection) -> list[str]:
+        """How to flip from one to the other."""
+
+    def close(self) -> None: ...
+
+
+class CopiedSource:
+    """A collection of a store; new vectors are a collection of their own there. See Searchable."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = store
+        self._here = store.opened(name)
+
+    def facts(self) -> Facts:
+        return self._here.facts()
+
+    def count(self) -> int:
+        return self._here.count()
+
+    def windows(self, rows: int) -> Iterator[Window]:
+        return self._here.windows(rows)
+
+    def read(self, window: Window) -> Rows:
+        return _rows(self._here.records(window), self._here.name)
+
+    def column(self, window: Window, name: str) -> Column:
+        found = [(str(one.key), one.rest.get(name)) for one in self._here.records(window)]
+        pairs = [(key, str(value)) for key, value in found if value not in (None, "")]
+        return Column([key for key, _ in pairs], [value for _, value in pairs])
+
+    def nearest(self, vector: Vectors, count: int, beside: str | None = None) -> list[str]:
+        where = self._here if beside is None else self._store.opened(beside)
+        return where.nearest(vector, count)
+
+    def lookup(self, ids: Sequence[str]) -> Rows:
+        return _rows(self._here.lookup(list(dict.fromkeys(ids))), self._here.name)
+
+    def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
+        found = {str(one.key): one.rest.get(column) for one in self._here.lookup(ids)}
+        return {name: str(value) for name, value in found.items() if value not in (None, "")}
+
+    def close(self) -> None:
+        self._store.close()
+
+    def beside(self, target: Target) -> "CopiedBeside":
+        said = {"map": target.mark, "of": self._here.name}
+        if self._store.exists(target.name):
+            made = self._store.opened(target.name).said
+            if any(made.get(name) != value for name, value in said.items()):
+                raise AlreadyExistsError(
+                    f"{self._here.name}: collection {target.name!r} exists already and was not "
+                    "made by this map; choose another --to, or remove it with --rollback"
+                )
+        else:
+            model = {"model": target.model} if target.model else {}
+            self._store.make(target, self._here, said | model)
+        return CopiedBeside(self._store, self._here, self._store.opened(target.name))
+
+    def rollback(self, name: str) -> bool:
+        if not self._store.exists(name):
+            return False
+        found = self._store.opened(name)
+        # What has become the collection itself is nothing that can be taken back.
+        if found.name == self._here.name or found.said.get("of") != self._here.name:
+            return False
+        self._store.drop(name)
+        return True
+
+
+class CopiedBeside:
+    """The copy. See Beside."""
+
+    def __init__(self, store: Store, source: Collection, copy: Collection) -> None:
+        self._store, self._source, self._copy = store, source, copy
+
+    def pending(self, window: Window) -> Rows:
+        """What is of an item that has gone, or has changed, is removed first."""
+        records = self._source.records(window)
+        made = self._copy.digests(window)
+        now = {one.key: one.digest for one in records}
+        stale = [key for key, digest in made.items() if now.get(key) != digest]
+        if stale:
+            self._copy.remove(stale)
+        left = [one for one in records if made.get(one.key) != one.digest]
+        return _rows(left, self._source.name)
+
+    def write(self, rows: Rows, vectors: Vectors) -> None:
+        records = [one for one in rows.keys if isinstance(one, Record)]
+        self._copy.put(records, vectors)
+        there = self._source.there([one.key for one in records])
+        gone = [one.key for one in records if one.key not in there]
+        if gone:
+            self._copy.remove(gone)
+
+    def read(self, window: Window) -> Rows:
+        return _rows(self._copy.records(window), self._copy.name)
+
+    def count(self) -> int:
+        return self._copy.count()
+
+    def finish(self) -> list[str]:
+        return self._store.steps(self._source, self._copy)
+
+
+def _rows(records: Sequence[Record], where: str) -> Rows:
+    ids = [str(one.key) for one in records]
+    vectors = even([one.vector for one in records], ids, where)
+    return Rows(ids, vectors, list(records), [one.digest for one in records])
+
+
+def _plain(value: object) -> object:
+    """What JSON does not know, for a digest: arrays as lists, others in Python's words."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else repr(value)

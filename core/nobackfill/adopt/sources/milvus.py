@@ -1,0 +1,291 @@
+"""A collection of Milvus, on a server or in a file of milvus-lite; new vectors go into a collection
+of their own beside, with the same keys, fields and indexes. An alias flips from one to the other.
+
+No version that can be run here lets a collection have one more vector field once it is there."""
+
+import json
+from collections.abc import Collection as Some
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from nobackfill.adopt.sources.copied import OF, Collection, Record
+from nobackfill.adopt.sources.source import Facts, Target, Window
+from nobackfill.errors import InvalidInputError, NotFoundError, few
+from nobackfill.extras import extra
+from nobackfill.vectors import Metric, Vectors
+
+with extra("milvus"):
+    from pymilvus import DataType
+
+    from nobackfill.adopt.sources.milvus_place import asked, opened
+
+# Items of a request.
+_PAGE = 1000
+# Bytes of vectors in one answer: a message may have 64 MiB, and an item has more than its vector.
+_MOST_BYTES = 16 << 20
+_STRONG = "Strong"
+_METRICS: Mapping[str, Metric] = {"COSINE": "cosine", "L2": "squared_l2"}
+_LEAST = -(1 << 63)
+_MARK = "nobackfill."
+
+
+class MilvusStore:
+    """The collections of a place. See Store. `vector`: None for the only field of float32."""
+
+    def __init__(self, place: str, vector: str | None = None) -> None:
+        self._client = opened(place)
+        self._vector = vector
+
+    def opened(self, name: str) -> "MilvusCollection":
+        if not self.exists(name):
+            there = few(asked(name, self._client.list_collections))
+            raise NotFoundError(f"{name}: no such collection; there are {there or 'none'}")
+        return MilvusCollection(self._client, name, self._vector)
+
+    def exists(self, name: str) -> bool:
+        """An alias is, too."""
+        return bool(asked(name, lambda: self._client.has_collection(name)))
+
+    def make(self, target: Target, like: Collection, said: Mapping[str, str]) -> None:
+        if not isinstance(like, MilvusCollection):
+            raise TypeError(like)
+        schema = like.schema(target.dim)
+        properties = {_MARK + name: value for name, value in said.items()}
+        indexes = like.indexes()
+        asked(
+            target.name,
+            lambda: self._client.create_collection(
+                target.name, schema=schema, index_params=indexes, properties=properties,
+                consistency_level=_STRONG,
+            ),
+        )  # fmt: skip
+
+    def drop(self, name: str) -> None:
+        if aliases := asked(name, lambda: self._client.list_aliases(name))["aliases"]:
+            raise InvalidInputError(
+                f"{name}: expected a collection that nobody searches, found the alias "
+                f"{few(aliases)}; let it lead elsewhere first"
+            )
+        asked(name, lambda: self._client.drop_collection(name))
+
+    def steps(self, old: Collection, new: Collection) -> list[str]:
+        steps = [
+            "let nobody write, and carry once more: what was put since the last sweep is missing",
+            "switch the queries to the new model, and in the same moment:",
+        ]
+        aliases = asked(old.name, lambda: self._client.list_aliases(old.name))["aliases"]
+        steps += [f"client.alter_alias({new.name!r}, {alias!r})" for alias in aliases]
+        if not aliases:
+            steps.append(
+                f"search {new.name!r} in place of {old.name!r}; with an alias, "
+                f"client.create_alias({new.name!r}, ALIAS), the next change is one call"
+            )
+        if isinstance(old, MilvusCollection) and old.numbers_itself:
+            steps.append("puts bring their keys from then on: the new collection gives none")
+        return steps
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class MilvusCollection:
+    """See Collection. Every read is Strong: it sees what was written before it."""
+
+    def __init__(self, client: Any, name: str, vector: str | None) -> None:
+        self._client = client
+        found = asked(name, lambda: client.describe_collection(name))
+        self.name = str(found.get("collection_name") or name)
+        self._fields = {str(one["name"]): one for one in found["fields"]}
+        self._dynamic = bool(found.get("enable_dynamic_field"))
+        # Not the description, which milvus-lite forgets.
+        self.said = {
+            key.removeprefix(_MARK): str(value)
+            for key, value in (found.get("properties") or {}).items()
+            if key.startswith(_MARK)
+        }
+        self._key = next(n for n, one in self._fields.items() if one.get("is_primary"))
+        self._texts = self._fields[self._key]["type"] == DataType.VARCHAR
+        self.numbers_itself = bool(found.get("auto_id") or self._fields[self._key].get("auto_id"))
+        dense = [n for n, one in self._fields.items() if one["type"] == DataType.FLOAT_VECTOR]
+        if (vector is None and len(dense) != 1) or (vector is not None and vector not in dense):
+            raise InvalidInputError(
+                f"{name}: expected {'one field' if vector is None else repr(vector)} of type "
+                f"FLOAT_VECTOR, found {few(map(repr, dense)) or 'none'}; name one with --vector"
+            )
+        self._vector = vector or dense[0]
+        if found.get("functions"):
+            raise InvalidInputError(
+                f"{name}: expected fields that are put, found functions that make some; these "
+                "are not carried yet"
+            )
+        self._dim = int(self._fields[self._vector]["params"]["dim"])
+        self._load()
+
+    def _load(self) -> None:
+        asked(self.name, lambda: self._client.load_collection(self.name))
+
+    def facts(self) -> Facts:
+        kind = self._index(self._vector).get("metric_type", "")
+        others = tuple(name for name in self._fields if name not in (self._key, self._vector))
+        metric, model = _METRICS.get(str(kind)), self.said.get("model")
+        return Facts(f"{self.name}.{self._vector}", self._dim, metric, model, others)
+
+    def count(self) -> int:
+        return int(self._query("", ["count(*)"])[0]["count(*)"])
+
+    def windows(self, rows: int) -> Iterator[Window]:
+        """Ranges without a limit are exact; where the listing misses keys, one is larger."""
+        each = max(1, min(rows, _MOST_BYTES // (4 * self._dim)))
+        keys = sorted(self._keys())
+        after = None
+        for last in keys[each - 1 : -1 : each]:
+            yield Window(after, last)
+            after = last
+        yield Window(after)
+
+    def _keys(self) -> list[Any]:
+        pages = asked(
+            self.name,
+            lambda: self._client.query_iterator(
+                self.name, batch_size=_PAGE * 10, filter=self._within(Window()),
+                output_fields=[self._key], consistency_level=_STRONG,
+            ),
+        )  # fmt: skip
+        found = []
+        while page := asked(self.name, pages.next):
+            found += [one[self._key] for one in page]
+        pages.close()
+        return found
+
+    def records(self, window: Window) -> list[Record]:
+        return self._records(self._query(self._within(window), ["*", self._vector]))
+
+    def digests(self, window: Window) -> dict[Any, str]:
+        found = self._query(self._within(window), [self._key, OF])
+        return {one[self._key]: str(one.get(OF, "")) for one in found}
+
+    def there(self, keys: Sequence[Any]) -> Some[Any]:
+        found: set[Any] = set()
+        for first in range(0, len(keys), _PAGE):
+            some = list(keys[first : first + _PAGE])
+            found.update(one[self._key] for one in self._query(self._among(some), [self._key]))
+        return found
+
+    def put(self, records: Sequence[Record], vectors: Vectors) -> None:
+        for first in range(0, len(records), _PAGE):
+            rows = [
+                {**one.rest, self._key: one.key, self._vector: vector, OF: one.digest}
+                for one, vector in zip(
+                    records[first : first + _PAGE], vectors[first : first + _PAGE], strict=True
+                )
+            ]
+            asked(self.name, lambda rows=rows: self._client.upsert(self.name, rows))  # type: ignore[misc]
+
+    def remove(self, keys: Sequence[Any]) -> None:
+        for first in range(0, len(keys), _PAGE):
+            some = list(keys[first : first + _PAGE])
+            asked(self.name, lambda some=some: self._client.delete(self.name, ids=some))  # type: ignore[misc]
+
+    def lookup(self, ids: Sequence[str]) -> list[Record]:
+        keys = [key for one in ids if (key := self._key_of(one)) is not None]
+        found: list[Record] = []
+        for first in range(0, len(keys), _PAGE):
+            among = self._among(keys[first : first + _PAGE])
+            found += self._records(self._query(among, ["*", self._vector]))
+        return found
+
+    def nearest(self, vector: Vectors, count: int) -> list[str]:
+        found = asked(
+            self.name,
+            lambda: self._client.search(
+                self.name, data=[np.asarray(vector, np.float32).tolist()],
+                anns_field=self._vector, limit=count, consistency_level=_STRONG,
+                search_params={"params": {"ef": max(64, count)}},
+            ),
+        )  # fmt: skip
+        return [str(hit["id"] if "id" in hit else hit[self._key]) for hit in found[0]]
+
+    def schema(self, dim: int) -> Any:
+        """Of a copy: fields as here, but for the vectors' dimension and who gives keys. The digest
+        is a dynamic field: who puts items after the flip need not know of it."""
+        made = self._client.create_schema(auto_id=False, enable_dynamic_field=True)
+        for name, one in self._fields.items():
+            params = dict(one.get("params") or {})
+            if name == self._vector:
+                params["dim"] = dim
+            kept = {
+                what: one[what]
+                for what in ("is_primary", "is_partition_key", "nullable", "default_value",
+                             "element_type", "max_capacity")
+                if one.get(what)
+            }  # fmt: skip
+            made.add_field(name, one["type"], **(kept | params))
+        return made
+
+    def indexes(self) -> Any:
+        """Those of all fields, to be made again."""
+        made = self._client.prepare_index_params()
+        for name in asked(self.name, lambda: self._client.list_indexes(self.name)):
+            one = self._client.describe_index(self.name, name)
+            known = {"index_type", "metric_type", "field_name", "index_name", "params"}
+            params = dict(one.get("params") or {}) | {
+                what: value for what, value in one.items()
+                if what not in known and what in ("M", "efConstruction", "nlist", "nbits", "m")
+            }  # fmt: skip
+            made.add_index(
+                one["field_name"], index_type=one.get("index_type") or "AUTOINDEX",
+                metric_type=one.get("metric_type") or "", params=params,
+            )  # fmt: skip
+        return made
+
+    def _index(self, field: str) -> Mapping[str, Any]:
+        for name in asked(self.name, lambda: self._client.list_indexes(self.name)):
+            found = asked(self.name, lambda name=name: self._client.describe_index(self.name, name))  # type: ignore[misc]
+            if found and found.get("field_name") == field:
+                return dict(found)
+        return {}
+
+    def _query(self, where: str, fields: list[str]) -> list[dict[str, Any]]:
+        found = asked(
+            self.name,
+            lambda: self._client.query(
+                self.name, filter=where, output_fields=fields, consistency_level=_STRONG
+            ),
+        )
+        return list(found)
+
+    def _records(self, found: Sequence[Mapping[str, Any]]) -> list[Record]:
+        made = []
+        for one in found:
+            rest = {n: v for n, v in one.items() if n not in (self._key, self._vector, OF)}
+            made.append(Record(one[self._key], np.asarray(one[self._vector], np.float32), rest))
+        return sorted(made, key=lambda one: one.key)
+
+    def _within(self, window: Window) -> str:
+        least = "" if self._texts else _LEAST
+        if window.after is None:
+            parts = [f"{self._key} >= {_literal(least)}"]
+        else:
+            parts = [f"{self._key} > {_literal(window.after)}"]
+        if window.last is not None:
+            parts.append(f"{self._key} <= {_literal(window.last)}")
+        return " and ".join(parts)
+
+    def _among(self, keys: Sequence[Any]) -> str:
+        return f"{self._key} in [{', '.join(map(_literal, keys))}]"
+
+    def _key_of(self, name: str) -> Any:
+        if self._texts:
+            return name
+        try:
+            key = int(name)
+        except ValueError:
+            return None
+        return key if str(key) == name and -(1 << 63) <= key < 1 << 63 else None
+
+
+def _literal(value: object) -> str:
+    """A key in Milvus' expressions, whose strings are written as JSON's are."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,26 @@
+"""The address of a store's server: private, and without a password in it."""
+
+from urllib.parse import SplitResult, urlsplit
+
+from nobackfill.errors import ConfigurationError
+
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+def server_address(place: str, kind: str, key: str) -> SplitResult:
+    """The parts of https://HOST:PORT, or of http:// on this machine: vectors are private.
+
+    `key`: the variable that a server's key belongs into. Raises ConfigurationError.
+    """
+    try:
+        parts = urlsplit(place)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigurationError(f"{kind}: expected https://HOST:PORT as its address") from error
+    if "@" in parts.netloc:
+        raise ConfigurationError(f"{kind}: expected no password in the address, but a key in {key}")
+    if parts.scheme not in ("http", "https") or not host:
+        raise ConfigurationError(f"{kind}: expected https://HOST:PORT as its address")
+    if parts.scheme == "http" and host not in _LOCAL:
+        raise ConfigurationError(f"{kind}: expected https://{host}; vectors are private")
+    return parts

@@ -1,0 +1,193 @@
+"""Stores beside whose vectors a copy is made: all that an item holds goes along, and who searches
+flips in one step. Real engines: `make test-scale`."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nobackfill.adopt.carrying import carry
+from nobackfill.adopt.embedding.items import read_items
+from nobackfill.adopt.inspection import inspect
+from nobackfill.adopt.maps import fit_maps
+from nobackfill.adopt.pairs import match, read_all
+from nobackfill.adopt.sampling import sample
+from nobackfill.adopt.sources.opening import open_source
+from nobackfill.adopt.sources.source import Target
+from nobackfill.errors import (
+    ConfigurationError,
+    InvalidInputError,
+    NotFoundError,
+    UnavailableError,
+)
+from tests.adopt.copies import Chroma, Milvus
+from tests.adopt.made import write_parquet
+from tests.adopt.stores import MADE, opened
+
+MAP = fit_maps(MADE.old, MADE.new)["affine"]
+TARGET = Target("docs_to", MAP.dims[1], MAP.digest, model="new")
+every = pytest.mark.parametrize(
+    "store",
+    [pytest.param(name, marks=pytest.mark.scale) for name in ("chroma", "milvus-lite", "milvus")],
+    indirect=True,
+)
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Chroma | Milvus]:
+    with opened(request.param, request, tmp_path / "store") as found:
+        assert isinstance(found, Chroma | Milvus)
+        yield found
+
+
+@every
+def test_what_an_item_holds_goes_along_and_is_kept_up_with(store: Chroma | Milvus) -> None:
+    carry(store.open(), TARGET, MAP, window=100)
+    name, other = MADE.ids[5], MADE.ids[6]
+    assert store.text(name, "docs_to") == f"on {name}"
+    store.touch(name)
+    store.delete(other)
+    again = carry(store.open(), TARGET, MAP, window=100)
+    assert (again.written, again.total) == (1, 229)
+    assert store.text(name, "docs_to") == "changed"
+    assert other not in read_all(store.open("docs_to")).ids
+
+
+@every
+def test_nothing_and_one_item_are_carried(store: Chroma | Milvus) -> None:
+    for name in MADE.ids[1:]:
+        store.delete(name)
+    assert carry(store.open(), TARGET, MAP).total == 1
+    store.delete(MADE.ids[0])
+    assert carry(store.open(), TARGET, MAP).total == 0
+    assert inspect(store.open()).count == 0
+    assert carry(store.open(), Target("empty", MAP.dims[1], MAP.digest), MAP).total == 0
+
+
+@every
+def test_every_command_knows_the_store(store: Chroma | Milvus, tmp_path: Path) -> None:
+    source = store.open()
+    found = inspect(source)
+    assert (found.count, found.dim, found.facts.metric) == (230, 24, "cosine")
+    assert "text" in found.facts.columns
+    assert len(sample(read_all(source), 40)) == 40
+    place = store.place if isinstance(store, Milvus) else f"http://{store.address}"
+    kind = "milvus" if isinstance(store, Milvus) else "chroma"
+    items = read_items(f"{kind}:{place}#docs", column="text", only=MADE.ids[:3])
+    assert list(items.values) == [f"on {name}" for name in MADE.ids[:3]]
+    new = write_parquet(tmp_path / "new.parquet", MADE.ids[:60], MADE.new[:60])
+    assert len(match(source, open_source(str(new))).pairs) == 60
+    with pytest.raises(NotFoundError, match="no such collection; there are docs"):
+        store.open("nowhere")
+
+
+@pytest.mark.parametrize(
+    "store",
+    [pytest.param(name, marks=pytest.mark.scale) for name in ("milvus-lite", "milvus")],
+    indirect=True,
+)
+def test_an_alias_flips_and_what_it_leads_to_is_not_taken_back(store: Milvus) -> None:
+    store.client.create_alias("docs", "live")
+    by_alias = open_source(f"milvus:{store.place}#live")
+    steps = carry(by_alias, TARGET, MAP).steps
+    (flip,) = [step for step in steps if "alter_alias" in step]
+    # The step as it is said.
+    eval(flip, {"client": store.client})
+    flipped = open_source(f"milvus:{store.place}#live")
+    assert flipped.facts().dim == MAP.dims[1] and flipped.facts().model == "new"
+    with pytest.raises(InvalidInputError, match="found the alias live"):
+        store.open().rollback("docs_to")
+    assert not flipped.rollback("docs_to")
+    # Who puts items knows nothing of what carrying keeps in them.
+    row = {"id": "new", "vector": MADE.new[0], "text": "t", "number": 1}
+    store.client.upsert("live", [row])
+    assert flipped.count() == 231
+    eval(flip.replace("'docs_to'", "'docs'"), {"client": store.client})
+    assert store.open().rollback("docs_to")
+
+
+@pytest.mark.parametrize("store", [pytest.param("chroma", marks=pytest.mark.scale)], indirect=True)
+def test_names_flip_and_what_answers_is_not_taken_back(store: Chroma) -> None:
+    carry(store.open(), TARGET, MAP)
+    for old, new in (("docs", "docs_before"), ("docs_to", "docs")):
+        path = f"/{store.asked('GET', f'/{old}')['id']}"
+        store.asked("PUT", path, {"new_name": new})
+    flipped = store.open()
+    assert flipped.facts().dim == MAP.dims[1] and flipped.facts().model == "new"
+    assert not flipped.rollback("docs")
+    assert not store.open("docs_before").rollback("docs")
+    assert store.open("docs_before").count() == 230
+
+
+def test_addresses_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="NOBACKFILL_CHROMA_TOKEN") as refused:
+        open_source("chroma:https://u:SECRET@host#docs")
+    assert "SECRET" not in str(refused.value)
+    with pytest.raises(ConfigurationError, match="private"):
+        open_source("chroma:http://elsewhere:8000#docs")
+    with pytest.raises(InvalidInputError, match="chroma run --path"):
+        open_source(f"chroma:{tmp_path}#docs")
+    with pytest.raises(InvalidInputError, match="name the collection"):
+        open_source("chroma:http://localhost:8000")
+    with pytest.raises(InvalidInputError, match="TENANT/DATABASE"):
+        open_source("chroma:http://localhost:8000/one#docs")
+    with pytest.raises(UnavailableError, match="does not answer"):
+        open_source("chroma:http://127.0.0.1:1#docs")
+
+
+@pytest.mark.scale
+def test_numbers_as_keys_and_a_field_among_several(tmp_path: Path) -> None:
+    pytest.importorskip("milvus_lite", reason="milvus-lite is not installed")
+    from pymilvus import DataType, MilvusClient
+
+    path = str(tmp_path / "n.db")
+    client = MilvusClient(uri=path)
+    schema = client.create_schema(auto_id=False, enable_dynamic_field=True)
+    schema.add_field("id", DataType.INT64, is_primary=True)
+    schema.add_field("a", DataType.FLOAT_VECTOR, dim=24)
+    schema.add_field("b", DataType.FLOAT_VECTOR, dim=3)
+    index = client.prepare_index_params()
+    index.add_index("a", index_type="FLAT", metric_type="L2")
+    index.add_index("b", index_type="FLAT", metric_type="COSINE")
+    client.create_collection("numbers", schema=schema, index_params=index)
+    rows = [
+        {"id": n - 100, "a": vector, "b": [n, 1, 2], "extra": {"n": n}}
+        for n, vector in enumerate(MADE.old)
+    ]
+    client.upsert("numbers", rows)
+    with pytest.raises(InvalidInputError, match="found 'a', 'b'; name one with --vector"):
+        open_source(f"milvus:{path}#numbers")
+    source = open_source(f"milvus:{path}#numbers", vector="a")
+    assert source.facts().metric == "squared_l2"
+    assert carry(source, Target("to", MAP.dims[1], MAP.digest), MAP, window=60).total == 230
+    (one,) = client.query("to", filter="id == -97", output_fields=["*"])
+    assert one["b"] == [3, 1, 2] and one["extra"] == {"n": 3}
+    client.close()
+
+
+@pytest.mark.scale
+def test_a_server_that_dies_half_way_loses_nothing(tmp_path: Path) -> None:
+    from bench.rivals import chroma
+
+    if not chroma.PROGRAM.exists():
+        pytest.skip("Chroma is not tested: build/chroma is not there")
+    folder = tmp_path / "one"
+    folder.mkdir()
+    with chroma.running(folder) as address:
+        Chroma(address, MADE)
+
+        def kill(written: int) -> None:
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                words = path.read_bytes().split(b"\0")
+                if str(folder / "chroma").encode() in words:
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+
+        with pytest.raises(UnavailableError):
+            source = open_source(f"chroma:http://{address}#docs")
+            carry(source, TARGET, MAP, window=50, progress=kill)
+    with chroma.running(folder) as address:
+        source = open_source(f"chroma:http://{address}#docs")
+        rest = carry(source, TARGET, MAP, window=50)
+        assert 0 < rest.written < 230 and rest.total == 230
