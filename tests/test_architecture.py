@@ -43,6 +43,7 @@ BASE = {
     "class_folders": {"digests", "errors", "images"},
     "digests": {"errors", "vectors"},
     "extras": {"errors"},
+    "ray_cluster": {"errors", "extras"},
     "faces": set[str](),
     "shares": {"errors"},
     "durable": {"errors", "faults", "sqlite_errors"},

@@ -3,12 +3,13 @@
 import multiprocessing
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nobackfill.errors import UnavailableError
+from nobackfill.errors import ConfigurationError, UnavailableError
 from nobackfill.gallery.upgrade import Progress
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.upgrades.workers.processes import Processes
@@ -23,16 +24,28 @@ COUNT = 20_000
 
 # Before there is a cluster here.
 @pytest.mark.filterwarnings("default")
-def test_a_cluster_that_is_not_there_is_said_so(
+@pytest.mark.timeout(60)
+def test_a_cluster_that_is_not_there_or_has_ended_is_said_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
     # Where the address of one that is gone is not found, either.
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    from nobackfill.server.upgrades.workers.ray_cluster import RayCluster
+    from nobackfill.ray_cluster import join
 
     with pytest.raises(UnavailableError, match="ray start"):
-        RayCluster("auto")
+        join("auto")
+    with pytest.raises(ConfigurationError, match="HOST:PORT"):
+        join("nonsense")
+    # What `ray start` has noted, and nobody has cleared.
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        dead = f"127.0.0.1:{free.getsockname()[1]}"
+    (tmp_path / "ray").mkdir(exist_ok=True)
+    (tmp_path / "ray" / "ray_current_cluster").write_text(dead)
+    for address in ("auto", dead):
+        with pytest.raises(UnavailableError, match="ray stop"):
+            join(address)
 
 
 def test_a_killed_process_loses_doubles_and_revives_nothing(

@@ -2,7 +2,6 @@
 row once its needs are met."""
 
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +14,8 @@ import torch
 
 from nobackfill.class_folders import Listing, list_images
 from nobackfill.digests import sha256_file
-from nobackfill.errors import UnavailableError
 from nobackfill.extras import extra
+from nobackfill.ray_cluster import join
 from nobackfill.training.comparison.cells import evaluation, read_cells, row_cells, write_cells
 from nobackfill.training.comparison.recipe import Place, Run, ensure
 from nobackfill.training.comparison.rows import TEST, Row
@@ -63,13 +62,9 @@ def do(planned: Planned, jobs: int, cluster: str | None = None) -> None:
 def _nodes(address: str) -> Iterator[tuple[Submit, int]]:
     """What hands tasks to a cluster, and how many processors it has. A task whose node dies is done
     again: it goes on from what is kept."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with extra("ray"):
         import ray
-    try:
-        ray.init(address, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
-        raise UnavailableError(f"no Ray cluster answers at {address}: look at --ray") from error
+    join(address)
 
     def submit(work: Callable[..., None], *arguments: object) -> Future[None]:
         task: Future[None] = ray.remote(num_cpus=1)(work).remote(*arguments).future()

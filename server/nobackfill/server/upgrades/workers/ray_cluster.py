@@ -4,21 +4,19 @@ A task's process keeps connections and models for the next one. Ray Core alone: 
 checkpoints may double rows.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import structlog
 
-from nobackfill.errors import ConfigurationError, UnavailableError
+from nobackfill.errors import UnavailableError
 from nobackfill.extras import extra
 from nobackfill.gallery.search.index import Labels
+from nobackfill.ray_cluster import join
 from nobackfill.server.upgrades.workers.window import Piece, Work, carry_piece
 from nobackfill.server.upgrades.workers.workers import AHEAD, TRIES
 
 with extra("ray"):
-    # Nothing is told to anybody about its use.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
     from ray.exceptions import RayError, RayTaskError
 
@@ -36,15 +34,7 @@ class RayCluster:
     def __init__(self, address: str) -> None:
         """`address`: HOST:PORT of the head of a cluster that this machine is a node of, or auto for
         the one that runs here. Raises ConfigurationError, UnavailableError."""
-        try:
-            ray.init(address, namespace="nobackfill", log_to_driver=False, configure_logging=False)
-        except (ConnectionError, RuntimeError, TimeoutError) as error:
-            raise UnavailableError(
-                f"no Ray cluster answers at {address}: start one with `ray start --head`, or look "
-                "at --ray"
-            ) from error
-        except ValueError as error:
-            raise ConfigurationError(f"--ray: expected auto or HOST:PORT, got {address}") from error
+        join(address)
 
     def carry(self, work: Work, pieces: Iterable[Piece]) -> Iterator[Labels]:
         return self.run(carry_piece, work, pieces)
