@@ -37,7 +37,7 @@ class Candidates:
         self, connection: Connection, table: Table, query: Vectors, limit: int,
         condition: Condition, ef: int,
     ) -> list[Any] | None:  # fmt: skip
-        """Of label, None and vector, at least `limit`; None where all rows are to be compared."""
+        """Of label and vector, at least `limit`; None where all rows are to be compared."""
         if not self._is_large(connection, table):
             return None
         new = journal.pending(connection, table.schema, table.number, SMALL)

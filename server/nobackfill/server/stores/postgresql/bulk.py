@@ -2,6 +2,7 @@
 array, so that no row passes through Python."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -81,8 +82,12 @@ def copy_out(
 
 def from_binary(vectors: Sequence[bytes], dim: int) -> Vectors:
     """Vectors [n, dim] of a column that was read: each with its size before it."""
-    kind = np.dtype([("dim", ">i2"), ("unused", ">i2"), ("embedding", ">f4", (dim,))])
-    return np.frombuffer(b"".join(vectors), kind)["embedding"].astype(np.float32)
+    return np.frombuffer(b"".join(vectors), _sized(dim))["embedding"].astype(np.float32)
+
+
+@cache
+def _sized(dim: int) -> np.dtype[np.void]:
+    return np.dtype([("dim", ">i2"), ("unused", ">i2"), ("embedding", ">f4", (dim,))])
 
 
 def among(labels: Labels) -> str:

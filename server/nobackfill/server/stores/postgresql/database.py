@@ -209,8 +209,12 @@ class Database:
         end = time.monotonic() + self._wait_s
         for attempt in count(1):
             try:
-                with self._pool.connection() as connection:
+                # The pool's own context would end a transaction; each ends its own here.
+                connection = self._pool.getconn()
+                try:
                     return work(connection)
+                finally:
+                    self._pool.putconn(connection)
             except _MetAnotherError:
                 raise
             except PoolTimeout as error:

@@ -40,9 +40,9 @@ class Table:
             other = table_of(schema, without.number)
             self._rest = f" AND NOT EXISTS (SELECT 1 FROM {other} o WHERE o.label = v.label)"
 
-    def statement(self, condition: Condition, exact: bool) -> str:
-        """Of label, distance (of exact ones) and vector. Binds the query where it is exact, the
-        condition's values, the query and a limit."""
+    def statement(self, condition: Condition, exact: bool, limit: int) -> str:
+        """Of label, vector and, where it is exact, distance. Binds the query where it is exact, the
+        condition's values, the query, and a limit where there is a condition."""
         apart = f"v.embedding {self._operator} %s"
         near = apart
         if self.spec.dim > MOST_INDEXED:
@@ -51,11 +51,11 @@ class Table:
         # A zero vector has no direction: to PostgreSQL its distance is no number, to us 1. What is
         # added keeps the graph out of it.
         order = f"coalesce(nullif({apart}, 'NaN'), 1) + 0, v.label" if exact else near
-        passing = self._passing(condition)
-        return (
-            f"SELECT v.label, {apart if exact else 'NULL'}, v.embedding FROM {passing}"
-            f" ORDER BY {order} LIMIT %s"
-        )
+        columns = f"v.label, v.embedding, {apart}" if exact else "v.label, v.embedding"
+        # A limit that is bound is planned for at each call, as a filter is to be; a search without
+        # one is planned once.
+        most = "%s" if condition is not EVERYTHING else f"{limit:d}"
+        return f"SELECT {columns} FROM {self._passing(condition)} ORDER BY {order} LIMIT {most}"
 
     def _passing(self, condition: Condition) -> str:
         items = "" if condition is EVERYTHING else f" JOIN {self.schema}.items i USING (label)"
@@ -64,10 +64,9 @@ class Table:
     def rows_of(
         self, connection: Connection, labels: Sequence[int], condition: Condition
     ) -> list[Any]:
-        """Label, None and vector of those of `labels` that pass."""
+        """Label and vector of those of `labels` that pass."""
         statement = (
-            f"SELECT v.label, NULL, v.embedding FROM {self._passing(condition)}"
-            " AND v.label = ANY(%s)"
+            f"SELECT v.label, v.embedding FROM {self._passing(condition)} AND v.label = ANY(%s)"
         )
         found: list[Any] = run(connection, statement, [*condition.values, list(labels)]).fetchall()
         return found
@@ -80,7 +79,7 @@ class Candidates(Protocol):
         self, connection: Connection, table: Table, query: Vectors, limit: int,
         condition: Condition, ef: int,
     ) -> list[Any] | None:  # fmt: skip
-        """Of label, None and vector, at least `limit`; None where all rows are to be compared."""
+        """Of label and vector, at least `limit`; None where all rows are to be compared."""
         ...
 
 
@@ -177,15 +176,17 @@ def _ask(
     connection: Connection, table: Table, query: Vectors, limit: int, condition: Condition, *,
     exact: bool,
 ) -> list[Any]:  # fmt: skip
-    values = [*([query] if exact else []), *condition.values, query, limit]
-    found: list[Any] = run(connection, table.statement(condition, exact), values).fetchall()
+    values = [*([query] if exact else []), *condition.values, query]
+    if condition is not EVERYTHING:
+        values.append(limit)
+    found: list[Any] = run(connection, table.statement(condition, exact, limit), values).fetchall()
     return found
 
 
 def _settled(rows: list[Any], k: int) -> bool:
     """Whether no row beyond the limit can belong to the k nearest: PostgreSQL's distances are of
     float32, and many equal vectors leave the k-th in doubt."""
-    kth, last = rows[k - 1][1], rows[-1][1]
+    kth, last = rows[k - 1][2], rows[-1][2]
     return bool(np.isnan(last) or last > kth * (1 + 1e-4) + 1e-6)
 
 
@@ -193,12 +194,17 @@ def _ranked(spec: SpaceSpec, query: Vectors, rows: list[Any], k: int) -> Neighbo
     if not rows:
         return best(np.empty((1, 0), np.int64), np.empty((1, 0), np.float32), k)
     labels = np.array([row[0] for row in rows], np.int64)
-    vectors = distances.prepare(spec.metric, from_binary([row[2] for row in rows], spec.dim))
-    prepared = distances.prepare(spec.metric, query[None])
-    return best(labels[None], distances.between(spec.metric, prepared, vectors[None]), k)
+    # The query is prepared with them: each call of numpy costs more than what it does here.
+    both = np.empty((len(rows) + 1, spec.dim), np.float32)
+    both[0] = query
+    both[1:] = from_binary([row[1] for row in rows], spec.dim)
+    both = distances.prepare(spec.metric, both)
+    return best(labels[None], distances.between(spec.metric, both[:1], both[None, 1:]), k)
 
 
 def _together(rows: list[Neighbours], k: int) -> Neighbours:
+    if len(rows) == 1:
+        return rows[0]
     labels: list[Labels] = [row.labels for row in rows]
     return Neighbours(
         np.concatenate([np.empty((0, k), np.int64), *labels]),
