@@ -11,6 +11,8 @@ from nobackfill.server.stores.postgresql.schema import table_of
 
 # A claim is another's after so long: its gateway has ended.
 _CLAIM_S = 300
+# What a day has cost is forgotten after so many.
+_DAYS = 7
 # A count of the carried ones reads them all: again after so long, and so many times what it took.
 _COUNTED_S, _COUNTED_SHARE = 1.0, 50.0
 _TABLES = """
@@ -57,11 +59,19 @@ class DatabaseLedger:
 
     def claim(self, labels: Sequence[int], day: str, budget: int) -> list[int]:
         def work(connection: Connection) -> list[int]:
-            run(
+            began = run(
                 connection,
                 f"INSERT INTO {self._schema}.healing_spent VALUES (%s, 0) ON CONFLICT DO NOTHING",
                 [day],
             )
+            if began.rowcount:
+                # Not the day before: clocks of gateways differ.
+                run(
+                    connection,
+                    f"DELETE FROM {self._schema}.healing_spent"
+                    f" WHERE day < to_char(%s::date - {_DAYS}, 'YYYY-MM-DD')",
+                    [day],
+                )
             # Who claims next waits here.
             (spent,) = run(
                 connection,

@@ -1,0 +1,33 @@
+"""What gateways know together of a gallery that heals, without a gateway."""
+
+from nobackfill.gallery.writing import NewVectors
+from nobackfill.server.stores.postgresql import schema
+from nobackfill.server.stores.postgresql.database import Database, run
+from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
+from nobackfill.server.stores.postgresql.ledger import DatabaseLedger
+from tests.gallery.making import ids, spec, vectors
+from tests.support.postgres import Server
+
+
+def test_a_day_has_its_budget_and_is_forgotten_after_a_week(postgres: Server) -> None:
+    with postgres.database() as url:
+        database = Database(url, most=2)
+        database.open(schema.prepare)
+        gallery = PostgresqlGalleries(database).create("g", [spec()], {})
+        labels = gallery.put(ids(5), [NewVectors(spec().space, vectors(5, 1))]).labels.tolist()
+        one, two = (DatabaseLedger(gallery, spec().space) for _ in range(2))
+        assert one.claim(labels[:2], "2026-02-27", 3) == labels[:2]
+        assert two.claim(labels, "2026-02-27", 3) == [], "two are another's, one is over"
+        one.settle(labels[:2])
+        assert two.claim(labels, "2026-02-27", 3) == labels[:1] and two.spent("2026-02-27") == 3
+        two.release(labels[:1])
+        assert one.claim(labels[:1], "2026-02-28", 3) == labels[:1]
+        # A gateway whose clock is behind still counts on the day before.
+        assert two.spent("2026-02-27") == 3
+        assert two.claim(labels[1:], "2026-03-07", 9) == labels[1:]
+        query = f"SELECT day FROM {gallery.schema}.healing_spent ORDER BY day"
+        assert database.read(lambda c: run(c, query).fetchall()) == [
+            ("2026-02-28",),
+            ("2026-03-07",),
+        ]
+        database.close()
