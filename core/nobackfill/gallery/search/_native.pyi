@@ -10,6 +10,9 @@ _Labels = NDArray[np.int64]
 _Mask = NDArray[np.bool_]
 
 def parse(message: bytes) -> tuple[str, str | None, bytes, int, float] | None: ...
+def ranked(
+    cosine: bool, query: Vectors, rows: list[tuple[int, bytes]], k: int
+) -> tuple[_Labels, Vectors] | None: ...
 
 class Graph:
     def __init__(

@@ -30,6 +30,9 @@ else:
 # the space is None and the values are its bytes. None: it is another than by one of these alone, or
 # none. Itself None where nothing was compiled.
 parse = None if _native is None else _native.parse
+# Labels and vectors in PostgreSQL's binary form, checked as the query is: the nearest to it, as
+# distances.py and index.best rank them; None: Python is to. Itself None where nothing was compiled.
+ranked = None if _native is None else _native.ranked
 
 
 def graph_of(

@@ -6,6 +6,7 @@
 #include <pybind11/stl.h>
 
 #include "answer.hpp"
+#include "ranking.hpp"
 #include "request.hpp"
 
 PYBIND11_MAKE_OPAQUE(std::vector<nobackfill::Curve>)
@@ -267,9 +268,36 @@ struct PyRoute {
     }
 };
 
+// Labels and distances [1, k] of rows of a database, label and vector each; -1 and infinity: nobody's.
+// None: Python is to rank them.
+py::object ranked_rows(bool cosine, const Array<float>& query, const py::list& rows, std::size_t k) {
+    std::vector<Candidate> candidates;
+    candidates.reserve(rows.size());
+    for (const py::handle row : rows) {
+        const auto pair = py::reinterpret_borrow<py::sequence>(row);
+        const Candidate one{pair[0].cast<std::int64_t>(), text_of(py::object(pair[1]).ptr())};
+        if (one.bytes.size() != SIZED + 4 * std::size_t(query.size()))
+            throw py::value_error("rows: expected vectors of the query's dimensions");
+        candidates.push_back(one);
+    }
+    const Metric metric = cosine ? Metric::cosine : Metric::squared_l2;
+    const auto found = ranked(metric, {query.data(), query.data() + query.size()}, candidates, k);
+    if (!found) return py::none();
+    Array<std::int64_t> labels({std::size_t(1), k});
+    Array<float> distances({std::size_t(1), k});
+    for (std::size_t i = 0; i < k; i++) {
+        const bool there = i < found->size();
+        labels.mutable_data()[i] = there ? (*found)[i].label : -1;
+        distances.mutable_data()[i] =
+            there ? (*found)[i].distance : std::numeric_limits<float>::infinity();
+    }
+    return py::make_tuple(labels, distances);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
+    module.def("ranked", &ranked_rows);
     py::class_<PyGraph>(module, "Graph")
         .def(py::init<py::object, bool, std::size_t, std::size_t, std::size_t, const py::dict&,
                       Array<std::int64_t>, Array<std::int64_t>,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from nobackfill.gallery.filters import Filter
-from nobackfill.gallery.search import distances
+from nobackfill.gallery.search import compiled_search, distances
 from nobackfill.gallery.search.index import Labels, Neighbours, best
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.server.stores.postgresql.bulk import from_binary
@@ -191,15 +191,16 @@ def _settled(rows: list[Any], k: int) -> bool:
 
 
 def _ranked(spec: SpaceSpec, query: Vectors, rows: list[Any], k: int) -> Neighbours:
+    if compiled_search.ranked is not None:
+        found = compiled_search.ranked(spec.metric == "cosine", query, rows, k)
+        if found is not None:
+            return Neighbours(*found)
     if not rows:
         return best(np.empty((1, 0), np.int64), np.empty((1, 0), np.float32), k)
     labels = np.array([row[0] for row in rows], np.int64)
-    # The query is prepared with them: each call of numpy costs more than what it does here.
-    both = np.empty((len(rows) + 1, spec.dim), np.float32)
-    both[0] = query
-    both[1:] = from_binary([row[1] for row in rows], spec.dim)
-    both = distances.prepare(spec.metric, both)
-    return best(labels[None], distances.between(spec.metric, both[:1], both[None, 1:]), k)
+    vectors = distances.prepare(spec.metric, from_binary([row[1] for row in rows], spec.dim))
+    prepared = distances.prepare(spec.metric, query[None])
+    return best(labels[None], distances.between(spec.metric, prepared, vectors[None]), k)
 
 
 def _together(rows: list[Neighbours], k: int) -> Neighbours:
