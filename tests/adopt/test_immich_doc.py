@@ -110,6 +110,12 @@ def column(connection: psycopg.Connection) -> tuple[object, ...] | None:
     ).fetchone()
 
 
+def searched(connection: psycopg.Connection) -> dict[str, str]:
+    """What searches look at, by asset."""
+    rows = connection.execute('SELECT "assetId"::text, embedding::text FROM smart_search')
+    return {str(name): str(vector) for name, vector in rows}
+
+
 def test_immichs_search_changes_its_model_and_goes_back(
     immich: tuple[str, psycopg.Connection], tmp_path: Path
 ) -> None:
@@ -134,14 +140,11 @@ def test_immichs_search_changes_its_model_and_goes_back(
     assert "verdict: " in said and "finding that very item" in said
     given = {"SOURCE": f"{address}#smart_search"}
     assert "260 written" in run_script(carry, tmp_path, given, 60)
-    before = connection.execute('SELECT "assetId"::text, embedding::text FROM smart_search')
-    stored = dict(before.fetchall())
+    stored = searched(connection)
     flipping = flipping.replace("psql ", f"psql '{address}' ")
     run_script(flipping, tmp_path, given, 60)
     assert column(connection) == ("vector(32)", True, "embedding", NEW)
-    found = dict(
-        connection.execute('SELECT "assetId"::text, embedding::text FROM smart_search').fetchall()
-    )
+    found = searched(connection)
     mapped = load_map(tmp_path / "map.npz")(MADE.old)
     for name, vector in zip(IDS, mapped, strict=True):
         np.testing.assert_allclose(json.loads(found[name]), vector, atol=1e-5)
@@ -152,8 +155,6 @@ def test_immichs_search_changes_its_model_and_goes_back(
     connection.execute("DELETE FROM asset WHERE id = %s", [IDS[0]])
     run_script(f"psql '{address}' -v ON_ERROR_STOP=1 -v old={OLD} -f back.sql", tmp_path, given, 60)
     assert column(connection) == ("vector(24)", True, "embedding", OLD)
-    after = dict(
-        connection.execute('SELECT "assetId"::text, embedding::text FROM smart_search').fetchall()
-    )
+    after = searched(connection)
     del stored[IDS[0]]
     assert after == stored

@@ -72,6 +72,11 @@ class Settings(BaseSettings):
     # on these hosts. Whoever may change a gallery can name no other.
     item_folders: tuple[Path, ...] = ()
     item_hosts: tuple[str, ...] = ()
+    # Sources of other kinds, by names that a gallery may be registered with: columns of databases,
+    # postgresql://USER@HOST/DATABASE#TABLE.KEY.COLUMN (which may hold a password), and functions of
+    # this machine's Python, module:function, which take an id.
+    item_columns: dict[str, SecretStr] = Field(default_factory=dict)
+    item_functions: dict[str, str] = Field(default_factory=dict)
     # Bytes that the vault keeps for one token's name.
     vault_quota: int = Field(default=50 * 2**30, ge=2**20)
     # No call may take longer, whatever deadline it brings. Streams are exempt.

@@ -16,7 +16,10 @@ def update_gallery(
     gallery: Annotated[str, typer.Argument(help="gallery")],
     source: Annotated[
         str | None,
-        typer.Option(help="folder:DIR, folder:DIR/{id}.jpg, https://HOST/{id}.jpg, or none"),
+        typer.Option(
+            help="folder:DIR, folder:DIR/{id}.jpg, https://HOST/{id}.jpg, column:NAME, "
+            "function:NAME, or none"
+        ),
     ] = None,
     hits: Annotated[int, typer.Option(help="first hits embedded again, 20 to 200 (100)")] = 0,
     seconds: Annotated[float, typer.Option(help="what a query waits for them (1)")] = 0.0,

@@ -53,7 +53,10 @@ class Healing:
         metrics: Metrics,
     ) -> None:  # fmt: skip
         self._embedding, self._galleries, self._metrics = embedding, galleries, metrics
-        self.places = Places(settings.item_folders, settings.item_hosts)
+        self.places = Places(
+            settings.item_folders, settings.item_hosts, columns=settings.item_columns,
+            functions=settings.item_functions,
+        )  # fmt: skip
         self._series = HealingSeries(self.all_progress)
         metrics.registry.register(self._series)
         self._lock = threading.Lock()

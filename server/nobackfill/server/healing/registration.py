@@ -1,17 +1,19 @@
 """The source of images that a gallery is registered with, and what it may cost."""
 
-from collections.abc import Collection, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 import urllib3
+from pydantic import SecretStr
 
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
 from nobackfill.items.reembedding import Limits
-from nobackfill.items.sources import FolderItems, Items, UrlItems
+from nobackfill.items.sources import FolderItems, FunctionItems, Items, UrlItems
 
-FOLDER = "folder:"
+FOLDER, COLUMN, FUNCTION = "folder:", "column:", "function:"
 LEAST_HITS, MOST_HITS = 20, 200
 # Numbers of a source: what is least, most, and meant by 0.
 _NUMBERS: Mapping[str, tuple[float, float, float]] = {
@@ -25,8 +27,9 @@ _NUMBERS: Mapping[str, tuple[float, float, float]] = {
 
 @dataclass(frozen=True)
 class Source:
-    """`address`: folder:DIR, folder:DIR/{id}.jpg, or an address on a named host with {id} in its
-    path. `hits`: first ones of a query that are embedded again; the others as in Limits."""
+    """`address`: folder:DIR, folder:DIR/{id}.jpg, an address on a named host with {id} in its
+    path, column:NAME or function:NAME. `hits`: first ones of a query that are embedded again; the
+    others as in Limits."""
 
     address: str
     hits: int
@@ -72,17 +75,31 @@ class Places:
     """Where sources may lie, as the operator's settings name it: whoever may change a gallery names
     none of them."""
 
-    def __init__(self, folders: Sequence[Path], hosts: Collection[str]) -> None:
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        hosts: Collection[str],
+        *,
+        columns: Mapping[str, SecretStr],
+        functions: Mapping[str, str],
+    ) -> None:
         self._folders, self._hosts = [folder.resolve() for folder in folders], frozenset(hosts)
+        self._columns, self._functions = columns, functions
 
     def open(self, source: Source) -> Items:
         """Raises ConfigurationError, NotFoundError for a folder that is not there."""
+        if source.address.startswith(COLUMN):
+            name = _named(source.address.removeprefix(COLUMN), self._columns, "item_columns")
+            return _column(self._columns[name].get_secret_value())
+        if source.address.startswith(FUNCTION):
+            name = _named(source.address.removeprefix(FUNCTION), self._functions, "item_functions")
+            return FunctionItems(_function(self._functions[name]), "image")
         if not source.address.startswith(FOLDER):
             host = _host(source.address)
             if not host:
                 raise ConfigurationError(
-                    "source: expected folder:DIR, folder:DIR/{id}.jpg or https://HOST/{id}, got "
-                    f"{source.address[:80]!r}"
+                    "source: expected folder:DIR, folder:DIR/{id}.jpg, https://HOST/{id}, "
+                    f"column:NAME or function:NAME, got {source.address[:80]!r}"
                 )
             if host not in self._hosts:
                 raise ConfigurationError(
@@ -100,6 +117,35 @@ class Places:
         if not found.is_dir():
             raise NotFoundError(f"source: expected a folder of images at {folder}, found none")
         return FolderItems(found, pattern)
+
+
+def _named(name: str, there: Collection[str], setting: str) -> str:
+    """A name that the operator gave. Raises ConfigurationError."""
+    if name not in there:
+        raise ConfigurationError(
+            f"source: {name[:80]!r} is not among {setting} of this gateway's settings; its "
+            "operator names it there (gateway serve --config FILE)"
+        )
+    return name
+
+
+def _column(address: str) -> Items:
+    from nobackfill.server.stores.postgresql.column_items import ColumnItems
+
+    return ColumnItems(address)
+
+
+def _function(name: str) -> Callable[[str], str | bytes | None]:
+    """Of module:function, as the operator's settings have it. Raises ConfigurationError."""
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(f"item_functions: {name} cannot be imported ({error})") from error
+    if not callable(found):
+        raise ConfigurationError(f"item_functions: {name} is no function")
+    function: Callable[[str], str | bytes | None] = found
+    return function
 
 
 def _host(address: str) -> str | None:

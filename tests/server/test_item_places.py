@@ -1,0 +1,104 @@
+"""Where a gallery's images may come from: what the operator's settings name, and nothing else."""
+
+from pathlib import Path
+
+import psycopg
+import pytest
+from pydantic import SecretStr
+
+from nobackfill.errors import (
+    ConfigurationError,
+    InvalidInputError,
+    NotFoundError,
+    TooLargeError,
+    UnavailableError,
+)
+from nobackfill.items.sources import Items
+from nobackfill.server.healing.registration import Places, Source
+from nobackfill.server.settings import load_settings
+from tests.support.postgres import Server
+
+
+def opened(address: str, columns: dict[str, str], functions: dict[str, str]) -> Items:
+    places = Places(
+        [],
+        [],
+        columns={name: SecretStr(one) for name, one in columns.items()},
+        functions=functions,
+    )
+    return places.open(Source.checked(address))
+
+
+def test_a_column_gives_bytes_and_changes_nothing(postgres: Server) -> None:
+    with (
+        postgres.database() as address,
+        psycopg.connect(address, autocommit=True) as connection,
+    ):
+        connection.execute('CREATE TABLE "a b" (id int PRIMARY KEY, "i%s" bytea, t text)')
+        connection.execute("""INSERT INTO "a b" VALUES (1, 'abc', 't'), (2, NULL, 't')""")
+        columns = {
+            "good": f"{address}#public.a b.id.i%s",
+            "text": f"{address}#a b.id.t",
+            "gone": f"{address}#none.id.t",
+            "down": "postgresql://u:SECRET@127.0.0.1:1/d#t.id.i",
+            "bad": "postgresql://u:SECRET@127.0.0.1:1/d#t",
+        }
+        items = opened("column:good", columns, {})
+        assert items.read("1", 3) == b"abc"
+        assert items.read("2", 3) is None
+        assert items.read("3", 3) is None
+        with pytest.raises(TooLargeError):
+            items.read("1", 2)
+        with pytest.raises(InvalidInputError, match="'1; DROP"):
+            items.read('1; DROP TABLE "a b"', 3)
+        # What the connection lost is made again.
+        connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+        with pytest.raises(UnavailableError):
+            items.read("1", 3)
+        assert items.read("1", 3) == b"abc"
+        with pytest.raises(InvalidInputError, match="bytea"):
+            opened("column:text", columns, {}).read("1", 3)
+        for name, error in (("gone", NotFoundError), ("down", UnavailableError)):
+            with pytest.raises(error) as refused:
+                opened(f"column:{name}", columns, {}).read("1", 3)
+            assert "SECRET" not in str(refused.value)
+        with pytest.raises(ConfigurationError, match=r"TABLE\.KEY\.COLUMN") as wrong:
+            opened("column:bad", columns, {})
+        assert "SECRET" not in str(wrong.value)
+        del items
+        with pytest.raises(ConfigurationError, match="not among item_columns"):
+            opened(f"column:{address}#t.id.i", columns, {})
+
+
+def test_a_function_is_the_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shop_items.py").write_text(
+        "def picture(name): return None if name == 'gone' else name.encode()\nnothing = 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    functions = {"shop": "shop_items:picture", "none": "shop_items:nothing", "no": "no_such:f"}
+    items = opened("function:shop", {}, functions)
+    assert items.read("i1", 10) == b"i1"
+    assert items.read("gone", 10) is None
+    with pytest.raises(TooLargeError):
+        items.read("a long name", 3)
+    for address, why in (
+        ("function:none", "is no function"),
+        ("function:no", "cannot be imported"),
+        ("function:os:system", "not among item_functions"),
+    ):
+        with pytest.raises(ConfigurationError, match=why):
+            opened(address, {}, functions)
+
+
+def test_settings_name_them_in_their_file(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.toml"
+    file.write_text(
+        '[item_columns]\nphotos = "postgresql://u:SECRET@h/d#t.id.i"\n'
+        '[item_functions]\nshop = "shop_items:picture"\n'
+    )
+    settings = load_settings({}, file)
+    assert settings.item_functions == {"shop": "shop_items:picture"}
+    assert "SECRET" not in repr(settings)
