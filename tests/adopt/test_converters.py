@@ -100,7 +100,7 @@ def test_who_has_no_pairs_carries_by_what_another_published(
         opened = open_converter(name)
         assert opened.manifest.converter == number
         assert opened.manifest.old.declared["pooling"] == "mean"
-        assert len(opened.manifest.evidence.healing) == 11
+        assert len(opened.manifest.evidence.healing["agreement@10"]) == 11
     assert verify(Path("maps")).releases == ()
     assert list_releases(Path("maps")) == []
 

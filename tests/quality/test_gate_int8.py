@@ -80,6 +80,11 @@ def test_what_is_served_is_what_is_judged_and_recorded(life: Life) -> None:
     cells = {f"{cell.query}/{cell.gallery}": cell for cell in new.evidence}
     assert route.int8_map == cells["2/1>2"].map
     assert route.kept == pytest.approx(route.int8_map / cells["2/2"].map)
+    # On the way to all embedded again, from the one cell to the other; a line changes no end.
+    assert route.healing is not None and len(route.healing.map) == 11
+    for curve in (route.healing.map, route.healing.scaled_map):
+        assert curve[0] == pytest.approx(route.int8_map, abs=0.01)
+        assert curve[-1] == pytest.approx(cells["2/2"].map, abs=0.01)
 
 
 def test_a_twin_that_fails_the_gate_is_not_published(life: Life, spoilt: Drafted) -> None:

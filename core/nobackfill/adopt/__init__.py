@@ -21,8 +21,8 @@ from nobackfill.faces import offer
 
 if TYPE_CHECKING:
     from nobackfill.adopt.carrying import carry as carry
+    from nobackfill.adopt.figures import Queries as Queries
     from nobackfill.adopt.inspection import inspect as inspect
-    from nobackfill.adopt.judgement import Queries as Queries
     from nobackfill.adopt.maps import (
         Map as Map,
         fit_maps as fit_maps,
@@ -37,8 +37,8 @@ else:
         __name__,
         {
             "carrying": "carry",
+            "figures": "Queries",
             "inspection": "inspect",
-            "judgement": "Queries",
             "maps": "Map fit_maps load_map save_map",
             "pairs": "Pairs match",
             "sampling": "sample",

@@ -78,7 +78,8 @@ def publish(
         judged_by=verdict.judged_by,
         way=verdict.way,
         ways={way.name: way.figures for way in verdict.ways},
-        healing=tuple(verdict.healing),
+        healing={name: tuple(c) for name, c in verdict.healing.calibrated.items()},
+        raw={name: tuple(c) for name, c in verdict.healing.raw.items()},
     )
 
     def described(number: int, file: PublishedFile) -> Converter:

@@ -1,10 +1,6 @@
-"""Five ways to go on with a gallery, measured on pairs that the maps judged were fitted without.
+"""Five ways to go on with a gallery, measured on pairs that the maps judged were fitted without."""
 
-Known items (queries whose answer is known): R@1, R@10, MRR. Similar things (each item asks for its
-neighbours, itself left out): agreement@10, the share of the new model's own ten neighbours.
-"""
-
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,18 +8,18 @@ from numpy.typing import NDArray
 
 from nobackfill import ridge
 from nobackfill.adopt.correction import CONVERTER, CORRECTED, added, left_over
-from nobackfill.adopt.joining import ANCHORS, Block, Joining, Line, Mask, fit_line, standardised
+from nobackfill.adopt.figures import Figures, PerQuery, Queries, chosen_by, measure
+from nobackfill.adopt.healing import Healing, Mixed
+from nobackfill.adopt.joining import ANCHORS, Block, Joining, standardised
 from nobackfill.adopt.maps import KINDS, LEFT_OUT, Map, is_unit, normalised, solve_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.errors import InvalidInputError
 from nobackfill.metrics.distances import distances
-from nobackfill.metrics.ranking import Ints, Ranking, Relevance, rank_block
-from nobackfill.metrics.retrieval import average_precision, cmc
+from nobackfill.metrics.ranking import Ints
 from nobackfill.ridge import Moments, in_blocks
 from nobackfill.vectors import Vectors
 
 FOLDS = 5
-NEIGHBOURS = 10
 # Hits that are embedded again for a query.
 LAZILY = 100
 # Share of the new model's score in the joined one; 0 is the old model alone.
@@ -31,12 +27,6 @@ WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Queries that are judged, and distances that are held for one way.
 MOST_QUERIES = 2000
 MOST_DISTANCES = 20_000_000
-# Queries by which the curve of a healing gallery is measured.
-MOST_HEALING = 500
-
-PerQuery = NDArray[np.float64]
-# Figures by name, one number a query.
-Figures = dict[str, PerQuery]
 
 
 @dataclass(frozen=True)
@@ -46,20 +36,6 @@ class Gallery:
     old: Vectors
     carried: Vectors
     new: Vectors
-
-
-@dataclass(frozen=True)
-class Queries:
-    """Queries by both models, old [q, a] and new [q, b], and a gallery row for each: what it should
-    find, or, with `own`, the query's own item, which is left out."""
-
-    old: Vectors
-    new: Vectors
-    rows: Ints
-    own: bool
-
-    def part(self, rows: Ints) -> "Queries":
-        return Queries(self.old[rows], self.new[rows], self.rows[rows], self.own)
 
 
 def candidates(
@@ -132,12 +108,11 @@ def among_items(pairs: Pairs, seed: int = 0) -> Queries:
 @dataclass(frozen=True)
 class Judged:
     """`ways`: figures of "stay", "map", "both", "lazily", "re-embed". `joining`: how "both" is
-    served, without the map's digest. `healing`: the figure that chooses, with 0, 10 … 100 % of the
-    items native, at random."""
+    served, without the map's digest. `healing`: figures while items become native."""
 
     ways: dict[str, Figures]
     joining: Joining
-    healing: list[float]
+    healing: Healing
 
 
 def judge(gallery: Gallery, queries: Queries, seed: int = 0) -> Judged:
@@ -147,7 +122,7 @@ def judge(gallery: Gallery, queries: Queries, seed: int = 0) -> Judged:
     stay = distances(queries.old, gallery.old, "cosine").astype(np.float32)
     carried = distances(queries.new, gallery.carried, "cosine").astype(np.float32)
     native = distances(queries.new, gallery.new, "cosine").astype(np.float32)
-    figures, truth = _measure(native, queries)
+    figures, truth = measure(native, queries)
     anchors = np.sort(
         np.random.default_rng(seed).permutation(len(gallery.old))[:ANCHORS].astype(np.int64)
     )
@@ -156,14 +131,15 @@ def judge(gallery: Gallery, queries: Queries, seed: int = 0) -> Judged:
     def joined(weight: float) -> Block:
         return np.asarray(weight * near_new + (1 - weight) * near_old, np.float32)
 
-    scores = {weight: _chosen_by(figures(-joined(weight)), queries.own) for weight in WEIGHTS}
+    scores = {weight: chosen_by(figures(-joined(weight)), queries.own) for weight in WEIGHTS}
     halves = np.arange(len(queries.rows)) % 2 == 0
     both = np.empty_like(stay)
     for half in (halves, ~halves):
         both[half] = -joined(_best(scores, ~half))[half]
     weight = _best(scores, np.ones(len(halves), bool))
     mixed = Mixed(joined(weight), standardised(native, anchors), truth, queries)
-    (by_joined, by_native), healing = mixed.chosen(halves)
+    (by_joined, by_native), curves = mixed.chosen(halves)
+    healing = Healing(curves, Mixed(-carried, -native, truth, queries).raw(halves))
     ways = {
         "stay": stay,
         "map": carried,
@@ -188,99 +164,11 @@ def _lazily(both: Block, native: Block) -> Block:
     return lazily
 
 
-@dataclass(frozen=True)
-class Mixed:
-    """A gallery on its way: nearness [q, g] of carried items, and of the same as native ones."""
-
-    joined: Block
-    native: Block
-    truth: Mask
-    queries: Queries
-
-    def chosen(self, halves: Mask) -> tuple[tuple[Line, Line], list[float]]:
-        """The lines of both origins, and their curve: fitted to one half, judged on the other.
-
-        Either standardised scores as they are, or their log-odds of a match; whichever's curve
-        falls less below the lower of its ends. A match is what is asked for, or one of the new
-        model's own ten neighbours.
-        """
-        fitted = (self._line(self.joined, halves), self._line(self.native, halves))
-        plain = (Line(), Line())
-        curves = {lines: self._curve(lines, ~halves) for lines in (fitted, plain)}
-        best = min(curves, key=lambda lines: valley(curves[lines]))
-        everyone = np.ones(len(halves), bool)
-        lines = plain
-        if best is fitted:
-            lines = (self._line(self.joined, everyone), self._line(self.native, everyone))
-        return lines, curves[best]
-
-    def _line(self, near: Block, some: Mask) -> Line:
-        kept = np.repeat(some[:, None], near.shape[1], 1)
-        matches = self.truth.copy()
-        rows = np.arange(len(some))
-        if self.queries.own:
-            kept[rows, self.queries.rows] = False
-        else:
-            matches[:] = False
-            matches[rows, self.queries.rows] = True
-        return fit_line(near[matches & kept], near[~matches & kept])
-
-    def _curve(self, lines: tuple[Line, Line], some: Mask, seed: int = 0) -> list[float]:
-        rows = np.flatnonzero(some)[:MOST_HEALING]
-        asked = self.queries.part(rows)
-        figures, _ = _measure(-self.native[rows], asked)
-        by_joined, by_native = lines[0](self.joined[rows]), lines[1](self.native[rows])
-        order = np.random.default_rng(seed).random(self.native.shape[1])
-        mixed = (np.where(order < share, by_native, by_joined) for share in np.linspace(0, 1, 11))
-        return [float(_chosen_by(figures(-block), asked.own).mean()) for block in mixed]
-
-
-def valley(curve: list[float]) -> float:
-    """How far it falls below the lower of its ends."""
-    return max(0.0, min(curve[0], curve[-1]) - min(curve))
-
-
 def figure_of(vectors: Vectors, pairs: Pairs, queries: Queries) -> Figures:
     """Figures of one candidate's carried vectors [n, b]."""
     native = distances(queries.new, pairs.new, "cosine").astype(np.float32)
     carried = distances(queries.new, vectors, "cosine").astype(np.float32)
-    return _measure(native, queries)[0](carried)
-
-
-def _measure(native: Block, queries: Queries) -> tuple[Callable[[Block], Figures], Mask]:
-    """What turns a block of distances [q, g] into figures; the new model's own neighbours."""
-    rows = np.arange(len(queries.rows))
-    none = np.empty(0, np.int64)
-
-    def top(block: Block) -> Ints:
-        shown = block.copy() if queries.own else block
-        if queries.own:
-            shown[rows, queries.rows] = np.inf
-        count = min(NEIGHBOURS, block.shape[1] - queries.own)
-        return np.argpartition(shown, count - 1, axis=1)[:, :count].astype(np.int64)
-
-    truth = np.zeros(native.shape, bool)
-    np.put_along_axis(truth, top(native), True, 1)
-
-    def figures(block: Block) -> Figures:
-        found = top(block)
-        agreement = np.take_along_axis(truth, found, 1).mean(1)
-        if queries.own:
-            return {"agreement@10": agreement}
-        relevance = Relevance([np.array([row]) for row in queries.rows], [none] * len(rows))
-        ranking = Ranking(rank_block(block.copy(), 0, relevance), np.ones(len(rows), np.int64))
-        return {
-            "R@1": cmc(ranking, 1),
-            "R@10": cmc(ranking, 10),
-            "MRR": average_precision(ranking),
-            "agreement@10": agreement,
-        }
-
-    return figures, truth
-
-
-def _chosen_by(figures: Mapping[str, PerQuery], own: bool) -> PerQuery:
-    return figures["agreement@10" if own else "MRR"]
+    return measure(native, queries)[0](carried)
 
 
 def _best(scores: Mapping[float, PerQuery], some: NDArray[np.bool_]) -> float:

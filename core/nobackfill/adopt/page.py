@@ -4,6 +4,7 @@ import base64
 import io
 from pathlib import Path
 
+from nobackfill.adopt.healing import SHARES
 from nobackfill.adopt.verdict import Point, Verdict, gain_of_doubling
 from nobackfill.extras import extra
 
@@ -22,6 +23,7 @@ def render(verdict: Verdict) -> str:
         figures=list(verdict.ways[0].figures),
         curve=_chart(verdict.curve, verdict.judged_by) if len(verdict.curve) > 1 else None,
         bars=_bars(verdict),
+        healing=_way(verdict),
         gain=gain_of_doubling(verdict.curve),
         seconds=duration,
     )
@@ -49,6 +51,24 @@ def _chart(points: list[Point], judged_by: str) -> str:
     axes.minorticks_off()
     axes.set_xlabel("pairs the map is fitted on")
     axes.set_ylabel(f"{judged_by} of the map, %")
+    return _data_uri(figure)
+
+
+def _way(verdict: Verdict) -> str:
+    """The figure that chooses, while items become native."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6, 3), layout="constrained")
+    axes = figure.add_subplot()
+    healing, name = verdict.healing, verdict.judged_by
+    for label, curve, colour in (
+        ("by calibrated scores", healing.calibrated[name], _COLOUR),
+        ("by distance", healing.raw[name], "#9aa5b1"),
+    ):
+        axes.plot(100 * SHARES, [100 * one for one in curve], color=colour, label=label)
+    axes.set_xlabel("items embedded again, %")
+    axes.set_ylabel(f"{name}, %")
+    axes.legend(frameon=False)
     return _data_uri(figure)
 
 

@@ -11,8 +11,10 @@ import numpy as np
 
 from nobackfill.adopt import judgement
 from nobackfill.adopt.correction import CONVERTER, CORRECTED, corrected
+from nobackfill.adopt.figures import Figures, Queries
+from nobackfill.adopt.healing import Healing, valley
 from nobackfill.adopt.joining import Joining
-from nobackfill.adopt.judgement import Figures, Gallery, Queries
+from nobackfill.adopt.judgement import Gallery
 from nobackfill.adopt.maps import KINDS, Map, fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.metrics.bootstrap import paired_bootstrap
@@ -21,6 +23,8 @@ from nobackfill.metrics.bootstrap import paired_bootstrap
 AS_GOOD = 0.99
 # Below this, everything is embedded again while one waits.
 SOON_SECONDS = 600.0
+# A valley of less is within the noise of a few hundred queries.
+MOST_BELOW = 0.01
 CURVE = (0.125, 0.25, 0.5, 1.0)
 # Cheapest first: of ways that are as good, the first is recommended.
 WAYS = ("stay", "map", "both", "lazily", "re-embed")
@@ -62,8 +66,7 @@ class Point:
 class Verdict:
     """`way`: the recommended one, and why in `words`. `search`: the kind that it holds for.
     `candidates`: the figure of each map by which one was chosen, called `judged_by`. `joining`: how
-    old, carried and native scores make one ranking; `healing`: that figure with 0, 10 … 100 % of
-    the items native."""
+    old, carried and native scores make one ranking; `healing`: figures on the way to all native."""
 
     way: str
     words: str
@@ -74,7 +77,7 @@ class Verdict:
     chosen: Map
     joining: Joining
     curve: list[Point]
-    healing: list[float]
+    healing: Healing
     pairs: int
     notes: list[str] = field(default_factory=list)
 
@@ -117,7 +120,7 @@ def decide(
     curve = _curve(pairs, asked, kind, judged_by, candidates[kind], prior)
     search = "finding that very item" if not asked.own else "finding similar things"
     notes = _notes(asked, pairs, cost, joining.weight, curve, judged_by)
-    notes.append(_healing(judged.healing, judged_by))
+    notes += _healing(judged.healing, judged_by)
     return Verdict(
         way, words, search, judged_by, ways, candidates, chosen, joining, curve, judged.healing,
         len(pairs), notes,
@@ -204,13 +207,21 @@ def _curve(
     return points
 
 
-def _healing(curve: list[float], judged_by: str) -> str:
-    below = judgement.valley(curve)
-    return (
-        f"while items become native at random, {judged_by} goes from {100 * curve[0]:.1f} to "
-        f"{100 * curve[-1]:.1f}"
-        + (f" and is at most {100 * below:.1f} points below the lower of both" if below else "")
-    )
+def _healing(healing: Healing, judged_by: str) -> list[str]:
+    """What a gallery meets on its way, by scores of `nobackfill.serve` and by distance."""
+    name = judged_by if judged_by == "agreement@10" else "R@1"
+    curve, raw = healing.calibrated[name], healing.raw[name]
+    said = [
+        f"while items become native at random, {name} goes from {100 * curve[0]:.1f} to "
+        f"{100 * curve[-1]:.1f}, lowest {100 * min(curve):.1f}, ranked by nobackfill.serve"
+    ]
+    if (below := valley(raw)) > MOST_BELOW:
+        said.append(
+            f"in one index by distance {name} falls to {100 * min(raw):.1f} on the way, "
+            f"{100 * below:.1f} points below the lower of its ends: do not mix carried and native "
+            "vectors in one column without calibrated scores"
+        )
+    return said
 
 
 def gain_of_doubling(curve: list[Point]) -> float | None:

@@ -18,6 +18,7 @@ from nobackfill.metrics.backfill import (
 from nobackfill.metrics.ranking import Ints, Relevance
 from nobackfill.quality.cells import CellName
 from nobackfill.quality.embedded import Embedded, asking
+from nobackfill.release.manifest import HealingEvidence
 
 # Random; by class in steps of 2 % of them (BCT's supplement); by the true error (what a perfect
 # uncertainty would reach); by the upgrade's uncertainty; by that and by how many searches meet it.
@@ -68,3 +69,20 @@ def backfill_curves(
             line=line,
         )
     return curves
+
+
+def healing_evidence(
+    cell: CellName, images: Embedded, relevance: Relevance, line: Line, *, int8: bool
+) -> HealingEvidence:
+    """What a release says of its galleries on the way: the curves in random order, every image a
+    query; `line` as in `backfill_curves`."""
+    raw, scaled = (
+        backfill_curves(cell, images, images, relevance, ("random",), int8=int8, line=one)["random"]
+        for one in (AS_THEY_ARE, line)
+    )
+    return HealingEvidence(
+        map=tuple(raw.map.tolist()),
+        cmc1=tuple(raw.cmc1.tolist()),
+        scaled_map=tuple(scaled.map.tolist()),
+        scaled_cmc1=tuple(scaled.cmc1.tolist()),
+    )

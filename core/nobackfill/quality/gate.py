@@ -14,7 +14,8 @@ from nobackfill.class_folders import Listing
 from nobackfill.errors import few
 from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
 from nobackfill.metrics.retrieval import mean
-from nobackfill.quality.calibrate import fit_calibration
+from nobackfill.quality.backfill import healing_evidence
+from nobackfill.quality.calibrate import fit_calibration, same_scale
 from nobackfill.quality.cells import CellName, alone, served_cells
 from nobackfill.quality.embedded import Published
 from nobackfill.quality.halves import halves
@@ -143,7 +144,9 @@ def measure_release(
     return new, Evidence(
         tuple(gate.evidence(name) for name in dict.fromkeys(cells)),
         tuple(
-            _route(gate, row.cell) for row in rows if len(row.cell.gallery) > 1 and not row.exact
+            _route(gate, calibrating, row.cell)
+            for row in rows
+            if len(row.cell.gallery) > 1 and not row.exact
         ),
         tuple(_calibrations(calibrating, new, manifests, rows)),
         _verdict(published, rows),
@@ -200,8 +203,12 @@ def _rows(
             )
 
 
-def _route(gate: Measuring, name: CellName) -> RouteEvidence:
+def _route(gate: Measuring, calibrating: Measuring, name: CellName) -> RouteEvidence:
     upper = mean(gate.cell(alone(name.query)).map)
+    # Fitted to one half of the images, what it does to the curves is told of the other.
+    scale = same_scale(
+        calibrating.cell(name), calibrating.cell(alone(name.query)), calibrating.relevance
+    )
     exact, served = gate.cell(name, exact=True), mean(gate.cell(name).map)
     return RouteEvidence(
         releases=name.gallery,
@@ -209,6 +216,9 @@ def _route(gate: Measuring, name: CellName) -> RouteEvidence:
         cmc1=mean(exact.cmc1),
         int8_map=served if gate.quantised(name) else None,
         kept=served / upper if upper > 0 else 0.0,
+        healing=healing_evidence(
+            name, gate.embedded, gate.relevance, scale, int8=gate.quantised(name)
+        ),
     )
 
 

@@ -37,8 +37,9 @@ class ModelCard(_Strict):
 
 class ConverterEvidence(_Strict):
     """What was measured on pairs that the map was fitted without. `ways`: figures of each way to go
-    on by its name, `stay` among them; `way` is the recommended one. `healing`: the figure
-    `judged_by` with 0, 10 … 100 % of the items embedded again."""
+    on by its name, `stay` among them; `way` is the recommended one. `healing`: each figure
+    by name with 0, 10 … 100 % of the items embedded again, ranked by calibrated scores; `raw`: the
+    same, by distance."""
 
     corpus: str = Field(min_length=1)
     corpus_licence: str = Field(min_length=1)
@@ -47,7 +48,8 @@ class ConverterEvidence(_Strict):
     judged_by: str
     way: str
     ways: dict[str, dict[str, _Share]]
-    healing: tuple[_Share, ...] = Field(min_length=2)
+    healing: dict[str, tuple[_Share, ...]]
+    raw: dict[str, tuple[_Share, ...]]
 
 
 class Converter(_Strict):

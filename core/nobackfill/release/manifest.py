@@ -102,6 +102,24 @@ class Upgrade(_Strict):
         return self.from_side_space is not None
 
 
+class HealingEvidence(_Strict):
+    """Quality while 0, 10 … 100 % of the items are embedded again, in a random order.
+
+    `map`, `cmc1`: all ranked by distance; `scaled_map`, `scaled_cmc1`: the distances of carried
+    items brought to where they mean what those of embedded ones do.
+    """
+
+    map: tuple[float, ...] = Field(min_length=2)
+    cmc1: tuple[float, ...] = Field(min_length=2)
+    scaled_map: tuple[float, ...] = Field(min_length=2)
+    scaled_cmc1: tuple[float, ...] = Field(min_length=2)
+
+    @property
+    def valley(self) -> float:
+        """How far mAP by distance falls below the lower of its ends."""
+        return max(0.0, min(self.map[0], self.map[-1]) - min(self.map))
+
+
 class RouteEvidence(_Strict):
     """What a route into this release keeps, measured on the exported files."""
 
@@ -114,6 +132,7 @@ class RouteEvidence(_Strict):
     int8_map: float | None = None
     # Share of new/new mAP that is left as it is served: with int8 files, where they exist.
     kept: float = Field(ge=0)
+    healing: HealingEvidence | None = None
 
 
 class Cell(_Strict):

@@ -8,8 +8,8 @@ import numpy as np
 
 from nobackfill.adopt.cards import Card, read_card
 from nobackfill.adopt.converters import Opened, open_converter, publish
+from nobackfill.adopt.figures import Queries
 from nobackfill.adopt.joining import save_joining
-from nobackfill.adopt.judgement import Queries
 from nobackfill.adopt.maps import Map, save_map
 from nobackfill.adopt.page import duration, render
 from nobackfill.adopt.pairs import WINDOW, Pairs, match

@@ -1,0 +1,79 @@
+"""Texts and their vectors by pretrained models: embedded once, then kept."""
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from demo.adoption.documents import Document, documents
+from nobackfill.adopt.embedding import open_embedder
+from nobackfill.vectors import Vectors
+
+_BATCH = 16
+_SHORTEST, _LONGEST = 80, 600
+_ENTRY = re.compile(r"^Description-en: (.*)\n((?: .*\n?)*)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """`name` in tables; documents whose titles are the queries."""
+
+    name: str
+    documents: list[Document]
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """Row i of both is document i: bodies [n, d], titles [n, d]."""
+
+    bodies: Vectors
+    titles: Vectors
+
+
+def operations(packages: Path, count: int) -> Corpus:
+    """Descriptions of operations that a package ships."""
+    return Corpus("operations (botocore)", documents(packages, count))
+
+
+def descriptions(lists: Path, count: int, seed: int = 0) -> Corpus:
+    """Long descriptions of Debian's packages, from apt's Translation-en; the synopsis asks."""
+    read = ["/usr/lib/apt/apt-helper", "cat-file", str(lists)]
+    text = subprocess.run(read, capture_output=True, check=True).stdout.decode()
+    found: dict[str, Document] = {}
+    for entry in text.split("\n\n"):
+        said = _ENTRY.search(entry)
+        if said is None:
+            continue
+        lines = (line.strip() for line in said[2].splitlines())
+        body = " ".join(line for line in lines if line != ".")[:_LONGEST]
+        if len(body) >= _SHORTEST:
+            found.setdefault(body, Document(said[1], body))
+    every = list(found.values())
+    drawn = np.random.default_rng(seed).choice(len(every), count, replace=False)
+    return Corpus("descriptions (Debian)", [every[row] for row in drawn.tolist()])
+
+
+def embedded(corpus: Corpus, model: Path, file: Path) -> Embedded:
+    """By an ONNX file, or from `file`, where an earlier run has kept them."""
+    if not file.exists():
+        embedder = open_embedder(str(model))
+
+        def by_length(texts: list[str]) -> Vectors:
+            order = sorted(range(len(texts)), key=lambda row: len(texts[row]))
+            parts = [
+                embedder.embed([texts[row] for row in order[first : first + _BATCH]])
+                for first in range(0, len(order), _BATCH)
+            ]
+            vectors = np.concatenate(parts)
+            back = np.empty_like(vectors)
+            back[order] = vectors
+            return back
+
+        bodies = by_length([one.body for one in corpus.documents])
+        titles = by_length([one.title for one in corpus.documents])
+        file.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(file, bodies=bodies, titles=titles)
+    with np.load(file) as kept:
+        return Embedded(kept["bodies"], kept["titles"])

@@ -1,0 +1,157 @@
+"""One pair of models: a verdict from some items, the truth on others."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.adoption.texts import Embedded
+from bench.harness import Row
+from nobackfill.adopt.figures import Figures, Queries
+from nobackfill.adopt.healing import Curves, valley
+from nobackfill.adopt.judgement import Gallery, candidates, figure_of, judge
+from nobackfill.adopt.maps import Map, fit_maps, normalised
+from nobackfill.adopt.pairs import Pairs
+from nobackfill.adopt.verdict import AS_GOOD, WAYS, Cost, decide
+from nobackfill.metrics.bootstrap import paired_bootstrap
+from nobackfill.vectors import Vectors
+
+# Items of a gallery that no minute embeds again.
+_LARGE = Cost(1_000_000, 0.01, 0.02, 1e-6)
+KNOWN = ("R@1", "R@10", "MRR")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Documents by both models: the first `pairs` are fitted on and judged, the others truth."""
+
+    name: str
+    old: Embedded
+    new: Embedded
+    pairs: int
+    queries: int = 1000
+
+    def verdict(self) -> list[Row]:
+        """A row for each way: what the verdict measured and what is true of other items."""
+        part = slice(0, self.pairs)
+        said = decide(self.pairs_of(part), _LARGE, self.queries_of(part))
+        truth = self.truth(said.chosen)
+        stay, best = truth["stay"], truth["re-embed"]
+        worse = {
+            way: [f for f in KNOWN if paired_bootstrap([stay[f]], [ones[f]]).verdict == "holds"]
+            for way, ones in truth.items()
+        }
+        least = {f: AS_GOOD * best[f].mean() for f in KNOWN}
+        kept = [way for way in WAYS if all(truth[way][f].mean() >= least[f] for f in KNOWN)]
+        good = [way for way in kept if not worse[way]]
+        right = "stay" if worse["re-embed"] else good[0]
+        told = {way.name: way.figures for way in said.ways}
+        return [
+            {
+                "pair": self.name,
+                "way": way,
+                "R@1 said": 100 * told[way]["R@1"],
+                **{f: 100 * float(truth[way][f].mean()) for f in (*KNOWN, "agreement@10")},
+                "worse than staying": ", ".join(worse[way]) or None,
+                "verdict": "named" if said.way == way else None,
+                "truth": "best" if right == way else None,
+            }
+            for way in WAYS
+        ]
+
+    def truth(self, mapping: Map) -> Mapping[str, Figures]:
+        rest = slice(self.pairs, None)
+        old, new = self.old.bodies[rest], self.new.bodies[rest]
+        return judge(Gallery(old, mapping(old), new), self.queries_of(rest)).ways
+
+    def healing(self) -> list[Row]:
+        """Curves of other items, by calibrated scores and by distance."""
+        rest = slice(self.pairs, None)
+        old, new = self.old.bodies[rest], self.new.bodies[rest]
+        mapping = _best(self.pairs_of(slice(0, self.pairs)))
+        found = judge(Gallery(old, mapping(old), new), self.queries_of(rest)).healing
+        return [
+            *self._curves("calibrated", found.calibrated), *self._curves("distance", found.raw)
+        ]  # fmt: skip
+
+    def _curves(self, ranked: str, curves: Curves) -> list[Row]:
+        return [
+            {
+                "pair": self.name, "ranked by": ranked, "figure": name,
+                **{f"{10 * n} %": 100 * one for n, one in enumerate(curve)},
+                "valley": 100 * valley(curve),
+            }
+            for name, curve in curves.items() if name in ("R@1", "MRR")
+        ]  # fmt: skip
+
+    def maps(self, counts: tuple[int, ...]) -> list[Row]:
+        """R@1 of each map alone by the number of pairs, and of what else could be done to one."""
+        rest = slice(self.pairs, None)
+        queries, gallery = self.queries_of(rest), self.pairs_of(rest)
+        rows: list[Row] = []
+        for count in counts:
+            some = self.pairs_of(slice(0, count))
+            made = fit_maps(some.old, some.new)
+            figures = {kind: one(gallery.old) for kind, one in made.items()}
+            vectors = figures["affine"]
+            asked = {kind: _first(one, gallery, queries) for kind, one in figures.items()}
+            centred = _centred(vectors, queries, gallery)
+            rows.append({"pair": self.name, "pairs": count, **asked, **centred})
+        return rows
+
+    def pairs_of(self, part: slice) -> Pairs:
+        old, new = self.old.bodies[part], self.new.bodies[part]
+        return Pairs([str(row) for row in range(len(old))], old, new)
+
+    def queries_of(self, part: slice) -> Queries:
+        old, new = (one.titles[part][: self.queries] for one in (self.old, self.new))
+        return Queries(old, new, np.arange(len(old), dtype=np.int64), own=False)
+
+
+def corrected(foreign: Trial, own: Trial, counts: tuple[int, ...]) -> list[Row]:
+    """R@1 of a converter from a foreign corpus, of own pairs, and of both, on other own items."""
+    from nobackfill.adopt.correction import corrected as correct
+
+    prior = _best(foreign.pairs_of(slice(0, None)))
+    rest = slice(own.pairs, None)
+    gallery, queries = own.pairs_of(rest), own.queries_of(rest)
+    rows: list[Row] = []
+    for count in counts:
+        some = own.pairs_of(slice(0, count))
+        alone = fit_maps(some.old, some.new)["affine"]
+        ways = {"converter": prior, "own": alone, "both": correct(prior, some)}
+        found = {name: _first(one(gallery.old), gallery, queries) for name, one in ways.items()}
+        rows.append({"pair": own.name, "own pairs": count, **found})
+    return rows
+
+
+def _best(pairs: Pairs) -> Map:
+    """The candidate that keeps most neighbours."""
+    some = Pairs(pairs.ids[:2000], pairs.old[:2000], pairs.new[:2000])
+    rows = np.arange(min(500, len(some)), dtype=np.int64)
+    asked = Queries(some.old[rows], some.new[rows], rows, own=True)
+    scores = {
+        kind: float(figure_of(one, some, asked)["agreement@10"].mean())
+        for kind, one in candidates(some).items()
+    }
+    return fit_maps(pairs.old, pairs.new)[max(scores, key=scores.__getitem__)]
+
+
+def _first(vectors: Vectors, gallery: Pairs, queries: Queries) -> float:
+    return 100 * float(figure_of(vectors, gallery, queries)["R@1"].mean())
+
+
+def _centred(vectors: Vectors, queries: Queries, gallery: Pairs) -> Row:
+    """The affine map with both sides centred, and with CSLS (Conneau et al. 2018, Eq. 3)."""
+    mean = vectors.mean(0)
+    moved = Queries(
+        queries.old, normalised(queries.new - mean), queries.rows, own=False
+    )  # fmt: skip
+    shifted = normalised(vectors - mean)
+    nearness = queries.new @ vectors.T
+    crowd = np.sort(nearness, axis=0)[-10:].mean(0)
+    found = (2 * nearness - crowd).argmax(1)
+    return {
+        "affine, centred": _first(shifted, gallery, moved),
+        "affine, CSLS": 100 * float((found == queries.rows).mean()),
+    }
