@@ -1,14 +1,20 @@
 """The verdict on worlds whose best way is known beforehand."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from nobackfill.adopt import judgement
 from nobackfill.adopt.figures import Queries
 from nobackfill.adopt.healing import valley
+from nobackfill.adopt.joining import load_joining, save_joining
 from nobackfill.adopt.judgement import Gallery, judge
+from nobackfill.adopt.maps import normalised
 from nobackfill.adopt.verdict import Cost, Point, Verdict, decide, gain_of_doubling
 from nobackfill.errors import InvalidInputError
+from nobackfill.vectors import Vectors
 from tests.adopt.made import World, world
 
 SLOW = Cost(1_000_000, 0.01, 0.02, 1e-6)
@@ -138,3 +144,30 @@ def test_too_few_pairs_are_refused() -> None:
     made = world(9)
     with pytest.raises(InvalidInputError, match="at least 10 pairs, got 9"):
         decide(made.pairs, SLOW)
+
+
+def test_hubs_are_told_by_other_queries_and_taken_off_where_that_helps(tmp_path: Path) -> None:
+    """All that is asked shares a direction, and a tenth of the carried items have too much of it:
+    they are near to every query."""
+    rng = np.random.default_rng(0)
+
+    def drawn(rows: int) -> Vectors:
+        return normalised(rng.normal(size=(rows, 32)).astype(np.float32))
+
+    shared, items = drawn(1), drawn(400)
+    answers = np.arange(200, dtype=np.int64)
+    hub = rng.random(400) < 0.1
+    carried = normalised(items + np.where(hub, 2, 1)[:, None].astype(np.float32) * shared)
+    asked = normalised(normalised(items[:200] + 1.2 * drawn(200)) + shared)
+    gallery = Gallery(drawn(400), carried, normalised(items + shared))
+    judged = judge(gallery, Queries(drawn(200), asked, answers, own=False))
+    assert judged.ways["both"]["R@1"].mean() > judged.ways["map"]["R@1"].mean() + 0.03
+    save_joining(tmp_path / "j.npz", judged.joining)
+    kept = load_joining(tmp_path / "j.npz")
+    assert len(kept.crowd) == 200
+    with_crowd, without = (
+        one.of_carried(gallery.old[:1], asked[:1], gallery.old, carried)
+        for one in (kept, replace(kept, crowd=kept.crowd[:0]))
+    )
+    less = without - with_crowd
+    assert less[hub].mean() > less[~hub].mean()

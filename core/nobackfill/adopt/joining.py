@@ -9,7 +9,8 @@ compared between origins: a new query is nearer to carried items than to native 
 import io
 import json
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +21,11 @@ from nobackfill.durable import write_file
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.vectors import Vectors, check_vectors
 
-FORMAT = 1
+FORMAT = 2
 # Items by which a query's distances are standardised.
 ANCHORS = 1000
+# Queries that a hub is told by, and the nearest of them that say how much of one an item is.
+CROWD, NEAREST = 1000, 10
 # Values of the many that are no match on which a line is fitted.
 _MOST_OTHERS = 200_000
 _ROUNDS = 30
@@ -47,8 +50,9 @@ class Joining:
     """`weight`: the new model's share in a carried item's score, 0 is the old model alone.
 
     `joined`, `native`: lines of the two origins. Anchors are the same items by the old model
-    [m, a], carried [m, b] and by the new model [m, b], rows of norm 1. `mark`: the digest of the
-    map that carries.
+    [m, a], carried [m, b] and by the new model [m, b], rows of norm 1. `crowd`: queries by the new
+    model [q, b] that correct hubs among carried items; none: they are not corrected. `mark`: the
+    digest of the map that carries.
     """
 
     weight: float
@@ -58,24 +62,52 @@ class Joining:
     carried: Vectors
     new: Vectors
     mark: str = ""
+    crowd: Vectors = field(default_factory=lambda: np.empty((0, 0), np.float32))
 
     def of_carried(
         self, old_query: Vectors, new_query: Vectors, old: Vectors, carried: Vectors
     ) -> Block:
         """Log-odds [n] of items with vectors old [n, a] and carried [n, b], for one query."""
         by_old = nearness(old_query, old, self.old)
-        by_new = nearness(new_query, carried, self.carried)
+        less = (hubs(carried, self.crowd), self._hubs)
+        by_new = nearness(new_query, carried, self.carried, less)
         return self.joined(self.weight * by_new + (1 - self.weight) * by_old)
+
+    @cached_property
+    def _hubs(self) -> Block:
+        return hubs(self.carried, self.crowd)
 
     def of_native(self, new_query: Vectors, new: Vectors) -> Block:
         """Log-odds [n] of items with the new model's own vectors [n, b]."""
         return self.native(nearness(new_query, new, self.new))
 
 
-def nearness(query: Vectors, vectors: Vectors, anchors: Vectors) -> Block:
-    """Deviations [n] by which vectors are nearer to a query [1, d] than anchors on average."""
+def hubs(vectors: Vectors, crowd: Vectors) -> Block:
+    """How near vectors [n, d] are to any query at all: half the mean cosine to the 10 nearest of
+    `crowd` [q, d], 0 without one; [n].
+
+    Taken from a cosine it leaves what is near to one query (CSLS: Conneau et al. 2018, Eq. 3,
+    without the term that all items of a query share).
+    """
+    if not len(crowd):
+        return np.zeros(len(vectors), np.float32)
+    near = normalised(vectors) @ crowd.T
+    count = min(NEAREST, len(crowd))
+    return np.asarray(np.partition(near, -count, axis=1)[:, -count:].mean(1) / 2, np.float32)
+
+
+def nearness(
+    query: Vectors,
+    vectors: Vectors,
+    anchors: Vectors,
+    less: tuple[Block, Block] | None = None,
+) -> Block:
+    """Deviations [n] by which vectors are nearer to a query [1, d] than anchors on average; `less`
+    is taken from the cosines of either."""
     unit = normalised(query)
     block = np.concatenate([unit @ normalised(vectors).T, unit @ anchors.T], axis=1)
+    if less is not None:
+        block -= np.concatenate(less)
     columns = np.arange(len(vectors), block.shape[1])
     standard: Block = standardised(-block, columns)[0, : len(vectors)]
     return standard
@@ -126,7 +158,9 @@ def save_joining(path: Path, found: Joining) -> None:
     header = {"format": FORMAT, "weight": found.weight, "mark": found.mark, **lines}
     buffer = io.BytesIO()
     text = np.array(json.dumps(header, sort_keys=True))
-    np.savez(buffer, header=text, old=found.old, carried=found.carried, new=found.new)
+    np.savez(
+        buffer, header=text, old=found.old, carried=found.carried, new=found.new, crowd=found.crowd
+    )
     write_file(path, buffer.getvalue(), 0o600)
 
 
@@ -139,7 +173,7 @@ def load_joining(path: Path) -> Joining:
             header = json.loads(str(arrays["header"]))
             anchors = {
                 name: check_vectors(arrays[name], arrays[name].shape[1], what=name)
-                for name in ("old", "carried", "new")
+                for name in ("old", "carried", "new", "crowd")
             }
         if header["format"] != FORMAT:
             raise ValueError(f"format {header['format']}")

@@ -1,16 +1,15 @@
 """Five ways to go on with a gallery, measured on pairs that the maps judged were fitted without."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nobackfill import ridge
 from nobackfill.adopt.correction import CONVERTER, CORRECTED, added, left_over
 from nobackfill.adopt.figures import Figures, PerQuery, Queries, chosen_by, measure
 from nobackfill.adopt.healing import Healing, Mixed
-from nobackfill.adopt.joining import ANCHORS, Block, Joining, standardised
+from nobackfill.adopt.joining import ANCHORS, CROWD, Block, Joining, Mask, hubs, standardised
 from nobackfill.adopt.maps import KINDS, LEFT_OUT, Map, is_unit, normalised, solve_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.errors import InvalidInputError
@@ -27,6 +26,10 @@ WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Queries that are judged, and distances that are held for one way.
 MOST_QUERIES = 2000
 MOST_DISTANCES = 20_000_000
+
+
+# Of joining: the new model's weight, and whether hubs are corrected.
+Way = tuple[float, bool]
 
 
 @dataclass(frozen=True)
@@ -126,18 +129,25 @@ def judge(gallery: Gallery, queries: Queries, seed: int = 0) -> Judged:
     anchors = np.sort(
         np.random.default_rng(seed).permutation(len(gallery.old))[:ANCHORS].astype(np.int64)
     )
-    near_old, near_new = standardised(stay, anchors), standardised(carried, anchors)
-
-    def joined(weight: float) -> Block:
-        return np.asarray(weight * near_new + (1 - weight) * near_old, np.float32)
-
-    scores = {weight: chosen_by(figures(-joined(weight)), queries.own) for weight in WEIGHTS}
     halves = np.arange(len(queries.rows)) % 2 == 0
+    near_old, near_new = standardised(stay, anchors), standardised(carried, anchors)
+    # Hubs of either half of the queries are told by the other half.
+    less = np.where(halves[:, None], *(_hubs(gallery, queries, half) for half in (~halves, halves)))
+    near_crowd = standardised(carried + less, anchors)
+
+    def joined(way: Way) -> Block:
+        weight, crowded = way
+        by_new = near_crowd if crowded else near_new
+        return np.asarray(weight * by_new + (1 - weight) * near_old, np.float32)
+
+    # Hubs are told by what people ask, which items that ask for their neighbours do not say.
+    choices = [(one, crowded) for one in WEIGHTS for crowded in (False, not queries.own)]
+    scores = {one: chosen_by(figures(-joined(one)), queries.own) for one in dict.fromkeys(choices)}
     both = np.empty_like(stay)
     for half in (halves, ~halves):
         both[half] = -joined(_best(scores, ~half))[half]
-    weight = _best(scores, np.ones(len(halves), bool))
-    mixed = Mixed(joined(weight), standardised(native, anchors), truth, queries)
+    best = _best(scores, np.ones(len(halves), bool))
+    mixed = Mixed(joined(best), standardised(native, anchors), truth, queries)
     (by_joined, by_native), curves = mixed.chosen(halves)
     healing = Healing(curves, Mixed(-carried, -native, truth, queries).raw(halves))
     ways = {
@@ -150,8 +160,15 @@ def judge(gallery: Gallery, queries: Queries, seed: int = 0) -> Judged:
     old, mapped, new = (
         normalised(part[anchors]) for part in (gallery.old, gallery.carried, gallery.new)
     )
-    joining = Joining(weight, by_joined, by_native, old, mapped, new)
+    joining = Joining(best[0], by_joined, by_native, old, mapped, new)
+    if best[1]:
+        joining = replace(joining, crowd=normalised(queries.new[:CROWD]))
     return Judged({name: figures(block) for name, block in ways.items()}, joining, healing)
+
+
+def _hubs(gallery: Gallery, queries: Queries, some: Mask) -> Block:
+    """[1, g], by some of the queries."""
+    return hubs(gallery.carried, normalised(queries.new[some][:CROWD]))[None]
 
 
 def _lazily(both: Block, native: Block) -> Block:
@@ -171,5 +188,5 @@ def figure_of(vectors: Vectors, pairs: Pairs, queries: Queries) -> Figures:
     return measure(native, queries)[0](carried)
 
 
-def _best(scores: Mapping[float, PerQuery], some: NDArray[np.bool_]) -> float:
-    return max(scores, key=lambda weight: float(scores[weight][some].mean()))
+def _best(scores: Mapping[Way, PerQuery], some: Mask) -> Way:
+    return max(scores, key=lambda way: float(scores[way][some].mean()))
