@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bench import record
 from bench.adoption.texts import Corpus, Embedded, descriptions, embedded, operations
 from bench.adoption.trial import Trial, corrected
-from bench.harness import Row, Scale, Table
+from bench.harness import Row, Scale, Table, Value
 from demo.adoption.models import lay_out
 from demo.adoption.transformer import export
 from nobackfill.vectors import Vectors
@@ -95,7 +95,7 @@ def _seconds(out: Path) -> Row:
     ids = np.array([f"item-{row}" for row in range(len(hidden))])
     chosen = out / "sample.txt"
     program = Path(sys.executable).with_name("nobackfill")
-    row: Row = {"items": len(hidden), "dims": 384, "pairs": PAIRS}
+    row: dict[str, Value] = {"items": len(hidden), "dims": 384, "pairs": PAIRS}
     _write(out / "large", ids, hidden)
     spent = 0.0
     for command in ("inspect", "sample", "fit"):

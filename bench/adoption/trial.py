@@ -9,6 +9,7 @@ from bench.adoption.texts import Embedded
 from bench.harness import Row
 from nobackfill.adopt.figures import Figures, Queries
 from nobackfill.adopt.healing import Curves, valley
+from nobackfill.adopt.joining import hubs
 from nobackfill.adopt.judgement import Gallery, candidates, figure_of, judge
 from nobackfill.adopt.maps import Map, fit_maps, normalised
 from nobackfill.adopt.pairs import Pairs
@@ -95,7 +96,7 @@ class Trial:
             figures = {kind: one(gallery.old) for kind, one in made.items()}
             vectors = figures["affine"]
             asked = {kind: _first(one, gallery, queries) for kind, one in figures.items()}
-            centred = _centred(vectors, queries, gallery)
+            centred = _centred(vectors, queries, gallery, self.new.titles[: self.queries])
             rows.append({"pair": self.name, "pairs": count, **asked, **centred})
         return rows
 
@@ -141,17 +142,12 @@ def _first(vectors: Vectors, gallery: Pairs, queries: Queries) -> float:
     return 100 * float(figure_of(vectors, gallery, queries)["R@1"].mean())
 
 
-def _centred(vectors: Vectors, queries: Queries, gallery: Pairs) -> Row:
-    """The affine map with both sides centred, and with CSLS (Conneau et al. 2018, Eq. 3)."""
+def _centred(vectors: Vectors, queries: Queries, gallery: Pairs, crowd: Vectors) -> Row:
+    """The affine map with both sides centred, and with hubs corrected by other queries `crowd`."""
     mean = vectors.mean(0)
-    moved = Queries(
-        queries.old, normalised(queries.new - mean), queries.rows, own=False
-    )  # fmt: skip
-    shifted = normalised(vectors - mean)
-    nearness = queries.new @ vectors.T
-    crowd = np.sort(nearness, axis=0)[-10:].mean(0)
-    found = (2 * nearness - crowd).argmax(1)
+    moved = Queries(queries.old, normalised(queries.new - mean), queries.rows, own=False)
+    found = (queries.new @ vectors.T - hubs(vectors, crowd)).argmax(1)
     return {
-        "affine, centred": _first(shifted, gallery, moved),
-        "affine, CSLS": 100 * float((found == queries.rows).mean()),
+        "affine, centred": _first(normalised(vectors - mean), gallery, moved),
+        "affine, hubs": 100 * float((found == queries.rows).mean()),
     }

@@ -1,5 +1,8 @@
 """The ridge map and its penalty, against fits that really leave rows out."""
 
+import tracemalloc
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sklearn.linear_model import Ridge as SklearnRidge
 
-from nobackfill.ridge import DECADES, Moments, fit, in_blocks, solve
+from nobackfill.ridge import DECADES, Floats, Moments, fit, in_blocks, solve
 
 Doubles = NDArray[np.float64]
 
@@ -109,6 +112,30 @@ def test_of_many_rows_some_are_left_out() -> None:
     assert some.error == pytest.approx(all_rows.error, rel=0.1)
     assert some.error != all_rows.error
     np.testing.assert_allclose(some.weight, all_rows.weight, atol=0.02)
+
+
+def test_a_million_pairs_take_the_memory_of_a_few_windows() -> None:
+    truth = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+
+    def peak(windows: int) -> tuple[int, float]:
+        def blocks() -> Iterator[tuple[Floats, Floats]]:
+            for number in range(windows):
+                rng = np.random.default_rng(number)
+                x = rng.standard_normal((8192, 64), np.float32)
+                yield x, x @ truth + rng.standard_normal((8192, 64), np.float32)
+
+        tracemalloc.start()
+        try:
+            found = fit(blocks)
+            return tracemalloc.get_traced_memory()[1], float(np.abs(found.weight.T - truth).max())
+        finally:
+            tracemalloc.stop()
+
+    few, many = peak(4), peak(123)
+    assert 123 * 8192 > 1_000_000
+    assert many[0] < 1.1 * few[0]
+    # The deviation of a weight is 1 over the root of the rows.
+    assert many[1] < 6 / np.sqrt(123 * 8192) < few[1]
 
 
 def test_inputs_that_never_vary_weigh_nothing() -> None:
