@@ -136,11 +136,8 @@ def test_every_module_of_the_base_is_known() -> None:
 
 def test_the_demo_uses_what_an_app_uses() -> None:
     for path in sources("demo"):
-        allowed = {"demo", "wire", "client", "v1", "errors"}
-        if path.parent.name == "adoption":
-            # Whose gallery lives elsewhere has no server of ours, but these two.
-            allowed = {"demo", "adopt", "serve", "errors"}
-        strangers = rooms_of(path) - allowed
+        public = {"adopt", "serve"} if path.parent.name == "adoption" else {"wire", "client", "v1"}
+        strangers = rooms_of(path) - {"demo", "errors"} - public
         assert not strangers, f"{path.relative_to(ROOT)} imports {sorted(strangers)}"
 
 
