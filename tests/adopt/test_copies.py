@@ -138,9 +138,13 @@ def test_addresses_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.scale
-def test_numbers_as_keys_and_a_field_among_several(tmp_path: Path) -> None:
+def test_numbers_as_keys_and_a_field_among_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("milvus_lite", reason="milvus-lite is not installed")
     from pymilvus import DataType, MilvusClient
+
+    from nobackfill.adopt.sources import milvus
 
     path = str(tmp_path / "n.db")
     client = MilvusClient(uri=path)
@@ -149,7 +153,7 @@ def test_numbers_as_keys_and_a_field_among_several(tmp_path: Path) -> None:
     schema.add_field("a", DataType.FLOAT_VECTOR, dim=24)
     schema.add_field("b", DataType.FLOAT_VECTOR, dim=3)
     index = client.prepare_index_params()
-    index.add_index("a", index_type="FLAT", metric_type="L2")
+    index.add_index("a", index_type="HNSW", metric_type="L2", params={"M": 7, "efConstruction": 50})
     index.add_index("b", index_type="FLAT", metric_type="COSINE")
     client.create_collection("numbers", schema=schema, index_params=index)
     rows = [
@@ -162,6 +166,10 @@ def test_numbers_as_keys_and_a_field_among_several(tmp_path: Path) -> None:
     source = open_source(f"milvus:{path}#numbers", vector="a")
     assert source.facts().metric == "squared_l2"
     assert carry(source, Target("to", MAP.dims[1], MAP.digest), MAP, window=60).total == 230
+    # What does not fit one answer comes in several.
+    monkeypatch.setattr(milvus, "_MOST_BYTES", 1000)
+    carried = open_source(f"milvus:{path}#to", vector="a")
+    assert len(read_all(carried)) == 230
     (one,) = client.query("to", filter="id == -97", output_fields=["*"])
     assert one["b"] == [3, 1, 2] and one["extra"] == {"n": 3}
     client.close()

@@ -20,6 +20,7 @@ with extra("milvus"):
     from pymilvus import DataType
 
     from nobackfill.adopt.sources.milvus_place import asked, opened
+    from nobackfill.adopt.sources.milvus_schema import index_of, indexes_of, schema_of
 
 # Items of a request.
 _PAGE = 1000
@@ -127,7 +128,7 @@ class MilvusCollection:
         asked(self.name, lambda: self._client.load_collection(self.name))
 
     def facts(self) -> Facts:
-        kind = self._index(self._vector).get("metric_type", "")
+        kind = index_of(self._client, self.name, self._vector).get("metric_type", "")
         others = tuple(name for name in self._fields if name not in (self._key, self._vector))
         metric, model = _METRICS.get(str(kind)), self.said.get("model")
         return Facts(f"{self.name}.{self._vector}", self._dim, metric, model, others)
@@ -137,7 +138,7 @@ class MilvusCollection:
 
     def windows(self, rows: int) -> Iterator[Window]:
         """Ranges without a limit are exact; where the listing misses keys, one is larger."""
-        each = max(1, min(rows, _MOST_BYTES // (4 * self._dim)))
+        each = min(rows, self._at_once)
         keys = sorted(self._keys())
         after = None
         for last in keys[each - 1 : -1 : each]:
@@ -159,8 +160,21 @@ class MilvusCollection:
         pages.close()
         return found
 
+    @property
+    def _at_once(self) -> int:
+        """Items whose vectors one answer may bring: a copy's may be longer than the original's."""
+        return max(1, _MOST_BYTES // (4 * self._dim))
+
     def records(self, window: Window) -> list[Record]:
-        return self._records(self._query(self._within(window), ["*", self._vector]))
+        found = self._query(self._within(window), [self._key])
+        keys = sorted(one[self._key] for one in found)
+        records: list[Record] = []
+        after = window.after
+        for last in (*keys[self._at_once - 1 : -1 : self._at_once], window.last):
+            within = self._within(Window(after, last))
+            records += self._records(self._query(within, ["*", self._vector]))
+            after = last
+        return records
 
     def digests(self, window: Window) -> dict[Any, str]:
         found = self._query(self._within(window), [self._key, OF])
@@ -208,44 +222,12 @@ class MilvusCollection:
         return [str(hit["id"] if "id" in hit else hit[self._key]) for hit in found[0]]
 
     def schema(self, dim: int) -> Any:
-        """Of a copy: fields as here, but for the vectors' dimension and who gives keys. The digest
-        is a dynamic field: who puts items after the flip need not know of it."""
-        made = self._client.create_schema(auto_id=False, enable_dynamic_field=True)
-        for name, one in self._fields.items():
-            params = dict(one.get("params") or {})
-            if name == self._vector:
-                params["dim"] = dim
-            kept = {
-                what: one[what]
-                for what in ("is_primary", "is_partition_key", "nullable", "default_value",
-                             "element_type", "max_capacity")
-                if one.get(what)
-            }  # fmt: skip
-            made.add_field(name, one["type"], **(kept | params))
-        return made
+        """Of a copy: fields as here, but for the vectors' dimension."""
+        return schema_of(self._client, self._fields, {self._vector: dim})
 
     def indexes(self) -> Any:
         """Those of all fields, to be made again."""
-        made = self._client.prepare_index_params()
-        for name in asked(self.name, lambda: self._client.list_indexes(self.name)):
-            one = self._client.describe_index(self.name, name)
-            known = {"index_type", "metric_type", "field_name", "index_name", "params"}
-            params = dict(one.get("params") or {}) | {
-                what: value for what, value in one.items()
-                if what not in known and what in ("M", "efConstruction", "nlist", "nbits", "m")
-            }  # fmt: skip
-            made.add_index(
-                one["field_name"], index_type=one.get("index_type") or "AUTOINDEX",
-                metric_type=one.get("metric_type") or "", params=params,
-            )  # fmt: skip
-        return made
-
-    def _index(self, field: str) -> Mapping[str, Any]:
-        for name in asked(self.name, lambda: self._client.list_indexes(self.name)):
-            found = asked(self.name, lambda name=name: self._client.describe_index(self.name, name))  # type: ignore[misc]
-            if found and found.get("field_name") == field:
-                return dict(found)
-        return {}
+        return indexes_of(self._client, self.name)
 
     def _query(self, where: str, fields: list[str]) -> list[dict[str, Any]]:
         found = asked(
