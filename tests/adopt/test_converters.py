@@ -128,7 +128,8 @@ def test_what_does_not_belong_together_is_refused(
     )
     assert "one model" in no("fit", "--old", "new.parquet", "--new", "old.parquet", *PUBLISH[-4:])
     assert "only 1" in no(*CARRY[:-1], "maps#7", code=66)
-    assert "with #N" in no(*CARRY[:-1], "maps#x")
+    for strange in ("maps#x", "#1", ""):
+        assert "with #N" in no(*CARRY[:-1], strange)
     assert "--map FILE or --release" in no(*CARRY, "--map", "map.npz")
     assert "is not there" in no(*CARRY[:-1], "nowhere", code=66)
     (tmp_path / "card.json").write_text('{"old": {"name": "x"}}')

@@ -150,10 +150,12 @@ def _place(release: str) -> tuple[str, int | None]:
     place, _, number = release.rpartition("#") if "#" in release else (release, "", "")
     if re.fullmatch(r"[0-9]+", place) and not number:
         place, number = DEFAULT_REPO, place
-    if number and not re.fullmatch(r"[0-9]{1,7}", number):
+    if not place or (number and not re.fullmatch(r"[0-9]{1,7}", number)):
         raise InvalidInputError(f"{release}: expected FOLDER, URL, or one of them with #N")
     remote = place.startswith(("http://", "https://"))
-    return place if remote else str(Path(place).absolute()), int(number) if number else None
+    # One address of a host is one trust, however it is written.
+    whole = place.rstrip("/") if remote else str(Path(place).absolute())
+    return whole, int(number) if number else None
 
 
 def _trusted(place: str, root: Path | None) -> Trust:
