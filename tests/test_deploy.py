@@ -3,6 +3,7 @@ is there, every setting is one; and what the containers copy is in the repositor
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -77,13 +78,28 @@ def test_settings_that_are_given_are_settings() -> None:
 
 
 def test_containers_copy_what_there_is_and_are_nobody() -> None:
-    files = sorted((DEPLOY / "containers").glob("*.Containerfile"))
-    assert len(files) == 3
-    for file in files:
-        text = file.read_text()
-        for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE):
-            assert all((ROOT / name).exists() for name in line.split()[:-1]), line
-        assert text.startswith("#") and "ARG BASE=" in text and "USER 10001:10001" in text
-        assert not re.search(r":latest\b", text)
+    text = (DEPLOY / "containers" / "Containerfile").read_text()
+    for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE):
+        assert all((ROOT / name).exists() for name in line.split()[:-1]), line
+    assert not re.search(r":latest\b", text)
+    images = [part for part in re.split(r"^FROM ", text, flags=re.M) if "ENTRYPOINT" in part]
+    named = {re.match(r"\$\{BASE\} AS (\w+)", part)[1]: part for part in images}  # type: ignore[index]
+    assert named.keys() == {"gateway", "trainer", "static"}
+    assert all("USER 10001:10001" in part for part in images)
+    gateway = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["gateway"]
+    assert gateway["read_only"] is True
+    build = gateway["build"]
+    assert (DEPLOY / build["context"] / build["dockerfile"]).exists() and build["target"] in named
+
+
+def test_every_tag_is_this_version() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        version = tomllib.load(file)["project"]["version"]
+    values = yaml.safe_load((DEPLOY / "chart" / "values.yaml").read_text())
+    chart = yaml.safe_load((DEPLOY / "chart" / "Chart.yaml").read_text())
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-    assert compose["services"]["gateway"]["read_only"] is True
+    assert values["image"] | {"pullPolicy": ""} == {
+        "repository": "nobackfill/gateway", "tag": version, "pullPolicy": "",
+    }  # fmt: skip
+    assert chart["appVersion"] == version
+    assert compose["services"]["gateway"]["image"] == f"nobackfill/gateway:{version}"

@@ -21,6 +21,9 @@ from nobackfill.server.upgrades.workers.workers import Workers
 from nobackfill.vectors import Vectors
 from tests.support import graphs
 
+# Items in a transaction.
+_PUT = 10_000
+
 
 class Carried:
     """`count` items of release 1, and the way to release 2, which `files` publishes."""
@@ -36,7 +39,9 @@ class Carried:
         drop = f"DROP INDEX {self.store.schema}.vectors_1_graph"
         self.database.write(lambda connection: run(connection, drop))
         names = [f"item-{n}" for n in range(count)]
-        self.store.put(names, [self._new(count, 1)])
+        for first in range(0, count, _PUT):
+            some = names[first : first + _PUT]
+            self.store.put(some, [self._new(len(some), 1 + first)])
         self.deleted: set[str] = set()
 
     def _new(self, count: int, seed: int) -> NewVectors:

@@ -1,5 +1,6 @@
 """`gateway upgrade`: an activation led from here, beside the gateways that serve the database."""
 
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, cast
@@ -11,9 +12,10 @@ from nobackfill.terminal import visible
 
 if TYPE_CHECKING:
     from nobackfill.server.gateway import Gateway
-    from nobackfill.server.rollout.run import Event
     from nobackfill.server.state import RolloutName
 
+# While another leads.
+_LOOK_S = 0.5
 _ROLLOUTS = ("direct", "dual", "cutover")
 
 
@@ -35,10 +37,9 @@ def upgrade(
         raise typer.BadParameter(f"expected one of {', '.join(_ROLLOUTS)}, got {rollout!r}")
     flags = {"store": store, "model_repo": model_repo, "workers": workers, "ray": ray}
     with exit_codes(), TemporaryDirectory(prefix="nobackfill-") as scratch:
-        from nobackfill.errors import ConfigurationError, NobackfillError
+        from nobackfill.errors import ConfigurationError
         from nobackfill.server.gateway import Gateway
         from nobackfill.server.grpc.logs import configure
-        from nobackfill.server.rollout.run import Phase
         from nobackfill.server.settings import SQLITE, load_settings
 
         given = load_settings(flags, None)
@@ -57,22 +58,35 @@ def upgrade(
         gateway = Gateway(given.model_copy(update=alone))
         gateway.start()
         try:
-            last = _follow(gateway, number, cast("RolloutName | None", rollout))
+            left = _lead(gateway, number, cast("RolloutName | None", rollout))
         finally:
             gateway.stop()
-        if last.phase is Phase.FAILED:
-            raise NobackfillError(f"release {number} was not activated: {last.message}")
-        result = {"release": number, "left_behind": last.message}
-        show(as_json, result, [["release", "left behind"], [str(number), last.message]])
+        result = {"release": number, "left_behind": left}
+        show(as_json, result, [["release", "left behind"], [str(number), left]])
 
 
-def _follow(gateway: "Gateway", number: int, rollout: "RolloutName | None") -> "Event":
-    """Activate, or go on with what another began and ended half-way; the last of its reports."""
-    run = gateway.activations.running()
-    if run is None or run.record.release != number:
-        run = gateway.activations.start(number, rollout)
-        gateway.state.audit("local", "activate", f"release {number}")
+def _lead(gateway: "Gateway", number: int, rollout: "RolloutName | None") -> str:
+    """Activate, go on with what another began and ended half-way, or wait for one that has taken
+    the lead; what was left behind. Raises NobackfillError where the release fails."""
+    from nobackfill.errors import NobackfillError
+    from nobackfill.server.rollout.run import Phase
+
+    activations, waited = gateway.activations, False
+    while (run := activations.running()) is None or run.record.release != number:
+        if run is None and activations.under_way() == number:
+            if not waited:
+                typer.echo("waiting: a gateway that serves leads it", err=True)
+            waited = True
+            time.sleep(_LOOK_S)
+        elif waited and gateway.state.now.active == number:
+            return ""
+        else:
+            run = activations.start(number, rollout)
+            gateway.state.audit("local", "activate", f"release {number}")
+            break
     for event in run.events():
         told = f" {event.done}/{event.total}" if event.total else ""
         typer.echo(visible(f"{event.phase}{told} {event.message}".rstrip()), err=True)
-    return event
+    if event.phase is Phase.FAILED:
+        raise NobackfillError(f"release {number} was not activated: {event.message}")
+    return event.message
