@@ -10,6 +10,8 @@ from grpc import _server
 
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.grpc.arrival import Arrival
+from nobackfill.server.grpc.interceptor import Interceptor
+from nobackfill.server.grpc.quick_call import QuickCall
 from tests.server.support import TIMEOUT_S, Client, images, running
 from tests.server.test_immediate_answers import asking
 from tests.support.blocks import png
@@ -19,7 +21,7 @@ Received = Callable[[bytes | None], None]
 FEW, MANY = 3, 100
 
 
-def end(arrival: Arrival) -> None:
+def end(arrival: Arrival | QuickCall) -> None:
     arrival.end_unread(grpc.StatusCode.UNAVAILABLE, "too late")
 
 
@@ -49,6 +51,29 @@ def test_a_call_ended_as_its_message_comes_is_answered_once(
 
         receive(arrival, come)
 
+    taking, serialized = QuickCall.receive, _server._serialized_request
+
+    def quickly_ended_before(call: QuickCall, received: Received) -> None:
+        def taken(event: Any) -> Any:
+            patch.undo()
+            end(call)
+            return serialized(event)
+
+        patch = pytest.MonkeyPatch()
+        patch.setattr(_server, "_serialized_request", taken)
+        taking(call, received)
+
+    def quickly_ended_after(call: QuickCall, received: Received) -> None:
+        def come(message: bytes | None) -> None:
+            end(call)
+            received(message)
+
+        taking(call, come)
+
+    ways: list[tuple[Any, Any, bool]] = [
+        (QuickCall, quickly_ended_before, False), (QuickCall, quickly_ended_after, True),
+        (Arrival, ended_before, False), (Arrival, ended_after, True),
+    ]  # fmt: skip
     # That it ends is half of the test: a call with two statuses never does.
     with running(stages[1], tmp_path / "data") as gateway, Client(gateway.address) as client:
         client.create_gallery("g")
@@ -56,9 +81,11 @@ def test_a_call_ended_as_its_message_comes_is_answered_once(
         for k in (FEW, MANY):
             request = asking(one, 1, k)
             expected = client.raw.searches.Search(request, timeout=TIMEOUT_S)
-            for how, answered in ((ended_before, False), (ended_after, True)):
+            for kind, how, answered in ways:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(Arrival, "receive", how)
+                    patch.setattr(kind, "receive", how)
+                    if kind is Arrival:
+                        patch.setattr(Interceptor, "arrive", lambda *_: None)
                     if answered:
                         assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
                     else:

@@ -29,6 +29,7 @@ from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.lanes import Lane, Lanes
 from nobackfill.server.grpc.messages import LARGE
 from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.quick_call import QuickCall
 from nobackfill.server.grpc.rpc import AtOnce, Later, Unanswered
 
 log = structlog.get_logger("server.executor")
@@ -54,6 +55,10 @@ _PARAMETERS = (
 )  # fmt: skip
 
 
+# As grpcio makes them, and those that need less.
+Call = Arrival | QuickCall
+
+
 class CallExecutor(Executor):
     """Takes the place of gRPC's thread pool."""
 
@@ -71,9 +76,9 @@ class CallExecutor(Executor):
         self._patience_s = patience_s
         self._lock = threading.Lock()
         # By caller, the longest awaited first; strangers are one.
-        self._awaited: defaultdict[str, dict[Arrival, None]] = defaultdict(dict)
+        self._awaited: defaultdict[str, dict[Call, None]] = defaultdict(dict)
         self._held = 0
-        self._gathered: list[tuple[AtOnce, Arrival, bytes]] = []
+        self._gathered: list[tuple[AtOnce, Call, bytes]] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="executor", daemon=True)
         self._thread.start()
@@ -87,7 +92,7 @@ class CallExecutor(Executor):
         elif rpc.reads_stream:
             self._admit(arrival, rpc.lane, arrival.argument)
         else:
-            self._await(arrival)
+            self.take(arrival)
         return _DONE
 
     def awaited(self) -> int:
@@ -106,7 +111,8 @@ class CallExecutor(Executor):
         self._stopping.set()
         self._thread.join()
 
-    def _await(self, arrival: Arrival) -> None:
+    def take(self, arrival: Call) -> None:
+        """Await its message. Never waits."""
         longest = None
         with self._lock:
             awaited = self._awaited[arrival.rpc.caller]
@@ -121,19 +127,19 @@ class CallExecutor(Executor):
             )
         arrival.receive(lambda message: self._received(arrival, message))
 
-    def _received(self, arrival: Arrival, message: bytes | None) -> None:
+    def _received(self, arrival: Call, message: bytes | None) -> None:
         with self._lock:
             self._awaited[arrival.rpc.caller].pop(arrival, None)
         rpc = arrival.rpc
         if message is None:
-            self._nothing_came(arrival)
+            self._nothing_came(arrival.whole())
             return
         if (
             rpc.at_once is None
             or len(message) > _GATHERABLE
             or not rpc.lane.has_room(self.gathered)
         ):
-            self._hand_on(arrival, message)
+            self._hand_on(arrival.whole(), message)
             return
         self._gathered.append((rpc.at_once, arrival, message))
         if self.gathered >= _GATHERED:
@@ -150,20 +156,20 @@ class CallExecutor(Executor):
         for at_once, some in groupby(gathered, key=lambda one: one[0]):
             self._answer(at_once, [(arrival, message) for _, arrival, message in some])
 
-    def _answer(self, at_once: AtOnce, calls: Sequence[tuple[Arrival, bytes]]) -> None:
+    def _answer(self, at_once: AtOnce, calls: Sequence[tuple[Call, bytes]]) -> None:
         answers: Sequence[bytes | Later | None] = [None] * len(calls)
         with error_boundary(self._metrics, "at once"):
             answers = at_once([(message, arrival.rpc.principal) for arrival, message in calls])
         for (arrival, message), answer in zip(calls, answers, strict=True):
             if answer is None or not arrival.is_wanted():
-                self._hand_on(arrival, message)
+                self._hand_on(arrival.whole(), message)
             elif isinstance(answer, bytes):
                 arrival.send(answer)
             elif arrival.rpc.trace is not None:
                 # Its parts are noted by the one thread that works for it.
-                self._hand_on(arrival, message)
+                self._hand_on(arrival.whole(), message)
             else:
-                self._answer_later(arrival, message, answer)
+                self._answer_later(arrival.whole(), message, answer)
 
     def _answer_later(self, arrival: Arrival, message: bytes, later: Later) -> None:
         """It has its place in the lane in which a thread would wait for the same."""

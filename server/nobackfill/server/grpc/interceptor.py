@@ -4,7 +4,7 @@ It names the request and checks the token and the role, before a thread is taken
 What follows is in rpc.py. Services behind it only raise.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -14,7 +14,7 @@ from nobackfill.errors import NobackfillError, UnavailableError
 from nobackfill.server.grpc.auth import RULES, authorize
 from nobackfill.server.grpc.executor import PATIENCE_S, CallExecutor
 from nobackfill.server.grpc.lanes import Lanes
-from nobackfill.server.grpc.logs import begin_request
+from nobackfill.server.grpc.logs import name_request, request_name
 from nobackfill.server.grpc.messages import reader
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import AtOnce, Kind, Rpc
@@ -24,6 +24,7 @@ from nobackfill.server.grpc.traces import Tracing
 
 # Generic in its stubs only.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]]"
 MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 
 
@@ -78,20 +79,35 @@ class Interceptor(grpc.ServerInterceptor):
                 self._metrics.calls.count_unknown()
                 return None
             known = self._kinds[method] = (self._kind(method, handler), handler)
-        metadata = dict(handler_call_details.invocation_metadata)
-        rpc = Rpc(known[0], begin_request(_text(metadata.get("x-request-id"))))
-        rpc.session = _text(metadata.get("x-session"))
+        handling = self._handling(known, handler_call_details.invocation_metadata)
+        name_request(handling.rpc.request_id)
+        return handling
+
+    def arrive(self, method: str, metadata: Metadata) -> "Handling | None":
+        """How a call is handled that may be answered where it arrives; None: as any other, or it is
+        not let in."""
+        known = self._kinds.get(method)
+        if known is None or known[0].at_once is None or self._tracing is not None:
+            return None
+        handling = self._handling(known, metadata)
+        return handling if handling.rpc.refusal is None else None
+
+    def _handling(self, known: "tuple[Kind, Handler]", metadata: Metadata) -> "Handling":
+        kind, handler = known
+        told = dict(metadata)
+        rpc = Rpc(kind, request_name(_text(told.get("x-request-id"))))
+        rpc.session = _text(told.get("x-session"))
         if self._tracing is not None:
-            rpc.trace = self._tracing.begin(method, metadata)
+            rpc.trace = self._tracing.begin(kind.method, told)
         try:
             if self._draining:
                 raise UnavailableError("the gateway is stopping; try again elsewhere")
-            principal = authorize(method, self._tokens, _text(metadata.get("authorization")))
-            named = self._tokens is not None and RULES[method] is not None
+            principal = authorize(kind.method, self._tokens, _text(told.get("authorization")))
+            named = self._tokens is not None and RULES[kind.method] is not None
             rpc.let_in(principal, named=named)
         except NobackfillError as error:
             rpc.refusal = error
-        return _Handling(known[1], rpc)
+        return Handling(handler, rpc, kind.write)
 
     def drain(self) -> None:
         """The gateway ends: calls that come now are refused, and those that nobody works on end."""
@@ -119,6 +135,7 @@ class Interceptor(grpc.ServerInterceptor):
             method=method,
             behavior=behavior,
             read=reader(handler.request_deserializer),
+            write=_serializer(handler.response_serializer),
             reads_stream=bool(handler.request_streaming),
             sends_stream=bool(handler.response_streaming),
             lane=self._lanes.of(method, streams=streams),
@@ -130,15 +147,16 @@ class Interceptor(grpc.ServerInterceptor):
         )
 
 
-class _Handling(grpc.RpcMethodHandler):  # type: ignore[type-arg] # generic in its stubs only
+class Handling(grpc.RpcMethodHandler):  # type: ignore[type-arg] # generic in its stubs only
     """A call, as gRPC wants to have it handled: messages come as bytes, the rpc reads them."""
 
     request_deserializer = None
 
-    def __init__(self, handler: Handler, rpc: Rpc) -> None:
+    def __init__(self, handler: Handler, rpc: Rpc, write: Callable[[Any], bytes]) -> None:
+        self.rpc = rpc
         self.request_streaming = handler.request_streaming
         self.response_streaming = handler.response_streaming
-        self.response_serializer = _serializer(handler.response_serializer)
+        self.response_serializer = self.write = write
         # gRPC looks at the one that the two flags name.
         self.unary_unary = self.unary_stream = self.stream_unary = self.stream_stream = rpc
 

@@ -60,8 +60,7 @@ class Listener:
         self._health = health.HealthServicer(experimental_non_blocking=False)
         self._aside: frozenset[str] = frozenset()
         self._server = Server(
-            interceptor.pool,
-            [interceptor],
+            interceptor,
             # Above the bound on calls, so that those too many get RESOURCE_EXHAUSTED.
             [
                 *_OPTIONS,

@@ -36,12 +36,15 @@ def configure() -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[_ToStructlog()], force=True)
 
 
-def begin_request(given: str | None) -> str:
-    """Name the request of this thread: the caller's x-request-id if plain, else a new one."""
+def request_name(given: str | None) -> str:
+    """The caller's x-request-id if plain, else a new one."""
     plain = given is not None and 0 < len(given) <= 64 and given.isascii() and given.isprintable()
-    request_id = given if plain and given is not None else f"{_prefix}{next(_numbers):x}"
-    _request_id.set(request_id)
-    return request_id
+    return given if plain and given is not None else f"{_prefix}{next(_numbers):x}"
+
+
+def name_request(name: str) -> None:
+    """The request that this thread, or context, works for from now on."""
+    _request_id.set(name)
 
 
 def _add_request_id(

@@ -60,6 +60,8 @@ class Kind:
     behavior: Behavior
     # Bytes to the method's message; raises InvalidInputError, TooLargeError.
     read: Callable[[bytes], Any]
+    # What the behavior answers to bytes.
+    write: Callable[[Any], bytes]
     reads_stream: bool
     sends_stream: bool
     lane: Lane
@@ -82,7 +84,7 @@ class Rpc:
 
     def __init__(self, kind: Kind, request_id: str) -> None:
         self._kind = kind
-        self._request_id = request_id
+        self.request_id = request_id
         self._arrived = time.monotonic()
         self._endings: list[Callable[[], None]] = []
         self.principal = LOCAL
@@ -120,7 +122,7 @@ class Rpc:
             ending()
         self._kind.metrics.calls.count(self._kind.method, code, time.monotonic() - self._arrived)
         if self.trace is not None:
-            self.trace.end(code, self._request_id)
+            self.trace.end(code, self.request_id)
 
     def is_heavy(self, request: Any) -> bool:
         """Whether a small request asks for much: a model has to look at an image."""
@@ -176,9 +178,9 @@ class Rpc:
             left = min(left, self._kind.max_call_seconds - waited)
         if not context.is_active() or left <= 0:
             raise DeadlineError("the call ended before its turn came; allow more time")
-        key = (self.session or self.caller or self._request_id)[:_LONGEST_KEY]
+        key = (self.session or self.caller or self.request_id)[:_LONGEST_KEY]
         call = calls.Call(
-            self.principal, time.monotonic() + left, context.is_active, key, self._request_id,
+            self.principal, time.monotonic() + left, context.is_active, key, self.request_id,
             self.trace,
         )  # fmt: skip
         calls.begin(call)
@@ -204,6 +206,6 @@ class Rpc:
         level = log.exception if unforeseen else log.warning
         if self.refusal is None or _unworked.allows():
             level("refused", method=self._kind.method, code=code.name, error=type(error).__name__)
-        status = rpc_status.to_status(status_of(error, self._request_id))
-        metadata = (*status.trailing_metadata, ("x-request-id", self._request_id))
+        status = rpc_status.to_status(status_of(error, self.request_id))
+        metadata = (*status.trailing_metadata, ("x-request-id", self.request_id))
         context.abort_with_status(_Status(status.code, status.details, metadata))

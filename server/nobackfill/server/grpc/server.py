@@ -18,8 +18,10 @@ from grpc import _server
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.server.grpc.executor import CallExecutor
+from nobackfill.server.grpc.interceptor import Interceptor
+from nobackfill.server.grpc.quick_call import QuickCall
 
+_STARTED = _server._ServerStage.STARTED
 # Then it is looked whether the server was forgotten, as gRPC does.
 _IDLE_S = 1.0
 # Events that may come while calls are gathered: of other calls they need not end.
@@ -31,12 +33,11 @@ _PARAMETERS = (
 
 
 class Server(_server._Server):
-    """Calls are answered by `executor`."""
+    """Calls pass `interceptor`, and are answered by its pool."""
 
     def __init__(
         self,
-        executor: CallExecutor,
-        interceptors: Sequence[grpc.ServerInterceptor],
+        interceptor: Interceptor,
         options: Sequence[tuple[str, Any]],
     ) -> None:
         """Raises ConfigurationError for a grpcio that works otherwise."""
@@ -45,8 +46,9 @@ class Server(_server._Server):
                 f"grpcio {grpc.__version__} makes servers otherwise than expected; install the "
                 "version that constraints.txt names"
             )
-        super().__init__(executor, (), interceptors, options, None, None, False)  # type: ignore[arg-type]
-        self._executor = executor
+        pool: Any = interceptor.pool
+        super().__init__(pool, (), [interceptor], options, None, None, False)
+        self._interceptor = interceptor
 
     def start(self) -> None:
         """As gRPC's, with another loop. Raises ValueError if it was started."""
@@ -55,22 +57,26 @@ class Server(_server._Server):
             if state.stage is not _server._ServerStage.STOPPED:
                 raise ValueError("started already")
             state.server.start()
-            state.stage = _server._ServerStage.STARTED
+            state.stage = _STARTED
             for method in state.registered_method_handlers:
                 _server._request_registered_call(state, method)
             _server._request_call(state)
-        threading.Thread(target=_serve, args=(state, self._executor), daemon=True).start()
+        threading.Thread(target=_serve, args=(state, self._interceptor), daemon=True).start()
 
 
-def _serve(state: Any, executor: CallExecutor) -> None:
-    since = 0
+def _serve(state: Any, interceptor: Interceptor) -> None:
+    executor, since = interceptor.pool, 0
     while True:
         since = since + 1 if executor.gathered else 0
         event = state.completion_queue.poll(time.time() + (0 if since else _IDLE_S))
         if state.server_deallocated:
             _server._begin_shutdown_once(state)
         came = event.completion_type != cygrpc.CompletionType.queue_timeout
-        if came and not _server._process_event_and_continue(state, event):
+        if (
+            came
+            and not _quickly(state, interceptor, event)
+            and not _server._process_event_and_continue(state, event)
+        ):
             return
         # Whose calls are all that are open, they are waited for no longer.
         alone = len(state.rpc_states) <= executor.gathered
@@ -78,3 +84,21 @@ def _serve(state: Any, executor: CallExecutor) -> None:
             executor.answer_gathered()
         # gRPC's own loop says why: an event may hold a call that has ended.
         event = None
+
+
+def _quickly(state: Any, interceptor: Interceptor, event: Any) -> bool:
+    """Whether it was the arrival of a call that this thread may answer; its message is awaited."""
+    method = event.tag
+    if type(method) is not str or not event.success or state.stage is not _STARTED:
+        return False
+    handling = interceptor.arrive(method, event.invocation_metadata)
+    if handling is None:
+        return False
+    with state.lock:
+        if state.stage is not _STARTED:
+            return False
+        state.due.remove(method)
+        call = QuickCall(event, handling.rpc, handling.write, state.rpc_states)
+        _server._request_registered_call(state, method)
+    interceptor.pool.take(call)
+    return True
