@@ -100,13 +100,13 @@ def copy_filled(bench: Bench, pair: Publication, size: int, folder: Path) -> Non
 
 
 @contextmanager
-def echoing(kind: str, answer: int) -> Iterator[str]:
-    """bench/echo.py, `aio` or `sync`, with answers of so many bytes; the address."""
+def echoing(kind: str, answer: int) -> Iterator[tuple[str, int]]:
+    """bench/echo.py, `aio` or `sync`, with answers of so many bytes; its address and process."""
     command = [sys.executable, str(HERE / "echo.py"), kind, str(answer)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            yield f"127.0.0.1:{int(process.stdout.readline())}"
+            yield f"127.0.0.1:{int(process.stdout.readline())}", process.pid
         finally:
             process.kill()
 

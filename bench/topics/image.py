@@ -45,7 +45,8 @@ def run(bench: Bench) -> list[Table]:
         gateway.settle()
         targets = {"gateway": (gateway.address, SEARCH, asked), "triton": (triton, INFER, direct)}
         title = f"Search by image, {size:,} items"
-        return [table(bench, title, NOTE, targets, ["triton"], "triton")]
+        processes = {"gateway": gateway.process}
+        return [table(bench, title, NOTE, targets, ["triton"], "triton", processes=processes)]
 
 
 @contextmanager

@@ -38,12 +38,14 @@ def _table(bench: Bench, pair: Publication, size: int) -> Table:
         gateway.settle()
         answer = _answer_bytes(gateway.address, queries[0])
         targets = {"gateway": (gateway.address, SEARCH, requests)}
+        processes = {"gateway": gateway.process}
         for kind in ("aio", "sync"):
-            address = stack.enter_context(echoing(kind, answer))
+            address, processes[f"echo {kind}"] = stack.enter_context(echoing(kind, answer))
             targets[f"echo {kind}"] = (address, echo.METHOD, requests)
         title = f"Search by embedding, {size:,} items of {data.DIM} dims"
         note = NOTE.format(answer=answer)
-        return table(bench, title, note, targets, ["echo aio", "echo sync"], "echo")
+        limits = ["echo aio", "echo sync"]
+        return table(bench, title, note, targets, limits, "echo", processes=processes)
 
 
 def _answer_bytes(address: str, request: bytes) -> int:

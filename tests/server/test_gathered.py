@@ -8,7 +8,7 @@ import pytest
 
 from nobackfill.errors import OverloadedError
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.embedding import image_queue
+from nobackfill.server.embedding import decoding
 from nobackfill.server.embedding.image_queue import ImageQueue, Waiting
 from nobackfill.server.gateway import Gateway
 from nobackfill.server.grpc.rpc import Kind, Later
@@ -106,9 +106,9 @@ def test_images_that_come_together_hold_no_threads_and_fail_by_themselves(
     requests[5].query.image = b"no picture"
     with Client(served.address) as client:
         expected = [on_a_thread(client, request) for request in requests[:5]]
-        for cheap in (image_queue._CHEAP, 0):
+        for cheap in (decoding.CHEAP, 0):
             # Dear ones are decoded on a thread.
-            monkeypatch.setattr(image_queue, "_CHEAP", cheap)
+            monkeypatch.setattr(decoding, "CHEAP", cheap)
             futures = [
                 client.raw.searches.Search.future(requests[n % 6], timeout=TIMEOUT_S)
                 for n in range(60)

@@ -3,6 +3,7 @@ calls to wait for: batches form while a model call runs, and no call's own threa
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from nobackfill.errors import InvalidInputError, NobackfillError
-from nobackfill.images import Pixels, checked_header
+from nobackfill.images import Pixels
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.embedding.embedding import LARGEST_BATCH, Embedding, Row
+from nobackfill.server.embedding.decoding import cheap
+from nobackfill.server.embedding.embedding import LARGEST_BATCH, Embedding, Row, size_of
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
@@ -22,8 +24,10 @@ Of = TypeVar("Of")
 
 # While one batch is in the model server, the next is on its way once nothing is left to decode.
 _MODEL_CALLS = 2
-# In pixels of a plain JPEG: dearer ones are decoded on threads of their own, in turns.
-_CHEAP = 4_000_000
+# An idle model server waits for so many, or so long since the first, while others are decoded.
+_ENOUGH, _PATIENCE_S = 16, 0.001
+# Images that a thread decodes one after the other.
+_DECODED_AT_ONCE = 4
 
 
 @dataclass(eq=False)
@@ -36,6 +40,7 @@ class Waiting(Generic[Of]):
     deadline: float
     is_wanted: Callable[[], bool]
     pixels: Pixels | None = None
+    decoded: float = 0.0
 
 
 class ImageQueue(Generic[Of]):
@@ -103,14 +108,22 @@ class ImageQueue(Generic[Of]):
         return None
 
     def _turn(self) -> Callable[[], None] | None:
-        """Under the lock. An idle model server comes before what is to be decoded."""
-        if self._decoded and self._embeds < (1 if self._encoded else _MODEL_CALLS):
+        """Under the lock."""
+        if self._decoded and self._embeds < _MODEL_CALLS and self._is_time():
             self._embeds += 1
             return partial(self._embed, self._batch())
         if self._encoded and self._decoding < self._cores:
             self._decoding += 1
-            return partial(self._decode, self._encoded.popleft())
+            most = min(_DECODED_AT_ONCE, len(self._encoded))
+            return partial(self._decode, [self._encoded.popleft() for _ in range(most)])
         return None
+
+    def _is_time(self) -> bool:
+        """Whether what is decoded goes to the model server before more is."""
+        if not self._encoded and not (self._decoding and self._embeds):
+            return True
+        since = time.monotonic() - self._decoded[0].decoded
+        return not self._embeds and (len(self._decoded) >= _ENOUGH or since >= _PATIENCE_S)
 
     def _batch(self) -> list[Waiting[Of]]:
         release = self._decoded[0].manifest.release
@@ -122,20 +135,22 @@ class ImageQueue(Generic[Of]):
         self._decoded = left
         return batch
 
-    def _decode(self, waiting: Waiting[Of]) -> None:
+    def _decode(self, some: Sequence[Waiting[Of]]) -> None:
         try:
-            if waiting.is_wanted() and checked_header(waiting.image).cost <= _CHEAP:
-                with calls.until(waiting.deadline):
-                    waiting.pixels = self._embedding.decode(waiting.manifest, waiting.image)
-        except NobackfillError:
-            pass  # whoever asks on a thread hears why
+            for one in some:
+                one.pixels = self._pixels(one)
+                one.decoded = time.monotonic()
         finally:
             with self._changed:
                 self._decoding -= 1
-                if waiting.pixels is not None:
-                    self._decoded.append(waiting)
-        if waiting.pixels is None:
-            self._answer([(waiting, None)])
+                self._decoded += [one for one in some if one.pixels is not None]
+            self._answer([(one, None) for one in some if one.pixels is None])
+
+    def _pixels(self, one: Waiting[Of]) -> Pixels | None:
+        try:
+            return cheap(one.image, size_of(one.manifest)) if one.is_wanted() else None
+        except NobackfillError:
+            return None  # whoever asks on a thread hears why
 
     def _embed(self, batch: Sequence[Waiting[Of]]) -> None:
         rows: Sequence[Row | None] = [None] * len(batch)
