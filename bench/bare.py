@@ -17,6 +17,7 @@ from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Store
 from nobackfill.gallery.upgrade import CHUNK
+from nobackfill.release.paths import embedder_path
 
 ADD_BATCH = 32
 
@@ -79,7 +80,7 @@ def add_seconds(pair: Publication, images: Path, file: Path, threads: int) -> fl
     inserted into a table of a new `file`, in one transaction."""
     one = pair.manifests[1]
     assert one.side_encoder is not None
-    embedder = session(pair.repo / one.embedder.file.path, threads)
+    embedder = session(pair.repo / embedder_path(one.release), threads)
     encoder = session(pair.repo / one.side_encoder.file.path, threads)
     paths = sorted(images.iterdir())
     started = time.perf_counter()
@@ -98,7 +99,7 @@ def add_seconds(pair: Publication, images: Path, file: Path, threads: int) -> fl
 
 def search_seconds(pair: Publication, image: Path, file: Path, threads: int) -> float:
     """An image decoded and embedded by release 1, all of a gallery's rows read, the nearest 10."""
-    model = session(pair.repo / pair.manifests[1].embedder.file.path, threads)
+    model = session(pair.repo / embedder_path(1), threads)
     started = time.perf_counter()
     (query,) = model.run(None, {"image": _pixels(image)[None]})[0]
     with closing(sqlite3.connect(file)) as connection:

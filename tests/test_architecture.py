@@ -10,20 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+CORE = (
+    "metrics", "release", "gallery", "quality", "wire", "pages", "report", "items", "adopt",
+    "serve",
+)  # fmt: skip
 # The source roots of the namespace package `nobackfill`, and the rooms in each (docs/adr/0010).
 ROOTS = {
-    "core": (
-        "metrics",
-        "release",
-        "gallery",
-        "quality",
-        "wire",
-        "pages",
-        "report",
-        "items",
-        "adopt",
-        "serve",
-    ),
+    "core": CORE,
     "server": ("server",),
     "client": ("client",),
     "training": ("training",),
@@ -38,9 +31,12 @@ BASE = {
     "terminal": set[str](),
     "version_option": set[str](),
     "image_header": {"errors"},
-    "images": {"errors", "image_header"},
+    "framing": set[str](),
+    "images": {"errors", "framing", "image_header"},
+    "text_lines": {"errors"},
+    "tokenizing": {"errors", "extras"},
     "sqlite_errors": {"errors"},
-    "class_folders": {"digests", "errors", "images"},
+    "class_folders": {"digests", "errors", "framing", "images"},
     "digests": {"errors", "vectors"},
     "extras": {"errors"},
     "ray_cluster": {"errors", "extras"},

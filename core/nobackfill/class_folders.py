@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from nobackfill.digests import sha256_file
 from nobackfill.errors import ConfigurationError, InvalidInputError, few
+from nobackfill.framing import Fit
 from nobackfill.images import decode_file
 
 Labels = NDArray[np.int64]
@@ -147,8 +148,12 @@ def digest(file: Path) -> str:
         raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
 
 
-def decode(listing: Listing, height: int, width: int | None = None) -> Images:
-    """Decode every image to uint8 [n,height,width,3], square where no width is given.
+def decode(
+    listing: Listing, height: int, width: int | None = None, fit: Fit = "stretch",
+    shortest: int | None = None,
+) -> Images:  # fmt: skip
+    """Decode every image to uint8 [n,height,width,3], square where no width is given; `fit` and
+    `shortest` as in `nobackfill.framing.Frame`.
 
     Raises InvalidInputError naming the first file that is no image.
     """
@@ -157,7 +162,9 @@ def decode(listing: Listing, height: int, width: int | None = None) -> Images:
 
     def one(row: int) -> None:
         try:
-            images[row] = decode_file(listing.root / listing.paths[row], height, width)
+            images[row] = decode_file(
+                listing.root / listing.paths[row], height, width, fit, shortest
+            )
         except InvalidInputError as error:
             raise InvalidInputError(
                 f"{error}; remove {listing.paths[row]}, or train with skip_corrupt: true, which "

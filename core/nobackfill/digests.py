@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.vectors import Metric
@@ -20,23 +22,25 @@ def sha256_bytes(data: bytes) -> str:
 
 
 def space_id(
-    embedder_sha256: str, *, height: int, width: int, dim: int, metric: Metric, unit: bool
+    embedder_sha256: str | None,
+    *,
+    height: int | None,
+    width: int | None,
+    dim: int,
+    metric: Metric,
+    unit: bool,
+    more: Mapping[str, str | int] = MappingProxyType({}),
 ) -> str:
-    """The id of an embedder's vector space, `sp-` and 64 hex digits.
+    """The id of a release's vector space, `sp-` and 64 hex digits.
 
-    It covers all that changes what a vector means or how two are compared: the embedder file, the
-    input size in pixels, the dimension, the metric and whether vectors have norm 1.
+    It covers all that changes what a vector means or how two are compared: the embedder file and
+    its input size in pixels (None without one), the dimension, the metric, whether vectors have
+    norm 1, and what there is `more`, as a text encoder.
     """
-    return "sp-" + _digest(
-        {
-            "embedder": _hex64(embedder_sha256),
-            "height": height,
-            "width": width,
-            "dim": dim,
-            "metric": metric,
-            "unit": unit,
-        }
-    )
+    fields: dict[str, str | int | bool] = {"dim": dim, "metric": metric, "unit": unit, **more}
+    if embedder_sha256 is not None and height is not None and width is not None:
+        fields |= {"embedder": _hex64(embedder_sha256), "height": height, "width": width}
+    return "sp-" + _digest(fields)
 
 
 def side_space_id(encoder_sha256: str) -> str:

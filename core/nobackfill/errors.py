@@ -120,6 +120,12 @@ class NeedsImageError(PreconditionError):
     reason = "NEEDS_IMAGE"
 
 
+class NoEncoderError(PreconditionError):
+    """The release has no model of what was sent: no images, or no texts, are embedded by it."""
+
+    reason = "NO_ENCODER"
+
+
 class ReleaseRetiredError(PreconditionError):
     """The query's space has reached its announced end."""
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
 from nobackfill.errors import InvalidInputError
+from nobackfill.framing import Fit, Frame
 from nobackfill.image_header import Header, damaged, read_header
 
 LARGEST_BYTES = 32 * 2**20
@@ -42,15 +43,18 @@ _TURNS: dict[object, Image.Transpose] = {
 _SIDEWAYS = (5, 6, 7, 8)
 
 
-def decode(data: bytes, height: int, width: int) -> Pixels:
+def decode(
+    data: bytes, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None
+) -> Pixels:
     """Decode JPEG, PNG or WebP into uint8 RGB [height, width, 3], resized with antialiasing.
 
-    The whole image is kept, its sides scaled separately. Of a JPEG with several pictures the first
+    `fit`, `shortest`: as in `Frame`; by default the whole image is kept, its sides scaled
+    separately. Of a JPEG with several pictures the first
     is taken. EXIF orientation is applied, transparency shows white. Takes at most some 500 MB (a
     WebP of 25 million pixels). Raises InvalidInputError for other formats, animations, damaged or
     truncated files, more than 32 MiB, and what `read_header` refuses.
     """
-    return decode_picture(checked_header(data), height, width)
+    return decode_picture(checked_header(data), height, width, fit, shortest)
 
 
 def checked_header(data: bytes) -> Header:
@@ -62,16 +66,20 @@ def checked_header(data: bytes) -> Header:
     return read_header(data)
 
 
-def decode_picture(header: Header, height: int, width: int) -> Pixels:
+def decode_picture(
+    header: Header, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None
+) -> Pixels:
     """Like `decode`, of a file whose header was read. Raises InvalidInputError."""
+    upright = Frame(height, width, fit, shortest)
     try:
         with Image.open(io.BytesIO(header.picture), formats=(header.format,)) as image:
             _check_still(image, header)
             # JPEG can be decoded at a half, a quarter or an eighth of its size for nothing.
-            image.draft("RGB", (2 * max(height, width), 2 * max(height, width)))
+            side = 2 * max(height, width, shortest or 0)
+            image.draft("RGB", (side, side))
             orientation = _orientation(image, header)
-            size = (height, width) if orientation in _SIDEWAYS else (width, height)
-            resized = _to_rgb(image).resize(size, Image.Resampling.BILINEAR)
+            frame = upright.sideways() if orientation in _SIDEWAYS else upright
+            resized = _framed(_to_rgb(image), frame)
     except InvalidInputError:
         raise
     except Exception as error:
@@ -95,10 +103,12 @@ def decode_within(data: bytes, side: int) -> Pixels:
     return decode_picture(header, max(1, round(scale * height)), max(1, round(scale * width)))
 
 
-def decode_file(path: Path, height: int, width: int) -> Pixels:
+def decode_file(
+    path: Path, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None
+) -> Pixels:
     """Like `decode`, from a file. Raises InvalidInputError that names it, also if unreadable."""
     try:
-        return decode(read_file(path), height, width)
+        return decode(read_file(path), height, width, fit, shortest)
     except InvalidInputError as error:
         raise InvalidInputError(f"{path}: {error}") from error
 
@@ -122,6 +132,16 @@ def read_file(path: Path) -> bytes:
         size = max(len(data), status.st_size)
         raise InvalidInputError(f"expected at most {LARGEST_BYTES} bytes, got {size}")
     return data
+
+
+def _framed(image: Image.Image, frame: Frame) -> Image.Image:
+    box, size, at = frame.placed(*image.size)
+    resized = image.resize(size, Image.Resampling.BILINEAR, box)
+    if size == (frame.width, frame.height):
+        return resized
+    framed = Image.new("RGB", (frame.width, frame.height))
+    framed.paste(resized, at)
+    return framed
 
 
 def _check_still(image: Image.Image, header: Header) -> None:

@@ -11,10 +11,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 WORDS = ["[PAD]", "[UNK]", *(f"w{number}" for number in range(40)), "query:"]
 
 
-def text_model(folder: Path, seed: int, dim: int = 8, **declared: object) -> Path:
-    """`model.onnx`: each token's row of a random table, [n, tokens, dim]; its tokenizer beside."""
+def text_model(
+    folder: Path, seed: int, dim: int = 8, *, table: np.ndarray | None = None, **declared: object
+) -> Path:
+    """`model.onnx`: each token's row of a table (random, if none is given), [n, tokens, dim]; its
+    tokenizer beside."""
     folder.mkdir(parents=True, exist_ok=True)
-    table = np.random.default_rng(seed).normal(size=(len(WORDS), dim)).astype(np.float32)
+    if table is None:
+        table = np.random.default_rng(seed).normal(size=(len(WORDS), dim)).astype(np.float32)
+    dim = table.shape[1]
     node = helper.make_node("Gather", ["table", "input_ids"], ["last_hidden_state"])
     ids, mask = (
         helper.make_tensor_value_info(name, TensorProto.INT64, ["n", "t"])

@@ -107,7 +107,7 @@ def test_people_get_sentences(setting: Setting) -> None:
 REFUSALS = [
     (["--gallery", "MISSING", "search", "--id", "x"], 66, "edge-client --gallery"),
     (["search", "--id", "x"], 66, "no such item"),
-    (["search"], 2, "either images or --id"),
+    (["search"], 2, "either images, --text or --id"),
     (["search", "--id", "x", "-k", "0"], 2, "not in the range"),
     (["add", "MISSING"], 65, "no such file"),
     (["search", "TEXT"], 65, "text.png"),

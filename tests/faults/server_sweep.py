@@ -19,7 +19,7 @@ from nobackfill.faults import FAULTS
 from nobackfill.gallery.store import Store
 from nobackfill.release import trial
 from nobackfill.server.embedding.models import InProcessModels
-from nobackfill.server.galleries.puts import Put
+from nobackfill.server.galleries.contents import Put
 from nobackfill.server.gateway import Gateway
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.run import Phase

@@ -100,7 +100,7 @@ def test_a_twin_that_fails_the_gate_is_not_published(life: Life, spoilt: Drafted
 def third(life: Life, spoilt: Drafted, folder: Path) -> Drafted:
     """A release 3 that embeds as release 2 does, with an upgrade that changes nothing."""
     second = spoilt.manifests[2]
-    embedder = onnx.load(life.repo / second.embedder.file.path)
+    embedder = onnx.load(life.repo / paths.embedder_path(2))
     embedder.doc_string = "release 3"
     dim = second.embedder.dim
     ends = [helper.make_tensor_value_info(n, 1, ["n", dim]) for n in ("embedding", "upgraded")]

@@ -136,7 +136,7 @@ def test_a_file_that_is_not_the_published_one_is_refused(
 def test_a_draft_that_lacks_a_file_names_it(life: tuple[Draft, Draft]) -> None:
     first, _ = life
     with pytest.raises(VerificationError, match="no file was given"):
-        read_verified({}, first.manifest.embedder.file)
+        read_verified({}, first.manifest.probes.file)
 
 
 def with_embedder(first: Draft, folder: Path, weights: graphs.Matrix, unit: bool) -> Manifest:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from nobackfill.errors import VerificationError
-from nobackfill.release.models import _Session
+from nobackfill.release.models import Session
 from nobackfill.release.onnx_rules import RefusedError, inspect
 from nobackfill.release.tensors import Tensor
 from tests.support.fuzzed import DIM, fuzzed
@@ -40,7 +40,7 @@ def outcome(seed: int, folder: Path) -> str:
     rows = np.random.default_rng(seed).standard_normal((3, DIM)).astype(np.float32)
     rows[0] = 0
     try:
-        session = _Session("model", path.read_bytes(), 1)
+        session = Session("model", path.read_bytes(), 1)
     except VerificationError:
         return "refused by the runtime"
     try:

@@ -149,7 +149,9 @@ def test_a_carried_side_encoder_is_not_published_twice(tmp_path: Path) -> None:
 
 def test_files_lie_where_their_names_say(tmp_path: Path) -> None:
     first = draft(tmp_path / "drafts", 1)
-    file = first.manifest.embedder.file.model_copy(update={"path": "embedder_9/1/model.onnx"})
+    published = first.manifest.embedder.file
+    assert published is not None
+    file = published.model_copy(update={"path": "embedder_9/1/model.onnx"})
     spec = first.manifest.embedder.model_copy(update={"file": file})
     files = {**first.files, file.path: first.files[paths.embedder_path(1)]}
     wrong = Draft(first.manifest.model_copy(update={"embedder": spec}), files)

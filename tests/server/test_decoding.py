@@ -13,13 +13,14 @@ from nobackfill.errors import (
     OverloadedError,
     TooLargeError,
 )
+from nobackfill.framing import Frame
 from nobackfill.server.embedding import decoding
 from nobackfill.server.embedding.decoding import Decoding
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.tokens import LOCAL
 from tests.support import pictures
 
-SIZE = (8, 8)
+SIZE, OTHER = Frame(8, 8), Frame(4, 4)
 LARGE = pictures.blank_png(3000, 3000)
 SMALL = pictures.blank_png(8, 8)
 
@@ -31,12 +32,12 @@ def a_call() -> Iterator[None]:
 
 
 def test_each_is_decoded_or_refused_by_itself() -> None:
-    found = Decoding(1).each([SMALL, b"no image", SMALL], [SIZE, (4, 4)])
+    found = Decoding(1).each([SMALL, b"no image", SMALL], [SIZE, OTHER])
     assert isinstance(found[1], InvalidInputError)
     for one in (found[0], found[2]):
         assert not isinstance(one, InvalidInputError)
         assert {size: pixels.shape for size, pixels in one.items()} == {
-            SIZE: (8, 8, 3), (4, 4): (4, 4, 3),
+            SIZE: (8, 8, 3), OTHER: (4, 4, 3),
         }  # fmt: skip
 
 

@@ -218,7 +218,7 @@ def test_somebody_elses_triton_by_tls_and_token(
         wait_until(lambda: client.live(1.0), "Triton with TLS answers")
         config = model_config(served.log.parent / "repo", "embedder_1")
         client.load("embedder_1", config, 60)
-        assert client.infer("embedder_1", images(2), "embedding", 30).shape[0] == 2
+        assert client.infer("embedder_1", {"image": images(2)}, "embedding", 30).shape[0] == 2
     (tmp_path / "wrong").write_text("wrong")
     for token in (None, tmp_path / "wrong"):
         with contextlib.closing(remote_client(remote, tmp_path / "ca.pem", token)) as stranger:

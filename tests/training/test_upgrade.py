@@ -111,7 +111,9 @@ def test_an_upgrade_between_published_releases_needs_no_run(life: Life, tmp_path
     train_quietly(config)
     _, checkpoint = read_upgrade(tmp_path / "u")
     manifest = read_publication(life.repo).manifests[2]
-    assert checkpoint.facts["new_digest"] == manifest.embedder.file.sha256
+    published = manifest.embedder.file
+    assert published is not None
+    assert checkpoint.facts["new_digest"] == published.sha256
     assert checkpoint.facts["old_release"] == 1
 
 

@@ -71,6 +71,17 @@ class Device(GalleryFile):
 
         return adding.put(self, {name: _image(one) for name, one in images.items()}, metadata)
 
+    def put_texts(
+        self,
+        texts: Mapping[str, str],
+        metadata: Mapping[str, "Mapping[str, Scalar]"] | None = None,
+    ) -> Mapping[str, str]:
+        """As `put`, of texts of at most 64 KiB: notes. Nothing of a text is kept but its vector.
+        Raises NoEncoderError where the release embeds no texts."""
+        from nobackfill.client import notes
+
+        return notes.put(self, texts, metadata)
+
     def add(self, paths: "Sequence[str | Path]") -> "Added":
         """Store the image files named and those below the folders named, by their content, as
         `edge-client add` does: what the gallery holds already is passed over."""
@@ -83,22 +94,26 @@ class Device(GalleryFile):
         self,
         *,
         image: Image | None = None,
+        text: str | None = None,
         embeddings: Mapping[str, Sequence[float]] | None = None,
         k: int = 10,
         where: "Mapping[str, Scalar] | Filter | None" = None,
     ) -> Answer[Hit]:
-        """The `k` (1 to 1000) items nearest to an image, or to an embedding of the active space.
+        """The `k` (1 to 1000) items nearest to an image, to a text, or to an embedding of the
+        active space.
 
         `where`: see nobackfill.wire.Gateway.search. Raises InvalidInputError,
-        IncompatibleSpaceError.
+        NoEncoderError for what the release does not embed, IncompatibleSpaceError.
         """
         from nobackfill.client.photos.search import Search
 
-        if (image is None) == (embeddings is None):
-            raise InvalidInputError("expected either image= or embeddings=")
+        if sum(one is not None for one in (image, text, embeddings)) != 1:
+            raise InvalidInputError("expected one of image=, text= and embeddings=")
         view = Search(self, {} if where is None else where)
         if image is not None:
             return view.by_images([_image(image)], k)[0]
+        if text is not None:
+            return view.by_texts([text], k)[0]
         return view.by_embedding(embeddings or {}, k)
 
     def get(self, id: str) -> Item:

@@ -1,4 +1,4 @@
-"""One set of images in the spaces of several releases: what every cell is measured on."""
+"""One set of images, or of texts, in the spaces of several releases: cells are measured on it."""
 
 import os
 import time
@@ -11,9 +11,12 @@ from nobackfill.class_folders import Images, Listing, decode
 from nobackfill.errors import InvalidInputError, NotFoundError, few
 from nobackfill.metrics.distances import Metric, unit
 from nobackfill.quality.cells import CellName
+from nobackfill.quality.text_listing import TextListing
+from nobackfill.release.encoders import TextRole
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Files, Upgraded, open_embedder, open_side_encoder
 from nobackfill.release.routes import open_route, route_along
+from nobackfill.release.text_models import open_text_encoder
 from nobackfill.vectors import Vectors
 
 # Images decoded and embedded at a time: a ResNet50 at 224 x 224 takes some 10 MB for each.
@@ -50,11 +53,14 @@ class Published(Embedded):
         files: Files,
         manifests: Mapping[int, Manifest],
         threads: int | None = None,
+        *,
+        role: TextRole = "document",
     ) -> None:
-        """`threads`: of each model; None: all cores."""
+        """`threads`: of each model; None: all cores. `role`: what texts are read as."""
         super().__init__(listing)
         self.files, self.manifests = files, dict(manifests)
         self._threads = threads or os.cpu_count() or 1
+        self._role = role
         self._native: dict[int, Vectors] = {}
         self._side: dict[int, Vectors] = {}
         # What embedding with one release, or carrying along several, took.
@@ -63,16 +69,16 @@ class Published(Embedded):
     def native(self, release: int) -> Vectors:
         """Raises NotFoundError for a release that is not there."""
         if release not in self._native:
-            model = open_embedder(self.files, self.manifest(release), self._threads)
+            embed = self._embed(release)
             started = time.perf_counter()
-            self._native[release] = self._run(model.run, release)
+            self._native[release] = embed()
             self.seconds[release,] = time.perf_counter() - started
         return self._native[release]
 
     def side(self, release: int) -> Vectors | None:
         """Side-information [n,side_dim] by the release's own encoder, None where it has none."""
         manifest = self.manifest(release)
-        if manifest.side_encoder is None:
+        if manifest.side_encoder is None or isinstance(self.listing, TextListing):
             return None
         if release not in self._side:
             model = open_side_encoder(self.files, manifest, self._threads)
@@ -110,11 +116,22 @@ class Published(Embedded):
             )
         return self.manifests[release]
 
+    def _embed(self, release: int) -> Callable[[], Vectors]:
+        """What embeds the listing, its model opened."""
+        manifest = self.manifest(release)
+        if not isinstance(self.listing, TextListing):
+            run = open_embedder(self.files, manifest, self._threads).run
+            return lambda: self._run(run, release)
+        model, texts = open_text_encoder(self.files, manifest, self._threads), self.listing.texts
+        return lambda: np.concatenate(
+            [model.run(texts[at : at + BATCH], self._role) for at in range(0, len(texts), BATCH)]
+        )
+
     def _run(self, run: Callable[[Images], Vectors], release: int) -> Vectors:
-        spec = self.manifest(release).embedder
+        frame = self.manifest(release).frame
         rows = np.arange(len(self.listing))
         parts = (self.listing.select(rows[at : at + BATCH]) for at in range(0, len(rows), BATCH))
-        return np.concatenate([run(decode(part, spec.height, spec.width)) for part in parts])
+        return np.concatenate([run(decode(part, *frame)) for part in parts])
 
 
 def cell_vectors(

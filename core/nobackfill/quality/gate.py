@@ -19,8 +19,9 @@ from nobackfill.quality.calibrate import fit_calibration, same_scale
 from nobackfill.quality.cells import CellName, alone, served_cells
 from nobackfill.quality.embedded import Published
 from nobackfill.quality.halves import halves
-from nobackfill.quality.relevance import among_others
+from nobackfill.quality.relevance import among_others, of_class
 from nobackfill.quality.retrieval import Measured, search_cell
+from nobackfill.quality.text_listing import TextListing
 from nobackfill.release.manifest import (
     Calibration,
     Cell,
@@ -44,9 +45,12 @@ class Row:
     exact: bool
     map_gain: Difference
     cmc1_gain: Difference
+    # Images that are asked for by texts.
+    by_text: bool = False
 
     def __str__(self) -> str:
-        return f"{self.cell} float32" if self.exact else str(self.cell)
+        exact, by_text = " float32" * self.exact, " by text" * self.by_text
+        return f"{self.cell}{exact}{by_text}"
 
     @property
     def passed(self) -> bool:
@@ -63,14 +67,22 @@ class Evidence:
     calibration: tuple[Calibration, ...]
     verdict: GateVerdict
     rows: tuple[Row, ...]
+    cells_by_text: tuple[Cell, ...] = ()
 
 
 class Measuring:
-    """Cells on one set of images, every image a query against all others; each measured once."""
+    """Cells on one set of images, or of texts, each a query against all others; each cell is
+    measured once. `asked`: texts that are the queries instead, for images of the same classes."""
 
-    def __init__(self, listing: Listing, files: Files, manifests: Mapping[int, Manifest]) -> None:
-        self.embedded = Published(listing, files, manifests)
-        self.relevance = among_others(listing)
+    def __init__(
+        self, listing: Listing, files: Files, manifests: Mapping[int, Manifest],
+        asked: TextListing | None = None,
+    ) -> None:  # fmt: skip
+        self.embedded = self.asked = Published(listing, files, manifests)
+        self.by_text = asked is not None
+        if asked is not None or isinstance(listing, TextListing):
+            self.asked = Published(asked or listing, files, manifests, role="query")
+        self.relevance = among_others(listing) if asked is None else of_class(asked, listing)
         self._done: dict[tuple[CellName, bool], Measured] = {}
 
     def quantised(self, name: CellName) -> bool:
@@ -82,26 +94,27 @@ class Measuring:
         int8 = self.quantised(name) and not exact
         if (name, int8) not in self._done:
             self._done[name, int8] = search_cell(
-                name, self.embedded, self.embedded, self.relevance, int8=int8
+                name, self.asked, self.embedded, self.relevance, int8=int8
             )
         return self._done[name, int8]
 
     def replace(self, manifest: Manifest) -> None:
         """Go on with another manifest of a release; what int8 files gave is measured again."""
-        self.embedded.manifests[manifest.release] = manifest
+        for one in (self.asked, self.embedded):
+            one.manifests[manifest.release] = manifest
         self._done = {key: done for key, done in self._done.items() if not key[1]}
 
     def evidence(self, name: CellName) -> Cell:
         """The cell as the manifest records it."""
-        measured, n = self.cell(name), len(self.embedded.listing)
+        measured = self.cell(name)
         return Cell(
             query=str(name.query),
             gallery=name.carried,
             cmc1=mean(measured.cmc1),
             cmc5=mean(measured.cmc5),
             map=mean(measured.map),
-            queries=n,
-            items=n,
+            queries=len(self.asked.listing),
+            items=len(self.embedded.listing),
         )
 
 
@@ -113,9 +126,11 @@ def measure_release(
     *,
     seed: int,
     int8_loss: float,
+    texts: TextListing | None = None,
 ) -> tuple[Manifest, Evidence]:
     """Measure a drafted release on two disjoint halves of `listing`: one for calibration, one for
-    evidence and the gate.
+    evidence and the gate. `texts`, of the same classes as images, ask for those, too: then the gate
+    is passed by both kinds of queries.
 
     Returns the manifest without the int8 twins that lose more than `int8_loss` mAP (a share) or the
     gate, and what was measured. Raises InvalidInputError where a half holds too few images to
@@ -141,6 +156,11 @@ def measure_release(
         if manifests[number].embedder.dim == new.embedder.dim
     ]
     calibrating = Measuring(listing.select(calibration_rows), files, manifests)
+    cross, cells_by_text = tuple[Row, ...](), tuple[Cell, ...]()
+    if texts is not None:
+        asking = Measuring(listing.select(gate_rows), files, manifests, texts)
+        cross = tuple(_rows(asking, new, manifests, published.withdrawn))
+        cells_by_text = tuple(asking.evidence(name) for name in dict.fromkeys(cells))
     return new, Evidence(
         tuple(gate.evidence(name) for name in dict.fromkeys(cells)),
         tuple(
@@ -149,8 +169,9 @@ def measure_release(
             if len(row.cell.gallery) > 1 and not row.exact
         ),
         tuple(_calibrations(calibrating, new, manifests, rows)),
-        _verdict(published, rows),
-        rows,
+        _verdict(published, (*rows, *cross)),
+        (*rows, *cross),
+        cells_by_text,
     )
 
 
@@ -200,6 +221,7 @@ def _rows(
                 exact,
                 paired_bootstrap([served.map], [before.map]),
                 paired_bootstrap([served.cmc1], [before.cmc1]),
+                gate.by_text,
             )
 
 

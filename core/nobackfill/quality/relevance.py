@@ -10,6 +10,16 @@ def among_others(listing: Listing) -> Relevance:
     return same_label(listing.labels, listing.labels, listing.paths, listing.paths)
 
 
+def of_class(queries: Listing, gallery: Listing) -> Relevance:
+    """Same class name = relevant; nothing is left out. Raises InvalidInputError where no class name
+    is in both."""
+    known = {name: label for label, name in enumerate(gallery.class_names)}
+    labels = [known.get(queries.class_names[label], -1) for label in queries.labels]
+    if not set(labels) & set(gallery.labels.tolist()):
+        raise InvalidInputError(f"{queries.root} and {gallery.root} have no class name in common")
+    return same_label(labels, gallery.labels)
+
+
 def same_class(queries: Listing, gallery: Listing) -> tuple[Relevance, int]:
     """Same class name = relevant; a query's own picture, and copies of it, known by their content,
     are left out: of how many queries.

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from nobackfill.release.onnx_check import check_release as check_release
     from nobackfill.release.parsing import parse_manifest as parse_manifest
     from nobackfill.release.probes import check_probes as check_probes
+    from nobackfill.release.text_models import (
+        TextModel as TextModel,
+        open_text_encoder as open_text_encoder,
+    )
     from nobackfill.release.routes import (
         Route as Route,
         RouteRunner as RouteRunner,
@@ -57,6 +61,7 @@ else:
             "onnx_check": "check_release",
             "parsing": "parse_manifest",
             "probes": "check_probes",
+            "text_models": "TextModel open_text_encoder",
             "routes": "Route RouteRunner every_route open_route plan_route",
         },
     )

@@ -9,70 +9,37 @@ import itertools
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
-from nobackfill.digests import side_space_id, space_id
-from nobackfill.errors import few
+from nobackfill.digests import side_space_id
+from nobackfill.errors import NoEncoderError, few
+from nobackfill.framing import Frame
 from nobackfill.release import paths
-from nobackfill.vectors import Metric, Origin
+from nobackfill.release.encoders import (
+    Embedder,
+    PublishedFile,
+    ReleaseNumber,
+    Sha256,
+    SideEncoder,
+    Strict,
+    TextEncoder,
+    is_new,
+    space_of,
+    trouble,
+)
+from nobackfill.release.evidence import Cell, HealingEvidence, RouteEvidence
+from nobackfill.vectors import Origin
 
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 SpaceId = Annotated[str, Field(pattern=r"^sp-[0-9a-f]{64}$")]
 SideSpaceId = Annotated[str, Field(pattern=r"^ss-[0-9a-f]{64}$")]
-ReleaseNumber = Annotated[int, Field(ge=1, le=1_000_000)]
+
+__all__ = [
+    "Cell", "Embedder", "HealingEvidence", "Manifest", "PublishedFile", "ReleaseNumber",
+    "RouteEvidence", "Sha256", "SideEncoder", "TextEncoder", "Upgrade", "space_of",
+]  # fmt: skip
 
 
-def _plain_path(path: str) -> str:
-    if not paths.is_plain(path):
-        raise ValueError(f"expected a plain relative path of a-z, 0-9, '_', '-', '.', got {path!r}")
-    return path
-
-
-class _Strict(BaseModel):
-    # A number that is none passes every comparison by which it would be refused.
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class PublishedFile(_Strict):
-    """A file of the publication folder."""
-
-    path: Annotated[str, AfterValidator(_plain_path)]
-    sha256: Sha256
-    length: int = Field(ge=1)
-
-
-class Embedder(_Strict):
-    """phi_N. ONNX input `image` uint8 [n,H,W,3], output `embedding` float32 [n,dim]."""
-
-    file: PublishedFile
-    height: int = Field(ge=1, le=2048)
-    width: int = Field(ge=1, le=2048)
-    dim: int = Field(ge=1, le=65536)
-    metric: Metric
-    # True: the graph's outputs have norm 1, and every vector of the space is checked for it.
-    unit: bool
-
-
-class SideEncoder(_Strict):
-    """psi_N. ONNX input `image` uint8 [n,H,W,3] at the embedder's size, output `side` float32
-    [n,dim].
-
-    `origin_release` is the release that first published these weights: a release may keep its
-    predecessor's encoder (same file, same side space), then side-information is carried unchanged.
-    """
-
-    file: PublishedFile
-    dim: int = Field(ge=1, le=65536)
-    origin_release: ReleaseNumber
-
-
-class Upgrade(_Strict):
+class Upgrade(Strict):
     """An upgrade into this release.
 
     ONNX inputs `embedding` float32 [n,from_dim] and, where it reads side-information, `side`
@@ -102,57 +69,7 @@ class Upgrade(_Strict):
         return self.from_side_space is not None
 
 
-class HealingEvidence(_Strict):
-    """Quality while 0, 10 … 100 % of the items are embedded again, in a random order.
-
-    `map`, `cmc1`: all ranked by distance; `scaled_map`, `scaled_cmc1`: the distances of carried
-    items brought to where they mean what those of embedded ones do.
-    """
-
-    map: tuple[float, ...] = Field(min_length=2)
-    cmc1: tuple[float, ...] = Field(min_length=2)
-    scaled_map: tuple[float, ...] = Field(min_length=2)
-    scaled_cmc1: tuple[float, ...] = Field(min_length=2)
-
-    @property
-    def valley(self) -> float:
-        """How far mAP by distance falls below the lower of its ends."""
-        return max(0.0, min(self.map[0], self.map[-1]) - min(self.map))
-
-
-class RouteEvidence(_Strict):
-    """What a route into this release keeps, measured on the exported files."""
-
-    # Releases on the way, from the first one's space to this one's: [1, 3], or chained [1, 2, 3].
-    releases: tuple[ReleaseNumber, ...] = Field(min_length=2)
-    # Of float32 files alone.
-    map: float = Field(ge=0, le=1)
-    cmc1: float = Field(ge=0, le=1)
-    # mAP of the same route with int8 files, where they exist.
-    int8_map: float | None = None
-    # Share of new/new mAP that is left as it is served: with int8 files, where they exist.
-    kept: float = Field(ge=0)
-    healing: HealingEvidence | None = None
-
-
-class Cell(_Strict):
-    """One cell of the compatibility matrix, shares between 0 and 1."""
-
-    query: str
-    gallery: str
-    cmc1: float = Field(ge=0, le=1)
-    cmc5: float = Field(ge=0, le=1)
-    map: float = Field(ge=0, le=1)
-    queries: int = Field(ge=1)
-    items: int = Field(ge=1)
-
-    @property
-    def name(self) -> str:
-        """As in `2/1>2`."""
-        return f"{self.query}/{self.gallery}"
-
-
-class Calibration(_Strict):
+class Calibration(Strict):
     """Distance -> probability of a match, for one (query space, gallery space, origin).
 
     `distances` are strictly increasing, `probabilities` strictly decreasing: nearer is likelier.
@@ -178,7 +95,7 @@ class Calibration(_Strict):
         return self
 
 
-class GateVerdict(_Strict):
+class GateVerdict(Strict):
     """Whether M(new, served old) > M(old, old) held (BCT Eq. 2), on the exported files."""
 
     # first: no predecessor to beat; not_measured and failed only with `forced`.
@@ -190,11 +107,12 @@ class GateVerdict(_Strict):
     detail: str = ""
 
 
-class Probes(_Strict):
+class Probes(Strict):
     """Golden probes: `probes-N.npz` holds inputs and the outputs they must give on any machine.
 
-    Arrays: `image` uint8 [p,H,W,3], `embedding` [p,dim], `side` [p,side_dim]; for each upgrade from
-    M `upgrade_M/embedding`, `upgrade_M/side`, `upgrade_M/upgraded`, and `upgrade_M/upgraded_side`.
+    Arrays: `image` uint8 [p,H,W,3], `embedding` [p,dim], `side` [p,side_dim]; with a text encoder
+    `text` uint8 (JSON: p texts), `text/query` and `text/document` [p,dim]; for each upgrade from M
+    `upgrade_M/embedding`, `upgrade_M/side`, `upgrade_M/upgraded`, and `upgrade_M/upgraded_side`.
     An output agrees when every |difference| <= tolerance * max(1, |expected|); int8 files use
     `int8_tolerance`.
     """
@@ -204,13 +122,15 @@ class Probes(_Strict):
     int8_tolerance: float = Field(gt=0, le=10)
 
 
-class Manifest(_Strict):
+class Manifest(Strict):
     """Release N. Raises pydantic.ValidationError; files are read by `parse_manifest`."""
 
-    format: Literal[1] = 1
+    # 2: with texts, another fit than stretch, or no model of images: unknown to older readers.
+    format: Literal[1, 2] = 1
     release: ReleaseNumber
     space: SpaceId
     embedder: Embedder
+    text_encoder: TextEncoder | None = Field(None, exclude_if=lambda encoder: encoder is None)
     side_space: SideSpaceId | None
     side_encoder: SideEncoder | None
     upgrades: tuple[Upgrade, ...] = ()
@@ -218,18 +138,26 @@ class Manifest(_Strict):
     searches_directly: tuple[SpaceId, ...] = ()
     routes: tuple[RouteEvidence, ...] = ()
     evidence: tuple[Cell, ...] = ()
+    # The same of images that are asked for by texts, where it embeds both.
+    evidence_by_text: tuple[Cell, ...] = Field((), exclude_if=lambda cells: not cells)
     calibration: tuple[Calibration, ...] = ()
     gate: GateVerdict
     probes: Probes
     # How it was trained: method and the recipe as configured, for people and for reports.
     method: str
-    recipe: dict[str, str | int | float | bool | None] = {}
+    recipe: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
     created: str
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if (self.side_space is None) != (self.side_encoder is None):
             raise ValueError("expected side_space and side_encoder together, or neither")
+        if self.side_encoder is not None and self.embedder.file is None:
+            raise ValueError("expected no side encoder without an embedder of images")
+        if problem := trouble(self.embedder, self.text_encoder):
+            raise ValueError(problem)
+        if (self.format == 2) != is_new(self.embedder, self.text_encoder):
+            raise ValueError("expected format 2 with texts, a fit, or no model of images, else 1")
         sources = [upgrade.from_release for upgrade in self.upgrades]
         if len(set(sources)) != len(sources) or any(m >= self.release for m in sources):
             raise ValueError(f"expected upgrades from distinct older releases, got {few(sources)}")
@@ -241,7 +169,7 @@ class Manifest(_Strict):
     def _means_what_it_says(self) -> Self:
         """Spaces are digests, and every file lies where its meaning is known: no two releases can
         share a name, and none can take that of a file of ours."""
-        expected = space_of(self.embedder)
+        expected = space_of(self.embedder, self.text_encoder)
         if self.space != expected:
             raise ValueError(f"expected space {expected}, got {self.space}")
         encoder = self.side_encoder
@@ -254,7 +182,11 @@ class Manifest(_Strict):
 
     def _places(self) -> Iterator[tuple[str, PublishedFile]]:
         """Where each file belongs, and what the manifest says of it."""
-        yield paths.embedder_path(self.release), self.embedder.file
+        if self.embedder.file is not None:
+            yield paths.embedder_path(self.release), self.embedder.file
+        if self.text_encoder is not None:
+            yield paths.text_encoder_path(self.release), self.text_encoder.file
+            yield paths.tokenizer_path(self.release), self.text_encoder.tokenizer
         yield paths.probes_path(self.release), self.probes.file
         if self.side_encoder is not None:
             yield paths.side_encoder_path(self.side_encoder.origin_release), self.side_encoder.file
@@ -263,6 +195,46 @@ class Manifest(_Strict):
             if upgrade.int8_file is not None:
                 int8_path = paths.upgrade_int8_path(upgrade.from_release, self.release)
                 yield int8_path, upgrade.int8_file
+
+    @property
+    def frame(self) -> Frame:
+        """The pixels that its models read of an image. Raises NoEncoderError."""
+        spec = self.embedder
+        if spec.height is None or spec.width is None:
+            raise self.no_images()
+        return Frame(spec.height, spec.width, spec.fit, spec.shortest)
+
+    @property
+    def reads_text(self) -> TextEncoder:
+        """What it says of texts. Raises NoEncoderError."""
+        if self.text_encoder is None:
+            raise self.no_texts()
+        return self.text_encoder
+
+    def no_images(self) -> NoEncoderError:
+        """The refusal of an image by a release that embeds none."""
+        return NoEncoderError(
+            f"release {self.release} embeds no images; send "
+            f"{'a text, or ' if self.text_encoder else ''}an embedding of its space"
+        )
+
+    def no_texts(self) -> NoEncoderError:
+        """The refusal of a text by a release that embeds none."""
+        return NoEncoderError(
+            f"release {self.release} embeds no texts; send "
+            f"{'an image, or ' if self.embedder.file else ''}an embedding of its space"
+        )
+
+    def embedding_files(self) -> tuple[PublishedFile, ...]:
+        """What it takes to embed in its space."""
+        text, side = self.text_encoder, self.side_encoder
+        files = (
+            self.embedder.file,
+            None if text is None else text.file,
+            None if text is None else text.tokenizer,
+            None if side is None else side.file,
+        )
+        return tuple(file for file in files if file is not None)
 
     def upgrade_from(self, release: int) -> Upgrade | None:
         """The upgrade from `release` into this one, or None."""
@@ -283,15 +255,3 @@ class Manifest(_Strict):
     def files(self) -> tuple[PublishedFile, ...]:
         """Every ONNX and probe file that the manifest names."""
         return tuple(file for _, file in self._places())
-
-
-def space_of(embedder: Embedder) -> str:
-    """The id of the space that an embedder embeds into."""
-    return space_id(
-        embedder.file.sha256,
-        height=embedder.height,
-        width=embedder.width,
-        dim=embedder.dim,
-        metric=embedder.metric,
-        unit=embedder.unit,
-    )

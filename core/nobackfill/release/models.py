@@ -15,6 +15,7 @@ from nobackfill.errors import (
     UnusableRowsError,
     VerificationError,
 )
+from nobackfill.framing import Frame
 from nobackfill.release.manifest import Manifest, PublishedFile, Upgrade
 from nobackfill.release.tensors import upgrade_ends
 from nobackfill.vectors import Vectors, check_vectors
@@ -38,9 +39,10 @@ class Upgraded:
 class Embedder:
     """phi_N: images to embeddings. Made by `open_embedder`."""
 
-    def __init__(self, session: "_Session", manifest: Manifest) -> None:
+    def __init__(self, session: "Session", manifest: Manifest) -> None:
         self._session = session
         self._spec = manifest.embedder
+        self._frame = manifest.frame
         self.dim = self._spec.dim
 
     def run(self, images: Images) -> Vectors:
@@ -49,30 +51,30 @@ class Embedder:
         Raises InvalidInputError for other images, VerificationError for outputs that are no vectors
         of the release's space, UnusableOutputError where only some are none.
         """
-        checked = _check_images(images, self._spec.height, self._spec.width)
+        checked = _check_images(images, self._frame)
         (embedding,) = self._session.run({"image": checked}, ["embedding"])
-        return _check_output(embedding, len(checked), self.dim, "embedding", unit=self._spec.unit)
+        return checked_output(embedding, len(checked), self.dim, "embedding", unit=self._spec.unit)
 
 
 class SideEncoder:
     """psi_N: images to side-information. Made by `open_side_encoder`."""
 
-    def __init__(self, session: "_Session", manifest: Manifest, dim: int) -> None:
+    def __init__(self, session: "Session", manifest: Manifest, dim: int) -> None:
         self._session = session
-        self._height, self._width = manifest.embedder.height, manifest.embedder.width
+        self._frame = manifest.frame
         self.dim = dim
 
     def run(self, images: Images) -> Vectors:
         """uint8 [n,H,W,3] of the release's size to float32 [n,side_dim]. Raises as Embedder.run."""
-        checked = _check_images(images, self._height, self._width)
+        checked = _check_images(images, self._frame)
         (side,) = self._session.run({"image": checked}, ["side"])
-        return _check_output(side, len(checked), self.dim, "side")
+        return checked_output(side, len(checked), self.dim, "side")
 
 
 class UpgradeModel:
     """The upgrade M->N. Made by `open_upgrade`."""
 
-    def __init__(self, session: "_Session", manifest: Manifest, upgrade: Upgrade) -> None:
+    def __init__(self, session: "Session", manifest: Manifest, upgrade: Upgrade) -> None:
         self._session = session
         self._manifest = manifest
         self.upgrade = upgrade
@@ -102,7 +104,7 @@ class UpgradeModel:
         values = dict(zip(self._outputs, self._session.run(inputs, self._outputs), strict=True))
         spec = self._manifest.embedder
         return Upgraded(
-            _check_output(values["upgraded"], count, spec.dim, "upgraded", unit=spec.unit),
+            checked_output(values["upgraded"], count, spec.dim, "upgraded", unit=spec.unit),
             self._side(values, count, side),
             _check_uncertainty(values["uncertainty"], count) if "uncertainty" in values else None,
         )
@@ -112,13 +114,17 @@ class UpgradeModel:
     ) -> Vectors | None:
         encoder = self._manifest.side_encoder
         if self.upgrade.side == "maps" and encoder is not None:
-            return _check_output(values["upgraded_side"], count, encoder.dim, "upgraded_side")
+            return checked_output(values["upgraded_side"], count, encoder.dim, "upgraded_side")
         return side if self.upgrade.side == "carries" else None
 
 
 def open_embedder(files: Files, manifest: Manifest, threads: int = 1) -> Embedder:
-    """Load phi_N on the CPU. Raises VerificationError for a file other than the manifest's."""
-    return Embedder(_open(files, manifest.embedder.file, threads), manifest)
+    """Load phi_N on the CPU. Raises VerificationError for a file other than the manifest's,
+    NoEncoderError where the release embeds no images."""
+    file = manifest.embedder.file
+    if file is None:
+        raise manifest.no_images()
+    return Embedder(open_session(files, file, threads), manifest)
 
 
 def open_side_encoder(files: Files, manifest: Manifest, threads: int = 1) -> SideEncoder:
@@ -126,7 +132,7 @@ def open_side_encoder(files: Files, manifest: Manifest, threads: int = 1) -> Sid
     encoder = manifest.side_encoder
     if encoder is None:
         raise InvalidInputError(f"release {manifest.release} has no side-information encoder")
-    return SideEncoder(_open(files, encoder.file, threads), manifest, encoder.dim)
+    return SideEncoder(open_session(files, encoder.file, threads), manifest, encoder.dim)
 
 
 def open_upgrade(
@@ -141,7 +147,7 @@ def open_upgrade(
         raise InvalidInputError(
             f"the upgrade {upgrade.from_release} to {manifest.release} was published without int8"
         )
-    return UpgradeModel(_open(files, file, threads), manifest, upgrade)
+    return UpgradeModel(open_session(files, file, threads), manifest, upgrade)
 
 
 def no_vector(manifest: Manifest) -> InvalidInputError:
@@ -176,7 +182,7 @@ def read_verified(files: Files, file: PublishedFile) -> bytes:
     return data
 
 
-class _Session:
+class Session:
     """An onnxruntime session on verified bytes; its own failures become ours."""
 
     def __init__(self, path: str, data: bytes, threads: int) -> None:
@@ -207,13 +213,15 @@ class _Session:
             raise VerificationError(f"{self._path}: onnxruntime cannot run it ({error})") from error
 
 
-def _open(files: Files, file: PublishedFile, threads: int) -> _Session:
+def open_session(files: Files, file: PublishedFile, threads: int) -> Session:
+    """A session on a published file. Raises VerificationError for another than the manifest's."""
     # A session from bytes: nobody can exchange the file between the check and the load, and a
     # model that points to other files has no folder to find them in.
-    return _Session(file.path, read_verified(files, file), threads)
+    return Session(file.path, read_verified(files, file), threads)
 
 
-def _check_images(images: Images, height: int, width: int) -> Images:
+def _check_images(images: Images, frame: Frame) -> Images:
+    height, width = frame.height, frame.width
     array = np.asarray(images)
     if array.dtype != np.uint8 or array.ndim != 4 or array.shape[1:] != (height, width, 3):
         raise InvalidInputError(
@@ -223,9 +231,11 @@ def _check_images(images: Images, height: int, width: int) -> Images:
     return np.ascontiguousarray(array)
 
 
-def _check_output(
+def checked_output(
     values: NDArray[Any], count: int, dim: int, name: str, *, unit: bool = False
 ) -> Vectors:
+    """A model's output float32 [count,dim]. Raises VerificationError for no vectors of the space,
+    UnusableOutputError where only some are none."""
     try:
         checked = check_vectors(values, dim, what=f"model output {name!r}", unit=unit)
     except UnusableRowsError as error:

@@ -10,7 +10,14 @@ from pathlib import Path
 from nobackfill.errors import VerificationError
 from nobackfill.release.manifest import Manifest, PublishedFile
 from nobackfill.release.models import Files, locate
-from nobackfill.release.tensors import Ends, Tensor, embedder_ends, side_encoder_ends, upgrade_ends
+from nobackfill.release.tensors import (
+    Ends,
+    Tensor,
+    embedder_ends,
+    side_encoder_ends,
+    text_encoder_ends,
+    upgrade_ends,
+)
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,8 @@ class OnnxFile:
     path: Path
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+    # Tokens of the longest text that it is given.
+    longest: int = 1
 
 
 def check_onnx(files: Mapping[str, OnnxFile]) -> None:
@@ -29,7 +38,7 @@ def check_onnx(files: Mapping[str, OnnxFile]) -> None:
 
     for name, file in files.items():
         try:
-            inspect(file.path, file.inputs, file.outputs)
+            inspect(file.path, file.inputs, file.outputs, file.longest)
         except RefusedError as error:
             raise VerificationError(f"{name}: {error}; refused") from error
         except (OSError, MemoryError, RecursionError) as error:
@@ -40,7 +49,11 @@ def check_onnx(files: Mapping[str, OnnxFile]) -> None:
 
 def check_release(files: Files, manifest: Manifest) -> None:
     """Check every ONNX file of a release that `files` holds. Raises VerificationError naming it."""
-    wanted: list[tuple[PublishedFile, Ends]] = [(manifest.embedder.file, embedder_ends(manifest))]
+    wanted: list[tuple[PublishedFile, Ends]] = []
+    if (images := manifest.embedder.file) is not None:
+        wanted.append((images, embedder_ends(manifest)))
+    if (text := manifest.text_encoder) is not None:
+        wanted.append((text.file, text_encoder_ends(manifest, text)))
     if (encoder := manifest.side_encoder) is not None:
         wanted.append((encoder.file, side_encoder_ends(manifest, encoder)))
     for upgrade in manifest.upgrades:
@@ -48,9 +61,10 @@ def check_release(files: Files, manifest: Manifest) -> None:
         wanted.append((upgrade.file, ends))
         if upgrade.int8_file is not None:
             wanted.append((upgrade.int8_file, ends))
+    longest = 1 if text is None else text.length
     check_onnx(
         {
-            file.path: OnnxFile(locate(files, file.path), *ends)
+            file.path: OnnxFile(locate(files, file.path), *ends, longest)
             for file, ends in wanted
             if _is_there(files, file)
         }

@@ -54,15 +54,17 @@ _BYTES: dict[int, int] = {
     TensorProto.FLOAT: 4, TensorProto.DOUBLE: 8, TensorProto.FLOAT16: 2, TensorProto.INT8: 1,
     TensorProto.UINT8: 1, TensorProto.INT32: 4, TensorProto.INT64: 8, TensorProto.BOOL: 1,
 }  # fmt: skip
-_TYPES = {"uint8": TensorProto.UINT8, "float32": TensorProto.FLOAT}
+_TYPES = {"uint8": TensorProto.UINT8, "int64": TensorProto.INT64, "float32": TensorProto.FLOAT}
 
 
 class RefusedError(Exception):
     """The file breaks a rule; the message names it."""
 
 
-def inspect(path: Path, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
-    """Raises RefusedError for the first rule that the file breaks."""
+def inspect(
+    path: Path, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], longest: int = 1
+) -> None:
+    """Raises RefusedError for the first rule that the file breaks; `longest`: tokens of a text."""
     size = path.stat().st_size
     if not path.is_file() or size > LARGEST_FILE:
         raise RefusedError(f"expected a file of at most {LARGEST_FILE} bytes, got {size}")
@@ -86,7 +88,7 @@ def inspect(path: Path, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...])
         raise RefusedError("gives an input a default value")
     try:
         onnx.checker.check_model(model, full_check=True)
-        inferred = _check_values(model)
+        inferred = _check_values(model, longest)
         _check_arithmetic(inferred)
     # ValueError: names that are no text end in a UnicodeDecodeError inside of the checker.
     except (
@@ -169,12 +171,15 @@ def _check_ends(what: str, values: Iterable[ValueInfoProto], expected: tuple[Ten
             )
 
 
-def _check_values(model: ModelProto) -> GraphProto:
+def _check_values(model: ModelProto, longest: int) -> GraphProto:
     """No value of one item, as far as shapes are known, may be so large that it fills a device."""
     single = ModelProto()
     single.CopyFrom(model)
     for value in single.graph.input:
-        value.type.tensor_type.shape.dim[0].dim_value = 1
+        first, *others = value.type.tensor_type.shape.dim
+        first.dim_value = 1
+        for size in others:
+            size.dim_value = size.dim_value or longest
     inferred = onnx.shape_inference.infer_shapes(single, data_prop=True)
     for value in inferred.graph.value_info:
         sizes = [d.dim_value for d in value.type.tensor_type.shape.dim if d.HasField("dim_value")]

@@ -26,6 +26,11 @@ def side_encoder_model(release: int) -> str:
     return f"side_encoder_{release}"
 
 
+def text_encoder_model(release: int) -> str:
+    """Triton's name of the text encoder of release N."""
+    return f"text_encoder_{release}"
+
+
 def upgrade_model(from_release: int, to_release: int) -> str:
     """Triton's name of the upgrade M->N."""
     return f"upgrade_{from_release}_to_{to_release}"
@@ -39,6 +44,16 @@ def embedder_path(release: int) -> str:
 def side_encoder_path(release: int) -> str:
     """psi_N's ONNX file."""
     return f"{side_encoder_model(release)}/1/model.onnx"
+
+
+def text_encoder_path(release: int) -> str:
+    """The text encoder's ONNX file."""
+    return f"{text_encoder_model(release)}/1/model.onnx"
+
+
+def tokenizer_path(release: int) -> str:
+    """The text encoder's tokenizer, beside its ONNX file."""
+    return f"{text_encoder_model(release)}/1/tokenizer.json"
 
 
 def upgrade_path(from_release: int, to_release: int) -> str:

@@ -1,17 +1,19 @@
 """Golden probes: inputs with the outputs they must give, to check a machine's own runtime."""
 
 import io
+import json
 import math
 import zipfile
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.errors import VerificationError
+from nobackfill.errors import InvalidInputError, UnusableOutputError, VerificationError
+from nobackfill.release.encoders import TEXT_ROLES, TextRole
 from nobackfill.release.manifest import Manifest, PublishedFile, Upgrade
 from nobackfill.release.models import (
     Files,
@@ -21,6 +23,8 @@ from nobackfill.release.models import (
     open_upgrade,
     read_verified,
 )
+from nobackfill.release.text_models import TextModel, open_text_encoder
+from nobackfill.tokenizing import check_text
 from nobackfill.vectors import Vectors
 
 # Unpacked.
@@ -29,6 +33,10 @@ LARGEST_BYTES = 256 * 2**20
 Arrays = dict[str, NDArray[Any]]
 # Images uint8 [n,H,W,3] of the release's size to vectors float32 [n,d].
 Encode = Callable[[Images], Vectors]
+# The same of texts, as queries or as documents.
+EncodeTexts = Callable[[Sequence[str], TextRole], Vectors]
+# Of the probes' texts.
+_MOST_TEXTS = 64
 
 
 def check_probes(
@@ -36,17 +44,21 @@ def check_probes(
 ) -> None:
     """Run the release's models on its probes, here and now.
 
-    Covers the embedder, the side encoder, the upgrades from the releases in `upgrades` (None: all)
-    and their int8 twins, as far as `files` holds them: a device brings only what it needs. An
-    output agrees when every |difference| <= tolerance * max(1, |expected|). Raises
-    VerificationError naming the model that differs.
+    Covers the embedder, the text encoder, the side encoder, the upgrades from the releases in
+    `upgrades` (None: all) and their int8 twins, as far as `files` holds them: a device brings only
+    what it needs. An output agrees when every |difference| <= tolerance * max(1, |expected|).
+    Raises VerificationError naming the model that differs.
     """
-    embed = side = None
-    if _holds(files, manifest.embedder.file):
+    embed = side = read = None
+    if manifest.embedder.file is not None and _holds(files, manifest.embedder.file):
         embed = open_embedder(files, manifest, threads).run
     if manifest.side_encoder is not None and _holds(files, manifest.side_encoder.file):
         side = open_side_encoder(files, manifest, threads).run
-    check_encoders(files, manifest, embed, side)
+    if manifest.text_encoder is not None and _holds(files, manifest.text_encoder.file):
+        model = open_text_encoder(files, manifest, threads)
+        _check_vocabulary(model)
+        read = model.run
+    check_encoders(files, manifest, embed, side, read)
     probes = _load(read_verified(files, manifest.probes.file), manifest.probes.file.path)
     for upgrade in manifest.upgrades:
         if upgrades is None or upgrade.from_release in upgrades:
@@ -54,17 +66,56 @@ def check_probes(
 
 
 def check_encoders(
-    files: Files, manifest: Manifest, embed: Encode | None, side: Encode | None
-) -> None:
-    """Compare what `embed` and `side` give, wherever they run, with the published outputs.
+    files: Files, manifest: Manifest, embed: Encode | None, side: Encode | None,
+    read: EncodeTexts | None,
+) -> None:  # fmt: skip
+    """Compare what `embed`, `side` and `read` give, wherever they run, with the published outputs.
 
     None leaves one out. Raises VerificationError naming the one that differs.
     """
     probes = _load(read_verified(files, manifest.probes.file), manifest.probes.file.path)
-    images = _array(probes, "image")
     for name, encode in (("embedding", embed), ("side", side)):
         if encode is not None:
-            _agree(name, _array(probes, name), encode(images), manifest.probes.tolerance)
+            got = encode(_array(probes, "image"))
+            _agree(name, _array(probes, name), got, manifest.probes.tolerance)
+    if read is not None:
+        texts = _texts(_array(probes, "text"))
+        for role in TEXT_ROLES:
+            got = read(texts, role)
+            _agree(f"text/{role}", _array(probes, f"text/{role}"), got, manifest.probes.tolerance)
+
+
+def text_probes(texts: Sequence[str], read: EncodeTexts) -> Arrays:
+    """What probes of a text encoder hold."""
+    data = np.frombuffer(json.dumps(list(texts)).encode(), np.uint8)
+    return {"text": data, **{f"text/{role}": read(texts, role) for role in TEXT_ROLES}}
+
+
+def _texts(data: NDArray[Any]) -> list[str]:
+    try:
+        texts = json.loads(data.astype(np.uint8).tobytes())
+    except (ValueError, RecursionError) as error:
+        raise VerificationError(f"golden probes: their texts are no JSON ({error})") from error
+    if not isinstance(texts, list) or not 0 < len(texts) <= _MOST_TEXTS:
+        raise VerificationError(f"golden probes: expected 1 to {_MOST_TEXTS} texts")
+    try:
+        return [check_text(text) for text in texts]
+    except (InvalidInputError, AttributeError) as error:
+        raise VerificationError(f"golden probes: {error}") from error
+
+
+def _check_vocabulary(model: TextModel) -> None:
+    """A token that the model does not know would end, or fail, what serves it."""
+    try:
+        model.embed(model.reader.outermost)
+    except UnusableOutputError:
+        # It is known: that it has no vector by itself says nothing.
+        return
+    except VerificationError as error:
+        raise VerificationError(
+            f"text encoder: its tokenizer has tokens that its model does not take ({error}); "
+            "refused. Publish it with its own tokenizer.json"
+        ) from error
 
 
 def _check_upgrade(

@@ -1,9 +1,10 @@
 """The inputs and outputs of a release's models: what the ONNX rules and Triton expect."""
 
-from nobackfill.release.manifest import Manifest, SideEncoder, Upgrade
+from nobackfill.release.manifest import Manifest, SideEncoder, TextEncoder, Upgrade
 
-# name, dtype ("uint8" or "float32"), shape of one item; the number of items stands before it.
-Tensor = tuple[str, str, tuple[int, ...]]
+# name, dtype ("uint8", "int64" or "float32"), shape of one item (None: as long as a text); the
+# number of items stands before it.
+Tensor = tuple[str, str, tuple[int | None, ...]]
 # inputs, outputs
 Ends = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
@@ -11,6 +12,12 @@ Ends = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 def embedder_ends(manifest: Manifest) -> Ends:
     """Of phi_N: uint8 [n,H,W,3] to float32 [n,dim]."""
     return (_image(manifest),), (_vector("embedding", manifest.embedder.dim),)
+
+
+def text_encoder_ends(manifest: Manifest, encoder: TextEncoder) -> Ends:
+    """Of the text encoder: tokens int64 [n,t] to float32 [n,dim]."""
+    tokens = tuple((name, "int64", (None,)) for name in encoder.inputs)
+    return tokens, (_vector("embedding", manifest.embedder.dim),)
 
 
 def side_encoder_ends(manifest: Manifest, encoder: SideEncoder) -> Ends:
@@ -32,7 +39,7 @@ def upgrade_ends(manifest: Manifest, upgrade: Upgrade) -> Ends:
 
 
 def _image(manifest: Manifest) -> Tensor:
-    return "image", "uint8", (manifest.embedder.height, manifest.embedder.width, 3)
+    return "image", "uint8", (manifest.frame.height, manifest.frame.width, 3)
 
 
 def _vector(name: str, dim: int) -> Tensor:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from nobackfill.errors import VerificationError
+from nobackfill.errors import ConfigurationError, VerificationError
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Files
 
@@ -27,6 +27,7 @@ CPU_SECONDS = 240
 WALL_SECONDS = 120
 # Sessions of many threads reserve address space that counts as memory here.
 _MOST_THREADS = 4
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 _LOOK_SECONDS = 0.2
 _COMMAND = [sys.executable, "-m", "nobackfill.release.trial"]
 
@@ -82,7 +83,7 @@ def refusal_in_child(request: _Request, meanwhile: Callable[[], None]) -> str | 
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        env={**os.environ, **dict.fromkeys(_THREADS, "1")},
     ) as child:
         try:
             while time.monotonic() < end:
@@ -126,7 +127,8 @@ def refusal(request: _Request) -> str | None:
         check_probes(
             request.files, request.manifest, upgrades=request.upgrades, threads=request.threads
         )
-    except VerificationError as error:
+    except (VerificationError, ConfigurationError) as error:
+        # The latter: what reads its tokenizer is not installed here.
         return str(error)
     except MemoryError:
         return f"its models take more than {MEMORY_BYTES >> 30} GiB of memory; refused"

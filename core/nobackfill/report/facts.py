@@ -22,9 +22,10 @@ def downloads(
     new = manifests[release]
     steps = route_along(manifests, route).steps
     transforms = [upgrade.int8_file or upgrade.file for _, upgrade in steps]
+    side = [] if new.side_encoder is None else [new.side_encoder.file]
     parts: dict[str, list[PublishedFile]] = {
-        "new model": [new.embedder.file],
-        "side-information encoder": [] if new.side_encoder is None else [new.side_encoder.file],
+        "new model": [file for file in new.embedding_files() if file not in side],
+        "side-information encoder": side,
         "transform": transforms,
         "probes": [manifests[number].probes.file for number in route[1:] or (release,)],
     }
@@ -44,13 +45,24 @@ def facts(manifest: Manifest) -> list[tuple[str, str]]:
         ("created", manifest.created),
         ("method", manifest.method),
         ("space", manifest.space),
-        ("input", f"{embedder.width} x {embedder.height} pixels"),
+        ("input", _input(manifest)),
         ("embedding", f"{embedder.dim} numbers, {embedder.metric.replace('_', ' ')}"),
         ("side-information", manifest.side_space or "none"),
         *((f"sha256 of {file.path}", file.sha256) for file in manifest.files()),
         *((f"recipe: {key}", str(value)) for key, value in manifest.recipe.items()),
     ]
     return [(name, value) for name, value in rows if value]
+
+
+def _input(manifest: Manifest) -> str:
+    kinds = []
+    if manifest.embedder.file is not None:
+        frame = manifest.frame
+        fit = "" if frame.fit == "stretch" else f", {frame.fit}"
+        kinds.append(f"{frame.width} x {frame.height} pixels{fit}")
+    if (text := manifest.text_encoder) is not None:
+        kinds.append(f"{text.length} tokens of text")
+    return ", ".join(kinds)
 
 
 def software() -> str:

@@ -6,6 +6,7 @@ from functools import cached_property
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.filters import Scalar
 from nobackfill.gallery.writing import Metadata
+from nobackfill.tokenizing import check_text
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
 from nobackfill.wire.answers import Image, Item, Status
@@ -93,13 +94,33 @@ class Galleries(Connection):
 
         return {**self.put_items(gallery, items()), **unsent}
 
+    def put_texts(
+        self,
+        gallery: str,
+        texts: Mapping[str, str],
+        metadata: Mapping[str, Mapping[str, Scalar]] | None = None,
+    ) -> Mapping[str, str]:
+        """As `put`, of texts, each of at most 64 KiB: notes, passages of documents."""
+        unsent: dict[str, str] = {}
+
+        def items() -> Iterator[pb.PutItem]:
+            for name, text in texts.items():
+                try:
+                    item = pb.PutItem(id=name, text=check_text(text))
+                except InvalidInputError as error:
+                    unsent[name] = str(error)
+                    continue
+                yield _noted(item, (metadata or {}).get(name, {}))
+
+        return {**self.put_items(gallery, items()), **unsent}
+
     def put_items(
         self,
         gallery: str,
         items: Iterable[pb.PutItem],
         stored: Callable[[int], object] = lambda count: None,
     ) -> Mapping[str, str]:
-        """Store images, or vectors made elsewhere, by id; returns {id: why it was refused}.
+        """Store images, texts, or vectors made elsewhere, by id; returns {id: why it was refused}.
 
         They go in pieces, each of which is durable when `stored(items so far)` is called; putting
         is idempotent by id, so a piece that broke off is sent again.
@@ -179,7 +200,10 @@ class Galleries(Connection):
 
 
 def _item(name: str, image: Image, notes: Mapping[str, Scalar]) -> pb.PutItem:
-    item = pb.PutItem(id=name, image=image_bytes(image))
+    return _noted(pb.PutItem(id=name, image=image_bytes(image)), notes)
+
+
+def _noted(item: pb.PutItem, notes: Mapping[str, Scalar]) -> pb.PutItem:
     for key, value in notes.items():
         fill_value(value, item.metadata[key])
     return item

@@ -9,6 +9,7 @@ import numpy as np
 
 from nobackfill.errors import InvalidInputError, TooLargeError
 from nobackfill.gallery.filters import Filter, Scalar
+from nobackfill.tokenizing import check_text
 from nobackfill.v1 import search_pb2 as pb
 from nobackfill.v1.search_pb2_grpc import SearchServiceStub
 from nobackfill.wire.answers import Answer, Hit, Image
@@ -38,6 +39,7 @@ class Searches(Connection):
         gallery: str,
         *,
         image: Image | None = None,
+        text: str | None = None,
         embeddings: Embeddings | None = None,
         k: int = 10,
         where: Where | None = None,
@@ -45,19 +47,21 @@ class Searches(Connection):
         exact: bool = False,
         session: str | None = None,
     ) -> Answer[Hit]:
-        """The `k` (1 to 1000) items of `gallery` nearest to an image, or to embeddings by space id.
+        """The `k` (1 to 1000) items of `gallery` nearest to an image, to a text (at most 64 KiB),
+        or to embeddings by space id.
 
         `where` lets only items pass whose metadata equals the given values, or that pass a filter
         of nobackfill.gallery.filters: `All((Range("year", at_least=2020), Not(OneOf("tag", ("sea",
         )))))`.
         `ef` (1 to 4096) candidates at least are looked at, with `exact` all items: that finds more,
         and takes longer. `session` says whose search it is, where a canary chooses by that. Raises
-        InvalidInputError, TooLargeError, NotFoundError, a PreconditionError with its reason,
+        InvalidInputError, TooLargeError, NotFoundError, a PreconditionError with its reason
+        (NoEncoderError: its release embeds no images, or no texts),
         UnavailableError.
         """
         request = pb.SearchRequest(
             gallery=gallery,
-            query=_query(image, embeddings),
+            query=_query(image, text, embeddings),
             k=k,
             filter=to_filter(where),
             accuracy=_accuracy(ef, exact),
@@ -87,6 +91,7 @@ class Searches(Connection):
         gallery: str,
         *,
         images: Sequence[Image] = (),
+        texts: Sequence[str] = (),
         embeddings: Sequence[Embeddings] = (),
         k: int = 10,
         where: Where | None = None,
@@ -94,12 +99,14 @@ class Searches(Connection):
         exact: bool = False,
     ) -> Sequence[Answer[Hit]]:
         """Like `search`, of at most 256 queries on one snapshot: the images' answers, then the
-        embeddings'. A query that is refused alone has its `error` instead of hits."""
+        texts', then the embeddings'. A query that is refused alone has its `error` instead of
+        hits."""
         request = pb.SearchBatchRequest(
             gallery=gallery,
             queries=[
-                *(_query(image, None) for image in images),
-                *(_query(None, vectors) for vectors in embeddings),
+                *(_query(image, None, None) for image in images),
+                *(_query(None, text, None) for text in texts),
+                *(_query(None, None, vectors) for vectors in embeddings),
             ],
             k=k,
             filter=to_filter(where),
@@ -127,11 +134,13 @@ def image_bytes(image: Image) -> bytes:
     return image
 
 
-def _query(image: Image | None, embeddings: Embeddings | None) -> pb.Query:
-    if (image is None) == (embeddings is None):
-        raise InvalidInputError("expected either image= or embeddings=")
+def _query(image: Image | None, text: str | None, embeddings: Embeddings | None) -> pb.Query:
+    if sum(one is not None for one in (image, text, embeddings)) != 1:
+        raise InvalidInputError("expected one of image=, text= and embeddings=")
     if image is not None:
         return pb.Query(image=image_bytes(image))
+    if text is not None:
+        return pb.Query(text=check_text(text))
     query = pb.Query()
     for space, vector in (embeddings or {}).items():
         values = np.ascontiguousarray(vector, "<f4").tobytes()

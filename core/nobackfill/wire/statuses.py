@@ -37,6 +37,7 @@ TABLE = (
             errors.PreconditionError,
             errors.IncompatibleSpaceError,
             errors.NeedsImageError,
+            errors.NoEncoderError,
             errors.ReleaseRetiredError,
             errors.QuotaExceededError,
         )

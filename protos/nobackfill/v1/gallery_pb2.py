@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from nobackfill.v1 import types_pb2 as nobackfill_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bnobackfill/v1/gallery.proto\x12\rnobackfill.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19nobackfill/v1/types.proto\"\xba\x01\n\tSpaceInfo\x12\r\n\x05space\x18\x01 \x01(\t\x12\x0f\n\x07release\x18\x02 \x01(\r\x12\r\n\x05items\x18\x03 \x01(\x04\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.nobackfill.v1.SpaceState\x12+\n\x07\x65nds_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\'\n\x05index\x18\x06 \x01(\x0b\x32\x18.nobackfill.v1.IndexInfo\"K\n\tIndexInfo\x12\x10\n\x08in_graph\x18\x01 \x01(\x04\x12\x10\n\x08\x63ompared\x18\x02 \x01(\x04\x12\r\n\x05\x64\x65lta\x18\x03 \x01(\x04\x12\x0b\n\x03\x64ue\x18\x04 \x01(\x08\"\xf3\x01\n\x07Gallery\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05items\x18\x02 \x01(\x04\x12\x0f\n\x07release\x18\x03 \x01(\r\x12(\n\x06spaces\x18\x04 \x03(\x0b\x32\x18.nobackfill.v1.SpaceInfo\x12\x0c\n\x04note\x18\x05 \x01(\t\x12+\n\x07\x63reated\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x17\n\x0f\x65xact_distances\x18\x07 \x01(\x08\x12\x11\n\tset_aside\x18\x08 \x01(\t\x12)\n\x06source\x18\t \x01(\x0b\x32\x19.nobackfill.v1.ItemSource\"\x99\x01\n\nItemSource\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04hits\x18\x02 \x01(\r\x12+\n\x08patience\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rbytes_a_query\x18\x04 \x01(\x04\x12\x13\n\x0b\x63oncurrency\x18\x05 \x01(\r\x12\x13\n\x0bitems_a_day\x18\x06 \x01(\x04\"=\n\x14\x43reateGalleryRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x17\n\x0f\x65xact_distances\x18\x02 \x01(\x08\"@\n\x15\x43reateGalleryResponse\x12\'\n\x07gallery\x18\x01 \x01(\x0b\x32\x16.nobackfill.v1.Gallery\"\x81\x01\n\x14UpdateGalleryRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1c\n\x0f\x65xact_distances\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12)\n\x06source\x18\x03 \x01(\x0b\x32\x19.nobackfill.v1.ItemSourceB\x12\n\x10_exact_distances\"@\n\x15UpdateGalleryResponse\x12\'\n\x07gallery\x18\x01 \x01(\x0b\x32\x16.nobackfill.v1.Gallery\"!\n\x11GetGalleryRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"=\n\x12GetGalleryResponse\x12\'\n\x07gallery\x18\x01 \x01(\x0b\x32\x16.nobackfill.v1.Gallery\"=\n\x14ListGalleriesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"[\n\x15ListGalleriesResponse\x12)\n\tgalleries\x18\x01 \x03(\x0b\x32\x16.nobackfill.v1.Gallery\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"$\n\x14\x44\x65leteGalleryRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteGalleryResponse\"\xdb\x01\n\x07PutItem\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x05image\x18\x02 \x01(\x0cH\x00\x12)\n\x07vectors\x18\x03 \x01(\x0b\x32\x16.nobackfill.v1.VectorsH\x00\x12\x36\n\x08metadata\x18\x04 \x03(\x0b\x32$.nobackfill.v1.PutItem.MetadataEntry\x1a\x45\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Value:\x02\x38\x01\x42\t\n\x07\x63ontent\"b\n\x07Vectors\x12+\n\tembedding\x18\x01 \x01(\x0b\x32\x18.nobackfill.v1.Embedding\x12*\n\tside_info\x18\x02 \x01(\x0b\x32\x17.nobackfill.v1.SideInfo\"I\n\x0fPutItemsRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12%\n\x05items\x18\x02 \x03(\x0b\x32\x16.nobackfill.v1.PutItem\"]\n\x10PutItemsResponse\x12\x0e\n\x06stored\x18\x01 \x01(\x04\x12(\n\x06\x65rrors\x18\x02 \x03(\x0b\x32\x18.nobackfill.v1.ItemError\x12\x0f\n\x07refused\x18\x03 \x01(\x04\"(\n\tItemError\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"-\n\x0eGetItemRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\"\x85\x02\n\x0fGetItemResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12>\n\x08metadata\x18\x02 \x03(\x0b\x32,.nobackfill.v1.GetItemResponse.MetadataEntry\x12\x0e\n\x06spaces\x18\x03 \x03(\t\x12\x18\n\x0buncertainty\x18\x04 \x01(\x02H\x00\x88\x01\x01\x12%\n\x06origin\x18\x05 \x01(\x0e\x32\x15.nobackfill.v1.Origin\x1a\x45\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Value:\x02\x38\x01\x42\x0e\n\x0c_uncertainty\"\xc1\x01\n\x10ListItemsRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12%\n\x06\x66ilter\x18\x02 \x01(\x0b\x32\x15.nobackfill.v1.Filter\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\npage_token\x18\x04 \x01(\t\x12\'\n\x05order\x18\x05 \x01(\x0e\x32\x18.nobackfill.v1.ItemOrder\x12%\n\x06\x66ields\x18\x06 \x01(\x0b\x32\x15.nobackfill.v1.Fields\"V\n\x11ListItemsResponse\x12(\n\x05items\x18\x01 \x03(\x0b\x32\x19.nobackfill.v1.ListedItem\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xeb\x01\n\nListedItem\x12\n\n\x02id\x18\x01 \x01(\t\x12\x39\n\x08metadata\x18\x02 \x03(\x0b\x32\'.nobackfill.v1.ListedItem.MetadataEntry\x12\x18\n\x0buncertainty\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12%\n\x06origin\x18\x04 \x01(\x0e\x32\x15.nobackfill.v1.Origin\x1a\x45\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Value:\x02\x38\x01\x42\x0e\n\x0c_uncertainty\"K\n\x11\x43ountItemsRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12%\n\x06\x66ilter\x18\x02 \x01(\x0b\x32\x15.nobackfill.v1.Filter\"#\n\x12\x43ountItemsResponse\x12\r\n\x05items\x18\x01 \x01(\x04\"\xe4\x01\n\x12SetMetadataRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\t\x12%\n\x06\x66ilter\x18\x03 \x01(\x0b\x32\x15.nobackfill.v1.Filter\x12\x37\n\x03set\x18\x04 \x03(\x0b\x32*.nobackfill.v1.SetMetadataRequest.SetEntry\x12\x0e\n\x06remove\x18\x05 \x03(\t\x1a@\n\x08SetEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Value:\x02\x38\x01\"$\n\x13SetMetadataResponse\x12\r\n\x05items\x18\x01 \x01(\x04\"Y\n\x12\x44\x65leteItemsRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\t\x12%\n\x06\x66ilter\x18\x03 \x01(\x0b\x32\x15.nobackfill.v1.Filter\"&\n\x13\x44\x65leteItemsResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x04*t\n\nSpaceState\x12\x1b\n\x17SPACE_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12SPACE_STATE_ACTIVE\x10\x01\x12\x17\n\x13SPACE_STATE_STAGING\x10\x02\x12\x18\n\x14SPACE_STATE_PREVIOUS\x10\x03*E\n\tItemOrder\x12\x1a\n\x16ITEM_ORDER_UNSPECIFIED\x10\x00\x12\x1c\n\x18ITEM_ORDER_LEAST_CERTAIN\x10\x01\x32\xbd\x07\n\x0eGalleryService\x12Z\n\rCreateGallery\x12#.nobackfill.v1.CreateGalleryRequest\x1a$.nobackfill.v1.CreateGalleryResponse\x12Q\n\nGetGallery\x12 .nobackfill.v1.GetGalleryRequest\x1a!.nobackfill.v1.GetGalleryResponse\x12Z\n\rListGalleries\x12#.nobackfill.v1.ListGalleriesRequest\x1a$.nobackfill.v1.ListGalleriesResponse\x12Z\n\rDeleteGallery\x12#.nobackfill.v1.DeleteGalleryRequest\x1a$.nobackfill.v1.DeleteGalleryResponse\x12O\n\x08PutItems\x12\x1e.nobackfill.v1.PutItemsRequest\x1a\x1f.nobackfill.v1.PutItemsResponse(\x01\x30\x01\x12H\n\x07GetItem\x12\x1d.nobackfill.v1.GetItemRequest\x1a\x1e.nobackfill.v1.GetItemResponse\x12N\n\tListItems\x12\x1f.nobackfill.v1.ListItemsRequest\x1a .nobackfill.v1.ListItemsResponse\x12Q\n\nCountItems\x12 .nobackfill.v1.CountItemsRequest\x1a!.nobackfill.v1.CountItemsResponse\x12T\n\x0bSetMetadata\x12!.nobackfill.v1.SetMetadataRequest\x1a\".nobackfill.v1.SetMetadataResponse\x12T\n\x0b\x44\x65leteItems\x12!.nobackfill.v1.DeleteItemsRequest\x1a\".nobackfill.v1.DeleteItemsResponse\x12Z\n\rUpdateGallery\x12#.nobackfill.v1.UpdateGalleryRequest\x1a$.nobackfill.v1.UpdateGalleryResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bnobackfill/v1/gallery.proto\x12\rnobackfill.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19nobackfill/v1/types.proto\"\xba\x01\n\tSpaceInfo\x12\r\n\x05space\x18\x01 \x01(\t\x12\x0f\n\x07release\x18\x02 \x01(\r\x12\r\n\x05items\x18\x03 \x01(\x04\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.nobackfill.v1.SpaceState\x12+\n\x07\x65nds_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\'\n\x05index\x18\x06 \x01(\x0b\x32\x18.nobackfill.v1.IndexInfo\"K\n\tIndexInfo\x12\x10\n\x08in_graph\x18\x01 \x01(\x04\x12\x10\n\x08\x63ompared\x18\x02 \x01(\x04\x12\r\n\x05\x64\x65lta\x18\x03 \x01(\x04\x12\x0b\n\x03\x64ue\x18\x04 \x01(\x08\"\xf3\x01\n\x07Gallery\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05items\x18\x02 \x01(\x04\x12\x0f\n\x07release\x18\x03 \x01(\r\x12(\n\x06spaces\x18\x04 \x03(\x0b\x32\x18.nobackfill.v1.SpaceInfo\x12\x0c\n\x04note\x18\x05 \x01(\t\x12+\n\x07\x63reated\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x17\n\x0f\x65xact_distances\x18\x07 \x01(\x08\x12\x11\n\tset_aside\x18\x08 \x01(\t\x12)\n\x06source\x18\t \x01(\x0b\x32\x19.nobackfill.v1.ItemSource\"\x99\x01\n\nItemSource\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04hits\x18\x02 \x01(\r\x12+\n\x08patience\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rbytes_a_query\x18\x04 \x01(\x04\x12\x13\n\x0b\x63oncurrency\x18\x05 \x01(\r\x12\x13\n\x0bitems_a_day\x18\x06 \x01(\x04\"=\n\x14\x43reateGalleryRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x17\n\x0f\x65xact_distances\x18\x02 \x01(\x08\"@\n\x15\x43reateGalleryResponse\x12\'\n\x07gallery\x18\x01 \x01(\x0b\x32\x16.nobackfill.v1.Gallery\"\x81\x01\n\x14UpdateGalleryRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1c\n\x0f\x65xact_distances\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12)\n\x06source\x18\x03 \x01(\x0b\x32\x19.nobackfill.v1.ItemSourceB\x12\n\x10_exact_distances\"@\n\x15UpdateGalleryResponse\x12\'\n\x07gallery\x18\x01 \x01(\x0b\x32\x16.nobackfill.v1.Gallery\"!\n\x11GetGalleryRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"=\n\x12GetGalleryResponse\x12\'\n\x07gallery\x18\x01 \x01(\x0b\x32\x16.nobackfill.v1.Gallery\"=\n\x14ListGalleriesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"[\n\x15ListGalleriesResponse\x12)\n\tgalleries\x18\x01 \x03(\x0b\x32\x16.nobackfill.v1.Gallery\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"$\n\x14\x44\x65leteGalleryRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteGalleryResponse\"\xeb\x01\n\x07PutItem\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x05image\x18\x02 \x01(\x0cH\x00\x12)\n\x07vectors\x18\x03 \x01(\x0b\x32\x16.nobackfill.v1.VectorsH\x00\x12\x0e\n\x04text\x18\x05 \x01(\tH\x00\x12\x36\n\x08metadata\x18\x04 \x03(\x0b\x32$.nobackfill.v1.PutItem.MetadataEntry\x1a\x45\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Value:\x02\x38\x01\x42\t\n\x07\x63ontent\"b\n\x07Vectors\x12+\n\tembedding\x18\x01 \x01(\x0b\x32\x18.nobackfill.v1.Embedding\x12*\n\tside_info\x18\x02 \x01(\x0b\x32\x17.nobackfill.v1.SideInfo\"I\n\x0fPutItemsRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12%\n\x05items\x18\x02 \x03(\x0b\x32\x16.nobackfill.v1.PutItem\"]\n\x10PutItemsResponse\x12\x0e\n\x06stored\x18\x01 \x01(\x04\x12(\n\x06\x65rrors\x18\x02 \x03(\x0b\x32\x18.nobackfill.v1.ItemError\x12\x0f\n\x07refused\x18\x03 \x01(\x04\"(\n\tItemError\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"-\n\x0eGetItemRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\n\n\x02id\x18\x02 \x01(\t\"\x85\x02\n\x0fGetItemResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12>\n\x08metadata\x18\x02 \x03(\x0b\x32,.nobackfill.v1.GetItemResponse.MetadataEntry\x12\x0e\n\x06spaces\x18\x03 \x03(\t\x12\x18\n\x0buncertainty\x18\x04 \x01(\x02H\x00\x88\x01\x01\x12%\n\x06origin\x18\x05 \x01(\x0e\x32\x15.nobackfill.v1.Origin\x1a\x45\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Value:\x02\x38\x01\x42\x0e\n\x0c_uncertainty\"\xc1\x01\n\x10ListItemsRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12%\n\x06\x66ilter\x18\x02 \x01(\x0b\x32\x15.nobackfill.v1.Filter\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\npage_token\x18\x04 \x01(\t\x12\'\n\x05order\x18\x05 \x01(\x0e\x32\x18.nobackfill.v1.ItemOrder\x12%\n\x06\x66ields\x18\x06 \x01(\x0b\x32\x15.nobackfill.v1.Fields\"V\n\x11ListItemsResponse\x12(\n\x05items\x18\x01 \x03(\x0b\x32\x19.nobackfill.v1.ListedItem\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xeb\x01\n\nListedItem\x12\n\n\x02id\x18\x01 \x01(\t\x12\x39\n\x08metadata\x18\x02 \x03(\x0b\x32\'.nobackfill.v1.ListedItem.MetadataEntry\x12\x18\n\x0buncertainty\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12%\n\x06origin\x18\x04 \x01(\x0e\x32\x15.nobackfill.v1.Origin\x1a\x45\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Value:\x02\x38\x01\x42\x0e\n\x0c_uncertainty\"K\n\x11\x43ountItemsRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12%\n\x06\x66ilter\x18\x02 \x01(\x0b\x32\x15.nobackfill.v1.Filter\"#\n\x12\x43ountItemsResponse\x12\r\n\x05items\x18\x01 \x01(\x04\"\xe4\x01\n\x12SetMetadataRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\t\x12%\n\x06\x66ilter\x18\x03 \x01(\x0b\x32\x15.nobackfill.v1.Filter\x12\x37\n\x03set\x18\x04 \x03(\x0b\x32*.nobackfill.v1.SetMetadataRequest.SetEntry\x12\x0e\n\x06remove\x18\x05 \x03(\t\x1a@\n\x08SetEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Value:\x02\x38\x01\"$\n\x13SetMetadataResponse\x12\r\n\x05items\x18\x01 \x01(\x04\"Y\n\x12\x44\x65leteItemsRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\t\x12%\n\x06\x66ilter\x18\x03 \x01(\x0b\x32\x15.nobackfill.v1.Filter\"&\n\x13\x44\x65leteItemsResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x04*t\n\nSpaceState\x12\x1b\n\x17SPACE_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12SPACE_STATE_ACTIVE\x10\x01\x12\x17\n\x13SPACE_STATE_STAGING\x10\x02\x12\x18\n\x14SPACE_STATE_PREVIOUS\x10\x03*E\n\tItemOrder\x12\x1a\n\x16ITEM_ORDER_UNSPECIFIED\x10\x00\x12\x1c\n\x18ITEM_ORDER_LEAST_CERTAIN\x10\x01\x32\xbd\x07\n\x0eGalleryService\x12Z\n\rCreateGallery\x12#.nobackfill.v1.CreateGalleryRequest\x1a$.nobackfill.v1.CreateGalleryResponse\x12Q\n\nGetGallery\x12 .nobackfill.v1.GetGalleryRequest\x1a!.nobackfill.v1.GetGalleryResponse\x12Z\n\rListGalleries\x12#.nobackfill.v1.ListGalleriesRequest\x1a$.nobackfill.v1.ListGalleriesResponse\x12Z\n\rDeleteGallery\x12#.nobackfill.v1.DeleteGalleryRequest\x1a$.nobackfill.v1.DeleteGalleryResponse\x12O\n\x08PutItems\x12\x1e.nobackfill.v1.PutItemsRequest\x1a\x1f.nobackfill.v1.PutItemsResponse(\x01\x30\x01\x12H\n\x07GetItem\x12\x1d.nobackfill.v1.GetItemRequest\x1a\x1e.nobackfill.v1.GetItemResponse\x12N\n\tListItems\x12\x1f.nobackfill.v1.ListItemsRequest\x1a .nobackfill.v1.ListItemsResponse\x12Q\n\nCountItems\x12 .nobackfill.v1.CountItemsRequest\x1a!.nobackfill.v1.CountItemsResponse\x12T\n\x0bSetMetadata\x12!.nobackfill.v1.SetMetadataRequest\x1a\".nobackfill.v1.SetMetadataResponse\x12T\n\x0b\x44\x65leteItems\x12!.nobackfill.v1.DeleteItemsRequest\x1a\".nobackfill.v1.DeleteItemsResponse\x12Z\n\rUpdateGallery\x12#.nobackfill.v1.UpdateGalleryRequest\x1a$.nobackfill.v1.UpdateGalleryResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,10 +42,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTEDITEM_METADATAENTRY']._serialized_options = b'8\001'
   _globals['_SETMETADATAREQUEST_SETENTRY']._loaded_options = None
   _globals['_SETMETADATAREQUEST_SETENTRY']._serialized_options = b'8\001'
-  _globals['_SPACESTATE']._serialized_start=3331
-  _globals['_SPACESTATE']._serialized_end=3447
-  _globals['_ITEMORDER']._serialized_start=3449
-  _globals['_ITEMORDER']._serialized_end=3518
+  _globals['_SPACESTATE']._serialized_start=3347
+  _globals['_SPACESTATE']._serialized_end=3463
+  _globals['_ITEMORDER']._serialized_start=3465
+  _globals['_ITEMORDER']._serialized_end=3534
   _globals['_SPACEINFO']._serialized_start=139
   _globals['_SPACEINFO']._serialized_end=325
   _globals['_INDEXINFO']._serialized_start=327
@@ -75,45 +75,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DELETEGALLERYRESPONSE']._serialized_start=1425
   _globals['_DELETEGALLERYRESPONSE']._serialized_end=1448
   _globals['_PUTITEM']._serialized_start=1451
-  _globals['_PUTITEM']._serialized_end=1670
-  _globals['_PUTITEM_METADATAENTRY']._serialized_start=1590
-  _globals['_PUTITEM_METADATAENTRY']._serialized_end=1659
-  _globals['_VECTORS']._serialized_start=1672
-  _globals['_VECTORS']._serialized_end=1770
-  _globals['_PUTITEMSREQUEST']._serialized_start=1772
-  _globals['_PUTITEMSREQUEST']._serialized_end=1845
-  _globals['_PUTITEMSRESPONSE']._serialized_start=1847
-  _globals['_PUTITEMSRESPONSE']._serialized_end=1940
-  _globals['_ITEMERROR']._serialized_start=1942
-  _globals['_ITEMERROR']._serialized_end=1982
-  _globals['_GETITEMREQUEST']._serialized_start=1984
-  _globals['_GETITEMREQUEST']._serialized_end=2029
-  _globals['_GETITEMRESPONSE']._serialized_start=2032
-  _globals['_GETITEMRESPONSE']._serialized_end=2293
-  _globals['_GETITEMRESPONSE_METADATAENTRY']._serialized_start=1590
-  _globals['_GETITEMRESPONSE_METADATAENTRY']._serialized_end=1659
-  _globals['_LISTITEMSREQUEST']._serialized_start=2296
-  _globals['_LISTITEMSREQUEST']._serialized_end=2489
-  _globals['_LISTITEMSRESPONSE']._serialized_start=2491
-  _globals['_LISTITEMSRESPONSE']._serialized_end=2577
-  _globals['_LISTEDITEM']._serialized_start=2580
-  _globals['_LISTEDITEM']._serialized_end=2815
-  _globals['_LISTEDITEM_METADATAENTRY']._serialized_start=1590
-  _globals['_LISTEDITEM_METADATAENTRY']._serialized_end=1659
-  _globals['_COUNTITEMSREQUEST']._serialized_start=2817
-  _globals['_COUNTITEMSREQUEST']._serialized_end=2892
-  _globals['_COUNTITEMSRESPONSE']._serialized_start=2894
-  _globals['_COUNTITEMSRESPONSE']._serialized_end=2929
-  _globals['_SETMETADATAREQUEST']._serialized_start=2932
-  _globals['_SETMETADATAREQUEST']._serialized_end=3160
-  _globals['_SETMETADATAREQUEST_SETENTRY']._serialized_start=3096
-  _globals['_SETMETADATAREQUEST_SETENTRY']._serialized_end=3160
-  _globals['_SETMETADATARESPONSE']._serialized_start=3162
-  _globals['_SETMETADATARESPONSE']._serialized_end=3198
-  _globals['_DELETEITEMSREQUEST']._serialized_start=3200
-  _globals['_DELETEITEMSREQUEST']._serialized_end=3289
-  _globals['_DELETEITEMSRESPONSE']._serialized_start=3291
-  _globals['_DELETEITEMSRESPONSE']._serialized_end=3329
-  _globals['_GALLERYSERVICE']._serialized_start=3521
-  _globals['_GALLERYSERVICE']._serialized_end=4478
+  _globals['_PUTITEM']._serialized_end=1686
+  _globals['_PUTITEM_METADATAENTRY']._serialized_start=1606
+  _globals['_PUTITEM_METADATAENTRY']._serialized_end=1675
+  _globals['_VECTORS']._serialized_start=1688
+  _globals['_VECTORS']._serialized_end=1786
+  _globals['_PUTITEMSREQUEST']._serialized_start=1788
+  _globals['_PUTITEMSREQUEST']._serialized_end=1861
+  _globals['_PUTITEMSRESPONSE']._serialized_start=1863
+  _globals['_PUTITEMSRESPONSE']._serialized_end=1956
+  _globals['_ITEMERROR']._serialized_start=1958
+  _globals['_ITEMERROR']._serialized_end=1998
+  _globals['_GETITEMREQUEST']._serialized_start=2000
+  _globals['_GETITEMREQUEST']._serialized_end=2045
+  _globals['_GETITEMRESPONSE']._serialized_start=2048
+  _globals['_GETITEMRESPONSE']._serialized_end=2309
+  _globals['_GETITEMRESPONSE_METADATAENTRY']._serialized_start=1606
+  _globals['_GETITEMRESPONSE_METADATAENTRY']._serialized_end=1675
+  _globals['_LISTITEMSREQUEST']._serialized_start=2312
+  _globals['_LISTITEMSREQUEST']._serialized_end=2505
+  _globals['_LISTITEMSRESPONSE']._serialized_start=2507
+  _globals['_LISTITEMSRESPONSE']._serialized_end=2593
+  _globals['_LISTEDITEM']._serialized_start=2596
+  _globals['_LISTEDITEM']._serialized_end=2831
+  _globals['_LISTEDITEM_METADATAENTRY']._serialized_start=1606
+  _globals['_LISTEDITEM_METADATAENTRY']._serialized_end=1675
+  _globals['_COUNTITEMSREQUEST']._serialized_start=2833
+  _globals['_COUNTITEMSREQUEST']._serialized_end=2908
+  _globals['_COUNTITEMSRESPONSE']._serialized_start=2910
+  _globals['_COUNTITEMSRESPONSE']._serialized_end=2945
+  _globals['_SETMETADATAREQUEST']._serialized_start=2948
+  _globals['_SETMETADATAREQUEST']._serialized_end=3176
+  _globals['_SETMETADATAREQUEST_SETENTRY']._serialized_start=3112
+  _globals['_SETMETADATAREQUEST_SETENTRY']._serialized_end=3176
+  _globals['_SETMETADATARESPONSE']._serialized_start=3178
+  _globals['_SETMETADATARESPONSE']._serialized_end=3214
+  _globals['_DELETEITEMSREQUEST']._serialized_start=3216
+  _globals['_DELETEITEMSREQUEST']._serialized_end=3305
+  _globals['_DELETEITEMSRESPONSE']._serialized_start=3307
+  _globals['_DELETEITEMSRESPONSE']._serialized_end=3345
+  _globals['_GALLERYSERVICE']._serialized_start=3537
+  _globals['_GALLERYSERVICE']._serialized_end=4494
 # @@protoc_insertion_point(module_scope)

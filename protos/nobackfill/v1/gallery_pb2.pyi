@@ -165,7 +165,7 @@ class DeleteGalleryResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class PutItem(_message.Message):
-    __slots__ = ("id", "image", "vectors", "metadata")
+    __slots__ = ("id", "image", "vectors", "text", "metadata")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -176,12 +176,14 @@ class PutItem(_message.Message):
     ID_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     VECTORS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
     id: str
     image: bytes
     vectors: Vectors
+    text: str
     metadata: _containers.MessageMap[str, _types_pb2.Value]
-    def __init__(self, id: _Optional[str] = ..., image: _Optional[bytes] = ..., vectors: _Optional[_Union[Vectors, _Mapping]] = ..., metadata: _Optional[_Mapping[str, _types_pb2.Value]] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., image: _Optional[bytes] = ..., vectors: _Optional[_Union[Vectors, _Mapping]] = ..., text: _Optional[str] = ..., metadata: _Optional[_Mapping[str, _types_pb2.Value]] = ...) -> None: ...
 
 class Vectors(_message.Message):
     __slots__ = ("embedding", "side_info")

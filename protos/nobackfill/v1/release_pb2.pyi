@@ -87,7 +87,7 @@ SYNC_FAILURE_REFUSED: SyncFailure
 SYNC_FAILURE_LEFT_BEHIND: SyncFailure
 
 class Release(_message.Message):
-    __slots__ = ("number", "space", "side_space", "dim", "side_dim", "metric", "state", "reason", "searches_directly", "upgrades_from", "manifest", "ends_at")
+    __slots__ = ("number", "space", "side_space", "dim", "side_dim", "metric", "state", "reason", "searches_directly", "upgrades_from", "manifest", "ends_at", "embeds_images", "embeds_texts")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     SPACE_FIELD_NUMBER: _ClassVar[int]
     SIDE_SPACE_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,8 @@ class Release(_message.Message):
     UPGRADES_FROM_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     ENDS_AT_FIELD_NUMBER: _ClassVar[int]
+    EMBEDS_IMAGES_FIELD_NUMBER: _ClassVar[int]
+    EMBEDS_TEXTS_FIELD_NUMBER: _ClassVar[int]
     number: int
     space: str
     side_space: str
@@ -112,7 +114,9 @@ class Release(_message.Message):
     upgrades_from: _containers.RepeatedScalarFieldContainer[int]
     manifest: str
     ends_at: _timestamp_pb2.Timestamp
-    def __init__(self, number: _Optional[int] = ..., space: _Optional[str] = ..., side_space: _Optional[str] = ..., dim: _Optional[int] = ..., side_dim: _Optional[int] = ..., metric: _Optional[str] = ..., state: _Optional[_Union[ReleaseState, str]] = ..., reason: _Optional[str] = ..., searches_directly: _Optional[_Iterable[int]] = ..., upgrades_from: _Optional[_Iterable[int]] = ..., manifest: _Optional[str] = ..., ends_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    embeds_images: bool
+    embeds_texts: bool
+    def __init__(self, number: _Optional[int] = ..., space: _Optional[str] = ..., side_space: _Optional[str] = ..., dim: _Optional[int] = ..., side_dim: _Optional[int] = ..., metric: _Optional[str] = ..., state: _Optional[_Union[ReleaseState, str]] = ..., reason: _Optional[str] = ..., searches_directly: _Optional[_Iterable[int]] = ..., upgrades_from: _Optional[_Iterable[int]] = ..., manifest: _Optional[str] = ..., ends_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., embeds_images: _Optional[bool] = ..., embeds_texts: _Optional[bool] = ...) -> None: ...
 
 class ListReleasesRequest(_message.Message):
     __slots__ = ()

@@ -23,12 +23,14 @@ FEEDBACK_KIND_CONFIRMED: FeedbackKind
 FEEDBACK_KIND_REJECTED: FeedbackKind
 
 class Query(_message.Message):
-    __slots__ = ("image", "embeddings")
+    __slots__ = ("image", "embeddings", "text")
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
     image: bytes
     embeddings: Embeddings
-    def __init__(self, image: _Optional[bytes] = ..., embeddings: _Optional[_Union[Embeddings, _Mapping]] = ...) -> None: ...
+    text: str
+    def __init__(self, image: _Optional[bytes] = ..., embeddings: _Optional[_Union[Embeddings, _Mapping]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Embeddings(_message.Message):
     __slots__ = ("embeddings",)

@@ -59,7 +59,7 @@ class SearchServiceServicer:
     def Search(self, request, context):
         """Nearest items to one query. Errors: INVALID_ARGUMENT (no image, wrong dimension, NaN, k out of
         range), NOT_FOUND (gallery), FAILED_PRECONDITION with ErrorInfo reason INCOMPATIBLE_SPACE,
-        NEEDS_IMAGE or RELEASE_RETIRED, UNAVAILABLE (model server away; queries by embedding still work).
+        NEEDS_IMAGE, NO_ENCODER (the release embeds no images, or no texts) or RELEASE_RETIRED, UNAVAILABLE (model server away; queries by embedding still work).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,7 @@ class SearchServiceStub:
     Search: _grpc.UnaryUnaryMultiCallable[_search_pb2.SearchRequest, _search_pb2.SearchResponse]
     """Nearest items to one query. Errors: INVALID_ARGUMENT (no image, wrong dimension, NaN, k out of
     range), NOT_FOUND (gallery), FAILED_PRECONDITION with ErrorInfo reason INCOMPATIBLE_SPACE,
-    NEEDS_IMAGE or RELEASE_RETIRED, UNAVAILABLE (model server away; queries by embedding still work).
+    NEEDS_IMAGE, NO_ENCODER (the release embeds no images, or no texts) or RELEASE_RETIRED, UNAVAILABLE (model server away; queries by embedding still work).
     """
     SearchBatch: _grpc.UnaryUnaryMultiCallable[_search_pb2.SearchBatchRequest, _search_pb2.SearchBatchResponse]
     """Several queries on one snapshot of one gallery. What is no image, or no vector of its space, is
@@ -56,7 +56,7 @@ class SearchServiceAsyncStub(SearchServiceStub):
     Search: _aio.UnaryUnaryMultiCallable[_search_pb2.SearchRequest, _search_pb2.SearchResponse]  # type: ignore[assignment]
     """Nearest items to one query. Errors: INVALID_ARGUMENT (no image, wrong dimension, NaN, k out of
     range), NOT_FOUND (gallery), FAILED_PRECONDITION with ErrorInfo reason INCOMPATIBLE_SPACE,
-    NEEDS_IMAGE or RELEASE_RETIRED, UNAVAILABLE (model server away; queries by embedding still work).
+    NEEDS_IMAGE, NO_ENCODER (the release embeds no images, or no texts) or RELEASE_RETIRED, UNAVAILABLE (model server away; queries by embedding still work).
     """
     SearchBatch: _aio.UnaryUnaryMultiCallable[_search_pb2.SearchBatchRequest, _search_pb2.SearchBatchResponse]  # type: ignore[assignment]
     """Several queries on one snapshot of one gallery. What is no image, or no vector of its space, is
@@ -79,7 +79,7 @@ class SearchServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_search_pb2.SearchResponse, _abc.Awaitable[_search_pb2.SearchResponse]]:
         """Nearest items to one query. Errors: INVALID_ARGUMENT (no image, wrong dimension, NaN, k out of
         range), NOT_FOUND (gallery), FAILED_PRECONDITION with ErrorInfo reason INCOMPATIBLE_SPACE,
-        NEEDS_IMAGE or RELEASE_RETIRED, UNAVAILABLE (model server away; queries by embedding still work).
+        NEEDS_IMAGE, NO_ENCODER (the release embeds no images, or no texts) or RELEASE_RETIRED, UNAVAILABLE (model server away; queries by embedding still work).
         """
 
     @_abc_1.abstractmethod

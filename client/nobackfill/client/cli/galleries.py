@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from nobackfill.client.cli.notes import Texts, add_texts
 from nobackfill.client.cli.options import Json, metadata_values, named_path
 from nobackfill.client.output import Output, size
 from nobackfill.errors import ConfigurationError, InvalidInputError
@@ -70,11 +71,12 @@ def _confirm(root: bytes) -> None:
 def add(
     context: typer.Context,
     images: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
             metavar="PATHS...", help="Images and folders (JPEG, PNG, WebP).", parser=named_path
         ),
-    ],
+    ] = None,
+    texts: Texts = None,
     note: Annotated[
         list[str] | None,
         typer.Option(
@@ -83,13 +85,19 @@ def add(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Add images; those that the gallery holds are skipped, those that are none are named."""
+    """Add images; those that the gallery holds are skipped, those that are none are named. Or
+    texts, by their ids, in place of what is there."""
+    if bool(images) == (texts is not None) or (texts is not None and note):
+        raise typer.BadParameter("expected either images, with --set or without, or --texts FILE")
+    if texts is not None:
+        add_texts(context, texts, json)
+        return
     from nobackfill.client.device import Device
     from nobackfill.client.photos.adding import add as store
     from nobackfill.client.photos.files import find_images
 
     output = Output(json)
-    files = find_images(images)
+    files = find_images(images or [])
     with Device(context.obj) as device, output.progress("adding") as advance:
         done = store(device, files, metadata_values(note), advance)
         total = device.store.count()
@@ -112,6 +120,7 @@ def search(
         typer.Argument(metavar="IMAGE...", help="What to look for.", parser=named_path),
     ] = None,
     item: Annotated[str | None, typer.Option("--id", help="An item of the gallery.")] = None,
+    text: Annotated[str | None, typer.Option("--text", help="A text to look for.")] = None,
     k: Annotated[int, typer.Option("-k", min=1, max=1000, help="Number of hits.")] = 10,
     where: Annotated[
         list[str] | None,
@@ -124,20 +133,23 @@ def search(
     sheet: Sheet = None,
     json: Json = False,
 ) -> None:
-    """Find the items nearest to images, or to an item of the gallery. Exact and offline."""
+    """Find the items nearest to images, a text, or an item of the gallery. Exact and offline."""
     from nobackfill.client.conditions import read
     from nobackfill.client.device import Device
     from nobackfill.client.photos.search import Search
 
-    if bool(images) == (item is not None):
-        raise typer.BadParameter("expected either images or --id")
+    if bool(images) + (item is not None) + (text is not None) != 1:
+        raise typer.BadParameter("expected either images, --text or --id")
     try:
         conditions = read(where or [])
     except InvalidInputError as error:
         raise typer.BadParameter(f"--where: {error}") from error
     with Device(context.obj) as device:
         view = Search(device, conditions if where else {})
-        answers = [view.by_id(item, k)] if item is not None else view.by_images(images or [], k)
+        if item is not None:
+            answers = [view.by_id(item, k)]
+        else:
+            answers = view.by_images(images or [], k) if text is None else view.by_texts([text], k)
         if sheet is not None:
             from nobackfill.client.photos.contact_sheet import write_sheet
 

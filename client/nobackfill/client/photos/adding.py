@@ -10,6 +10,7 @@ from nobackfill.client.output import Advance
 from nobackfill.client.photos.encoding import Encoder
 from nobackfill.client.photos.files import read_image
 from nobackfill.errors import InvalidInputError, UnusableOutputError
+from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Metadata, NewVectors
 from nobackfill.images import Pixels
 from nobackfill.release.models import no_vector
@@ -155,10 +156,14 @@ class _Adder:
 
     def _current(self) -> list[Encoder]:
         spaces = [self._device.store.active(), self._device.previous()]
-        specs = [space.spec for space in spaces if space is not None]
-        for spec in specs:
+        specs: list[SpaceSpec] = []
+        for spec in (space.spec for space in spaces if space is not None):
+            manifest = self._device.manifest(spec.release)
+            if specs and manifest.embedder.file is None:
+                # A rollback finds what was added since only where that release embeds images, too.
+                continue
+            specs.append(spec)
             if spec.space not in self._open:
-                manifest = self._device.manifest(spec.release)
                 self._open[spec.space] = Encoder(self._device.models, manifest)
         return [self._open[spec.space] for spec in specs]
 

@@ -30,7 +30,7 @@ class Encoder:
 
     def pixels(self, image: bytes) -> Pixels:
         """The image at this release's size. Raises InvalidInputError."""
-        return decode(image, self.manifest.embedder.height, self.manifest.embedder.width)
+        return decode(image, *self.manifest.frame)
 
     def embed(self, pixels: Sequence[Pixels]) -> Vectors:
         """Embeddings [n, dim] of n images."""

@@ -59,7 +59,8 @@ class Hit(answers.Hit):
 
 @dataclass(frozen=True)
 class Answer(answers.Answer[Hit]):
-    """The hits of one query; `query`: the image's path, or the item's id."""
+    """The hits of one query; `query`: the image's path, the text, or
+    the item's id."""
 
     query: str = ""
 
@@ -125,7 +126,7 @@ class Search:
 
         manifest = self._device.manifest(self.spec.release)
         encoder = Encoder(self._device.models, manifest, side=False)
-        size = (manifest.embedder.height, manifest.embedder.width)
+        size = manifest.frame
         names = ["the image" if isinstance(image, bytes) else str(image) for image in images]
         pixels = [
             decode(image, *size) if isinstance(image, bytes) else decode_file(image, *size)
@@ -139,6 +140,14 @@ class Search:
                 worst = names[start + error.rows[0]]
                 raise InvalidInputError(f"{worst}: {no_vector(manifest)}") from error
         return self._answers(names, np.concatenate(queries), k)
+
+    def by_texts(self, texts: Sequence[str], k: int) -> list[Answer]:
+        """The items nearest to each text. Raises NoEncoderError where the release embeds none,
+        InvalidInputError for one with nothing to read."""
+        from nobackfill.client import notes
+
+        manifest = self._device.manifest(self.spec.release)
+        return self._answers(texts, notes.embed(self._device, manifest, texts, "query"), k)
 
     def by_embedding(self, embeddings: Mapping[str, Sequence[float]], k: int) -> Answer:
         """The items nearest to the vector of the space that answers.

@@ -108,7 +108,8 @@ def tidy(device: Device) -> int:
     }
     freed = 0
     models = device.models
-    for path in sorted(models.rglob("*.onnx")) + sorted(models.glob("*.npz")):
+    kept = [*models.rglob("*.onnx"), *models.rglob("tokenizer.json"), *models.glob("*.npz")]
+    for path in sorted(kept):
         if path.relative_to(models).as_posix() not in needed:
             freed += path.stat().st_size
             durable.remove_tree(path)

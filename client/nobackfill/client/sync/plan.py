@@ -63,9 +63,8 @@ class Plan:
 
 
 def embedding_files(manifest: Manifest) -> list[PublishedFile]:
-    """What it takes to embed images in a release's space, and to probe that."""
-    side = manifest.side_encoder
-    return [manifest.embedder.file, manifest.probes.file, *([] if side is None else [side.file])]
+    """What it takes to embed in a release's space, and to probe that."""
+    return [*manifest.embedding_files(), manifest.probes.file]
 
 
 def make_plan(device: Device, trust: Trust, target: int, *, int8: bool) -> Plan | None:

@@ -1,13 +1,13 @@
 """Items that can be embedded: image files of a folder, lines of JSON, a column of a source."""
 
-import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.items.kind import Kind
+from nobackfill.text_lines import read_texts
 
 _IMAGES = {".jpg", ".jpeg", ".png", ".webp"}
 _WINDOW = 1000
@@ -33,7 +33,7 @@ def read_items(
     """
     path = Path(address)
     if path.suffix == ".jsonl":
-        found = list(_lines(path, key or "id", column))
+        found = [(one.id, one.text) for one in read_texts(path, key=key or "id", column=column)]
     elif path.is_dir() and any(p.suffix.lower() in _IMAGES for p in path.rglob("*")):
         files = sorted(p for p in path.rglob("*") if p.suffix.lower() in _IMAGES and p.is_file())
         return _wanted(
@@ -76,25 +76,3 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _lines(path: Path, key: str, column: str) -> Iterator[tuple[str, str]]:
-    try:
-        # Not splitlines: JSON may hold other separators of lines.
-        lines = path.read_text("utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise NotFoundError(f"{path}: cannot be read ({error})") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            one = json.loads(line)
-            pair = one[key], one[column]
-            if not all(isinstance(part, str | int | float) for part in pair):
-                raise ValueError("no text")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise InvalidInputError(
-                f"{path}:{number}: expected a JSON object with {key!r} and {column!r}, both "
-                "texts or numbers"
-            ) from error
-        yield str(pair[0]), str(pair[1])

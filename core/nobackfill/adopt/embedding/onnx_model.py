@@ -1,46 +1,23 @@
-"""An ONNX file and what is declared about it: pooling, prefix, tokenizer, scaling of pixels.
-
-Declared in `NAME.json` beside `NAME.onnx`, or in the files that sentence-transformers exports.
-"""
+"""An ONNX file that others made, run as is declared about it."""
 
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nobackfill.adopt.maps import normalised
 from nobackfill.digests import sha256_file
 from nobackfill.errors import InvalidInputError, NotFoundError
-from nobackfill.extras import extra
 from nobackfill.images import decode, decode_file
 from nobackfill.items.kind import Kind
+from nobackfill.release.publishing.declaration import read_declaration, tokenizer_file
+from nobackfill.tokenizing import Tokenizing
 from nobackfill.vectors import Vectors, check_vectors
 
 # Files beside an ONNX file that hold its larger weights.
 _WEIGHTS = ("_data", ".data")
-
-
-class Declaration(BaseModel):
-    """What an ONNX file does not say of itself.
-
-    Texts: `tokenizer` (a file beside), `prefix` put before each, `max_length` in tokens, `pooling`
-    of the tokens' outputs. Images: `size` in pixels where the graph leaves it open; pixels are
-    (value / 255 - mean) / std. `output`: its name, None for the first. `normalise`: to norm 1.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    tokenizer: str = "tokenizer.json"
-    prefix: str = ""
-    max_length: int = Field(256, ge=1)
-    pooling: Literal["mean", "cls", "none"] = "mean"
-    output: str | None = None
-    normalise: bool = True
-    size: int | None = Field(None, ge=1)
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
 
 
 class OnnxModel:
@@ -51,7 +28,7 @@ class OnnxModel:
 
         if not path.is_file():
             raise NotFoundError(f"{path}: no such file; --with expects an ONNX file")
-        self._path, self._declared = path, _declaration(path)
+        self._path, self._declared = path, read_declaration(path)
         try:
             self._session = onnxruntime.InferenceSession(
                 str(path), providers=["CPUExecutionProvider"]
@@ -80,38 +57,17 @@ class OnnxModel:
         checked = check_vectors(vectors, vectors.shape[1], what=f"output of {self._path}")
         return normalised(checked) if self._declared.normalise else checked
 
-    def _open_tokenizer(self) -> Any:
-        with extra("adopt"):
-            from tokenizers import Tokenizer
-        places = [
-            folder / self._declared.tokenizer
-            for folder in (self._path.parent, *self._path.parent.parents[:1])
-        ]
-        file = next((place for place in places if place.is_file()), None)
-        if file is None:
-            raise NotFoundError(
-                f"{places[0]}: no tokenizer; put the model's tokenizer.json beside its ONNX file"
-            )
-        tokenizer = Tokenizer.from_file(str(file))
-        tokenizer.enable_truncation(self._declared.max_length)
-        tokenizer.enable_padding()
-        self._tokenizer_file = file
-        return tokenizer
+    def _open_tokenizer(self) -> Tokenizing:
+        self._tokenizer_file = tokenizer_file(self._path, self._declared)
+        data = self._tokenizer_file.read_bytes()
+        return Tokenizing(data, self._declared.max_length, str(self._tokenizer_file))
 
     def _texts(self, items: list[str] | list[Path] | list[bytes]) -> tuple[dict[str, Any], Any]:
         assert self._tokenizer is not None
-        encoded = self._tokenizer.encode_batch(
-            [self._declared.prefix + str(item) for item in items]
-        )
-        mask = np.array([one.attention_mask for one in encoded], np.int64)
-        known = {
-            "input_ids": np.array([one.ids for one in encoded], np.int64),
-            "attention_mask": mask,
-            "token_type_ids": np.array([one.type_ids for one in encoded], np.int64),
-        }
+        known = self._tokenizer.tokens([self._declared.prefix + str(item) for item in items])
         if strangers := set(self._inputs) - set(known):
             raise InvalidInputError(f"{self._path}: unknown inputs {sorted(strangers)}")
-        return {name: known[name] for name in self._inputs}, mask
+        return {name: known[name] for name in self._inputs}, known["attention_mask"]
 
     def _images(self, items: list[str] | list[Path] | list[bytes]) -> tuple[dict[str, Any], Any]:
         if len(self._inputs) != 1:
@@ -166,32 +122,3 @@ def _pixels(item: str | Path | bytes, height: int, width: int) -> Any:
     if isinstance(item, bytes):
         return decode(item, height, width)
     return decode_file(Path(item), height, width)
-
-
-def _declaration(path: Path) -> Declaration:
-    own = path.with_suffix(".json")
-    try:
-        if own.is_file():
-            return Declaration.model_validate_json(own.read_bytes())
-        for folder in (path.parent, path.parent.parent):
-            if (folder / "modules.json").is_file():
-                return _of_sentence_transformers(folder)
-    except (ValidationError, ValueError, KeyError) as error:
-        raise InvalidInputError(f"{own}: cannot be understood: {error}") from error
-    return Declaration()
-
-
-def _of_sentence_transformers(folder: Path) -> Declaration:
-    """From modules.json and the folders that it names."""
-    modules = json.loads((folder / "modules.json").read_text("utf-8"))
-    pooling: Literal["mean", "cls", "none"] = "none"
-    for module in modules:
-        if module["type"].endswith(".Pooling"):
-            said = json.loads((folder / module["path"] / "config.json").read_text("utf-8"))
-            pooling = "cls" if said.get("pooling_mode_cls_token") else "mean"
-            if not (said.get("pooling_mode_cls_token") or said.get("pooling_mode_mean_tokens")):
-                raise ValueError("pooling other than mean and cls")
-    sizes = folder / "sentence_bert_config.json"
-    length = json.loads(sizes.read_text("utf-8"))["max_seq_length"] if sizes.is_file() else 256
-    normalise = any(module["type"].endswith(".Normalize") for module in modules)
-    return Declaration(pooling=pooling, max_length=length, normalise=normalise)

@@ -53,9 +53,7 @@ class Done:
 
 def models_of(folder: Path, manifest: Manifest) -> dict[str, bytes]:
     """What `Filling.models` holds. Raises VerificationError for files other than published."""
-    encoder = manifest.side_encoder
-    files = [manifest.embedder.file] + ([] if encoder is None else [encoder.file])
-    return {file.path: read_verified(folder, file) for file in files}
+    return {file.path: read_verified(folder, file) for file in manifest.embedding_files()}
 
 
 def credentials_of(environment: Mapping[str, str]) -> dict[str, bytes]:

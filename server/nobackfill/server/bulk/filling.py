@@ -1,4 +1,5 @@
-"""A gallery filled from a place: its pictures sent to the gateway, or embedded on a Ray cluster."""
+"""A gallery filled from a place: pictures or texts sent to the gateway, or pictures embedded on a
+Ray cluster."""
 
 import os
 import uuid
@@ -12,8 +13,11 @@ from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.release.parsing import parse_manifest
 from nobackfill.server.bulk.batch import Done, Filling, credentials_of, models_of, put_batch
 from nobackfill.server.bulk.places import Place, open_place
+from nobackfill.text_lines import read_texts
+from nobackfill.tokenizing import check_text
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.wire.gateway import Gateway
+from nobackfill.wire.values import fill_value
 
 # Pictures of a task: a minute of a large network's work on one core.
 BATCH = 64
@@ -22,12 +26,12 @@ BATCH = 64
 def fill(
     gateway: Gateway, gallery: str, place: str, on_stored: Callable[[int], object] = lambda _: None
 ) -> Done:
-    """Send every picture of `place`, as the item of its name; the gateway embeds it.
+    """Send every picture of `place`, as the item of its name, or every text of a JSONL file; the
+    gateway embeds it.
 
     `on_stored` is called with how many are durable. Raises as open_place and Gateway.put_items;
     what was stored until then stays, and filling again is right.
     """
-    pictures = open_place(place)
     unsent: dict[str, str] = {}
     stored = 0
 
@@ -36,8 +40,26 @@ def fill(
         stored = many
         on_stored(many)
 
-    refused = gateway.put_items(gallery, _items(pictures, unsent), count)
+    items = _texts_of(place, unsent) if is_texts(place) else _items(open_place(place), unsent)
+    refused = gateway.put_items(gallery, items, count)
     return _some(Done(stored, {**refused, **unsent}), place)
+
+
+def is_texts(place: str) -> bool:
+    """Whether a place is a file of texts."""
+    return "://" not in place and place.endswith(".jsonl")
+
+
+def _texts_of(place: str, unsent: dict[str, str]) -> Iterator[pb.PutItem]:
+    for one in read_texts(Path(place)):
+        try:
+            item = pb.PutItem(id=_text(one.id), text=check_text(one.text))
+            for key, value in one.metadata().items():
+                fill_value(value, item.metadata[key])
+        except InvalidInputError as error:
+            unsent[_shown(one.id)] = str(error)
+        else:
+            yield item
 
 
 def _items(pictures: Place, unsent: dict[str, str]) -> Iterator[pb.PutItem]:
@@ -85,7 +107,9 @@ def fill_by_ray(
 def _some(done: Done, place: str) -> Done:
     """Raises InvalidInputError for a place without pictures."""
     if not done.stored and not done.refused:
-        raise InvalidInputError(f"{place}: expected pictures ({', '.join(SUFFIXES)}), found none")
+        raise InvalidInputError(
+            f"{place}: expected pictures ({', '.join(SUFFIXES)}) or texts, found none"
+        )
     return done
 
 

@@ -59,8 +59,8 @@ class Canaries:
     def search(self, asked: Asked, plan: Plan, on_trial: Part, search: Search) -> Found:
         """Answer one query, wholly by one pair: what the new one fails, the old one answers.
 
-        A query takes part that either pair can answer: an image, or an embedding of each. Raises
-        what `search` of the old pair does.
+        A query takes part that either pair can answer: an image, a text, or an embedding of each.
+        Raises what `search` of the old pair does.
         """
         canary = self.setting()
         if canary is None:
@@ -145,4 +145,8 @@ class Canaries:
 def _takes_part(asked: Asked, plan: Plan, on_trial: Part) -> bool:
     query = asked.query
     both = (on_trial, *plan.parts)
-    return isinstance(query, bytes) or all(part.query.space in query for part in both)
+    if isinstance(query, str):
+        return all(part.query.text_encoder for part in both)
+    if isinstance(query, bytes):
+        return all(part.query.embedder.file for part in both)
+    return all(part.query.space in query for part in both)

@@ -1,4 +1,4 @@
-"""`gateway put`: a folder's pictures into a gallery."""
+"""`gateway put`: a folder's pictures, or a file's texts, into a gallery."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,7 @@ _SECONDS = 120.0
 @app.command()
 def put(
     gallery: Annotated[str, typer.Argument(help="its name; it is there already")],
-    place: Annotated[str, typer.Argument(help="a folder, or s3://BUCKET/PREFIX, gs://…")],
+    place: Annotated[str, typer.Argument(help="a folder, s3://BUCKET/…, gs://…, or FILE.jsonl")],
     ray: Annotated[
         str | None, typer.Option(help="embed on this Ray cluster: auto or HOST:PORT")
     ] = None,
@@ -26,11 +26,12 @@ def put(
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Put every picture below a folder, under its path there. Right to be repeated. Exit status 65
-    where some were refused; they are named."""
+    """Put every picture below a folder, under its path there; or every text of FILE.jsonl, an
+    object with `id` and `text` a line, the other keys as metadata. Right to be repeated. Exit
+    status 65 where some were refused; they are named."""
     with exit_codes():
         from nobackfill.errors import InvalidInputError
-        from nobackfill.server.bulk.filling import fill, fill_by_ray
+        from nobackfill.server.bulk.filling import fill, fill_by_ray, is_texts
 
         def on_stored(stored: int) -> None:
             typer.echo(f"{stored} stored", err=True)
@@ -38,7 +39,7 @@ def put(
         with Gateway(server, seconds=_SECONDS) as gateway:
             done = (
                 fill(gateway, gallery, place, on_stored)
-                if ray is None
+                if ray is None or is_texts(place)
                 else fill_by_ray(gateway, gallery, place, model_repo, ray, on_stored)
             )
         rows = [["stored", "refused"], [str(done.stored), str(len(done.refused))]]

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from nobackfill.errors import InvalidInputError, OverloadedError, TooLargeError
+from nobackfill.framing import Frame
 from nobackfill.images import Pixels, checked_header, decode_picture
 from nobackfill.server.grpc import calls
 
@@ -26,7 +27,7 @@ CHEAP = 4_000_000
 # How often one that waits for its turn looks whether it is still wanted.
 _LOOK_S = 0.25
 
-Size = tuple[int, int]
+Size = Frame
 Decoded = Mapping[Size, Pixels]
 
 
@@ -40,7 +41,7 @@ class Decoding:
     def each(
         self, images: Sequence[bytes], sizes: Collection[Size]
     ) -> list[Decoded | InvalidInputError]:
-        """Each encoded image at every size (height, width), or why it is refused, in order.
+        """Each encoded image in every frame, or why it is refused, in order.
 
         Raises DeadlineError and CancelledError, between images and while it waits for a turn.
         """

@@ -1,4 +1,4 @@
-"""Images to vectors: decoded in turns, embedded in batches of many callers."""
+"""Images and texts to vectors: decoded in turns, embedded in batches of many callers."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from nobackfill.release.models import Images, no_vector
 from nobackfill.server.embedding.batching import Batcher
 from nobackfill.server.embedding.decoding import Decoding, Size
 from nobackfill.server.embedding.models import Models
+from nobackfill.server.embedding.texts import Texts
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.vectors import Vectors
@@ -33,27 +34,36 @@ class Embedding:
         self.models = models
         self._observe = metrics.batch_size.labels("embed").observe
         self.decoding = Decoding()
+        self.texts = Texts(models, self._observe)
         self._batchers: dict[int, Batcher[Pixels, Row]] = {}
         # Images that were embedded for who asks again.
         self._kept: OrderedDict[tuple[int, bytes], Vectors] = OrderedDict()
 
-    def query(self, manifest: Manifest, image: bytes) -> Vectors:
-        """One encoded image to float32 [1,dim]; together with what others ask at this moment.
+    def query(self, manifest: Manifest, item: bytes | str) -> Vectors:
+        """One encoded image, or a text, to float32 [1,dim]; together with what others ask at this
+        moment.
 
-        Raises InvalidInputError for what is no image, or one that has no vector, UnavailableError,
-        DeadlineError.
+        Raises InvalidInputError for what is no image, or one that has no vector, NoEncoderError,
+        UnavailableError, DeadlineError.
         """
+        with calls.part("embed"):
+            row = (
+                self.texts.query(manifest, item)
+                if isinstance(item, str)
+                else self._image(manifest, item)
+            )
+        if isinstance(row, InvalidInputError):
+            raise row
+        return row
+
+    def _image(self, manifest: Manifest, image: bytes) -> Row:
         known = self._kept.pop((manifest.release, image), None) if self._kept else None
         if known is not None:
             return known
         batcher = self._batchers.get(manifest.release)
         if batcher is None:
             batcher = self._batchers.setdefault(manifest.release, self._batcher(manifest))
-        with calls.part("embed"):
-            row = batcher(self.decode(manifest, image))
-        if isinstance(row, InvalidInputError):
-            raise row
-        return row
+        return batcher(self.decode(manifest, image))
 
     def keep(self, manifest: Manifest, image: bytes, row: Vectors) -> None:
         """The vector [1,dim] of an image that is asked for again at once, by `query`."""
@@ -62,17 +72,23 @@ class Embedding:
             self._kept.popitem(last=False)
 
     def queries(
-        self, manifests: Sequence[Manifest], images: Sequence[bytes]
+        self, manifests: Sequence[Manifest], items: Sequence[bytes | str]
     ) -> list[tuple[Vectors, ...] | InvalidInputError]:
-        """Of each encoded image its vectors by each release, or why there are none, in order.
+        """Of each encoded image, or text, its vectors by each release, or why there are none, in
+        order.
 
-        Raises UnavailableError, DeadlineError, CancelledError; TooLargeError and OverloadedError
-        for images that cost too much together.
+        Raises NoEncoderError, UnavailableError, DeadlineError, CancelledError; TooLargeError and
+        OverloadedError for what costs too much together.
         """
+        images = [item for item in items if isinstance(item, bytes)]
+        texts = [item for item in items if isinstance(item, str)]
         with calls.part("embed"):
-            return self._queries(manifests, images)
+            seen = iter(self._images(manifests, images) if images else ())
+            columns = [self.texts.rows(m, texts, "query") for m in manifests] if texts else []
+        read = iter(_together(rows) for rows in zip(*columns, strict=True))
+        return [next(read) if isinstance(item, str) else next(seen) for item in items]
 
-    def _queries(
+    def _images(
         self, manifests: Sequence[Manifest], images: Sequence[bytes]
     ) -> list[tuple[Vectors, ...] | InvalidInputError]:
         with self.decoding.batch(images):
@@ -140,8 +156,8 @@ class Embedding:
 
 
 def size_of(manifest: Manifest) -> Size:
-    """Height and width of the images that a release's models read."""
-    return manifest.embedder.height, manifest.embedder.width
+    """What a release's models read of images. Raises NoEncoderError."""
+    return manifest.frame
 
 
 def _together(rows: Sequence[Row]) -> tuple[Vectors, ...] | InvalidInputError:

@@ -14,7 +14,8 @@ from nobackfill.server.galleries.ranking import Hit
 
 # A query by embedding: space id to little-endian float32 values.
 ByEmbedding = Mapping[str, bytes]
-Query = bytes | ByEmbedding
+# An image, a text, or vectors.
+Query = bytes | str | ByEmbedding
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,8 @@ def make_plan(
     accepts = frozenset({*alone, parts[0].space})
     writes = tuple(part.query for part in kept)
     canary = staged if rollout == CANARY and len(parts) == 1 and _on_trial(state, staged) else None
-    heals = native.space if source and staged is None else None
+    images = native.query.embedder.file is not None
+    heals = native.space if source and images and staged is None else None
     return Plan(parts, alone, writes, accepts, canary, epoch, heals)
 
 

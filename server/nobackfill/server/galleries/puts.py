@@ -1,51 +1,30 @@
-"""Putting items: images embedded for every space the gallery keeps, made durable, acknowledged."""
+"""Putting items: images and texts embedded for every space the gallery keeps, made durable,
+acknowledged."""
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from nobackfill.errors import IncompatibleSpaceError, InvalidInputError, UnusableOutputError
-from nobackfill.gallery.writing import MAX_ID_CHARACTERS, Metadata, NewVectors, check_batch
+from nobackfill.errors import (
+    IncompatibleSpaceError,
+    InvalidInputError,
+    NoEncoderError,
+    UnusableOutputError,
+)
+from nobackfill.gallery.writing import MAX_ID_CHARACTERS, NewVectors, check_batch
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import no_vector
 from nobackfill.release.routes import RouteRunner
 from nobackfill.server.embedding.decoding import Decoded, affordable, too_dear
 from nobackfill.server.embedding.embedding import Embedding, size_of
 from nobackfill.server.galleries.allowance import Allowance
+from nobackfill.server.galleries.contents import Bare, Put
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.grpc import calls
 from nobackfill.server.state import OutdatedError
 from nobackfill.vectors import from_bytes
-
-
-@dataclass(frozen=True)
-class Bare:
-    """Vectors made elsewhere: bytes of float32 values with the ids of their spaces."""
-
-    space: str
-    embedding: bytes
-    side_space: str | None
-    side: bytes | None
-
-
-@dataclass(frozen=True)
-class Put:
-    """An item to store: an encoded image, or vectors. `metadata` None: what it has, if anything."""
-
-    id: str
-    content: bytes | Bare
-    metadata: Metadata | None
-
-    def digest(self) -> str:
-        """Of the content: the same content again is no change."""
-        if isinstance(self.content, bytes):
-            return "image-" + hashlib.sha256(self.content).hexdigest()
-        bare = self.content
-        parts = (bare.space.encode(), bare.embedding, (bare.side_space or "").encode(), bare.side)
-        return "vectors-" + hashlib.sha256(b"\0".join(part or b"" for part in parts)).hexdigest()
 
 
 @dataclass
@@ -125,6 +104,7 @@ class Putting:
     ) -> list[_Ready]:
         ready: list[_Ready] = []
         images: list[Put] = []
+        texts: list[tuple[Put, str]] = []
 
         def refuse(put: Put, error: Exception) -> None:
             refused.append((put.id[:MAX_ID_CHARACTERS], str(error)))
@@ -133,12 +113,19 @@ class Putting:
             try:
                 check_batch([put.id], None, [put.metadata])
                 if isinstance(put.content, bytes):
+                    if plan.query.embedder.file is None:
+                        raise plan.query.no_images()
                     images.append(put)
+                elif isinstance(put.content, str):
+                    if plan.query.text_encoder is None:
+                        raise plan.query.no_texts()
+                    texts.append((put, put.content))
                 else:
                     ready.append(_Ready(put, self._bare(plan, put.content)))
-            except (InvalidInputError, IncompatibleSpaceError) as error:
+            except (InvalidInputError, IncompatibleSpaceError, NoEncoderError) as error:
                 refuse(put, error)
-        sizes = {size_of(manifest) for manifest in plan.writes}
+        ready += self._read(plan, texts, refuse)
+        sizes = {size_of(manifest) for manifest in _of_images(plan)}
         contents = [put.content for put in images if isinstance(put.content, bytes)]
         decoded: list[tuple[Put, Decoded]] = []
         for put, found in zip(images, self._embedding.decoding.each(contents, sizes), strict=True):
@@ -158,7 +145,7 @@ class Putting:
     def _embed(self, plan: Plan, images: Sequence[tuple[Put, Decoded]]) -> list[_Ready]:
         """Embedding and side-information of each image, for every release that the plan writes."""
         columns = []
-        for manifest in plan.writes:
+        for manifest in _of_images(plan):
             pixels = [decoded[size_of(manifest)] for _, decoded in images]
             embeddings = self._embedding.many(manifest, pixels)
             columns.append((manifest.space, embeddings, self._embedding.sides(manifest, pixels)))
@@ -174,6 +161,32 @@ class Putting:
             )
             for i, (put, _) in enumerate(images)
         ]
+
+    def _read(
+        self, plan: Plan, texts: Sequence[tuple[Put, str]], refuse: Callable[[Put, Exception], None]
+    ) -> Iterator[_Ready]:
+        """Embeddings of each text, for every release that the plan writes and that reads texts. No
+        side-information: nobody has found any of texts that an upgrade would gain by."""
+        if not texts:
+            return
+        manifests = [manifest for manifest in plan.writes if manifest.text_encoder]
+        columns = [
+            self._embedding.texts.rows(manifest, [text for _, text in texts], "document")
+            for manifest in manifests
+        ]
+        for (put, _), rows in zip(texts, zip(*columns, strict=True), strict=True):
+            refusal = next((row for row in rows if isinstance(row, InvalidInputError)), None)
+            if refusal is not None:
+                refuse(put, refusal)
+                continue
+            yield _Ready(
+                put,
+                tuple(
+                    NewVectors(manifest.space, row, None)
+                    for manifest, row in zip(manifests, rows, strict=True)
+                    if not isinstance(row, InvalidInputError)
+                ),
+            )
 
     def _bare(self, plan: Plan, bare: Bare) -> tuple[NewVectors, ...]:
         """Bare vectors, and where their space is no longer searched by default, carried on."""
@@ -208,6 +221,11 @@ class Putting:
             NewVectors(plan.query.space, carried.embedding, carried.side, "upgraded"),
             own,
         )
+
+
+def _of_images(plan: Plan) -> list[Manifest]:
+    """Releases that the plan writes and that embed images."""
+    return [manifest for manifest in plan.writes if manifest.embedder.file is not None]
 
 
 def _store(

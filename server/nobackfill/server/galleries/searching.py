@@ -40,7 +40,7 @@ _TRIES = 3
 
 
 class Searching:
-    """Answers queries by image and by embedding."""
+    """Answers queries by image, by text and by embedding."""
 
     def __init__(
         self, embedding: Embedding, catalog: Catalog, state: GatewayState, metrics: Metrics,
@@ -120,7 +120,7 @@ class Searching:
 
     def _search_aside(self, asked: Asked, plan: Plan, on_trial: Part | None) -> Found:
         hosted, parts = asked.hosted, _parts_of(plan, on_trial)
-        if isinstance(asked.query, bytes):
+        if isinstance(asked.query, bytes | str):
             (made,) = self._embedding.queries([part.query for part in parts], [asked.query])
             if isinstance(made, InvalidInputError):
                 raise made
@@ -203,13 +203,13 @@ class Searching:
         self, hosted: Hosted, plan: Plan, queries: Sequence[Query], k: int, ef: int,
         on_trial: Part | None,
     ) -> list[Question | InvalidInputError]:  # fmt: skip
-        images = [query for query in queries if isinstance(query, bytes)]
+        items = [query for query in queries if isinstance(query, bytes | str)]
         parts = _parts_of(plan, on_trial)
-        made = iter(self._embedding.queries([part.query for part in parts], images))
+        made = iter(self._embedding.queries([part.query for part in parts], items))
         questions: list[Question | InvalidInputError] = []
         for query in queries:
             try:
-                if not isinstance(query, bytes):
+                if not isinstance(query, bytes | str):
                     questions.append(self._question(hosted, plan, query, k, ef, on_trial))
                     continue
                 vectors = next(made)
@@ -226,7 +226,7 @@ class Searching:
         self, hosted: Hosted, plan: Plan, query: Query, k: int, ef: int, on_trial: Part | None
     ) -> Question:
         parts = _parts_of(plan, on_trial)
-        if isinstance(query, bytes):
+        if isinstance(query, bytes | str):
             made = {
                 manifest.release: self._embedding.query(manifest, query)
                 for manifest in {part.query.release: part.query for part in parts}.values()
@@ -278,7 +278,7 @@ class Searching:
 
 
 def _parts_of(plan: Plan, on_trial: Part | None) -> tuple[Part, ...]:
-    """What an image is compared with."""
+    """What an image, or a text, is compared with."""
     return plan.parts if on_trial is None else (on_trial,)
 
 

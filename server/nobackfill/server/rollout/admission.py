@@ -1,8 +1,10 @@
 """What a release passes before it may serve: gate, digests, a trial, golden probes in Triton."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from nobackfill.errors import GateFailedError, PreconditionError
+from nobackfill.release.encoders import TextRole
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
 from nobackfill.release.probes import check_encoders
@@ -70,9 +72,18 @@ def check_models(folder: Path, manifest: Manifest, models: Models) -> None:
     def embed(images: Images) -> Vectors:
         return models.embed(manifest, images)
 
+    def read(texts: Sequence[str], role: TextRole) -> Vectors:
+        return models.texts(manifest, texts, role)
+
     def side(images: Images) -> Vectors:
         vectors = models.side(manifest, images)
         assert vectors is not None, "asked for releases with a side encoder only"
         return vectors
 
-    check_encoders(folder, manifest, embed, side if manifest.side_encoder else None)
+    check_encoders(
+        folder,
+        manifest,
+        embed if manifest.embedder.file else None,
+        side if manifest.side_encoder else None,
+        read if manifest.text_encoder else None,
+    )

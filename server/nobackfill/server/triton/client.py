@@ -1,5 +1,6 @@
 """Triton over gRPC: models by name and version, tensors in and out, statuses as our errors."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from nobackfill.server.settings import TLS
 
 # Releases are immutable, so a model has one version.
 VERSION = "1"
+
+# Names to uint8 or int64 arrays.
+Inputs = Mapping[str, NDArray[Any]]
 
 # Answers that take no model take no longer.
 LIVE_TIMEOUT_S = 0.6
@@ -96,16 +100,19 @@ class TritonClient:
                 raise UnavailableError(f"Triton did not unload {name}") from error
 
     def infer(
-        self, name: str, image: NDArray[np.uint8], output: str, timeout_s: float
+        self, name: str, inputs: Inputs, output: str, timeout_s: float
     ) -> NDArray[np.float32]:
-        """Run one model on `image` uint8 [n,H,W,3]; its float32 output [n,dim].
+        """Run one model on its inputs, each of n rows; its float32 output [n,dim].
 
         Raises UnavailableError, DeadlineError, VerificationError for an answer of another shape.
         """
         request = service_pb2.ModelInferRequest(model_name=name, model_version=VERSION)
-        tensor = request.inputs.add(name="image", datatype="UINT8", shape=image.shape)
+        for tensor, values in inputs.items():
+            kind = values.dtype.name.upper()
+            request.inputs.add(name=tensor, datatype=kind, shape=values.shape)
+            request.raw_input_contents.append(values.tobytes())
         request.outputs.add(name=output)
-        request.raw_input_contents.append(image.tobytes())
+        count = len(next(iter(inputs.values())))
         try:
             answer = self._stub.ModelInfer(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
@@ -116,8 +123,8 @@ class TritonClient:
             ) from error
         shape = list(answer.outputs[0].shape) if answer.outputs else []
         data = answer.raw_output_contents[0] if answer.raw_output_contents else b""
-        if len(shape) != 2 or shape[0] != tensor.shape[0] or len(data) != 4 * shape[0] * shape[1]:
-            raise VerificationError(f"{name}: expected {len(image)} vectors, got shape {shape}")
+        if len(shape) != 2 or shape[0] != count or len(data) != 4 * shape[0] * shape[1]:
+            raise VerificationError(f"{name}: expected {count} vectors, got shape {shape}")
         return np.frombuffer(data, "<f4").reshape(shape)
 
     def reconnect(self) -> None:

@@ -2,10 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import structlog
 
 from nobackfill.errors import (
@@ -16,14 +15,16 @@ from nobackfill.errors import (
     UnusableRowsError,
     VerificationError,
 )
+from nobackfill.release.encoders import TextRole
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
-from nobackfill.release.paths import embedder_model, side_encoder_model
+from nobackfill.release.paths import embedder_model, side_encoder_model, text_encoder_model
+from nobackfill.release.text_models import TextReader
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.triton.client import LIVE_TIMEOUT_S, TritonClient
-from nobackfill.server.triton.loading import load_models, model_names
+from nobackfill.server.triton.client import LIVE_TIMEOUT_S, Inputs, TritonClient
+from nobackfill.server.triton.loading import load_models, model_names, probes
 from nobackfill.server.triton.misses import Misses
 from nobackfill.server.triton.process import TritonProcess
 from nobackfill.server.triton.starts import Starts
@@ -63,6 +64,8 @@ class TritonModels:
         self._on_change = on_change
         self._lock = threading.Lock()
         self._wanted: dict[int, Manifest] = {}
+        # Of the wanted releases that embed texts.
+        self._readers: dict[int, TextReader] = {}
         # When each model last gave an answer.
         self._answered: dict[str, float] = {}
         self._misses = Misses(None if process is None else process.processor_s)
@@ -90,8 +93,7 @@ class TritonModels:
             raise UnavailableError("the model server is away; load the release when it is back")
         for error in load_models(self._client, self._model_repo, model_names(manifest)).values():
             raise error
-        with self._lock:
-            self._wanted[manifest.release] = manifest
+        self._keep(manifest)
         log.info("loaded in Triton", release=manifest.release)
 
     def want(self, manifest: Manifest) -> None:
@@ -100,13 +102,22 @@ class TritonModels:
                 self.load(manifest)
             except UnavailableError as error:
                 log.error("not loaded yet", release=manifest.release, error=str(error))
+        # Whatever is wanted is loaded before Triton counts as up.
+        self._keep(manifest)
+
+    def _keep(self, manifest: Manifest) -> None:
         with self._lock:
-            # Whatever is wanted is loaded before Triton counts as up.
+            known = manifest.text_encoder is None or manifest.release in self._readers
+        reader = None if known else TextReader(self._model_repo, manifest)
+        with self._lock:
             self._wanted[manifest.release] = manifest
+            if reader is not None:
+                self._readers[manifest.release] = reader
 
     def unload(self, release: int) -> None:
         with self._lock:
             manifest = self._wanted.pop(release, None)
+            self._readers.pop(release, None)
             kept = {name for other in self._wanted.values() for name in model_names(other)}
         for name in model_names(manifest) if manifest else ():
             if name in kept:
@@ -119,14 +130,28 @@ class TritonModels:
 
     def embed(self, manifest: Manifest, images: Images) -> Vectors:
         spec = manifest.embedder
-        vectors = self._run(embedder_model(manifest.release), images, "embedding")
+        if manifest.embedder.file is None:
+            raise manifest.no_images()
+        vectors = self._run(embedder_model(manifest.release), {"image": images}, "embedding")
+        return _checked(vectors, spec.dim, unit=spec.unit)
+
+    def texts(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
+        if manifest.text_encoder is None:
+            raise manifest.no_texts()
+        with self._lock:
+            reader = self._readers.get(manifest.release)
+        if reader is None:
+            raise UnavailableError(f"the models of release {manifest.release} are not loaded")
+        spec = manifest.embedder
+        name = text_encoder_model(manifest.release)
+        vectors = self._run(name, reader.feed(texts, role), "embedding")
         return _checked(vectors, spec.dim, unit=spec.unit)
 
     def side(self, manifest: Manifest, images: Images) -> Vectors | None:
         if manifest.side_encoder is None:
             return None
         name = side_encoder_model(manifest.side_encoder.origin_release)
-        vectors = self._run(name, images, "side")
+        vectors = self._run(name, {"image": images}, "side")
         return _checked(vectors, manifest.side_encoder.dim, unit=False)
 
     def ready(self) -> bool:
@@ -138,12 +163,12 @@ class TritonModels:
             self._thread.join()
         self._client.close()
 
-    def _run(self, name: str, images: Images, output: str) -> Vectors:
+    def _run(self, name: str, inputs: Inputs, output: str) -> Vectors:
         if not self._up.is_set():
             raise UnavailableError(
                 "the model server is away, it is being brought back; searching by embedding works"
             )
-        vectors = self._client.infer(name, images, output, calls.current().remaining())
+        vectors = self._client.infer(name, inputs, output, calls.current().remaining())
         self._answered[name] = time.monotonic()
         return vectors
 
@@ -194,15 +219,16 @@ class TritonModels:
             names = sorted({name for manifest in wanted for name in model_names(manifest)})
             for name, error in load_models(self._client, self._model_repo, names).items():
                 log.error("not loaded again", model=name, error=str(error))
-        if not wanted:
+        asked = {
+            name: inputs
+            for manifest in wanted
+            for name, inputs in probes(manifest, self._readers.get(manifest.release)).items()
+        }
+        oldest = min(asked, key=lambda name: self._answered.get(name, 0.0), default=None)
+        if oldest is None or time.monotonic() - self._answered.get(oldest, 0.0) < _FRESH_S:
             return True
-        specs = {embedder_model(manifest.release): manifest.embedder for manifest in wanted}
-        oldest = min(specs, key=lambda name: self._answered.get(name, 0.0))
-        if time.monotonic() - self._answered.get(oldest, 0.0) < _FRESH_S:
-            return True
-        blank = np.zeros((1, specs[oldest].height, specs[oldest].width, 3), np.uint8)
         try:
-            self._client.infer(oldest, blank, "embedding", _INFER_TIMEOUT_S)
+            self._client.infer(oldest, asked[oldest], "embedding", _INFER_TIMEOUT_S)
         except (UnavailableError, VerificationError):
             return False
         self._answered[oldest] = time.monotonic()

@@ -11,25 +11,33 @@ from nobackfill.class_folders import Listing, list_images
 from nobackfill.errors import AlreadyExistsError, ConfigurationError, GateFailedError
 from nobackfill.quality.gate import Evidence, measure_release
 from nobackfill.quality.halves import halves
+from nobackfill.quality.text_listing import list_texts
 from nobackfill.release.manifest import GateVerdict, Manifest
 from nobackfill.release.publishing.keys import Keys
 from nobackfill.release.publishing.publish import Published, check_keys, publish
 from nobackfill.release.publishing.staging import drafting
 from nobackfill.release.trust.publication import Publication, read_publication
 from nobackfill.shares import percent
+from nobackfill.training.cli.asked import Asked
+from nobackfill.training.cli.brought import (
+    EvalTexts,
+    FitOption,
+    Mean,
+    Onnx,
+    Shortest,
+    Std,
+    TextFolder,
+    VectorsOf,
+)
 from nobackfill.training.cli.command import command_app
 from nobackfill.training.cli.table import gate_table
 from nobackfill.training.data.overlap import unseen
 from nobackfill.training.data.plain import plain_trouble
-from nobackfill.training.export.assembly import (
-    add_embedder_run,
-    add_forward_head,
-    add_side_run,
-    add_upgrade_run,
-)
 from nobackfill.training.export.drafting import Release
 from nobackfill.training.export.external import Pixels, add_onnx_embedder
 from nobackfill.training.export.probes import make_probes
+from nobackfill.training.export.runs import Runs, add_runs, check_models, named_vectors
+from nobackfill.training.export.text_encoder import add_vectors
 
 _EPILOG = """
 Exports each run to ONNX (compared with torch output for output, refused beyond 1e-4), writes golden
@@ -73,17 +81,13 @@ def main(
     embedder: Annotated[
         Path | None, typer.Option(metavar="RUN", help="run folder of the embedder")
     ] = None,
-    onnx: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="or an embedder of your own: uint8 [n,H,W,3] or float32 [n,3,H,W] -> [n,dim]",
-        ),
-    ] = None,
-    mean: Annotated[
-        tuple[float, float, float], typer.Option(help="a float32 --onnx takes (x/255 - mean) / std")
-    ] = (0.0, 0.0, 0.0),
-    std: Annotated[tuple[float, float, float], typer.Option(help="see --mean")] = (1.0, 1.0, 1.0),
+    onnx: Onnx = None,
+    mean: Mean = (0.0, 0.0, 0.0),
+    std: Std = (1.0, 1.0, 1.0),
+    fit: FitOption = "stretch",
+    shortest: Shortest = None,
+    text_encoder: TextFolder = None,
+    vectors_of: VectorsOf = None,
     side_encoder: Annotated[
         Path | None, typer.Option(metavar="RUN", help="run folder of the side-information encoder")
     ] = None,
@@ -96,6 +100,7 @@ def main(
     evaluate: Annotated[
         Path | None, typer.Option("--eval", metavar="FOLDER", help="class folders not trained on")
     ] = None,
+    eval_texts: EvalTexts = None,
     split_seed: Annotated[int, typer.Option(help="splits --eval into calibration and gate")] = 0,
     int8_loss: Annotated[
         float, typer.Option(min=0, help="mAP points an int8 twin may lose to be published")
@@ -109,21 +114,24 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Publish an embedder, its side encoder and upgrades into it as release N."""
-    if (embedder is None) == (onnx is None):
-        raise ConfigurationError("expected either --embedder RUN or --onnx FILE")
+    check_models(embedder, onnx, text_encoder, vectors_of)
     if side_encoder is not None and keep_side_encoder:
         raise ConfigurationError("expected --side-encoder or --keep-side-encoder, not both")
     runs = [embedder, side_encoder, *(upgrade or ())]
     with drafting(model_repo) as folder:
         published = read_publication(model_repo, folder / "trusted")
         keys, first = _keys(model_repo, targets_key), not published.manifests
-        _check_number(release, published, measured=evaluate is not None, force=force)
+        _check_number(release, published, measured=bool(evaluate or eval_texts), force=force)
         listing, learnt = _evaluation(evaluate, split_seed, runs, force=force)
+        asked = Asked(listing, None if eval_texts is None else list_texts(eval_texts), split_seed)
         draft = Release(release, folder, published.manifests, model_repo)
         if onnx is not None:
-            add_onnx_embedder(draft, onnx, Pixels(mean, std))
-        _add_runs(draft, embedder, side_encoder, tuple(upgrade or ()), keep_side_encoder)
-        manifest, evidence = _measured(draft, published, listing, split_seed, int8_loss)
+            add_onnx_embedder(draft, onnx, Pixels(mean, std, fit, shortest))
+        if vectors_of is not None:
+            add_vectors(draft, *named_vectors(vectors_of))
+        runs_of = Runs(embedder, text_encoder, side_encoder, tuple(upgrade or ()))
+        add_runs(draft, runs_of, keep_side_encoder)
+        manifest, evidence = _measured(draft, published, asked, int8_loss)
         manifest = _judged(manifest, evidence, learnt, force=force, first=first)
         done = publish(model_repo, draft.finished(manifest), keys, dry_run, percent(share))
     _report(manifest, evidence, done, as_json)
@@ -149,26 +157,6 @@ def _evaluation(
     return unseen(listing, [run for run in runs if run], force=force)
 
 
-def _add_runs(
-    draft: Release,
-    embedder: Path | None,
-    side_encoder: Path | None,
-    upgrades: tuple[Path, ...],
-    keep_side_encoder: bool,
-) -> None:
-    """Export every run, the embedder first: the others must fit it."""
-    if embedder is not None:
-        add_embedder_run(draft, embedder)
-    if side_encoder is not None:
-        add_side_run(draft, side_encoder)
-    if keep_side_encoder:
-        draft.keep_side_encoder()
-    if embedder is not None:
-        add_forward_head(draft, embedder)
-    for run in upgrades:
-        add_upgrade_run(draft, run)
-
-
 def _check_number(release: int, published: Publication, *, measured: bool, force: bool) -> None:
     """What can be refused before anything is exported."""
     newest = max(published.manifests, default=0)
@@ -185,30 +173,30 @@ def _check_number(release: int, published: Publication, *, measured: bool, force
 
 
 def _measured(
-    draft: Release,
-    published: Publication,
-    listing: Listing | None,
-    split_seed: int,
-    int8_loss: float,
+    draft: Release, published: Publication, asked: Asked, int8_loss: float
 ) -> tuple[Manifest, Evidence | None]:
     """The manifest with probes, and with calibration and evidence where there are images."""
     manifest = draft.manifest(make_probes(draft))
     for sentence in plain_trouble(manifest, draft.all_files()):
         print(f"release {draft.number}: {sentence}", file=sys.stderr)
+    listing = asked.listing()
     if listing is None:
         # What nobody measured is not published quantised.
         bare = tuple(u.model_copy(update={"int8_file": None}) for u in manifest.upgrades)
         return manifest.model_copy(update={"upgrades": bare}), None
+    asked.check({**published.manifests, manifest.release: manifest})
     manifest, evidence = measure_release(
         manifest,
         published,
         draft.all_files(),
         listing,
-        seed=split_seed,
+        seed=asked.seed,
         int8_loss=int8_loss / 100,
+        texts=asked.for_images(),
     )
     update = {
         "evidence": evidence.cells,
+        "evidence_by_text": evidence.cells_by_text,
         "routes": evidence.routes,
         "calibration": evidence.calibration,
     }

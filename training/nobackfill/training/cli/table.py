@@ -18,6 +18,10 @@ def gate_table(evidence: Evidence) -> str:
         row = rows.get(cell.name)
         figures = (f"{100 * value:.2f}" for value in (cell.cmc1, cell.cmc5, cell.map))
         table.add_row(cell.name, *figures, *_gains(row))
+    for cell in evidence.cells_by_text:
+        figures = (f"{100 * value:.2f}" for value in (cell.cmc1, cell.cmc5, cell.map))
+        name = f"{cell.name} by text"
+        table.add_row(name, *figures, *_gains(rows.get(name)))
     for row in evidence.rows:
         if row.exact:
             table.add_row(str(row), "", "", "", *_gains(row))

@@ -28,8 +28,10 @@ _SAME = 1e-3
 
 def plain_trouble(manifest: Manifest, files: Mapping[str, Path]) -> list[str]:
     """Sentences on colours without a vector, and on colours that are hardly told apart."""
+    if manifest.embedder.file is None:
+        return []
     embedder = open_embedder(files, manifest)
-    size = (manifest.embedder.height, manifest.embedder.width)
+    size = (manifest.frame.height, manifest.frame.width)
     found: dict[str, Vectors] = {}
     without = []
     for name, colour in COLOURS.items():

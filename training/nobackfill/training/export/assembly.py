@@ -163,7 +163,7 @@ def _source(release: Release, run_dir: Path, checkpoint: Checkpoint) -> Manifest
 
 def _is_digest_of(release: Release, part: str, digest: str) -> bool:
     made = release.embedder if part == "embedder" else release.side_encoder
-    file = None if made is None else made.file.sha256
+    file = None if made is None or made.file is None else made.file.sha256
     if part == "side_encoder" and release.side_encoder is not None:
         origin = release.published.get(release.side_encoder.origin_release)
         if origin is not None:
@@ -179,7 +179,7 @@ def _by_digest(release: Release, key: str, digest: str) -> Manifest | None:
 
 def _has_digest(manifest: Manifest, part: str, digest: str) -> bool:
     made = manifest.embedder if part == "embedder" else manifest.side_encoder
-    file = None if made is None else made.file.sha256
+    file = None if made is None or made.file is None else made.file.sha256
     return digest in (file, manifest.recipe.get(f"{part}_checkpoint"))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nobackfill.digests import side_space_id
 from nobackfill.errors import ConfigurationError
+from nobackfill.release.encoders import is_new
 from nobackfill.release.manifest import (
     Embedder,
     GateVerdict,
@@ -21,6 +22,7 @@ from nobackfill.release.manifest import (
     Probes,
     PublishedFile,
     SideEncoder,
+    TextEncoder,
     Upgrade,
     space_of,
 )
@@ -54,6 +56,7 @@ class Release:
     recipe: Recipe = field(default_factory=dict)
     files: dict[str, Path] = field(default_factory=dict)
     embedder: Embedder | None = None
+    text_encoder: TextEncoder | None = None
     side_encoder: SideEncoder | None = None
     upgrades: list[Upgrade] = field(default_factory=list)
     searches_directly: list[int] = field(default_factory=list)
@@ -104,7 +107,7 @@ class Release:
             raise ConfigurationError(
                 "--keep-side-encoder: the newest release has none; give --side-encoder RUN"
             )
-        self._check_size(newest.embedder.height, f"release {newest.release}'s side encoder")
+        self._check_size(newest.frame.height, f"release {newest.release}'s side encoder")
         self.side_encoder = newest.side_encoder
 
     def add_upgrade(
@@ -153,9 +156,11 @@ class Release:
         """The manifest so far, not measured yet."""
         assert self.embedder is not None
         return Manifest(
+            format=2 if is_new(self.embedder, self.text_encoder) else 1,
             release=self.number,
-            space=space_of(self.embedder),
+            space=space_of(self.embedder, self.text_encoder),
             embedder=self.embedder,
+            text_encoder=self.text_encoder,
             side_space=side_space_id(self.side_encoder.file.sha256) if self.side_encoder else None,
             side_encoder=self.side_encoder,
             upgrades=tuple(sorted(self.upgrades, key=lambda upgrade: upgrade.from_release)),

@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from nobackfill.digests import sha256_file
 from nobackfill.errors import InvalidInputError, VerificationError
+from nobackfill.framing import Fit
 from nobackfill.release.manifest import Embedder
 from nobackfill.release.paths import embedder_path
 from nobackfill.training.export.drafting import Release
@@ -29,6 +30,9 @@ class Pixels:
 
     mean: Channels = (0.0, 0.0, 0.0)
     std: Channels = (1.0, 1.0, 1.0)
+    # As in nobackfill.framing.Frame.
+    fit: Fit = "stretch"
+    shortest: int | None = None
 
 
 def add_onnx_embedder(release: Release, source: Path, pixels: Pixels) -> None:
@@ -60,6 +64,8 @@ def add_onnx_embedder(release: Release, source: Path, pixels: Pixels) -> None:
         dim=embedding.shape[1],
         metric="cosine" if unit else "squared_l2",
         unit=unit,
+        fit=pixels.fit,
+        shortest=pixels.shortest,
     )
     release.method = "brought"
     release.recipe["onnx_sha256"] = sha256_file(source)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,11 +10,16 @@ from numpy.typing import NDArray
 from nobackfill.release.manifest import Manifest, Probes, PublishedFile
 from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
 from nobackfill.release.paths import probes_path
+from nobackfill.release.probes import text_probes
+from nobackfill.release.text_models import open_text_encoder
 from nobackfill.training.export.drafting import Release
 from nobackfill.training.export.probe_images import probe_images
+from nobackfill.training.export.probe_texts import PROBE_TEXTS
 
 # Relative to max(1, |expected|): float32 on another machine's instructions.
 TOLERANCE = 1e-3
+# Vectors of a space that no model of is published.
+_DRAWN = 8
 
 
 def make_probes(release: Release) -> Probes:
@@ -24,11 +30,14 @@ def make_probes(release: Release) -> Probes:
         int8_tolerance=1.0,
     )
     manifest, files = release.manifest(placeholder), release.all_files()
-    images = probe_images(manifest.embedder.height, manifest.embedder.width)
-    arrays: dict[str, NDArray[np.uint8] | NDArray[np.float32]] = {"image": images}
-    arrays["embedding"] = open_embedder(files, manifest).run(images)
-    if manifest.side_encoder is not None:
-        arrays["side"] = open_side_encoder(files, manifest).run(images)
+    arrays: dict[str, NDArray[Any]] = {}
+    if manifest.embedder.file is not None:
+        images = probe_images(manifest.frame.height, manifest.frame.width)
+        arrays |= {"image": images, "embedding": open_embedder(files, manifest).run(images)}
+        if manifest.side_encoder is not None:
+            arrays["side"] = open_side_encoder(files, manifest).run(images)
+    if manifest.text_encoder is not None:
+        arrays |= text_probes(PROBE_TEXTS, open_text_encoder(files, manifest).run)
     widest = 0.0
     for upgrade in manifest.upgrades:
         source = release.published[upgrade.from_release]
@@ -60,7 +69,14 @@ def make_probes(release: Release) -> Probes:
 def source_probes(
     source: Manifest, files: Mapping[str, Path]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-    """Embeddings and side-information of the probe images by a published release."""
-    images = probe_images(source.embedder.height, source.embedder.width)
+    """Embeddings and side-information of the probe images by a published release; of the probe
+    texts, or of nothing, where it embeds no images."""
+    spec = source.embedder
+    if spec.file is None and source.text_encoder is not None:
+        return open_text_encoder(files, source).run(PROBE_TEXTS, "document"), None
+    if spec.file is None:
+        drawn = np.random.default_rng(2026).standard_normal((_DRAWN, spec.dim)).astype(np.float32)
+        return (drawn / np.linalg.norm(drawn, axis=1, keepdims=True)), None
+    images = probe_images(source.frame.height, source.frame.width)
     side = open_side_encoder(files, source).run(images) if source.side_encoder else None
     return open_embedder(files, source).run(images), side

@@ -26,17 +26,11 @@ def of_release(source: PublishedSource) -> tuple[FrozenEncoder, FrozenEncoder | 
 def of_manifest(files: Files, manifest: Manifest) -> tuple[FrozenEncoder, FrozenEncoder | None]:
     """The encoders of a manifest whose files are published, or drafted, at `files`."""
     spec, side = manifest.embedder, manifest.side_encoder
-    if spec.height != spec.width:
-        raise InvalidInputError(
-            f"release {manifest.release} takes {spec.height} x {spec.width} images; training reads "
-            "square ones only"
-        )
+    size, sha256 = _square(manifest)
     threads = os.cpu_count() or 1
     embedder = open_embedder(files, manifest, threads)
     name = f"release {manifest.release}"
-    first = FrozenEncoder(
-        name, _chunked(embedder.run), spec.dim, spec.height, spec.unit, spec.file.sha256
-    )
+    first = FrozenEncoder(name, _chunked(embedder.run), spec.dim, size, spec.unit, sha256)
     if side is None:
         return first, None
     encoder = open_side_encoder(files, manifest, threads)
@@ -44,10 +38,23 @@ def of_manifest(files: Files, manifest: Manifest) -> tuple[FrozenEncoder, Frozen
         f"{name}, side-information",
         _chunked(encoder.run),
         side.dim,
-        spec.height,
+        size,
         False,
         side.file.sha256,
     )
+
+
+def _square(manifest: Manifest) -> tuple[int, str]:
+    """Height and width, and the digest of the model of images."""
+    frame, file = manifest.frame, manifest.embedder.file
+    assert file is not None, "what reads images has a model"
+    if frame.height != frame.width or frame.fit != "stretch":
+        raise InvalidInputError(
+            f"release {manifest.release} takes {frame.height} x {frame.width} images by "
+            f"{frame.fit}; training reads square ones only, by stretch. Train from its stored "
+            "vectors"
+        )
+    return frame.height, file.sha256
 
 
 def _chunked(

@@ -6,10 +6,11 @@ from contextlib import suppress
 import grpc
 
 from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.server.galleries.contents import Bare, Put
 from nobackfill.server.galleries.galleries import CREATED, Galleries
 from nobackfill.server.galleries.hosted import NOTE, Hosted
 from nobackfill.server.galleries.plan import SOURCE
-from nobackfill.server.galleries.puts import Bare, Put, Putting
+from nobackfill.server.galleries.puts import Putting
 from nobackfill.server.galleries.quotas import Quotas
 from nobackfill.server.galleries.sizes import searched
 from nobackfill.server.grpc import calls
@@ -175,8 +176,10 @@ def _put(item: pb.PutItem) -> Put:
     metadata = {key: from_value(value, key) for key, value in item.metadata.items()} or None
     if kind == "image":
         return Put(item.id, item.image, metadata)
+    if kind == "text":
+        return Put(item.id, item.text, metadata)
     if kind is None:
-        raise InvalidInputError("expected an image or vectors, got neither")
+        raise InvalidInputError("expected an image, a text or vectors, got none")
     embedding = item.vectors.embedding
     if not item.vectors.HasField("side_info"):
         return Put(item.id, Bare(embedding.space, embedding.values, None, None), metadata)

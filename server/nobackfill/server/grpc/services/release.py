@@ -186,6 +186,8 @@ class ReleaseService(ReleaseServiceServicer):
             dim=manifest.embedder.dim,
             side_dim=manifest.side_encoder.dim if manifest.side_encoder else 0,
             metric=manifest.embedder.metric,
+            embeds_images=manifest.embedder.file is not None,
+            embeds_texts=manifest.text_encoder is not None,
             state=state,
             reason=reason,
             searches_directly=[spaces[s] for s in manifest.searches_directly if s in spaces],

@@ -86,8 +86,9 @@ class SearchService(SearchServiceServicer):
         return _response(found, request, self._state.now.ends)
 
     def _quickly(self, request: pb.SearchRequest, question: Question) -> bytes | None:
-        """What was an image goes the way of an embedding; an embedding was already refused it."""
-        if not request.query.HasField("image") or any(request.HasField(f) for f in _WORK):
+        """What was an image, or a text, goes the way of an embedding; an embedding was already
+        refused it."""
+        if request.query.HasField("embeddings") or any(request.HasField(f) for f in _WORK):
             return None
         return self._immediate.of_image(question, _farthest(request))
 
@@ -198,9 +199,11 @@ def _query(query: pb.Query) -> Query:
     kind = query.WhichOneof("query")
     if kind == "image":
         return query.image
+    if kind == "text":
+        return query.text
     embeddings = query.embeddings.embeddings
     if kind is None or not embeddings:
-        raise InvalidInputError("query: expected an image, or at least one embedding")
+        raise InvalidInputError("query: expected an image, a text, or at least one embedding")
     found = {embedding.space: embedding.values for embedding in embeddings}
     if len(found) != len(embeddings):
         raise InvalidInputError("query: expected at most one embedding a space")

@@ -1,0 +1,42 @@
+"""How a picture of any aspect becomes the pixels that a model reads."""
+
+from typing import Literal, NamedTuple
+
+# stretch: both sides scaled by themselves. crop: the shortest side to `shortest` pixels, then the
+# middle cut out. pad: scaled until it fits, in the middle of black.
+Fit = Literal["stretch", "crop", "pad"]
+
+Box = tuple[float, float, float, float]
+
+
+class Frame(NamedTuple):
+    """`height` x `width` pixels, and how a picture is brought to them."""
+
+    height: int
+    width: int
+    fit: Fit = "stretch"
+    shortest: int | None = None
+
+    def sideways(self) -> "Frame":
+        """What a picture is brought to that is turned by 90 degrees afterwards."""
+        return self._replace(height=self.width, width=self.height)
+
+    def placed(self, width: int, height: int) -> tuple[Box, tuple[int, int], tuple[int, int]]:
+        """Of a picture of `width` x `height` pixels: the part that is shown (left, top, right,
+        bottom), its size in the frame, and where that begins: (width, height), (left, top).
+
+        Whatever is scaled, nothing larger than the frame is made: a picture may be a line of
+        millions of pixels.
+        """
+        whole: Box = (0, 0, width, height)
+        if self.fit == "crop" and self.shortest is not None:
+            scale = min(width, height) / self.shortest
+            across, down = self.width * scale, self.height * scale
+            left, top = max(0.0, (width - across) / 2), max(0.0, (height - down) / 2)
+            box = (left, top, min(width, left + across), min(height, top + down))
+            return box, (self.width, self.height), (0, 0)
+        if self.fit == "pad":
+            scale = min(self.width / width, self.height / height)
+            size = max(1, round(width * scale)), max(1, round(height * scale))
+            return whole, size, ((self.width - size[0]) // 2, (self.height - size[1]) // 2)
+        return whole, (self.width, self.height), (0, 0)

@@ -1,0 +1,55 @@
+"""What a manifest says of how good a release is, measured on the exported files."""
+
+from pydantic import Field
+
+from nobackfill.release.encoders import ReleaseNumber, Strict
+
+
+class HealingEvidence(Strict):
+    """Quality while 0, 10 … 100 % of the items are embedded again, in a random order.
+
+    `map`, `cmc1`: all ranked by distance; `scaled_map`, `scaled_cmc1`: the distances of carried
+    items brought to where they mean what those of embedded ones do.
+    """
+
+    map: tuple[float, ...] = Field(min_length=2)
+    cmc1: tuple[float, ...] = Field(min_length=2)
+    scaled_map: tuple[float, ...] = Field(min_length=2)
+    scaled_cmc1: tuple[float, ...] = Field(min_length=2)
+
+    @property
+    def valley(self) -> float:
+        """How far mAP by distance falls below the lower of its ends."""
+        return max(0.0, min(self.map[0], self.map[-1]) - min(self.map))
+
+
+class RouteEvidence(Strict):
+    """What a route into this release keeps, measured on the exported files."""
+
+    # Releases on the way, from the first one's space to this one's: [1, 3], or chained [1, 2, 3].
+    releases: tuple[ReleaseNumber, ...] = Field(min_length=2)
+    # Of float32 files alone.
+    map: float = Field(ge=0, le=1)
+    cmc1: float = Field(ge=0, le=1)
+    # mAP of the same route with int8 files, where they exist.
+    int8_map: float | None = None
+    # Share of new/new mAP that is left as it is served: with int8 files, where they exist.
+    kept: float = Field(ge=0)
+    healing: HealingEvidence | None = None
+
+
+class Cell(Strict):
+    """One cell of the compatibility matrix, shares between 0 and 1."""
+
+    query: str
+    gallery: str
+    cmc1: float = Field(ge=0, le=1)
+    cmc5: float = Field(ge=0, le=1)
+    map: float = Field(ge=0, le=1)
+    queries: int = Field(ge=1)
+    items: int = Field(ge=1)
+
+    @property
+    def name(self) -> str:
+        """As in `2/1>2`."""
+        return f"{self.query}/{self.gallery}"

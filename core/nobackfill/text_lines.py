@@ -1,0 +1,58 @@
+"""Texts in lines of JSON: an id, a text, and whatever else is to be kept beside it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nobackfill.errors import InvalidInputError, NotFoundError
+
+
+@dataclass(frozen=True)
+class TextLine:
+    """`notes`: the other keys of the object, as JSON has them."""
+
+    id: str
+    text: str
+    notes: Mapping[str, Any]
+
+    def metadata(self) -> dict[str, str | int | float | bool | list[str]]:
+        """The notes as an item keeps them, without those that are null. Raises InvalidInputError
+        for objects and lists of anything but texts."""
+        kept = {key: value for key, value in self.notes.items() if value is not None}
+        for key, value in kept.items():
+            texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
+            if not texts and not isinstance(value, str | int | float | bool):
+                raise InvalidInputError(
+                    f"{key[:64]!r}: expected a text, a number, a flag or a list of texts"
+                )
+        return kept
+
+
+def read_texts(path: Path, *, key: str = "id", column: str = "text") -> Iterator[TextLine]:
+    """The objects of a JSONL file, in order, one line in memory.
+
+    Raises NotFoundError, InvalidInputError naming the first line that is none.
+    """
+    try:
+        with path.open("rb") as file:
+            # Bytes: only a line feed ends a line, JSON may hold other separators of lines.
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _read(line, f"{path}:{number}", key, column)
+    except OSError as error:
+        raise NotFoundError(f"{path}: cannot be read ({error})") from error
+
+
+def _read(line: bytes, where: str, key: str, column: str) -> TextLine:
+    try:
+        one = json.loads(line.decode("utf-8"))
+        name, text = one.pop(key), one.pop(column)
+        if not all(isinstance(part, str | int | float) for part in (name, text)):
+            raise ValueError("no text")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidInputError(
+            f"{where}: expected a JSON object with {key!r} and {column!r}, both texts or numbers"
+        ) from error
+    return TextLine(str(name), str(text), one)

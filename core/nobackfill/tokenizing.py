@@ -1,0 +1,87 @@
+"""Texts to tokens by a model's own tokenizer.json: one way for publisher, gateway and device."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nobackfill.errors import InvalidInputError, TooLargeError
+from nobackfill.extras import extra
+
+# In UTF-8. A model reads some hundred tokens of it; its owner cuts what is longer into passages.
+LARGEST_BYTES = 64 * 2**10
+# Of all texts of one call.
+LARGEST_CALL = 4 * 2**20
+
+# `input_ids`, `attention_mask` and `token_type_ids`, each int64 [n,t].
+Tokens = dict[str, NDArray[np.int64]]
+
+
+class Tokenizing:
+    """A tokenizer.json that cuts texts after `length` tokens; a batch is as long as its longest."""
+
+    def __init__(self, data: bytes, length: int, what: str) -> None:
+        """`what` names the file in messages. Raises InvalidInputError for what is no tokenizer,
+        ConfigurationError without the extra `text`."""
+        with extra("text"):
+            from tokenizers import Tokenizer
+        try:
+            self._tokenizer: Any = Tokenizer.from_buffer(data)
+            self._tokenizer.enable_truncation(length)
+            own = self._tokenizer.padding or {}
+            self._tokenizer.enable_padding(
+                pad_id=own.get("pad_id", self._known("[PAD]", "<pad>")),
+                pad_type_id=own.get("pad_type_id", 0),
+                pad_token=own.get("pad_token", "[PAD]"),
+            )
+        except Exception as error:
+            # The classes that its compiled code raises have no common base but this.
+            raise InvalidInputError(f"{what}: is no tokenizer.json ({error})") from error
+        self._what = what
+
+    def tokens(self, texts: Sequence[str]) -> Tokens:
+        """Raises InvalidInputError for texts that the tokenizer cannot take."""
+        try:
+            encoded = self._tokenizer.encode_batch(list(texts))
+        except Exception as error:
+            raise InvalidInputError(f"{self._what}: cannot read a text ({error})") from error
+        return {
+            "input_ids": np.array([one.ids for one in encoded], np.int64),
+            "attention_mask": np.array([one.attention_mask for one in encoded], np.int64),
+            "token_type_ids": np.array([one.type_ids for one in encoded], np.int64),
+        }
+
+    def largest(self) -> int:
+        """The largest id that a token can have."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+
+    def _known(self, *names: str) -> int:
+        ids = (self._tokenizer.token_to_id(name) for name in names)
+        return next((one for one in ids if one is not None), 0)
+
+
+def check_text(text: str) -> str:
+    """`text`, where it can be embedded. Raises TooLargeError above 64 KiB, InvalidInputError for
+    one in which nothing can be read."""
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidInputError("text: expected valid Unicode, got half of a character") from error
+    if size > LARGEST_BYTES:
+        raise TooLargeError(
+            f"text: expected at most {LARGEST_BYTES} bytes, got {size}; cut it into passages"
+        )
+    if not any(sign.isprintable() and not sign.isspace() for sign in text):
+        raise InvalidInputError("text: expected something to read, got none")
+    return text
+
+
+def check_texts(texts: Sequence[str]) -> None:
+    """Raises TooLargeError for more than one call may carry."""
+    size = sum(len(text.encode(errors="replace")) for text in texts)
+    if size > LARGEST_CALL:
+        raise TooLargeError(
+            f"expected texts of at most {LARGEST_CALL >> 20} MiB together, got {size} bytes; send "
+            "fewer at a time"
+        )

@@ -1,0 +1,93 @@
+"""Notes on a device: texts added, found, carried over by a sync, brought back by a rollback."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from nobackfill.client import Device
+from nobackfill.client.cli.app import app
+from nobackfill.errors import NobackfillError, NoEncoderError
+from nobackfill.release.publishing.publish import publish
+from tests.support import edge, text_releases, trials
+from tests.support.blocks import manifest, png
+from tests.support.releases import images
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    with trials.near():
+        publish(tmp_path / "repo", text_releases.draft(tmp_path / "drafts", 1, reads="both"))
+    return tmp_path / "repo"
+
+
+def bring_second(repo: Path, reads: text_releases.Reads) -> None:
+    with trials.near():
+        drafts = repo.with_name("drafts")
+        publish(repo, text_releases.draft(drafts, 2, [manifest(repo, 1)], reads=reads))
+
+
+def found(device: Device, text: str) -> str:
+    return device.search(text=text, k=1).hits[0].id
+
+
+def test_notes_follow_a_release_and_come_back(repo: Path, tmp_path: Path) -> None:
+    with (
+        trials.near(),
+        Device.create(tmp_path / "g.sqlite", str(repo), repo / "1.root.json") as device,
+    ):
+        assert not device.put_texts({f"n{n}": f"w{n}" for n in range(10)}, {"n3": {"tag": "three"}})
+        assert not device.put({"p": png(images(20)[12])})
+        assert device.search(text="w3", where={"tag": "three"}).hits[0].id == "n3"
+        # Either finds what the other put.
+        assert found(device, "w12") == "p"
+        assert device.search(image=png(images(20)[4]), k=1).hits[0].id == "n4"
+        refused = device.put_texts({"blank": " ", "long": "w1" * 2**16, "n3": "w13"})
+        assert set(refused) == {"blank", "long"}
+        assert found(device, "w13") == "n3"
+
+        bring_second(repo, "texts")
+        device.sync()
+        answer = device.search(text="w5", k=1)
+        assert (answer.release, answer.hits[0].id, answer.hits[0].origin) == (2, "n5", "upgraded")
+        with pytest.raises(NoEncoderError, match="release 2 embeds no images; send a text"):
+            device.search(image=png(images(1)[0]))
+        with pytest.raises(NoEncoderError, match="embeds no images"):
+            device.put({"q": png(images(1)[0])})
+        # In both spaces, as long as a rollback may come.
+        assert not device.put_texts({"late": "w17"})
+        assert found(device, "w17") == "late"
+        device.rollback()
+        assert found(device, "w17") == "late"
+        assert device.put({"q": png(images(1)[0])}) == {}
+
+
+def run(gallery: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and stdout of a command."""
+    result = CliRunner().invoke(app, ["--gallery", str(gallery), *arguments])
+    return code_of(result), result.stdout
+
+
+def code_of(result: Result) -> int:
+    error = result.exception
+    return error.exit_code if isinstance(error, NobackfillError) else result.exit_code
+
+
+def test_commands_take_texts(repo: Path, tmp_path: Path) -> None:
+    with trials.near():
+        gallery = edge.make_device(repo, tmp_path / "g.sqlite")
+    lines: list[dict[str, object]] = [
+        {"id": "a", "text": "w1", "year": 2026}, {"id": "b", "text": ""}, {"id": 3, "text": "w2"},
+    ]  # fmt: skip
+    file = tmp_path / "notes.jsonl"
+    file.write_text("\n".join(json.dumps(one) for one in lines))
+    code, said = run(gallery, "add", "--texts", str(file))
+    assert (code, said) == (65, "2 added, 1 refused; 2 items\n")
+    assert run(gallery, "search", "--text", "w2", "-k", "1")[1].startswith("3 ")
+    year = run(gallery, "search", "--text", "w2", "-k", "1", "--where", "year=2026")
+    assert year[1].startswith("a ")
+    assert run(gallery, "search", "--text", "")[0] == 65
+    assert run(gallery, "search", "--text", "w1", "--id", "a")[0] == 2
+    assert run(gallery, "add", "--texts", str(tmp_path / "none.jsonl"))[0] == 66
+    assert run(gallery, "add", "--texts", str(file), str(tmp_path))[0] == 2

@@ -1,0 +1,115 @@
+"""Releases that embed texts: block releases (releases.py) with a text encoder beside, or instead
+of, the embedder of images; or with no model at all.
+
+The word `w3` lies where image 3 of `releases.images(20)` does, in each release's own block: texts
+find images, and images texts, and a vector that meets another space's is at cosine 0.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+
+from nobackfill.release import paths
+from nobackfill.release.encoders import is_new
+from nobackfill.release.manifest import Manifest, TextEncoder, space_of
+from nobackfill.release.models import open_embedder
+from nobackfill.release.probes import text_probes
+from nobackfill.release.publishing.declaration import Declaration
+from nobackfill.release.publishing.draft import Draft
+from nobackfill.release.text_models import open_text_encoder
+from nobackfill.training.export.text_graph import declare_output, text_graph
+from tests.adopt.models import WORDS, text_model
+from tests.support import graphs, releases
+
+Reads = Literal["texts", "both", "nothing"]
+# Words that lie where an image does.
+PICTURED = 20
+
+
+def draft(
+    folder: Path,
+    number: int,
+    sources: Sequence[Manifest] = (),
+    *,
+    reads: Reads = "texts",
+    directly: Sequence[Manifest] = (),
+    **spec: Any,
+) -> Draft:
+    """As releases.draft without side-information; `spec` is said of the text encoder."""
+    made = releases.draft(folder, number, sources, directly=directly, side="none")
+    place, files = folder / str(number), dict(made.files)
+    text = None
+    if reads != "nothing":
+        text = _encoder(place, made, number, files, spec)
+    embedder = made.manifest.embedder
+    if reads != "both":
+        gone = {"file": None, "height": None, "width": None}
+        name = {"vectors_of": f"model {number}"} if reads == "nothing" else {}
+        embedder = embedder.model_copy(update=gone | name)
+        del files[paths.embedder_path(number)]
+    space = space_of(embedder, text)
+    update = {
+        "format": 2 if is_new(embedder, text) else 1,
+        "embedder": embedder,
+        "text_encoder": text,
+        "space": space,
+        "calibration": tuple(
+            one.model_copy(
+                update={
+                    key: space
+                    for key in ("query_space", "gallery_space")
+                    if getattr(one, key) == made.manifest.space
+                }
+            )
+            for one in made.manifest.calibration
+        ),
+    }
+    manifest = made.manifest.model_copy(update=update)
+    return _probed(place, manifest, files)
+
+
+def _encoder(
+    place: Path, made: Draft, number: int, files: dict[str, Path], spec: dict[str, Any]
+) -> TextEncoder:
+    rng = np.random.default_rng(7)
+    rows = rng.standard_normal((len(WORDS), graphs.BLOCK)).astype(np.float32)
+    block = releases.block_of(made.manifest)
+    start = (block - 1) * graphs.BLOCK
+    pictured = open_embedder(made.files, made.manifest).run(releases.images(PICTURED))
+    first = WORDS.index("w0")
+    rows[first : first + PICTURED] = pictured[:, start : start + graphs.BLOCK]
+    model = onnx.load(text_model(place / "text", 0, table=graphs.into_block(rows, block)))
+    # Releases that share a block are still spaces of their own.
+    inputs = text_graph(model, Declaration())
+    declare_output(model, graphs.DIM)
+    model.doc_string = f"release {number}"
+    path, tokenizer = paths.text_encoder_path(number), paths.tokenizer_path(number)
+    files[path] = graphs.save(model, place / path)
+    files[tokenizer] = place / tokenizer
+    files[tokenizer].write_bytes((place / "text" / "tokenizer.json").read_bytes())
+    return TextEncoder.model_validate(
+        {
+            "file": releases.published(place, path),
+            "tokenizer": releases.published(place, tokenizer),
+            "inputs": inputs, "length": 64, "pooling": "mean", **spec,
+        }
+    )  # fmt: skip
+
+
+def _probed(place: Path, manifest: Manifest, files: dict[str, Path]) -> Draft:
+    """With golden probes of what there is."""
+    probes = paths.probes_path(manifest.release)
+    arrays = dict(np.load(place / probes))
+    if manifest.embedder.file is None:
+        for name in ("image", "embedding"):
+            del arrays[name]
+    if manifest.text_encoder is not None:
+        read = open_text_encoder(files, manifest).run
+        arrays |= text_probes(["w1 w2", "w3", "something else"], read)
+    with (place / probes).open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+    described = manifest.probes.model_copy(update={"file": releases.published(place, probes)})
+    return Draft(manifest.model_copy(update={"probes": described}), files)

@@ -1,0 +1,38 @@
+"""Options of export.py for models that were not trained here."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nobackfill.framing import Fit
+
+Onnx = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="or an embedder of your own: uint8 [n,H,W,3] or float32 [n,3,H,W] -> [n,dim]",
+    ),
+]
+Mean = Annotated[
+    tuple[float, float, float], typer.Option(help="a float32 --onnx takes (x/255 - mean) / std")
+]
+Std = Annotated[tuple[float, float, float], typer.Option(help="see --mean")]
+FitOption = Annotated[Fit, typer.Option("--fit", help="how --onnx takes pictures of other aspects")]
+Shortest = Annotated[
+    int | None, typer.Option(min=1, help="with --fit crop: pixels of the shortest side")
+]
+TextFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="a text model: ONNX with tokenizer.json, of one space"),
+]
+EvalTexts = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="JSONL of id, text and label: a class of its own, or one of --eval",
+    ),
+]
+VectorsOf = Annotated[
+    str | None, typer.Option(metavar="NAME:DIM", help="no model at all: what made the vectors")
+]

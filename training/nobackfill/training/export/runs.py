@@ -1,0 +1,62 @@
+"""What is put into a release: training runs, a text model, or the name of what is gone."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from nobackfill.errors import ConfigurationError
+from nobackfill.training.export.assembly import (
+    add_embedder_run,
+    add_forward_head,
+    add_side_run,
+    add_upgrade_run,
+)
+from nobackfill.training.export.drafting import Release
+from nobackfill.training.export.text_encoder import add_text_encoder
+
+
+def check_models(
+    embedder: Path | None, onnx: Path | None, text: Path | None, vectors_of: str | None
+) -> None:
+    """Raises ConfigurationError for models that cannot make one release."""
+    images = [one for one in (embedder, onnx) if one is not None]
+    if len(images) > 1 or (vectors_of is None) == (not images and text is None):
+        raise ConfigurationError(
+            "expected either --embedder RUN or --onnx FILE, with --text-encoder FOLDER or without; "
+            "--text-encoder FOLDER alone; or --vectors-of NAME:DIM alone"
+        )
+
+
+def named_vectors(vectors_of: str) -> tuple[str, int]:
+    """What made vectors, and their dimension. Raises ConfigurationError."""
+    name, _, dim = vectors_of.rpartition(":")
+    if not name or not dim.isdecimal() or not int(dim):
+        raise ConfigurationError(
+            f"--vectors-of: expected NAME:DIM, as in openai/text-embedding-ada-002:1536, got "
+            f"{vectors_of!r}"
+        )
+    return name, int(dim)
+
+
+class Runs(NamedTuple):
+    """What is exported into a release."""
+
+    embedder: Path | None
+    text_encoder: Path | None
+    side_encoder: Path | None
+    upgrades: tuple[Path, ...]
+
+
+def add_runs(draft: Release, runs: Runs, keep_side_encoder: bool) -> None:
+    """Export every run, the embedder first: the others must fit it."""
+    if runs.embedder is not None:
+        add_embedder_run(draft, runs.embedder)
+    if runs.text_encoder is not None:
+        add_text_encoder(draft, runs.text_encoder)
+    if runs.side_encoder is not None:
+        add_side_run(draft, runs.side_encoder)
+    if keep_side_encoder:
+        draft.keep_side_encoder()
+    if runs.embedder is not None:
+        add_forward_head(draft, runs.embedder)
+    for run in runs.upgrades:
+        add_upgrade_run(draft, run)

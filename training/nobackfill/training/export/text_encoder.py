@@ -1,0 +1,121 @@
+"""Bring your own: a text model that exists as ONNX, with its tokenizer, becomes a release's."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
+
+from nobackfill.digests import sha256_file
+from nobackfill.errors import InvalidInputError, NotFoundError, VerificationError
+from nobackfill.release.manifest import Embedder, TextEncoder
+from nobackfill.release.paths import text_encoder_path, tokenizer_path
+from nobackfill.release.publishing.declaration import (
+    Declaration,
+    read_declaration,
+    tokenizer_file,
+)
+from nobackfill.tokenizing import Tokenizing
+from nobackfill.training.export.drafting import Release
+from nobackfill.training.export.onnx_export import run_onnx, strip
+from nobackfill.training.export.probe_texts import PROBE_TEXTS
+from nobackfill.training.export.text_graph import declare_output, text_graph
+from nobackfill.vectors import Vectors
+
+_MODEL = "model.onnx"
+
+
+def add_text_encoder(release: Release, source: Path) -> None:
+    """Put a text model into the release: an ONNX file, or a folder with one, with `tokenizer.json`
+    and what is declared about it (`NAME.json`, or the files that sentence-transformers exports).
+
+    Beside an embedder of images it shares that one's space; else it makes the release's. Raises
+    NotFoundError, InvalidInputError for another form; what a graph may compute is checked when it
+    is published.
+    """
+    file = _found(source)
+    declared, path = read_declaration(file), release.local(text_encoder_path(release.number))
+    tokenizer = tokenizer_file(file, declared)
+    release.local(tokenizer_path(release.number)).write_bytes(tokenizer.read_bytes())
+    try:
+        model = onnx.load(file)
+        inputs = text_graph(model, declared)
+        strip(model)
+        vectors = _run(model, path, tokenizer, declared, inputs)
+    except (OSError, DecodeError, onnx.checker.ValidationError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(
+            f"--text-encoder {file}: cannot be read as ONNX ({error})"
+        ) from error
+    except (InvalidInputError, VerificationError) as error:
+        raise InvalidInputError(f"--text-encoder {file}: {error}") from error
+    _share(release, vectors, file)
+    query = declared.prefix if declared.query_prefix is None else declared.query_prefix
+    release.text_encoder = TextEncoder.model_validate(
+        {
+            "file": release.file(text_encoder_path(release.number)),
+            "tokenizer": release.file(tokenizer_path(release.number)),
+            "inputs": inputs,
+            "length": declared.max_length,
+            "query_prefix": query,
+            "document_prefix": declared.prefix,
+            "pooling": declared.pooling,
+        }
+    )
+    release.recipe["text_encoder_sha256"] = sha256_file(file)
+
+
+def _found(source: Path) -> Path:
+    """An ONNX file: named, or in a folder as exports have it."""
+    places = [source, source / _MODEL, source / "onnx" / _MODEL]
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
+        raise NotFoundError(
+            f"--text-encoder {source}: expected an ONNX file, or a folder with {_MODEL} or "
+            f"onnx/{_MODEL} in it; found none"
+        )
+    return file
+
+
+def _run(
+    model: onnx.ModelProto, path: Path, tokenizer: Path, declared: Declaration,
+    inputs: tuple[str, ...],
+) -> Vectors:  # fmt: skip
+    """Write the graph with its output's dimension, and the probes' vectors."""
+    tokens = Tokenizing(tokenizer.read_bytes(), declared.max_length, str(tokenizer)).tokens(
+        [declared.prefix + text for text in PROBE_TEXTS]
+    )
+    feed = {name: tokens[name] for name in inputs}
+    # What it gives is only known by running it, and what is run has to have an output.
+    declare_output(model, None)
+    onnx.save(model, path)
+    (embedding,) = run_onnx(path, feed, ("embedding",))
+    if embedding.dtype != np.float32 or embedding.ndim != 2:
+        raise InvalidInputError(
+            f"expected outputs float32 [n, dim], got {embedding.dtype} {list(embedding.shape)}"
+        )
+    declare_output(model, embedding.shape[1])
+    onnx.save(model, path)
+    return embedding
+
+
+def _share(release: Release, vectors: Vectors, file: Path) -> None:
+    """See that both encoders embed into one space."""
+    dim = vectors.shape[1]
+    unit = bool((np.abs(np.linalg.norm(vectors, axis=1) - 1) < 1e-3).all())
+    made = release.embedder
+    if made is None:
+        release.embedder = Embedder(dim=dim, metric="cosine" if unit else "squared_l2", unit=unit)
+        release.method = "brought"
+    elif (made.dim, made.unit) != (dim, unit):
+        raise InvalidInputError(
+            f"--text-encoder {file}: expected vectors of the embedder's space, of dimension "
+            f"{made.dim}{' and norm 1' if made.unit else ''}; got dimension {dim}"
+            f"{' and norm 1' if unit else ', of any norm'}"
+        )
+
+
+def add_vectors(release: Release, name: str, dim: int) -> None:
+    """Make the release the space of vectors that `name` made, of which no model is published: an
+    endpoint that was switched off, say. Vectors are compared by their directions."""
+    release.embedder = Embedder(dim=dim, metric="cosine", unit=False, vectors_of=name)
+    release.method = "vectors"
