@@ -29,7 +29,7 @@ def brought(line: str) -> bool:
     return any(option in line for option in ("--text-encoder", "--onnx", "--vectors-of"))
 
 
-@pytest.mark.parametrize("line", filter(brought, EXPORTS))
+@pytest.mark.parametrize("line", [line for line in EXPORTS if brought(line)])
 def test_models_of_others_are_published(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
