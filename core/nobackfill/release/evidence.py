@@ -35,7 +35,7 @@ class RouteEvidence(Strict):
     int8_map: float | None = None
     # Share of new/new mAP that is left as it is served: with int8 files, where they exist.
     kept: float = Field(ge=0)
-    healing: HealingEvidence | None = None
+    healing: HealingEvidence | None = Field(None, exclude_if=lambda healing: healing is None)
 
 
 class Cell(Strict):
