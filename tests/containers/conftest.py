@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from tests.containers.engine import FOUND, ROOT, Container, Engine
 from tests.server.conftest import Stages, make_stages
 from tests.support.postgres import Server
+from tests.support.waiting import wait_until
 
 QUESTIONS = {ROOT / "tests" / "containers" / "questions.py": "/questions.py:ro"}
 JOB = "demo-upgrade-2"
@@ -41,7 +43,8 @@ class Asker:
         return self._container.ask("python", "/questions.py", *question)
 
     def searching(self, address: str, count: str) -> AbstractContextManager[dict[str, Any]]:
-        """Searches go on until the end of the block; what came of them is then in the mapping."""
+        """Searches go on from its begin to the end of the block; what came of them is then in the
+        mapping."""
         return self._beside("load", address, count)
 
     def changing(self, address: str) -> AbstractContextManager[dict[str, Any]]:
@@ -55,6 +58,8 @@ class Asker:
         with ThreadPoolExecutor(1) as beside:
             asking = beside.submit(self, *question, enough)
             try:
+                begun = partial(self._container.status, "test", "-e", f"{enough}.begun")
+                wait_until(lambda: asking.done() or begun() == 0, f"{question[0]} has begun")
                 yield told
             finally:
                 self._container.ask("touch", enough)

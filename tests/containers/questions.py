@@ -4,6 +4,7 @@ fill ADDRESS COUNT          put pictures as items i0, i1, ... of gallery `g`
 find ADDRESS COUNT          search each; a line of JSON: ids and distances of the hits
 load ADDRESS COUNT FILE     search them, four at a time, until FILE is there; calls, failures
 change ADDRESS FILE         put new items, put some anew, delete, until FILE is there; a line: which
+                            (FILE.begun is there once either has been answered often)
 overfill ADDRESS            put until it is refused; the error's class
 ready ADDRESS               wait until /readyz answers, /healthz too
 """
@@ -27,6 +28,8 @@ from nobackfill.wire import Gateway
 
 _START_S = 120.0
 _CLIENTS = 4
+# Calls of a client before anything is done to a gateway under load.
+_BEGUN = 50
 GALLERY = "g"
 
 
@@ -68,6 +71,8 @@ def load(address: str, count: str, file: str) -> None:
             while not Path(file).exists():
                 which = (number + calls) % len(asked)
                 calls += 1
+                if calls == _BEGUN:
+                    Path(f"{file}.begun").touch()
                 try:
                     hits = gateway.search(GALLERY, image=asked[which], k=1).hits
                 except NobackfillError as error:
@@ -95,6 +100,8 @@ def change(address: str, file: str) -> None:
             refused = gateway.put(GALLERY, {new: made[turn % 100], "again": made[turn % 100]})
             assert not refused, refused
             put.append(new)
+            if len(put) == 2:
+                Path(f"{file}.begun").touch()
             gone = [f"item-{turn}"] + [f"new-{turn - 2}"] * (turn % 2 and turn > 2)
             assert gateway.delete(GALLERY, gone) == len(gone), gone
             deleted += gone
