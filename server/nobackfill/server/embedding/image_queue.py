@@ -84,11 +84,11 @@ class ImageQueue(Generic[Of]):
         """What nobody has begun is answered without a vector."""
         with self._changed:
             self._closed = True
-            left = [*self._encoded, *self._decoded]
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
-        self._answer([(waiting, None) for waiting in left])
+        # Among them what was being decoded.
+        self._answer([(waiting, None) for waiting in (*self._encoded, *self._decoded)])
 
     def _work(self) -> None:
         while (turn := self._next()) is not None:
@@ -101,7 +101,7 @@ class ImageQueue(Generic[Of]):
             while not self._closed:
                 turn = self._turn()
                 if turn is not None:
-                    if self._encoded:
+                    if self._encoded or self._decoded:
                         self._changed.notify()
                     return turn
                 self._changed.wait()
@@ -153,12 +153,16 @@ class ImageQueue(Generic[Of]):
             return None  # whoever asks on a thread hears why
 
     def _embed(self, batch: Sequence[Waiting[Of]]) -> None:
-        rows: Sequence[Row | None] = [None] * len(batch)
+        rows: dict[Waiting[Of], Row] = {}
         try:
-            self._observe(len(batch))
-            pixels = [one.pixels for one in batch if one.pixels is not None]
-            with calls.until(max(one.deadline for one in batch)):
-                rows = self._embedding.rows(batch[0].manifest, pixels)
+            # Some have waited longer than their callers did.
+            wanted = [one for one in batch if one.is_wanted()]
+            pixels = [one.pixels for one in wanted if one.pixels is not None]
+            if wanted:
+                self._observe(len(wanted))
+                with calls.until(max(one.deadline for one in wanted)):
+                    made = self._embedding.rows(wanted[0].manifest, pixels)
+                rows.update(zip(wanted, made, strict=True))
         except NobackfillError:
             pass  # as above
         finally:
@@ -166,5 +170,7 @@ class ImageQueue(Generic[Of]):
                 self._embeds -= 1
                 if self._decoded:
                     self._changed.notify()
-            found = [None if isinstance(row, InvalidInputError) else row for row in rows]
-            self._answer(list(zip(batch, found, strict=True)))
+            found = {
+                one: row for one, row in rows.items() if not isinstance(row, InvalidInputError)
+            }
+            self._answer([(one, found.get(one)) for one in batch])
