@@ -127,10 +127,12 @@ class FileLedger:
             return claims.spent(connection, day)
 
     def close(self) -> None:
-        self._carried.close()
         with self._lock:
+            if self._closed:
+                return  # at a stop two threads may end it
             self._closed = True
             self._connection.close()
+        self._carried.close()
 
     @contextmanager
     def _using(self) -> Iterator[sqlite3.Connection]:
