@@ -9,19 +9,19 @@ _LOCAL = ("", "localhost", "127.0.0.1", "::1")
 _ENCRYPTED = ("require", "verify-ca", "verify-full")
 
 
-def check_url(url: str) -> None:
+def check_url(url: str, setting: str = "store") -> None:
     """Raises ConfigurationError for what is no address, or one over the network in the clear. The
-    sentence does not repeat the address: it may hold a password."""
+    sentence names the setting and does not repeat the address: it may hold a password."""
     try:
         given = conninfo_to_dict(url)
     except (psycopg.Error, UnicodeEncodeError) as error:
         raise ConfigurationError(
-            "store: expected postgresql://USER@HOST/DATABASE?sslmode=verify-full, or a socket's "
-            "folder as host"
+            f"{setting}: expected postgresql://USER@HOST/DATABASE?sslmode=verify-full, or a "
+            "socket's folder as host"
         ) from error
     hosts = [*str(given.get("host") or "").split(","), str(given.get("hostaddr") or "")]
     if not all(map(is_local, hosts)) and given.get("sslmode") not in _ENCRYPTED:
-        raise in_the_clear()
+        raise in_the_clear(setting)
 
 
 def bounded(url: str, seconds: float) -> str:
@@ -34,9 +34,9 @@ def is_local(host: str) -> bool:
     return host in _LOCAL or host.startswith(("/", "@"))
 
 
-def in_the_clear() -> ConfigurationError:
+def in_the_clear(setting: str = "store") -> ConfigurationError:
     """What is said of an address on another machine without TLS."""
     return ConfigurationError(
-        "store: a database on another machine demands TLS; add sslmode=verify-full (and "
+        f"{setting}: a database on another machine demands TLS; add sslmode=verify-full (and "
         "sslrootcert) to its address"
     )

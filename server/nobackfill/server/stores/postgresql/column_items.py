@@ -10,6 +10,7 @@ from psycopg import sql
 from nobackfill.errors import ConfigurationError, InvalidInputError, UnavailableError
 from nobackfill.items.kind import Kind
 from nobackfill.items.sources import bounded
+from nobackfill.server.stores.postgresql.address import check_url
 from nobackfill.server.stores.postgresql.failures import lost, refusal
 
 _SECONDS = 10
@@ -33,6 +34,7 @@ class ColumnItems:
             raise ConfigurationError(
                 "item_columns: expected postgresql://USER@HOST/DATABASE#TABLE.KEY.COLUMN"
             )
+        check_url(self._server, "item_columns")
         *table, key, column = parts
         self._parts = {
             "column": sql.Identifier(column),
@@ -59,15 +61,27 @@ class ColumnItems:
 
     def _asked(self, name: str, most_bytes: int) -> Any:
         if not self._kept or self._kept[0].closed:
-            made = psycopg.connect(self._server, autocommit=True, connect_timeout=_SECONDS)
-            self._kept[:] = [made]
-            made.execute("SET default_transaction_read_only = on")
-            made.execute(f"SET statement_timeout = '{_SECONDS}s'".encode())
+            self._kept[:] = [self._connected()]
         # No more of a value than is taken: what is larger stays with the server.
         query = sql.SQL(
             "SELECT substring({column} FROM 1 FOR {most}) FROM {table} WHERE {key} = {name}"
         ).format(most=most_bytes + 1, name=name, **self._parts)
         return self._kept[0].execute(query, binary=True).fetchone()
+
+    def _connected(self) -> Any:
+        made = psycopg.connect(
+            self._server, autocommit=True, connect_timeout=_SECONDS,
+            # Of a machine that has vanished no statement's own limit is heard.
+            tcp_user_timeout=1000 * _SECONDS, keepalives_idle=5, keepalives_interval=2,
+            keepalives_count=3,
+        )  # fmt: skip
+        try:
+            made.execute("SET default_transaction_read_only = on")
+            made.execute(f"SET statement_timeout = '{_SECONDS}s'".encode())
+        except BaseException:
+            made.close()
+            raise
+        return made
 
 
 def _close(kept: list[Any]) -> None:
