@@ -198,13 +198,15 @@ def test_leftovers_go_and_what_is_not_ours_stays(tmp_path: Path) -> None:
     for name in ("README.md", ".gitkeep", "notes/file"):
         (repo / name).parent.mkdir(exist_ok=True)
         (repo / name).write_text("mine")
-    for name in ("embedder_2/1/model.onnx", "upgrade_1_to_2/half", "release-2.json",
-                 "99.targets.json", "99.snapshot.json", ".tmp-timestamp.json-x"):  # fmt: skip
+    for name in ("embedder_2/1/model.onnx", "text_encoder_2/1/model.onnx", "upgrade_1_to_2/half",
+                 "release-2.json", "99.targets.json", "99.snapshot.json",
+                 ".tmp-timestamp.json-x"):  # fmt: skip
         (repo / name).parent.mkdir(parents=True, exist_ok=True)
         (repo / name).write_text("half")
     (tmp_path / "repo.staging" / "deep").mkdir(parents=True)
     assert verify(repo).leftovers == (
-        "99.snapshot.json", "99.targets.json", "embedder_2", "release-2.json", "upgrade_1_to_2",
+        "99.snapshot.json", "99.targets.json", "embedder_2", "release-2.json", "text_encoder_2",
+        "upgrade_1_to_2",
     )  # fmt: skip
     publish(repo, second)
     assert seen(repo, tmp_path / "state") == {1: None, 2: None}
