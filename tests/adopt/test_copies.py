@@ -67,6 +67,19 @@ def test_nothing_and_one_item_are_carried(store: Chroma | Milvus) -> None:
 
 
 @every
+def test_every_window_is_read_back(store: Chroma | Milvus) -> None:
+    source = store.open()
+    beside = source.beside(TARGET)
+    seen = 0
+    for window in source.windows(50):
+        rows = beside.pending(window)
+        beside.write(rows, MAP(rows.vectors))
+        assert sorted(beside.read(window).ids) == sorted(rows.ids)
+        seen += len(rows)
+    assert seen == 230
+
+
+@every
 def test_every_command_knows_the_store(store: Chroma | Milvus, tmp_path: Path) -> None:
     source = store.open()
     found = inspect(source)

@@ -1,9 +1,9 @@
 """A collection of a Chroma server; new vectors go into a collection of their own beside, with the
 same ids, documents, metadata and URIs."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection as Some
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -135,6 +135,7 @@ class ChromaCollection:
                 ],
             }
             self._asked("POST", "/upsert", body)
+            self._note(str(one.key) for one in some)
 
     def remove(self, keys: Sequence[Any]) -> None:
         for first in range(0, len(keys), _PAGE):
@@ -159,6 +160,16 @@ class ChromaCollection:
         first = 0 if window.after is None else bisect_right(ids, str(window.after))
         last = len(ids) if window.last is None else bisect_right(ids, str(window.last))
         return ids[first:last]
+
+    def _note(self, written: Iterable[str]) -> None:
+        """Windows after the first are looked up in the list: what is written belongs into it. It
+        comes in order, so near the end."""
+        if self._ids is None:
+            return
+        for one in written:
+            at = bisect_left(self._ids, one)
+            if self._ids[at : at + 1] != [one]:
+                self._ids.insert(at, one)
 
     def _listed(self) -> list[str]:
         """All ids in order, in one answer: pages shift where others delete."""

@@ -8,14 +8,11 @@ from urllib.parse import quote
 
 import urllib3
 
-from nobackfill.adopt.sources.server_address import server_address
+from nobackfill.adopt.sources.server_address import STATUSES, server_address
 from nobackfill.errors import (
     AlreadyExistsError,
-    BusyError,
     InvalidInputError,
-    NobackfillError,
     NotFoundError,
-    NotPermittedError,
     UnavailableError,
 )
 
@@ -23,11 +20,7 @@ from nobackfill.errors import (
 KEY = "NOBACKFILL_CHROMA_TOKEN"
 _DEFAULT = ("default_tenant", "default_database")
 _SECONDS = 60.0
-_STATUSES: Mapping[int, type[NobackfillError]] = {
-    401: NotPermittedError, 403: NotPermittedError, 404: NotFoundError, 409: AlreadyExistsError,
-    429: BusyError, 500: UnavailableError, 502: UnavailableError, 503: UnavailableError,
-    504: UnavailableError,
-}  # fmt: skip
+_STATUSES = STATUSES | {409: AlreadyExistsError}
 
 
 class ChromaServer:

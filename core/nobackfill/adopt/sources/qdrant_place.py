@@ -8,13 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nobackfill.adopt.sources.server_address import server_address
+from nobackfill.adopt.sources.server_address import STATUSES, server_address
 from nobackfill.errors import (
     BusyError,
     InvalidInputError,
-    NobackfillError,
     NotFoundError,
-    NotPermittedError,
     UnavailableError,
 )
 from nobackfill.extras import extra
@@ -27,10 +25,6 @@ with extra("qdrant"):
 KEY = "NOBACKFILL_QDRANT_KEY"
 _SECONDS = 60
 _FOLDERS: "weakref.WeakValueDictionary[Path, QdrantClient]" = weakref.WeakValueDictionary()
-_STATUSES: dict[int | None, type[NobackfillError]] = {
-    401: NotPermittedError, 403: NotPermittedError, 404: NotFoundError, 429: BusyError,
-    500: UnavailableError, 502: UnavailableError, 503: UnavailableError, 504: UnavailableError,
-}  # fmt: skip
 
 
 def opened(place: str) -> QdrantClient:
@@ -80,7 +74,7 @@ def refused(name: str) -> Iterator[None]:
     try:
         yield
     except UnexpectedResponse as error:
-        ours = _STATUSES.get(error.status_code, InvalidInputError)
+        ours = STATUSES.get(error.status_code or 0, InvalidInputError)
         raise ours(f"{name}: Qdrant says: {error.status_code} {error.content[:200]!r}") from error
     except ResponseHandlingException as error:
         raise UnavailableError(f"{name}: Qdrant does not answer ({error})") from error

@@ -1,9 +1,21 @@
-"""The address of a store's server: private, and without a password in it."""
+"""The address of a store's server, private and without a password in it, and what it answers."""
 
 from urllib.parse import SplitResult, urlsplit
 
-from nobackfill.errors import ConfigurationError
+from nobackfill.errors import (
+    BusyError,
+    ConfigurationError,
+    NobackfillError,
+    NotFoundError,
+    NotPermittedError,
+    UnavailableError,
+)
 
+# What a status of HTTP means; all others say that the request is unfit.
+STATUSES: dict[int, type[NobackfillError]] = {
+    401: NotPermittedError, 403: NotPermittedError, 404: NotFoundError, 429: BusyError,
+    500: UnavailableError, 502: UnavailableError, 503: UnavailableError, 504: UnavailableError,
+}  # fmt: skip
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
