@@ -27,7 +27,11 @@ from nobackfill.errors import (
 from nobackfill.release.converter import Converter, ConverterEvidence
 from nobackfill.release.manifest import PublishedFile
 from nobackfill.release.publishing.converters import publish_converter
-from nobackfill.release.trust.converters import converter_numbers, read_converter
+from nobackfill.release.trust.converters import (
+    converter_file,
+    converter_numbers,
+    read_converter,
+)
 from nobackfill.release.trust.fetchers import fetcher_for
 from nobackfill.release.trust.trust import Trust, fingerprint, first_root
 
@@ -105,9 +109,9 @@ def open_converter(
     trust = _trusted(place, root)
     folder = _state(place)
     if number is not None:
-        manifest, file = read_converter(trust, number, folder)
+        manifest = read_converter(trust, number, folder)
     else:
-        manifest, file = _fitting(trust, folder, place, old, new)
+        manifest = _fitting(trust, folder, place, old, new)
     name = f"converter {manifest.converter}"
     same_model(manifest.old.fingerprint, old, f"{name} and the old vectors")
     same_model(manifest.new.fingerprint, new, f"{name} and the new vectors")
@@ -117,6 +121,7 @@ def open_converter(
         "converter": manifest.file.sha256,
         "pairs": str(manifest.evidence.pairs),
     }
+    file = converter_file(trust, manifest, folder)
     mapping = map_of(file.read_bytes(), CONVERTER, facts)
     if mapping.dims != (manifest.old.dim, manifest.new.dim):
         raise IncompatibleSpaceError(
@@ -126,17 +131,15 @@ def open_converter(
     return Opened(manifest, mapping)
 
 
-def _fitting(
-    trust: Trust, folder: Path, place: str, old: str | None, new: str | None
-) -> tuple[Converter, Path]:
+def _fitting(trust: Trust, folder: Path, place: str, old: str | None, new: str | None) -> Converter:
     """The newest whose models are these, as far as they are known."""
     seen = []
     for number in reversed(converter_numbers(trust)):
-        manifest, file = read_converter(trust, number, folder)
+        manifest = read_converter(trust, number, folder)
         if manifest.old.fingerprint == (old or manifest.old.fingerprint) and (
             manifest.new.fingerprint == (new or manifest.new.fingerprint)
         ):
-            return manifest, file
+            return manifest
         seen.append(f"{number}: {manifest.old.name} to {manifest.new.name}")
     if not seen:
         raise NotFoundError(f"{place}: no converter is published there")

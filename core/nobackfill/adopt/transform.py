@@ -6,14 +6,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from nobackfill.adopt.maps import Map
 from nobackfill.errors import UnfitError
-from nobackfill.vectors import Vectors, check_vectors
+from nobackfill.vectors import check_vectors
 
 _OPSET = 17
 # Of `normalised`: a row of zeros stays as it is.
 _LEAST_NORM = 1e-12
-# Outputs of the graph and of numpy differ by rounding.
-_TOLERANCE = 1e-4
-_TRIED = 8
 
 
 def graph_of(mapping: Map) -> bytes:
@@ -54,20 +51,7 @@ def map_of(data: bytes, kind: str, facts: dict[str, str]) -> Map:
         # What protobuf, onnx and numpy raise at hostile bytes has no common base.
         raise UnfitError(f"expected a linear map as `fit --publish` writes it ({error})") from error
     found = Map(kind, checked, shift, "least" in constants, facts)
-    rows = np.random.default_rng(0).normal(size=(_TRIED, found.dims[0])).astype(np.float32)
-    got, expected = _run(data, rows), found(rows)
-    scale = max(1.0, float(np.abs(expected).max()))
-    if got.shape != expected.shape or not np.abs(got - expected).max() <= _TOLERANCE * scale:
+    # Compared and not run: a stranger's graph may never end.
+    if onnx.load_from_string(graph_of(found)).graph != graph:
         raise UnfitError("expected a graph that gives what its weight and bias say; it does not")
     return found
-
-
-def _run(data: bytes, rows: Vectors) -> Vectors:
-    import onnxruntime
-
-    try:
-        session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
-        return np.asarray(session.run(["upgraded"], {"embedding": rows})[0])
-    except Exception as error:
-        # onnxruntime's classes are made in C++ and have no common public base.
-        raise UnfitError(f"the graph cannot be run ({error})") from error

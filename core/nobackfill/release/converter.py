@@ -8,20 +8,16 @@ refused, as the same dimension is not the same space. The map is `converter-N.on
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from nobackfill.errors import UnfitError, few
-from nobackfill.release.manifest import PublishedFile, Sha256
+from nobackfill.release.encoders import PublishedFile, Sha256, Strict
 
 _MANIFEST = re.compile(r"converter-([1-9][0-9]{0,6})\.json")
 _Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class ModelCard(_Strict):
+class ModelCard(Strict):
     """One of the two models. `fingerprint` is the digest of all that makes its vectors: weights,
     tokenizer, pooling, prefix, length; `weights` and `declared` say it in parts, where they are
     known. `unit`: its vectors have norm 1."""
@@ -32,10 +28,10 @@ class ModelCard(_Strict):
     dim: int = Field(ge=1, le=65536)
     unit: bool
     weights: Sha256 | None = None
-    declared: dict[str, str] = {}
+    declared: dict[str, str] = Field(default_factory=dict)
 
 
-class ConverterEvidence(_Strict):
+class ConverterEvidence(Strict):
     """What was measured on pairs that the map was fitted without. `ways`: figures of each way to go
     on by its name, `stay` among them; `way` is the recommended one. `healing`: each figure
     by name with 0, 10 … 100 % of the items embedded again, ranked by calibrated scores; `raw`: the
@@ -52,7 +48,7 @@ class ConverterEvidence(_Strict):
     raw: dict[str, tuple[_Share, ...]]
 
 
-class Converter(_Strict):
+class Converter(Strict):
     """Converter N. Raises pydantic.ValidationError; files are read by `parse_converter`."""
 
     format: Literal[1] = 1

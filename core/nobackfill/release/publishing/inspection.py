@@ -18,7 +18,11 @@ from nobackfill.release.publishing.metadata import (
 )
 from nobackfill.release.publishing.renew import expiries
 from nobackfill.release.trial import try_release
-from nobackfill.release.trust.converters import converter_numbers, read_converter
+from nobackfill.release.trust.converters import (
+    converter_file,
+    converter_numbers,
+    read_converter,
+)
 from nobackfill.release.trust.trust import TrustedFolder
 
 
@@ -74,7 +78,8 @@ def verify(repo: Path, root: bytes | None = None, release: int | None = None) ->
             except VerificationError as error:
                 raise VerificationError(f"release {number}: {error}") from error
         for number in converter_numbers(trust) if release is None else ():
-            read_converter(trust, number, Path(temporary) / "converters")
+            folder = Path(temporary) / "converters"
+            converter_file(trust, read_converter(trust, number, folder), folder)
     ledger = require_ledger(repo)
     stale = tuple(path.name for path in leftovers(repo, ledger))
     return Health(numbers, expiries(ledger), stale)

@@ -18,8 +18,8 @@ def converter_numbers(trust: Trust) -> list[int]:
     return sorted(number for number in found if number is not None)
 
 
-def read_converter(trust: Trust, number: int, folder: Path) -> tuple[Converter, Path]:
-    """Its manifest and its ONNX file, downloaded into `folder`; both are what was signed.
+def read_converter(trust: Trust, number: int, folder: Path) -> Converter:
+    """Its manifest, downloaded into `folder`, as it was signed.
 
     Raises NotFoundError, VerificationError, UnfitError, UnavailableError, CannotWriteError.
     """
@@ -29,8 +29,13 @@ def read_converter(trust: Trust, number: int, folder: Path) -> tuple[Converter, 
     except NotFoundError as error:
         known = ", ".join(map(str, converter_numbers(trust))) or "none"
         raise NotFoundError(f"converter {number} is not published there, only {known}") from error
-    manifest = parse_converter(trust.download(path, folder).read_bytes(), number)
+    return parse_converter(trust.download(path, folder).read_bytes(), number)
+
+
+def converter_file(trust: Trust, manifest: Converter, folder: Path) -> Path:
+    """Its ONNX file, downloaded into `folder`. Raises as `read_converter`."""
     file, target = manifest.file, trust.target(manifest.file.path)
     if (target.length, target.hashes.get("sha256")) != (file.length, file.sha256):
+        path = converter_manifest_path(manifest.converter)
         raise UnfitError(f"{path}: {file.path} is signed with another digest")
-    return manifest, trust.download(file.path, folder)
+    return trust.download(file.path, folder)
