@@ -43,8 +43,9 @@ def test_notes_follow_a_release_and_come_back(repo: Path, tmp_path: Path) -> Non
         # Either finds what the other put.
         assert found(device, "w12") == "p"
         assert device.search(image=png(images(20)[4]), k=1).hits[0].id == "n4"
-        refused = device.put_texts({"blank": " ", "long": "w1" * 2**16, "n3": "w13"})
-        assert set(refused) == {"blank", "long"}
+        odd = {"i" * 2**16: "w14", "nul\0": "w15"}
+        refused = device.put_texts({"blank": " ", "long": "w1" * 2**16, **odd, "n3": "w13"})
+        assert set(refused) == {"blank", "long", *odd}
         assert found(device, "w13") == "n3"
 
         bring_second(repo, "texts")

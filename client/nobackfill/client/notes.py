@@ -9,6 +9,7 @@ from nobackfill.client.device import Device
 from nobackfill.client.photos.encoding import threads
 from nobackfill.errors import InvalidInputError, UnusableOutputError
 from nobackfill.gallery.store import Metadata, NewVectors
+from nobackfill.gallery.writing import check_batch
 from nobackfill.release.encoders import TextRole
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.text_models import TextModel, no_text_vector, open_text_encoder
@@ -87,7 +88,7 @@ def _readable(batch: Sequence[TextLine], kept: Kept) -> Iterator[TextLine]:
     for one in batch:
         try:
             check_text(one.text)
-            one.metadata()
+            check_batch([one.id], None, [one.metadata()])
             yield one
         except InvalidInputError as error:
             kept.refused[one.id] = str(error)
