@@ -48,11 +48,12 @@ def read_texts(path: Path, *, key: str = "id", column: str = "text") -> Iterator
 def _read(line: bytes, where: str, key: str, column: str) -> TextLine:
     try:
         one = json.loads(line.decode("utf-8"))
-        name, text = one.pop(key), one.pop(column)
+        name, text = one[key], one[column]
+        notes = {note: value for note, value in one.items() if note not in (key, column)}
         if not all(isinstance(part, str | int | float) for part in (name, text)):
             raise ValueError("no text")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidInputError(
             f"{where}: expected a JSON object with {key!r} and {column!r}, both texts or numbers"
         ) from error
-    return TextLine(str(name), str(text), one)
+    return TextLine(str(name), str(text), notes)

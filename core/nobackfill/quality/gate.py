@@ -159,6 +159,7 @@ def measure_release(
     cross, cells_by_text = tuple[Row, ...](), tuple[Cell, ...]()
     if texts is not None:
         asking = Measuring(listing.select(gate_rows), files, manifests, texts)
+        asking.embedded = gate.embedded  # the same images, embedded once
         cross = tuple(_rows(asking, new, manifests, published.withdrawn))
         cells_by_text = tuple(asking.evidence(name) for name in dict.fromkeys(cells))
     return new, Evidence(

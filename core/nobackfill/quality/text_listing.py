@@ -1,5 +1,6 @@
 """Texts of known classes, listed as images in class folders are."""
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -35,9 +36,9 @@ def list_texts(file: Path) -> TextListing:
     """
     lines = list(read_texts(file))
     ids = [one.id for one in lines]
-    if len(set(ids)) != len(ids):
-        twice = next(name for name in ids if ids.count(name) > 1)
-        raise InvalidInputError(f"{file}: expected each id once, got {twice!r} again")
+    twice = [name for name, times in Counter(ids).items() if times > 1]
+    if twice:
+        raise InvalidInputError(f"{file}: expected each id once, got {twice[0]!r} again")
     labels = []
     for one in lines:
         label = one.notes.get(_LABEL)
@@ -51,5 +52,6 @@ def list_texts(file: Path) -> TextListing:
             raise InvalidInputError(f"{file}: {one.id}: {error}") from error
         labels.append(str(label))
     names = sorted(set(labels))
-    numbers = np.array([names.index(label) for label in labels], np.int64)
+    places = {name: place for place, name in enumerate(names)}
+    numbers = np.array([places[label] for label in labels], np.int64)
     return TextListing(file, tuple(names), tuple(ids), numbers, tuple(one.text for one in lines))

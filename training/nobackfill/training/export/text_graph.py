@@ -48,9 +48,7 @@ def text_graph(model: onnx.ModelProto, declared: Declaration) -> tuple[str, ...]
     for value in inputs:
         _free(value)
     if declared.pooling == "mean" and "attention_mask" not in names:
-        inputs.append(
-            helper.make_tensor_value_info("attention_mask", TensorProto.INT64, ["n", "t"])
-        )
+        inputs.append(_tokens("attention_mask"))
     graph.input.extend(inputs)
     # None of its names can be one of ours.
     compose.add_prefix_graph(graph, _THEIRS, rename_inputs=False, inplace=True)
