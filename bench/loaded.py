@@ -1,6 +1,7 @@
 """Servers side by side, each under a closed loop of clients."""
 
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -68,8 +69,8 @@ def under_load(
 
 def processor_seconds(process: int) -> float:
     """Processor time that a process has used so far, all its threads together."""
-    threads = Path("/proc", str(process), "task").glob("*/schedstat")
-    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+    # Linux's clock of a process, as clock_getcpuclockid gives it; threads that ended count, too.
+    return time.clock_gettime((~process << 3) | 2)
 
 
 def table(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bench import data
 from bench.harness import Bench
+from bench.loaded import processor_seconds
 from bench.published import Publication
 from demo import gateway, serve
 from demo.children import Children
@@ -31,8 +32,7 @@ class Gateway:
 
     def cpu_seconds(self) -> float:
         """Processor time that it has used so far."""
-        fields = Path("/proc", str(self.process), "stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return processor_seconds(self.process)
 
     def resident_mib(self) -> float:
         """Memory it holds now, without its Triton."""

@@ -74,6 +74,9 @@ def embedded(corpus: Corpus, model: Path, file: Path) -> Embedded:
         bodies = by_length([one.body for one in corpus.documents])
         titles = by_length([one.title for one in corpus.documents])
         file.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(file, bodies=bodies, titles=titles)
+        # Whole or not there, for a run that is killed.
+        part = file.with_name(f"part-{file.name}")
+        np.savez(part, bodies=bodies, titles=titles)
+        part.replace(file)
     with np.load(file) as kept:
         return Embedded(kept["bodies"], kept["titles"])

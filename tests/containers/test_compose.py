@@ -16,7 +16,7 @@ from tests.server.conftest import Stages
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
 
-ADDRESS, PAGES, COUNT = "127.0.0.1:50051", "127.0.0.1:9464", "20"
+ADDRESS, COUNT = "127.0.0.1:50051", "20"
 # What the engine is told nothing of: it is built, waited for, given the host's network.
 OTHERS = {"build", "image", "depends_on", "network_mode", "healthcheck", "stop_grace_period"}
 

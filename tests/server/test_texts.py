@@ -103,7 +103,8 @@ def test_texts_are_found_by_texts(notes: Client) -> None:
 )
 def test_odd_texts_are_answered(notes: Client, text: str) -> None:
     assert len(notes.search("g", text=text, k=2).hits) == 2
-    assert not notes.put_texts("odd", {}) and notes.count("g") == len(NOTES)
+    assert not notes.put_texts("g", {"odd": text})
+    assert notes.delete("g", ["odd"]) == 1 and notes.count("g") == len(NOTES)
 
 
 @pytest.mark.parametrize("text", ["", "  \n\t", "\0\0", "\u200b"])
