@@ -1,10 +1,13 @@
 """Ways to carry a gallery in PostgreSQL into the next release's space, side by side."""
 
 import importlib.util
+import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -32,7 +35,7 @@ NOTE = (
     "threads of onnxruntime in windows of 1,024, written by COPY, one after the other, {slice:,} "
     "at a time. `thread`: the gateway's own, 2 threads of onnxruntime. `processes`: two workers of "
     "one thread each. All share 2 cores with the database, whose fsync is off. `ray`: nodes of one "
-    "processor each on this machine."
+    "processor each on this machine. `cores busy`: of this machine, by whatever runs on it."
 )
 
 
@@ -58,6 +61,7 @@ class Upgrading:
         assert found is not None
         self._route: Route = found
         self.rates: dict[str, list[float]] = {"read": [], "carry": [], "write": []}
+        self._busy: dict[str, list[float]] = {}
 
     def table(self, bench: Bench) -> Table:
         with closing(Processes(2)) as workers:
@@ -69,18 +73,30 @@ class Upgrading:
             if bench.full:
                 del ways["thread"]
             measured = interleave(
-                [Contender(name, way) for name, way in ways.items()], bench.size(1, 3, 2)
+                [self._contender(name, way) for name, way in ways.items()], bench.size(1, 3, 2)
             )
         if not bench.tiny and importlib.util.find_spec("ray"):
             measured |= self._on_ray(bench)
         note = NOTE.format(size=self._store.count(), slice=SLICE)
-        return _rates_table("Upgrades in PostgreSQL", note, measured)
+        return _rates_table("Upgrades in PostgreSQL", note, measured, self._busy)
+
+    def _contender(self, name: str, way: Callable[[], float]) -> Contender:
+        """Counts the cores that the whole machine keeps busy meanwhile, the database among them."""
+
+        def watched() -> float:
+            began, ticks = time.perf_counter(), _busy_seconds()
+            rate = way()
+            cores = (_busy_seconds() - ticks) / (time.perf_counter() - began)
+            self._busy.setdefault(name, []).append(cores)
+            return rate
+
+        return Contender(name, watched)
 
     def _on_ray(self, bench: Bench) -> dict[str, Measured]:
         found: dict[str, Measured] = {}
         for nodes in (1, 2):
             with _ray(nodes) as workers:
-                way = Contender(f"ray, nodes: {nodes}", partial(self._workers, workers))
+                way = self._contender(f"ray, nodes: {nodes}", partial(self._workers, workers))
                 found |= interleave([way], bench.size(1, 3, 1))
         return found
 
@@ -170,7 +186,17 @@ def _ray(nodes: int) -> Iterator[Workers]:
         cluster.shutdown()
 
 
-def _rates_table(title: str, note: str, measured: dict[str, Measured]) -> Table:
+def _busy_seconds() -> float:
+    """Processor seconds that this machine has worked since its start."""
+    names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq")
+    ticks = dict(zip(names, Path("/proc/stat").read_text().split()[1:], strict=False))
+    worked = sum(int(ticks[name]) for name in names if name not in ("idle", "iowait"))
+    return worked / os.sysconf("SC_CLK_TCK")
+
+
+def _rates_table(
+    title: str, note: str, measured: dict[str, Measured], busy: dict[str, list[float]]
+) -> Table:
     bare = measured["bare"].median
     rows: list[Row] = [
         {
@@ -178,6 +204,7 @@ def _rates_table(title: str, note: str, measured: dict[str, Measured]) -> Table:
             "items/s": one.median,
             "spread": one.spread_text,
             "of bare": one.median / bare,
+            "cores busy": statistics.median(busy[name]),
         }
         for name, one in measured.items()
     ]
