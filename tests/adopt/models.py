@@ -45,6 +45,18 @@ def text_model(
     return folder / "model.onnx"
 
 
+def topical(folder: Path, topics: int, dim: int, *, strength: float, turned: int) -> Path:
+    """A model that hears the words w0 to w(topics - 1) as loudly as `strength` says, each in a
+    direction of its own, beside all others; in a space that is turned by its seed. Two of them are
+    one linear map apart."""
+    table = np.random.default_rng(5).normal(size=(len(WORDS), dim)).astype(np.float32)
+    first = WORDS.index("w0")
+    table[:, :topics] = 0
+    table[first : first + topics] = strength * np.eye(topics, dim)
+    turn, _ = np.linalg.qr(np.random.default_rng(turned).normal(size=(dim, dim)))
+    return text_model(folder, 0, table=(table @ turn).astype(np.float32))
+
+
 def expected(folder: Path, text: str, pooling: str = "mean", *, unit: bool = True) -> np.ndarray:
     """What the model gives for one text, by hand."""
     table = np.load(folder.with_name(f"{folder.name}.table.npy"))
@@ -54,12 +66,19 @@ def expected(folder: Path, text: str, pooling: str = "mean", *, unit: bool = Tru
     return np.asarray(vector / np.linalg.norm(vector) if unit else vector)
 
 
-def image_model(path: Path, size: int | str = 4) -> Path:
-    """float [n, 3, size, size] -> the mean of each channel: [n, 3]."""
-    node = helper.make_node("ReduceMean", ["pixels"], ["vector"], axes=[2, 3], keepdims=0)
+def image_model(path: Path, size: int | str = 4, weight: np.ndarray | None = None) -> Path:
+    """float [n, 3, size, size] -> the mean of each channel: [n, 3]; with `weight` [3, 3] that times
+    it, of norm 1."""
+    mean = "vector" if weight is None else "mean"
+    nodes = [helper.make_node("ReduceMean", ["pixels"], [mean], axes=[2, 3], keepdims=0)]
+    constants = []
+    if weight is not None:
+        nodes.append(helper.make_node("MatMul", ["mean", "weight"], ["mapped"]))
+        nodes.append(helper.make_node("LpNormalization", ["mapped"], ["vector"], axis=1, p=2))
+        constants.append(numpy_helper.from_array(weight.T.astype(np.float32), "weight"))
     pixels = helper.make_tensor_value_info("pixels", TensorProto.FLOAT, ["n", 3, size, size])
     vector = helper.make_tensor_value_info("vector", TensorProto.FLOAT, ["n", 3])
-    _save(helper.make_graph([node], "image", [pixels], [vector]), path)
+    _save(helper.make_graph(nodes, "image", [pixels], [vector], constants), path)
     return path
 
 

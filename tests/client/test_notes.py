@@ -40,6 +40,9 @@ def test_notes_follow_a_release_and_come_back(repo: Path, tmp_path: Path) -> Non
         assert not device.put_texts({f"n{n}": f"w{n}" for n in range(10)}, {"n3": {"tag": "three"}})
         assert not device.put({"p": png(images(20)[12])})
         assert device.search(text="w3", where={"tag": "three"}).hits[0].id == "n3"
+        # As an image does, an unchanged text keeps what it has.
+        assert not device.put_texts({"n3": "w3"})
+        assert device.search(text="w3", where={"tag": "three"}).hits[0].id == "n3"
         # Either finds what the other put.
         assert found(device, "w12") == "p"
         assert device.search(image=png(images(20)[4]), k=1).hits[0].id == "n4"

@@ -87,6 +87,7 @@ def test_texts_are_found_by_texts(notes: Client) -> None:
     assert ids(found)[0] == "n3"
     assert found.hits[0].distance < 1e-4
     assert found.hits[0].metadata == {"tag": "three"}
+    assert not notes.put_texts("g", {"n3": "w3"})
     assert ids(notes.search("g", text="w3", where={"tag": "three"})) == ["n3"]
     asked = [search_pb2.Query(text=text) for text in ("w5", "", "w7")]
     batch = search_pb2.SearchBatchRequest(gallery="g", queries=asked, k=1)

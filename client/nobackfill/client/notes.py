@@ -29,8 +29,8 @@ class Kept:
 
 
 def add(device: Device, texts: Iterable[TextLine]) -> Kept:
-    """Store texts by id, in place of what is there; the other keys of each are its metadata. The
-    text itself is not kept.
+    """Store texts by id, in place of what is there; the other keys of each are its metadata, and
+    without any an unchanged text keeps what it has. The text itself is not kept.
 
     A batch is durable before the next begins. Raises NoEncoderError where the release that answers
     embeds no texts, VerificationError, BusyError, CannotWriteError, and what `texts` does.
@@ -113,7 +113,7 @@ def _store(device: Device, encoders: _Encoders, batch: list[TextLine], kept: Kep
             [one.id for one in batch],
             vectors,
             digests=[hashlib.sha256(one.text.encode()).hexdigest() for one in batch],
-            metadata=[one.metadata() for one in batch],
+            metadata=[one.metadata() or None for one in batch],
         )
         if device.store.active().spec.space in {manifest.space for manifest, _ in now}:
             kept.added += [one.id for one in batch]

@@ -38,6 +38,14 @@ def graph_of(mapping: Map) -> bytes:
     return data
 
 
+def upgrade_of(mapping: Map) -> bytes:
+    """The same with the map's kind and facts beside the graph: for `export.py --upgrade`."""
+    model = onnx.load_from_string(graph_of(mapping))
+    helper.set_model_props(model, {"kind": mapping.kind, **mapping.facts})
+    data: bytes = model.SerializeToString()
+    return data
+
+
 def map_of(data: bytes, kind: str, facts: dict[str, str]) -> Map:
     """The map of such a graph. Raises UnfitError for any other, also one that computes another
     thing than its constants say."""

@@ -72,12 +72,15 @@ def backfill_curves(
 
 
 def healing_evidence(
-    cell: CellName, images: Embedded, relevance: Relevance, line: Line, *, int8: bool
-) -> HealingEvidence:
-    """What a release says of its galleries on the way: the curves in random order, every image a
-    query; `line` as in `backfill_curves`."""
+    cell: CellName, queries: Embedded, gallery: Embedded, relevance: Relevance, line: Line, *,
+    int8: bool,
+) -> HealingEvidence:  # fmt: skip
+    """What a release says of its galleries on the way: the curves in random order; `line` as in
+    `backfill_curves`."""
     raw, scaled = (
-        backfill_curves(cell, images, images, relevance, ("random",), int8=int8, line=one)["random"]
+        backfill_curves(cell, queries, gallery, relevance, ("random",), int8=int8, line=one)[
+            "random"
+        ]
         for one in (AS_THEY_ARE, line)
     )
     return HealingEvidence(

@@ -4,20 +4,20 @@ Measured on the exported files, through the gallery room's HNSW index, on images
 trained on; for mAP and CMC-1, with the paired bootstrap's lower bound above 0. "Served" is every
 way in which the release would have old vectors answered: direct search where it declares it, and
 each route, direct (1->3) or chained (1->2->3), with the int8 files that gateways and devices run
-where there are any, and with float32 files alone, which a device may ask for.
+where there are any, and with float32 files alone, which a device may ask for. Where texts have no
+classes, agreement@10 with new/new decides, and finding the very item may not get worse (gains.py).
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from nobackfill.class_folders import Listing
-from nobackfill.errors import few
-from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
 from nobackfill.metrics.retrieval import mean
 from nobackfill.quality.backfill import healing_evidence
 from nobackfill.quality.calibrate import fit_calibration, same_scale
 from nobackfill.quality.cells import CellName, alone, served_cells
 from nobackfill.quality.embedded import Published
+from nobackfill.quality.gains import Row, gain, verdict
 from nobackfill.quality.halves import halves
 from nobackfill.quality.relevance import among_others, of_class
 from nobackfill.quality.retrieval import Measured, search_cell
@@ -36,29 +36,6 @@ from nobackfill.vectors import Origin
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the gate's table: how the old release's vectors would be served."""
-
-    cell: CellName
-    old: CellName
-    # With float32 files alone, though some of the way has int8 twins.
-    exact: bool
-    map_gain: Difference
-    cmc1_gain: Difference
-    # Images that are asked for by texts.
-    by_text: bool = False
-
-    def __str__(self) -> str:
-        exact, by_text = " float32" * self.exact, " by text" * self.by_text
-        return f"{self.cell}{exact}{by_text}"
-
-    @property
-    def passed(self) -> bool:
-        """Both lower bounds are above 0."""
-        return self.map_gain.low > 0 and self.cmc1_gain.low > 0
-
-
-@dataclass(frozen=True)
 class Evidence:
     """What measuring a release gives to its manifest."""
 
@@ -72,7 +49,8 @@ class Evidence:
 
 class Measuring:
     """Cells on one set of images, or of texts, each a query against all others; each cell is
-    measured once. `asked`: texts that are the queries instead, for images of the same classes."""
+    measured once. `asked`: texts that are the queries instead, for images of the same classes.
+    Texts of no known class are asked for by queries of their own."""
 
     def __init__(
         self, listing: Listing, files: Files, manifests: Mapping[int, Manifest],
@@ -80,6 +58,10 @@ class Measuring:
     ) -> None:  # fmt: skip
         self.embedded = self.asked = Published(listing, files, manifests)
         self.by_text = asked is not None
+        # Each text is a class of its own.
+        self.of_items = isinstance(listing, TextListing) and bool(listing.queries)
+        if isinstance(listing, TextListing) and listing.queries:
+            asked = listing.asking()
         if asked is not None or isinstance(listing, TextListing):
             self.asked = Published(asked or listing, files, manifests, role="query")
         self.relevance = among_others(listing) if asked is None else of_class(asked, listing)
@@ -170,7 +152,7 @@ def measure_release(
             if len(row.cell.gallery) > 1 and not row.exact
         ),
         tuple(_calibrations(calibrating, new, manifests, rows)),
-        _verdict(published, (*rows, *cross)),
+        verdict(published, (*rows, *cross), new),
         (*rows, *cross),
         cells_by_text,
     )
@@ -216,14 +198,8 @@ def _rows(
         before = gate.cell(old)
         for exact in (False, True) if gate.quantised(name) else (False,):
             served = gate.cell(name, exact=exact)
-            yield Row(
-                name,
-                old,
-                exact,
-                paired_bootstrap([served.map], [before.map]),
-                paired_bootstrap([served.cmc1], [before.cmc1]),
-                gate.by_text,
-            )
+            own = gate.cell(alone(new.release)) if gate.of_items else None
+            yield gain(name, old, served, before, own, exact=exact, by_text=gate.by_text)
 
 
 def _route(gate: Measuring, calibrating: Measuring, name: CellName) -> RouteEvidence:
@@ -240,7 +216,7 @@ def _route(gate: Measuring, calibrating: Measuring, name: CellName) -> RouteEvid
         int8_map=served if gate.quantised(name) else None,
         kept=served / upper if upper > 0 else 0.0,
         healing=healing_evidence(
-            name, gate.embedded, gate.relevance, scale, int8=gate.quantised(name)
+            name, gate.asked, gate.embedded, gate.relevance, scale, int8=gate.quantised(name)
         ),
     )
 
@@ -278,23 +254,3 @@ def _calibrations(
     for number in sorted({row.old.query for row in rows}):
         space = manifests[number].space
         yield fit(alone(number), space, space, "old-model")
-
-
-def _verdict(published: Publication, rows: tuple[Row, ...]) -> GateVerdict:
-    if not published.manifests:
-        return GateVerdict(verdict="first")
-    problems = []
-    current = set(published.manifests) - published.withdrawn
-    if current and max(current) not in {row.old.query for row in rows}:
-        problems.append(
-            f"vectors of release {max(current)} are served by no upgrade and no direct search"
-        )
-    beaten = [f"{row} does not beat {row.old}" for row in rows if not row.passed]
-    if beaten:
-        problems.append(few(beaten))
-    return GateVerdict(
-        verdict="failed" if problems else "passed",
-        map_gain_low=min((row.map_gain.low for row in rows), default=None),
-        cmc1_gain_low=min((row.cmc1_gain.low for row in rows), default=None),
-        detail="; ".join(problems),
-    )

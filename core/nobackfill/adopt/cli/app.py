@@ -143,6 +143,9 @@ def fit(
     old: Annotated[str, typer.Option(help="SOURCE of the old vectors.")],
     new: Annotated[str, typer.Option(help="The same items' vectors by the new model.")],
     out: Annotated[Path, typer.Option(help="File for the map.")] = Path("map.npz"),
+    onnx: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The map for `export.py --upgrade`, too.")
+    ] = None,
     joining: Annotated[
         Path | None, typer.Option(help="File of what `both` and `lazily` are served by.")
     ] = None,
@@ -171,7 +174,7 @@ def fit(
     """Fit maps, judge five ways to go on against staying, and say which one is best."""
     from nobackfill.adopt.cli.fitting import Files, run
 
-    files = Files(out, joining, report, publish, card, converter, root)
+    files = Files(out, onnx, joining, report, publish, card, converter, root)
     found = run(old, new, files, queries_old, queries_new, not items_gone, key=key, vector=vector)
     _answer(as_json, found.answer, found.lines)
 

@@ -16,6 +16,7 @@ from nobackfill.adopt.pairs import WINDOW, Pairs, match
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import ParquetSource
 from nobackfill.adopt.sources.source import Source, same_model
+from nobackfill.adopt.transform import upgrade_of
 from nobackfill.adopt.verdict import Cost, Verdict, decide
 from nobackfill.durable import write_file
 from nobackfill.errors import InvalidInputError, few
@@ -31,10 +32,12 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Files:
-    """What is written, as far as it is wanted: the map, the joining, the page, a publication with
-    the card of what is published; and what is read: a converter, and its publisher's root."""
+    """What is written, as far as it is wanted: the map, the same for a release, the joining, the
+    page, a publication with the card of what is published; and what is read: a converter, and its
+    publisher's root."""
 
     out: Path
+    onnx: Path | None = None
     joining: Path | None = None
     report: Path | None = None
     publication: Path | None = None
@@ -106,6 +109,9 @@ def _written(
     """Write what is wanted; a line for each."""
     save_map(files.out, verdict.chosen.of_models(*models))
     lines = [f"map: {files.out} ({verdict.chosen.kind})"]
+    if files.onnx is not None:
+        write_file(files.onnx, upgrade_of(verdict.chosen.of_models(*models)))
+        lines.append(f"upgrade: {files.onnx}, for export.py --upgrade")
     if files.joining is not None:
         save_joining(files.joining, verdict.joining)
         lines.append(f"joining: {files.joining}, for nobackfill.serve")

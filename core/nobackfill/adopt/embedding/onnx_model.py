@@ -1,23 +1,17 @@
 """An ONNX file that others made, run as is declared about it."""
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nobackfill.adopt.maps import normalised
-from nobackfill.digests import sha256_file
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.images import decode, decode_file
 from nobackfill.items.kind import Kind
-from nobackfill.release.publishing.declaration import read_declaration, tokenizer_file
+from nobackfill.release.publishing.declaration import fingerprint, read_declaration, tokenizer_file
 from nobackfill.tokenizing import Tokenizing
 from nobackfill.vectors import Vectors, check_vectors
-
-# Files beside an ONNX file that hold its larger weights.
-_WEIGHTS = ("_data", ".data")
 
 
 class OnnxModel:
@@ -38,8 +32,9 @@ class OnnxModel:
             raise InvalidInputError(f"{path}: cannot be read as ONNX ({error})") from error
         self._inputs = {one.name: one for one in self._session.get_inputs()}
         self.kind: Kind | None = "text" if "input_ids" in self._inputs else "image"
-        self._tokenizer = self._open_tokenizer() if self.kind == "text" else None
-        self.fingerprint = self._fingerprint()
+        file = tokenizer_file(path, self._declared) if self.kind == "text" else None
+        self._tokenizer = None if file is None else self._tokenizing(file)
+        self.fingerprint = fingerprint(path, self._declared, file)
 
     @property
     def declared(self) -> dict[str, object]:
@@ -57,10 +52,8 @@ class OnnxModel:
         checked = check_vectors(vectors, vectors.shape[1], what=f"output of {self._path}")
         return normalised(checked) if self._declared.normalise else checked
 
-    def _open_tokenizer(self) -> Tokenizing:
-        self._tokenizer_file = tokenizer_file(self._path, self._declared)
-        data = self._tokenizer_file.read_bytes()
-        return Tokenizing(data, self._declared.max_length, str(self._tokenizer_file))
+    def _tokenizing(self, file: Path) -> Tokenizing:
+        return Tokenizing(file.read_bytes(), self._declared.max_length, str(file))
 
     def _texts(self, items: list[str] | list[Path] | list[bytes]) -> tuple[dict[str, Any], Any]:
         assert self._tokenizer is not None
@@ -107,15 +100,6 @@ class OnnxModel:
         weights = mask[..., None].astype(np.float32)
         pooled: Vectors = (output * weights).sum(1) / np.maximum(weights.sum(1), 1)
         return pooled
-
-    def _fingerprint(self) -> str:
-        beside = (self._path.with_name(self._path.name + end) for end in _WEIGHTS)
-        files = [self._path, *(path for path in beside if path.is_file())]
-        if self.kind == "text":
-            files.append(self._tokenizer_file)
-        parts = [sha256_file(path) for path in files]
-        parts.append(json.dumps(self._declared.model_dump(), sort_keys=True))
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _pixels(item: str | Path | bytes, height: int, width: int) -> Any:

@@ -3,13 +3,18 @@
 Declared in `NAME.json` beside `NAME.onnx`, or in the files that sentence-transformers exports.
 """
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from nobackfill.digests import sha256_file
 from nobackfill.errors import InvalidInputError, NotFoundError
+
+# Files beside an ONNX file that hold its larger weights.
+_WEIGHTS = ("_data", ".data")
 
 
 class Declaration(BaseModel):
@@ -43,6 +48,18 @@ def tokenizer_file(path: Path, declared: Declaration) -> Path:
             f"{places[0]}: no tokenizer; put the model's tokenizer.json beside its ONNX file"
         )
     return file
+
+
+def fingerprint(path: Path, declared: Declaration, tokenizer: Path | None = None) -> str:
+    """What names a model by all that makes its vectors: the ONNX file with its weights beside it,
+    the tokenizer, and what is declared."""
+    beside = (path.with_name(path.name + end) for end in _WEIGHTS)
+    files = [path, *(one for one in beside if one.is_file())]
+    if tokenizer is not None:
+        files.append(tokenizer)
+    parts = [sha256_file(one) for one in files]
+    parts.append(json.dumps(declared.model_dump(), sort_keys=True))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def read_declaration(path: Path) -> Declaration:

@@ -230,5 +230,6 @@ def _stuck(items: int, hosted: Hosted) -> str:
     """Why a gallery cannot follow: what came without side-information, or lives elsewhere only."""
     return (
         f"{items} items have no vector in release {hosted.spec().release} with the "
-        "side-information that the upgrade reads; put their images again"
+        "side-information that the upgrade reads; put their images again, or, as texts have none, "
+        "publish an upgrade that reads none"
     )

@@ -27,6 +27,11 @@ class Asked:
 
     def check(self, manifests: Mapping[int, Manifest]) -> None:
         """Raises ConfigurationError where a release does not embed what is asked with."""
+        if self.images is not None and self.texts is not None and self.texts.queries:
+            raise ConfigurationError(
+                "--eval-texts beside --eval: expected a 'label' in each text, the class of the "
+                "pictures that it asks for"
+            )
         known = sorted(manifests.items())
         for option, kind, wanted, blind in (
             ("--eval", "pictures", self.images, [n for n, m in known if not m.embedder.file]),

@@ -30,9 +30,16 @@ EvalTexts = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="JSONL of id, text and label: a class of its own, or one of --eval",
+        help="JSONL of id, text and label, its class or one of --eval's; without any labels the "
+        "texts are to be found by their `query`, or by a part of themselves",
     ),
 ]
 VectorsOf = Annotated[
     str | None, typer.Option(metavar="NAME:DIM", help="no model at all: what made the vectors")
+]
+Upgrades = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="RUN", help="upgrade into it, or `nobackfill fit`'s FILE.onnx; may be repeated"
+    ),
 ]

@@ -27,6 +27,7 @@ from nobackfill.training.cli.brought import (
     Shortest,
     Std,
     TextFolder,
+    Upgrades,
     VectorsOf,
 )
 from nobackfill.training.cli.command import command_app
@@ -94,9 +95,7 @@ def main(
     keep_side_encoder: Annotated[
         bool, typer.Option("--keep-side-encoder", help="go on with the newest release's")
     ] = False,
-    upgrade: Annotated[
-        list[Path] | None, typer.Option(metavar="RUN", help="upgrade into it; may be repeated")
-    ] = None,
+    upgrade: Upgrades = None,
     evaluate: Annotated[
         Path | None, typer.Option("--eval", metavar="FOLDER", help="class folders not trained on")
     ] = None,
@@ -117,20 +116,19 @@ def main(
     check_models(embedder, onnx, text_encoder, vectors_of)
     if side_encoder is not None and keep_side_encoder:
         raise ConfigurationError("expected --side-encoder or --keep-side-encoder, not both")
-    runs = [embedder, side_encoder, *(upgrade or ())]
+    runs = Runs(embedder, text_encoder, side_encoder, tuple(upgrade or ()))
     with drafting(model_repo) as folder:
         published = read_publication(model_repo, folder / "trusted")
         keys, first = _keys(model_repo, targets_key), not published.manifests
         _check_number(release, published, measured=bool(evaluate or eval_texts), force=force)
-        listing, learnt = _evaluation(evaluate, split_seed, runs, force=force)
+        listing, learnt = _evaluation(evaluate, split_seed, runs.trained(), force=force)
         asked = Asked(listing, None if eval_texts is None else list_texts(eval_texts), split_seed)
         draft = Release(release, folder, published.manifests, model_repo)
         if onnx is not None:
             add_onnx_embedder(draft, onnx, Pixels(mean, std, fit, shortest))
         if vectors_of is not None:
             add_vectors(draft, *named_vectors(vectors_of))
-        runs_of = Runs(embedder, text_encoder, side_encoder, tuple(upgrade or ()))
-        add_runs(draft, runs_of, keep_side_encoder)
+        add_runs(draft, runs, keep_side_encoder)
         manifest, evidence = _measured(draft, published, asked, int8_loss)
         manifest = _judged(manifest, evidence, learnt, force=force, first=first)
         done = publish(model_repo, draft.finished(manifest), keys, dry_run, percent(share))
@@ -145,7 +143,7 @@ def _keys(model_repo: Path, targets_key: Path | None) -> Keys:
 
 
 def _evaluation(
-    folder: Path | None, split_seed: int, runs: list[Path | None], *, force: bool
+    folder: Path | None, split_seed: int, runs: list[Path], *, force: bool
 ) -> tuple[Listing | None, int]:
     """The images to measure on, and how many of them were trained on: refused now, and not after
     minutes of exporting, if too few or learnt.
@@ -154,7 +152,7 @@ def _evaluation(
         return None, 0
     listing = list_images(folder)
     halves(listing, split_seed)
-    return unseen(listing, [run for run in runs if run], force=force)
+    return unseen(listing, runs, force=force)
 
 
 def _check_number(release: int, published: Publication, *, measured: bool, force: bool) -> None:

@@ -6,13 +6,17 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from nobackfill.quality.gate import Evidence, Row
+from nobackfill.quality.gains import Row
+from nobackfill.quality.gate import Evidence
 from nobackfill.quality.matrix import MatrixCell
 
 
 def gate_table(evidence: Evidence) -> str:
     """Every measured cell, and for each way of serving old vectors what it gains over old/old."""
-    table = Table("cell", "CMC-1", "CMC-5", "mAP", "gain CMC-1", "gain mAP", "gate")
+    known = any(row.agreement_gain is not None for row in evidence.rows)
+    first, fifth, mean = ("R@1", "R@5", "MRR") if known else ("CMC-1", "CMC-5", "mAP")
+    gained = [first, mean, *(["agreement@10"] if known else [])]
+    table = Table("cell", first, fifth, mean, *(f"gain {name}" for name in gained), "gate")
     rows = {str(row): row for row in evidence.rows}
     for cell in evidence.cells:
         row = rows.get(cell.name)
@@ -81,9 +85,11 @@ def render(table: Table) -> str:
     return text.getvalue().rstrip("\n")
 
 
-def _gains(row: Row | None) -> tuple[str, str, str]:
+def _gains(row: Row | None) -> list[str]:
     if row is None:
-        return "", "", ""
-    gains = (row.cmc1_gain, row.map_gain)
-    cmc1, map_ = (f"{100 * g.mean:+.2f} [{100 * g.low:+.2f}, {100 * g.high:+.2f}]" for g in gains)
-    return cmc1, map_, "passed" if row.passed else "FAILED"
+        return []
+    gains = [row.cmc1_gain, row.map_gain]
+    if row.agreement_gain is not None:
+        gains.append(row.agreement_gain)
+    told = [f"{100 * g.mean:+.2f} [{100 * g.low:+.2f}, {100 * g.high:+.2f}]" for g in gains]
+    return [*told, "passed" if row.passed else "FAILED"]

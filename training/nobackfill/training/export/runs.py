@@ -1,4 +1,4 @@
-"""What is put into a release: training runs, a text model, or the name of what is gone."""
+"""What is put into a release: training runs, a text model, a map, or the name of what is gone."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from nobackfill.training.export.assembly import (
     add_upgrade_run,
 )
 from nobackfill.training.export.drafting import Release
+from nobackfill.training.export.onnx_upgrade import SUFFIX, add_onnx_upgrade
 from nobackfill.training.export.text_encoder import add_text_encoder
 
 
@@ -38,12 +39,17 @@ def named_vectors(vectors_of: str) -> tuple[str, int]:
 
 
 class Runs(NamedTuple):
-    """What is exported into a release."""
+    """What is exported into a release; an upgrade is a run's folder, or a map as ONNX."""
 
     embedder: Path | None
     text_encoder: Path | None
     side_encoder: Path | None
     upgrades: tuple[Path, ...]
+
+    def trained(self) -> list[Path]:
+        """Folders of trainings."""
+        runs = (self.embedder, self.side_encoder, *self.upgrades)
+        return [run for run in runs if run is not None and run.suffix != SUFFIX]
 
 
 def add_runs(draft: Release, runs: Runs, keep_side_encoder: bool) -> None:
@@ -59,4 +65,5 @@ def add_runs(draft: Release, runs: Runs, keep_side_encoder: bool) -> None:
     if runs.embedder is not None:
         add_forward_head(draft, runs.embedder)
     for run in runs.upgrades:
-        add_upgrade_run(draft, run)
+        add = add_onnx_upgrade if run.suffix == SUFFIX else add_upgrade_run
+        add(draft, run)

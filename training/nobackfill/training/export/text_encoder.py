@@ -12,12 +12,14 @@ from nobackfill.release.manifest import Embedder, TextEncoder
 from nobackfill.release.paths import text_encoder_path, tokenizer_path
 from nobackfill.release.publishing.declaration import (
     Declaration,
+    fingerprint,
     read_declaration,
     tokenizer_file,
 )
 from nobackfill.tokenizing import Tokenizing
 from nobackfill.training.export.drafting import Release
 from nobackfill.training.export.onnx_export import run_onnx, strip
+from nobackfill.training.export.onnx_upgrade import TEXT_MODEL
 from nobackfill.training.export.probe_texts import PROBE_TEXTS
 from nobackfill.training.export.text_graph import declare_output, text_graph
 from nobackfill.vectors import Vectors
@@ -62,6 +64,7 @@ def add_text_encoder(release: Release, source: Path) -> None:
         }
     )
     release.recipe["text_encoder_sha256"] = sha256_file(file)
+    release.recipe[TEXT_MODEL] = fingerprint(file, declared, tokenizer)
 
 
 def _found(source: Path) -> Path:

@@ -1,0 +1,133 @@
+"""What each way of serving old vectors gains over the old release, and whether that lets it out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nobackfill.errors import few
+from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
+from nobackfill.metrics.retrieval import PerQuery
+from nobackfill.quality.cells import CellName
+from nobackfill.quality.retrieval import Measured
+from nobackfill.release.manifest import GateVerdict, Manifest
+from nobackfill.release.routes import plan_route
+from nobackfill.release.trust.publication import Publication
+
+# Of each query's hits: how many are compared with those of new/new.
+NEIGHBOURS = 10
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the gate's table: how the old release's vectors would be served."""
+
+    cell: CellName
+    old: CellName
+    # With float32 files alone, though some of the way has int8 twins.
+    exact: bool
+    map_gain: Difference
+    cmc1_gain: Difference
+    # Images that are asked for by texts.
+    by_text: bool = False
+    # Where no class is known: of agreement@10, beside figures of finding the very item.
+    agreement_gain: Difference | None = None
+
+    def __str__(self) -> str:
+        exact, by_text = " float32" * self.exact, " by text" * self.by_text
+        return f"{self.cell}{exact}{by_text}"
+
+    @property
+    def passed(self) -> bool:
+        """Both lower bounds are above 0. Without classes: what is similar is found better, and the
+        very item not measurably worse."""
+        gains = (self.map_gain, self.cmc1_gain)
+        if self.agreement_gain is None:
+            return all(gain.low > 0 for gain in gains)
+        return self.agreement_gain.low > 0 and all(gain.high >= 0 for gain in gains)
+
+    @property
+    def finds_items(self) -> bool:
+        """Whether the very item is found better, too."""
+        return self.map_gain.low > 0 and self.cmc1_gain.low > 0
+
+
+def gain(
+    name: CellName, old: CellName, served: Measured, before: Measured, own: Measured | None,
+    *, exact: bool, by_text: bool,
+) -> Row:  # fmt: skip
+    """`own`: new/new, where no class is known."""
+    agreement = None
+    if own is not None:
+        agreement = paired_bootstrap([agrees(served, own)], [agrees(before, own)])
+    return Row(
+        name, old, exact,
+        paired_bootstrap([served.map], [before.map]),
+        paired_bootstrap([served.cmc1], [before.cmc1]),
+        by_text, agreement,
+    )  # fmt: skip
+
+
+def agrees(found: Measured, own: Measured) -> PerQuery:
+    """The share of each query's first NEIGHBOURS hits that new/new has among its own."""
+    pairs = zip(found.neighbours[:, :NEIGHBOURS], own.neighbours[:, :NEIGHBOURS], strict=True)
+    return np.array([np.isin(a[a >= 0], b).sum() / max(1, (b >= 0).sum()) for a, b in pairs])
+
+
+def verdict(published: Publication, rows: Sequence[Row], new: Manifest) -> GateVerdict:
+    """Of all rows; what it holds for, where no class says it."""
+    if not published.manifests:
+        return GateVerdict(verdict="first")
+    problems = []
+    current = set(published.manifests) - published.withdrawn
+    if current and max(current) not in {row.old.query for row in rows}:
+        problems.append(
+            f"vectors of release {max(current)} are served by no upgrade and no direct search"
+        )
+    if current and _texts_left_behind(published, max(current), new):
+        problems.append(
+            f"texts under release {max(current)} have no side-information, which every upgrade "
+            "from it reads; add one that reads none"
+        )
+    beaten = [f"{row} does not beat {row.old}{_why(row)}" for row in rows if not row.passed]
+    if beaten:
+        problems.append(few(beaten))
+    return GateVerdict(
+        verdict="failed" if problems else "passed",
+        map_gain_low=min((row.map_gain.low for row in rows), default=None),
+        cmc1_gain_low=min((row.cmc1_gain.low for row in rows), default=None),
+        detail="; ".join(problems) or _holds_for(rows),
+    )
+
+
+def _texts_left_behind(published: Publication, newest: int, new: Manifest) -> bool:
+    """Whether images are carried, and texts in the same galleries are not."""
+    old = published.manifests[newest]
+    if old.text_encoder is None or new.searches(old.space):
+        return False
+    usable = {n: one for n, one in published.manifests.items() if n not in published.withdrawn}
+    usable[new.release] = new
+    carried, texts = (
+        plan_route(usable, newest, new.release, side) for side in (old.side_space, None)
+    )
+    return carried is not None and texts is None
+
+
+def _why(row: Row) -> str:
+    if row.agreement_gain is None:
+        return ""
+    if row.agreement_gain.low <= 0:
+        return " in agreement@10 with new/new"
+    return " at finding the very item (healing or embedding again does)"
+
+
+def _holds_for(rows: Sequence[Row]) -> str:
+    """For which kind of search a verdict without classes holds."""
+    known = [row for row in rows if row.agreement_gain is not None]
+    if not known:
+        return ""
+    least = min(row.agreement_gain.low for row in known if row.agreement_gain is not None)
+    similar = f"holds for similar things (agreement@10 {100 * least:+.1f} at least)"
+    if all(row.finds_items for row in known):
+        return f"{similar} and for finding the very item"
+    return f"{similar}; the very item is found neither better nor worse, as far as these texts say"
