@@ -1,5 +1,6 @@
 """`edge-client` as a person runs it: real processes, one JSON object on stdout, exit codes."""
 
+import ast
 import json
 import os
 import shutil
@@ -11,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
+from typer.testing import CliRunner
 
-from nobackfill.client.cli.app import main
+from nobackfill.client.cli import search_line, searching
+from nobackfill.client.cli.app import app, main
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import remove
 from tests.support import blocks, edge
@@ -187,17 +192,46 @@ def test_add_survives_an_interruption(
     assert len(edge.contents(setting.gallery)) == before + len(images)
 
 
-def test_a_search_loads_nothing_that_only_a_sync_needs(setting: Setting) -> None:
+def test_a_search_loads_what_it_needs_and_nothing_else(setting: Setting) -> None:
+    """Of what is not Python's own: each of them takes longer than the search."""
     item = run(setting.gallery, "list").stdout.split()[0]
-    heavy = ["onnx", "onnxruntime", "tuf", "grpc", "PIL", "sqlite_utils", "urllib3", "torch"]
     code = (
-        "import sys; from nobackfill.client.cli.app import app;"
-        f"sys.argv = ['edge-client', '--gallery', {str(setting.gallery)!r}, 'search', '--id', "
-        f"{item!r}]\ntry: app()\nexcept SystemExit: pass\n"
-        f"print(sorted(set({heavy!r}) & set(sys.modules)))"
+        "import sys; before = set(sys.modules); from nobackfill.client.cli.main import main\n"
+        "main()\n"
+        "loaded = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(sorted(loaded - sys.stdlib_module_names))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    for arguments, loaded in (
+        (["--id", item], ["nobackfill", "numpy"]),
+        ([str(setting.images[0])], ["PIL", "nobackfill", "numpy", "onnxruntime"]),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "--gallery", setting.gallery, "search", *arguments],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        said = ast.literal_eval(done.stdout.splitlines()[-1])
+        assert [name for name in said if not name.startswith("_")] == loaded
+
+
+WORDS = st.sampled_from(
+    ["--gallery", "--json", "search", "--id", "--text", "-k", "-k3", "--k", "--where", "--sheet",
+     "--", "-", "--id=x", "--help", "", "a.png", "b", "1", "0", "1000", "1001", "01", "-1", "x=1",
+     "add", "--no-such"],
+)  # fmt: skip
+
+
+@given(st.lists(WORDS, max_size=7).map(lambda words: ["search", *words]) | st.lists(WORDS))
+def test_a_plain_line_means_to_the_quick_reader_what_it_means_to_typer(line: list[str]) -> None:
+    for environment in ({}, {"NOBACKFILL_GALLERY": "other.sqlite"}, {"NOBACKFILL_GALLERY": ""}):
+        quickly = search_line.read(line, environment)
+        if quickly is None:
+            continue
+        asked: list[searching.Asked] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(searching, "answer", asked.append)
+            done = CliRunner().invoke(app, line, env={**environment, "TERM": "dumb"})
+        assert done.exit_code == 0, done.output
+        assert asked == [quickly]
 
 
 def test_removing_a_path_removes_every_item_added_from_it(setting: Setting, tmp_path: Path) -> None:

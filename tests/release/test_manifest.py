@@ -8,6 +8,7 @@ import pytest
 
 from nobackfill.errors import UnfitError, VerificationError
 from nobackfill.release import paths
+from nobackfill.release.image_model import ImageModel
 from nobackfill.release.parsing import parse_manifest
 from tests.support.releases import draft
 
@@ -29,6 +30,23 @@ def test_a_manifest_survives_json(fields: dict[str, Any]) -> None:
     }  # fmt: skip
     assert manifest.upgrade_from(1) == manifest.upgrades[0]
     assert manifest.upgrade_from(3) is None
+
+
+def test_what_embeds_an_image_is_read_without_pydantic_as_with_it(fields: dict[str, Any]) -> None:
+    manifest = parse_manifest(json.dumps(fields))
+    for changed in (
+        {}, {"height": 7, "width": 300, "unit": not manifest.embedder.unit},
+        {"fit": "crop", "shortest": 400}, {"fit": "pad"},
+    ):  # fmt: skip
+        embedder = manifest.embedder.model_copy(update=changed)
+        one = manifest.model_copy(update={"embedder": embedder})
+        assert ImageModel.read(one.model_dump_json().encode()) == ImageModel.of(one)
+    # As pydantic reads it, too, and no writer of ours writes it.
+    fields["embedder"]["height"] = str(manifest.embedder.height)
+    assert ImageModel.read(json.dumps(fields).encode()) == ImageModel.of(manifest)
+    fields["embedder"] |= {"file": None, "height": None, "width": None, "vectors_of": "gone"}
+    with pytest.raises(VerificationError):
+        ImageModel.read(json.dumps(fields).encode())
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,13 @@ from nobackfill.errors import (
     VerificationError,
 )
 from nobackfill.framing import Frame
-from nobackfill.release.manifest import Manifest, PublishedFile, Upgrade
+from nobackfill.release.image_model import File, ImageModel
 from nobackfill.release.tensors import upgrade_ends
 from nobackfill.vectors import Vectors, check_vectors
+
+if TYPE_CHECKING:
+    # A device's search has no time to load pydantic: see image_model.py.
+    from nobackfill.release.manifest import Manifest, Upgrade
 
 # A publication folder, or published paths with the local files that stand for them (a draft).
 Files = Path | Mapping[str, Path]
@@ -39,11 +43,10 @@ class Upgraded:
 class Embedder:
     """phi_N: images to embeddings. Made by `open_embedder`."""
 
-    def __init__(self, session: "Session", manifest: Manifest) -> None:
+    def __init__(self, session: "Session", model: ImageModel) -> None:
         self._session = session
-        self._spec = manifest.embedder
-        self._frame = manifest.frame
-        self.dim = self._spec.dim
+        self._model = model
+        self.dim = model.dim
 
     def run(self, images: Images) -> Vectors:
         """uint8 [n,H,W,3] of the release's size to float32 [n,dim].
@@ -51,15 +54,15 @@ class Embedder:
         Raises InvalidInputError for other images, VerificationError for outputs that are no vectors
         of the release's space, UnusableOutputError where only some are none.
         """
-        checked = _check_images(images, self._frame)
+        checked = _check_images(images, self._model.frame)
         (embedding,) = self._session.run({"image": checked}, ["embedding"])
-        return checked_output(embedding, len(checked), self.dim, "embedding", unit=self._spec.unit)
+        return checked_output(embedding, len(checked), self.dim, "embedding", unit=self._model.unit)
 
 
 class SideEncoder:
     """psi_N: images to side-information. Made by `open_side_encoder`."""
 
-    def __init__(self, session: "Session", manifest: Manifest, dim: int) -> None:
+    def __init__(self, session: "Session", manifest: "Manifest", dim: int) -> None:
         self._session = session
         self._frame = manifest.frame
         self.dim = dim
@@ -74,7 +77,7 @@ class SideEncoder:
 class UpgradeModel:
     """The upgrade M->N. Made by `open_upgrade`."""
 
-    def __init__(self, session: "Session", manifest: Manifest, upgrade: Upgrade) -> None:
+    def __init__(self, session: "Session", manifest: "Manifest", upgrade: "Upgrade") -> None:
         self._session = session
         self._manifest = manifest
         self.upgrade = upgrade
@@ -118,16 +121,18 @@ class UpgradeModel:
         return side if self.upgrade.side == "carries" else None
 
 
-def open_embedder(files: Files, manifest: Manifest, threads: int = 1) -> Embedder:
+def open_embedder(files: Files, manifest: "Manifest", threads: int = 1) -> Embedder:
     """Load phi_N on the CPU. Raises VerificationError for a file other than the manifest's,
     NoEncoderError where the release embeds no images."""
-    file = manifest.embedder.file
-    if file is None:
-        raise manifest.no_images()
-    return Embedder(open_session(files, file, threads), manifest)
+    return open_image_model(files, ImageModel.of(manifest), threads)
 
 
-def open_side_encoder(files: Files, manifest: Manifest, threads: int = 1) -> SideEncoder:
+def open_image_model(files: Files, model: ImageModel, threads: int = 1) -> Embedder:
+    """The same of what was read of a manifest. Raises VerificationError."""
+    return Embedder(open_session(files, model.file, threads), model)
+
+
+def open_side_encoder(files: Files, manifest: "Manifest", threads: int = 1) -> SideEncoder:
     """Load psi_N on the CPU. Raises VerificationError; InvalidInputError if there is none."""
     encoder = manifest.side_encoder
     if encoder is None:
@@ -136,7 +141,7 @@ def open_side_encoder(files: Files, manifest: Manifest, threads: int = 1) -> Sid
 
 
 def open_upgrade(
-    files: Files, manifest: Manifest, upgrade: Upgrade, *, int8: bool = False, threads: int = 1
+    files: Files, manifest: "Manifest", upgrade: "Upgrade", *, int8: bool = False, threads: int = 1
 ) -> UpgradeModel:
     """Load an upgrade of `manifest` on the CPU; with `int8` its quantised twin.
 
@@ -150,7 +155,7 @@ def open_upgrade(
     return UpgradeModel(open_session(files, file, threads), manifest, upgrade)
 
 
-def no_vector(manifest: Manifest) -> InvalidInputError:
+def no_vector(manifest: "Manifest | ImageModel") -> InvalidInputError:
     """The refusal of an image that a release's models turn into nothing that can be compared."""
     return InvalidInputError(
         f"image: the models of release {manifest.release} make no vector of it (zero, or not "
@@ -167,7 +172,7 @@ def locate(files: Files, path: str) -> Path:
     return files[path]
 
 
-def read_verified(files: Files, file: PublishedFile) -> bytes:
+def read_verified(files: Files, file: File) -> bytes:
     """The bytes of a published file. Raises VerificationError for another length or digest."""
     path = locate(files, file.path)
     try:
@@ -213,7 +218,7 @@ class Session:
             raise VerificationError(f"{self._path}: onnxruntime cannot run it ({error})") from error
 
 
-def open_session(files: Files, file: PublishedFile, threads: int) -> Session:
+def open_session(files: Files, file: File, threads: int) -> Session:
     """A session on a published file. Raises VerificationError for another than the manifest's."""
     # A session from bytes: nobody can exchange the file between the check and the load, and a
     # model that points to other files has no folder to find them in.

@@ -1,20 +1,17 @@
-"""`edge-client`: its commands and exit codes.
+"""`edge-client`: its commands and exit codes. main.py is what a shell calls.
 
 Modules that do the work are imported inside the commands, so that a search does not wait for
 libraries that only a sync needs.
 """
 
-import errno
-import os
-import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from nobackfill.client.cli import galleries, pages, releases, repair
-from nobackfill.errors import CannotWriteError, NobackfillError
-from nobackfill.terminal import visible
+from nobackfill.client.cli.refusals import refusing
+from nobackfill.client.cli.search_line import GALLERY, VARIABLE
 from nobackfill.version_option import Version
 
 _EPILOG = (
@@ -32,9 +29,6 @@ _EPILOG = (
     "77 not permitted, 78 configuration, 130 interrupted."
 )
 
-# Met outside the modules that write: the folder of a command's own output, say.
-_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-
 app = typer.Typer(
     help="An image gallery in one file that follows new models without its images.",
     epilog=_EPILOG,
@@ -47,8 +41,8 @@ app = typer.Typer(
 def common(
     context: typer.Context,
     gallery: Annotated[
-        Path, typer.Option(envvar="NOBACKFILL_GALLERY", help="The gallery's SQLite file.")
-    ] = Path("gallery.sqlite"),
+        Path, typer.Option(envvar=VARIABLE, help="The gallery's SQLite file.")
+    ] = Path(GALLERY),
     version: Version = False,
 ) -> None:
     """Take the options of every command."""
@@ -66,19 +60,5 @@ app.command("list")(galleries.list_items)
 
 def main() -> None:
     """Run the command line; a refusal becomes one sentence on stderr and its exit code."""
-    # Its core would print lines of its own; what they mean is in the errors.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    try:
+    with refusing():
         app()
-    except NobackfillError as error:
-        _refuse(error)
-    except OSError as error:
-        if error.errno not in _NOT_WRITABLE:
-            raise
-        named = f"{error.filename}: " if error.filename else ""
-        _refuse(CannotWriteError(f"{named}{error.strerror}; free some space, or get the right to"))
-
-
-def _refuse(error: NobackfillError) -> NoReturn:
-    print(visible(f"edge-client: {error}"), file=sys.stderr)
-    sys.exit(error.exit_code)

@@ -1,7 +1,7 @@
 """The commands that make, fill, search and keep a gallery."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -134,39 +134,16 @@ def search(
     json: Json = False,
 ) -> None:
     """Find the items nearest to images, a text, or an item of the gallery. Exact and offline."""
+    from nobackfill.client.cli.searching import Asked, answer
     from nobackfill.client.conditions import read
-    from nobackfill.client.device import Device
-    from nobackfill.client.photos.search import Search
 
     if bool(images) + (item is not None) + (text is not None) != 1:
         raise typer.BadParameter("expected either images, --text or --id")
     try:
-        conditions = read(where or [])
+        conditions = read(where) if where else None
     except InvalidInputError as error:
         raise typer.BadParameter(f"--where: {error}") from error
-    with Device(context.obj) as device:
-        view = Search(device, conditions if where else {})
-        if item is not None:
-            answers = [view.by_id(item, k)]
-        else:
-            answers = view.by_images(images or [], k) if text is None else view.by_texts([text], k)
-        if sheet is not None:
-            from nobackfill.client.photos.contact_sheet import write_sheet
-
-            write_sheet(device, answers, sheet)
-    one = answers[0].as_json() if len(answers) == 1 else None
-    Output(json).result(
-        one or {"answers": [answer.as_json() for answer in answers]},
-        *(line for answer in answers for line in _table(answer.as_json(), len(answers) > 1)),
-    )
-
-
-def _table(answer: dict[str, Any], named: bool) -> list[str]:
-    lines = [f"{answer['query']}:"] if named else []
-    for hit in answer["hits"]:
-        score = "" if hit["score"] is None else f"{hit['score']:7.1%}"
-        lines.append(f"{hit['id']}  {hit['distance']:8.4f}{score}  {hit['path']}")
-    return lines or ["nothing found: the gallery is empty, or no item passes --where"]
+    answer(Asked(context.obj, images or [], item, text, k, conditions, sheet, json))
 
 
 def list_items(

@@ -3,14 +3,17 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nobackfill.gallery.store import NewVectors
 from nobackfill.images import Pixels, decode
-from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import open_embedder, open_side_encoder
 from nobackfill.vectors import Vectors
+
+if TYPE_CHECKING:
+    from nobackfill.release.manifest import Manifest
 
 
 def threads() -> int:
@@ -21,7 +24,7 @@ def threads() -> int:
 class Encoder:
     """Embedder and side encoder of one release."""
 
-    def __init__(self, models: Path, manifest: Manifest, *, side: bool = True) -> None:
+    def __init__(self, models: Path, manifest: "Manifest", *, side: bool = True) -> None:
         """`side` False: a query needs no side-information. Raises VerificationError."""
         self.manifest = manifest
         self._embedder = open_embedder(models, manifest, threads())

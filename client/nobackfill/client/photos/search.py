@@ -120,13 +120,14 @@ class Search:
 
     def by_images(self, images: Sequence[Path | bytes], k: int) -> list[Answer]:
         """The items nearest to each image. Raises InvalidInputError for one that is none."""
-        from nobackfill.client.photos.encoding import Encoder
+        from nobackfill.client.photos.encoding import threads
         from nobackfill.images import decode, decode_file
-        from nobackfill.release.models import no_vector
+        from nobackfill.release.image_model import ImageModel
+        from nobackfill.release.models import no_vector, open_image_model
 
-        manifest = self._device.manifest(self.spec.release)
-        encoder = Encoder(self._device.models, manifest, side=False)
-        size = manifest.frame
+        model = ImageModel.read(self._device.manifest_text(self.spec.release))
+        embedder = open_image_model(self._device.models, model, threads())
+        size = model.frame
         names = ["the image" if isinstance(image, bytes) else str(image) for image in images]
         pixels = [
             decode(image, *size) if isinstance(image, bytes) else decode_file(image, *size)
@@ -135,10 +136,10 @@ class Search:
         queries = []
         for start in range(0, len(pixels), 64):
             try:
-                queries.append(encoder.embed(pixels[start : start + 64]))
+                queries.append(embedder.run(np.stack(pixels[start : start + 64])))
             except UnusableOutputError as error:
                 worst = names[start + error.rows[0]]
-                raise InvalidInputError(f"{worst}: {no_vector(manifest)}") from error
+                raise InvalidInputError(f"{worst}: {no_vector(model)}") from error
         return self._answers(names, np.concatenate(queries), k)
 
     def by_texts(self, texts: Sequence[str], k: int) -> list[Answer]:

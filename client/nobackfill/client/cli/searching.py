@@ -1,0 +1,56 @@
+"""What `edge-client search` does, once its line is understood."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nobackfill.client.device import Device
+from nobackfill.client.output import Output
+from nobackfill.gallery.filters import Filter
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A line of the command: images, the id of an item or a text, one of the three; `where`: what
+    a hit has to pass, `sheet`: the file of a contact sheet."""
+
+    gallery: Path
+    images: Sequence[Path] = ()
+    item: str | None = None
+    text: str | None = None
+    k: int = 10
+    where: Filter | None = None
+    sheet: Path | None = None
+    json: bool = False
+
+
+def answer(asked: Asked) -> None:
+    """Print what is found. Raises as Device.search."""
+    from nobackfill.client.photos.search import Search
+
+    with Device(asked.gallery) as device:
+        view = Search(device, {} if asked.where is None else asked.where)
+        if asked.item is not None:
+            answers = [view.by_id(asked.item, asked.k)]
+        elif asked.text is not None:
+            answers = view.by_texts([asked.text], asked.k)
+        else:
+            answers = view.by_images(asked.images, asked.k)
+        if asked.sheet is not None:
+            from nobackfill.client.photos.contact_sheet import write_sheet
+
+            write_sheet(device, answers, asked.sheet)
+    one = answers[0].as_json() if len(answers) == 1 else None
+    Output(asked.json).result(
+        one or {"answers": [found.as_json() for found in answers]},
+        *(line for found in answers for line in _table(found.as_json(), len(answers) > 1)),
+    )
+
+
+def _table(answer: dict[str, Any], named: bool) -> list[str]:
+    lines = [f"{answer['query']}:"] if named else []
+    for hit in answer["hits"]:
+        score = "" if hit["score"] is None else f"{hit['score']:7.1%}"
+        lines.append(f"{hit['id']}  {hit['distance']:8.4f}{score}  {hit['path']}")
+    return lines or ["nothing found: the gallery is empty, or no item passes --where"]
