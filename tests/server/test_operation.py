@@ -4,6 +4,7 @@ import ctypes
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -21,6 +22,7 @@ from nobackfill.v1 import release_pb2, search_pb2
 from tests.server.process import serving
 from tests.server.support import Client, images, refused
 from tests.support.blocks import png
+from tests.support.waiting import wait_until
 
 
 def test_sigterm_lets_calls_end(repo: Path, tmp_path: Path) -> None:
@@ -49,6 +51,27 @@ def test_sigterm_lets_calls_end(repo: Path, tmp_path: Path) -> None:
     assert served.events()[-1]["event"] == "stopped"
 
 
+def test_callers_in_a_loop_hear_that_it_is_unavailable_not_that_they_cancelled(
+    repo: Path, tmp_path: Path
+) -> None:
+    codes: set[grpc.StatusCode] = set()
+    with serving(repo, tmp_path / "data", "--triton=in-process") as served:
+
+        def ask() -> None:
+            with Client(served.address) as client:
+                while served.process.poll() is None:
+                    call = client.raw.releases.ListReleases.future(release_list(), timeout=10)
+                    codes.add(call.code())
+
+        with ThreadPoolExecutor(24) as pool:
+            asking = [pool.submit(ask) for _ in range(24)]
+            wait_until(lambda: grpc.StatusCode.OK in codes, "nothing is answered")
+            assert served.stop() == 0
+            for one in asking:
+                one.result()
+    assert codes == {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+
+
 def test_sigterm_ends_it_whichever_thread_meets_it(repo: Path, tmp_path: Path) -> None:
     with serving(repo, tmp_path / "data", "--triton=in-process") as served:
         main = served.process.pid
@@ -57,6 +80,10 @@ def test_sigterm_ends_it_whichever_thread_meets_it(repo: Path, tmp_path: Path) -
         assert ctypes.CDLL(None).tgkill(main, other, signal.SIGTERM) == 0
         assert served.process.wait(60) == 0
     assert served.events()[-1]["event"] == "stopped"
+
+
+def release_list() -> release_pb2.ListReleasesRequest:
+    return release_pb2.ListReleasesRequest()
 
 
 def release_watch() -> release_pb2.WatchReleasesRequest:

@@ -1,4 +1,5 @@
-"""Connections of one peer are bounded: those that were silent for longest are closed.
+"""Connections of one peer are bounded: those that were silent for longest are closed. At the end
+all are.
 
 gRPC's core bounds all connections together and ends silent ones, but counts none by peer. Sockets
 are found through /proc, so this does nothing where there is none.
@@ -37,6 +38,20 @@ class Connections:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="connections", daemon=True)
         self._thread.start()
+
+    def end(self) -> None:
+        """Take no more of them, and close those that there are: calls on them are lost."""
+        with contextlib.suppress(OSError):
+            for descriptor in [int(path.name) for path in _DESCRIPTORS.iterdir()]:
+                with contextlib.suppress(OSError), _borrowed(descriptor) as found:
+                    if not _is_tcp(found) or found.getsockname()[1] != self._port:
+                        continue
+                    if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        # gRPC, which still has its number, hears nothing of it.
+                        with socket.socket(found.family) as deaf:
+                            os.dup2(deaf.fileno(), descriptor, inheritable=False)
+                    else:
+                        found.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._stopping.set()

@@ -114,10 +114,15 @@ class Listener:
 
     def stop(self, drain_s: float) -> None:
         """Let calls under way end within `drain_s` seconds, then cut them; refuse new ones."""
+        end = time.monotonic() + drain_s
         self._health.enter_graceful_shutdown()
         # gRPC would cut calls that have arrived but not been looked at yet.
         time.sleep(min(_LAME_DUCK_S, drain_s))
         self._interceptor.drain()
-        self._server.stop(drain_s).wait()
+        self._server.finish(end)
+        # What comes to a connection once its server stops, gRPC ends with CANCELLED, as if its
+        # caller had asked for it (grpc/grpc#41785): callers in a loop lose the connection first.
+        self._connections.end()
+        self._server.stop(max(0.0, end - time.monotonic())).wait()
         self._connections.close()
         self._interceptor.close()

@@ -34,6 +34,11 @@ class QuickCall:
         self._came = False
         open_calls.add(self)
 
+    @property
+    def listed(self) -> Any:
+        """What stands for it among the server's open calls."""
+        return self if self._whole is None else self._whole.state
+
     def receive(self, received: Callable[[bytes | None], None]) -> None:
         """Ask for the message; `received` gets it, or None when none will come."""
 

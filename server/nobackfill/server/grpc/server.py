@@ -24,6 +24,8 @@ from nobackfill.server.grpc.quick_call import QuickCall
 _STARTED = _server._ServerStage.STARTED
 # Then it is looked whether the server was forgotten, as gRPC does.
 _IDLE_S = 1.0
+# How often it is looked whether all is answered.
+_DRAINED_S = 0.01
 # Events that may come while calls are gathered: of other calls they need not end.
 _PATIENCE = 64
 _PARAMETERS = (
@@ -62,6 +64,18 @@ class Server(_server._Server):
                 _server._request_registered_call(state, method)
             _server._request_call(state)
         threading.Thread(target=_serve, args=(state, self._interceptor), daemon=True).start()
+
+    def finish(self, end: float) -> None:
+        """Wait until what is being answered now has ended, at most until `end` on the monotonic
+        clock. What comes meanwhile is not waited for."""
+        with self._state.lock:
+            left = set(self._state.rpc_states)
+        while left and time.monotonic() < end:
+            time.sleep(_DRAINED_S)
+            # Some have become calls of grpcio's meanwhile.
+            left = {one.listed if isinstance(one, QuickCall) else one for one in left}
+            with self._state.lock:
+                left &= self._state.rpc_states
 
 
 def _serve(state: Any, interceptor: Interceptor) -> None:
