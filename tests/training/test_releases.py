@@ -164,23 +164,23 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`Foreign` in the plainest ONNX there is, made by hand."""
+    """`Foreign` in the plainest ONNX there is, made by hand; with names that are ours, too."""
     path = tmp_path_factory.mktemp("foreign") / "embedder.onnx"
     weights = {k: v.numpy() for k, v in Foreign().state_dict().items()}
     nodes = [
         onnx.helper.make_node(
-            "Conv", ["x", "0.weight", "0.bias"], ["c"], strides=[2, 2], pads=[1, 1, 1, 1]
+            "Conv", ["image", "0.weight", "0.bias"], ["c"], strides=[2, 2], pads=[1, 1, 1, 1]
         ),
-        onnx.helper.make_node("Relu", ["c"], ["r"]),
-        onnx.helper.make_node("Flatten", ["r"], ["f"]),
-        onnx.helper.make_node("Gemm", ["f", "3.weight", "3.bias"], ["features"], transB=1),
+        onnx.helper.make_node("Relu", ["c"], ["image_scaled"]),
+        onnx.helper.make_node("Flatten", ["image_scaled"], ["f"]),
+        onnx.helper.make_node("Gemm", ["f", "3.weight", "3.bias"], ["embedding"], transB=1),
     ]
     tensor = onnx.helper.make_tensor_value_info
     graph = onnx.helper.make_graph(
         nodes,
         "foreign",
-        [tensor("x", onnx.TensorProto.FLOAT, ["batch", 3, SIZE, SIZE])],
-        [tensor("features", onnx.TensorProto.FLOAT, ["batch", 10])],
+        [tensor("image", onnx.TensorProto.FLOAT, ["batch", 3, SIZE, SIZE])],
+        [tensor("embedding", onnx.TensorProto.FLOAT, ["batch", 10])],
         [
             onnx.numpy_helper.from_array(value, name.removeprefix("layers."))
             for name, value in weights.items()
@@ -254,7 +254,8 @@ def test_foreign_embedders_of_another_form_are_refused(
 ) -> None:
     model = onnx.load(foreign)
     model.graph.input.pop()
-    model.graph.input.append(onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, shape))
+    value = onnx.helper.make_tensor_value_info("image", onnx.TensorProto.FLOAT, shape)
+    model.graph.input.append(value)
     path = tmp_path / "other.onnx"
     onnx.save(model, path)
     result = run_export(tmp_path / "model_repo", 1, "--onnx", path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, compose, helper, numpy_helper
 
 from nobackfill.digests import sha256_file
 from nobackfill.errors import InvalidInputError, VerificationError
@@ -22,6 +22,13 @@ from nobackfill.training.export.onnx_export import run_onnx, strip
 from nobackfill.training.export.probe_images import probe_images
 
 Channels = tuple[float, float, float]
+
+# What is put around a model, and what its own names become where one of them is taken.
+_OURS = {
+    "image", "image_float", "image_scale", "image_scaled", "image_shift", "image_shifted",
+    "embedding",
+}  # fmt: skip
+_THEIRS = "model/"
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,8 @@ def add_onnx_embedder(release: Release, source: Path, pixels: Pixels) -> None:
             f"--onnx {source}: expected one input and one output, got {len(inputs)} and "
             f"{len(model.graph.output)}"
         )
+    if _OURS & _names(model.graph):
+        compose.add_prefix_graph(model.graph, _THEIRS, inplace=True)
     size = _connect_input(model, inputs[0], pixels, source)
     _rename_output(model)
     strip(model)
@@ -76,6 +85,12 @@ def _load(source: Path) -> onnx.ModelProto:
         return onnx.load(source)
     except (OSError, DecodeError) as error:
         raise InvalidInputError(f"--onnx {source}: cannot be read as ONNX ({error})") from error
+
+
+def _names(graph: onnx.GraphProto) -> set[str]:
+    """Of a graph's values."""
+    ends = (*graph.input, *graph.output, *graph.initializer)
+    return {value.name for value in ends}.union(*(node.output for node in graph.node))
 
 
 def _connect_input(
