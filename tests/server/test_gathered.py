@@ -1,14 +1,18 @@
 """Calls that come together are answered together, each by itself, and an image's as a vector's."""
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import grpc
 import pytest
 
 from nobackfill.errors import OverloadedError
+from nobackfill.images import Pixels
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding import decoding
+from nobackfill.server.embedding.embedding import Embedding, Row
 from nobackfill.server.embedding.image_queue import ImageQueue, Waiting
 from nobackfill.server.gateway import Gateway
 from nobackfill.server.grpc.rpc import Kind, Later
@@ -18,6 +22,7 @@ from nobackfill.v1 import search_pb2
 from tests.server.support import TIMEOUT_S, Client, images, refused
 from tests.server.test_immediate_answers import asking, on_a_thread, searched_in_batches
 from tests.support.blocks import png
+from tests.support.waiting import wait_until
 
 
 def test_what_comes_together_is_answered_together_and_each_by_itself(
@@ -123,3 +128,81 @@ def test_images_that_come_together_hold_no_threads_and_fail_by_themselves(
     # Nobody is left to be waited for by who deletes the gallery, or swaps its model.
     hosted = served.galleries.get("g")
     assert hosted.users.wait_until_none(5) and hosted.plan.users.wait_until_none(5)
+
+
+class Model:
+    """The gateway's, which answers release `held` once it is `open`."""
+
+    def __init__(self, served: Gateway, manifest: Manifest, held: int = 0) -> None:
+        self._served, self._manifest, self._held = served, manifest, held
+        self.open = threading.Event()
+        self.seen: list[int] = []
+
+    def rows(self, manifest: Manifest, pixels: Sequence[Pixels]) -> list[Row]:
+        self.seen += [manifest.release] * len(pixels)
+        assert manifest.release != self._held or self.open.wait(TIMEOUT_S)
+        return self._served.embedding.rows(self._manifest, pixels)
+
+
+class Queue:
+    """One of its own, and what it has answered."""
+
+    def __init__(self, served: Gateway, model: Model) -> None:
+        self.answers: list[tuple[str, bool]] = []
+        self.queue = ImageQueue[str](cast(Embedding, model), served.metrics, self._answer)
+
+    def _answer(self, made: Sequence[tuple[Waiting[str], object]]) -> None:
+        self.answers += [(waiting.of, vector is not None) for waiting, vector in made]
+
+    def add(self, of: str, manifest: Manifest, wanted: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        self.queue.add(Waiting(of, manifest, png(images(1)[0]), deadline, wanted))
+
+    def until(self, count: int) -> dict[str, bool]:
+        """Whether there was a vector, by who asked."""
+        wait_until(lambda: len(self.answers) >= count, "no answer")
+        return dict(self.answers)
+
+
+def test_an_image_that_is_decoded_while_the_queue_closes_is_answered(
+    served: Gateway, one: Manifest
+) -> None:
+    decoding_now, go_on = threading.Event(), threading.Event()
+
+    def wanted() -> bool:
+        decoding_now.set()
+        return go_on.wait(TIMEOUT_S)
+
+    queue = Queue(served, Model(served, one))
+    queue.add("a", one, wanted)
+    assert decoding_now.wait(TIMEOUT_S)
+    closing = threading.Thread(target=queue.queue.close)
+    closing.start()
+    wait_until(lambda: queue.queue._closed, "it does not close")
+    go_on.set()
+    closing.join(TIMEOUT_S)
+    assert queue.answers == [("a", False)]
+
+
+def test_another_releases_images_wait_for_no_model_call(served: Gateway, one: Manifest) -> None:
+    model = Model(served, one, held=one.release)
+    queue = Queue(served, model)
+    with queue.queue._changed:
+        queue.add("held", one, lambda: True)
+        queue.add("other", one.model_copy(update={"release": 9}), lambda: True)
+    try:
+        assert queue.until(1) == {"other": True}
+    finally:
+        model.open.set()
+    assert queue.until(2)["held"]
+    queue.queue.close()
+
+
+def test_an_image_whose_caller_has_gone_is_not_embedded(served: Gateway, one: Manifest) -> None:
+    model = Model(served, one)
+    queue = Queue(served, model)
+    waits = iter((True, False))  # while it is decoded, and no longer
+    queue.add("gone", one, lambda: next(waits, False))
+    assert queue.until(1) == {"gone": False}
+    queue.queue.close()
+    assert model.seen == []

@@ -1,6 +1,10 @@
 """What gateways know together of a gallery that heals, without a gateway."""
 
+from pathlib import Path
+
+from nobackfill.gallery.store import Store
 from nobackfill.gallery.writing import NewVectors
+from nobackfill.server.healing.ledger import FileLedger
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database, run
 from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
@@ -31,3 +35,10 @@ def test_a_day_has_its_budget_and_is_forgotten_after_a_week(postgres: Server) ->
             ("2026-03-07",),
         ]
         database.close()
+
+
+def test_two_threads_may_end_it_at_a_stop(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+        ledger = FileLedger(tmp_path, store, spec().space)
+        ledger.close()
+        ledger.close()
