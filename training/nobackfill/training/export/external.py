@@ -89,8 +89,9 @@ def _load(source: Path) -> onnx.ModelProto:
 
 def _names(graph: onnx.GraphProto) -> set[str]:
     """Of a graph's values."""
-    ends = (*graph.input, *graph.output, *graph.initializer)
-    return {value.name for value in ends}.union(*(node.output for node in graph.node))
+    names = {value.name for value in (*graph.input, *graph.output)}
+    names |= {tensor.name for tensor in graph.initializer}
+    return names.union(*(node.output for node in graph.node))
 
 
 def _connect_input(
