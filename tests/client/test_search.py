@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from nobackfill.client.device import Device
 from nobackfill.client.photos.search import Search
 from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.gallery.spec import Origin
 from nobackfill.gallery.store import NewVectors
 from tests.support import blocks, edge, graphs
 from tests.support.edge import Setting
@@ -84,3 +85,33 @@ def test_refusals(setting: Setting, tmp_path: Path) -> None:
         for k in (0, 2000):
             with pytest.raises(InvalidInputError, match="1 to 1000"):
                 search.by_images(setting.images, k)
+
+
+def test_carried_vectors_stand_where_the_release_says(tmp_path: Path) -> None:
+    """Every third was carried: as likely a match as a native one that is farther."""
+    slope, offset = 1.5, 0.3
+    blocks.publish_block_release(tmp_path / "repo", 1, scale=(slope, offset))
+    gallery = edge.make_device(tmp_path / "repo", tmp_path / "gallery.sqlite")
+    rows = np.random.default_rng(2).standard_normal((ITEMS, graphs.DIM)).astype(np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    carried = np.arange(ITEMS) % 3 == 0
+    apart = ((rows.astype(float) - rows[4].astype(float)) ** 2).sum(axis=1)
+    order = np.argsort(np.where(carried, slope * apart + offset, apart), kind="stable").tolist()
+    with Device(gallery) as device:
+        space = device.store.active().spec.space
+        of_each: list[tuple[Origin, NDArray[np.bool_]]]
+        of_each = [("upgraded", carried), ("native", ~carried)]
+        for origin, some in of_each:
+            numbers = np.flatnonzero(some)
+            device.store.put(
+                [f"item-{row}" for row in numbers],
+                [NewVectors(space, rows[numbers], origin=origin)],
+                metadata=[{"blue": int(row) % 5 == 0} for row in numbers],
+            )
+        search = Search(device, {})
+        hits = search.by_embedding({space: rows[4].tolist()}, 20).hits
+        blue = search.among({"blue": True}).by_embedding({space: rows[4].tolist()}, 20).hits
+    assert [hit.id for hit in hits] == [f"item-{row}" for row in order[:20]]
+    assert [hit.distance for hit in hits] == pytest.approx(apart[order[:20]], abs=1e-5)
+    passing = [f"item-{row}" for row in order if row % 5 == 0]
+    assert [hit.id for hit in blue] == passing[:20]

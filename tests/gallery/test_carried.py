@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from nobackfill.gallery.carried import Carried
-from nobackfill.gallery.store import Store
+from nobackfill.gallery.store import NewVectors, Store
 from nobackfill.gallery.upgrade import run_upgrade
 from tests.gallery.making import Linear, filled, ids, put, rows, spec, vectors
 
@@ -40,6 +40,11 @@ def test_every_change_is_followed(tmp_path: Path) -> None:
                 origin="re-embedded", replace=True,
             ),
             lambda: put(store, ids(4, 8), release=2, seed=3),
+            # One that a put has carried, and one that a put made, beside each other.
+            lambda: store.put(
+                ids(2, 30), [NewVectors(TWO, vectors(2, 5, spec(2).dim), origin="upgraded")]
+            ),
+            lambda: put(store, ids(1, 40), release=2, seed=4),
         ):  # fmt: skip
             assert seen(carried, store) == truth(store)
             assert len(carried) == len(truth(store)) > 0

@@ -4,8 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from nobackfill.metrics.backfill import AS_THEY_ARE
+from nobackfill.metrics.backfill import AS_THEY_ARE, Line
 from nobackfill.metrics.ranking import Ranking, Relevance
+from nobackfill.quality.backfill import ranked_along
 from nobackfill.quality.calibrate import (
     PAIRS_A_QUERY,
     fit_calibration,
@@ -15,6 +16,7 @@ from nobackfill.quality.calibrate import (
 )
 from nobackfill.quality.retrieval import Measured
 from nobackfill.release.calibration import scores
+from nobackfill.release.evidence import HealingEvidence
 
 SPACE = "sp-" + "0" * 64
 
@@ -88,3 +90,19 @@ def test_carried_distances_are_brought_to_the_scale_of_embedded_ones() -> None:
     assert same_scale(measured(-own), measured(own), relevance) == AS_THEY_ARE
     all_match = Relevance([np.arange(PAIRS_A_QUERY)] * 400, relevance.ignored)
     assert same_scale(measured(2 * own), measured(own), all_match) == AS_THEY_ARE
+
+
+def test_a_line_ranks_where_distances_fall_into_a_valley_that_it_closes() -> None:
+    def told(by_distance: float, along: float) -> HealingEvidence:
+        flat = (0.5, 0.6, 0.7)
+        return HealingEvidence(
+            map=flat, cmc1=(0.5, by_distance, 0.7), scaled_map=flat, scaled_cmc1=(0.5, along, 0.7)
+        )
+
+    line = Line(0.5, 0.1)
+    assert told(0.4, 0.49).valley == pytest.approx(0.1)
+    assert told(0.4, 0.49).scaled_valley == pytest.approx(0.01)
+    assert ranked_along(told(0.4, 0.49), line) == line
+    # Within a point there is none, and what does not close it is not worth a second search.
+    assert ranked_along(told(0.495, 0.5), line) == AS_THEY_ARE
+    assert ranked_along(told(0.4, 0.39), line) == AS_THEY_ARE

@@ -33,11 +33,12 @@ def publish_block_release(
     int8: bool = False,
     gate: GateVerdict | None = None,
     middle: float = graphs.MIDDLE,
+    scale: tuple[float, float] | None = None,
 ) -> Manifest:
     """Publish release `number` with upgrades from published releases; keys lie beside `repo`.
 
     `directly`: releases whose vectors its queries may meet as they are (it shares the first one's
-    block). `middle`: see graphs.encoder. The files it is made of stay in `<repo>.drafts`.
+    block). `middle` and `scale`: see releases.draft. What it is made of stays in `<repo>.drafts`.
     """
     draft = releases.draft(
         repo.with_name(f"{repo.name}.drafts"),
@@ -48,6 +49,7 @@ def publish_block_release(
         int8=int8,
         gate=gate,
         middle=middle,
+        scale=scale,
     )
     publish(repo, draft)
     return draft.manifest

@@ -48,13 +48,15 @@ def draft(
     gate: GateVerdict | None = None,
     ways: Mapping[int, Way] | None = None,
     middle: float = graphs.MIDDLE,
+    scale: tuple[float, float] | None = None,
 ) -> Draft:
     """Release `number` with an upgrade from each of `sources`, its files below `folder`/NUMBER.
 
     `directly`: releases whose vectors it searches as they are, so it embeds into the first one's
     block. `side`: each release has its own side encoder and upgrades map into it; or it keeps the
     encoder of the first source; or there is none. `ways`: what the upgrade from a source does with
-    side-information, where it is not that. `middle`: see graphs.encoder.
+    side-information, where it is not that. `middle`: see graphs.encoder. `scale`: of carried
+    vectors beside native ones.
     """
     folder = folder / str(number)
     files = {paths.embedder_path(number): folder / paths.embedder_path(number)}
@@ -92,7 +94,7 @@ def draft(
             RouteEvidence(releases=(s.release, number), map=0.9, cmc1=0.9, kept=0.95)
             for s in sources
         ),
-        calibration=_calibration(space, sources, directly),
+        calibration=_calibration(space, sources, directly, scale),
         gate=gate or GateVerdict(verdict="passed" if number > 1 else "first"),
         probes=Probes(
             file=PublishedFile(path=paths.probes_path(number), sha256="0" * 64, length=1),
@@ -177,11 +179,14 @@ def _upgrade(
 
 
 def _calibration(
-    space: str, sources: Sequence[Manifest], directly: Sequence[Manifest]
+    space: str,
+    sources: Sequence[Manifest],
+    directly: Sequence[Manifest],
+    scale: tuple[float, float] | None,
 ) -> tuple[Calibration, ...]:
     curve = {"distances": (0.0, 2.0, 4.0), "probabilities": (1.0, 0.2, 0.0), "items": 100}
     native = Calibration(query_space=space, gallery_space=space, origin="native", **curve)
-    upgraded = Calibration(query_space=space, gallery_space=space, origin="upgraded", **curve)
+    upgraded = native.model_copy(update={"origin": "upgraded", "scale": scale})
     old = [
         Calibration(query_space=s.space, gallery_space=s.space, origin="old-model", **curve)
         for s in sources

@@ -87,7 +87,8 @@ def write(
         insert_vectors(
             connection, kept, good, None if doubt is None else doubt[rows], replace=replace
         )
-        changes.append(Change({space: (good, kept.embedding)}, _NONE))
+        carried = (space,) if origin == "upgraded" else ()
+        changes.append(Change({space: (good, kept.embedding)}, _NONE, carried=carried))
     return good
 
 

@@ -241,7 +241,8 @@ def put_change(
         if rows.any()
     }
     described = result.labels if with_metadata else result.labels[result.changed]
-    return Change(added, replaced, described=described)
+    carried = tuple(one.info.spec.space for one in vectors if one.origin == "upgraded")
+    return Change(added, replaced, described=described, carried=carried)
 
 
 def _existing(

@@ -17,12 +17,15 @@ from nobackfill.metrics.backfill import (
 )
 from nobackfill.metrics.ranking import Ints, Relevance
 from nobackfill.quality.cells import CellName
-from nobackfill.quality.embedded import Embedded, asking
+from nobackfill.quality.embedded import Embedded, Published, asking
+from nobackfill.release.calibration import find
 from nobackfill.release.manifest import HealingEvidence
 
 # Random; by class in steps of 2 % of them (BCT's supplement); by the true error (what a perfect
 # uncertainty would reach); by the upgrade's uncertainty; by that and by how many searches meet it.
 ORDERS = ("random", "class", "oracle", "uncertainty", "gain")
+# A valley of less is no reason to rank carried vectors otherwise than by distance.
+MOST_BELOW = 0.01
 
 
 def backfill_curves(
@@ -33,11 +36,12 @@ def backfill_curves(
     orders: Sequence[str] = ORDERS,
     *,
     int8: bool = False,
-    line: Line = AS_THEY_ARE,
+    line: Line | None = None,
 ) -> dict[str, BackfillCurve]:
     """The curves of a cell of an older gallery, searched as it is or carried along a route, by
-    order; by uncertainty and gain where the upgrade predicts a variance. `line`: of what is carried
-    (`nobackfill.quality.calibrate.same_scale`)."""
+    order; by uncertainty and gain where the upgrade predicts a variance. `line`: of what is
+    carried; None: the one that the release ranks it along."""
+    line = served_line(cell, queries) if line is None else line
     served, whole = gallery.along(cell.gallery, int8=int8), gallery.native(cell.query)
     meets_served = asking(cell, queries, served.embedding)
     uncertainty = served.uncertainty
@@ -69,6 +73,23 @@ def backfill_curves(
             line=line,
         )
     return curves
+
+
+def served_line(cell: CellName, queries: Embedded) -> Line:
+    """The line that the cell's carried vectors are ranked along beside embedded ones, if a release
+    says so."""
+    if len(cell.gallery) == 1 or not isinstance(queries, Published):
+        return AS_THEY_ARE
+    manifest = queries.manifest(cell.query)
+    curve = find(manifest, manifest.space, manifest.space, "upgraded")
+    return AS_THEY_ARE if curve is None or curve.scale is None else Line(*curve.scale)
+
+
+def ranked_along(healing: HealingEvidence, line: Line) -> Line:
+    """`line` where distances fall into a valley that it closes, at least in part; else distances as
+    they are, which need no second search."""
+    closes = healing.valley > MOST_BELOW and healing.scaled_valley < healing.valley
+    return line if closes else AS_THEY_ARE
 
 
 def healing_evidence(

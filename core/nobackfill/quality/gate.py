@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from nobackfill.class_folders import Listing
+from nobackfill.metrics.backfill import AS_THEY_ARE, Line
 from nobackfill.metrics.retrieval import mean
-from nobackfill.quality.backfill import healing_evidence
+from nobackfill.quality.backfill import healing_evidence, ranked_along
 from nobackfill.quality.calibrate import fit_calibration, same_scale
 from nobackfill.quality.cells import CellName, alone, served_cells
 from nobackfill.quality.embedded import Published
@@ -144,14 +145,14 @@ def measure_release(
         asking.embedded = gate.embedded  # the same images, embedded once
         cross = tuple(_rows(asking, new, manifests, published.withdrawn))
         cells_by_text = tuple(asking.evidence(name) for name in dict.fromkeys(cells))
+    lines, routes = dict[CellName, Line](), list[RouteEvidence]()
+    for name in (row.cell for row in rows if len(row.cell.gallery) > 1 and not row.exact):
+        route, lines[name] = _route(gate, calibrating, name)
+        routes.append(route)
     return new, Evidence(
         tuple(gate.evidence(name) for name in dict.fromkeys(cells)),
-        tuple(
-            _route(gate, calibrating, row.cell)
-            for row in rows
-            if len(row.cell.gallery) > 1 and not row.exact
-        ),
-        tuple(_calibrations(calibrating, new, manifests, rows)),
+        tuple(routes),
+        tuple(_calibrations(calibrating, new, manifests, rows, lines)),
         verdict(published, (*rows, *cross), new),
         (*rows, *cross),
         cells_by_text,
@@ -202,28 +203,32 @@ def _rows(
             yield gain(name, old, served, before, own, exact=exact, by_text=gate.by_text)
 
 
-def _route(gate: Measuring, calibrating: Measuring, name: CellName) -> RouteEvidence:
+def _route(gate: Measuring, calibrating: Measuring, name: CellName) -> tuple[RouteEvidence, Line]:
+    """What is said of a route, and the line that its carried vectors are ranked along."""
     upper = mean(gate.cell(alone(name.query)).map)
     # Fitted to one half of the images, what it does to the curves is told of the other.
     scale = same_scale(
         calibrating.cell(name), calibrating.cell(alone(name.query)), calibrating.relevance
     )
     exact, served = gate.cell(name, exact=True), mean(gate.cell(name).map)
-    return RouteEvidence(
+    healing = healing_evidence(
+        name, gate.asked, gate.embedded, gate.relevance, scale, int8=gate.quantised(name)
+    )
+    evidence = RouteEvidence(
         releases=name.gallery,
         map=mean(exact.map),
         cmc1=mean(exact.cmc1),
         int8_map=served if gate.quantised(name) else None,
         kept=served / upper if upper > 0 else 0.0,
-        healing=healing_evidence(
-            name, gate.asked, gate.embedded, gate.relevance, scale, int8=gate.quantised(name)
-        ),
+        healing=healing,
     )
+    return evidence, ranked_along(healing, scale)
 
 
 def _calibrations(
-    measuring: Measuring, new: Manifest, manifests: Mapping[int, Manifest], rows: tuple[Row, ...]
-) -> Iterator[Calibration]:
+    measuring: Measuring, new: Manifest, manifests: Mapping[int, Manifest], rows: tuple[Row, ...],
+    lines: Mapping[CellName, Line],
+) -> Iterator[Calibration]:  # fmt: skip
     def fit(name: CellName, query: str, gallery: str, origin: Origin) -> Calibration:
         found = measuring.cell(name)
         return fit_calibration(
@@ -247,7 +252,10 @@ def _calibrations(
         best = max(
             (row for row in routes if row.cell.gallery[0] == newest), key=lambda r: r.map_gain.mean
         )
-        yield fit(best.cell, new.space, new.space, "upgraded")
+        line = lines[best.cell]
+        scale = None if line == AS_THEY_ARE else (line.slope, line.offset)
+        upgraded = fit(best.cell, new.space, new.space, "upgraded")
+        yield upgraded.model_copy(update={"scale": scale})
     for row in rows:
         if len(row.cell.gallery) == 1:
             yield fit(row.cell, new.space, manifests[row.old.query].space, "direct")

@@ -1,11 +1,13 @@
 """Calibration, applied: a distance becomes the probability that two images match.
 
 Fitted by training, stored in the manifest, one curve for each (query space, gallery space, origin).
-Between breakpoints the curve is a straight line; outside of them it keeps the end values.
+Between breakpoints the curve is a straight line; outside of them it keeps the end values. Where
+carried and native vectors of one space are ranked together, a scale says where a carried one's
+distance stands among those of native ones (docs/adr/0024).
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,6 +31,21 @@ class Curve(Protocol):
     def probabilities(self) -> Sequence[float]:
         """Strictly decreasing, one a distance."""
         ...
+
+
+class Scale(NamedTuple):
+    """The distance at which a native vector is as likely a match: slope * distance + offset.
+
+    `slope` > 0, so that vectors of one origin keep their order.
+    """
+
+    slope: float
+    offset: float
+
+    def __call__(self, distances: ArrayLike) -> NDArray[np.float64]:
+        """Of the shape of `distances`, in float64; infinity stays infinity."""
+        values = np.asarray(distances, np.float64)
+        return np.asarray(self.slope * values + self.offset, np.float64)
 
 
 class Scorer:

@@ -19,8 +19,17 @@ class HealingEvidence(Strict):
 
     @property
     def valley(self) -> float:
-        """How far mAP by distance falls below the lower of its ends."""
-        return max(0.0, min(self.map[0], self.map[-1]) - min(self.map))
+        """How far mAP or CMC-1 by distance falls below the lower of its ends, at most."""
+        return max(_fall(self.map), _fall(self.cmc1))
+
+    @property
+    def scaled_valley(self) -> float:
+        """The same of what is brought to one scale."""
+        return max(_fall(self.scaled_map), _fall(self.scaled_cmc1))
+
+
+def _fall(curve: tuple[float, ...]) -> float:
+    return max(0.0, min(curve[0], curve[-1]) - min(curve))
 
 
 class RouteEvidence(Strict):

@@ -73,6 +73,8 @@ class Calibration(Strict):
     """Distance -> probability of a match, for one (query space, gallery space, origin).
 
     `distances` are strictly increasing, `probabilities` strictly decreasing: nearer is likelier.
+    `scale`: slope and offset of `nobackfill.release.calibration.Scale`; None: vectors of this
+    origin are ranked by their distances beside native ones, as they are.
     """
 
     query_space: SpaceId
@@ -82,6 +84,9 @@ class Calibration(Strict):
     probabilities: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(min_length=2)
     # Size of the gallery it was fitted on.
     items: int = Field(ge=1)
+    scale: tuple[Annotated[float, Field(gt=0)], float] | None = Field(
+        None, exclude_if=lambda scale: scale is None
+    )
 
     @model_validator(mode="after")
     def _monotone(self) -> Self:

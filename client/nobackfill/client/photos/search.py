@@ -20,12 +20,14 @@ from nobackfill.errors import (
     UnusableRowsError,
     few,
 )
+from nobackfill.gallery.carried import carried_labels
 from nobackfill.gallery.filter_engine import passing_labels
 from nobackfill.gallery.filters import Filter, Scalar, every
+from nobackfill.gallery.search import origins
 from nobackfill.gallery.search.exact import ExactIndex
-from nobackfill.gallery.search.index import Labels, Mask, mask_of
+from nobackfill.gallery.search.index import Labels, Mask, Neighbours, mask_of
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.release.calibration import scores
+from nobackfill.release.calibration import Scale, scores
 from nobackfill.vectors import Vectors, check_vectors
 from nobackfill.wire import answers
 from nobackfill.wire.limits import LARGEST_K
@@ -37,6 +39,7 @@ class Curve:
 
     distances: list[float]
     probabilities: list[float]
+    scale: list[float] | None = None
 
 
 class Hit(answers.Hit):
@@ -96,6 +99,7 @@ class Search:
             raise DamagedError(device.path, error) from error
         self._curves = _curves(device.manifest_text(self.spec.release), self.spec.space)
         self._index = ExactIndex(self.spec, labels, vectors)
+        self._carried = self._mixed(labels)
         self._allowed = self._passing(where)
 
     def among(self, where: Mapping[str, Scalar] | Filter) -> Self:
@@ -108,6 +112,15 @@ class Search:
         if (filtered := every(where)) is None:
             return None
         return mask_of(self._index.labels, passing_labels(self._device.store, filtered))
+
+    def _mixed(self, labels: Labels) -> Mask | None:
+        """Which vectors an upgrade has carried, where these are ranked along the release's scale
+        beside native ones; None where distances rank all."""
+        curve = self._curves.get("upgraded")
+        if curve is None or curve.scale is None:
+            return None
+        carried = mask_of(labels, carried_labels(self._device.store, self.spec.space))
+        return None if carried.all() or not carried.any() else carried
 
     def _load(self, spec: SpaceSpec | None) -> tuple[SpaceSpec, Labels, Vectors]:
         if spec is not None:
@@ -181,11 +194,22 @@ class Search:
         """The `k` nearest of each query; one more where an item finds `itself` among them."""
         if not 1 <= k <= LARGEST_K:
             raise InvalidInputError(f"expected k from 1 to {LARGEST_K}, got {k}")
-        found = self._index.search(queries, k + itself, self._allowed)
+        found = self._nearest(queries, k + itself)
         return [
             Answer(self._hits(labels, distances), self.spec.release, self.spec.space, query=name)
             for name, labels, distances in zip(names, found.labels, found.distances, strict=True)
         ]
+
+    def _nearest(self, queries: Vectors, k: int) -> Neighbours:
+        carried, allowed = self._carried, self._allowed
+        if carried is None:
+            return self._index.search(queries, k, allowed)
+        scale = Scale(*self._curves["upgraded"].scale or ())
+        upgraded, others = (
+            self._index.search(queries, k, one if allowed is None else one & allowed)
+            for one in (carried, ~carried)
+        )
+        return origins.joined(upgraded, others, scale, k)
 
     def _hits(self, labels: Any, distances: Any) -> list[Hit]:
         items = self._device.store.items(labels[labels >= 0], self.spec.space)
@@ -214,7 +238,7 @@ def _curves(manifest: bytes, space: str) -> dict[str, Curve]:
     """Calibration of one space's distances by origin, read without pydantic: every release here was
     checked with it, and a search has no time to load it."""
     return {
-        curve["origin"]: Curve(curve["distances"], curve["probabilities"])
+        curve["origin"]: Curve(curve["distances"], curve["probabilities"], curve.get("scale"))
         for curve in json.loads(manifest)["calibration"]
         if curve["query_space"] == space
         # A vector that is searched as it is was measured in the space it was made in.

@@ -23,6 +23,7 @@ from nobackfill.server.galleries.allowance import Allowance
 from nobackfill.server.galleries.initial_index import beginning
 from nobackfill.server.galleries.items import ItemCache
 from nobackfill.server.galleries.lock_order import Level
+from nobackfill.server.galleries.origins import Origins
 from nobackfill.server.galleries.plan import SOURCE, Filling, Part, Plan, make_plan
 from nobackfill.server.galleries.speed import Speed
 from nobackfill.server.galleries.users import Users
@@ -61,6 +62,7 @@ class Hosted:
         self._making = threading.Lock()
         self._views: Mapping[str, LiveView] = {}
         self._items: dict[str, ItemCache] = {}
+        self.origins = Origins(store)
         store.subscribe(self._forward)
         self.filtering = filtering or FilterEngine(_file(store))
         # What the file says, kept so that looking over all galleries opens no files.
@@ -72,8 +74,7 @@ class Hosted:
         self._plan: Plan | None = None
         self.speed = Speed(self.views)
         self._rest: tuple[Snapshot, Snapshot, Snapshot] | None = None
-        # What ImmediateAnswers have made ready, by space.
-        self.ready: dict[str, Any] = {}
+        self.ready: dict[str, Any] = {}  # by space, what ImmediateAnswers have made
 
     @property
     def plan(self) -> Plan:
@@ -143,8 +144,7 @@ class Hosted:
             self.view(space)
 
     def view(
-        self, space: str, source: LiveView | None = None,
-        between: Callable[[], None] = lambda: None,
+        self, space: str, source: LiveView | None = None, between: Callable[[], None] = lambda: None
     ) -> LiveView:  # fmt: skip
         """The live view of a space, made when it is first asked for: with the index that is kept of
         it, or that it inherits from `source`. `between` may raise to give up."""
@@ -219,9 +219,9 @@ class Hosted:
             self._views = {space: v for space, v in self._views.items() if space in kept}
         for view in gone:
             view.close()
+        self.origins.keep(kept)
         with self._lock:
-            for space in set(self._items) - kept:
-                self._items.pop(space)
+            self._items = {space: one for space, one in self._items.items() if space in kept}
             self.ready = {}
 
     def spaces(self) -> tuple[SpaceInfo, ...]:
@@ -259,11 +259,9 @@ class Hosted:
         }
 
     def _count(self, space: str | None) -> int:
-        counts = self._counts
-        found = counts.get(space)
-        if found is None:
-            found = counts[space] = self.store.count(space)
-        return found
+        if space not in (counts := self._counts):
+            counts[space] = self.store.count(space)
+        return counts[space]
 
     def spec(self) -> SpaceSpec:
         """The space that is active in the file."""
@@ -281,6 +279,7 @@ class Hosted:
     def close(self) -> None:
         self.store.unsubscribe(self._forward)
         self.filtering.close()
+        self.origins.keep(())
         for view in self.views().values():
             view.close()
         self.store.close()

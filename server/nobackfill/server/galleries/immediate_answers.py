@@ -22,6 +22,7 @@ from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hit_bytes import HitBytes, hit_bytes, joined
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.items import ItemCache
+from nobackfill.server.galleries.local_search import best
 from nobackfill.server.galleries.plan import Part, Plan
 from nobackfill.server.galleries.queries import Question
 from nobackfill.server.galleries.ranking import rounded, scores_of
@@ -61,6 +62,7 @@ class _Route:
     answers: Callable[[list[bytes]], list[bytes | None]]
     hosted: Hosted
     plan: Plan
+    part: Part
     view: LiveView
     snapshot: Snapshot
     state: State
@@ -70,6 +72,7 @@ class _Route:
         hosted = self.hosted
         return (
             hosted.plan is self.plan
+            and hosted.origins.mixed(self.part, len(self.snapshot)) is None
             and self.view.snapshot() is self.snapshot
             and hosted.views().get(self.snapshot.spec.space) is self.view
             and hosted.exact is self.exact
@@ -149,7 +152,11 @@ class ImmediateAnswers:
         # Taken before the views: what is made ready for one that goes lands in a mapping that goes.
         known = hosted.ready
         view = hosted.views().get(part.space)
-        if view is None or self._healing.heals(hosted, part.space):
+        if (
+            view is None
+            or self._healing.heals(hosted, part.space)
+            or not hosted.origins.known(part)
+        ):
             return nothing
         ends = self._state.now.ends.get(part.query.space)
         ready = known.get(part.space)
@@ -191,7 +198,8 @@ def _answers(
 ) -> list[bytes | None]:
     compiled = snapshot.compiled
     answers: list[bytes | None] = [None] * len(queries)
-    if compiled is not None and ready.curves is not None:
+    one_order = hosted.origins.mixed(ready.part, len(snapshot)) is None
+    if compiled is not None and ready.curves is not None and one_order:
         answers = compiled.answers(
             queries, hosted.exact, ready.items.known, ready.curves, ready.end
         )
@@ -210,7 +218,7 @@ def _in_python(
     if len(values) != 4 * snapshot.spec.dim:
         return None
     try:
-        found = snapshot.search(np.frombuffer(values, "<f4")[None], k)
+        found = best(hosted, ready.part, snapshot, np.frombuffer(values, "<f4")[None], k)
     except InvalidInputError:
         return None
     labels = found.labels[0].tolist()
@@ -250,10 +258,12 @@ def _route(hosted: Hosted, plan: Plan, part: Part, state: State) -> _Route | Non
         return None
     if space in state.ends or plan.heals == part.space:
         return None
+    if hosted.origins.mixed(part, len(snapshot)) is not None:
+        return None
     answers = snapshot.compiled.route(
         hosted.name, space, DEFAULT_K, MOST_HITS, exact, ready.items.known, ready.curves, ready.end
     )
-    return _Route(answers, hosted, plan, view, snapshot, state, exact)
+    return _Route(answers, hosted, plan, part, view, snapshot, state, exact)
 
 
 def _values(messages: Iterable[bytes]) -> Vectors:
@@ -277,7 +287,7 @@ def _encoded(
     scores = scores_of(part, [origin_name(hit.origin) for hit in hits], shown)
     told = shown.tolist()
     if farthest < math.inf:
-        # They come nearest first, and rounding keeps the order.
-        within = sum(distance <= farthest for distance in told)
-        hits, told, scores = hits[:within], told[:within], scores[:within]
+        within = [place for place, distance in enumerate(told) if distance <= farthest]
+        hits, told = [hits[n] for n in within], [told[n] for n in within]
+        scores = [scores[n] for n in within]
     return joined(hits, told, scores)

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import structlog
 
 from nobackfill.errors import IncompatibleSpaceError, NotFoundError
 from nobackfill.gallery.matches import Matches
 from nobackfill.gallery.reading import Item
+from nobackfill.gallery.search import origins
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, space_of
 from nobackfill.gallery.writing import Metadata, NewVectors
@@ -32,6 +34,8 @@ log = structlog.get_logger("server.indexing")
 
 # Counts of items and vectors may be so old: others put and delete, too.
 _COUNTED_S = 0.5
+# Candidates, as a multiple of the hits asked for, that are ranked along a scale, and the most.
+_WIDER, _WIDEST = 4, 500
 
 
 class HostedInDatabase(Hosted):
@@ -98,13 +102,28 @@ class HostedInDatabase(Hosted):
             # Each item in the first part that has it.
             tables[1] = self._table(parts[1].space, parts[0].space)
         asked = list(zip(tables, queries, strict=True))
+        # A graph cannot be asked for each origin alone without reading all rows: among more of the
+        # nearest are those that the scale puts first.
+        scaled = any(part.scale is not None for part in parts)
+        most = max(k, min(_WIDER * k, _WIDEST)) if scaled else k
         try:
-            return search(
-                self._gallery.database, asked, k, condition, ef, candidates=self._candidates
+            found = search(
+                self._gallery.database, asked, most, condition, ef, candidates=self._candidates
             )
+            return [self._best(*pair, k) for pair in zip(parts, found, strict=True)]
         except NotFoundError as error:
             # A table was dropped after the plan was made, or all of them.
             raise OutdatedError("another gateway has dropped a space; try again") from error
+
+    def _best(self, part: Part, found: Neighbours, k: int) -> Neighbours:
+        """The `k` best by the part's scale, if it has one."""
+        if part.scale is not None:
+            flat = found.labels.ravel()
+            items = self.items(flat.tolist(), part.space)
+            carried = np.array([one is not None and one.origin == "upgraded" for one in items])
+            of_carried = carried.reshape(found.labels.shape)
+            found = origins.ranked(found, of_carried, part.scale)
+        return Neighbours(found.labels[:, :k], found.distances[:, :k])
 
     def _table(self, *spaces: str) -> Table:
         known = self.spaces()

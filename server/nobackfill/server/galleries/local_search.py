@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from nobackfill.gallery.matches import Matches
+from nobackfill.gallery.search import origins
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.search.view import Snapshot
@@ -21,10 +22,9 @@ def search(
 ) -> list[Neighbours]:  # fmt: skip
     """See Hosted.search."""
     snapshots = _snapshots(hosted, parts)
-    mask = None if allowed is None else allowed.mask
     found = [
-        snapshot.search(column, k, mask, ef)
-        for snapshot, column in zip(snapshots, queries, strict=True)
+        best(hosted, part, snapshot, column, k, allowed, ef)
+        for part, snapshot, column in zip(parts, snapshots, queries, strict=True)
     ]
     if not ef:
         # What was asked of a graph, which is tuned on some of it.
@@ -32,6 +32,22 @@ def search(
             if not isinstance(snapshot.base.index, ExactIndex):
                 hosted.view(part.space).asked.see(column)
     return found
+
+
+def best(
+    hosted: "Hosted", part: Part, snapshot: Snapshot, queries: Vectors, k: int,
+    allowed: Matches | None = None, ef: int = 0,
+) -> Neighbours:  # fmt: skip
+    """What a part answers, its snapshot being this: the nearest, or, where carried and native
+    vectors do not compare, the best along its scale."""
+    mask = None if allowed is None else allowed.mask
+    carried = hosted.origins.mixed(part, len(snapshot))
+    if carried is None or part.scale is None:
+        return snapshot.search(queries, k, mask, ef)
+    return origins.search(
+        lambda chosen: snapshot.search(queries, k, chosen, ef),
+        carried.origins, part.scale, k, mask,
+    )  # fmt: skip
 
 
 def _snapshots(hosted: "Hosted", parts: Sequence[Part]) -> list[Snapshot]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nobackfill.gallery.spec import Origin, SpaceInfo
-from nobackfill.release.calibration import Scorer, find
+from nobackfill.release.calibration import Scale, Scorer, find
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries.lock_order import Level
 from nobackfill.server.galleries.users import Users
@@ -23,7 +23,8 @@ class Part:
     """Vectors of one space, searched by queries of one space.
 
     `release` made the vectors. `origin` None: each hit has its item's own; direct and old-model
-    hold for the part. `curves` turn distances into scores, by the origin of the vector.
+    hold for the part. `curves` turn distances into scores, by the origin of the vector. `scale`:
+    where carried vectors stand among native ones; None: where their distances say.
     """
 
     space: str
@@ -31,6 +32,7 @@ class Part:
     query: Manifest
     origin: Origin | None
     curves: Mapping[Origin, Scorer]
+    scale: Scale | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,14 +73,15 @@ class Plan:
 
 def own_part(manifest: Manifest) -> Part:
     """A release's queries in its own space."""
-    space, curves = manifest.space, dict[Origin, Scorer]()
+    space, curves, scale = manifest.space, dict[Origin, Scorer](), None
     for origin in ("native", "upgraded", "re-embedded"):
         if curve := find(manifest, space, space, origin):
             curves[origin] = Scorer(curve)
+            scale = Scale(*curve.scale) if curve.scale else scale
     # What was embedded from its image is what native vectors are.
     if "native" in curves:
         curves.setdefault("re-embedded", curves["native"])
-    return Part(space, manifest.release, manifest, None, curves)
+    return Part(space, manifest.release, manifest, None, curves, scale)
 
 
 def direct_part(new: Manifest, old: Manifest) -> Part:

@@ -8,6 +8,7 @@ import numpy as np
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.spec import Origin
 from nobackfill.gallery.store import Item
+from nobackfill.release.calibration import Scale
 from nobackfill.server.galleries.plan import Part
 from nobackfill.vectors import Vectors
 
@@ -40,14 +41,17 @@ def rank(
     One part: by distance. Several: by score, as distances of different spaces do not compare;
     where a score is missing (a direct search that was published without calibration), by distance,
     which the release then declares to compare. `by_score`: one part, too, whose vectors are of
-    several origins. Always by what was computed; the hits show it rounded, score and all, unless
-    `exact`.
+    several origins: along its scale, if it has one. Always by what was computed; the hits show it
+    rounded, score and all, unless `exact`.
     """
     # What is ranked, with what is shown.
     hits: list[tuple[Hit, Hit]] = []
     for part, neighbours in zip(parts, found, strict=True):
         hits += _hits(part, neighbours, row, k, items, exact=exact)
-    if len(parts) > 1 or by_score:
+    scale = parts[0].scale
+    if by_score and scale is not None:
+        hits.sort(key=lambda pair: _along(scale, pair[0]))
+    elif len(parts) > 1 or by_score:
         scored = all(hit.score is not None for hit, _ in hits)
         order = _by_score if scored else _by_distance
         hits.sort(key=lambda pair: order(pair[0]))
@@ -105,6 +109,12 @@ def scores_of(
 def _by_score(hit: Hit) -> tuple[float, float, int]:
     assert hit.score is not None
     return -hit.score, hit.distance, hit.item.label
+
+
+def _along(scale: Scale, hit: Hit) -> tuple[float, float, int]:
+    """As nobackfill.gallery.search.origins ranks."""
+    apart = float(scale(hit.distance)) if hit.origin == "upgraded" else hit.distance
+    return apart, hit.distance, hit.item.label
 
 
 def _by_distance(hit: Hit) -> tuple[float, int]:
