@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nobackfill.errors import InvalidInputError
+from nobackfill.errors import InvalidInputError, UnusableOutputError
 from nobackfill.gallery import staging
 from nobackfill.gallery.estimate import estimate
 from nobackfill.gallery.store import Store
@@ -71,7 +71,7 @@ def after(chunks: int) -> Callable[[], bool]:
 @pytest.mark.parametrize("order", ["label", "uncertainty"])
 def test_a_stopped_run_goes_on_and_gives_the_same_bits(tmp_path: Path, order: Order) -> None:
     results = []
-    for name, stops in (("whole", 0), ("stopped", 4)):
+    for name, stops in (("whole", 0), ("stopped", 4), ("ahead", 0), ("ahead and stopped", 4)):
         with filled(tmp_path / f"{name}.sqlite", 50) as store:
             # The source is itself an upgrade, with uncertainties to order by.
             run_upgrade(store, Linear(), spec(2))
@@ -79,12 +79,27 @@ def test_a_stopped_run_goes_on_and_gives_the_same_bits(tmp_path: Path, order: Or
             for attempt in range(stops + 1):
                 outcome = run_upgrade(
                     store, second, spec(3), source=TWO, chunk=8, order=order,
-                    should_stop=after(1 if attempt < stops else 99),
+                    should_stop=after(1 if attempt < stops else 99), ahead="ahead" in name,
                 )  # fmt: skip
                 assert outcome.stopped == (attempt < stops)
             assert second.calls == 7 and outcome.left_behind == 0
             results.append(rows(store, spec(3).space))
-    assert results[0] == results[1] and len(results[0]) == 50
+    assert all(result == results[0] for result in results) and len(results[0]) == 50
+
+
+def test_a_chunk_that_fails_ahead_takes_none_of_those_before_it(tmp_path: Path) -> None:
+    def fail(chunk: int, _: Store) -> None:
+        if chunk == 3:
+            raise UnusableOutputError("no vectors", [1])
+
+    with filled(tmp_path / "g.sqlite", 50) as store:
+        written: list[int] = []
+        with pytest.raises(UnusableOutputError, match="item-21"):
+            run_upgrade(
+                store, Watched(store, fail), spec(2), chunk=10, ahead=True,
+                on_progress=lambda progress: written.append(progress.done),
+            )  # fmt: skip
+        assert written == [10, 20] and len(rows(store, TWO)) == 20
 
 
 def test_a_stop_asked_for_after_the_last_chunk_changes_nothing(tmp_path: Path) -> None:

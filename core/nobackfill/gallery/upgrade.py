@@ -4,8 +4,11 @@ A run that was broken off and resumed gives the same bits as an unbroken one.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -20,6 +23,8 @@ from nobackfill.vectors import Vectors
 CHUNK = 1024
 # label: as they were put. uncertainty: what the source's own upgrade was least certain of first.
 Order = Literal["label", "uncertainty"]
+# Labels, embeddings and side-information of some items.
+Chunk = tuple[Labels, Vectors, Vectors | None]
 
 
 class Upgraded(Protocol):
@@ -41,6 +46,10 @@ class Upgraded(Protocol):
         ...
 
 
+# Labels, and what gives their vectors, or raises what transforming them has raised.
+Made = tuple[Labels, Callable[[], Upgraded]]
+
+
 class Runner(Protocol):
     """A route; nobackfill.release.routes opens it."""
 
@@ -57,7 +66,7 @@ class Runner(Protocol):
 class Windows(Protocol):
     """What a source space has and a target still lacks."""
 
-    def chunks(self, order: Order, size: int) -> Iterator[tuple[Labels, Vectors, Vectors | None]]:
+    def chunks(self, order: Order, size: int) -> Iterator[Chunk]:
         """Labels, embeddings, and side-information of all of them or of none, until nothing is left
         that was there when the last was asked for."""
         ...
@@ -128,6 +137,7 @@ def run_upgrade(
     origin: Origin = "upgraded",
     chunk: int = CHUNK,
     order: Order = "label",
+    ahead: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Outcome:
@@ -137,6 +147,8 @@ def run_upgrade(
     what there is, for the target to keep. Items put meanwhile are carried along; deleted ones are
     skipped. A run that was stopped or killed goes on where it ended. `origin` is that of the new
     vectors: "direct" for a runner that leaves them as they are.
+    `ahead`: a chunk is transformed on a thread while the one before is written, for who need not
+    leave room for searches: a quarter quicker with int8 files, a sixth with others.
     `on_progress` is called after each durable chunk and may sleep, to leave room for searches.
     Raises UnusableOutputError, naming items, and InvalidInputError for bad outputs of the runner;
     nothing of that chunk is written then.
@@ -148,15 +160,41 @@ def run_upgrade(
     before = total - store.left_behind(target.space)
     written = 0
     stopped = False
-    for labels, embedding, side in windows.chunks(order, chunk):
-        if should_stop is not None and should_stop():
-            stopped = True
-            break
-        written += len(carry(store, runner, target, labels, embedding, side, origin=origin))
-        if on_progress is not None:
-            done = before + written
-            on_progress(Progress(done, max(total, done), written, time.monotonic() - started))
+
+    def until_stopped() -> Iterator[Chunk]:
+        nonlocal stopped
+        for one in windows.chunks(order, chunk):
+            if should_stop is not None and should_stop():
+                stopped = True
+                return
+            yield one
+
+    transformed = _ahead if ahead else _in_turn
+    with closing(transformed(runner, until_stopped())) as made:
+        for labels, result in made:
+            written += len(_write(store, target, labels, result, origin))
+            if on_progress is not None:
+                done = before + written
+                on_progress(Progress(done, max(total, done), written, time.monotonic() - started))
     return Outcome(written, store.left_behind(target.space), stopped)
+
+
+def _in_turn(runner: Runner, chunks: Iterator[Chunk]) -> Generator[Made]:
+    for labels, embedding, side in chunks:
+        yield labels, partial(runner.run, embedding, side)
+
+
+def _ahead(runner: Runner, chunks: Iterator[Chunk]) -> Generator[Made]:
+    """Each is given away once the next is being transformed."""
+    with ThreadPoolExecutor(1, "transform") as pool:
+        ready: Made | None = None
+        for labels, embedding, side in chunks:
+            running = pool.submit(runner.run, embedding, side)
+            if ready is not None:
+                yield ready
+            ready = labels, running.result
+        if ready is not None:
+            yield ready
 
 
 def carry(
@@ -168,8 +206,15 @@ def carry(
     It may be done anywhere and any number of times: items that have a vector in `target` keep it,
     and deleted ones stay so. Raises as `run_upgrade`.
     """
+    return _write(store, target, labels, partial(runner.run, embedding, side), origin)
+
+
+def _write(
+    store: Carrying, target: SpaceSpec, labels: Labels, result: Callable[[], Upgraded],
+    origin: Origin,
+) -> Labels:  # fmt: skip
     try:
-        upgraded = runner.run(embedding, side)
+        upgraded = result()
     except UnusableOutputError as error:
         raise _named(store, labels, target, error) from error
     return store.write(

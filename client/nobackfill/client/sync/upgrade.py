@@ -72,6 +72,7 @@ def _fill(device: Device, plan: Plan, target: SpaceSpec, output: Output) -> int:
                 target,
                 source=leg.source.spec.space,
                 origin="upgraded" if leg.route.steps else "direct",
+                ahead=True,
                 on_progress=lambda progress: advance(progress.done, progress.total),
             )
         stuck = outcome.left_behind
