@@ -94,6 +94,25 @@ def test_an_image_is_searched_as_its_embedding_is(served: Gateway, one: Manifest
         assert all(set(hit.metadata) <= {"colour"} for hit in chosen.hits)
 
 
+def test_an_image_is_searched_where_it_was_embedded_however_slow_searches_are(
+    served: Gateway, one: Manifest
+) -> None:
+    """That thread waits for others: what it takes is no measure, and handing on no gain."""
+    request = asking(one, 10)
+    request.query.image = png(images(11)[10])
+    speed = served.galleries.get("g").speed
+    with Client(served.address) as client:
+        expected = on_a_thread(client, request)
+        for _ in range(60):
+            speed.took(0.5)
+        usual, before = speed._usual, searched_in_batches(served)
+        for _ in range(3):
+            assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
+        assert (speed._usual, searched_in_batches(served)) == (usual, before)
+    for _ in range(200):
+        speed.took(0.0001)
+
+
 def test_images_that_come_together_hold_no_threads_and_fail_by_themselves(
     served: Gateway, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

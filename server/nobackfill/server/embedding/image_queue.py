@@ -22,12 +22,13 @@ from nobackfill.vectors import Vectors
 
 Of = TypeVar("Of")
 
-# While one batch is in the model server, the next is on its way once nothing is left to decode.
+# While one batch is in the model server, another is sent once it is of `_ENOUGH`: a call takes the
+# model server a millisecond, of one image as of sixteen.
 _MODEL_CALLS = 2
 # An idle model server waits for so many, or so long since the first, while others are decoded.
 _ENOUGH, _PATIENCE_S = 16, 0.001
-# Images that a thread decodes one after the other.
-_DECODED_AT_ONCE = 4
+# Images that a thread decodes one after the other, and for how long: what is left, others may.
+_DECODED_AT_ONCE, _DECODED_S = 16, 0.004
 
 
 @dataclass(eq=False)
@@ -72,13 +73,17 @@ class ImageQueue(Generic[Of]):
             thread.start()
 
     def add(self, waiting: Waiting[Of]) -> None:
-        """Never waits."""
+        """Never waits. `begin` follows, once for all that came together."""
         with self._changed:
             if not self._closed:
                 self._encoded.append(waiting)
-                self._changed.notify()
                 return
         self._answer([(waiting, None)])
+
+    def begin(self) -> None:
+        """Wake a thread for what was added, which wakes the next if there is more."""
+        with self._changed:
+            self._changed.notify()
 
     def close(self) -> None:
         """What nobody has begun is answered without a vector."""
@@ -120,10 +125,11 @@ class ImageQueue(Generic[Of]):
 
     def _is_time(self) -> bool:
         """Whether what is decoded goes to the model server before more is."""
-        if not self._encoded and not (self._decoding and self._embeds):
-            return True
-        since = time.monotonic() - self._decoded[0].decoded
-        return not self._embeds and (len(self._decoded) >= _ENOUGH or since >= _PATIENCE_S)
+        enough = len(self._decoded) >= _ENOUGH
+        if self._embeds or enough:
+            return enough
+        nothing_comes = not self._encoded and not self._decoding
+        return nothing_comes or time.monotonic() - self._decoded[0].decoded >= _PATIENCE_S
 
     def _batch(self) -> list[Waiting[Of]]:
         release = self._decoded[0].manifest.release
@@ -136,15 +142,20 @@ class ImageQueue(Generic[Of]):
         return batch
 
     def _decode(self, some: Sequence[Waiting[Of]]) -> None:
+        began, done = time.monotonic(), list[Waiting[Of]]()
         try:
             for one in some:
+                done.append(one)
                 one.pixels = self._pixels(one)
                 one.decoded = time.monotonic()
+                if one.decoded - began > _DECODED_S:
+                    break
         finally:
             with self._changed:
                 self._decoding -= 1
-                self._decoded += [one for one in some if one.pixels is not None]
-            self._answer([(one, None) for one in some if one.pixels is None])
+                self._encoded.extendleft(reversed(some[len(done) :]))
+                self._decoded += [one for one in done if one.pixels is not None]
+            self._answer([(one, None) for one in done if one.pixels is None])
 
     def _pixels(self, one: Waiting[Of]) -> Pixels | None:
         try:

@@ -2,7 +2,6 @@
 as an embedding is. What needs more, and every refusal, is left to a thread."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from nobackfill.server.embedding.embedding import Embedding
@@ -19,17 +18,17 @@ from nobackfill.vectors import Vectors
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """One query; `using` counts it among who uses the gallery and its plan."""
+    """One query, counted among who uses the gallery and its plan."""
 
     hosted: Hosted
+    plan: Plan
     part: Part
     k: int
     farthest: float
     call: Unanswered
-    using: ExitStack
 
     def end(self, answer: bytes | None) -> None:
-        self.using.close()
+        _leave(self.hosted, self.plan)
         self.call.done(answer)
 
 
@@ -60,32 +59,18 @@ class ImageAnswers:
             or not self._embedding.models.ready()
         ):
             return None
-        return lambda call: self._begin(hosted, image, k, farthest, call)
+        return Later(lambda call: self._add(hosted, image, k, farthest, call), self._queue.begin)
 
-    def _begin(
-        self, hosted: Hosted, image: bytes, k: int, farthest: float, call: Unanswered
-    ) -> None:
-        using = ExitStack()
-        part = self._enter(hosted, using)
-        if part is None:
-            using.close()
+    def _add(self, hosted: Hosted, image: bytes, k: int, farthest: float, call: Unanswered) -> None:
+        plan = _enter(hosted)
+        part = None if plan is None else self._part(hosted, plan)
+        if plan is None or part is None:
+            if plan is not None:
+                _leave(hosted, plan)
             call.done(None)
             return
-        asked = _Asked(hosted, part, k, farthest, call, using)
+        asked = _Asked(hosted, plan, part, k, farthest, call)
         self._queue.add(Waiting(asked, part.query, image, call.deadline, call.is_wanted))
-
-    def _enter(self, hosted: Hosted, using: ExitStack) -> Part | None:
-        """What it is compared with, from now on used by one more; None: that takes more."""
-        if not hosted.users.enter():
-            return None
-        using.callback(hosted.users.leave)
-        while True:
-            plan = hosted.plan
-            plan.users.enter()
-            if plan is hosted.plan:
-                using.callback(plan.users.leave)
-                return self._part(hosted, plan)
-            plan.users.leave()
 
     def _part(self, hosted: Hosted, plan: Plan) -> Part | None:
         one = len(plan.parts) == 1 and plan.canary is None
@@ -118,3 +103,20 @@ class ImageAnswers:
             if answers[waiting] is None:
                 # The thread that answers embeds it no second time.
                 self._embedding.keep(waiting.manifest, waiting.image, row)
+
+
+def _enter(hosted: Hosted) -> Plan | None:
+    """The gallery's plan: both are from now on used by one more. None: the gallery is closed."""
+    if not hosted.users.enter():
+        return None
+    while True:
+        plan = hosted.plan
+        plan.users.enter()
+        if plan is hosted.plan:
+            return plan
+        plan.users.leave()
+
+
+def _leave(hosted: Hosted, plan: Plan) -> None:
+    plan.users.leave()
+    hosted.users.leave()

@@ -26,6 +26,7 @@ from nobackfill.server.galleries.local_search import best
 from nobackfill.server.galleries.plan import Part, Plan
 from nobackfill.server.galleries.queries import Question
 from nobackfill.server.galleries.ranking import rounded, scores_of
+from nobackfill.server.galleries.speed import light
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import GatewayState, State
 from nobackfill.v1 import search_pb2 as pb
@@ -131,7 +132,7 @@ class ImmediateAnswers:
         part = None if plan is None else _part(plan, space)
         if hosted is None or plan is None or part is None:
             return [None] * len(queries)
-        answers = self.of_part(hosted, part, queries)
+        answers = self.of_part(hosted, part, queries, arriving=True)
         if None not in answers:
             self._route = _route(hosted, plan, part, state)
         return answers
@@ -145,9 +146,11 @@ class ImmediateAnswers:
         return self.of_part(question.hosted, question.parts[0], [query])[0]
 
     def of_part(
-        self, hosted: Hosted, part: Part, queries: Sequence[VectorQuery]
+        self, hosted: Hosted, part: Part, queries: Sequence[VectorQuery], *, arriving: bool = False
     ) -> list[bytes | None]:
-        """As `answers`, for who holds the gallery and the plan that the part is of."""
+        """As `answers`, for who holds the gallery and the plan that the part is of. A thread that
+        is none where calls arrive may take its time, and waits for others: what it takes says
+        nothing of the gallery."""
         nothing: list[bytes | None] = [None] * len(queries)
         # Taken before the views: what is made ready for one that goes lands in a mapping that goes.
         known = hosted.ready
@@ -165,13 +168,14 @@ class ImmediateAnswers:
         snapshot = view.snapshot()
         if (
             (ends is not None and time.time() >= ends)
-            or not hosted.speed.quick(snapshot)
+            or not (hosted.speed.quick(snapshot) if arriving else light(snapshot))
             or not hosted.speed.worth_a_try()
         ):
             return nothing
         began = time.monotonic()
         answers = _answers(hosted, snapshot, ready, queries)
-        hosted.speed.took(time.monotonic() - began, len(queries))
+        if arriving:
+            hosted.speed.took(time.monotonic() - began, len(queries))
         self._count(snapshot, view, queries, answers)
         return answers
 

@@ -51,7 +51,7 @@ class Speed:
 
     def quick(self, snapshot: Snapshot) -> bool:
         """Whether a search of the snapshot takes hardly longer than handing it on."""
-        return self._usual < _QUICK_S and snapshot.compared < _QUICK_ELEMENTS
+        return self._usual < _QUICK_S and light(snapshot)
 
     def tried(self, *, whole: bool) -> None:
         """Count a search where it arrived. `whole`: all its items were in memory."""
@@ -68,3 +68,8 @@ class Speed:
         views = self._views().values()
         compared = sum(view.snapshot().compared for view in views)
         return self._mean > _SLOW_S or compared > _SLOW_ELEMENTS
+
+
+def light(snapshot: Snapshot) -> bool:
+    """Whether a search of the snapshot compares little, whatever else the machine does."""
+    return snapshot.compared < _QUICK_ELEMENTS

@@ -160,6 +160,7 @@ class CallExecutor(Executor):
         answers: Sequence[bytes | Later | None] = [None] * len(calls)
         with error_boundary(self._metrics, "at once"):
             answers = at_once([(message, arrival.rpc.principal) for arrival, message in calls])
+        begins: set[Callable[[], None]] = set()
         for (arrival, message), answer in zip(calls, answers, strict=True):
             if answer is None or not arrival.is_wanted():
                 self._hand_on(arrival.whole(), message)
@@ -170,6 +171,9 @@ class CallExecutor(Executor):
                 self._hand_on(arrival.whole(), message)
             else:
                 self._answer_later(arrival.whole(), message, answer)
+                begins.add(answer.begin)
+        for begin in begins:
+            begin()
 
     def _answer_later(self, arrival: Arrival, message: bytes, later: Later) -> None:
         """It has its place in the lane in which a thread would wait for the same."""
@@ -182,7 +186,7 @@ class CallExecutor(Executor):
                 lane.run(lambda: arrival.answer(lambda: message))
 
         if self._enters(arrival, lane):
-            later(Unanswered(arrival.deadline(), arrival.is_wanted, done))
+            later.add(Unanswered(arrival.deadline(), arrival.is_wanted, done))
 
     def _hand_on(self, arrival: Arrival, message: bytes) -> None:
         """To a thread of its lane."""

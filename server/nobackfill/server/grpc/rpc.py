@@ -39,7 +39,14 @@ class Unanswered(NamedTuple):
     done: Callable[[bytes | None], None]
 
 
-Later = Callable[[Unanswered], None]
+class Later(NamedTuple):
+    """What answers a call on threads of others. `add` is given the call, and never waits; `begin`
+    is called once all that came together were given."""
+
+    add: Callable[[Unanswered], None]
+    begin: Callable[[], None]
+
+
 # Requests' bytes, and who sent them, to their answers', where nothing has to be waited for, or to
 # what answers later; None: on a thread, then.
 AtOnce = Callable[[Sequence[tuple[bytes, Principal]]], Sequence[bytes | Later | None]]
