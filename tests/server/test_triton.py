@@ -4,15 +4,22 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tritonclient.grpc.service_pb2 import SystemSharedMemoryStatusRequest
 
 from nobackfill.errors import UnavailableError
 from nobackfill.release.manifest import Manifest
+from nobackfill.release.paths import embedder_model
+from nobackfill.server.triton import shared_memory as shared_memory_module
+from nobackfill.server.triton.client import TritonClient
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import (
     Served,
@@ -119,6 +126,70 @@ def test_it_is_brought_back(served: Served, one: Manifest, how: signal.Signals) 
         assert not alive(old)
         assert not wait_until_gone(below)
         assert not memory & shared_memory(served)
+
+
+def test_pixels_come_by_memory_and_none_is_left(
+    served: Served, one: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory_module, "_LEAST", 1)
+    pixels, name = np.stack(images(20)), embedder_model(one.release)
+    inputs = {"image": pixels}
+    folder = os.open(served.log.parent / "data" / "triton", os.O_PATH)
+    address = f"unix:/proc/{os.getpid()}/fd/{folder}/grpc:1"
+    with contextlib.closing(TritonClient(address)) as near, Client(served.address) as client:
+        wait_healed(client)
+        with contextlib.closing(TritonClient(address)) as other:
+            other._shared = None
+            expected = other.infer(name, inputs, "embedding", 10)
+        # One after the other, and one that is larger than what there is.
+        for count in (5, 3, 20):
+            found = near.infer(name, {"image": pixels[:count]}, "embedding", 10)
+            assert np.array_equal(found, expected[:count])
+        assert regions(near) == regions_of(os.getpid(), near) != set()
+        # Named until Triton has mapped it, so that nobody has to clean up.
+        assert not list(Path("/dev/shm").glob("*-pixels-*"))
+        # What a killed gateway had it map goes with the next one's first.
+        dead = subprocess.Popen(
+            [sys.executable, "-c", KILLED, address, name], stdin=subprocess.PIPE
+        )
+        dead.communicate(pixels.tobytes())
+        assert dead.returncode == -signal.SIGKILL
+        assert regions_of(dead.pid, near)
+        with contextlib.closing(TritonClient(address)) as third:
+            assert np.array_equal(third.infer(name, inputs, "embedding", 10), expected)
+            assert not regions_of(dead.pid, near)
+        # A Triton that was started anew knows of none.
+        os.kill(triton_pid(served), signal.SIGKILL)
+        wait_healed(client)
+        assert np.array_equal(near.infer(name, inputs, "embedding", 10), expected)
+        assert np.array_equal(near.infer(name, inputs, "embedding", 10), expected)
+        assert regions(near)
+        # Without room, pixels go in messages.
+        monkeypatch.setattr(shared_memory_module, "_SPARE", 2**60)
+        with contextlib.closing(TritonClient(address)) as third:
+            assert np.array_equal(third.infer(name, inputs, "embedding", 10), expected)
+            assert regions(third) == regions(near)
+    os.close(folder)
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+from nobackfill.server.triton import client, shared_memory
+shared_memory._LEAST = 1
+pixels = np.frombuffer(sys.stdin.buffer.read(), np.uint8).reshape(20, 8, 8, 3)
+client.TritonClient(sys.argv[1]).infer(sys.argv[2], {"image": pixels}, "embedding", 10)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def regions(client: TritonClient) -> set[str]:
+    """What its Triton has mapped of pixels."""
+    return set(client._stub.SystemSharedMemoryStatus(SystemSharedMemoryStatusRequest()).regions)
+
+
+def regions_of(process: int, client: TritonClient) -> set[str]:
+    return {name for name in regions(client) if name.startswith(f"nobackfill-{process}-")}
 
 
 def test_an_activation_under_triton(served: Served, stages: Stages) -> None:

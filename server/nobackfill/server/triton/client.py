@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from nobackfill.errors import ConfigurationError, DeadlineError, UnavailableError, VerificationError
-from nobackfill.server.settings import TLS
+from nobackfill.server.settings import TLS, is_loopback
+from nobackfill.server.triton.shared_memory import Region, SharedMemory
 
 # Releases are immutable, so a model has one version.
 VERSION = "1"
@@ -30,6 +31,9 @@ _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
+
+# What Triton says of a region that it does not know.
+_SHARED = "shared memory region"
 
 # The header that tritonserver asks for when it is started with
 # --grpc-restricted-protocol=...:nobackfill-token=TOKEN; a proxy before it reads the other.
@@ -55,6 +59,8 @@ class TritonClient:
             ((_HEADER, token), ("authorization", f"Bearer {token}")) if token is not None else ()
         )
         self._connect()
+        near = credentials is None and (address.startswith("unix:") or is_loopback(address))
+        self._shared = SharedMemory(lambda: self._stub, self._metadata) if near else None
 
     def live(self, timeout_s: float) -> bool:
         """Whether the server answers within `timeout_s` seconds."""
@@ -106,31 +112,56 @@ class TritonClient:
 
         Raises UnavailableError, DeadlineError, VerificationError for an answer of another shape.
         """
-        request = service_pb2.ModelInferRequest(model_name=name, model_version=VERSION)
-        for tensor, values in inputs.items():
-            kind = values.dtype.name.upper()
-            request.inputs.add(name=tensor, datatype=kind, shape=values.shape)
-            request.raw_input_contents.append(values.tobytes())
-        request.outputs.add(name=output)
         count = len(next(iter(inputs.values())))
-        try:
-            answer = self._stub.ModelInfer(request, timeout=timeout_s, metadata=self._metadata)
-        except grpc.RpcError as error:
-            if _code(error) is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise DeadlineError("Triton did not answer within the call's time") from error
-            raise UnavailableError(
-                f"the model server does not answer for {name} ({_code(error).name}); try again soon"
-            ) from error
+        answer = self._answer(name, inputs, output, timeout_s)
         shape = list(answer.outputs[0].shape) if answer.outputs else []
         data = answer.raw_output_contents[0] if answer.raw_output_contents else b""
         if len(shape) != 2 or shape[0] != count or len(data) != 4 * shape[0] * shape[1]:
             raise VerificationError(f"{name}: expected {count} vectors, got shape {shape}")
         return np.frombuffer(data, "<f4").reshape(shape)
 
+    def _answer(
+        self, name: str, inputs: Inputs, output: str, timeout_s: float
+    ) -> service_pb2.ModelInferResponse:
+        region = None
+        if self._shared is not None and len(inputs) == 1:
+            region = self._shared.lend(sum(values.nbytes for values in inputs.values()))
+        if region is None or self._shared is None:
+            return self._infer(_request(name, inputs, output, None), timeout_s)
+        try:
+            return self._infer(_request(name, inputs, output, region), timeout_s)
+        except UnavailableError as error:
+            why = error.__cause__
+            assert isinstance(why, grpc.RpcError), "`_infer` says what it comes of"
+            unknown = _SHARED in _details(why)
+            if unknown or _code(why) is grpc.StatusCode.UNAVAILABLE:
+                self._shared.forget()
+            if not unknown:
+                raise
+            # It was started anew.
+            return self._infer(_request(name, inputs, output, None), timeout_s)
+        finally:
+            self._shared.give_back(region)
+
+    def _infer(
+        self, request: service_pb2.ModelInferRequest, timeout_s: float
+    ) -> service_pb2.ModelInferResponse:
+        try:
+            return self._stub.ModelInfer(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            if _code(error) is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise DeadlineError("Triton did not answer within the call's time") from error
+            raise UnavailableError(
+                f"the model server does not answer for {request.model_name} "
+                f"({_code(error).name}); try again soon"
+            ) from error
+
     def reconnect(self) -> None:
         """End every call under way with UnavailableError, and begin a new channel."""
         old = self._channel
         self._connect()
+        if self._shared is not None:
+            self._shared.forget()
         old.close()
 
     def _connect(self) -> None:
@@ -141,6 +172,8 @@ class TritonClient:
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def close(self) -> None:
+        if self._shared is not None:
+            self._shared.end()
         self._channel.close()
 
 
@@ -155,6 +188,21 @@ def remote_client(address: str, ca: Path | None, token_file: Path | None) -> Tri
     return TritonClient(
         address.removeprefix(TLS), credentials, token.decode().strip() if token else None
     )
+
+
+def _request(
+    name: str, inputs: Inputs, output: str, region: Region | None
+) -> service_pb2.ModelInferRequest:
+    request = service_pb2.ModelInferRequest(model_name=name, model_version=VERSION)
+    for tensor, values in inputs.items():
+        kind = values.dtype.name.upper()
+        asked = request.inputs.add(name=tensor, datatype=kind, shape=values.shape)
+        if region is not None:
+            region.hold(values, asked)
+        else:
+            request.raw_input_contents.append(values.tobytes())
+    request.outputs.add(name=output)
+    return request
 
 
 def _read(path: Path | None) -> bytes | None:
