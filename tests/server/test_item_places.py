@@ -1,6 +1,7 @@
 """Where a gallery's images may come from: what the operator's settings name, and nothing else."""
 
 from pathlib import Path
+from typing import Any, ClassVar
 
 import psycopg
 import pytest
@@ -71,6 +72,39 @@ def test_a_column_gives_bytes_and_changes_nothing(postgres: Server) -> None:
         del items
         with pytest.raises(ConfigurationError, match="not among item_columns"):
             opened(f"column:{address}#t.id.i", columns, {})
+
+
+class Broken(psycopg.Connection[Any]):
+    """The second statement of the first one fails."""
+
+    made: ClassVar[list["Broken"]] = []
+
+    def execute(self, *arguments: Any, **options: Any) -> Any:
+        if self not in self.made:
+            self.made.append(self)
+        elif len(self.made) == 1:
+            raise psycopg.OperationalError("broken")
+        return super().execute(*arguments, **options)
+
+
+def test_a_connection_reads_only_or_is_none(
+    postgres: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Broken.made.clear()
+    with postgres.database() as address:
+        with psycopg.connect(address, autocommit=True) as connection:
+            setting = "convert_to(current_setting('default_transaction_read_only'), 'UTF8')"
+            connection.execute(f"CREATE VIEW v AS SELECT 1 AS id, {setting} AS i".encode())
+        monkeypatch.setattr(psycopg, "connect", Broken.connect)
+        items = opened("column:v", {"v": f"{address}#v.id.i"}, {})
+        with pytest.raises(UnavailableError):
+            items.read("1", 3)
+        assert Broken.made[0].closed
+        assert items.read("1", 3) == b"on"
+        # Of a machine that has vanished the kernel tells, and so late at most.
+        told = Broken.made[1].info.get_parameters()
+        assert int(told["tcp_user_timeout"]) <= 10_000 and int(told["keepalives_idle"]) <= 10
+        del items
 
 
 def test_a_function_is_the_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
