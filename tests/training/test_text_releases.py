@@ -8,15 +8,21 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from PIL import Image
 
 from nobackfill.adopt.embedding.onnx_model import OnnxModel
+from nobackfill.class_folders import list_images
 from nobackfill.errors import NoEncoderError, VerificationError
+from nobackfill.quality import embedded
+from nobackfill.quality.gate import measure_release
+from nobackfill.quality.text_listing import list_texts
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.models import open_embedder
+from nobackfill.release.models import Embedder, open_embedder
 from nobackfill.release.paths import text_encoder_path, tokenizer_path
 from nobackfill.release.publishing.inspection import verify
 from nobackfill.release.text_models import open_text_encoder
-from tests.adopt.models import WORDS, expected, text_model, texts
+from nobackfill.release.trust.publication import Publication
+from tests.adopt.models import WORDS, expected, image_model, text_model, texts
 from tests.support import trials
 from tests.support.blocks import manifest
 from tests.training.life import run_export
@@ -189,3 +195,35 @@ def test_the_gate_measures_texts(tmp_path: Path) -> None:
     assert "served by no upgrade" in refused.output
     blind = run_export(repo, 2, "--vectors-of", "gone:16", "--eval-texts", file)
     assert "release 2 embeds none" in blind.output
+
+
+def test_the_gate_embeds_images_once_for_images_and_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo = tmp_path / "repo"
+    image = image_model(tmp_path / "image.onnx", weight=np.eye(3))
+    table = np.random.default_rng(0).normal(size=(len(WORDS), 3)).astype(np.float32)
+    text = text_model(tmp_path / "model", 1, table=table)
+    made = export(repo, 1, "--onnx", image, "--text-encoder", text.parent)
+    rng = np.random.default_rng(1)
+    for number, place in np.ndindex(6, 10):
+        colour = np.eye(6, 3)[number] * 150 + 50 + rng.integers(0, 50, 3)
+        pixels = np.broadcast_to(colour, (4, 4, 3)).astype(np.uint8)
+        file = tmp_path / "images" / f"c{number}" / f"{place}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(file)
+    opened = []
+
+    def counted(*arguments: Any) -> Embedder:
+        opened.append(arguments)
+        return open_embedder(*arguments)
+
+    monkeypatch.setattr(embedded, "open_embedder", counted)
+    _, evidence = measure_release(
+        made, Publication({}, frozenset()), repo, list_images(tmp_path / "images"),
+        seed=0, int8_loss=1.0, texts=list_texts(labelled(tmp_path / "texts.jsonl")),
+    )  # fmt: skip
+    assert [cell.name for cell in evidence.cells] == ["1/1"]
+    (by_text,) = evidence.cells_by_text
+    assert (by_text.name, by_text.queries, by_text.items) == ("1/1", 60, evidence.cells[0].items)
+    assert len(opened) == 2, "once for the gate's half, once for the calibration's"
