@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,13 @@ from nobackfill.errors import InvalidInputError, NotFoundError
 
 @dataclass(frozen=True)
 class TextLine:
-    """`notes`: the other keys of the object, as JSON has them."""
+    """`notes`: the other keys of the object, as JSON has them; `start`: the byte of the file at
+    which its line begins."""
 
     id: str
     text: str
     notes: Mapping[str, Any]
+    start: int = 0
 
     def metadata(self) -> dict[str, str | int | float | bool | list[str]]:
         """The notes as an item keeps them, without those that are null. Raises InvalidInputError
@@ -38,9 +40,11 @@ def read_texts(path: Path, *, key: str = "id", column: str = "text") -> Iterator
     try:
         with path.open("rb") as file:
             # Bytes: only a line feed ends a line, JSON may hold other separators of lines.
+            start = 0
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield _read(line, f"{path}:{number}", key, column)
+                    yield replace(_read(line, f"{path}:{number}", key, column), start=start)
+                start += len(line)
     except OSError as error:
         raise NotFoundError(f"{path}: cannot be read ({error})") from error
 

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import load_file
 
+from nobackfill.durable import write_file
+
 Floats = NDArray[np.float32]
 
 _OPSET = 17
@@ -42,7 +44,8 @@ def export(folder: Path, longest: int) -> Path:
     graph = _Graph(config, {name: np.asarray(value) for name, value in weights.items()})
     graph.build(longest)
     path = folder / "model.onnx"
-    onnx.save(graph.model(), path)
+    # Whole or not there, for a run that is killed.
+    write_file(path, graph.model().SerializeToString())
     return path
 
 

@@ -14,6 +14,7 @@ from tests.scale.conftest import whole
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import command
 from tests.server.support import Client, images, running
+from tests.server.test_texts import published
 from tests.support.blocks import png
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
@@ -49,6 +50,27 @@ def test_a_folder_is_embedded_by_nodes_that_may_die(
         for number in range(0, COUNT, 7):
             (hit,) = client.find(pictures[number], k=1).hits
             assert hit.id == f"{number:03}.png" and hit.distance < 1e-5
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_file_of_texts_is_embedded_by_nodes(two_nodes: Any, tmp_path: Path) -> None:
+    whole(two_nodes)
+    repo, file = tmp_path / "repo", tmp_path / "notes.jsonl"
+    published(repo, 1, "texts")
+    lines = [{"id": n, "text": f"w{n % 40} w{n // 40}", "tens": n // 10} for n in range(COUNT)]
+    bad: list[dict[str, object]] = [
+        {"id": "blank", "text": " "},
+        {"id": "x", "text": "w1", "y": {}},
+    ]
+    file.write_text("\n".join(map(json.dumps, [*lines, *bad])))
+    with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
+        client.create_gallery("g")
+        done = fill_by_ray(client, "g", str(file), repo, two_nodes.address, batch=30)
+        assert (done.stored, set(done.refused)) == (COUNT, {"blank", "x"})
+        assert client.get_gallery("g").items == COUNT
+        for number in range(0, COUNT, 37):
+            (hit,) = client.search("g", text=lines[number]["text"], k=1).hits  # type: ignore[arg-type]
+            assert hit.distance < 1e-5 and hit.metadata == {"tens": int(hit.id) // 10}
 
 
 @pytest.mark.filterwarnings("default")

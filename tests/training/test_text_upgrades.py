@@ -12,9 +12,11 @@ from nobackfill.adopt.embedding.onnx_model import OnnxModel
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.transform import graph_of, upgrade_of
 from nobackfill.errors import InvalidInputError
+from nobackfill.quality.gains import verdict
 from nobackfill.quality.text_listing import list_texts
+from nobackfill.release.trust.publication import Publication
 from tests.adopt.models import WORDS, image_model, text_model, topical
-from tests.support import trials
+from tests.support import text_releases, trials
 from tests.training.life import run_export
 from tests.training.test_text_releases import export
 
@@ -199,3 +201,23 @@ def test_what_is_no_upgrade_is_refused(spoil: object, sentence: str, tmp_path: P
 def narrow(a: int, b: int, old: str | None = None) -> bytes:
     made = Map("affine", np.ones((b, a), np.float32), np.ones(b, np.float32), unit=True)
     return upgrade_of(made.of_models(old, None))
+
+
+def test_texts_are_not_left_behind_by_images(tmp_path: Path) -> None:
+    """An upgrade that reads side-information carries images and no text."""
+    one = text_releases.draft(tmp_path, 1, reads="both").manifest
+    two = text_releases.draft(tmp_path, 2, [one], reads="both").manifest
+    side = "ss-" + "0" * 64
+    (plain,) = two.upgrades
+    reading = two.model_copy(
+        update={"upgrades": (plain.model_copy(update={"from_side_space": side}),)}
+    )
+    only_images = one.model_copy(update={"side_space": side, "text_encoder": None})
+    for old, new, behind in (
+        (one, two, False),
+        (one.model_copy(update={"side_space": side}), two, False),
+        (one.model_copy(update={"side_space": side}), reading, True),
+        (only_images, reading, False),
+    ):
+        said = verdict(Publication({1: old}, frozenset()), [], new)
+        assert ("texts under release 1 have no side-information" in said.detail) == behind

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from nobackfill.faces import offer
 
 if TYPE_CHECKING:
+    from nobackfill.items.lines import LineItems as LineItems
     from nobackfill.items.reembedding import (
         Cost as Cost,
         Limits as Limits,
@@ -25,6 +26,7 @@ else:
     __getattr__ = offer(
         __name__,
         {
+            "lines": "LineItems",
             "reembedding": "Cost Limits Reembedding Work",
             "sources": "FolderItems FunctionItems Items UrlItems",
         },

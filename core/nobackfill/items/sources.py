@@ -20,9 +20,11 @@ _PIECE = 1 << 16
 
 
 class Items(Protocol):
-    """A source of items by id; `kind` is what it gives."""
+    """A source of items by id."""
 
-    kind: Kind
+    @property
+    def kind(self) -> Kind | None:
+        """What it gives; None where that may be either."""
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
         """A text, or an image's bytes; None where there is no such item.
@@ -32,15 +34,13 @@ class Items(Protocol):
 
 
 class FolderItems:
-    """Image files below a folder; an id is a path in it, as `nobackfill embed` names them, or is
-    filled into `pattern`, such as {id}.jpg."""
+    """Files below a folder: images, or texts. An id is a path in it, as `nobackfill embed` names
+    them, or is filled into `pattern`, such as {id}.jpg."""
 
-    kind: Kind = "image"
+    def __init__(self, folder: Path, pattern: str = "{id}", kind: Kind = "image") -> None:
+        self._folder, self._pattern, self.kind = folder.resolve(), pattern, kind
 
-    def __init__(self, folder: Path, pattern: str = "{id}") -> None:
-        self._folder, self._pattern = folder.resolve(), pattern
-
-    def read(self, name: str, most_bytes: int) -> bytes | None:
+    def read(self, name: str, most_bytes: int) -> str | bytes | None:
         try:
             path = (self._folder / PurePosixPath(self._pattern.replace("{id}", name))).resolve()
             if not path.is_relative_to(self._folder):
@@ -48,7 +48,7 @@ class FolderItems:
             if not path.is_file():
                 return None
             with path.open("rb") as file:
-                return bounded(file.read(most_bytes + 1), name, most_bytes)
+                return _as(self.kind, bounded(file.read(most_bytes + 1), name, most_bytes), name)
         except OSError as error:
             raise UnavailableError(f"{name!r}: cannot be read ({error.strerror})") from error
 
@@ -56,7 +56,7 @@ class FolderItems:
 class FunctionItems:
     """What a function gives for an id: a text, bytes of an image, None where it is gone."""
 
-    def __init__(self, function: Callable[[str], str | bytes | None], kind: Kind) -> None:
+    def __init__(self, function: Callable[[str], str | bytes | None], kind: Kind | None) -> None:
         self._function, self.kind = function, kind
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
@@ -116,8 +116,17 @@ class UrlItems:
                 got.close()
         except urllib3.exceptions.HTTPError as error:
             raise UnavailableError(f"{name!r}: its host does not answer ({error})") from error
-        found = bounded(bytes(data), name, most_bytes)
-        return found if self.kind == "image" else found.decode("utf-8", "replace")
+        return _as(self.kind, bounded(bytes(data), name, most_bytes), name)
+
+
+def _as(kind: Kind, data: bytes, name: str) -> str | bytes:
+    """Raises InvalidInputError for a text that is none."""
+    if kind == "image":
+        return data
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{name!r}: expected a text in UTF-8") from error
 
 
 def bounded(data: bytes, name: str, most_bytes: int) -> bytes:

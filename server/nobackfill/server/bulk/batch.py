@@ -1,4 +1,4 @@
-"""One batch of pictures, embedded and put wherever it is called: what a worker is given.
+"""One batch of pictures or texts, embedded and put wherever it is called: what a worker is given.
 
 It may be repeated: an item that is there with the same content is left as it is.
 """
@@ -18,9 +18,12 @@ from nobackfill.server.embedding.embedding import Embedding, size_of
 from nobackfill.server.embedding.models import InProcessModels
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.upgrades.workers.kept import Kept, laid_out
+from nobackfill.text_lines import TextLine
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1 import types_pb2 as types
+from nobackfill.vectors import Vectors
 from nobackfill.wire.gateway import Gateway
+from nobackfill.wire.values import fill_value
 
 # A worker that meets a gateway that is restarted asks again for so long.
 _SECONDS = 120.0
@@ -30,9 +33,9 @@ CREDENTIALS = tuple(f"NOBACKFILL_{what}_FILE" for what in ("CA", "CERT", "KEY", 
 
 @dataclass(frozen=True)
 class Filling:
-    """Pictures of `place` to put into a gallery. `models`: the release's, by their published paths;
-    each is checked against its digest where it is opened. `credentials`: contents of files, by the
-    variable that names them. Whoever sees this may write to the gallery."""
+    """Pictures of `place`, or texts, to put into a gallery. `models`: the release's, by their
+    published paths; each is checked against its digest where it is opened. `credentials`: contents
+    of files, by the variable that names them. Whoever sees this may write to the gallery."""
 
     key: str
     server: str
@@ -71,7 +74,6 @@ class _Open:
         models = InProcessModels(folder)
         models.load(work.manifest)
         self._embedding = Embedding(models, Metrics())
-        self._place = open_place(work.place)
         for name, content in work.credentials.items():
             (folder / name).write_bytes(content)
             os.environ[name] = str(folder / name)
@@ -80,10 +82,10 @@ class _Open:
     def put(self, names: Sequence[str]) -> Done:
         refused: dict[str, str] = {}
         decoded: list[tuple[str, Pixels]] = []
-        size = size_of(self._work.manifest)
+        size, place = size_of(self._work.manifest), open_place(self._work.place)
         for name in names:
             try:
-                (found,) = self._embedding.decoding.each([self._place.read(name)], [size])
+                (found,) = self._embedding.decoding.each([place.read(name)], [size])
             except InvalidInputError as error:
                 found = error
             if isinstance(found, InvalidInputError):
@@ -93,6 +95,23 @@ class _Open:
         items = self._embedded(decoded, refused)
         refused |= self._gateway.put_items(self._work.gallery, items)
         return Done(len(names) - len(refused), refused)
+
+    def read(self, lines: Sequence[TextLine]) -> Done:
+        manifest, refused, items = self._work.manifest, dict[str, str](), []
+        rows = self._embedding.texts.rows(manifest, [one.text for one in lines], "document")
+        for one, row in zip(lines, rows, strict=True):
+            try:
+                if isinstance(row, InvalidInputError):
+                    raise row
+                item = pb.PutItem(id=one.id, vectors=_vectors(manifest, row))
+                for key, value in one.metadata().items():
+                    fill_value(value, item.metadata[key])
+            except InvalidInputError as error:
+                refused[one.id] = str(error)
+            else:
+                items.append(item)
+        refused |= self._gateway.put_items(self._work.gallery, items)
+        return Done(len(lines) - len(refused), refused)
 
     def _embedded(
         self, pictures: Sequence[tuple[str, Pixels]], refused: dict[str, str]
@@ -109,13 +128,17 @@ class _Open:
                 pictures = [one for n, one in enumerate(pictures) if n not in error.rows]
         items = []
         for row, (name, _) in enumerate(pictures):
-            values = embeddings[row].astype("<f4").tobytes()
-            vectors = pb.Vectors(embedding=types.Embedding(space=manifest.space, values=values))
+            vectors = _vectors(manifest, embeddings[row])
             if sides is not None:
                 vectors.side_info.space = str(manifest.side_space)
                 vectors.side_info.values = sides[row].astype("<f4").tobytes()
             items.append(pb.PutItem(id=name, vectors=vectors))
         return items
+
+
+def _vectors(manifest: Manifest, embedding: Vectors) -> pb.Vectors:
+    values = embedding.astype("<f4").tobytes()
+    return pb.Vectors(embedding=types.Embedding(space=manifest.space, values=values))
 
 
 _kept = Kept(_Open)
@@ -124,3 +147,8 @@ _kept = Kept(_Open)
 def put_batch(work: Filling, names: Sequence[str]) -> Done:
     """Embed and put the pictures of those names. Raises what Gateway.put_items raises."""
     return _kept.of(work, work.key).put(names)
+
+
+def put_texts(work: Filling, lines: Sequence[TextLine]) -> Done:
+    """The same of texts, which come with the call. Raises TooLargeError, too."""
+    return _kept.of(work, work.key).read(lines)

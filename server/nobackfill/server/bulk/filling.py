@@ -1,5 +1,5 @@
-"""A gallery filled from a place: pictures or texts sent to the gateway, or pictures embedded on a
-Ray cluster."""
+"""A gallery filled from a place: pictures or texts sent to the gateway, or embedded on a Ray
+cluster."""
 
 import os
 import uuid
@@ -7,20 +7,29 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from nobackfill.class_folders import SUFFIXES
 from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.release.parsing import parse_manifest
-from nobackfill.server.bulk.batch import Done, Filling, credentials_of, models_of, put_batch
+from nobackfill.server.bulk.batch import (
+    Done,
+    Filling,
+    credentials_of,
+    models_of,
+    put_batch,
+    put_texts,
+)
 from nobackfill.server.bulk.places import Place, open_place
-from nobackfill.text_lines import read_texts
+from nobackfill.text_lines import TextLine, read_texts
 from nobackfill.tokenizing import check_text
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.wire.gateway import Gateway
 from nobackfill.wire.values import fill_value
 
-# Pictures of a task: a minute of a large network's work on one core.
+# Items of a task: a minute of a large network's work on one core.
 BATCH = 64
+One = TypeVar("One")
 
 
 def fill(
@@ -75,8 +84,8 @@ def fill_by_ray(
     on_stored: Callable[[int], object] = lambda _: None, batch: int = BATCH,
 ) -> Done:  # fmt: skip
     """The same, embedded by the nodes of the Ray cluster at `cluster`, with the models of the
-    gallery's release from the publication folder `models`; each node reads `place` and reaches the
-    gateway by the same address.
+    gallery's release from the publication folder `models`; each node reads pictures of `place`
+    (texts are read here) and reaches the gateway by the same address.
 
     Items are vectors of that release alone. Raises VerificationError for other models,
     ConfigurationError, UnavailableError, and what put_batch raises.
@@ -95,9 +104,14 @@ def fill_by_ray(
         models_of(models, manifest), credentials,
     )  # fmt: skip
     stored, refused = 0, dict[str, str]()
-    names = _texts(open_place(place).names(), refused)
     with closing(RayCluster(cluster)) as nodes:
-        for done in nodes.run(put_batch, work, _batches(names, batch)):
+        if is_texts(place):
+            lines = _batches(_readable(place, refused), batch)
+            parts = nodes.run(put_texts, work, lines)
+        else:
+            names = _texts(open_place(place).names(), refused)
+            parts = nodes.run(put_batch, work, _batches(names, batch))
+        for done in parts:
             stored += done.stored
             refused |= done.refused
             on_stored(stored)
@@ -117,7 +131,18 @@ def _absolute(place: str) -> str:
     return place if "://" in place else str(Path(place).resolve())
 
 
-def _batches(names: Iterable[str], size: int) -> Iterator[Sequence[str]]:
+def _readable(place: str, refused: dict[str, str]) -> Iterator[TextLine]:
+    for one in read_texts(Path(place)):
+        try:
+            _text(one.id)
+            check_text(one.text)
+        except InvalidInputError as error:
+            refused[_shown(one.id)] = str(error)
+        else:
+            yield one
+
+
+def _batches(names: Iterable[One], size: int) -> Iterator[Sequence[One]]:
     left = iter(names)
     while some := list(islice(left, size)):
         yield some

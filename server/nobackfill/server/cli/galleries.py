@@ -1,4 +1,4 @@
-"""`gateway update-gallery`: where a gallery's images can be had again."""
+"""`gateway update-gallery`: where a gallery's images or texts can be had again."""
 
 from typing import Annotated
 
@@ -17,8 +17,8 @@ def update_gallery(
     source: Annotated[
         str | None,
         typer.Option(
-            help="folder:DIR, folder:DIR/{id}.jpg, https://HOST/{id}.jpg, column:NAME, "
-            "function:NAME, or none"
+            help="folder:DIR, folder:DIR/{id}.jpg, https://HOST/{id}.jpg, texts:FILE.jsonl, "
+            "column:NAME, function:NAME, or none"
         ),
     ] = None,
     hits: Annotated[int, typer.Option(help="first hits embedded again, 20 to 200 (100)")] = 0,
@@ -29,8 +29,8 @@ def update_gallery(
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Register where a gallery's images are: hits that an upgrade has carried are embedded again
-    from there as people look. Without --source: show it."""
+    """Register where a gallery's images or texts are: hits that an upgrade has carried are
+    embedded again from there as people look. Without --source: show it."""
     if source is None and (hits or seconds or bytes_a_query or concurrency or a_day):
         raise typer.BadParameter("expected --source with what it may cost")
     with exit_codes(), Gateway(server, retries=False) as gateway:

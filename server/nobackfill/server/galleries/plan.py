@@ -110,7 +110,7 @@ def make_plan(
     source: bool = False,
 ) -> Plan:
     """The plan of a gallery with these `spaces`; `rollout` is how it came to its staging space, and
-    CANARY once that is whole. `source`: its images can be had again.
+    CANARY once that is whole. `source`: its items can be had again.
 
     While an item of the active release may still be missing from its space, direct and dual search
     two spaces. With cutover the old space answers until the gallery is flipped.
@@ -134,8 +134,8 @@ def make_plan(
     accepts = frozenset({*alone, parts[0].space})
     writes = tuple(part.query for part in kept)
     canary = staged if rollout == CANARY and len(parts) == 1 and _on_trial(state, staged) else None
-    images = native.query.embedder.file is not None
-    heals = native.space if source and images and staged is None else None
+    embeds = native.query.embedder.vectors_of is None
+    heals = native.space if source and embeds and staged is None else None
     return Plan(parts, alone, writes, accepts, canary, epoch, heals)
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nobackfill.errors import NobackfillError, NotFoundError
+from nobackfill.errors import NobackfillError, NoEncoderError, NotFoundError
 from nobackfill.gallery.store import Item
 from nobackfill.items.reembedding import Cost, Reembedding, today
 from nobackfill.items.sources import Items
@@ -14,7 +14,7 @@ from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.healing.ledger import Ledger
 from nobackfill.server.healing.registration import Source
-from nobackfill.server.upgrades.backfill import embed_again
+from nobackfill.server.upgrades.backfill import embed_again, read_again
 
 # What could not be embedded is not tried again before so long.
 _REST_S = 60.0
@@ -146,7 +146,7 @@ class Healer:
         """See Work. An item that was deleted or put again has another label, and nothing is written
         for the one it had."""
         if gone:
-            self.again.failed(NotFoundError(f"the source lacks {len(gone)} pictures of a batch"))
+            self.again.failed(NotFoundError(f"the source lacks {len(gone)} items of a batch"))
         if not found or not self._hosted.users.enter():
             return ()
         try:
@@ -159,12 +159,12 @@ class Healer:
     def _written(self, found: Mapping[int, str | bytes]) -> Collection[int]:
         there = self._hosted.store.items(list(found), self.space)
         items = [one for one in there if one is not None and one.origin == "upgraded"]
-        images = [data for one in items if isinstance(data := found[one.label], bytes)]
-        refused = list[str]()
-        with self._embedding.decoding.batch(images):
-            kept = embed_again(
-                self._hosted, self._embedding, self._manifest, items, images, refused
-            )
+        kept, refused = list[int](), list[str]()
+        for embed in (self._images, self._texts):
+            try:
+                kept += embed(items, found, refused)
+            except NoEncoderError as error:
+                refused.append(str(error))
         for why in refused:
             self.again.failed(NobackfillError(why))
         left = {one.label for one in items}
@@ -172,6 +172,25 @@ class Healer:
         done = [*kept, *(label for label in found if label not in left)]
         self.ledger.settle(done)
         return done
+
+    def _images(
+        self, items: Sequence[Item], found: Mapping[int, str | bytes], refused: list[str]
+    ) -> list[int]:
+        pairs = [(one, data) for one in items if isinstance(data := found[one.label], bytes)]
+        if not pairs:
+            return []
+        some, images = zip(*pairs, strict=True)
+        with self._embedding.decoding.batch(images):
+            return embed_again(self._hosted, self._embedding, self._manifest, some, images, refused)
+
+    def _texts(
+        self, items: Sequence[Item], found: Mapping[int, str | bytes], refused: list[str]
+    ) -> list[int]:
+        pairs = [(one, data) for one in items if isinstance(data := found[one.label], str)]
+        if not pairs:
+            return []
+        some, texts = zip(*pairs, strict=True)
+        return read_again(self._hosted, self._embedding, self._manifest, some, texts, refused)
 
     def release(self, keys: Collection[int]) -> None:
         """See Work."""

@@ -1,4 +1,4 @@
-"""The source of images that a gallery is registered with, and what it may cost."""
+"""The source of images or texts that a gallery is registered with, and what it may cost."""
 
 import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,10 +10,14 @@ import urllib3
 from pydantic import SecretStr
 
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
+from nobackfill.items.kind import Kind
+from nobackfill.items.lines import LineItems
 from nobackfill.items.reembedding import Limits
 from nobackfill.items.sources import FolderItems, FunctionItems, Items, UrlItems
 
-FOLDER, COLUMN, FUNCTION = "folder:", "column:", "function:"
+FOLDER, TEXTS, COLUMN, FUNCTION = "folder:", "texts:", "column:", "function:"
+# Files of this kind are texts, all others images.
+_PLAIN = ".txt"
 LEAST_HITS, MOST_HITS = 20, 200
 # Numbers of a source: what is least, most, and meant by 0.
 _NUMBERS: Mapping[str, tuple[float, float, float]] = {
@@ -28,8 +32,8 @@ _NUMBERS: Mapping[str, tuple[float, float, float]] = {
 @dataclass(frozen=True)
 class Source:
     """`address`: folder:DIR, folder:DIR/{id}.jpg, an address on a named host with {id} in its
-    path, column:NAME or function:NAME. `hits`: first ones of a query that are embedded again; the
-    others as in Limits."""
+    path, texts:FILE.jsonl, column:NAME or function:NAME. `hits`: first ones of a query that are
+    embedded again; the others as in Limits."""
 
     address: str
     hits: int
@@ -93,30 +97,38 @@ class Places:
             return _column(self._columns[name].get_secret_value())
         if source.address.startswith(FUNCTION):
             name = _named(source.address.removeprefix(FUNCTION), self._functions, "item_functions")
-            return FunctionItems(_function(self._functions[name]), "image")
+            return FunctionItems(_function(self._functions[name]), None)
+        if source.address.startswith(TEXTS):
+            return LineItems(self._below(Path(source.address.removeprefix(TEXTS))))
+        kind: Kind = "text" if source.address.endswith(_PLAIN) else "image"
         if not source.address.startswith(FOLDER):
             host = _host(source.address)
             if not host:
                 raise ConfigurationError(
                     "source: expected folder:DIR, folder:DIR/{id}.jpg, https://HOST/{id}, "
-                    f"column:NAME or function:NAME, got {source.address[:80]!r}"
+                    f"texts:FILE.jsonl, column:NAME or function:NAME, got {source.address[:80]!r}"
                 )
             if host not in self._hosts:
                 raise ConfigurationError(
                     f"source: host {host!r} is not among item_hosts of this gateway's settings; "
                     "its operator names it there (gateway serve --item-host HOST)"
                 )
-            return UrlItems(source.address, self._hosts)
+            return UrlItems(source.address, self._hosts, kind)
         folder, pattern = _split(source.address.removeprefix(FOLDER))
-        found = folder.resolve()
+        found = self._below(folder)
+        if not found.is_dir():
+            raise NotFoundError(f"source: expected a folder of {kind}s at {folder}, found none")
+        return FolderItems(found, pattern, kind)
+
+    def _below(self, path: Path) -> Path:
+        """Raises ConfigurationError for a path that the operator has not named a folder above."""
+        found = path.resolve()
         if not any(found.is_relative_to(place) for place in self._folders):
             raise ConfigurationError(
-                f"source: folder {folder} is below none of item_folders of this gateway's "
-                "settings; its operator names it there (gateway serve --item-folder DIR)"
+                f"source: {path} is below none of item_folders of this gateway's settings; its "
+                "operator names it there (gateway serve --item-folder DIR)"
             )
-        if not found.is_dir():
-            raise NotFoundError(f"source: expected a folder of images at {folder}, found none")
-        return FolderItems(found, pattern)
+        return found
 
 
 def _named(name: str, there: Collection[str], setting: str) -> str:

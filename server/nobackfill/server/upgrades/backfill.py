@@ -78,3 +78,29 @@ def embed_again(
         side=embedding.sides(manifest, kept), origin="re-embedded", replace=True,
     )  # fmt: skip
     return [int(label) for label in written]
+
+
+def read_again(
+    hosted: Hosted,
+    embedding: Embedding,
+    manifest: Manifest,
+    items: Sequence[Item],
+    texts: Sequence[str],
+    refused: list[str],
+) -> list[int]:
+    """As `embed_again`, of texts. Raises NoEncoderError, too."""
+    good = []
+    rows = embedding.texts.rows(manifest, texts, "document")
+    for item, row in zip(items, rows, strict=True):
+        if isinstance(row, InvalidInputError):
+            refused.append(f"{item.id}: {row}")
+        else:
+            good.append((item.label, row))
+    if not good:
+        return []
+    labels, vectors = zip(*good, strict=True)
+    written = hosted.store.write(
+        manifest.space, np.array(labels, np.int64), np.concatenate(vectors), side=None,
+        origin="re-embedded", replace=True,
+    )  # fmt: skip
+    return [int(label) for label in written]

@@ -1,4 +1,4 @@
-"""Images in a column of a table that the operator's settings name: read, never written."""
+"""Images or texts in a column of a table that the operator's settings name: read, never written."""
 
 import threading
 import weakref
@@ -18,12 +18,13 @@ _SECONDS = 10
 
 class ColumnItems:
     """`address`: postgresql://USER@HOST/DATABASE#TABLE.KEY.COLUMN, TABLE with its schema or without
-    one, COLUMN of bytes. See Items. One connection, made when it is needed, that ends with this.
+    one, COLUMN of bytes or of texts. See Items. One connection, made when it is needed, that ends
+    with this.
 
     Raises ConfigurationError; read raises UnavailableError for what takes longer than 10 s, too.
     """
 
-    kind: Kind = "image"
+    kind: Kind | None = None
 
     def __init__(self, address: str) -> None:
         self._server, _, place = address.partition("#")
@@ -45,7 +46,7 @@ class ColumnItems:
         self._kept: list[Any] = []
         weakref.finalize(self, _close, self._kept)
 
-    def read(self, name: str, most_bytes: int) -> bytes | None:
+    def read(self, name: str, most_bytes: int) -> str | bytes | None:
         with self._lock:
             try:
                 row = self._asked(name, most_bytes)
@@ -55,9 +56,9 @@ class ColumnItems:
                 raise _meant(error, name) from error
         if row is None or row[0] is None:
             return None
-        if not isinstance(row[0], bytes):
-            raise InvalidInputError(f"{name!r}: expected a column of type bytea, got a text")
-        return bounded(row[0], name, most_bytes)
+        value: str | bytes = row[0]
+        bounded(value.encode() if isinstance(value, str) else value, name, most_bytes)
+        return value
 
     def _asked(self, name: str, most_bytes: int) -> Any:
         if not self._kept or self._kept[0].closed:
