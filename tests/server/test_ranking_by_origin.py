@@ -1,15 +1,20 @@
 """A gallery whose carried vectors are ranked along its release's scale, native puts beside them."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from nobackfill.release.manifest import Manifest
+from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import search_pb2
 from tests.server.conftest import Stages
 from tests.server.support import Client, embedding, ids, images, running, vector
 from tests.server.test_immediate_answers import at_once, on_a_thread, told
+from tests.support import postgres as servers
 from tests.support import trials
 from tests.support.blocks import publish_block_release
 
@@ -18,17 +23,41 @@ OLD, ALL = 20, 30
 SLOPE, OFFSET = 1.5, 0.4
 
 
-def test_carried_and_native_are_one_ranking_along_the_scale(stages: Stages, tmp_path: Path) -> None:
-    repo = tmp_path / "repo"
+@contextmanager
+def carried(
+    stages: Stages, folder: Path, store: str | None = None
+) -> Iterator[tuple[Gateway, Client, Manifest]]:
+    """A gateway that has carried OLD items to a release with a scale."""
+    repo = folder / "repo"
     shutil.copytree(stages[1], repo)
     for name in ("repo.keys", "repo.drafts"):
-        shutil.copytree(stages[1].parent / name, tmp_path / name)
-    with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
+        shutil.copytree(stages[1].parent / name, folder / name)
+    given = {} if store is None else {"store": store}
+    with running(repo, folder / "data", **given) as gateway, Client(gateway.address) as client:
         client.create_gallery("g")
         client.put_images(images(ALL)[:OLD])
         with trials.near():
             two = publish_block_release(repo, 2, [1], scale=(SLOPE, OFFSET))
         client.swap(2)
+        yield gateway, client, two
+
+
+def test_in_a_database_the_nearest_are_ranked_along_the_scale(
+    stages: Stages, tmp_path: Path, postgres: servers.Server
+) -> None:
+    with postgres.database() as url, carried(stages, tmp_path, url) as (_, client, two):
+        client.put_images(images(ALL)[OLD:], first=OLD)
+        made = np.stack([vector(two, image) for image in images(ALL)]).astype(float)
+        for query in (0, ALL - 1):
+            apart = ((made - made[query]) ** 2).sum(axis=1)
+            keys = np.where(np.arange(ALL) < OLD, SLOPE * apart + OFFSET, apart)
+            order = [f"i{i}" for i in np.argsort(keys, kind="stable")]
+            for k in (8, 100):
+                assert ids(client.find(images(ALL)[query], k=k)) == order[:k]
+
+
+def test_carried_and_native_are_one_ranking_along_the_scale(stages: Stages, tmp_path: Path) -> None:
+    with carried(stages, tmp_path) as (gateway, client, two):
         made = np.stack([vector(two, image) for image in images(ALL)]).astype(float)
 
         def check(native: set[int], count: int) -> None:
