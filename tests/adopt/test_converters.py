@@ -25,8 +25,10 @@ from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import MODEL, table_bytes
 from nobackfill.adopt.transform import graph_of, map_of
 from nobackfill.adopt.verdict import Cost, decide
-from nobackfill.errors import UnfitError, VerificationError
+from nobackfill.errors import NotFoundError, UnfitError, VerificationError
+from nobackfill.release.publishing.cli import main as publication
 from nobackfill.release.publishing.inspection import list_releases, verify
+from nobackfill.release.publishing.standing import withdraw
 from nobackfill.release.trust.converters import converter_numbers
 from nobackfill.release.trust.trust import TrustedFolder
 from nobackfill.vectors import Vectors
@@ -34,6 +36,7 @@ from tests.adopt.made import world
 from tests.adopt.models import text_model, texts
 from tests.adopt.test_refusals import refused
 from tests.support import crash
+from tests.support.blocks import publish_block_release
 from tests.support.documents import run_command
 
 Run = Callable[..., None]
@@ -157,6 +160,45 @@ def test_a_map_that_was_not_signed_by_the_publisher_is_refused(
     for root in (None, Path("good/1.root.json")):
         with pytest.raises(VerificationError):
             open_converter("maps", root=root, old=old)
+
+
+def test_a_withdrawn_converter_carries_nothing_more(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no(*words: str) -> str:
+        return refused(list(words), 65, monkeypatch, capsys)
+
+    run(*PUBLISH)
+    run(*PUBLISH)
+    run(*CARRY, *ROOT)
+    for _ in range(2):
+        # The second time it is no news.
+        run_command(
+            publication,
+            ["publication", "withdraw", "2", "--converter", "--reason", "of another L6",
+             "--model-repo", "maps"],
+            monkeypatch,
+        )  # fmt: skip
+    assert "withdrawn already" in capsys.readouterr().out
+    verify(Path("maps"))
+    # The newest that was not: the first. By number, its publisher's reason.
+    assert open_converter("maps").manifest.converter == 1
+    assert "withdrawn by its publisher: of another L6" in no(*CARRY[:-1], "maps#2")
+    assert withdraw(Path("maps"), 1, "too", converter=True)
+    assert "converter 2 was withdrawn" in no(*CARRY)
+    assert "converter 1 was withdrawn" in no(*FIT, "--converter", "maps#1")
+    with pytest.raises(NotFoundError, match="converter 3 is not published here"):
+        withdraw(Path("maps"), 3, "typo", converter=True)
+
+
+def test_an_ordinary_release_is_no_converter(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish_block_release(tmp_path / "maps", 1)
+    for name in ("maps", "maps#1"):
+        said = refused([*CARRY[:-1], name, *ROOT], 66, monkeypatch, capsys)
+        assert "only releases (1)" in said
+        assert "`gateway upgrade`" in said
 
 
 def test_a_killed_publish_shows_nothing_and_the_next_one_works(run: Run, tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ from nobackfill.release.publishing.converters import publish_converter
 from nobackfill.release.trust.converters import (
     converter_file,
     converter_numbers,
+    known,
     read_converter,
+    refuse_withdrawn,
 )
 from nobackfill.release.trust.fetchers import fetcher_for
 from nobackfill.release.trust.trust import Trust, fingerprint, first_root
@@ -103,13 +105,15 @@ def open_converter(
     `model_repo`. Without a number: the newest from the model `old` (and into `new`) by fingerprint.
 
     Raises NotFoundError, VerificationError, UnfitError, UnavailableError, IncompatibleSpaceError
-    where it was made for other models, PreconditionError where no root is trusted yet.
+    where it was made for other models, PreconditionError where no root is trusted yet, and for one
+    that was withdrawn.
     """
     place, number = _place(release)
     trust = _trusted(place, root)
     folder = _state(place)
     if number is not None:
         manifest = read_converter(trust, number, folder)
+        refuse_withdrawn(trust, number)
     else:
         manifest = _fitting(trust, folder, place, old, new)
     name = f"converter {manifest.converter}"
@@ -133,16 +137,23 @@ def open_converter(
 
 def _fitting(trust: Trust, folder: Path, place: str, old: str | None, new: str | None) -> Converter:
     """The newest whose models are these, as far as they are known."""
-    seen = []
+    seen, gone = [], list[PreconditionError]()
     for number in reversed(converter_numbers(trust)):
         manifest = read_converter(trust, number, folder)
         if manifest.old.fingerprint == (old or manifest.old.fingerprint) and (
             manifest.new.fingerprint == (new or manifest.new.fingerprint)
         ):
+            try:
+                refuse_withdrawn(trust, number)
+            except PreconditionError as error:
+                gone.append(error)
+                continue
             return manifest
         seen.append(f"{number}: {manifest.old.name} to {manifest.new.name}")
+    if gone:
+        raise gone[0]
     if not seen:
-        raise NotFoundError(f"{place}: no converter is published there")
+        raise NotFoundError(f"{place}: no converter is published there, only {known(trust)}")
     raise IncompatibleSpaceError(
         f"{place}: no converter is for the model that made these vectors ({(old or new or '')[:12]}"
         f"…), only {'; '.join(seen)}; the same dimension is not the same space"

@@ -154,21 +154,26 @@ def rollout(
 
 @app.command()
 def withdraw(
-    release: Annotated[int, typer.Argument(help="Number of the release.")],
-    reason: Annotated[str, typer.Option(help="Why; devices show it.")],
+    number: Annotated[int, typer.Argument(help="Number of the release, or of the converter.")],
+    reason: Annotated[str, typer.Option(help="Why; devices, and who asks for it, are shown it.")],
+    converter: Annotated[
+        bool, typer.Option("--converter", help="A converter that `nobackfill fit` published.")
+    ] = False,
     model_repo: Repo = DEFAULT_REPO,
     targets_key: TargetsKey = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Take a release back: devices follow the newest release that is not withdrawn."""
+    """Take a release back: devices follow the newest release that is not withdrawn. With
+    --converter a converter: nobody carries by it from then on."""
     found = _keys(model_repo, None, targets_key)
-    news = standing.withdraw(model_repo, release, reason, found, dry_run)
-    answer = {"release": release, "reason": reason, "news": news, "written": news and not dry_run}
+    news = standing.withdraw(model_repo, number, reason, found, dry_run, converter=converter)
+    kind = "converter" if converter else "release"
+    answer = {kind: number, "reason": reason, "news": news, "written": news and not dry_run}
     if not news:
-        line = f"release {release} is withdrawn already, for the same reason"
+        line = f"{kind} {number} is withdrawn already, for the same reason"
     else:
-        line = f"release {release} {'would be' if dry_run else 'is'} withdrawn: {reason}"
+        line = f"{kind} {number} {'would be' if dry_run else 'is'} withdrawn: {reason}"
     _answer(as_json, answer, [line])
 
 

@@ -1,4 +1,4 @@
-"""What new metadata says of a release that is published: a share of the devices, or taken back."""
+"""What new metadata says of a release or a converter: a share of the devices, or taken back."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from tuf.api.metadata import TargetFile
 
 from nobackfill.errors import InvalidInputError, NotFoundError, PreconditionError
+from nobackfill.release.converter import converter_manifest_path
 from nobackfill.release.paths import manifest_path
 from nobackfill.release.publishing.keys import Keys
 from nobackfill.release.publishing.metadata import (
@@ -20,9 +21,11 @@ from nobackfill.release.publishing.publish import clean, locked, put_metadata, s
 
 
 def withdraw(
-    repo: Path, release: int, reason: str, keys: Keys | None = None, dry_run: bool = False
-) -> bool:
-    """Take a release back: new metadata that says so, for devices to follow. True if it was news.
+    repo: Path, number: int, reason: str, keys: Keys | None = None, dry_run: bool = False, *,
+    converter: bool = False,
+) -> bool:  # fmt: skip
+    """Take a release, or a converter, back: new metadata that says so, for devices and users to
+    follow. True if it was news.
 
     Its files stay, as galleries may still be in its space. Raises NotFoundError, BusyError,
     ConfigurationError (a key is missing), CannotWriteError.
@@ -35,7 +38,8 @@ def withdraw(
             return None
         return TargetFile.from_dict({**target.to_dict(), "custom": {"withdrawn": reason}}, path)
 
-    return _mark(repo, release, marked, keys, dry_run)
+    path = converter_manifest_path(number) if converter else manifest_path(number)
+    return _mark(repo, path, marked, keys, dry_run)
 
 
 def roll_out(
@@ -55,27 +59,27 @@ def roll_out(
     def marked(path: str, target: TargetFile) -> TargetFile | None:
         return for_share(target, path, share) if _grows(target, release, share) else None
 
-    return _mark(repo, release, marked, keys, dry_run)
+    return _mark(repo, manifest_path(release), marked, keys, dry_run)
 
 
 def _mark(
     repo: Path,
-    release: int,
+    path: str,
     marked: Callable[[str, TargetFile], TargetFile | None],
     keys: Keys | None,
     dry_run: bool,
 ) -> bool:
-    """Publish what `marked` makes of a release's target; False where that is nothing new."""
-    keys, path = keys or Keys.beside(repo), manifest_path(release)
+    """Publish what `marked` makes of a manifest's target; False where that is nothing new."""
+    keys = keys or Keys.beside(repo)
     ledger = require_ledger(repo)
-    news = marked(path, _target(ledger, release))
+    news = marked(path, _target(ledger, path))
     if dry_run:
         signers_of(keys, ledger.root)
         return news is not None
     with locked(repo):
         clean(repo)
         ledger = require_ledger(repo)
-        news = marked(path, _target(ledger, release))
+        news = marked(path, _target(ledger, path))
         if news is None:
             return False
         signers = signers_of(keys, ledger.root)
@@ -83,10 +87,11 @@ def _mark(
         return True
 
 
-def _target(ledger: Ledger, release: int) -> TargetFile:
-    target = ledger.targets.targets.get(manifest_path(release))
+def _target(ledger: Ledger, path: str) -> TargetFile:
+    target = ledger.targets.targets.get(path)
     if target is None:
-        raise NotFoundError(f"release {release} is not published here")
+        what = path.removesuffix(".json").replace("-", " ")
+        raise NotFoundError(f"{what} is not published here")
     return target
 
 
