@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nobackfill.client.device import Device
 from nobackfill.client.output import Output
-from nobackfill.gallery.filters import Filter
+
+if TYPE_CHECKING:
+    from nobackfill.gallery.filters import Filter
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,14 @@ class Asked:
     item: str | None = None
     text: str | None = None
     k: int = 10
-    where: Filter | None = None
+    where: "Filter | None" = None
     sheet: Path | None = None
     json: bool = False
 
 
 def answer(asked: Asked) -> None:
     """Print what is found. Raises as Device.search."""
+    from nobackfill.client.device import Device
     from nobackfill.client.photos.search import Search
 
     with Device(asked.gallery) as device:
