@@ -42,6 +42,7 @@ BASE = {
     "ray_cluster": {"errors", "extras"},
     "faces": set[str](),
     "shares": {"errors"},
+    "loopback": set[str](),
     "durable": {"errors", "faults", "sqlite_errors"},
 }
 # Rooms that each may import, beside the base.

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.server.settings import is_loopback, load_settings
+from nobackfill.server.settings import load_settings
 
 
 def test_flag_before_environment_before_file_before_default(
@@ -60,12 +60,3 @@ def test_an_unknown_key_of_the_file_is_named(tmp_path: Path) -> None:
         load_settings({}, file)
     with pytest.raises(ConfigurationError, match="found none"):
         load_settings({}, tmp_path / "missing.toml")
-
-
-@pytest.mark.parametrize(
-    ("address", "loopback"),
-    [("127.0.0.1:1", True), ("[::1]:1", True), ("localhost:1", True), ("127.8.8.8:1", True),
-     ("0.0.0.0:1", False), ("[::]:1", False), ("localhost.example.org:1", False)],
-)  # fmt: skip
-def test_loopback(address: str, loopback: bool) -> None:
-    assert is_loopback(address) is loopback

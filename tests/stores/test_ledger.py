@@ -1,5 +1,6 @@
 """What gateways know together of a gallery that heals, without a gateway."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from nobackfill.gallery.store import Store
@@ -9,6 +10,7 @@ from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database, run
 from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
 from nobackfill.server.stores.postgresql.ledger import DatabaseLedger
+from nobackfill.server.stores.postgresql.tenure import Tenure
 from tests.gallery.making import ids, spec, vectors
 from tests.support.postgres import Server
 
@@ -42,3 +44,30 @@ def test_two_threads_may_end_it_at_a_stop(tmp_path: Path) -> None:
         ledger = FileLedger(tmp_path, store, spec().space)
         ledger.close()
         ledger.close()
+
+
+def test_claims_of_a_gateway_that_ended_are_free(postgres: Server) -> None:
+    with postgres.database() as url, ExitStack() as closing:
+
+        def gateway() -> tuple[Tenure, DatabaseLedger]:
+            database = Database(url, most=2)
+            closing.callback(database.close)
+            database.open(schema.prepare)
+            tenure = Tenure(database, alone=False)
+            closing.callback(tenure.close)
+            store = PostgresqlGalleries(database).open("g")
+            return tenure, DatabaseLedger(store, spec().space)
+
+        database = Database(url, most=2)
+        closing.callback(database.close)
+        database.open(schema.prepare)
+        gallery = PostgresqlGalleries(database).create("g", [spec()], {})
+        labels = gallery.put(ids(3), [NewVectors(spec().space, vectors(3, 1))]).labels.tolist()
+        # Of an older version, which tells nothing of who claims.
+        DatabaseLedger(gallery, spec().space).claim(labels[2:], "2026-02-27", 9)
+        (ending, one), (_, two) = gateway(), gateway()
+        assert one.claim(labels[:2], "2026-02-27", 9) == labels[:2]
+        one.settle(labels[:1])
+        assert two.claim(labels, "2026-02-27", 9) == labels[:1]
+        ending.close()
+        assert two.claim(labels, "2026-02-27", 9) == labels[1:2]

@@ -15,6 +15,7 @@ from nobackfill.errors import (
     UnavailableError,
 )
 from nobackfill.items.kind import Kind
+from nobackfill.loopback import is_loopback
 
 _PIECE = 1 << 16
 
@@ -81,7 +82,7 @@ class UrlItems:
             parsed = urllib3.util.parse_url(template)
         except urllib3.exceptions.LocationParseError:
             parsed = urllib3.util.Url()
-        local = parsed.host in ("localhost", "127.0.0.1", "[::1]")
+        local = is_loopback(parsed.host or "")
         path = template.partition("://")[2].partition("/")[2]
         if parsed.scheme != "https" and not (local and parsed.scheme == "http"):
             raise ConfigurationError("expected https://HOST/…{id}… as the items' address")

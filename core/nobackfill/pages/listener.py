@@ -1,7 +1,6 @@
 """Serving pages: uvicorn on a thread of its own, on a socket whose port is known before."""
 
 import contextlib
-import ipaddress
 import socket
 import ssl
 import threading
@@ -13,6 +12,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nobackfill.errors import ConfigurationError
+from nobackfill.loopback import is_loopback
 
 # Connections at once; beyond, a browser is told to come again.
 _MOST_CONNECTIONS = 100
@@ -62,7 +62,7 @@ class Listener:
     def hosts(self) -> tuple[str, ...]:
         """How a browser on this machine may call it; beyond loopback by the name of its choice."""
         named = f"[{self.host}]" if ":" in self.host else self.host
-        names = (named, "localhost") if ipaddress.ip_address(self.host).is_loopback else (named,)
+        names = (named, "localhost") if is_loopback(self.host) else (named,)
         default = 443 if self._tls else 80
         with_port = tuple(f"{name}:{self.port}" for name in names)
         return (*names, *with_port) if self.port == default else with_port

@@ -1,6 +1,5 @@
 """Settings: flag > environment (NOBACKFILL_*) > file (TOML) > default."""
 
-import ipaddress
 import os
 import tomllib
 from pathlib import Path
@@ -15,6 +14,7 @@ from pydantic_settings import (
 )
 
 from nobackfill.errors import ConfigurationError
+from nobackfill.loopback import is_loopback
 
 IN_PROCESS = "in-process"
 TLS = "grpcs://"
@@ -99,7 +99,8 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _safe(self) -> Self:
-        if not is_loopback(self.metrics_address) and not self.metrics_open:
+        host, _ = split_address(self.metrics_address, "metrics_address")
+        if not is_loopback(host) and not self.metrics_open:
             raise ValueError(
                 "metrics_address must be on loopback: metrics are served in the clear. Scrape them "
                 "through an agent on this machine, or set metrics_open where the network is yours"
@@ -121,8 +122,8 @@ class Settings(BaseSettings):
         guarded = self.tls_cert is not None and self.tokens_file is not None
         for what in ("address", "console_address"):
             address = getattr(self, what)
-            split_address(address, what)
-            if not is_loopback(address) and not guarded:
+            host, _ = split_address(address, what)
+            if not is_loopback(host) and not guarded:
                 raise ValueError(
                     f"{what} {address} can be reached from other machines; that demands "
                     "tls_cert, tls_key and tokens_file. Give all three, or listen on 127.0.0.1"
@@ -172,12 +173,3 @@ def split_address(address: str, what: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{what}: expected HOST:PORT, got {address!r}")
     return host.strip("[]"), int(port)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach `address`. A name other than localhost counts as not."""
-    host, _ = split_address(address, "address")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -1,7 +1,6 @@
 """An HTTP endpoint in the shape of OpenAI's embeddings: `POST {"model", "input"}`."""
 
 import hashlib
-import ipaddress
 import os
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from nobackfill.errors import (
     UnavailableError,
 )
 from nobackfill.items.kind import Kind
+from nobackfill.loopback import is_loopback
 from nobackfill.vectors import Vectors, check_vectors
 
 # The variable that holds the bearer's key.
@@ -60,7 +60,7 @@ class Endpoint:
             )
         # Without what may be a secret.
         self._name = url.partition("?")[0]
-        if parsed.scheme != "https" and not _loopback(parsed.host or ""):
+        if parsed.scheme != "https" and not is_loopback(parsed.host or ""):
             raise ConfigurationError(f"{self._name}: expected https://; texts are private")
         self._url, self._model, self._patience = url, model, patience
         self._http = urllib3.PoolManager(retries=False, timeout=timeout)
@@ -138,10 +138,3 @@ class Endpoint:
                 got.close()
                 raise urllib3.exceptions.TimeoutError("the answer does not end")
         return bytes(data)
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

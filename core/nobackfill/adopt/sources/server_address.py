@@ -10,13 +10,13 @@ from nobackfill.errors import (
     NotPermittedError,
     UnavailableError,
 )
+from nobackfill.loopback import is_loopback
 
 # What a status of HTTP means; all others say that the request is unfit.
 STATUSES: dict[int, type[NobackfillError]] = {
     401: NotPermittedError, 403: NotPermittedError, 404: NotFoundError, 429: BusyError,
     500: UnavailableError, 502: UnavailableError, 503: UnavailableError, 504: UnavailableError,
 }  # fmt: skip
-_LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def server_address(place: str, kind: str, key: str) -> SplitResult:
@@ -33,6 +33,6 @@ def server_address(place: str, kind: str, key: str) -> SplitResult:
         raise ConfigurationError(f"{kind}: expected no password in the address, but a key in {key}")
     if parts.scheme not in ("http", "https") or not host:
         raise ConfigurationError(f"{kind}: expected https://HOST:PORT as its address")
-    if parts.scheme == "http" and host not in _LOCAL:
+    if parts.scheme == "http" and not is_loopback(host):
         raise ConfigurationError(f"{kind}: expected https://{host}; vectors are private")
     return parts

@@ -9,6 +9,7 @@ from nobackfill.errors import ConfigurationError, UnavailableError
 from nobackfill.extras import extra
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.loopback import is_loopback
 from nobackfill.vectors import Vectors
 
 with extra("milvus"):
@@ -22,7 +23,6 @@ M, EF_CONSTRUCTION = 16, 128
 MOST = 16_384
 _AT_ONCE = 2_000
 _TIMEOUT_S = 10.0
-_LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class Collections:
@@ -40,7 +40,7 @@ class Collections:
             raise _unfit() from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise _unfit()
-        if parts.scheme == "http" and parts.hostname not in _LOCAL:
+        if parts.scheme == "http" and not is_loopback(parts.hostname):
             raise ConfigurationError(
                 "store: a Milvus on another machine demands TLS; write vectors=milvus+https://…"
             )

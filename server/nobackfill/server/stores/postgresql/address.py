@@ -4,8 +4,8 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from nobackfill.errors import ConfigurationError
+from nobackfill.loopback import is_loopback
 
-_LOCAL = ("", "localhost", "127.0.0.1", "::1")
 _ENCRYPTED = ("require", "verify-ca", "verify-full")
 
 
@@ -31,7 +31,7 @@ def bounded(url: str, seconds: float) -> str:
 
 def is_local(host: str) -> bool:
     """Whether a host, or a socket's folder, is on this machine."""
-    return host in _LOCAL or host.startswith(("/", "@"))
+    return not host or is_loopback(host) or host.startswith(("/", "@"))
 
 
 def in_the_clear(setting: str = "store") -> ConfigurationError:

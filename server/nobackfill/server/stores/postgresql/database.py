@@ -55,6 +55,8 @@ class Database:
         )  # fmt: skip
         self._wait_s = wait_s
         self._refused: str | None = None
+        # Of tenure.HOLDERS, the one that holds the lock for this gateway.
+        self.holder: int | None = None
         self._own = _Own()
 
     def open(self, prepare: Callable[[Connection], None]) -> None:

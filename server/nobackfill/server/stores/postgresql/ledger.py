@@ -8,8 +8,10 @@ from nobackfill.gallery.matches import Matches
 from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.schema import table_of
+from nobackfill.server.stores.postgresql.tenure import HOLDERS
 
-# A claim is another's after so long: its gateway has ended.
+# A claim is another's when its gateway has ended, and after so long where that cannot be told: its
+# machine is gone, or it is of an older version.
 _CLAIM_S = 300
 # What a day has cost is forgotten after so many.
 _DAYS = 7
@@ -18,6 +20,7 @@ _COUNTED_S, _COUNTED_SHARE = 1.0, 50.0
 _TABLES = """
 CREATE TABLE IF NOT EXISTS {schema}.healing_claims (
     label bigint PRIMARY KEY, until timestamptz NOT NULL);
+ALTER TABLE {schema}.healing_claims ADD COLUMN IF NOT EXISTS holder integer;
 CREATE TABLE IF NOT EXISTS {schema}.healing_wanted (
     label bigint PRIMARY KEY, times integer NOT NULL);
 CREATE TABLE IF NOT EXISTS {schema}.healing_spent (day text PRIMARY KEY, items bigint NOT NULL)
@@ -80,14 +83,15 @@ class DatabaseLedger:
             ).fetchone()
             run(
                 connection,
-                f"DELETE FROM {self._schema}.healing_claims WHERE until < clock_timestamp()",
+                f"DELETE FROM {self._schema}.healing_claims WHERE until < clock_timestamp()"
+                f" OR holder IS NOT NULL AND holder NOT IN ({HOLDERS})",
             )
             rows = run(
                 connection,
                 f"INSERT INTO {self._schema}.healing_claims"
-                f" SELECT label, clock_timestamp() + interval '{_CLAIM_S} seconds'"
+                f" SELECT label, clock_timestamp() + interval '{_CLAIM_S} seconds', %s"
                 " FROM unnest(%s::bigint[]) AS label ON CONFLICT DO NOTHING RETURNING label",
-                [list(labels)[: max(0, budget - spent)]],
+                [self._database.holder, list(labels)[: max(0, budget - spent)]],
             )
             mine = {int(label) for (label,) in rows}
             self._want(connection, [label for label in labels if label not in mine])

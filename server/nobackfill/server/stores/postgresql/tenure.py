@@ -17,6 +17,12 @@ log = structlog.get_logger("server.stores")
 
 _EVERY_S = 0.5
 _LOCK = "SELECT pg_try_advisory_lock{}(hashtext('nobackfill.gateway'))"
+# The server's processes that hold it, each for a gateway.
+HOLDERS = (
+    "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1"
+    " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+    " AND (classid::bigint << 32 | objid::bigint) = hashtext('nobackfill.gateway')"
+)
 
 
 class Tenure:
@@ -67,6 +73,7 @@ class Tenure:
     def _locked(self) -> Connection | None:
         connection = self._database.connect()
         if run(connection, self._lock).fetchone()[0]:
+            (self._database.holder,) = run(connection, "SELECT pg_backend_pid()").fetchone()
             return connection
         connection.close()
         return None
