@@ -97,7 +97,7 @@ chart: $(CHART)/.ready ## the Helm chart linted, rendered and validated, compose
 	$(CHART)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
 	@echo 'rendered only: ServiceMonitor, whose schema comes with its operator. Nothing was given to a cluster.'
 
-container: setup $(CHART)/.ready ## every image built, run and asked, where there is podman or docker; BASE=IMAGE
+container: setup $(CHART)/.ready ## every image built, run and asked, where there is podman or docker; BASE=IMAGE, TARGETS='static gateway'
 	deploy/containers/build
 	$(BIN)/python -m pytest -q -m scale -rs --durations 8 --timeout 900 tests/containers
 
