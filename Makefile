@@ -97,7 +97,14 @@ chart: $(CHART)/.ready ## the Helm chart linted, rendered and validated, compose
 	$(CHART)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
 	@echo 'rendered only: ServiceMonitor, whose schema comes with its operator. Nothing was given to a cluster.'
 
-container: setup $(CHART)/.ready ## every image built, run and asked, where there is podman or docker; BASE=IMAGE, TARGETS='static gateway'
+# What runs compose.yaml on podman.
+COMPOSE := build/container/compose
+$(COMPOSE)/.ready: $(VENV)/bin/uv
+	rm -rf $(COMPOSE) && $(PYTHON) -m venv $(COMPOSE)
+	$(BIN)/uv pip install --quiet --python $(COMPOSE)/bin/python podman-compose==1.6.0
+	touch $@
+
+container: setup $(CHART)/.ready $(COMPOSE)/.ready ## every image built, run and asked, where there is podman or docker; BASE=IMAGE, TARGETS='static gateway'
 	deploy/containers/build
 	$(BIN)/python -m pytest -q -m scale -rs --durations 8 --timeout 900 tests/containers
 

@@ -28,8 +28,9 @@ class Engine:
         """Raises FileNotFoundError where no image was built here."""
         lines = shlex.split(FOUND.read_text(encoding="utf-8"))
         found = dict(line.split("=", 1) for line in lines)
-        self._name, self._version = found["ENGINE"], found["VERSION"]
-        self._words = found["RUN"].split()
+        self.name, self._version, self._base = found["ENGINE"], found["VERSION"], found["BASE"]
+        # With which containers start on this machine.
+        self.words, self._build = found["RUN"].split(), found["BUILD"].split()
         self._built = found["BUILT"].split()
         self._network, self._hosts = "", FOUND.with_name("hosts")
         self.sweep()
@@ -37,6 +38,16 @@ class Engine:
     def image(self, target: str) -> str:
         """Name of the image of a target of Containerfile."""
         return f"nobackfill/{target}:{self._version}"
+
+    @property
+    def offline(self) -> bool:
+        """Whether the images' base was made here, as no registry answers."""
+        return self._base.startswith("localhost/")
+
+    def build(self, context: Path, name: str) -> None:
+        """An image of a folder with a Containerfile, on the base of the others."""
+        given = ["--build-arg", f"BASE={self._base}", "--tag", name, "--file"]
+        self.ask("build", *self._build, *given, str(context / "Containerfile"), str(context))
 
     def ask(self, *words: str, check: bool = True) -> str:
         """What the engine says to a command; raises AssertionError where it refuses."""
@@ -55,7 +66,7 @@ class Engine:
 
     def _do(self, *words: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
-            [self._name, *words], check=False, capture_output=True, text=True, timeout=_ENDS_S
+            [self.name, *words], check=False, capture_output=True, text=True, timeout=_ENDS_S
         )
 
     def isolate(self, hosts: Mapping[str, str]) -> None:
@@ -84,7 +95,7 @@ class Engine:
     def _create(self, target: str, command: Sequence[str], words: Sequence[str]) -> "Container":
         if target not in self._built:
             pytest.skip(f"the image {target} was not built here")
-        given = ["run", "--detach", "--label", _LABEL, *self._words, *words]
+        given = ["run", "--detach", "--label", _LABEL, *self.words, *words]
         return Container(self, self.ask(*given, self.image(target), *command).strip())
 
     def sweep(self) -> None:
