@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from nobackfill.errors import ConfigurationError, DeadlineError, UnavailableError, VerificationError
-from nobackfill.server.settings import TLS, is_loopback
+from nobackfill.loopback import is_loopback
+from nobackfill.server.settings import TLS, split_address
 from nobackfill.server.triton.shared_memory import Region, SharedMemory
 
 # Releases are immutable, so a model has one version.
@@ -59,7 +60,9 @@ class TritonClient:
             ((_HEADER, token), ("authorization", f"Bearer {token}")) if token is not None else ()
         )
         self._connect()
-        near = credentials is None and (address.startswith("unix:") or is_loopback(address))
+        near = credentials is None and (
+            address.startswith("unix:") or is_loopback(split_address(address, "triton")[0])
+        )
         self._shared = SharedMemory(lambda: self._stub, self._metadata) if near else None
 
     def live(self, timeout_s: float) -> bool:
