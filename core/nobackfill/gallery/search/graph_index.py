@@ -183,7 +183,8 @@ class HnswIndex:
         """What is left of it without its vectors."""
         links = graph_state.links_of(self.graph)
         kept = sums_of(graph_state.vectors_of(self.graph)) if sums else None
-        return Skeleton(self.spec, self.labels, self._held, links, kept, self.fresh)
+        ef = int(self.graph.ef)
+        return Skeleton(self.spec, self.labels, self._held, links, kept, self.fresh, ef)
 
     def save(self, path: Path) -> None:
         """Write a checked file, without the vectors. Raises CannotWriteError."""

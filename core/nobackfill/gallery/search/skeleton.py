@@ -30,7 +30,8 @@ Sums = NDArray[np.uint64]
 @dataclass(frozen=True)
 class Skeleton:
     """`rows`: of each element the row in `labels` (increasing) whose vector it held; -1: nobody's.
-    `sums`: of each element's vector; None where they are not asked for."""
+    `sums`: of each element's vector; None where they are not asked for. `ef`: with which it was
+    found to find enough of these vectors; 0: nobody has told."""
 
     spec: SpaceSpec
     labels: Labels
@@ -38,6 +39,7 @@ class Skeleton:
     links: Links
     sums: Sums | None
     fresh: bool
+    ef: int
 
     def write(self, path: Path) -> None:
         """Write a checked file; `sums` must be there. Raises CannotWriteError."""
@@ -46,7 +48,7 @@ class Skeleton:
             "labels": self.labels, "rows": self.rows.astype(np.int64), "sums": self.sums,
             "ground": self.links.ground, "levels": self.links.levels, "upper": self.links.upper,
         }  # fmt: skip
-        parameters = dict(self.links.parameters) | {"fresh": self.fresh}
+        parameters = dict(self.links.parameters) | {"fresh": self.fresh, "ef": self.ef}
         index_file.write(path, self.spec, ENGINE, parameters, arrays)
 
 
@@ -54,12 +56,12 @@ def read(path: Path, spec: SpaceSpec) -> Skeleton:
     """Read a checked file. Raises VerificationError, NotFoundError."""
     file = index_file.read(path, spec, ENGINE)
     found, parameters = file.arrays, dict(file.parameters)
-    fresh = bool(parameters.pop("fresh"))
+    fresh, ef = bool(parameters.pop("fresh")), int(parameters.pop("ef", 0))
     links = Links(parameters, found["ground"], found["levels"], found["upper"])
     graph_state.check(links)
     if not len(links) == len(found["rows"]) == len(found["sums"]):
         raise VerificationError(f"{path}: expected a row and a sum an element; build it anew")
-    return Skeleton(spec, found["labels"], found["rows"], links, found["sums"], fresh)
+    return Skeleton(spec, found["labels"], found["rows"], links, found["sums"], fresh, ef)
 
 
 def sums_of(vectors: Content) -> Sums:
