@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import load_file
 
-from nobackfill.durable import write_file
-
 Floats = NDArray[np.float32]
 
 _OPSET = 17
@@ -45,7 +43,9 @@ def export(folder: Path, longest: int) -> Path:
     graph.build(longest)
     path = folder / "model.onnx"
     # Whole or not there, for a run that is killed.
-    write_file(path, graph.model().SerializeToString())
+    part = path.with_name(f"part-{path.name}")
+    onnx.save(graph.model(), part)
+    part.replace(path)
     return path
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from nobackfill.adopt.carrying import carry
+from nobackfill.adopt.cli.fitting import Files
+from nobackfill.adopt.cli.fitting import run as fit
 from nobackfill.adopt.embedding.items import read_items
 from nobackfill.adopt.inspection import inspect
-from nobackfill.adopt.maps import fit_maps
+from nobackfill.adopt.maps import fit_maps, load_map
 from nobackfill.adopt.pairs import match, read_all
 from nobackfill.adopt.sampling import sample
 from nobackfill.adopt.sources.opening import open_source
@@ -92,6 +94,12 @@ def test_every_command_knows_the_store(store: Chroma | Milvus, tmp_path: Path) -
     assert list(items.values) == [f"on {name}" for name in MADE.ids[:3]]
     new = write_parquet(tmp_path / "new.parquet", MADE.ids[:60], MADE.new[:60])
     assert len(match(source, open_source(str(new))).pairs) == 60
+    files = Files(tmp_path / "map.npz", report=tmp_path / "page.html")
+    said = fit(f"{kind}:{place}#docs", str(new), files, None, None, True, key=None, vector=None)
+    assert said.lines[0].startswith("verdict: ") and (tmp_path / "page.html").exists()
+    fitted = load_map(tmp_path / "map.npz")
+    target = Target("docs_fitted", fitted.dims[1], fitted.digest)
+    assert carry(source, target, fitted).total == len(MADE.ids)
     with pytest.raises(NotFoundError, match="no such collection; there are docs"):
         store.open("nowhere")
 

@@ -14,7 +14,7 @@ from tests.support import blocks, edge
 from tests.support.edge import Setting
 from tests.support.publication import publish_manifest
 
-NEWER = b'{"format": 3, "everything": "else"}'
+NEWER = b'{"format": 4, "everything": "else"}'
 
 
 def unknown_key(repo: Path) -> bytes:
@@ -32,7 +32,7 @@ def taking_a_file_of_ours(repo: Path) -> bytes:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (lambda _: NEWER, "release 3 needs a newer nobackfill: its manifest is of format 3, not 2"),
+        (lambda _: NEWER, "release 3 needs a newer nobackfill: its manifest is of format 4, not 3"),
         (unknown_key, "release 3 needs a newer nobackfill: its manifest has the new keys surprise"),
         (taking_a_file_of_ours, "release 3: its manifest cannot be used"),
         (lambda _: b"\xff", "release 3: its manifest cannot be used"),

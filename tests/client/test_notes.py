@@ -18,7 +18,10 @@ from tests.support.releases import images
 @pytest.fixture
 def repo(tmp_path: Path) -> Path:
     with trials.near():
-        publish(tmp_path / "repo", text_releases.draft(tmp_path / "drafts", 1, reads="both"))
+        publish(
+            tmp_path / "repo",
+            text_releases.draft(tmp_path / "drafts", 1, reads="both", asking=True),
+        )
     return tmp_path / "repo"
 
 
@@ -50,6 +53,9 @@ def test_notes_follow_a_release_and_come_back(repo: Path, tmp_path: Path) -> Non
         refused = device.put_texts({"blank": " ", "long": "w1" * 2**16, **odd, "n3": "w13"})
         assert set(refused) == {"blank", "long", *odd}
         assert found(device, "w13") == "n3"
+        # The model of queries takes w18 for w19, that of documents does not.
+        assert not device.put_texts({"n19": "w19"})
+        assert found(device, "w18") == "n19"
 
         bring_second(repo, "texts")
         device.sync()

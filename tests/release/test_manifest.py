@@ -97,7 +97,7 @@ def test_upgrades_come_from_distinct_older_releases(fields: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"format": 3, "release": "three", "all": "new"}, "its manifest is of format 3, not 2"),
+        ({"format": 4, "release": "three", "all": "new"}, "its manifest is of format 4, not 3"),
         ({"surprise": 1, "gate": {"verdict": "passed", "by": "a person"}},
          "its manifest has the new keys gate.by, surprise"),
         ({f"key{n}": n for n in range(9)},

@@ -16,7 +16,7 @@ from tests.support.waiting import wait_until
 def test_a_release_for_newer_versions_is_not_the_newest(tmp_path: Path) -> None:
     repo = tmp_path / "repo"
     blocks.publish_block_release(repo, 1)
-    publish_manifest(repo, 2, b'{"format": 3}')
+    publish_manifest(repo, 2, b'{"format": 4}')
     catalog = Catalog(repo, tmp_path / "state", None, Metrics())
     catalog.refresh()
     assert catalog.newest() == 1

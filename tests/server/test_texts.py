@@ -31,11 +31,13 @@ def _near() -> Iterator[None]:
         yield
 
 
-def published(repo: Path, number: int, reads: Reads, *, directly: bool = False) -> None:
+def published(
+    repo: Path, number: int, reads: Reads, *, directly: bool = False, asking: bool = False
+) -> None:
     sources = [manifest(repo, n) for n in range(1, number)]
     made = text_releases.draft(
         repo.with_name("drafts"), number, sources, reads=reads,
-        directly=sources if directly else (), query_prefix="query: " if number == 3 else "",
+        directly=sources if directly else (), asking=asking,
     )  # fmt: skip
     publish(repo, made)
 
@@ -49,11 +51,12 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "direct": ("texts", "texts", True),
         "both": ("both", "both", False),
         "nothing": ("nothing", "texts", False),
+        "asking": ("both", "both", False),
     }.items():
-        repo = tmp_path_factory.mktemp(name) / "repo"
-        published(repo, 1, first)  # type: ignore[arg-type]
+        repo, asking = tmp_path_factory.mktemp(name) / "repo", name == "asking"
+        published(repo, 1, first, asking=asking)  # type: ignore[arg-type]
         shutil.copytree(repo, repo.with_name("stage1"))
-        published(repo, 2, second, directly=directly)  # type: ignore[arg-type]
+        published(repo, 2, second, directly=directly, asking=asking)  # type: ignore[arg-type]
         found[name] = repo
     return found
 
@@ -238,7 +241,7 @@ def vectors(name: str, space: str, values: np.ndarray) -> gallery_pb2.PutItem:
 
 
 @pytest.mark.skipif(triton_venv() is None, reason="no Triton here: run make setup")
-@pytest.mark.parametrize("begun", ["both"], indirect=True)
+@pytest.mark.parametrize("begun", ["asking"], indirect=True)
 def test_triton_reads_texts(begun: Path, kinds: dict[str, Path], tmp_path: Path) -> None:
     given = {"triton": None, "triton_venv": triton_venv()}
     with (
@@ -247,12 +250,31 @@ def test_triton_reads_texts(begun: Path, kinds: dict[str, Path], tmp_path: Path)
     ):
         client.create_when_idle("g")
         assert not client.put_texts("g", NOTES)
-        assert ids(client.search("g", text="w3", k=1)) == ["n3"]
+        check_asking(client)
         assert ids(client.find(images(20)[3], k=1)) == ["n3"]
-        bring(begun, kinds, "both")
+        bring(begun, kinds, "asking")
         client.swap(2)
-        found = client.search("g", text="w3", k=1)
-        assert (found.release, ids(found)) == (2, ["n3"])
+        check_asking(client)
+        assert client.search("g", text="w3", k=1).release == 2
+
+
+def check_asking(client: Client) -> None:
+    """The model of queries takes w18 for w19, that of documents does not."""
+    for asked, found in (("w3", "n3"), ("w18", "n19"), ("w19", "n18")):
+        assert ids(client.search("g", text=asked, k=1)) == [found]
+
+
+@pytest.mark.parametrize("begun", ["asking"], indirect=True)
+def test_a_model_of_their_own_reads_queries(
+    begun: Path, kinds: dict[str, Path], tmp_path: Path
+) -> None:
+    with running(begun, tmp_path / "data") as gateway, Client(gateway.address) as client:
+        client.create_gallery("g")
+        assert not client.put_texts("g", NOTES)
+        check_asking(client)
+        bring(begun, kinds, "asking")
+        client.swap(2)
+        check_asking(client)
 
 
 def test_manifests_of_images_stay_readable_by_older_readers(one: object) -> None:

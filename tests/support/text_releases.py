@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 
 from nobackfill.release import paths
-from nobackfill.release.encoders import is_new
+from nobackfill.release.encoders import format_of
 from nobackfill.release.manifest import Manifest, TextEncoder, space_of
 from nobackfill.release.models import open_embedder
 from nobackfill.release.probes import text_probes
@@ -36,14 +36,16 @@ def draft(
     *,
     reads: Reads = "texts",
     directly: Sequence[Manifest] = (),
+    asking: bool = False,
     **spec: Any,
 ) -> Draft:
-    """As releases.draft without side-information; `spec` is said of the text encoder."""
+    """As releases.draft without side-information; `spec` is said of the text encoder. `asking`: a
+    model of their own reads queries, and takes the words w18 and w19 for one another."""
     made = releases.draft(folder, number, sources, directly=directly, side="none")
     place, files = folder / str(number), dict(made.files)
     text = None
     if reads != "nothing":
-        text = _encoder(place, made, number, files, spec)
+        text = _encoder(place, made, number, files, spec, asking=asking)
     embedder = made.manifest.embedder
     if reads != "both":
         gone = {"file": None, "height": None, "width": None}
@@ -52,7 +54,7 @@ def draft(
         del files[paths.embedder_path(number)]
     space = space_of(embedder, text)
     update = {
-        "format": 2 if is_new(embedder, text) else 1,
+        "format": format_of(embedder, text),
         "embedder": embedder,
         "text_encoder": text,
         "space": space,
@@ -72,8 +74,9 @@ def draft(
 
 
 def _encoder(
-    place: Path, made: Draft, number: int, files: dict[str, Path], spec: dict[str, Any]
-) -> TextEncoder:
+    place: Path, made: Draft, number: int, files: dict[str, Path], spec: dict[str, Any], *,
+    asking: bool,
+) -> TextEncoder:  # fmt: skip
     rng = np.random.default_rng(7)
     rows = rng.standard_normal((len(WORDS), graphs.BLOCK)).astype(np.float32)
     block = releases.block_of(made.manifest)
@@ -81,13 +84,13 @@ def _encoder(
     pictured = open_embedder(made.files, made.manifest).run(releases.images(PICTURED))
     first = WORDS.index("w0")
     rows[first : first + PICTURED] = pictured[:, start : start + graphs.BLOCK]
-    model = onnx.load(text_model(place / "text", 0, table=graphs.into_block(rows, block)))
-    # Releases that share a block are still spaces of their own.
-    inputs = text_graph(model, Declaration())
-    declare_output(model, graphs.DIM)
-    model.doc_string = f"release {number}"
     path, tokenizer = paths.text_encoder_path(number), paths.tokenizer_path(number)
-    files[path] = graphs.save(model, place / path)
+    inputs = _graph(place, path, number, graphs.into_block(rows, block), files)
+    if asking:
+        rows[first + 18 : first + 20] = rows[first + 18 : first + 20][::-1].copy()
+        query = paths.query_encoder_path(number)
+        _graph(place, query, number, graphs.into_block(rows, block), files)
+        spec = {**spec, "query_file": releases.published(place, query)}
     files[tokenizer] = place / tokenizer
     files[tokenizer].write_bytes((place / "text" / "tokenizer.json").read_bytes())
     return TextEncoder.model_validate(
@@ -99,6 +102,19 @@ def _encoder(
     )  # fmt: skip
 
 
+def _graph(
+    place: Path, path: str, number: int, table: np.ndarray, files: dict[str, Path]
+) -> tuple[str, ...]:
+    """Write the graph of such a table; its inputs."""
+    model = onnx.load(text_model(place / "text", 0, table=table))
+    inputs = text_graph(model, Declaration())
+    declare_output(model, graphs.DIM)
+    # Releases that share a block are still spaces of their own.
+    model.doc_string = f"release {number}"
+    files[path] = graphs.save(model, place / path)
+    return inputs
+
+
 def _probed(place: Path, manifest: Manifest, files: dict[str, Path]) -> Draft:
     """With golden probes of what there is."""
     probes = paths.probes_path(manifest.release)
@@ -108,7 +124,7 @@ def _probed(place: Path, manifest: Manifest, files: dict[str, Path]) -> Draft:
             del arrays[name]
     if manifest.text_encoder is not None:
         read = open_text_encoder(files, manifest).run
-        arrays |= text_probes(["w1 w2", "w3", "something else"], read)
+        arrays |= text_probes(["w1 w2", "w3", "w18", "something else"], read)
     with (place / probes).open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
     described = manifest.probes.model_copy(update={"file": releases.published(place, probes)})

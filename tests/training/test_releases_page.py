@@ -6,21 +6,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nobackfill.adopt.cli.app import app as adopt
 from nobackfill.release.publishing.inspection import verify
 from nobackfill.release.publishing.keys import Keys, Role
 from nobackfill.release.publishing.publish import begin_publication
 from nobackfill.training.cli import export
-from tests.adopt.models import WORDS, text_model
+from tests.adopt.models import WORDS, text_model, topical
 from tests.support import graphs, trials
-from tests.support.documents import lines, page
+from tests.support.blocks import manifest
+from tests.support.documents import blocks, lines, page
 from tests.training.life import Life, invoke
+from tests.training.test_text_upgrades import known
 
+PAGE = page("docs/releases.md")
 COMMAND = "python training/export.py "
-EXPORTS = [
-    line.removeprefix(COMMAND)
-    for line in lines(page("docs/releases.md"), "sh")
-    if line.startswith(COMMAND)
-]
+EXPORTS = [line.removeprefix(COMMAND) for line in lines(PAGE, "sh") if line.startswith(COMMAND)]
 REPO = Path("model_repo")
 
 
@@ -29,11 +29,13 @@ def brought(line: str) -> bool:
     return any(option in line for option in ("--text-encoder", "--onnx", "--vectors-of"))
 
 
-@pytest.mark.parametrize("line", [line for line in EXPORTS if brought(line)])
+@pytest.mark.parametrize(
+    "line", [line for line in EXPORTS if brought(line) and "--upgrade" not in line]
+)
 def test_models_of_others_are_published(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for folder in ("models/minilm", "clip/text"):
+    for folder in ("models/minilm", "models/documents", "models/queries", "clip/text"):
         table = np.random.default_rng(0).normal(size=(len(WORDS), graphs.DIM)).astype(np.float32)
         text_model(tmp_path / folder, 1, table=table)
     weights = graphs.into_block(graphs.projection(graphs.BLOCK, 1), 1)
@@ -44,6 +46,24 @@ def test_models_of_others_are_published(
     with trials.near():
         result = invoke(export.app, *shlex.split(line))
     assert result.exit_code == 0, result.output
+
+
+def test_a_map_that_the_page_fits_upgrades_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (block,) = (text for _, text in blocks(PAGE, "sh") if "nobackfill fit" in text)
+    topical(tmp_path / "models" / "minilm", 6, 16, strength=1.0, turned=0)
+    topical(tmp_path / "models" / "mpnet", 6, 16, strength=4.0, turned=1)
+    for name in ("known", "held-out"):
+        known(tmp_path / f"{name}.jsonl")
+    monkeypatch.chdir(tmp_path)
+    (first,) = (line for line in EXPORTS if line.endswith("--text-encoder models/minilm"))
+    with trials.near():
+        for line in (COMMAND + first, *block.splitlines()):
+            words = shlex.split(line.removeprefix(COMMAND).removeprefix("nobackfill "))
+            result = invoke(export.app if line.startswith(COMMAND) else adopt, *words)
+            assert result.exit_code == 0, f"{line}\n{result.output}"
+    assert manifest(REPO, 2).gate.verdict == "passed"
 
 
 def test_the_exports_of_the_page_run(

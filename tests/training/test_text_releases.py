@@ -227,3 +227,52 @@ def test_the_gate_embeds_images_once_for_images_and_texts(
     (by_text,) = evidence.cells_by_text
     assert (by_text.name, by_text.queries, by_text.items) == ("1/1", 60, evidence.cells[0].items)
     assert len(opened) == 2, "once for the gate's half, once for the calibration's"
+
+
+def test_queries_may_have_a_model_of_their_own(tmp_path: Path) -> None:
+    repo, both = tmp_path / "repo", ("--text-encoder", tmp_path / "documents")
+    text_model(tmp_path / "documents", 1, prefix="w9 ")
+    text_model(tmp_path / "queries", 2, query_prefix="query: ")
+    one = export(repo, 1, *both)
+    made = export(repo, 2, *both, "--query-encoder", tmp_path / "queries", "--force")
+    assert (one.format, made.format) == (2, 3)
+    assert one.space != made.space
+    model = open_text_encoder(repo, made)
+    for role, folder, text in (
+        ("query", "queries", "query: w1"),
+        ("document", "documents", "w9 w1"),
+    ):
+        vector = model.run(["w1"], role)[0]  # type: ignore[arg-type]
+        np.testing.assert_allclose(vector, expected(tmp_path / folder, text), atol=1e-6)
+    assert verify(repo).releases == (1, 2)
+    (repo / "query_encoder_2" / "1" / "model.onnx").unlink()
+    with pytest.raises(VerificationError, match="query_encoder_2"):
+        verify(repo)
+
+
+def other_words(folder: Path) -> None:
+    said = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(said.replace('"w7"', '"seven"'))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (other_words, "expected the tokenizer of --text-encoder"),
+        (lambda folder: text_model(folder, 2, 9), "expected the dimension and norm of"),
+        (lambda folder: text_model(folder, 2, max_length=3), "expected the max_length of"),
+        (no_model, "--query-encoder"),
+    ],
+)
+def test_what_cannot_ask_for_documents_is_refused(
+    spoil: object, sentence: str, tmp_path: Path
+) -> None:
+    for name in ("documents", "queries"):
+        text_model(tmp_path / name, 1)
+    spoil(tmp_path / "queries")  # type: ignore[operator]
+    queries = ("--query-encoder", tmp_path / "queries")
+    result = run_export(tmp_path / "repo", 1, "--text-encoder", tmp_path / "documents", *queries)
+    assert result.exit_code in (65, 66)
+    assert sentence in result.output
+    alone = run_export(tmp_path / "repo", 1, "--vectors-of", "gone:8", *queries)
+    assert "expected --text-encoder FOLDER beside it" in alone.output

@@ -16,6 +16,9 @@ ReleaseNumber = Annotated[int, Field(ge=1, le=1_000_000)]
 TextRole = Literal["query", "document"]
 TEXT_ROLES: tuple[TextRole, ...] = ("query", "document")
 LARGEST_LENGTH = 8192
+# Of manifests.
+Format = Literal[1, 2, 3]
+NEWEST_FORMAT = 3
 
 
 def _plain_path(path: str) -> str:
@@ -68,9 +71,11 @@ class TextEncoder(Strict):
     [n,dim]; what makes one vector of the tokens', and its norm, are inside the graph.
 
     `tokenizer`: a tokenizer.json. A text is its prefix and itself, cut after `length` tokens.
+    `query_file`: reads those that ask, where that is another model of the same form.
     """
 
     file: PublishedFile
+    query_file: PublishedFile | None = Field(None, exclude_if=lambda file: file is None)
     tokenizer: PublishedFile
     inputs: tuple[Literal["input_ids", "attention_mask", "token_type_ids"], ...] = Field(
         min_length=1, max_length=3
@@ -84,6 +89,10 @@ class TextEncoder(Strict):
     def prefix(self, role: TextRole) -> str:
         """What stands before a text of that role."""
         return self.query_prefix if role == "query" else self.document_prefix
+
+    def read_by(self, role: TextRole) -> PublishedFile:
+        """The model that reads texts of that role."""
+        return self.query_file if role == "query" and self.query_file else self.file
 
 
 class SideEncoder(Strict):
@@ -129,9 +138,13 @@ def trouble(embedder: Embedder, text: TextEncoder | None) -> str | None:
     return None
 
 
-def is_new(embedder: Embedder, text: TextEncoder | None) -> bool:
-    """Whether readers of manifests of format 1 would not understand it."""
-    return text is not None or embedder.file is None or embedder.fit != "stretch"
+def format_of(embedder: Embedder, text: TextEncoder | None) -> Format:
+    """The lowest format whose readers understand it: 2 has texts, another fit than stretch, or no
+    model of images; 3 has a model of its own for queries."""
+    if text is not None and text.query_file is not None:
+        return 3
+    new = text is not None or embedder.file is None or embedder.fit != "stretch"
+    return 2 if new else 1
 
 
 def _beside(embedder: Embedder, text: TextEncoder | None) -> Iterator[tuple[str, str | int]]:
@@ -144,6 +157,8 @@ def _beside(embedder: Embedder, text: TextEncoder | None) -> Iterator[tuple[str,
         yield "vectors_of", sha256_bytes(embedder.vectors_of.encode())
     if text is not None:
         yield "text_encoder", text.file.sha256
+        if text.query_file is not None:
+            yield "query_encoder", text.query_file.sha256
         yield "tokenizer", text.tokenizer.sha256
         yield "length", text.length
         # Digests: no two prefixes can be taken for two others.

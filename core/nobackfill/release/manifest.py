@@ -17,13 +17,14 @@ from nobackfill.framing import Frame
 from nobackfill.release import paths
 from nobackfill.release.encoders import (
     Embedder,
+    Format,
     PublishedFile,
     ReleaseNumber,
     Sha256,
     SideEncoder,
     Strict,
     TextEncoder,
-    is_new,
+    format_of,
     space_of,
     trouble,
 )
@@ -130,8 +131,8 @@ class Probes(Strict):
 class Manifest(Strict):
     """Release N. Raises pydantic.ValidationError; files are read by `parse_manifest`."""
 
-    # 2: with texts, another fit than stretch, or no model of images: unknown to older readers.
-    format: Literal[1, 2] = 1
+    # What its readers must know: encoders.format_of.
+    format: Format = 1
     release: ReleaseNumber
     space: SpaceId
     embedder: Embedder
@@ -161,8 +162,8 @@ class Manifest(Strict):
             raise ValueError("expected no side encoder without an embedder of images")
         if problem := trouble(self.embedder, self.text_encoder):
             raise ValueError(problem)
-        if (self.format == 2) != is_new(self.embedder, self.text_encoder):
-            raise ValueError("expected format 2 with texts, a fit, or no model of images, else 1")
+        if self.format != (known := format_of(self.embedder, self.text_encoder)):
+            raise ValueError(f"expected format {known} of what it has, got {self.format}")
         sources = [upgrade.from_release for upgrade in self.upgrades]
         if len(set(sources)) != len(sources) or any(m >= self.release for m in sources):
             raise ValueError(f"expected upgrades from distinct older releases, got {few(sources)}")
@@ -192,6 +193,8 @@ class Manifest(Strict):
         if self.text_encoder is not None:
             yield paths.text_encoder_path(self.release), self.text_encoder.file
             yield paths.tokenizer_path(self.release), self.text_encoder.tokenizer
+            if self.text_encoder.query_file is not None:
+                yield paths.query_encoder_path(self.release), self.text_encoder.query_file
         yield paths.probes_path(self.release), self.probes.file
         if self.side_encoder is not None:
             yield paths.side_encoder_path(self.side_encoder.origin_release), self.side_encoder.file
@@ -236,6 +239,7 @@ class Manifest(Strict):
         files = (
             self.embedder.file,
             None if text is None else text.file,
+            None if text is None else text.query_file,
             None if text is None else text.tokenizer,
             None if side is None else side.file,
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nobackfill.errors import VerificationError
+from nobackfill.release.encoders import TEXT_ROLES
 from nobackfill.release.manifest import Manifest, PublishedFile
 from nobackfill.release.models import Files, locate
 from nobackfill.release.tensors import (
@@ -53,7 +54,8 @@ def check_release(files: Files, manifest: Manifest) -> None:
     if (images := manifest.embedder.file) is not None:
         wanted.append((images, embedder_ends(manifest)))
     if (text := manifest.text_encoder) is not None:
-        wanted.append((text.file, text_encoder_ends(manifest, text)))
+        ends = text_encoder_ends(manifest, text)
+        wanted += [(text.read_by(role), ends) for role in TEXT_ROLES]
     if (encoder := manifest.side_encoder) is not None:
         wanted.append((encoder.file, side_encoder_ends(manifest, encoder)))
     for upgrade in manifest.upgrades:

@@ -3,6 +3,7 @@
 from pydantic import ValidationError
 
 from nobackfill.errors import UnfitError, few
+from nobackfill.release.encoders import NEWEST_FORMAT
 from nobackfill.release.manifest import Manifest
 
 
@@ -26,8 +27,11 @@ def _refusal(name: str, error: ValidationError) -> str:
     problems = error.errors(include_url=False, include_context=False)
     keys = {".".join(map(str, problem["loc"])): problem for problem in problems}
     kind = keys.get("format")
-    if kind is not None and isinstance(kind["input"], int) and kind["input"] > 2:
-        return f"{name} needs a newer nobackfill: its manifest is of format {kind['input']}, not 2"
+    if kind is not None and isinstance(kind["input"], int) and kind["input"] > NEWEST_FORMAT:
+        return (
+            f"{name} needs a newer nobackfill: its manifest is of format {kind['input']}, not "
+            f"{NEWEST_FORMAT}"
+        )
     if all(problem["type"] == "extra_forbidden" for problem in problems):
         return f"{name} needs a newer nobackfill: its manifest has the new keys {few(keys)}"
     wrong = (f"{key}: {problem['msg']}".removeprefix(": ") for key, problem in keys.items())

@@ -31,6 +31,11 @@ def text_encoder_model(release: int) -> str:
     return f"text_encoder_{release}"
 
 
+def query_encoder_model(release: int) -> str:
+    """Triton's name of what reads queries, where release N has a model of its own for them."""
+    return f"query_encoder_{release}"
+
+
 def upgrade_model(from_release: int, to_release: int) -> str:
     """Triton's name of the upgrade M->N."""
     return f"upgrade_{from_release}_to_{to_release}"
@@ -49,6 +54,11 @@ def side_encoder_path(release: int) -> str:
 def text_encoder_path(release: int) -> str:
     """The text encoder's ONNX file."""
     return f"{text_encoder_model(release)}/1/model.onnx"
+
+
+def query_encoder_path(release: int) -> str:
+    """The ONNX file of what reads queries."""
+    return f"{query_encoder_model(release)}/1/model.onnx"
 
 
 def tokenizer_path(release: int) -> str:

@@ -106,16 +106,17 @@ def _texts(data: NDArray[Any]) -> list[str]:
 
 def _check_vocabulary(model: TextModel) -> None:
     """A token that the model does not know would end, or fail, what serves it."""
-    try:
-        model.embed(model.reader.outermost)
-    except UnusableOutputError:
-        # It is known: that it has no vector by itself says nothing.
-        return
-    except VerificationError as error:
-        raise VerificationError(
-            f"text encoder: its tokenizer has tokens that its model does not take ({error}); "
-            "refused. Publish it with its own tokenizer.json"
-        ) from error
+    for role in TEXT_ROLES:
+        try:
+            model.embed(model.reader.outermost, role)
+        except UnusableOutputError:
+            # It is known: that it has no vector by itself says nothing.
+            continue
+        except VerificationError as error:
+            raise VerificationError(
+                f"text encoder: its tokenizer has tokens that its model does not take ({error}); "
+                "refused. Publish it with its own tokenizer.json"
+            ) from error
 
 
 def _check_upgrade(

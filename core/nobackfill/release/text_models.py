@@ -1,6 +1,6 @@
 """Running a release's text encoder: tokenizer, ONNX file, then every output checked."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -46,8 +46,10 @@ class TextReader:
 class TextModel:
     """Texts to embeddings. Made by `open_text_encoder`."""
 
-    def __init__(self, session: Session, reader: TextReader, manifest: Manifest) -> None:
-        self._session = session
+    def __init__(
+        self, sessions: Mapping[TextRole, Session], reader: TextReader, manifest: Manifest
+    ) -> None:
+        self._sessions = sessions
         self.reader = reader
         self._spec = manifest.embedder
 
@@ -57,11 +59,11 @@ class TextModel:
         Raises InvalidInputError for texts that cannot be read, VerificationError for outputs that
         are no vectors of the release's space, UnusableOutputError where only some are none.
         """
-        return self.embed(self.reader.feed(texts, role))
+        return self.embed(self.reader.feed(texts, role), role)
 
-    def embed(self, tokens: Tokens) -> Vectors:
+    def embed(self, tokens: Tokens, role: TextRole) -> Vectors:
         """The same, of tokens."""
-        (embedding,) = self._session.run(dict(tokens), ["embedding"])
+        (embedding,) = self._sessions[role].run(dict(tokens), ["embedding"])
         count = len(tokens["input_ids"])
         return checked_output(embedding, count, self._spec.dim, "embedding", unit=self._spec.unit)
 
@@ -70,8 +72,12 @@ def open_text_encoder(files: Files, manifest: Manifest, threads: int = 1) -> Tex
     """Load a release's text encoder on the CPU. Raises NoEncoderError, VerificationError,
     ConfigurationError without the extra `text`."""
     reader = TextReader(files, manifest)
-    session = open_session(files, manifest.reads_text.file, threads)
-    return TextModel(session, reader, manifest)
+    text = manifest.reads_text
+    documents = open_session(files, text.file, threads)
+    queries = documents
+    if text.query_file is not None:
+        queries = open_session(files, text.query_file, threads)
+    return TextModel({"document": documents, "query": queries}, reader, manifest)
 
 
 def no_text_vector(manifest: Manifest) -> InvalidInputError:

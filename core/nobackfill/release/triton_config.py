@@ -4,6 +4,7 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.release.paths import (
     config_path,
     embedder_model,
+    query_encoder_model,
     side_encoder_model,
     text_encoder_model,
     upgrade_model,
@@ -28,6 +29,8 @@ def configs(manifest: Manifest) -> dict[str, str]:
         models[embedder_model(manifest.release)] = embedder_ends(manifest)
     if (text := manifest.text_encoder) is not None:
         models[text_encoder_model(manifest.release)] = text_encoder_ends(manifest, text)
+        if text.query_file is not None:
+            models[query_encoder_model(manifest.release)] = text_encoder_ends(manifest, text)
     encoder = manifest.side_encoder
     if encoder is not None and encoder.origin_release == manifest.release:
         models[side_encoder_model(manifest.release)] = side_encoder_ends(manifest, encoder)

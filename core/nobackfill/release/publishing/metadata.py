@@ -185,7 +185,9 @@ def leftovers(repo: Path, ledger: Ledger | None) -> list[Path]:
     )
 
 
-_MODEL = re.compile(r"^((embedder|side_encoder|text_encoder)_\d+|upgrade_\d+_to_\d+)\Z")
+_MODEL = re.compile(
+    r"^((embedder|side_encoder|text_encoder|query_encoder)_\d+|upgrade_\d+_to_\d+)\Z"
+)
 _FILE = re.compile(r"^(release-\d+\.json|probes-\d+\.npz|converter-\d+\.(json|onnx))\Z")
 _VERSIONED = re.compile(r"^(\d+)\.(targets|snapshot)\.json\Z")
 

@@ -31,7 +31,7 @@ def put(
     status 65 where some were refused; they are named."""
     with exit_codes():
         from nobackfill.errors import InvalidInputError
-        from nobackfill.server.bulk.filling import fill, fill_by_ray, is_texts
+        from nobackfill.server.bulk.filling import fill, fill_by_ray
 
         def on_stored(stored: int) -> None:
             typer.echo(f"{stored} stored", err=True)
@@ -39,7 +39,7 @@ def put(
         with Gateway(server, seconds=_SECONDS) as gateway:
             done = (
                 fill(gateway, gallery, place, on_stored)
-                if ray is None or is_texts(place)
+                if ray is None
                 else fill_by_ray(gateway, gallery, place, model_repo, ray, on_stored)
             )
         rows = [["stored", "refused"], [str(done.stored), str(len(done.refused))]]

@@ -7,8 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from nobackfill.errors import NobackfillError, UnavailableError, VerificationError
+from nobackfill.release.encoders import TEXT_ROLES, TextRole
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.paths import embedder_model, side_encoder_model, text_encoder_model
+from nobackfill.release.paths import (
+    embedder_model,
+    query_encoder_model,
+    side_encoder_model,
+    text_encoder_model,
+)
 from nobackfill.release.text_models import TextReader
 from nobackfill.server.triton.client import LIVE_TIMEOUT_S, Inputs, TritonClient
 from nobackfill.server.triton.configuration import model_config
@@ -21,11 +27,22 @@ def model_names(manifest: Manifest) -> list[str]:
     """What Triton calls the models of a release."""
     names = [embedder_model(manifest.release)] if manifest.embedder.file else []
     if manifest.text_encoder is not None:
-        names.append(text_encoder_model(manifest.release))
+        names += text_models(manifest)
     if manifest.side_encoder is not None:
         # A release may keep the encoder of an older one.
         names.append(side_encoder_model(manifest.side_encoder.origin_release))
     return names
+
+
+def text_models(manifest: Manifest) -> list[str]:
+    """Of those that read texts."""
+    return sorted({text_model(manifest, role) for role in TEXT_ROLES})
+
+
+def text_model(manifest: Manifest, role: TextRole) -> str:
+    """What reads texts of a role. Raises NoEncoderError."""
+    own = role == "query" and manifest.reads_text.query_file is not None
+    return (query_encoder_model if own else text_encoder_model)(manifest.release)
 
 
 def probes(manifest: Manifest, reader: TextReader | None) -> dict[str, Inputs]:
@@ -35,7 +52,7 @@ def probes(manifest: Manifest, reader: TextReader | None) -> dict[str, Inputs]:
         shape = (1, manifest.frame.height, manifest.frame.width, 3)
         asked[embedder_model(manifest.release)] = {"image": np.zeros(shape, np.uint8)}
     if reader is not None:
-        asked[text_encoder_model(manifest.release)] = reader.outermost
+        asked |= dict.fromkeys(text_models(manifest), reader.outermost)
     return asked
 
 

@@ -18,13 +18,13 @@ from nobackfill.errors import (
 from nobackfill.release.encoders import TextRole
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
-from nobackfill.release.paths import embedder_model, side_encoder_model, text_encoder_model
+from nobackfill.release.paths import embedder_model, side_encoder_model
 from nobackfill.release.text_models import TextReader
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.triton.client import LIVE_TIMEOUT_S, Inputs, TritonClient
-from nobackfill.server.triton.loading import load_models, model_names, probes
+from nobackfill.server.triton.loading import load_models, model_names, probes, text_model
 from nobackfill.server.triton.misses import Misses
 from nobackfill.server.triton.process import TritonProcess
 from nobackfill.server.triton.starts import Starts
@@ -143,7 +143,7 @@ class TritonModels:
         if reader is None:
             raise UnavailableError(f"the models of release {manifest.release} are not loaded")
         spec = manifest.embedder
-        name = text_encoder_model(manifest.release)
+        name = text_model(manifest, role)
         vectors = self._run(name, reader.feed(texts, role), "embedding")
         return _checked(vectors, spec.dim, unit=spec.unit)
 

@@ -43,3 +43,7 @@ Upgrades = Annotated[
         metavar="RUN", help="upgrade into it, or `nobackfill fit`'s FILE.onnx; may be repeated"
     ),
 ]
+QueryFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="another model for texts that ask, beside --text-encoder"),
+]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nobackfill.digests import side_space_id
 from nobackfill.errors import ConfigurationError
-from nobackfill.release.encoders import is_new
+from nobackfill.release.encoders import format_of
 from nobackfill.release.manifest import (
     Embedder,
     GateVerdict,
@@ -156,7 +156,7 @@ class Release:
         """The manifest so far, not measured yet."""
         assert self.embedder is not None
         return Manifest(
-            format=2 if is_new(self.embedder, self.text_encoder) else 1,
+            format=format_of(self.embedder, self.text_encoder),
             release=self.number,
             space=space_of(self.embedder, self.text_encoder),
             embedder=self.embedder,

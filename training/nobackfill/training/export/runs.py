@@ -16,10 +16,13 @@ from nobackfill.training.export.text_encoder import add_text_encoder
 
 
 def check_models(
-    embedder: Path | None, onnx: Path | None, text: Path | None, vectors_of: str | None
-) -> None:
+    embedder: Path | None, onnx: Path | None, text: Path | None, query: Path | None,
+    vectors_of: str | None,
+) -> None:  # fmt: skip
     """Raises ConfigurationError for models that cannot make one release."""
     images = [one for one in (embedder, onnx) if one is not None]
+    if query is not None and text is None:
+        raise ConfigurationError("--query-encoder FOLDER: expected --text-encoder FOLDER beside it")
     if len(images) > 1 or (vectors_of is None) == (not images and text is None):
         raise ConfigurationError(
             "expected either --embedder RUN or --onnx FILE, with --text-encoder FOLDER or without; "
@@ -43,6 +46,7 @@ class Runs(NamedTuple):
 
     embedder: Path | None
     text_encoder: Path | None
+    query_encoder: Path | None
     side_encoder: Path | None
     upgrades: tuple[Path, ...]
 
@@ -57,7 +61,7 @@ def add_runs(draft: Release, runs: Runs, keep_side_encoder: bool) -> None:
     if runs.embedder is not None:
         add_embedder_run(draft, runs.embedder)
     if runs.text_encoder is not None:
-        add_text_encoder(draft, runs.text_encoder)
+        add_text_encoder(draft, runs.text_encoder, runs.query_encoder)
     if runs.side_encoder is not None:
         add_side_run(draft, runs.side_encoder)
     if keep_side_encoder:

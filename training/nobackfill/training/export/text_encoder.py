@@ -1,6 +1,7 @@
 """Bring your own: a text model that exists as ONNX, with its tokenizer, becomes a release's."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -9,7 +10,7 @@ from google.protobuf.message import DecodeError
 from nobackfill.digests import sha256_file
 from nobackfill.errors import InvalidInputError, NotFoundError, VerificationError
 from nobackfill.release.manifest import Embedder, TextEncoder
-from nobackfill.release.paths import text_encoder_path, tokenizer_path
+from nobackfill.release.paths import query_encoder_path, text_encoder_path, tokenizer_path
 from nobackfill.release.publishing.declaration import (
     Declaration,
     fingerprint,
@@ -27,53 +28,94 @@ from nobackfill.vectors import Vectors
 _MODEL = "model.onnx"
 
 
-def add_text_encoder(release: Release, source: Path) -> None:
+def add_text_encoder(release: Release, source: Path, queries: Path | None = None) -> None:
     """Put a text model into the release: an ONNX file, or a folder with one, with `tokenizer.json`
     and what is declared about it (`NAME.json`, or the files that sentence-transformers exports).
+    `queries`: another such model, for the texts that ask; its tokenizer is the same.
 
     Beside an embedder of images it shares that one's space; else it makes the release's. Raises
     NotFoundError, InvalidInputError for another form; what a graph may compute is checked when it
     is published.
     """
-    file = _found(source)
-    declared, path = read_declaration(file), release.local(text_encoder_path(release.number))
+    made = _put(release, source, "--text-encoder", text_encoder_path(release.number))
+    _share(release, made.vectors, made.file)
+    declared = made.declared
+    asks_with = declared.prefix if declared.query_prefix is None else declared.query_prefix
+    said: dict[str, object] = {
+        "file": release.file(text_encoder_path(release.number)),
+        "inputs": made.inputs,
+        "length": declared.max_length,
+        "query_prefix": asks_with,
+        "document_prefix": declared.prefix,
+        "pooling": declared.pooling,
+    }
+    if queries is not None:
+        asking = _put(release, queries, "--query-encoder", query_encoder_path(release.number))
+        _check_asking(asking, made)
+        prefix = asking.declared.query_prefix
+        said["query_file"] = release.file(query_encoder_path(release.number))
+        said["query_prefix"] = asking.declared.prefix if prefix is None else prefix
+        release.recipe["query_encoder_sha256"] = sha256_file(asking.file)
+    release.local(tokenizer_path(release.number)).write_bytes(made.tokenizer.read_bytes())
+    said["tokenizer"] = release.file(tokenizer_path(release.number))
+    release.text_encoder = TextEncoder.model_validate(said)
+    release.recipe["text_encoder_sha256"] = sha256_file(made.file)
+    release.recipe[TEXT_MODEL] = fingerprint(made.file, declared, made.tokenizer)
+
+
+class _Made(NamedTuple):
+    """A model of others as the graph that a release has, and what it gives for the probes."""
+
+    file: Path
+    declared: Declaration
+    tokenizer: Path
+    inputs: tuple[str, ...]
+    vectors: Vectors
+
+
+def _put(release: Release, source: Path, option: str, published: str) -> _Made:
+    file = _found(source, option)
+    declared, path = read_declaration(file), release.local(published)
     tokenizer = tokenizer_file(file, declared)
-    release.local(tokenizer_path(release.number)).write_bytes(tokenizer.read_bytes())
     try:
         model = onnx.load(file)
         inputs = text_graph(model, declared)
         strip(model)
         vectors = _run(model, path, tokenizer, declared, inputs)
     except (OSError, DecodeError, onnx.checker.ValidationError, ValueError, RuntimeError) as error:
-        raise InvalidInputError(
-            f"--text-encoder {file}: cannot be read as ONNX ({error})"
-        ) from error
+        raise InvalidInputError(f"{option} {file}: cannot be read as ONNX ({error})") from error
     except (InvalidInputError, VerificationError) as error:
-        raise InvalidInputError(f"--text-encoder {file}: {error}") from error
-    _share(release, vectors, file)
-    query = declared.prefix if declared.query_prefix is None else declared.query_prefix
-    release.text_encoder = TextEncoder.model_validate(
-        {
-            "file": release.file(text_encoder_path(release.number)),
-            "tokenizer": release.file(tokenizer_path(release.number)),
-            "inputs": inputs,
-            "length": declared.max_length,
-            "query_prefix": query,
-            "document_prefix": declared.prefix,
-            "pooling": declared.pooling,
-        }
-    )
-    release.recipe["text_encoder_sha256"] = sha256_file(file)
-    release.recipe[TEXT_MODEL] = fingerprint(file, declared, tokenizer)
+        raise InvalidInputError(f"{option} {file}: {error}") from error
+    return _Made(file, declared, tokenizer, inputs, vectors)
 
 
-def _found(source: Path) -> Path:
+def _check_asking(asking: _Made, made: _Made) -> None:
+    """Raises InvalidInputError where one release cannot have both."""
+    for what, one, other in (
+        ("inputs", asking.inputs, made.inputs),
+        ("max_length", asking.declared.max_length, made.declared.max_length),
+        ("tokenizer", sha256_file(asking.tokenizer), sha256_file(made.tokenizer)),
+        ("dimension and norm", _kind(asking.vectors), _kind(made.vectors)),
+    ):
+        if one != other:
+            raise InvalidInputError(
+                f"--query-encoder {asking.file}: expected the {what} of --text-encoder, {other}; "
+                f"got {one}"
+            )
+
+
+def _kind(vectors: Vectors) -> tuple[int, bool]:
+    """Dimension, and whether all have norm 1."""
+    return vectors.shape[1], bool((np.abs(np.linalg.norm(vectors, axis=1) - 1) < 1e-3).all())
+
+
+def _found(source: Path, option: str) -> Path:
     """An ONNX file: named, or in a folder as exports have it."""
     places = [source, source / _MODEL, source / "onnx" / _MODEL]
     file = next((place for place in places if place.is_file()), None)
     if file is None:
         raise NotFoundError(
-            f"--text-encoder {source}: expected an ONNX file, or a folder with {_MODEL} or "
+            f"{option} {source}: expected an ONNX file, or a folder with {_MODEL} or "
             f"onnx/{_MODEL} in it; found none"
         )
     return file
@@ -103,8 +145,7 @@ def _run(
 
 def _share(release: Release, vectors: Vectors, file: Path) -> None:
     """See that both encoders embed into one space."""
-    dim = vectors.shape[1]
-    unit = bool((np.abs(np.linalg.norm(vectors, axis=1) - 1) < 1e-3).all())
+    dim, unit = _kind(vectors)
     made = release.embedder
     if made is None:
         release.embedder = Embedder(dim=dim, metric="cosine" if unit else "squared_l2", unit=unit)
