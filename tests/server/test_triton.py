@@ -132,7 +132,7 @@ def test_pixels_come_by_memory_and_none_is_left(
     served: Served, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_memory_module, "_LEAST", 1)
-    pixels, name = np.stack(images(20)), embedder_model(one.release)
+    pixels, name = images(20), embedder_model(one.release)
     inputs = {"image": pixels}
     folder = os.open(served.log.parent / "data" / "triton", os.O_PATH)
     address = f"unix:/proc/{os.getpid()}/fd/{folder}/grpc:1"

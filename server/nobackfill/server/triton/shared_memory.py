@@ -149,12 +149,21 @@ class SharedMemory:
                 )
             finally:
                 region.path.unlink(missing_ok=True)
-        except (OSError, AttributeError, grpc.RpcError) as error:
-            # Another machine's, another container's, another user's, or a system without.
-            self._off_until = time.monotonic() + _PAUSE_S
-            log.info("pixels go to Triton in messages", because=str(error)[:200])
+        except grpc.RpcError as error:
+            # Another machine's, another container's, another user's; or it is away, as the call
+            # that this is for will find, too.
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                self._pause(str(error.details()))
+            return None
+        except (OSError, AttributeError) as error:
+            # There is no room, or no such memory on this system.
+            self._pause(str(error))
             return None
         return region
+
+    def _pause(self, why: str) -> None:
+        self._off_until = time.monotonic() + _PAUSE_S
+        log.info("pixels go to Triton in messages for now", because=why)
 
     def _sweep(self) -> None:
         """What gateways that were killed had it map."""
