@@ -14,7 +14,7 @@ from bench import record
 from bench.adoption.texts import Corpus, Embedded, descriptions, embedded, operations
 from bench.adoption.trial import Trial, corrected
 from bench.harness import Row, Scale, Table, Value
-from demo.adoption.models import lay_out
+from demo.adoption.models import LONGEST, lay_out
 from demo.adoption.transformer import export
 from nobackfill.vectors import Vectors
 
@@ -23,7 +23,6 @@ PAIRS = 2000
 MOST, MOST_SLOW = 4500, 3000
 # Drawn from Debian's descriptions; the first of them are used.
 DRAWN = 5000
-_LONGEST = 128
 
 
 def main(
@@ -37,13 +36,11 @@ def main(
     models = dict(zip(("L3", "L6"), lay_out(packages, out / "models"), strict=True))
     if mpnet is not None:
         file = mpnet / "model.onnx"
-        models["mpnet"] = file if file.exists() else export(mpnet, _LONGEST)
+        models["mpnet"] = file if file.exists() else export(mpnet, LONGEST)
     corpora = [operations(packages, 4000)]
     if lists is not None:
         corpora.append(descriptions(lists, DRAWN))
-    trials = [
-        trial for corpus in corpora for trial in _trials(corpus, models, out)
-    ]  # fmt: skip
+    trials = [trial for corpus in corpora for trial in _trials(corpus, models, out)]
     counts = (100, 500, PAIRS)
     tables = [
         Table("The verdict and the truth", [row for one in trials for row in one.verdict()], NOTE),
@@ -54,7 +51,7 @@ def main(
     if len(corpora) == 2:
         foreign, own = (next(t for t in trials if t.name.startswith(f"L3 to L6, {c.name}"))
                         for c in corpora)  # fmt: skip
-        rows = corrected(foreign, own, (100, 500, PAIRS))
+        rows = corrected(foreign, own, counts)
         tables.append(Table(f"A converter from {corpora[0].name}, R@1", rows))
     path = record.result_path("adoption", Scale.SMALL)
     record.save(path, "adoption", Scale.SMALL, time.perf_counter() - started, tables)

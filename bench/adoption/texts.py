@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from demo.adoption.documents import Document, documents
+from demo.adoption.documents import LONGEST, SHORTEST, Document, documents, drawn
 from nobackfill.adopt.embedding import open_embedder
 from nobackfill.vectors import Vectors
 
 _BATCH = 16
-_SHORTEST, _LONGEST = 80, 600
 _ENTRY = re.compile(r"^Description-en: (.*)\n((?: .*\n?)*)", re.MULTILINE)
 
 
@@ -47,12 +46,10 @@ def descriptions(lists: Path, count: int, seed: int = 0) -> Corpus:
         if said is None:
             continue
         lines = (line.strip() for line in said[2].splitlines())
-        body = " ".join(line for line in lines if line != ".")[:_LONGEST]
-        if len(body) >= _SHORTEST:
+        body = " ".join(line for line in lines if line != ".")[:LONGEST]
+        if len(body) >= SHORTEST:
             found.setdefault(body, Document(said[1], body))
-    every = list(found.values())
-    drawn = np.random.default_rng(seed).choice(len(every), count, replace=False)
-    return Corpus("descriptions (Debian)", [every[row] for row in drawn.tolist()])
+    return Corpus("descriptions (Debian)", drawn(found, count, seed))
 
 
 def embedded(corpus: Corpus, model: Path, file: Path) -> Embedded:

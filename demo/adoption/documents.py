@@ -7,12 +7,14 @@ import gzip
 import html
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-_SHORTEST, _LONGEST = 80, 600
+# Characters of a body.
+SHORTEST, LONGEST = 80, 600
 _TAG = re.compile(r"<[^>]*>")
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*|[a-z0-9]+")
 
@@ -33,11 +35,16 @@ def documents(packages: Path, count: int, seed: int = 0) -> list[Document]:
         if files:
             for one in _operations(files[-1]):
                 found.setdefault(one.body, one)
+    return drawn(found, count, seed)
+
+
+def drawn(found: Mapping[str, Document], count: int, seed: int) -> list[Document]:
+    """`count` of the documents that were found, by body. Raises ValueError where there are less."""
     if len(found) < count:
         raise ValueError(f"expected {count} documents, found {len(found)}")
     every = list(found.values())
-    drawn = np.random.default_rng(seed).choice(len(every), count, replace=False)
-    return [every[row] for row in drawn.tolist()]
+    rows = np.random.default_rng(seed).choice(len(every), count, replace=False)
+    return [every[row] for row in rows.tolist()]
 
 
 def _operations(file: Path) -> list[Document]:
@@ -47,8 +54,8 @@ def _operations(file: Path) -> list[Document]:
     made = []
     for name, operation in said["operations"].items():
         text = html.unescape(_TAG.sub(" ", operation.get("documentation", "")))
-        body = " ".join(text.split())[:_LONGEST]
-        if len(body) >= _SHORTEST:
+        body = " ".join(text.split())[:LONGEST]
+        if len(body) >= SHORTEST:
             words = " ".join(_WORDS.findall(name)).lower()
             made.append(Document(f"{service}: {words}", body))
     return made

@@ -172,10 +172,7 @@ def opened(kind: str, request: pytest.FixtureRequest, folder: Path) -> Iterator[
     """The store of a kind, filled."""
     if kind == "pgvector":
         server: Server = request.getfixturevalue("postgres")
-        with (
-            server.database() as address,
-            psycopg.connect(address, autocommit=True) as connection,
-        ):
+        with server.connected() as (address, connection):
             yield Pgvector(address, connection)
     elif kind == "qdrant":
         # In memory, where there is such a folder: it commits each point to the disk on its own.

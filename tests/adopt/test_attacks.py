@@ -69,10 +69,7 @@ def test_no_sentence_repeats_a_password(monkeypatch: pytest.MonkeyPatch) -> None
 def test_names_are_names_and_keys_of_any_type_are_carried(postgres: Server) -> None:
     """A quote, a dollar quote, a per cent sign and braces in names; keys of a domain and an
     enumeration; a schema of the table's own, where alone its owner may make things."""
-    with (
-        postgres.database() as address,
-        psycopg.connect(address, autocommit=True) as connection,
-    ):
+    with postgres.connected() as (address, connection):
         for statement in (
             "CREATE EXTENSION vector",
             "CREATE SCHEMA shop",
@@ -108,10 +105,7 @@ def test_names_are_names_and_keys_of_any_type_are_carried(postgres: Server) -> N
 
 
 def test_after_the_flip_the_new_vectors_are_the_sources_own(postgres: Server) -> None:
-    with (
-        postgres.database() as address,
-        psycopg.connect(address, autocommit=True) as connection,
-    ):
+    with postgres.connected() as (address, connection):
         connection.execute("CREATE EXTENSION vector")
         connection.execute("CREATE TABLE t (id text PRIMARY KEY, v vector(24))")
         connection.execute("INSERT INTO t VALUES ('a', %s)", [str(MADE.old[0].tolist())])

@@ -29,10 +29,7 @@ def test_a_stranger_gets_from_the_table_to_a_flipped_column(
     old = np.array([expected(tmp_path / "old", text) for text in bodies])
     asked = [{"id": n + 1, "text": " ".join(bodies[n].split()[:4])} for n in range(0, ITEMS, 5)]
     (tmp_path / "queries.jsonl").write_text("\n".join(map(json.dumps, asked)))
-    with (
-        postgres.database() as address,
-        psycopg.connect(address, autocommit=True) as connection,
-    ):
+    with postgres.connected() as (address, connection):
         connection.execute("CREATE EXTENSION vector")
         connection.execute(
             "CREATE TABLE documents (id serial PRIMARY KEY, body text, embedding vector(8))"

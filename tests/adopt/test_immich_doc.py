@@ -77,10 +77,7 @@ def machine_learning() -> Iterator[str]:
 
 @pytest.fixture
 def immich(postgres: Server, tmp_path: Path) -> Iterator[tuple[str, psycopg.Connection]]:
-    with (
-        postgres.database() as address,
-        psycopg.connect(address, autocommit=True) as connection,
-    ):
+    with postgres.connected() as (address, connection):
         for statement in TABLES:
             connection.execute(statement.encode())
         rows = []

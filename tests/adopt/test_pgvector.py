@@ -20,10 +20,7 @@ TARGET = Target("n", MAP.dims[1], MAP.digest)
 @pytest.fixture
 def table(postgres: Server) -> Iterator[tuple[str, psycopg.Connection]]:
     """A table `t` of NOT NULL vectors, wide rows, and an index of the vectors."""
-    with (
-        postgres.database() as address,
-        psycopg.connect(address, autocommit=True) as connection,
-    ):
+    with postgres.connected() as (address, connection):
         connection.execute("CREATE EXTENSION vector")
         _fill(connection)
         yield address, connection
@@ -79,10 +76,7 @@ def test_a_table_that_was_dropped_and_made_again_is_carried(
 
 def test_rows_of_partitions_are_told_apart(postgres: Server) -> None:
     """Two partitions have rows at the same places, written by the same transaction."""
-    with (
-        postgres.database() as address,
-        psycopg.connect(address, autocommit=True) as connection,
-    ):
+    with postgres.connected() as (address, connection):
         connection.execute("CREATE EXTENSION vector")
         connection.execute(
             "CREATE TABLE t (id int PRIMARY KEY, v vector(24)) PARTITION BY HASH (id)"

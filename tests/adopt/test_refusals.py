@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import psycopg
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -125,10 +124,7 @@ def test_nan_in_the_middle_stops_and_what_was_carried_stays(
 def test_tables_that_cannot_be_carried_get_a_sentence(
     postgres: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with (
-        postgres.database() as address,
-        psycopg.connect(address, autocommit=True) as connection,
-    ):
+    with postgres.connected() as (address, connection):
         connection.execute("CREATE EXTENSION vector")
         for statement in (
             "CREATE TABLE keyless (id int, v vector(3))",
@@ -162,10 +158,7 @@ def test_tables_that_cannot_be_carried_get_a_sentence(
 
 def test_a_key_may_be_named_and_a_locked_table_is_not_waited_for(postgres: Server) -> None:
     """Whatever type and name a key has; and who holds the table goes first."""
-    with (
-        postgres.database() as address,
-        psycopg.connect(address, autocommit=True) as connection,
-    ):
+    with postgres.connected() as (address, connection):
         connection.execute("CREATE EXTENSION vector")
         connection.execute(
             'CREATE TABLE "T" ("the ""key" uuid NOT NULL UNIQUE DEFAULT gen_random_uuid(), '

@@ -230,10 +230,7 @@ class Interrupted:
 @pytest.mark.parametrize(
     ("store", "seed"),
     [("pgvector", 0), ("pgvector", 1), ("pgvector", 2), ("qdrant", 0)]
-    + [
-        pytest.param(name, 0, marks=pytest.mark.scale)
-        for name in ("chroma", "milvus-lite", "milvus")
-    ],
+    + [pytest.param(name, 0, marks=pytest.mark.scale) for name in COPIES],
     indirect=["store"],
 )
 def test_who_writes_meanwhile_loses_nothing(store: Written, seed: int) -> None:

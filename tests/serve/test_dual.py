@@ -165,10 +165,7 @@ def test_another_model_or_map_is_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def table(postgres: Server) -> Iterator[tuple[psycopg.Connection, Searchable]]:
     """The same gallery in a table that an application writes to."""
-    with (
-        postgres.database() as address,
-        psycopg.connect(address, autocommit=True) as connection,
-    ):
+    with postgres.connected() as (address, connection):
         connection.execute("CREATE EXTENSION vector")
         connection.execute(
             "CREATE TABLE shop (id text PRIMARY KEY, embedding vector(24), body text)"

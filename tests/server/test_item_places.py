@@ -31,10 +31,7 @@ def opened(address: str, columns: dict[str, str], functions: dict[str, str]) -> 
 
 
 def test_a_column_gives_bytes_and_changes_nothing(postgres: Server) -> None:
-    with (
-        postgres.database() as address,
-        psycopg.connect(address, autocommit=True) as connection,
-    ):
+    with postgres.connected() as (address, connection):
         connection.execute('CREATE TABLE "a b" (id int PRIMARY KEY, "i%s" bytea, t text)')
         connection.execute("""INSERT INTO "a b" VALUES (1, 'abc', 't'), (2, NULL, 't')""")
         columns = {

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import psycopg
 
@@ -86,6 +87,12 @@ class Server:
             yield self.url(name)
         finally:
             self.sql(f"DROP DATABASE {name} WITH (FORCE)")
+
+    @contextmanager
+    def connected(self) -> Iterator[tuple[str, psycopg.Connection[tuple[Any, ...]]]]:
+        """The address of such a database, and a connection that commits each statement."""
+        with self.database() as url, psycopg.connect(url, autocommit=True) as connection:
+            yield url, connection
 
 
 @contextmanager
