@@ -143,15 +143,17 @@ def in_blocks(x: Floats, y: Floats, rows: int = _BLOCK_ROWS) -> Blocks:
     return blocks
 
 
-def solve(moments: Moments, penalty: float) -> Ridge:
-    """The ridge map at one penalty, none on the bias; its `error` is NaN."""
+def solve(moments: Moments, penalty: float, prior: Doubles | None = None) -> Ridge:
+    """The ridge map at one penalty, none on the bias; its `error` is NaN. `prior` [b, a]: the
+    weight that it shrinks towards in place of zero."""
     gram = moments.gram
     least = penalty * float(np.trace(gram)) / len(gram)
     if least <= 0:
         return _Spectrum(moments).solve(penalty, float("nan"))
     # Without eigenvectors, which one penalty does not need: a fiftieth of the time.
     shrunk = gram + least * np.eye(len(gram))
-    weight = np.asarray(np.linalg.solve(shrunk, moments.cross), np.float64).T
+    wanted = moments.cross if prior is None else moments.cross + least * prior.T
+    weight = np.asarray(np.linalg.solve(shrunk, wanted), np.float64).T
     mean_x, mean_y = moments.means
     return Ridge(weight, mean_y - weight @ mean_x, penalty, float("nan"))
 

@@ -51,6 +51,26 @@ def test_low_rank_has_its_rank_and_lies_below_the_affine_map() -> None:
     assert error("affine") < error("low_rank") < float(np.square(new - new.mean(0)).sum())
 
 
+def test_near_procrustes_is_ridge_towards_it() -> None:
+    """The least of |Y - XW'|² + lambda |W - W0|²: with few pairs nearly W0, with many no longer."""
+    rotation = np.linalg.qr(random(12, 12, 1))[0].astype(np.float32)
+    bent = rotation + 0.1 * random(12, 12, 2)
+    distances = []
+    for count in (16, 3000):
+        old = random(count, 12, 3)
+        new = 2 * old @ bent + random(count, 12, 4)
+        maps = fit_maps(old, new)
+        start, found = maps["procrustes"].weight, maps["near_procrustes"]
+        a, b = (one.astype(float) - one.mean(0) for one in (old, new))
+        penalty = float(found.facts["penalty"]) * np.square(a).sum() / 12
+        slope = (a @ found.weight.T - b).T @ a + penalty * (found.weight - start)
+        assert np.abs(slope).max() < 0.02 * np.abs(b.T @ a).max()
+        distances.append(np.linalg.norm(found.weight - start))
+        affine = np.linalg.norm(maps["affine"].weight - 2 * bent.T)
+        assert np.linalg.norm(found.weight - 2 * bent.T) < 1.01 * affine
+    assert distances[0] < distances[1]
+
+
 def test_a_map_is_read_as_it_was_written(tmp_path: Path) -> None:
     made = world(100)
     found = fit_maps(made.old, made.new)["affine"]

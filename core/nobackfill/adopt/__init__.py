@@ -10,7 +10,7 @@ The command is `nobackfill`.
 >>> old = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
 >>> maps = fit_maps(old, old[:, ::-1])
 >>> sorted(maps)
-['affine', 'low_rank', 'procrustes']
+['affine', 'low_rank', 'near_procrustes', 'procrustes']
 >>> np.abs(maps["procrustes"](old) - old[:, ::-1]).max() < 1e-5
 np.True_
 """

@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nobackfill import ridge
 from nobackfill.adopt.correction import CONVERTER, CORRECTED, added, left_over
 from nobackfill.adopt.figures import Figures, PerQuery, Queries, chosen_by, measure
 from nobackfill.adopt.healing import Healing, Mixed
 from nobackfill.adopt.joining import ANCHORS, CROWD, Block, Joining, Mask, hubs, standardised
-from nobackfill.adopt.maps import KINDS, LEFT_OUT, Map, is_unit, normalised, solve_maps
+from nobackfill.adopt.maps import KINDS, Map, is_unit, normalised, penalties, solve_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.errors import InvalidInputError
 from nobackfill.metrics.distances import distances
@@ -64,7 +63,7 @@ def out_of_fold(
 ) -> dict[str, Vectors]:
     """Each candidate's vectors [n, b]; every row by a map that was fitted without it.
 
-    The one number that all folds share is the ridge's penalty, whose error is by leave-one-out.
+    The one number that all folds share is a ridge's penalty, whose error is by leave-one-out.
     `subset`: the share of the other folds' pairs that is fitted on, for the learning curve. `unit`:
     as in Map, None where the new vectors say it.
     """
@@ -75,7 +74,7 @@ def out_of_fold(
     used = np.concatenate([_drawn(np.flatnonzero(fold == n), subset, rng) for n in range(FOLDS)])
     blocks = in_blocks(pairs.old[used], pairs.new[used])
     whole = Moments.of(blocks())
-    penalty = ridge.fit(blocks, moments=whole, left_out=LEFT_OUT).penalty
+    chosen = penalties(blocks, whole, kinds)
     unit = is_unit(pairs.new) if unit is None else unit
     found = {kind: np.empty_like(pairs.new) for kind in kinds}
     for number in range(FOLDS):
@@ -83,7 +82,7 @@ def out_of_fold(
         mine = used[fold[used] == number]
         part.add(pairs.old[mine], pairs.new[mine])
         rest = whole.without(part)
-        for kind, candidate in solve_maps(rest, ridge.solve(rest, penalty), unit, kinds).items():
+        for kind, candidate in solve_maps(rest, chosen, unit, kinds).items():
             found[kind][fold == number] = candidate(pairs.old[fold == number])
     return found
 

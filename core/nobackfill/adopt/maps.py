@@ -8,7 +8,7 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,14 +17,15 @@ import numpy as np
 from nobackfill import ridge
 from nobackfill.durable import write_file
 from nobackfill.errors import InvalidInputError, NotFoundError
-from nobackfill.ridge import Doubles, Floats, Moments, in_blocks
+from nobackfill.ridge import Blocks, Doubles, Floats, Moments, in_blocks
+from nobackfill.ridge import Pairs as Pair
 from nobackfill.vectors import Vectors, check_vectors
 
 # Of the file.
 FORMAT = 1
 # Facts of a map that was made from vectors whose models are known.
 OLD_MODEL, NEW_MODEL = "old_model", "new_model"
-KINDS = ("affine", "low_rank", "procrustes")
+KINDS = ("affine", "low_rank", "near_procrustes", "procrustes")
 # Rows whose leave-one-out error chooses a penalty: a curve over 16 penalties needs no more.
 LEFT_OUT = 4000
 # Vectors that differ less from norm 1 came from a model that normalises.
@@ -85,32 +86,60 @@ def fit_maps(old: Vectors, new: Vectors, *, together: int = 1) -> dict[str, Map]
 
     "affine": ridge with its penalty by leave-one-out. "low_rank": the same through the b/2 leading
     directions of what it predicts. "procrustes": orthogonal between centred vectors, between
-    vectors of any norm times one factor. Raises InvalidInputError for fewer than 2 pairs.
+    vectors of any norm times one factor. "near_procrustes": ridge that shrinks towards that times
+    its factor, in place of zero. Raises InvalidInputError for fewer than 2 pairs.
     """
     if len(old) != len(new) or len(old) < 2 * together:
         raise InvalidInputError(f"expected at least 2 pairs, got {len(old)} old and {len(new)} new")
     blocks = in_blocks(old, new)
     moments = Moments.of(blocks())
-    affine = ridge.fit(blocks, together=together, moments=moments, left_out=LEFT_OUT)
-    return solve_maps(moments, affine, is_unit(new))
+    return solve_maps(moments, penalties(blocks, moments, together=together), is_unit(new))
+
+
+def penalties(
+    blocks: Blocks, moments: Moments, kinds: Collection[str] = KINDS, *, together: int = 1
+) -> dict[str, float]:
+    """Those of each of `kinds` that has one, of least leave-one-out error on the pairs of `blocks`,
+    whose moments are given."""
+    found = {}
+    if "affine" in kinds or "low_rank" in kinds:
+        fitted = ridge.fit(blocks, together=together, moments=moments, left_out=LEFT_OUT)
+        found |= dict.fromkeys(("affine", "low_rank"), fitted.penalty)
+    if "near_procrustes" in kinds:
+        start = _procrustes(moments, scaled=True).T
+
+        def rest() -> Iterator[Pair]:
+            for x, y in blocks():
+                yield x, y - x @ start
+
+        more = ridge.fit(rest, together=together, left_out=LEFT_OUT)
+        found["near_procrustes"] = more.penalty
+    return found
 
 
 def solve_maps(
-    moments: Moments, affine: ridge.Ridge, unit: bool, kinds: Collection[str] = KINDS
+    moments: Moments, chosen: Mapping[str, float], unit: bool, kinds: Collection[str] = KINDS
 ) -> dict[str, Map]:
-    """Those of `kinds`; `affine` is the ridge map of the same moments, `unit`: as in Map."""
+    """Those of `kinds`; `chosen`: their `penalties`, `unit`: as in Map."""
+
+    def affine(kind: str, prior: Doubles | None = None) -> Doubles:
+        return ridge.solve(moments, chosen[kind], prior).weight
+
+    half = max(1, moments.dims[1] // 2)
     solvers: dict[str, Callable[[], Doubles]] = {
-        "affine": lambda: affine.weight,
-        "low_rank": lambda: _low_rank(affine.weight, moments, max(1, moments.dims[1] // 2)),
+        "affine": lambda: affine("affine"),
+        "low_rank": lambda: _low_rank(affine("low_rank"), moments, half),
+        "near_procrustes": lambda: affine("near_procrustes", _procrustes(moments, scaled=True)),
         "procrustes": lambda: _procrustes(moments, scaled=not unit),
     }
-    facts = {"pairs": str(moments.rows), "penalty": f"{affine.penalty:.3g}"}
     maps = {}
     for kind in kinds:
         weight = solvers[kind]()
         bias = moments.means[1] - weight @ moments.means[0]
-        said = facts if kind != "procrustes" else {"pairs": facts["pairs"]}
-        maps[kind] = Map(kind, weight.astype(np.float32), bias.astype(np.float32), unit, said)
+        facts = {"pairs": str(moments.rows)}
+        if kind in chosen:
+            facts["penalty"] = f"{chosen[kind]:.3g}"
+        maps[kind] = Map(kind, weight.astype(np.float32), bias.astype(np.float32), unit, facts)
     return maps
 
 
