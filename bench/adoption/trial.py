@@ -69,7 +69,7 @@ class Trial:
         """Curves of other items, by calibrated scores and by distance."""
         rest = slice(self.pairs, None)
         old, new = self.old.bodies[rest], self.new.bodies[rest]
-        mapping = _best(self.pairs_of(slice(0, self.pairs)))
+        mapping = best(self.pairs_of(slice(0, self.pairs)))
         found = judge(Gallery(old, mapping(old), new), self.queries_of(rest)).healing
         return [
             *self._curves("calibrated", found.calibrated), *self._curves("distance", found.raw)
@@ -113,7 +113,7 @@ def corrected(foreign: Trial, own: Trial, counts: tuple[int, ...]) -> list[Row]:
     """R@1 of a converter from a foreign corpus, of own pairs, and of both, on other own items."""
     from nobackfill.adopt.correction import corrected as correct
 
-    prior = _best(foreign.pairs_of(slice(0, None)))
+    prior = best(foreign.pairs_of(slice(0, None)))
     rest = slice(own.pairs, None)
     gallery, queries = own.pairs_of(rest), own.queries_of(rest)
     rows: list[Row] = []
@@ -126,7 +126,7 @@ def corrected(foreign: Trial, own: Trial, counts: tuple[int, ...]) -> list[Row]:
     return rows
 
 
-def _best(pairs: Pairs) -> Map:
+def best(pairs: Pairs) -> Map:
     """The candidate that keeps most neighbours."""
     some = Pairs(pairs.ids[:2000], pairs.old[:2000], pairs.new[:2000])
     rows = np.arange(min(500, len(some)), dtype=np.int64)

@@ -10,6 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -101,12 +102,13 @@ def penalties(
 ) -> dict[str, float]:
     """Those of each of `kinds` that has one, of least leave-one-out error on the pairs of `blocks`,
     whose moments are given."""
-    found = {}
+    found: dict[str, float] = {}
     if "affine" in kinds or "low_rank" in kinds:
         fitted = ridge.fit(blocks, together=together, moments=moments, left_out=LEFT_OUT)
         found |= dict.fromkeys(("affine", "low_rank"), fitted.penalty)
     if "near_procrustes" in kinds:
-        start = _procrustes(moments, scaled=True).T
+        rotation, factor = _procrustes(moments)
+        start = factor * rotation.T
 
         def rest() -> Iterator[Pair]:
             for x, y in blocks():
@@ -122,15 +124,24 @@ def solve_maps(
 ) -> dict[str, Map]:
     """Those of `kinds`; `chosen`: their `penalties`, `unit`: as in Map."""
 
-    def affine(kind: str, prior: Doubles | None = None) -> Doubles:
-        return ridge.solve(moments, chosen[kind], prior).weight
+    @cache
+    def affine() -> Doubles:
+        return ridge.solve(moments, chosen["affine"]).weight
+
+    @cache
+    def procrustes() -> tuple[Doubles, float]:
+        return _procrustes(moments)
+
+    def near() -> Doubles:
+        rotation, factor = procrustes()
+        return ridge.solve(moments, chosen["near_procrustes"], factor * rotation).weight
 
     half = max(1, moments.dims[1] // 2)
     solvers: dict[str, Callable[[], Doubles]] = {
-        "affine": lambda: affine("affine"),
-        "low_rank": lambda: _low_rank(affine("low_rank"), moments, half),
-        "near_procrustes": lambda: affine("near_procrustes", _procrustes(moments, scaled=True)),
-        "procrustes": lambda: _procrustes(moments, scaled=not unit),
+        "affine": affine,
+        "low_rank": lambda: _low_rank(affine(), moments, half),
+        "near_procrustes": near,
+        "procrustes": lambda: procrustes()[0] * (1 if unit else procrustes()[1]),
     }
     maps = {}
     for kind in kinds:
@@ -150,17 +161,13 @@ def _low_rank(weight: Doubles, moments: Moments, rank: int) -> Doubles:
     return kept @ (kept.T @ weight)
 
 
-def _procrustes(moments: Moments, *, scaled: bool) -> Doubles:
-    """R = V U' of the singular value decomposition U s V' of the cross products (Schönemann 1966).
-
-    Semi-orthogonal between different dimensions; `scaled`: times the factor of least squared error.
-    """
+def _procrustes(moments: Moments) -> tuple[Doubles, float]:
+    """R = V U' of the singular value decomposition U s V' of the cross products (Schönemann 1966),
+    semi-orthogonal between different dimensions, and the factor of least squared error."""
     u, singular, vt = np.linalg.svd(moments.cross, full_matrices=False)
     rotation = u @ vt
     spread = float(np.einsum("ij,ik,kj->", rotation, moments.gram, rotation, optimize=True))
-    factor = float(singular.sum()) / spread if scaled and spread > 0 else 1.0
-    turned: Doubles = factor * rotation.T
-    return turned
+    return rotation.T, float(singular.sum()) / spread if spread > 0 else 1.0
 
 
 def save_map(path: Path, found: Map) -> None:
