@@ -198,6 +198,15 @@ def test_what_is_no_upgrade_is_refused(spoil: object, sentence: str, tmp_path: P
     assert not (repo / "release-2.json").exists()
 
 
+def test_a_map_for_numpy_is_no_upgrade(tmp_path: Path) -> None:
+    model, file = text_model(tmp_path / "model", 1), tmp_path / "map.npz"
+    export(tmp_path / "repo", 1, "--text-encoder", model)
+    file.write_bytes(b"as fit --out writes it")
+    result = run_export(tmp_path / "repo", 2, "--text-encoder", model, "--upgrade", file, "--force")
+    assert result.exit_code == 78
+    assert "as `nobackfill fit --onnx` writes it" in result.output
+
+
 def narrow(a: int, b: int, old: str | None = None) -> bytes:
     made = Map("affine", np.ones((b, a), np.float32), np.ones(b, np.float32), unit=True)
     return upgrade_of(made.of_models(old, None))

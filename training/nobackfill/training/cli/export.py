@@ -115,10 +115,10 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Publish an embedder, its side encoder and upgrades into it as release N."""
-    check_models(embedder, onnx, text_encoder, query_encoder, vectors_of)
+    runs = Runs(embedder, text_encoder, query_encoder, side_encoder, tuple(upgrade or ()))
+    check_models(runs, onnx, vectors_of)
     if side_encoder is not None and keep_side_encoder:
         raise ConfigurationError("expected --side-encoder or --keep-side-encoder, not both")
-    runs = Runs(embedder, text_encoder, query_encoder, side_encoder, tuple(upgrade or ()))
     with drafting(model_repo) as folder:
         published = read_publication(model_repo, folder / "trusted")
         keys, first = _keys(model_repo, targets_key), not published.manifests

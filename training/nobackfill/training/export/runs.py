@@ -15,14 +15,34 @@ from nobackfill.training.export.onnx_upgrade import SUFFIX, add_onnx_upgrade
 from nobackfill.training.export.text_encoder import add_text_encoder
 
 
-def check_models(
-    embedder: Path | None, onnx: Path | None, text: Path | None, query: Path | None,
-    vectors_of: str | None,
-) -> None:  # fmt: skip
-    """Raises ConfigurationError for models that cannot make one release."""
-    images = [one for one in (embedder, onnx) if one is not None]
-    if query is not None and text is None:
+class Runs(NamedTuple):
+    """What is exported into a release; an upgrade is a run's folder, or a map as ONNX."""
+
+    embedder: Path | None
+    text_encoder: Path | None
+    query_encoder: Path | None
+    side_encoder: Path | None
+    upgrades: tuple[Path, ...]
+
+    def trained(self) -> list[Path]:
+        """Folders of trainings."""
+        runs = (self.embedder, self.side_encoder, *self.upgrades)
+        return [run for run in runs if run is not None and run.suffix != SUFFIX]
+
+
+def check_models(runs: Runs, onnx: Path | None, vectors_of: str | None) -> None:
+    """Raises ConfigurationError for models that cannot make one release, and for upgrades that are
+    neither a run nor a map."""
+    for one in runs.upgrades:
+        if one.is_file() and one.suffix != SUFFIX:
+            raise ConfigurationError(
+                f"--upgrade {one}: expected a run's folder, or FILE{SUFFIX} as `nobackfill fit "
+                "--onnx` writes it"
+            )
+    text = runs.text_encoder
+    if runs.query_encoder is not None and text is None:
         raise ConfigurationError("--query-encoder FOLDER: expected --text-encoder FOLDER beside it")
+    images = [one for one in (runs.embedder, onnx) if one is not None]
     if len(images) > 1 or (vectors_of is None) == (not images and text is None):
         raise ConfigurationError(
             "expected either --embedder RUN or --onnx FILE, with --text-encoder FOLDER or without; "
@@ -39,21 +59,6 @@ def named_vectors(vectors_of: str) -> tuple[str, int]:
             f"{vectors_of!r}"
         )
     return name, int(dim)
-
-
-class Runs(NamedTuple):
-    """What is exported into a release; an upgrade is a run's folder, or a map as ONNX."""
-
-    embedder: Path | None
-    text_encoder: Path | None
-    query_encoder: Path | None
-    side_encoder: Path | None
-    upgrades: tuple[Path, ...]
-
-    def trained(self) -> list[Path]:
-        """Folders of trainings."""
-        runs = (self.embedder, self.side_encoder, *self.upgrades)
-        return [run for run in runs if run is not None and run.suffix != SUFFIX]
 
 
 def add_runs(draft: Release, runs: Runs, keep_side_encoder: bool) -> None:
