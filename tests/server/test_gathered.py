@@ -176,6 +176,7 @@ class Queue:
     def add(self, of: str, manifest: Manifest, wanted: Callable[[], bool]) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         self.queue.add(Waiting(of, manifest, png(images(1)[0]), deadline, wanted))
+        self.queue.begin()
 
     def until(self, count: int) -> dict[str, bool]:
         """Whether there was a vector, by who asked."""

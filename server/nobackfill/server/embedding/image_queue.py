@@ -4,7 +4,7 @@ calls to wait for: batches form while a model call runs, and no call's own threa
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +22,8 @@ from nobackfill.vectors import Vectors
 
 Of = TypeVar("Of")
 
-# While one batch is in the model server, another is sent once it is of `_ENOUGH`: a call takes the
-# model server a millisecond, of one image as of sixteen.
+# While one batch is in the model server, another of the same release is sent once it is of
+# `_ENOUGH`: a call takes the model server a millisecond, of one image as of sixteen.
 _MODEL_CALLS = 2
 # An idle model server waits for so many, or so long since the first, while others are decoded.
 _ENOUGH, _PATIENCE_S = 16, 0.001
@@ -63,7 +63,9 @@ class ImageQueue(Generic[Of]):
         self._encoded: deque[Waiting[Of]] = deque()
         self._decoded: deque[Waiting[Of]] = deque()
         self._cores = len(os.sched_getaffinity(0))
-        self._decoding = self._embeds = 0
+        self._decoding = 0
+        # The releases whose models are called now.
+        self._embeds: list[int] = []
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"images-{number}", daemon=True)
@@ -114,25 +116,29 @@ class ImageQueue(Generic[Of]):
 
     def _turn(self) -> Callable[[], None] | None:
         """Under the lock."""
-        if self._decoded and self._embeds < _MODEL_CALLS and self._is_time():
-            self._embeds += 1
-            return partial(self._embed, self._batch())
+        release = self._due()
+        if release is not None:
+            self._embeds.append(release)
+            return partial(self._embed, self._batch(release))
         if self._encoded and self._decoding < self._cores:
             self._decoding += 1
             most = min(_DECODED_AT_ONCE, len(self._encoded))
             return partial(self._decode, [self._encoded.popleft() for _ in range(most)])
         return None
 
-    def _is_time(self) -> bool:
-        """Whether what is decoded goes to the model server before more is."""
-        enough = len(self._decoded) >= _ENOUGH
-        if self._embeds or enough:
-            return enough
+    def _due(self) -> int | None:
+        """The release whose images go to the model server before more are decoded."""
+        if not self._decoded or len(self._embeds) == _MODEL_CALLS:
+            return None
         nothing_comes = not self._encoded and not self._decoding
-        return nothing_comes or time.monotonic() - self._decoded[0].decoded >= _PATIENCE_S
+        since = time.monotonic() - self._decoded[0].decoded
+        is_time = nothing_comes or since >= _PATIENCE_S
+        for release, count in Counter(one.manifest.release for one in self._decoded).items():
+            if count >= _ENOUGH or (is_time and release not in self._embeds):
+                return release
+        return None
 
-    def _batch(self) -> list[Waiting[Of]]:
-        release = self._decoded[0].manifest.release
+    def _batch(self, release: int) -> list[Waiting[Of]]:
         batch: list[Waiting[Of]] = []
         left: deque[Waiting[Of]] = deque()
         for one in self._decoded:
@@ -178,7 +184,7 @@ class ImageQueue(Generic[Of]):
             pass  # as above
         finally:
             with self._changed:
-                self._embeds -= 1
+                self._embeds.remove(batch[0].manifest.release)
                 if self._decoded:
                     self._changed.notify()
             found = {
