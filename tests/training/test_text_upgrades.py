@@ -86,13 +86,25 @@ def test_without_labels_the_gate_says_what_its_verdict_holds_for(tmp_path: Path)
 
 def test_texts_of_one_sentence_ask_for_the_rest_of_themselves(tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
-    said = ["It is late. We go home now.", "one two three four five six", "!? And then."]
+    said = [
+        "It is late. We go home now.",
+        "one two three four five six",
+        "!? And then.",
+        "天気。散歩。",
+        "天気がいいから",
+    ]
     file.write_text("\n".join(json.dumps({"id": n, "text": text}) for n, text in enumerate(said)))
     listing = list_texts(file)
-    assert listing.queries == ("It is late.", "one two", "!?")
-    assert listing.texts == ("We go home now.", "three four five six", "And then.")
+    assert listing.queries == ("It is late.", "one two", "!?", "天気。", "天気")
+    assert listing.texts == (
+        "We go home now.",
+        "three four five six",
+        "And then.",
+        "散歩。",
+        "がいいから",
+    )
     for bad, sentence in (
-        ([{"id": 1, "text": "word"}], "expected something to read"),
+        ([{"id": 1, "text": "w"}], "expected something to read"),
         ([{"id": 1, "text": "a b", "query": "a"}, {"id": 2, "text": "c d"}], "in each, what asks"),
         ([{"id": 1, "text": "a b", "label": "x"}, {"id": 2, "text": "c d"}], "expected a 'label'"),
     ):

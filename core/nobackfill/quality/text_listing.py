@@ -15,7 +15,7 @@ from nobackfill.text_lines import TextLine, read_texts
 from nobackfill.tokenizing import check_text
 
 _LABEL, _QUERY = "label", "query"
-_SENTENCE = re.compile(r"(?<=[.!?])\s+")
+_SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])")
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,16 @@ def _known_items(file: Path, lines: list[TextLine]) -> TextListing:
 
 
 def _cut(text: str) -> tuple[str, str]:
-    """The first sentence and the others; of one sentence the first third of its words."""
+    """The first sentence and the others; of one sentence the first third of its words, or of its
+    letters where it is written without spaces."""
     first, *rest = _SENTENCE.split(text.strip(), maxsplit=1)
-    if rest:
+    if rest and rest[0]:
         return first, rest[0]
-    words = text.split()
+    space, words = " ", text.split()
+    if len(words) == 1:
+        space, words = "", list(words[0])
     count = max(1, len(words) // 3)
-    return " ".join(words[:count]), " ".join(words[count:])
+    return space.join(words[:count]), space.join(words[count:])
 
 
 def _checked(text: str, file: Path, line: TextLine) -> str:
