@@ -26,7 +26,9 @@ class Origins:
         without a scale, and while they are all of one origin."""
         if part.scale is None:
             return None
-        carried = self._carried.get(part.space) or self._read(part.space)
+        carried = self._carried.get(part.space)
+        if carried is None:
+            carried = self._read(part.space)
         return carried if 0 < len(carried) < vectors else None
 
     def _read(self, space: str) -> Carried:
