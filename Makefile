@@ -23,7 +23,7 @@ CODE := core server client training demo bench manual tests protos/generate.py
 # Where images of containers set it, every process compiles what it imports again: 2 s for torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-adopt test test-scale container chart faults numerics random soak lint fmt proto docs bench tables pictures tutorials clean
+.PHONY: help setup demo demo-adopt demo-texts test test-scale container chart faults numerics random soak lint fmt proto docs bench tables pictures tutorials clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -63,6 +63,9 @@ $(ADOPTION)/.ready: demo/adoption/requirements.txt $(VENV)/bin/uv
 
 demo-adopt: $(READY) $(ADOPTION)/.ready ## a table of texts in PostgreSQL moves to another pretrained model
 	$(BIN)/python -m demo.adoption --packages $(ADOPTION) --out build/demo-adopt
+
+demo-texts: $(READY) $(ADOPTION)/.ready ## two pretrained text models as releases: carried, read again, brought back
+	$(BIN)/python -m demo.texts --packages $(ADOPTION) --out build/demo-texts
 
 # Extras that few need.
 $(RAY_READY): $(READY)
