@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
+from nobackfill.errors import UnavailableError
+from nobackfill.server.triton.client import TritonClient
 from nobackfill.server.triton.shared_memory import Region
 
 
@@ -21,3 +23,15 @@ def test_it_holds_pixels_and_tokens(kind: type[np.generic]) -> None:
             assert region.path.read_bytes()[:size] == values.astype(kind).tobytes()
     finally:
         region.path.unlink()
+
+
+def test_a_channel_that_was_closed_for_another_costs_a_call_and_no_memory() -> None:
+    client = TritonClient("127.0.0.1:1")
+    shared = client._shared
+    assert shared is not None
+    names = sorted(shared._names)
+    client._channel.close()
+    for _ in range(3):
+        with pytest.raises(UnavailableError):
+            client.infer("model", {"image": np.zeros((2, 65536), np.uint8)}, "embedding", 1)
+    assert sorted(shared._names) == names

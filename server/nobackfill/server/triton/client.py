@@ -135,7 +135,8 @@ class TritonClient:
             return self._infer(_request(name, inputs, output, region), timeout_s)
         except UnavailableError as error:
             why = error.__cause__
-            assert isinstance(why, grpc.RpcError), "`_infer` says what it comes of"
+            if not isinstance(why, grpc.RpcError):
+                raise
             unknown = _SHARED in _details(why)
             if unknown or _code(why) is grpc.StatusCode.UNAVAILABLE:
                 self._shared.forget()
@@ -157,6 +158,11 @@ class TritonClient:
             raise UnavailableError(
                 f"the model server does not answer for {request.model_name} "
                 f"({_code(error).name}); try again soon"
+            ) from error
+        except ValueError as error:
+            # What gRPC says of a channel that was closed, for another or at the end.
+            raise UnavailableError(
+                f"the model server is being asked anew for {request.model_name}; try again soon"
             ) from error
 
     def reconnect(self) -> None:

@@ -96,12 +96,15 @@ class SharedMemory:
             if not names:
                 return None
             name = names.pop()
-        region = self._made(name, size)
-        with self._lock:
-            if region is None:
-                self._names.append(name)
-            else:
-                self._lent.add(region)
+        region = None
+        try:
+            region = self._made(name, size)
+        finally:
+            with self._lock:
+                if region is None:
+                    self._names.append(name)
+                else:
+                    self._lent.add(region)
         return region
 
     def give_back(self, region: Region) -> None:
@@ -153,6 +156,9 @@ class SharedMemory:
             # that this is for will find, too.
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 self._pause(str(error.details()))
+            return None
+        except ValueError:
+            # Its channel was closed meanwhile for another.
             return None
         except (OSError, AttributeError) as error:
             # There is no room, or no such memory on this system.
