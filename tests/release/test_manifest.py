@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from nobackfill.errors import UnfitError, VerificationError
 from nobackfill.release import paths
-from nobackfill.release.image_model import ImageModel
+from nobackfill.release.encoders import Embedder, Format
+from nobackfill.release.image_model import KEYS, NEWEST_FORMAT, ImageModel
 from nobackfill.release.parsing import parse_manifest
 from tests.support.releases import draft
 
@@ -41,6 +42,14 @@ def test_what_embeds_an_image_is_read_without_pydantic_as_with_it(fields: dict[s
         embedder = manifest.embedder.model_copy(update=changed)
         one = manifest.model_copy(update={"embedder": embedder})
         assert ImageModel.read(one.model_dump_json().encode()) == ImageModel.of(one)
+    # A device that went back to an older program has some that this one cannot know.
+    assert set(Embedder.model_fields) == KEYS and get_args(Format)[-1] == NEWEST_FORMAT
+    for newer in (
+        fields | {"format": NEWEST_FORMAT + 1},
+        fields | {"embedder": fields["embedder"] | {"mean": [1, 2, 3]}},
+    ):
+        with pytest.raises(UnfitError, match="newer nobackfill"):
+            ImageModel.read(json.dumps(newer).encode())
     # As pydantic reads it, too, and no writer of ours writes it.
     fields["embedder"]["height"] = str(manifest.embedder.height)
     assert ImageModel.read(json.dumps(fields).encode()) == ImageModel.of(manifest)

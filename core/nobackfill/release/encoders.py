@@ -16,9 +16,8 @@ ReleaseNumber = Annotated[int, Field(ge=1, le=1_000_000)]
 TextRole = Literal["query", "document"]
 TEXT_ROLES: tuple[TextRole, ...] = ("query", "document")
 LARGEST_LENGTH = 8192
-# Of manifests.
+# Of manifests; the last is image_model.NEWEST_FORMAT.
 Format = Literal[1, 2, 3]
-NEWEST_FORMAT = 3
 
 
 def _plain_path(path: str) -> str:

@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from nobackfill.release.manifest import Manifest
 
 
+# The newest of manifests.
+NEWEST_FORMAT = 3
+# What this program knows of an embedder: a key that it does not may change what a picture becomes.
+KEYS = frozenset(
+    ("file", "height", "width", "dim", "metric", "unit", "fit", "shortest", "vectors_of")
+)
+
+
 class File(Protocol):
     """A file of the publication folder; nobackfill.release.manifest.PublishedFile is one."""
 
@@ -64,7 +72,7 @@ class ImageModel:
     @classmethod
     def read(cls, text: bytes) -> Self:
         """The same of a manifest that passed `parse_manifest`, byte for byte. Raises
-        NoEncoderError."""
+        NoEncoderError, UnfitError where a newer program checked it."""
         manifest = json.loads(text)
         spec = manifest["embedder"]
         file = spec.get("file") or {}
@@ -72,8 +80,14 @@ class ImageModel:
             manifest["release"], spec["dim"], spec.get("height"), spec.get("width"),
             file.get("length"),
         )  # fmt: skip
-        if not all(type(number) is int for number in numbers) or type(spec["unit"]) is not bool:
-            # It embeds no images, or writes a number as pydantic alone would read it.
+        if (
+            not all(type(number) is int for number in numbers)
+            or type(spec["unit"]) is not bool
+            or manifest.get("format", 1) not in range(1, NEWEST_FORMAT + 1)
+            or not spec.keys() <= KEYS
+        ):
+            # It embeds no images, is newer than this program, or writes a number as pydantic alone
+            # would read it.
             from nobackfill.release.parsing import parse_manifest
 
             return cls.of(parse_manifest(text))

@@ -3,7 +3,7 @@
 from pydantic import ValidationError
 
 from nobackfill.errors import UnfitError, few
-from nobackfill.release.encoders import NEWEST_FORMAT
+from nobackfill.release.image_model import NEWEST_FORMAT
 from nobackfill.release.manifest import Manifest
 
 
