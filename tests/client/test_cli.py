@@ -213,6 +213,12 @@ def test_a_search_loads_what_it_needs_and_nothing_else(setting: Setting) -> None
         assert [name for name in said if not name.startswith("_")] == loaded
 
 
+def test_a_search_whose_answer_nobody_takes_ends_in_silence(setting: Setting) -> None:
+    line = f"exec {COMMAND} --gallery {setting.gallery} search {setting.images[0]} >&-"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 WORDS = st.sampled_from(
     ["--gallery", "--json", "search", "--id", "--text", "-k", "-k3", "--k", "--where", "--sheet",
      "--", "-", "--id=x", "--help", "", "a.png", "b", "1", "0", "1000", "1001", "01", "-1", "x=1",

@@ -22,4 +22,5 @@ def main() -> None:
     gc.disable()
     with refusing():
         answer(asked)
-        sys.stdout.flush()
+        # There is no sys.stdout where the caller closed it.
+        print(end="", flush=True)
