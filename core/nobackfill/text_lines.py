@@ -43,13 +43,14 @@ def read_texts(path: Path, *, key: str = "id", column: str = "text") -> Iterator
             start = 0
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield replace(_read(line, f"{path}:{number}", key, column), start=start)
+                    yield replace(read_line(line, f"{path}:{number}", key, column), start=start)
                 start += len(line)
     except OSError as error:
         raise NotFoundError(f"{path}: cannot be read ({error})") from error
 
 
-def _read(line: bytes, where: str, key: str, column: str) -> TextLine:
+def read_line(line: bytes, where: str, key: str = "id", column: str = "text") -> TextLine:
+    """One object. Raises InvalidInputError, which says `where`."""
     try:
         one = json.loads(line.decode("utf-8"))
         name, text = one[key], one[column]

@@ -5,10 +5,17 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError, TooLargeError
+from nobackfill.errors import (
+    ConfigurationError,
+    InvalidInputError,
+    NotFoundError,
+    TooLargeError,
+    UnavailableError,
+)
 from nobackfill.items import LineItems
 from tests.server.conftest import publish_stage
 from tests.server.support import Client, ids, images, refused, running
@@ -79,8 +86,8 @@ def write(file: Path, texts: dict[str, str]) -> None:
 
 def test_hits_are_read_again_from_a_file_of_lines(client: Client, place: Path) -> None:
     file = place / "notes.jsonl"
-    # Of one there is nothing to read, one is not there, and two are deleted or put again.
-    write(file, {name: text for name, text in TRUE.items() if name != "n3"} | {"n2": " "})
+    # One is half of a character, one is not there, and two are deleted or put again.
+    write(file, {name: text for name, text in TRUE.items() if name != "n3"} | {"n2": "\ud800"})
     client.delete("lines", ["n0"])
     register(client, "lines", f"texts:{file}", a_day=1000)
     found = client.search("lines", text="w17", k=3)
@@ -145,3 +152,22 @@ def test_lines_are_found_where_they_stand(tmp_path: Path) -> None:
     with pytest.raises(TooLargeError):
         items.read("a", 100)
     assert items.read("b", 100) is None
+
+
+def test_no_line_is_taken_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is written anew after the look that said where the line stands."""
+    file = tmp_path / "notes.jsonl"
+    write(file, {"a": "one", "b": "two"})
+    items = LineItems(file)
+    opened = Path.open
+
+    def late(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path == file:
+            write(file, {"b": "two", "a": "one"})
+        return opened(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", late)
+        with pytest.raises(UnavailableError, match="changes while it is read"):
+            items.read("a", 100)
+    assert items.read("a", 100) == "one"

@@ -1,13 +1,12 @@
 """Texts of a JSONL file by id, read where they stand: the file may have millions."""
 
-import json
 import threading
 from pathlib import Path
 
 from nobackfill.errors import InvalidInputError, TooLargeError, UnavailableError
 from nobackfill.items.kind import Kind
 from nobackfill.items.sources import bounded
-from nobackfill.text_lines import read_texts
+from nobackfill.text_lines import read_line, read_texts
 from nobackfill.tokenizing import LARGEST_BYTES
 
 # Of a file as it was looked through: when it was written, how long it is, which one it is.
@@ -44,13 +43,15 @@ class LineItems:
                 raise UnavailableError(f"{name!r}: cannot be read ({error.strerror})") from error
         if not line.endswith(b"\n") and len(line) == _longest(most_bytes):
             raise TooLargeError(f"{name!r}: expected at most {most_bytes} bytes, got more")
+        one = read_line(line, repr(name))
+        if one.id != name:
+            # Written anew between the two looks: another's text would be this one's vector.
+            raise UnavailableError(f"{name!r}: its file changes while it is read; try again")
         try:
-            text = str(json.loads(line)["text"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            # Written anew while it was read: the next look finds it.
-            raise InvalidInputError(f"{name!r}: its line is none with a text") from error
-        bounded(text.encode(errors="replace"), name, most_bytes)
-        return text
+            bounded(one.text.encode(), name, most_bytes)
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(f"{name!r}: expected valid Unicode") from error
+        return one.text
 
     def _refresh(self) -> None:
         stat = self._file.stat() if self._file.exists() else None
