@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from nobackfill.metrics.backfill import AS_THEY_ARE, Line
+from nobackfill.metrics.bootstrap import Difference
 from nobackfill.metrics.ranking import Ranking, Relevance
 from nobackfill.quality.backfill import ranked_along
 from nobackfill.quality.calibrate import (
@@ -102,7 +103,10 @@ def test_a_line_ranks_where_distances_fall_into_a_valley_that_it_closes() -> Non
     line = Line(0.5, 0.1)
     assert told(0.4, 0.49).valley == pytest.approx(0.1)
     assert told(0.4, 0.49).scaled_valley == pytest.approx(0.01)
-    assert ranked_along(told(0.4, 0.49), line) == line
+    sure, chance = Difference(0.02, 0.01, 0.03), Difference(0.02, -0.01, 0.05)
+    assert ranked_along(told(0.4, 0.49), [chance, sure], line) == line
     # Within a point there is none, and what does not close it is not worth a second search.
-    assert ranked_along(told(0.495, 0.5), line) == AS_THEY_ARE
-    assert ranked_along(told(0.4, 0.39), line) == AS_THEY_ARE
+    assert ranked_along(told(0.495, 0.5), [sure], line) == AS_THEY_ARE
+    assert ranked_along(told(0.4, 0.39), [sure], line) == AS_THEY_ARE
+    # Nor is what a few queries fell by.
+    assert ranked_along(told(0.4, 0.49), [chance, chance], line) == AS_THEY_ARE

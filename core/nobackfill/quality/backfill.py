@@ -15,6 +15,7 @@ from nobackfill.metrics.backfill import (
     random_order,
     uncertainty_order,
 )
+from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
 from nobackfill.metrics.ranking import Ints, Relevance
 from nobackfill.quality.cells import CellName
 from nobackfill.quality.embedded import Embedded, Published, asking
@@ -85,28 +86,35 @@ def served_line(cell: CellName, queries: Embedded) -> Line:
     return AS_THEY_ARE if curve is None or curve.scale is None else Line(*curve.scale)
 
 
-def ranked_along(healing: HealingEvidence, line: Line) -> Line:
-    """`line` where distances fall into a valley that it closes, at least in part; else distances as
-    they are, which need no second search."""
+def ranked_along(healing: HealingEvidence, gains: Sequence[Difference], line: Line) -> Line:
+    """`line` where distances fall into a valley that it closes, at least in part, and one of its
+    `gains` over the way is more than chance; else distances as they are, which need no second
+    search."""
     closes = healing.valley > MOST_BELOW and healing.scaled_valley < healing.valley
-    return line if closes else AS_THEY_ARE
+    # A few queries fall by more than a point without any valley.
+    return line if closes and any(gain.low > 0 for gain in gains) else AS_THEY_ARE
 
 
 def healing_evidence(
     cell: CellName, queries: Embedded, gallery: Embedded, relevance: Relevance, line: Line, *,
     int8: bool,
-) -> HealingEvidence:  # fmt: skip
-    """What a release says of its galleries on the way: the curves in random order; `line` as in
-    `backfill_curves`."""
+) -> tuple[HealingEvidence, Line]:  # fmt: skip
+    """What a release says of its galleries on the way, the curves in random order, and the line
+    that it ranks them along; `line` as in `backfill_curves`."""
     raw, scaled = (
         backfill_curves(cell, queries, gallery, relevance, ("random",), int8=int8, line=one)[
             "random"
         ]
         for one in (AS_THEY_ARE, line)
     )
-    return HealingEvidence(
+    evidence = HealingEvidence(
         map=tuple(raw.map.tolist()),
         cmc1=tuple(raw.cmc1.tolist()),
         scaled_map=tuple(scaled.map.tolist()),
         scaled_cmc1=tuple(scaled.cmc1.tolist()),
     )
+    gains = [
+        paired_bootstrap([scaled.map_areas], [raw.map_areas]),
+        paired_bootstrap([scaled.cmc1_areas], [raw.cmc1_areas]),
+    ]
+    return evidence, ranked_along(evidence, gains, line)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from nobackfill.class_folders import Listing
 from nobackfill.metrics.backfill import AS_THEY_ARE, Line
 from nobackfill.metrics.retrieval import mean
-from nobackfill.quality.backfill import healing_evidence, ranked_along
+from nobackfill.quality.backfill import healing_evidence
 from nobackfill.quality.calibrate import fit_calibration, same_scale
 from nobackfill.quality.cells import CellName, alone, served_cells
 from nobackfill.quality.embedded import Published
@@ -211,7 +211,7 @@ def _route(gate: Measuring, calibrating: Measuring, name: CellName) -> tuple[Rou
         calibrating.cell(name), calibrating.cell(alone(name.query)), calibrating.relevance
     )
     exact, served = gate.cell(name, exact=True), mean(gate.cell(name).map)
-    healing = healing_evidence(
+    healing, line = healing_evidence(
         name, gate.asked, gate.embedded, gate.relevance, scale, int8=gate.quantised(name)
     )
     evidence = RouteEvidence(
@@ -222,7 +222,7 @@ def _route(gate: Measuring, calibrating: Measuring, name: CellName) -> tuple[Rou
         kept=served / upper if upper > 0 else 0.0,
         healing=healing,
     )
-    return evidence, ranked_along(healing, scale)
+    return evidence, line
 
 
 def _calibrations(
