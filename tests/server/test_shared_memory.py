@@ -1,28 +1,30 @@
-"""What Triton finds in memory that it has mapped."""
+"""What goes through memory that Triton has mapped, where no Triton answers."""
 
-import os
+from contextlib import closing
 
 import numpy as np
 import pytest
-from tritonclient.grpc import service_pb2
 
 from nobackfill.errors import UnavailableError
-from nobackfill.server.triton.client import TritonClient
-from nobackfill.server.triton.shared_memory import Region
+from nobackfill.server.triton.client import Inputs, TritonClient
 
 
-@pytest.mark.parametrize("kind", [np.uint8, np.int64])
-def test_it_holds_pixels_and_tokens(kind: type[np.generic]) -> None:
-    """A text encoder may read one input alone, which comes this way as pixels do."""
-    region = Region(f"nobackfill-{os.getpid()}-{os.urandom(8).hex()}-test", 4096)
-    try:
-        for values in (np.arange(60), np.arange(120).reshape(4, 30)[:, ::2]):
-            tensor = service_pb2.ModelInferRequest.InferInputTensor()
-            region.hold(values.astype(kind, order="K"), tensor)
-            size = tensor.parameters["shared_memory_byte_size"].int64_param
-            assert region.path.read_bytes()[:size] == values.astype(kind).tobytes()
-    finally:
-        region.path.unlink()
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"input_ids": np.ones((64, 64), np.int64)},
+        {name: np.ones((64, 64), np.int64) for name in ("input_ids", "attention_mask")},
+        {"image": np.ones((64, 512), np.uint8)},
+    ],
+    ids=["tokens", "more", "pixels"],
+)
+def test_pixels_alone_go_through_memory(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    with closing(TritonClient("127.0.0.1:1")) as client:
+        monkeypatch.setattr(client._shared, "lend", asked.append)
+        with pytest.raises(UnavailableError):
+            client.infer("model", inputs, "embedding", 1)
+    assert asked == ([2**15] if "image" in inputs else [])
 
 
 def test_a_channel_that_was_closed_for_another_costs_a_call_and_no_memory() -> None:

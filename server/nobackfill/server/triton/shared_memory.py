@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 import numpy as np
@@ -53,9 +52,11 @@ class Region:
         finally:
             os.close(file)
 
-    def hold(self, values: NDArray[Any], tensor: pb.ModelInferRequest.InferInputTensor) -> None:
-        """Bring `values` there, pixels or tokens, and `tensor` to say so."""
-        self._memory[: values.nbytes] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    def hold(
+        self, values: NDArray[np.uint8], tensor: pb.ModelInferRequest.InferInputTensor
+    ) -> None:
+        """Bring `values` there, and `tensor` to say so."""
+        self._memory[: values.nbytes] = values.reshape(-1)
         tensor.parameters["shared_memory_region"].string_param = self.name
         tensor.parameters["shared_memory_byte_size"].int64_param = values.nbytes
 
