@@ -66,6 +66,22 @@ def test_curves_that_do_not_fall_are_refused(
         )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("origin", "scale", "why"),
+    [("native", (1.5, 0.1), "upgraded vectors"), ("upgraded", (0, 0.1), "greater than 0"),
+     ("upgraded", (-1, 0.1), "greater than 0"), ("upgraded", (np.nan, 0.1), "finite"),
+     ("upgraded", (1.5, np.inf), "finite")],
+)  # fmt: skip
+def test_a_scale_that_orders_nothing_is_refused(
+    origin: str, scale: tuple[float, float], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        Calibration.model_validate(
+            {"query_space": SPACE, "gallery_space": SPACE, "origin": origin, "items": 3,
+             "distances": (0, 1), "probabilities": (1, 0), "scale": scale}
+        )  # fmt: skip
+
+
 def test_a_curve_is_found_by_its_pair_and_origin(tmp_path: Path) -> None:
     first = draft(tmp_path, 1).manifest
     second = draft(tmp_path, 2, [first]).manifest

@@ -98,6 +98,8 @@ class Calibration(Strict):
             raise ValueError("expected strictly increasing distances")
         if any(b >= a for a, b in itertools.pairwise(p)):
             raise ValueError("expected strictly decreasing probabilities")
+        if self.scale is not None and self.origin != "upgraded":
+            raise ValueError(f"expected a scale of upgraded vectors, got one of {self.origin} ones")
         return self
 
 
