@@ -14,6 +14,7 @@ from nobackfill.adopt.transform import graph_of, upgrade_of
 from nobackfill.errors import InvalidInputError
 from nobackfill.quality.gains import verdict
 from nobackfill.quality.text_listing import list_texts
+from nobackfill.release.publishing.standing import withdraw
 from nobackfill.release.trust.publication import Publication
 from tests.adopt.models import WORDS, image_model, text_model, topical
 from tests.support import text_releases, trials
@@ -217,6 +218,17 @@ def test_a_map_for_numpy_is_no_upgrade(tmp_path: Path) -> None:
     result = run_export(tmp_path / "repo", 2, "--text-encoder", model, "--upgrade", file, "--force")
     assert result.exit_code == 78
     assert "as `nobackfill fit --onnx` writes it" in result.output
+
+
+def test_a_map_that_names_no_model_leads_from_no_withdrawn_release(tmp_path: Path) -> None:
+    repo, file = tmp_path / "repo", tmp_path / "map.onnx"
+    file.write_bytes(narrow(16, 16))
+    for number in (1, 2):
+        export(repo, number, "--text-encoder", text_model(tmp_path / "m", number, 16), "--force")
+    withdraw(repo, 2, "worse")
+    third = text_model(tmp_path / "m", 3, 16)
+    made = export(repo, 3, "--text-encoder", third, "--upgrade", file, "--force")
+    assert [upgrade.from_release for upgrade in made.upgrades] == [1]
 
 
 def narrow(a: int, b: int, old: str | None = None) -> bytes:

@@ -125,7 +125,9 @@ def main(
         _check_number(release, published, measured=bool(evaluate or eval_texts), force=force)
         listing, learnt = _evaluation(evaluate, split_seed, runs.trained(), force=force)
         asked = Asked(listing, None if eval_texts is None else list_texts(eval_texts), split_seed)
-        draft = Release(release, folder, published.manifests, model_repo)
+        draft = Release(
+            release, folder, published.manifests, model_repo, withdrawn=published.withdrawn
+        )
         if onnx is not None:
             add_onnx_embedder(draft, onnx, Pixels(mean, std, fit, shortest))
         if vectors_of is not None:

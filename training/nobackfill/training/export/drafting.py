@@ -5,7 +5,7 @@ files, and export.py publishes.
 """
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,6 +59,8 @@ class Release:
     text_encoder: TextEncoder | None = None
     side_encoder: SideEncoder | None = None
     upgrades: list[Upgrade] = field(default_factory=list)
+    # Of `published`, those that were taken back.
+    withdrawn: Collection[int] = ()
     searches_directly: list[int] = field(default_factory=list)
 
     def all_files(self) -> dict[str, Path]:

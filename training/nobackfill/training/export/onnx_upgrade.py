@@ -28,8 +28,8 @@ def add_onnx_upgrade(release: Release, source: Path) -> None:
     """Put a map into the release: input `embedding` float32 [n, a], output `upgraded` [n, b].
 
     It leads from the published release whose model it was fitted on; where no release or file says
-    which, from the newest such of dimension a. Side-information passes by it where the release
-    keeps its predecessor's encoder. Raises InvalidInputError, ConfigurationError.
+    which, from the newest such of dimension a, a withdrawn one last. Side-information passes by it
+    where the release keeps its predecessor's encoder. Raises InvalidInputError, ConfigurationError.
     """
     assert release.embedder is not None
     model = _loaded(source)
@@ -116,7 +116,8 @@ def _source(release: Release, path: Path, model: str | None, dim: int) -> Manife
             f"was fitted on{'' if model is None else f', of the model {model[:12]}…'}; the same "
             "dimension is not the same space"
         )
-    return fitting[-1]
+    standing = [one for one in fitting if one.release not in release.withdrawn]
+    return (standing or fitting)[-1]
 
 
 def _write(release: Release, model: onnx.ModelProto, old: Manifest, source: Path) -> None:
