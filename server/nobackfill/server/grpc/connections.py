@@ -6,7 +6,6 @@ are found through /proc, so this does nothing where there is none.
 """
 
 import contextlib
-import errno
 import os
 import socket
 import struct
@@ -112,7 +111,7 @@ def _borrowed(descriptor: int) -> socket.socket:
     own = os.dup(descriptor)
     try:
         return socket.socket(fileno=own)
-    except OSError as error:
-        if error.errno != errno.EBADF:
-            os.close(own)
+    except OSError:
+        # Also where it says EBADF: so it does of a folder that was opened by its path alone.
+        os.close(own)
         raise
