@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 from PIL import Image
 
 from bench.published import Publication
@@ -17,6 +16,7 @@ from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Store
 from nobackfill.gallery.upgrade import CHUNK
+from nobackfill.onnx_runtime import onnxruntime
 from nobackfill.release.paths import embedder_path
 
 ADD_BATCH = 32

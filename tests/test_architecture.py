@@ -43,6 +43,7 @@ BASE = {
     "faces": set[str](),
     "shares": {"errors"},
     "loopback": set[str](),
+    "onnx_runtime": set[str](),
     "durable": {"errors", "faults", "sqlite_errors"},
 }
 # Rooms that each may import, beside the base.

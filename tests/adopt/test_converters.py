@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import onnx
-import onnxruntime
 import pyarrow as pa
 import pytest
 from onnx import numpy_helper
@@ -26,6 +25,7 @@ from nobackfill.adopt.sources.parquet import MODEL, table_bytes
 from nobackfill.adopt.transform import graph_of, map_of
 from nobackfill.adopt.verdict import Cost, decide
 from nobackfill.errors import NotFoundError, UnfitError, VerificationError
+from nobackfill.onnx_runtime import onnxruntime
 from nobackfill.release.publishing.cli import main as publication
 from nobackfill.release.publishing.inspection import list_releases, verify
 from nobackfill.release.publishing.standing import withdraw

@@ -3,12 +3,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 from sklearn.metrics import average_precision_score
 
 from nobackfill.class_folders import decode, list_images
 from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.onnx_runtime import onnxruntime as ort
 from nobackfill.release.models import Embedder, open_side_encoder
 from nobackfill.release.paths import upgrade_int8_path, upgrade_path
 from nobackfill.report import pictures

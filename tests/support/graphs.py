@@ -126,6 +126,9 @@ def save(proto: onnx.ModelProto, path: Path) -> Path:
 
 def quantise(source: Path, target: Path) -> Path:
     """An int8 twin, by onnxruntime's dynamic quantisation."""
+    import nobackfill.onnx_runtime  # noqa: F401  # Before anything of onnxruntime's.
+
+    # isort: split
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     quantize_dynamic(source, target, weight_type=QuantType.QInt8)

@@ -191,8 +191,8 @@ class Session:
     """An onnxruntime session on verified bytes; its own failures become ours."""
 
     def __init__(self, path: str, data: bytes, threads: int) -> None:
-        import onnxruntime as ort
-        from onnxruntime.capi import onnxruntime_pybind11_state as state
+        from nobackfill.onnx_runtime import onnxruntime as ort
+        from nobackfill.onnx_runtime import state
 
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads

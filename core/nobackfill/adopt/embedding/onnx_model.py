@@ -18,7 +18,7 @@ class OnnxModel:
     """A session on the file; what reads texts has an input `input_ids`, all others read images."""
 
     def __init__(self, path: Path) -> None:
-        import onnxruntime
+        from nobackfill.onnx_runtime import onnxruntime
 
         if not path.is_file():
             raise NotFoundError(f"{path}: no such file; --with expects an ONNX file")

@@ -3,9 +3,9 @@
 import tempfile
 from pathlib import Path
 
-import onnxruntime
 import torch
 
+from nobackfill.onnx_runtime import onnxruntime
 from nobackfill.training.export.drafting import UpgradeGraph
 from nobackfill.training.export.onnx_export import export_onnx, quantise
 from nobackfill.training.networks.transform import Upgrade

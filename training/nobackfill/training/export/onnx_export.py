@@ -104,8 +104,7 @@ def run_onnx(
     path: Path, inputs: Mapping[str, NDArray[Any]], outputs: tuple[str, ...]
 ) -> list[NDArray[Any]]:
     """Run an ONNX file once, on the CPU. Raises VerificationError where onnxruntime cannot."""
-    import onnxruntime
-    from onnxruntime.capi import onnxruntime_pybind11_state as state
+    from nobackfill.onnx_runtime import onnxruntime, state
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
@@ -132,6 +131,9 @@ def quantise(source: Path, target: Path) -> None:
     Weights take 7 of the 8 bits. Processors with AVX2 and no VNNI add two products in 16 bits: more
     would overflow there, and a device compute what no gate has measured (ADR 0006).
     """
+    import nobackfill.onnx_runtime  # noqa: F401  # Before anything of onnxruntime's.
+
+    # isort: split
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     model = onnx.load(source)
