@@ -24,7 +24,7 @@ from nobackfill.server.galleries.initial_index import beginning
 from nobackfill.server.galleries.items import ItemCache
 from nobackfill.server.galleries.lock_order import Level
 from nobackfill.server.galleries.origins import Origins
-from nobackfill.server.galleries.plan import SOURCE, Filling, Part, Plan, make_plan
+from nobackfill.server.galleries.plan import SOURCE, Filling, Part, Plan, entered, make_plan
 from nobackfill.server.galleries.speed import Speed
 from nobackfill.server.galleries.users import Users
 from nobackfill.server.galleries.write_lock import WriteLock
@@ -84,12 +84,7 @@ class Hosted:
     @contextmanager
     def using(self) -> Iterator[Plan]:
         """The plan, one of its `users` being the caller."""
-        while True:
-            plan = self.plan
-            plan.users.enter()
-            if plan is self._plan:
-                break
-            plan.users.leave()
+        plan = entered(lambda: self.plan)
         try:
             with lock_order.holding(Level.PLAN, self.name):
                 yield plan

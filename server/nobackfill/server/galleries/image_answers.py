@@ -10,7 +10,7 @@ from nobackfill.server.galleries.asked import Heals
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.immediate_answers import ImmediateAnswers
-from nobackfill.server.galleries.plan import Part, Plan
+from nobackfill.server.galleries.plan import Part, Plan, entered
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Later, Unanswered
 from nobackfill.vectors import Vectors
@@ -107,14 +107,7 @@ class ImageAnswers:
 
 def _enter(hosted: Hosted) -> Plan | None:
     """The gallery's plan: both are from now on used by one more. None: the gallery is closed."""
-    if not hosted.users.enter():
-        return None
-    while True:
-        plan = hosted.plan
-        plan.users.enter()
-        if plan is hosted.plan:
-            return plan
-        plan.users.leave()
+    return entered(lambda: hosted.plan) if hosted.users.enter() else None
 
 
 def _leave(hosted: Hosted, plan: Plan) -> None:

@@ -1,6 +1,6 @@
 """How a gallery is searched and written at present: pure decisions, no I/O."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -69,6 +69,16 @@ class Plan:
     def models(self) -> list[Manifest]:
         """Releases whose models it uses, the one that answers first."""
         return [*(part.query for part in self.parts), *self.writes]
+
+
+def entered(current: Callable[[], Plan]) -> Plan:
+    """The plan that there is now, of whose `users` the caller is one."""
+    while True:
+        plan = current()
+        plan.users.enter()
+        if plan is current():
+            return plan
+        plan.users.leave()
 
 
 def own_part(manifest: Manifest) -> Part:
