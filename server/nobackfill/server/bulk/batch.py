@@ -7,23 +7,22 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from nobackfill.errors import InvalidInputError, UnusableOutputError
 from nobackfill.images import Pixels
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import no_vector, read_verified
-from nobackfill.server.bulk.places import open_place
+from nobackfill.server.bulk.places import Place, open_place
 from nobackfill.server.embedding.embedding import Embedding, size_of
 from nobackfill.server.embedding.models import InProcessModels
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.upgrades.workers.kept import Kept, laid_out
-from nobackfill.text_lines import TextLine
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1 import types_pb2 as types
 from nobackfill.vectors import Vectors
 from nobackfill.wire.gateway import Gateway
-from nobackfill.wire.values import fill_value
 
 # A worker that meets a gateway that is restarted asks again for so long.
 _SECONDS = 120.0
@@ -79,13 +78,17 @@ class _Open:
             os.environ[name] = str(folder / name)
         self._gateway = closing.enter_context(Gateway(work.server, seconds=_SECONDS))
 
+    @cached_property
+    def _place(self) -> Place:
+        return open_place(self._work.place)
+
     def put(self, names: Sequence[str]) -> Done:
         refused: dict[str, str] = {}
         decoded: list[tuple[str, Pixels]] = []
-        size, place = size_of(self._work.manifest), open_place(self._work.place)
+        size = size_of(self._work.manifest)
         for name in names:
             try:
-                (found,) = self._embedding.decoding.each([place.read(name)], [size])
+                (found,) = self._embedding.decoding.each([self._place.read(name)], [size])
             except InvalidInputError as error:
                 found = error
             if isinstance(found, InvalidInputError):
@@ -96,22 +99,20 @@ class _Open:
         refused |= self._gateway.put_items(self._work.gallery, items)
         return Done(len(names) - len(refused), refused)
 
-    def read(self, lines: Sequence[TextLine]) -> Done:
+    def read(self, texts: Sequence[pb.PutItem]) -> Done:
         manifest, refused, items = self._work.manifest, dict[str, str](), []
-        rows = self._embedding.texts.rows(manifest, [one.text for one in lines], "document")
-        for one, row in zip(lines, rows, strict=True):
-            try:
-                if isinstance(row, InvalidInputError):
-                    raise row
-                item = pb.PutItem(id=one.id, vectors=_vectors(manifest, row))
-                for key, value in one.metadata().items():
-                    fill_value(value, item.metadata[key])
-            except InvalidInputError as error:
-                refused[one.id] = str(error)
-            else:
-                items.append(item)
+        rows = self._embedding.texts.rows(manifest, [one.text for one in texts], "document")
+        for one, row in zip(texts, rows, strict=True):
+            if isinstance(row, InvalidInputError):
+                refused[one.id] = str(row)
+                continue
+            item = pb.PutItem()
+            item.CopyFrom(one)
+            # In place of the text.
+            item.vectors.CopyFrom(_vectors(manifest, row))
+            items.append(item)
         refused |= self._gateway.put_items(self._work.gallery, items)
-        return Done(len(lines) - len(refused), refused)
+        return Done(len(texts) - len(refused), refused)
 
     def _embedded(
         self, pictures: Sequence[tuple[str, Pixels]], refused: dict[str, str]
@@ -149,6 +150,6 @@ def put_batch(work: Filling, names: Sequence[str]) -> Done:
     return _kept.of(work, work.key).put(names)
 
 
-def put_texts(work: Filling, lines: Sequence[TextLine]) -> Done:
+def put_texts(work: Filling, texts: Sequence[pb.PutItem]) -> Done:
     """The same of texts, which come with the call. Raises TooLargeError, too."""
-    return _kept.of(work, work.key).read(lines)
+    return _kept.of(work, work.key).read(texts)

@@ -21,7 +21,7 @@ from nobackfill.server.bulk.batch import (
     put_texts,
 )
 from nobackfill.server.bulk.places import Place, open_place
-from nobackfill.text_lines import TextLine, read_texts
+from nobackfill.text_lines import read_texts
 from nobackfill.tokenizing import check_text
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.wire.gateway import Gateway
@@ -106,8 +106,8 @@ def fill_by_ray(
     stored, refused = 0, dict[str, str]()
     with closing(RayCluster(cluster)) as nodes:
         if is_texts(place):
-            lines = _batches(_readable(place, refused), batch)
-            parts = nodes.run(put_texts, work, lines)
+            texts = _texts_of(place, refused)
+            parts = nodes.run(put_texts, work, _batches(texts, batch))
         else:
             names = _texts(open_place(place).names(), refused)
             parts = nodes.run(put_batch, work, _batches(names, batch))
@@ -129,17 +129,6 @@ def _some(done: Done, place: str) -> Done:
 
 def _absolute(place: str) -> str:
     return place if "://" in place else str(Path(place).resolve())
-
-
-def _readable(place: str, refused: dict[str, str]) -> Iterator[TextLine]:
-    for one in read_texts(Path(place)):
-        try:
-            _text(one.id)
-            check_text(one.text)
-        except InvalidInputError as error:
-            refused[_shown(one.id)] = str(error)
-        else:
-            yield one
 
 
 def _batches(names: Iterable[One], size: int) -> Iterator[Sequence[One]]:
