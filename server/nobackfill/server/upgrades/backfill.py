@@ -9,6 +9,7 @@ from nobackfill.gallery.store import Item
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import LARGEST_BATCH, Embedding, size_of
 from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.vectors import Vectors
 
 
 def backfill(
@@ -73,11 +74,7 @@ def embed_again(
     if not good:
         return []
     labels, kept, vectors = zip(*good, strict=True)
-    written = hosted.store.write(
-        manifest.space, np.array(labels, np.int64), np.concatenate(vectors),
-        side=embedding.sides(manifest, kept), origin="re-embedded", replace=True,
-    )  # fmt: skip
-    return [int(label) for label in written]
+    return _replace(hosted, manifest, labels, vectors, embedding.sides(manifest, kept))
 
 
 def read_again(
@@ -99,8 +96,15 @@ def read_again(
     if not good:
         return []
     labels, vectors = zip(*good, strict=True)
+    return _replace(hosted, manifest, labels, vectors, None)
+
+
+def _replace(
+    hosted: Hosted, manifest: Manifest, labels: Sequence[int], vectors: Sequence[Vectors],
+    side: Vectors | None,
+) -> list[int]:  # fmt: skip
     written = hosted.store.write(
-        manifest.space, np.array(labels, np.int64), np.concatenate(vectors), side=None,
+        manifest.space, np.array(labels, np.int64), np.concatenate(vectors), side=side,
         origin="re-embedded", replace=True,
     )  # fmt: skip
     return [int(label) for label in written]
