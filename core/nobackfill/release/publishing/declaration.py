@@ -38,6 +38,11 @@ class Declaration(BaseModel):
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
 
+    @property
+    def asks_with(self) -> str:
+        """What is put before texts that ask."""
+        return self.prefix if self.query_prefix is None else self.query_prefix
+
 
 def tokenizer_file(path: Path, declared: Declaration) -> Path:
     """The tokenizer of the ONNX file `path`: beside it, or above. Raises NotFoundError."""

@@ -40,21 +40,19 @@ def add_text_encoder(release: Release, source: Path, queries: Path | None = None
     made = _put(release, source, "--text-encoder", text_encoder_path(release.number))
     _share(release, made.vectors, made.file)
     declared = made.declared
-    asks_with = declared.prefix if declared.query_prefix is None else declared.query_prefix
     said: dict[str, object] = {
         "file": release.file(text_encoder_path(release.number)),
         "inputs": made.inputs,
         "length": declared.max_length,
-        "query_prefix": asks_with,
+        "query_prefix": declared.asks_with,
         "document_prefix": declared.prefix,
         "pooling": declared.pooling,
     }
     if queries is not None:
         asking = _put(release, queries, "--query-encoder", query_encoder_path(release.number))
         _check_asking(asking, made)
-        prefix = asking.declared.query_prefix
         said["query_file"] = release.file(query_encoder_path(release.number))
-        said["query_prefix"] = asking.declared.prefix if prefix is None else prefix
+        said["query_prefix"] = asking.declared.asks_with
         release.recipe["query_encoder_sha256"] = sha256_file(asking.file)
     release.local(tokenizer_path(release.number)).write_bytes(made.tokenizer.read_bytes())
     said["tokenizer"] = release.file(tokenizer_path(release.number))
