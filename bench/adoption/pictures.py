@@ -65,13 +65,8 @@ def embedded(
         bodies = network.run(images)
         titles = np.zeros_like(bodies)
         titles[list(asked)] = network.run([second_view(images[row], row) for row in asked])
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # Whole or not there, for a run that is killed.
-        part = file.with_name(f"part-{file.name}")
-        np.savez(part, bodies=bodies, titles=titles)
-        part.replace(file)
-    with np.load(file) as kept:
-        return Embedded(kept["bodies"], kept["titles"])
+        Embedded(bodies, titles).write(file)
+    return Embedded.read(file)
 
 
 class _Network:

@@ -4,6 +4,7 @@ import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -29,6 +30,18 @@ class Embedded:
 
     bodies: Vectors
     titles: Vectors
+
+    def write(self, file: Path) -> None:
+        """Whole or not there, for a run that is killed."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f"part-{file.name}")
+        np.savez(part, bodies=self.bodies, titles=self.titles)
+        part.replace(file)
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        with np.load(file) as kept:
+            return cls(kept["bodies"], kept["titles"])
 
 
 def operations(packages: Path, count: int) -> Corpus:
@@ -70,10 +83,5 @@ def embedded(corpus: Corpus, model: Path, file: Path) -> Embedded:
 
         bodies = by_length([one.body for one in corpus.documents])
         titles = by_length([one.title for one in corpus.documents])
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # Whole or not there, for a run that is killed.
-        part = file.with_name(f"part-{file.name}")
-        np.savez(part, bodies=bodies, titles=titles)
-        part.replace(file)
-    with np.load(file) as kept:
-        return Embedded(kept["bodies"], kept["titles"])
+        Embedded(bodies, titles).write(file)
+    return Embedded.read(file)
