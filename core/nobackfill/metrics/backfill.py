@@ -131,8 +131,9 @@ def backfill_curve(
         distance_blocks(queries, backfilled, metric),
         strict=True,
     ):
+        carried = line.slope * old + line.offset
         for done, collected in zip(counts, ranks, strict=True):
-            mixed = np.where(places < done, new, line.slope * old + line.offset)
+            mixed = np.where(places < done, new, carried)
             collected.extend(rank_block(mixed, first, relevance))
     rankings = [Ranking(r, np.array([len(one) for one in r], np.int64)) for r in ranks]
     cmc1 = np.stack([cmc(ranking, 1) for ranking in rankings])
