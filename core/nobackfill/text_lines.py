@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,11 @@ from nobackfill.errors import InvalidInputError, NotFoundError
 
 @dataclass(frozen=True)
 class TextLine:
-    """`notes`: the other keys of the object, as JSON has them; `start`: the byte of the file at
-    which its line begins."""
+    """`notes`: the other keys of the object, as JSON has them."""
 
     id: str
     text: str
     notes: Mapping[str, Any]
-    start: int = 0
 
     def metadata(self) -> dict[str, str | int | float | bool | list[str]]:
         """The notes as an item keeps them, without those that are null. Raises InvalidInputError
@@ -40,11 +38,9 @@ def read_texts(path: Path, *, key: str = "id", column: str = "text") -> Iterator
     try:
         with path.open("rb") as file:
             # Bytes: only a line feed ends a line, JSON may hold other separators of lines.
-            start = 0
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield replace(read_line(line, f"{path}:{number}", key, column), start=start)
-                start += len(line)
+                    yield read_line(line, f"{path}:{number}", key, column)
     except OSError as error:
         raise NotFoundError(f"{path}: cannot be read ({error})") from error
 

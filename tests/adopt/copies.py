@@ -1,16 +1,14 @@
 """Milvus and Chroma with MADE's items: stores whose new vectors are a collection of their own."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import urllib3
-
+from nobackfill.adopt.sources.chroma_server import ChromaServer
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.source import Searchable, Source
 from nobackfill.vectors import Vectors
 from tests.adopt.made import World
-
-COLLECTIONS = "/api/v2/tenants/default_tenant/databases/default_database/collections"
 
 
 class Milvus:
@@ -88,7 +86,7 @@ class Chroma:
 
     def __init__(self, address: str, made: World) -> None:
         self.address = address
-        self._http = urllib3.PoolManager()
+        self._server = ChromaServer(f"http://{address}")
         self.clear()
         # A graph that is searched as if by a slow loop.
         index = {"hnsw": {"space": "cosine", "ef_search": 400, "ef_construction": 400}}
@@ -96,11 +94,8 @@ class Chroma:
         self.path = f"/{self.asked('POST', '', made_of)['id']}"
         self._put(made.ids, made.old.tolist())
 
-    def asked(self, method: str, path: str, body: object = None) -> Any:
-        url = f"http://{self.address}{COLLECTIONS}{path}"
-        got = self._http.request(method, url, json=body)
-        assert got.status < 300, got.data
-        return got.json() if got.data else None
+    def asked(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Any:
+        return self._server.asked(method, path, "docs", body)
 
     def _put(self, names: list[str], vectors: list[list[float]]) -> None:
         body = {
@@ -138,4 +133,4 @@ class Chroma:
             self.asked("DELETE", f"/{one['name']}")
 
     def close(self) -> None:
-        self._http.clear()
+        self._server.close()

@@ -1,18 +1,24 @@
 """Vectors know the model that made them: the same dimension is not the same space."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 
 from nobackfill.adopt.cli.app import main
+from nobackfill.adopt.embedding import open_embedder
 from nobackfill.adopt.maps import load_map
+from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import MODEL, table_bytes
 from nobackfill.errors import IncompatibleSpaceError
 from nobackfill.serve import Dual
 from nobackfill.vectors import Vectors
 from tests.adopt.made import world
+from tests.adopt.models import expected, image_model, text_model, texts
 from tests.adopt.test_refusals import refused
 from tests.serve.shop import NewModel, loaded
 from tests.support.documents import run_command
@@ -54,3 +60,68 @@ def test_models_are_named_from_the_pairs_to_what_is_carried(
             loaded(tmp_path / "shop"), Path("map.npz"), Path("j.npz"), Path("n.db"),
             NewModel(fingerprint="another model"),
         )  # fmt: skip
+
+
+def test_models_that_read_queries_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By another prefix, or by an encoder with weights of its own, as the old model and the new
+    one do: queries are of their model's space, and never taken for items."""
+    monkeypatch.chdir(tmp_path)
+    asking = text_model(tmp_path / "asking", 3)
+    text_model(tmp_path / "old", 0)
+    text_model(tmp_path / "new", 1, prefix="w1 ", query_prefix="query: ")
+    bodies = texts(120)
+    lines = [json.dumps({"id": n, "text": text}) for n, text in enumerate(bodies)]
+    (tmp_path / "items.jsonl").write_text("\n".join(lines))
+    (tmp_path / "queries.jsonl").write_text("\n".join(lines[:40]))
+
+    def embed(items: str, model: str, out: str, *more: str) -> Vectors:
+        words = ["embed", items, "--with", f"{model}/model.onnx", "--out", out, *more]
+        run_command(main, ["nobackfill", *words], monkeypatch)
+        rows = read_all(open_source(out))
+        return rows.vectors[rows.ids.index("7")]
+
+    embed("items.jsonl", "old", "old-items")
+    by_new = embed("items.jsonl", "new", "new-items")
+    np.testing.assert_allclose(by_new, expected(tmp_path / "new", f"w1 {bodies[7]}"), atol=1e-6)
+    encoder = ("--query-encoder", str(asking))
+    asked = embed("queries.jsonl", "old", "old-queries", *encoder)
+    np.testing.assert_allclose(asked, expected(tmp_path / "asking", bodies[7]), atol=1e-6)
+    asked = embed("queries.jsonl", "new", "new-queries", "--queries")
+    np.testing.assert_allclose(asked, expected(tmp_path / "new", f"query: {bodies[7]}"), atol=1e-6)
+    for model, out, more, why in (
+        ("new", "new-items", ["--queries"], "holds vectors of documents, not of queries"),
+        ("new", "new-queries", [], "holds vectors of queries, not of documents"),
+        ("old", "old-queries", [], "holds vectors of queries by"),
+    ):
+        words = ["queries.jsonl", "--with", f"{model}/model.onnx", "--out", out, *more]
+        assert why in refused(["embed", *words], 65, monkeypatch, capsys)
+    fit = ["fit", "--old", "old-items", "--new"]
+    both = ["--queries-old", "old-queries", "--queries-new"]
+    assert "those of queries" in refused([*fit, "new-queries"], 65, monkeypatch, capsys)
+    said = refused([*fit, "new-items", *both, "new-items"], 65, monkeypatch, capsys)
+    assert "--queries-new: their model reads queries otherwise" in said
+    run_command(main, ["nobackfill", *fit, "new-items", *both, "new-queries"], monkeypatch)
+    facts, model = load_map(tmp_path / "map.npz").facts, tmp_path / "new" / "model.onnx"
+    assert facts["old_model"] == open_embedder(str(tmp_path / "old" / "model.onnx")).fingerprint
+    assert facts["new_model"] == open_embedder(str(model), queries=True).fingerprint
+
+
+def test_texts_ask_for_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two encoders of one space, of which only that of images makes the items' vectors."""
+    monkeypatch.chdir(tmp_path)
+    pictured = image_model(tmp_path / "pictures.onnx")
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (4, 4), (255, 0, 0)).save(tmp_path / "images" / "red.png")
+    (tmp_path / "asked.jsonl").write_text('{"id": "red.png", "text": "w1"}')
+    worded = text_model(tmp_path / "words", 0, table=np.eye(43, 3, dtype=np.float32))
+    for items, out, more in (
+        ("images", "made", []),
+        ("asked.jsonl", "asked", ["--query-encoder", str(worded)]),
+    ):
+        words = ["embed", items, "--with", str(pictured), "--out", out, *more]
+        run_command(main, ["nobackfill", *words], monkeypatch)
+    made, asked = open_source("made"), open_source("asked")
+    assert made.facts().model == asked.facts().model is not None
+    assert read_all(asked).ids == read_all(made).ids

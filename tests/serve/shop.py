@@ -39,6 +39,7 @@ class NewModel:
 
     fingerprint: str = "the new model"
     kind: Kind | None = "text"
+    reads: str = ""
     seconds: float = 0.0
     times: Counter[str] = field(default_factory=Counter)
     at_once: int = 0

@@ -16,7 +16,8 @@ from nobackfill.errors import (
     TooLargeError,
     UnavailableError,
 )
-from nobackfill.items import LineItems
+from nobackfill.items import LineItems, lines
+from nobackfill.text_lines import TextLine
 from tests.server.conftest import publish_stage
 from tests.server.support import Client, ids, images, refused, running
 from tests.server.test_healing import healed, origins, progress, register
@@ -152,6 +153,48 @@ def test_lines_are_found_where_they_stand(tmp_path: Path) -> None:
     with pytest.raises(TooLargeError):
         items.read("a", 100)
     assert items.read("b", 100) is None
+
+
+def test_of_a_file_that_grows_what_was_added_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line is parsed once, and at most one is again, however often lines come."""
+    file = tmp_path / "notes.jsonl"
+    write(file, {f"old {number}": f"text {number}" for number in range(100)})
+    items = LineItems(file)
+    with file.open("a") as more:
+        more.write("\n")
+    parsed: list[str] = []
+    read = lines.read_line
+
+    def counted(line: bytes, where: str) -> TextLine:
+        parsed.append(where)
+        return read(line, where)
+
+    monkeypatch.setattr(lines, "read_line", counted)
+    for number in range(20):
+        with file.open("a") as more:
+            more.write(json.dumps({"id": f"new {number}", "text": f"added {number}"}) + "\n")
+        assert items.read(f"new {number}", 100) == f"added {number}"
+        assert items.read("old 5", 100) == "text 5"
+    assert len([where for where in parsed if str(file) in where]) == 2 * 20
+    with file.open("a") as more:
+        more.write('{"id": "half", "te')
+    assert items.read("old 5", 100) == "text 5" and items.read("half", 100) is None
+    with file.open("a") as more:
+        more.write('xt": "whole"}\nno line\n')
+    with pytest.raises(InvalidInputError, match=r"notes.jsonl:122: expected a JSON object"):
+        items.read("half", 100)
+    write(file, {"other": "file", **{f"old {number}": "x" * 300 for number in range(200)}})
+    assert items.read("half", 100) is None and items.read("old 199", 1000) == "x" * 300
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    """Nobody writes to the pipe: who opened it would wait for ever."""
+    os.mkfifo(tmp_path / "notes.jsonl")
+    for place in (tmp_path / "notes.jsonl", tmp_path):
+        with pytest.raises(InvalidInputError, match="expected a file"):
+            LineItems(place)
 
 
 def test_no_line_is_taken_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,12 +34,14 @@ NEEDS_ITEMS = ("lazily", "re-embed")
 @dataclass(frozen=True)
 class Cost:
     """What is known: items of the gallery, seconds to embed one by each model (None: not
-    measured), seconds to map one."""
+    measured), seconds to map one; seconds to embed a query by the new model, where that was
+    measured apart."""
 
     items: int
     old_seconds: float | None
     new_seconds: float | None
     map_seconds: float
+    new_query_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -144,9 +146,10 @@ def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) 
     )
     means = {figure: _mean(figures[name], figure) for figure in figures[name]}
     old, new, items = cost.old_seconds, cost.new_seconds, cost.items
-    both = None if old is None or new is None else old + new
+    asking = new if cost.new_query_seconds is None else cost.new_query_seconds
+    both = None if old is None or asking is None else old + asking
     hits = None if both is None or new is None else both + judgement.LAZILY * new
-    a_query = {"stay": old, "map": new, "both": both, "lazily": hits, "re-embed": new}
+    a_query = {"stay": old, "map": asking, "both": both, "lazily": hits, "re-embed": asking}
     again = None if new is None else items * new
     in_all = {"stay": 0.0, "re-embed": again, "lazily": again}
     return Way(name, means, worse, a_query[name], in_all.get(name, items * cost.map_seconds))

@@ -122,9 +122,18 @@ def embed(
         float, typer.Option(help="Seconds to wait for an endpoint that is busy.")
     ] = 120.0,
     batch: Annotated[int, typer.Option(min=1, help="Items at a time.")] = 32,
+    queries: Annotated[
+        bool,
+        typer.Option("--queries", help="These texts ask: some models read such otherwise."),
+    ] = False,
+    query_encoder: Annotated[
+        str | None,
+        typer.Option(help="What reads them, where that is a model of its own, as --with."),
+    ] = None,
     key: Key = None,
 ) -> None:
     """Embed items by a model; run again after a failure, it embeds what is missing."""
+    from nobackfill.adopt.embedding.asking import Asking
     from nobackfill.adopt.embedding.items import read_items
     from nobackfill.adopt.embedding.opening import open_embedder
     from nobackfill.adopt.embedding.vector_folder import embed_into
@@ -133,7 +142,10 @@ def embed(
     found = read_items(items, column=column, key=key, only=wanted)
     if wanted is not None and (lost := sorted(wanted - set(found.ids))):
         print(visible(f"{len(lost)} ids have no item, the first: {lost[0]}"), file=sys.stderr)
-    embedder = open_embedder(model, name=model_name, patience=patience)
+    embedder = open_embedder(model, name=model_name, patience=patience, queries=queries)
+    if query_encoder is not None:
+        encoder = open_embedder(query_encoder, name=model_name, patience=patience, queries=True)
+        embedder = Asking(embedder, encoder)
     made = embed_into(out, found, embedder, batch=batch, progress=_progress(len(found.ids)))
     print(visible(f"{made} embedded, {len(found.ids)} in {out}"))
 

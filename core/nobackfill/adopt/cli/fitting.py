@@ -8,6 +8,7 @@ import numpy as np
 
 from nobackfill.adopt.cards import Card, read_card
 from nobackfill.adopt.converters import Opened, open_converter, publish
+from nobackfill.adopt.embedding.embedder import DOCUMENTS, QUERIES
 from nobackfill.adopt.figures import Queries
 from nobackfill.adopt.joining import save_joining
 from nobackfill.adopt.maps import Map, save_map
@@ -66,19 +67,24 @@ def run(
     pairs = matched.pairs
     queries = None
     old_model = stored.facts().model
-    old_seconds = None
+    old_seconds = new_seconds = None
+    _not_read_as(stored, QUERIES, "--old: expected the items' vectors, got those of queries")
+    _not_read_as(made, QUERIES, "--new: expected the items' vectors, got those of queries")
     if (queries_old is None) != (queries_new is None):
         raise InvalidInputError("expected --queries-old and --queries-new together: both models'")
     if queries_old is not None and queries_new is not None:
         asked_old, asked_new = open_source(queries_old), open_source(queries_new)
         same_model(made.facts().model, asked_new.facts().model, "--new and --queries-new")
         same_model(stored.facts().model, asked_old.facts().model, "--old and --queries-old")
+        for option, asked in (("--queries-old", asked_old), ("--queries-new", asked_new)):
+            otherwise = "their model reads queries otherwise, and these were read as items"
+            _not_read_as(asked, DOCUMENTS, f"{option}: {otherwise}; embed them with --queries")
         old_model = old_model or asked_old.facts().model
         queries = known_items(pairs, asked_old, asked_new)
-        old_seconds = _seconds(asked_old)
+        old_seconds, new_seconds = _seconds(asked_old), _seconds(asked_new)
     models = (old_model, made.facts().model)
     prior = _converter(files, models)
-    cost = Cost(stored.count(), old_seconds, _seconds(made), _map_seconds(pairs))
+    cost = Cost(stored.count(), old_seconds, _seconds(made), _map_seconds(pairs), new_seconds)
     verdict = decide(
         pairs, cost, queries, items_there=items_there, prior=prior.mapping if prior else None
     )
@@ -148,6 +154,12 @@ def known_items(pairs: Pairs, old: Source, new: Source) -> Queries:
         )
     rows = np.array([places[asked.ids[row]] for row in kept], np.int64)
     return Queries(asked.old[kept], asked.new[kept], rows, own=False)
+
+
+def _not_read_as(source: Source, role: str, why: str) -> None:
+    """Raises InvalidInputError."""
+    if isinstance(source, ParquetSource) and source.reads().startswith(role):
+        raise InvalidInputError(why)
 
 
 def _seconds(source: Source) -> float | None:

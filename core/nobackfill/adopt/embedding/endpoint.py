@@ -46,6 +46,7 @@ class Endpoint:
     for at most `patience` seconds a batch. Texts go over TLS, or to this machine."""
 
     kind: Kind | None = "text"
+    reads = ""
 
     def __init__(
         self, url: str, model: str, *, patience: float = 120.0, timeout: float = 60.0

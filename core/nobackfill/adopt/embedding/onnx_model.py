@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from nobackfill.adopt.embedding.embedder import DOCUMENTS, QUERIES
 from nobackfill.adopt.maps import normalised
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.images import decode, decode_file
@@ -15,9 +16,10 @@ from nobackfill.vectors import Vectors, check_vectors
 
 
 class OnnxModel:
-    """A session on the file; what reads texts has an input `input_ids`, all others read images."""
+    """A session on the file; what reads texts has an input `input_ids`, all others read images.
+    `queries`: its texts are those that ask."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, queries: bool = False) -> None:
         from nobackfill.onnx_runtime import onnxruntime
 
         if not path.is_file():
@@ -35,6 +37,9 @@ class OnnxModel:
         file = tokenizer_file(path, self._declared) if self.kind == "text" else None
         self._tokenizer = None if file is None else self._tokenizing(file)
         self.fingerprint = fingerprint(path, self._declared, file)
+        self._prefix = self._declared.asks_with if queries else self._declared.prefix
+        alike = self.kind == "image" or self._declared.asks_with == self._declared.prefix
+        self.reads = "" if alike else QUERIES if queries else DOCUMENTS
 
     @property
     def declared(self) -> dict[str, object]:
@@ -57,7 +62,7 @@ class OnnxModel:
 
     def _texts(self, items: list[str] | list[Path] | list[bytes]) -> tuple[dict[str, Any], Any]:
         assert self._tokenizer is not None
-        known = self._tokenizer.tokens([self._declared.prefix + str(item) for item in items])
+        known = self._tokenizer.tokens([self._prefix + str(item) for item in items])
         if strangers := set(self._inputs) - set(known):
             raise InvalidInputError(f"{self._path}: unknown inputs {sorted(strangers)}")
         return {name: known[name] for name in self._inputs}, known["attention_mask"]

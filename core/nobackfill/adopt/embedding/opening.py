@@ -6,8 +6,11 @@ from nobackfill.adopt.embedding.embedder import Embedder
 from nobackfill.errors import InvalidInputError
 
 
-def open_embedder(model: str, *, name: str | None = None, patience: float = 120.0) -> Embedder:
+def open_embedder(
+    model: str, *, name: str | None = None, patience: float = 120.0, queries: bool = False
+) -> Embedder:
     """An ONNX file, `module:function`, or the URL of an endpoint with the model's `name` there.
+    `queries`: texts that ask are embedded, which some models read otherwise.
 
     Raises NotFoundError, InvalidInputError, ConfigurationError.
     """
@@ -22,7 +25,7 @@ def open_embedder(model: str, *, name: str | None = None, patience: float = 120.
     if Path(model).suffix == ".onnx":
         from nobackfill.adopt.embedding.onnx_model import OnnxModel
 
-        return OnnxModel(Path(model))
+        return OnnxModel(Path(model), queries=queries)
     if ":" in model:
         from nobackfill.adopt.embedding.python_function import PythonFunction
 

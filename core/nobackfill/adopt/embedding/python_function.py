@@ -18,6 +18,7 @@ class PythonFunction:
     """`module:function`, the module found from the working folder as well."""
 
     kind: Kind | None = None
+    reads = ""
 
     def __init__(self, name: str) -> None:
         module, _, function = name.partition(":")

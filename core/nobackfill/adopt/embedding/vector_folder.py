@@ -11,7 +11,7 @@ import numpy as np
 
 from nobackfill.adopt.embedding.embedder import Embedder
 from nobackfill.adopt.embedding.items import Items
-from nobackfill.adopt.sources.parquet import MODEL, SECONDS, ParquetSource, table_bytes
+from nobackfill.adopt.sources.parquet import MODEL, READS, SECONDS, ParquetSource, table_bytes
 from nobackfill.durable import make_dir, sweep, write_file
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
 from nobackfill.extras import extra
@@ -41,7 +41,7 @@ def embed_into(
         raise InvalidInputError(f"this model reads {embedder.kind}s, the items are {items.kind}s")
     make_dir(folder)
     sweep(folder)
-    done, files = _done(folder, embedder.fingerprint)
+    done, files = _done(folder, embedder)
     rest = [row for row, name in enumerate(items.ids) if name not in done]
     for first in range(0, len(rest), PART):
         rows = rest[first : first + PART]
@@ -54,22 +54,29 @@ def embed_into(
                 progress(first + min(start + batch, len(rows)))
         seconds = (time.perf_counter() - started) / len(rows)
         metadata = {MODEL: embedder.fingerprint.encode(), SECONDS: f"{seconds:.6g}".encode()}
+        if embedder.reads:
+            metadata[READS] = embedder.reads.encode()
         data = table_bytes("id", pa.array(ids), "vector", _joined(vectors, folder), metadata)
         write_file(folder / f"part-{files:05d}.parquet", data)
         files += 1
     return len(rest)
 
 
-def _done(folder: Path, fingerprint: str) -> tuple[set[str], int]:
+def _done(folder: Path, embedder: Embedder) -> tuple[set[str], int]:
     """Ids that are there, and the number of the next file."""
     files = sorted(folder.glob("part-*.parquet"))
     if not files:
         return set(), 0
     source = ParquetSource(folder)
-    if source.facts().model != fingerprint:
+    if source.facts().model != embedder.fingerprint:
         raise IncompatibleSpaceError(
             f"{folder}: holds vectors of another model (or of this one, declared otherwise); give "
             "each model a folder of its own"
+        )
+    if source.reads() != embedder.reads:
+        raise IncompatibleSpaceError(
+            f"{folder}: holds vectors of {source.reads()[:30] or 'all texts alike'}, not of "
+            f"{embedder.reads[:30] or 'all texts alike'}; give queries a folder of their own"
         )
     done = {name for window in source.windows(0) for name in source.read(window).ids}
     return done, int(files[-1].stem.removeprefix("part-")) + 1

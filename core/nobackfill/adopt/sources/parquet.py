@@ -31,6 +31,7 @@ with extra("adopt"):
 
 MODEL = b"nobackfill.model"
 SECONDS = b"nobackfill.seconds_per_item"
+READS = b"nobackfill.reads"
 _MARK = "carried.json"
 
 
@@ -83,6 +84,11 @@ class ParquetSource:
         """What `nobackfill embed` measured, where it wrote the file."""
         found = (self._schema.metadata or {}).get(SECONDS)
         return None if found is None else float(found)
+
+    def reads(self) -> str:
+        """Which texts a model that reads queries otherwise was given (see Embedder), where
+        `nobackfill embed` wrote the file; empty for one that reads all alike."""
+        return (self._schema.metadata or {}).get(READS, b"").decode()
 
     def count(self) -> int:
         return sum(len(self.read(window)) for window in self.windows(0))
