@@ -254,8 +254,8 @@ class Gateway:
         with extra("web"):
             from nobackfill.server.console.app import Console
 
-        def embed(release: int, image: bytes) -> Vectors:
-            return self.embedding.query(self.catalog.manifest(release), image)
+        def embed(release: int, query: bytes | str) -> Vectors:
+            return self.embedding.query(self.catalog.manifest(release), query)
 
         console = closing.enter_context(Console(settings, socket, self.metrics, embed))
         self.console_address = console.address

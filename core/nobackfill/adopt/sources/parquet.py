@@ -88,7 +88,7 @@ class ParquetSource:
     def reads(self) -> str:
         """Which texts a model that reads queries otherwise was given (see Embedder), where
         `nobackfill embed` wrote the file; empty for one that reads all alike."""
-        return (self._schema.metadata or {}).get(READS, b"").decode()
+        return str((self._schema.metadata or {}).get(READS, b"").decode())
 
     def count(self) -> int:
         return sum(len(self.read(window)) for window in self.windows(0))

@@ -1,4 +1,4 @@
-// What plain links and forms cannot do: a picture that is chosen, dropped or pasted is sent as it is,
+// What plain links and forms cannot do: a picture that is chosen, dropped or pasted is sent as it is, a text too,
 // and arrow keys walk through tiles.
 (() => {
   const say = (place, sentence) => {
@@ -9,19 +9,25 @@
     place.replaceChildren(note);
   };
 
-  const send = async (form, picture) => {
-    const place = document.querySelector(form.dataset.results);
-    if (!picture || !picture.type.startsWith("image/")) {
-      say(place, "That is no picture: expected a JPEG, PNG or WebP file.");
-      return;
+  const sendPicture = (form, picture) => {
+    if (picture && picture.type.startsWith("image/")) {
+      send(form, picture, "application/octet-stream");
+    } else {
+      say(document.querySelector(form.dataset.results), form.elements.picture
+        ? "That is no picture: expected a JPEG, PNG or WebP file."
+        : "Expected a text to search for.");
     }
+  };
+
+  const send = async (form, body, kind) => {
+    const place = document.querySelector(form.dataset.results);
     place.setAttribute("aria-busy", "true");
     const asked = new URLSearchParams(new FormData(form));
     asked.delete("picture");
+    asked.delete("text");
     try {
       const answer = await fetch(`${form.dataset.action}?${asked}`, {
-        method: "POST", body: picture,
-        headers: { "Content-Type": "application/octet-stream", "HX-Request": "true" },
+        method: "POST", body, headers: { "Content-Type": kind, "HX-Request": "true" },
       });
       place.innerHTML = await answer.text();
       window.htmx.process(place);
@@ -38,20 +44,22 @@
   if (form) {
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      send(form, form.elements.picture.files[0]);
+      const text = form.elements.text?.value.trim();
+      if (text) send(form, text, "text/plain; charset=utf-8");
+      else sendPicture(form, form.elements.picture?.files[0]);
     });
-    form.elements.picture.addEventListener("change", (event) => {
-      if (event.target.files.length) send(form, event.target.files[0]);
+    form.elements.picture?.addEventListener("change", (event) => {
+      if (event.target.files.length) sendPicture(form, event.target.files[0]);
     });
     addEventListener("dragover", (event) => { event.preventDefault(); form.classList.add("over"); });
     addEventListener("dragleave", () => form.classList.remove("over"));
     addEventListener("drop", (event) => {
       event.preventDefault();
       form.classList.remove("over");
-      send(form, event.dataTransfer.files[0]);
+      if (event.dataTransfer.files.length) sendPicture(form, event.dataTransfer.files[0]);
     });
     addEventListener("paste", (event) => {
-      if (event.clipboardData.files.length) send(form, event.clipboardData.files[0]);
+      if (event.clipboardData.files.length) sendPicture(form, event.clipboardData.files[0]);
     });
   }
 

@@ -1,4 +1,4 @@
-"""One picture asked of each pair of models and vectors, side by side."""
+"""One picture, or one text, asked of each pair of models and vectors, side by side."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,9 +17,10 @@ from nobackfill.wire.answers import Answer, Hit
 
 _HITS = 10
 _MOST_TEMPLATE = 500
+_ACTIVE = release_pb2.RELEASE_STATE_ACTIVE
 
-# (release, image) -> float32 [1,dim].
-Embed = Callable[[int, bytes], Vectors]
+# (release, image or text) -> float32 [1,dim].
+Embed = Callable[[int, bytes | str], Vectors]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Column:
 
 
 class Playground:
-    """Searches as an app would make them; the gateway neither fetches nor keeps a picture."""
+    """Searches as an app would make them; the gateway neither fetches nor keeps a picture, and
+    keeps no text."""
 
     def __init__(self, sessions: Sessions, embed: Embed, site: Site) -> None:
         self._sessions = sessions
@@ -40,23 +42,33 @@ class Playground:
         self._site = site
 
     def show(self, request: Request) -> Response:
-        """The galleries to choose from, and where a picture goes."""
+        """The galleries to choose from, and where a picture goes; a text, where the release that
+        answers reads such."""
         with self._sessions.calling(request) as gateway:
             galleries = [gallery.name for gallery in gateway.list_galleries()]
-        return self._site.show(request, "playground.html.j2", galleries=galleries)
+            active = [one for one in gateway.list_releases() if one.state == _ACTIVE]
+        return self._site.show(
+            request, "playground.html.j2", galleries=galleries,
+            pictures=not active or any(release.embeds_images for release in active),
+            texts=any(release.embeds_texts for release in active),
+        )  # fmt: skip
 
-    def search(self, request: Request, picture: bytes) -> Response:
-        """The columns for one picture."""
+    def search(self, request: Request, body: bytes) -> Response:
+        """The columns for one picture, or for a text where the request says that it is one."""
+        query = _query(request, body)
         asked = request.query_params
         name, template = asked.get("gallery", ""), asked.get("template", "")[:_MOST_TEMPLATE]
         if not name:
             raise InvalidInputError("expected a gallery; make one with CreateGallery first")
         with self._sessions.calling(request) as gateway:
             # Before anything is embedded for them: whether they may search here at all.
-            now = gateway.search(name, image=picture, k=_HITS)
+            if isinstance(query, str):
+                now = gateway.search(name, text=query, k=_HITS)
+            else:
+                now = gateway.search(name, image=query, k=_HITS)
             gallery = gateway.get_gallery(name)
             columns = [
-                *self._older(gateway, gallery, now, picture),
+                *self._older(gateway, gallery, now, query),
                 Column(f"release {now.release}, as it is served", now.hits),
             ]
         return self._site.show(
@@ -64,7 +76,7 @@ class Playground:
         )
 
     def _older(
-        self, gateway: Gateway, gallery: gallery_pb2.Gallery, now: Answer[Hit], picture: bytes
+        self, gateway: Gateway, gallery: gallery_pb2.Gallery, now: Answer[Hit], query: bytes | str
     ) -> list[Column]:
         """Old/old, and new/old, where the gallery still has vectors of a release before."""
         filling = gallery_pb2.SPACE_STATE_STAGING
@@ -81,7 +93,7 @@ class Playground:
         columns = []
         for title, asking in pairs:
             try:
-                vector = self._embed(asking, picture)[0]
+                vector = self._embed(asking, query)[0]
                 by = {old.space: vector.tolist()}
                 found = gateway.search(gallery.name, embeddings=by, k=_HITS)
                 columns.append(Column(title, found.hits))
@@ -90,6 +102,16 @@ class Playground:
         if len(pairs) == 1:
             columns.append(Column(mixed, why=_never_meet(release, old.release)))
         return columns
+
+
+def _query(request: Request, body: bytes) -> bytes | str:
+    """Raises InvalidInputError."""
+    if not request.headers.get("content-type", "").startswith("text/plain"):
+        return body
+    try:
+        return body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidInputError("expected a text in UTF-8") from error
 
 
 def _never_meet(release: release_pb2.Release, old: int) -> str:
