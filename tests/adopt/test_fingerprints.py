@@ -80,7 +80,8 @@ def test_models_that_read_queries_otherwise(
         words = ["embed", items, "--with", f"{model}/model.onnx", "--out", out, *more]
         run_command(main, ["nobackfill", *words], monkeypatch)
         rows = read_all(open_source(out))
-        return rows.vectors[rows.ids.index("7")]
+        found: Vectors = rows.vectors[rows.ids.index("7")]
+        return found
 
     embed("items.jsonl", "old", "old-items")
     by_new = embed("items.jsonl", "new", "new-items")
@@ -103,9 +104,9 @@ def test_models_that_read_queries_otherwise(
     said = refused([*fit, "new-items", *both, "new-items"], 65, monkeypatch, capsys)
     assert "--queries-new: their model reads queries otherwise" in said
     run_command(main, ["nobackfill", *fit, "new-items", *both, "new-queries"], monkeypatch)
-    facts, model = load_map(tmp_path / "map.npz").facts, tmp_path / "new" / "model.onnx"
+    facts, made_by = load_map(tmp_path / "map.npz").facts, tmp_path / "new" / "model.onnx"
     assert facts["old_model"] == open_embedder(str(tmp_path / "old" / "model.onnx")).fingerprint
-    assert facts["new_model"] == open_embedder(str(model), queries=True).fingerprint
+    assert facts["new_model"] == open_embedder(str(made_by), queries=True).fingerprint
 
 
 def test_texts_ask_for_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from nobackfill.errors import (
     UnavailableError,
 )
 from nobackfill.items import LineItems, lines
-from nobackfill.text_lines import TextLine
+from nobackfill.text_lines import TextLine, read_line
 from tests.server.conftest import publish_stage
 from tests.server.support import Client, ids, images, refused, running
 from tests.server.test_healing import healed, origins, progress, register
@@ -165,11 +165,10 @@ def test_of_a_file_that_grows_what_was_added_is_read(
     with file.open("a") as more:
         more.write("\n")
     parsed: list[str] = []
-    read = lines.read_line
 
     def counted(line: bytes, where: str) -> TextLine:
         parsed.append(where)
-        return read(line, where)
+        return read_line(line, where)
 
     monkeypatch.setattr(lines, "read_line", counted)
     for number in range(20):
