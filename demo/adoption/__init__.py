@@ -1,1 +1,1 @@
-"""`make demo-adopt`: a table of texts in PostgreSQL moves to another pretrained model."""
+"""`make demo-adopt`: a table of texts or of pictures moves to another pretrained model."""

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -12,15 +13,15 @@ import numpy as np
 import typer
 
 from demo import database
-from demo.adoption.documents import Document, documents
+from demo.adoption import pictures
 from demo.adoption.figures import Lists, figures, show
-from demo.adoption.models import lay_out
 from demo.adoption.shop import Shop, vectors_of
+from demo.adoption.wares import Pictures, Texts, Wares
 from demo.children import Children
 from nobackfill.adopt.embedding import open_embedder
 from nobackfill.adopt.sources import open_searchable
 from nobackfill.errors import NobackfillError
-from nobackfill.serve import ColumnItems, Dual, Limits
+from nobackfill.serve import Dual, Limits
 
 # Hits of a query that are compared.
 HITS = 10
@@ -31,31 +32,23 @@ PATIENCE = 60.0
 class Adoption:
     """The steps, in order. `folder` keeps models and vectors: a killed run goes on there."""
 
-    def __init__(self, folder: Path, packages: Path, children: Children, items: int) -> None:
-        self._folder, self._children = folder, children
-        self._docs: list[Document] = documents(packages, items)
-        self._models = lay_out(packages, folder / "models")
+    def __init__(self, folder: Path, wares: Wares, children: Children) -> None:
+        self._folder, self._wares, self._children = folder, wares, children
         self._begun = time.monotonic()
 
-    def run(self, sampled: int, asked: int) -> None:
-        old, new = self._models
-        everything = self._write("items", [(n, d.body) for n, d in enumerate(self._docs, 1)])
-        titles = [(n, d.title) for n, d in enumerate(self._docs[:asked], 1)]
-        queries = self._write("queries", titles)
-        self._embed("old-vectors", everything, old)
-        asked_old = self._embed("queries-old", queries, old)
-        asked_new = self._embed("queries-new", queries, new)
+    def run(self, sampled: int) -> None:
+        wares, (old, new) = self._wares, self._wares.models
+        self._embed("old-vectors", wares.items, old)
+        asked_old = self._embed("queries-old", wares.queries, old)
+        asked_new = self._embed("queries-new", wares.queries, new)
         shop = Shop(database.start(self._children, self._folder / "postgresql"))
-        shop.fill(self._docs, self._folder / "old-vectors")
+        shop.fill(wares.rows, self._folder / "old-vectors")
         self._command("inspect", shop.source)
         ids = self._folder / "sample.txt"
         self._command("sample", shop.source, "-n", sampled, "--out", ids)
+        made = self._embed("new-vectors", wares.again(shop.source, ids), new)
         self._command(
-            "embed", shop.source, "--column", "body", "--only", ids, "--with", new,
-            "--out", self._folder / "new-vectors",
-        )  # fmt: skip
-        self._command(
-            "fit", "--old", shop.source, "--new", self._folder / "new-vectors",
+            "fit", "--old", shop.source, "--new", made,
             "--queries-old", asked_old, "--queries-new", asked_new, "--out", self._map,
             "--joining", self._joining, "--report", self._folder / "verdict.html",
         )  # fmt: skip
@@ -81,9 +74,10 @@ class Adoption:
             file.unlink()
         for name, healing in (("both", False), ("lazily", True)):
             source = open_searchable(shop.source, vector="embedding")
+            embedder = open_embedder(str(self._wares.models[1]))
             dual = Dual.open(
-                source, self._map, self._joining, natives, open_embedder(str(self._models[1])),
-                items=ColumnItems(source, "body") if healing else None,
+                source, self._map, self._joining, natives, embedder,
+                items=self._wares.read(source) if healing else None,
                 limits=Limits(seconds=PATIENCE), carried="embedding_new",
             )  # fmt: skip
 
@@ -91,7 +85,7 @@ class Adoption:
             if healing:
                 while dual.heal(500):
                     pass
-                self._say(f"{dual.progress().native} of {len(self._docs)} embedded again")
+                self._say(f"{dual.progress().native} of {len(self._wares.rows)} embedded again")
                 lists["re-embedded"] = _searched(dual, by_old, by_new)
             dual.close()
             source.close()
@@ -104,7 +98,7 @@ class Adoption:
         )  # fmt: skip
         own = lists["re-embedded"]
         found = {name: figures(lists[name], answers, own) for name in order}
-        show(found, len(self._docs), len(answers))
+        show(found, len(self._wares.rows), len(answers), self._wares.name)
         told = {name: asdict(one) for name, one in found.items()}
         (self._folder / "figures.json").write_text(json.dumps(told, indent=1))
         self._say(f"the verdict's page: {(self._folder / 'verdict.html').as_uri()}")
@@ -117,9 +111,9 @@ class Adoption:
     def _joining(self) -> Path:
         return self._folder / "joining.npz"
 
-    def _embed(self, name: str, items: Path, model: Path) -> Path:
+    def _embed(self, name: str, items: Sequence[str | Path], model: Path) -> Path:
         out = self._folder / name
-        self._command("embed", items, "--with", model, "--out", out)
+        self._command("embed", *items, "--with", model, "--out", out)
         return out
 
     def _command(self, *words: object) -> str:
@@ -134,11 +128,6 @@ class Adoption:
     def _say(self, line: str) -> None:
         print(f"[{time.monotonic() - self._begun:5.0f} s] {line}", flush=True)
 
-    def _write(self, name: str, rows: list[tuple[int, str]]) -> Path:
-        path = self._folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps({"id": n, "text": t}) + "\n" for n, t in rows))
-        return path
-
 
 def _searched(dual: Dual, by_old: list[list[float]], by_new: list[list[float]]) -> Lists:
     found = [
@@ -151,14 +140,33 @@ def _searched(dual: Dual, by_old: list[list[float]], by_new: list[list[float]]) 
 def main(
     packages: Annotated[Path, typer.Option(help="Folder of the packages with weights and texts.")],
     out: Annotated[Path, typer.Option(help="Folder of all that is made.")],
-    items: Annotated[int, typer.Option(min=100, help="Documents.")] = 4000,
+    images: Annotated[
+        str | None,
+        typer.Option(help="Pictures in place of texts: a folder, or `packages`: what those bring."),
+    ] = None,
+    items: Annotated[int, typer.Option(min=100, help="Documents or pictures.")] = 4000,
     sampled: Annotated[int, typer.Option(min=50, help="Items embedded again to fit.")] = 2000,
     queries: Annotated[int, typer.Option(min=20, help="Queries.")] = 500,
 ) -> None:
-    """Move a table of texts from one pretrained model to another, and say what each way keeps."""
-    out.mkdir(parents=True, exist_ok=True)
-    with Children(out / "logs") as children:
-        Adoption(out.absolute(), packages, children, items).run(sampled, queries)
+    """Move a table from one pretrained model to another, and say what each way keeps."""
+    folder = out.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    wares: Wares
+    if images is None:
+        wares = Texts(packages, folder, items, queries)
+    else:
+        wares = Pictures(packages, folder, _pictures(images, packages, folder), items, queries)
+    with Children(folder / "logs") as children:
+        # At least half are left that no map has seen.
+        Adoption(folder, wares, children).run(min(sampled, len(wares.rows) // 2))
+
+
+def _pictures(images: str, packages: Path, folder: Path) -> Path:
+    """Where they are; those of packages are cut into tiles."""
+    if images != "packages":
+        return Path(images).absolute()
+    print(f"pictures: {pictures.found(packages, folder / 'pictures')}", flush=True)
+    return folder / "pictures"
 
 
 if __name__ == "__main__":

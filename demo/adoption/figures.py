@@ -30,9 +30,9 @@ def figures(lists: Lists, answers: Sequence[str], own: Lists) -> Figures:
     )
 
 
-def show(ways: Mapping[str, Figures], items: int, queries: int) -> None:
+def show(ways: Mapping[str, Figures], items: int, queries: int, name: str) -> None:
     """The table, in %."""
-    table = Table(title=f"{items} documents, {queries} queries whose document is known")
+    table = Table(title=f"{items} {name}s, {queries} queries whose {name} is known")
     table.add_column("vectors that answer")
     for name in ("R@1", "R@10", "agreement@10"):
         table.add_column(name, justify="right")

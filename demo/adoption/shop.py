@@ -1,4 +1,4 @@
-"""The application whose table it is: texts with vectors in PostgreSQL, and its search by SQL."""
+"""The application whose table it is: wares with vectors in PostgreSQL, and its search by SQL."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any, LiteralString
 import psycopg
 import pyarrow.parquet as pq
 
-from demo.adoption.documents import Document
+from demo.adoption.wares import Row
 
 TABLE = "documents"
 
@@ -23,20 +23,22 @@ class Shop:
     def close(self) -> None:
         self._connection.close()
 
-    def fill(self, documents: Sequence[Document], vectors: Path) -> None:
-        """Anew, with vectors that `nobackfill embed` made; ids are 1, 2, 3 …"""
+    def fill(self, wares: Sequence[Row], vectors: Path) -> None:
+        """Anew, with vectors that `nobackfill embed` made."""
         made = vectors_of(vectors)
         dim = len(next(iter(made.values())))
         self._run("CREATE EXTENSION IF NOT EXISTS vector")
         self._run("DROP TABLE IF EXISTS documents CASCADE")
-        self._run("CREATE TABLE documents (id int PRIMARY KEY, body text, embedding vector)")
+        self._run("CREATE TABLE documents (id text PRIMARY KEY, body text, embedding vector)")
+        if isinstance(wares[0][0], int):
+            self._run("ALTER TABLE documents ALTER id TYPE int USING id::int")
         self._connection.execute(f"ALTER TABLE documents ALTER embedding TYPE vector({int(dim)})")
         with (
             self._connection.cursor() as cursor,
             cursor.copy("COPY documents (id, body, embedding) FROM STDIN") as rows,
         ):
-            for number, one in enumerate(documents, 1):
-                rows.write_row((number, one.body, str(made[str(number)])))
+            for key, body in wares:
+                rows.write_row((key, body, str(made[str(key)])))
 
     def nearest(self, vector: list[float], k: int) -> list[str]:
         """Ids by the column that searches use."""

@@ -1,4 +1,5 @@
-"""docs/adopt.md: a stranger's table of texts, two ONNX files, the page's commands as they are."""
+"""docs/adopt.md, and README.md in short: a stranger's table of texts, two ONNX files, the commands
+as they stand on the page."""
 
 import contextlib
 import json
@@ -13,30 +14,21 @@ from numpy.typing import NDArray
 
 from nobackfill.adopt.maps import load_map
 from tests.adopt.models import expected, text_model, texts
-from tests.support.documents import blocks, page, run_script
+from tests.support.documents import blocks, page, run_script, section
 from tests.support.postgres import Server
 
-PAGE = page("docs/adopt.md")
+PAGE, README = page("docs/adopt.md"), page("README.md")
 ITEMS = 2300
 
 
 def test_a_stranger_gets_from_the_table_to_a_flipped_column(
     postgres: Server, tmp_path: Path
 ) -> None:
-    for name, seed in (("old", 0), ("new", 1)):
-        text_model(tmp_path / name, seed)
-    bodies = texts(ITEMS)
-    old = np.array([expected(tmp_path / "old", text) for text in bodies])
+    bodies, old = stranger(tmp_path, ITEMS)
     asked = [{"id": n + 1, "text": " ".join(bodies[n].split()[:4])} for n in range(0, ITEMS, 5)]
     (tmp_path / "queries.jsonl").write_text("\n".join(map(json.dumps, asked)))
     with postgres.connected() as (address, connection):
-        connection.execute("CREATE EXTENSION vector")
-        connection.execute(
-            "CREATE TABLE documents (id serial PRIMARY KEY, body text, embedding vector(8))"
-        )
-        with connection.cursor() as cursor, connection.transaction():
-            rows = [(text, str(v.tolist())) for text, v in zip(bodies, old, strict=True)]
-            cursor.executemany("INSERT INTO documents (body, embedding) VALUES (%s, %s)", rows)
+        fill(connection, bodies, old)
         *steps, rollback, publish, foreign = [content for _, content in blocks(PAGE, "sh")]
         first, count = re.subn(r"^export SOURCE=.*$", f"export SOURCE='{address}#documents'",
                                "".join(steps), flags=re.MULTILINE)  # fmt: skip
@@ -58,6 +50,50 @@ def test_a_stranger_gets_from_the_table_to_a_flipped_column(
         flipped = connection.execute("SELECT embedding::text FROM documents ORDER BY id")
         found = np.array([json.loads(vector) for (vector,) in flipped], np.float32)
         np.testing.assert_array_equal(found, vectors)
+
+
+def test_readme_leads_from_the_table_to_a_flipped_column(postgres: Server, tmp_path: Path) -> None:
+    bodies, old = stranger(tmp_path, 400)
+    (block,) = lines_of_readme()
+    with postgres.connected() as (address, connection):
+        fill(connection, bodies, old)
+        typed, count = re.subn(r"^SOURCE='[^']*'", f"SOURCE='{address}#documents'", block)
+        assert count == 1
+        said = run_script(typed, tmp_path, {}, 240)
+        assert "verdict: " in said and "400 written, 400 carried and checked" in said
+        # Taken back, and written again, as the page says.
+        (back,) = re.findall(r"`(nobackfill carry [^`]* --rollback)`", README)
+        carry = next(line for line in typed.splitlines() if " carry " in line)
+        given = {"SOURCE": f"{address}#documents"}
+        assert "removed" in run_script(back, tmp_path, given, 60)
+        flip(connection, run_script(carry, tmp_path, given, 60))
+        flipped = connection.execute("SELECT embedding::text FROM documents ORDER BY id")
+        found = np.array([json.loads(vector) for (vector,) in flipped], np.float32)
+        mapping = load_map(tmp_path / "map.npz")
+        np.testing.assert_allclose(found, mapping(old.astype(np.float32)), atol=1e-5)
+
+
+def lines_of_readme() -> list[str]:
+    return [content for _, content in blocks(section(README, "Your own vectors"), "sh")]
+
+
+def stranger(folder: Path, count: int) -> tuple[list[str], NDArray[np.float64]]:
+    """Two models in folders, texts, and their vectors by the old one."""
+    for name, seed in (("old", 0), ("new", 1)):
+        text_model(folder / name, seed)
+    bodies = texts(count)
+    return bodies, np.array([expected(folder / "old", text) for text in bodies])
+
+
+def fill(connection: psycopg.Connection, bodies: list[str], vectors: NDArray[np.float64]) -> None:
+    """The table of the pages."""
+    connection.execute("CREATE EXTENSION vector")
+    connection.execute(
+        "CREATE TABLE documents (id serial PRIMARY KEY, body text, embedding vector(8))"
+    )
+    with connection.cursor() as cursor, connection.transaction():
+        rows = [(text, str(v.tolist())) for text, v in zip(bodies, vectors, strict=True)]
+        cursor.executemany("INSERT INTO documents (body, embedding) VALUES (%s, %s)", rows)
 
 
 def run_python(address: str, old: NDArray[np.float32], folder: Path) -> None:

@@ -14,7 +14,7 @@ from tests.test_docs import NAMES
 
 # Pages to the tests that run their blocks as they stand: in `sh`, `bash`, `python` and `grpcurl`.
 RUN = {
-    "README.md": ["tests/client/test_docs.py"],
+    "README.md": ["tests/client/test_docs.py", "tests/adopt/test_docs.py"],
     "docs/adopt.md": ["tests/adopt/test_docs.py"],
     "docs/architecture.md": ["tests/e2e/test_by_hand.py"],
     "docs/edge.md": ["tests/client/test_docs.py"],

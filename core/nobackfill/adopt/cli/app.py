@@ -80,7 +80,7 @@ def inspect(
 @app.command()
 def sample(
     source: SourceArgument,
-    count: Annotated[int, typer.Option("-n", min=1, help="How many items.")] = 2000,
+    count: Annotated[int, typer.Option("-n", min=1, help="How many items, or all.")] = 2000,
     out: Annotated[
         Path | None, typer.Option(help="File of ids, one a line; default stdout.")
     ] = None,
@@ -95,7 +95,9 @@ def sample(
     from nobackfill.durable import write_file
 
     rows = read_all(open_source(source, key=key, vector=vector))
-    ids = sampling.sample(rows, count, seed)
+    if not len(rows):
+        raise InvalidInputError(f"{source}: expected items with vectors, found none")
+    ids = sampling.sample(rows, min(count, len(rows)), seed)
     if strange := next((name for name in ids if "\n" in name or "\r" in name), None):
         raise InvalidInputError(f"{source}: expected ids of one line, got {strange!r}")
     text = "".join(f"{name}\n" for name in ids)
