@@ -13,6 +13,7 @@ from nobackfill.adopt.pairs import match
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.vectors import Vectors
 from tests.adopt.made import world, write_parquet
+from tests.support.documents import run_command
 from tests.support.postgres import Server
 
 MADE = world(120)
@@ -80,6 +81,12 @@ def test_what_does_not_pair_is_refused(
         command = ["fit", "--old", paths["old"], "--new", str(new), "--out", str(out)]
         assert words in refused(command, 65, monkeypatch, capsys)
         assert not out.exists()
+    command = ["fit", "--old", paths["old"], "--new", paths["old"], "--out", str(out)]
+    assert "got those of --old themselves" in refused(command, 65, monkeypatch, capsys)
+    assert not out.exists()
+    command = ["fit", "--old", paths["old"], "--new", str(new), "--out", f"{tmp_path}/no/map.npz"]
+    assert f"there is no folder {tmp_path}/no" in refused(command, 73, monkeypatch, capsys)
+    assert "a source is FILE.parquet" in refused(["inspect", "shop"], 66, monkeypatch, capsys)
     command = ["fit", "--old", paths["old"], "--new", paths["new"], "--queries-old", paths["old"]]
     assert "together" in refused(command, 65, monkeypatch, capsys)
     swapped = ["--queries-old", paths["new"], "--queries-new", paths["old"]]
@@ -139,12 +146,18 @@ def test_tables_that_cannot_be_carried_get_a_sentence(
             "keyless": (65, "expected a key of one column"),
             "paired": (65, "expected a key of one column"),
             "two": (65, "found v, w; name one with --vector"),
-            "none": (65, "found none"),
+            "none": (65, "found none; a column of numbers becomes one by ALTER TABLE"),
             "absent": (66, "no such table"),
         }
         for table, (code, words) in expected.items():
             said = refused(["inspect", f"{address}#{table}"], code, monkeypatch, capsys)
             assert words in said
+        for table in ("keyless", "paired"):
+            said = refused(["inspect", f"{address}#{table}"], 65, monkeypatch, capsys)
+            advice = said.partition("or add one: ")[2].partition(", then ")
+            connection.execute(advice[0].encode())
+            words = ["nobackfill", "inspect", f"{address}#{table}", *advice[2].split()]
+            run_command(main, words, monkeypatch)
         said = refused(["sample", f"{address}#mixed"], 65, monkeypatch, capsys)
         assert "got 3 in '1' and 2 in '2'" in said
         said = refused(["inspect", f"{address}#keyless", "--key", "nope"], 65, monkeypatch, capsys)

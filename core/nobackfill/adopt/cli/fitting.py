@@ -20,7 +20,7 @@ from nobackfill.adopt.sources.source import Source, same_model
 from nobackfill.adopt.transform import upgrade_of
 from nobackfill.adopt.verdict import Cost, Verdict, decide
 from nobackfill.durable import write_file
-from nobackfill.errors import InvalidInputError, few
+from nobackfill.errors import CannotWriteError, InvalidInputError, few
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,18 @@ def run(
     """Raises InvalidInputError for pairs and queries that do not fit, and what sources raise."""
     if (files.publication is None) != (files.card is None):
         raise InvalidInputError("expected --publish and --card together")
+    for path in (files.out, files.onnx, files.joining, files.report):
+        if path is not None and not path.parent.is_dir():
+            # Before it takes minutes.
+            raise CannotWriteError(f"{path}: cannot be written, there is no folder {path.parent}")
     card = None if files.card is None else read_card(files.card)
     stored, made = open_source(old, key=key, vector=vector), open_source(new)
     matched = match(stored, made)
     pairs = matched.pairs
+    if np.array_equal(pairs.old, pairs.new):
+        raise InvalidInputError(
+            "--new: expected the items' vectors by the new model, got those of --old themselves"
+        )
     queries = None
     old_model = stored.facts().model
     old_seconds = new_seconds = None

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nobackfill.adopt.sources.source import Searchable, Source
-from nobackfill.errors import InvalidInputError
+from nobackfill.errors import InvalidInputError, NotFoundError
 
 KINDS = """\
 FILE.parquet or a folder of them, a folder of numpy files (ids.npy and one array of vectors),
@@ -49,6 +49,8 @@ def open_source(address: str, *, key: str | None = None, vector: str | None = No
         from nobackfill.adopt.sources.arrays import ArraySource
 
         return ArraySource(path, vector)
+    if not path.exists():
+        raise NotFoundError(f"{address}: no such file or folder; a source is {KINDS}")
     from nobackfill.adopt.sources.parquet import ParquetSource
 
     return ParquetSource(path, key or "id", vector)

@@ -38,9 +38,13 @@ class PgvectorSource:
             # What was carried is found when it is named.
             vectors = [name for name in vectors if self._table.mark(name) is None]
         if (vector is None and len(vectors) != 1) or (vector is not None and vector not in vectors):
+            what_next = (
+                "name one with --vector" if vectors else
+                "a column of numbers becomes one by ALTER TABLE … ALTER COLUMN … TYPE vector(N)"
+            )  # fmt: skip
             raise InvalidInputError(
                 f"{table}: expected {'one column' if vector is None else repr(vector)} of type "
-                f"vector or halfvec, found {few(vectors) or 'none'}; name one with --vector"
+                f"vector or halfvec, found {few(vectors) or 'none'}; {what_next}"
             )
         self.vector = vector or vectors[0]
 

@@ -84,7 +84,8 @@ class Table:
             raise InvalidInputError(
                 f"{self.name}: expected a key of one column, unique and NOT NULL, found none"
                 f"{'' if wanted is None else f' in {wanted!r}'}; name one with --key, or add one: "
-                f"ALTER TABLE {self._quoted} ADD COLUMN id bigserial PRIMARY KEY"
+                f"ALTER TABLE {self._quoted} ADD COLUMN item_key bigserial UNIQUE, then "
+                "--key item_key"
             )
         return str(keys[0])
 
