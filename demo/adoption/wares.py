@@ -40,10 +40,10 @@ class Texts:
     def __init__(self, packages: Path, folder: Path, count: int, asked: int) -> None:
         docs = documents(packages, count)
         self.models = models.lay_out(packages, folder / "models")
-        self.rows = [(number, one.body) for number, one in enumerate(docs, 1)]
-        self.items = [_lines(folder / "items.jsonl", self.rows)]
+        self.rows: Sequence[Row] = [(number, one.body) for number, one in enumerate(docs, 1)]
+        self.items: Sequence[str | Path] = [_lines(folder / "items.jsonl", self.rows)]
         titles = [(number, one.title) for number, one in enumerate(docs[:asked], 1)]
-        self.queries = [_lines(folder / "queries.jsonl", titles), "--queries"]
+        self.queries: Sequence[str | Path] = [_lines(folder / "queries.jsonl", titles), "--queries"]
 
     def again(self, source: str, only: Path) -> Sequence[str | Path]:
         return [source, "--column", "body", "--only", only]
@@ -61,16 +61,16 @@ class Pictures:
         names = pictures.given(images, count)
         self._images = images
         self.models = lite.lay_out(packages, folder / "models")
-        self.rows = [(name.as_posix(), name.stem) for name in names]
+        self.rows: Sequence[Row] = [(name.as_posix(), name.stem) for name in names]
         only = folder / "items.txt"
         only.write_text("".join(f"{name}\n" for name, _ in self.rows))
-        self.items = [images, "--only", only]
+        self.items: Sequence[str | Path] = [images, "--only", only]
         # From everywhere: neighbours in a folder may be parts of one photograph.
         spread = names[:: max(1, len(names) // asked)][:asked]
         pictures.views(images, spread, folder / "views")
         some = folder / "queries.txt"
         some.write_text("".join(f"{name.as_posix()}\n" for name in spread))
-        self.queries = [folder / "views", "--only", some]
+        self.queries: Sequence[str | Path] = [folder / "views", "--only", some]
 
     def again(self, source: str, only: Path) -> Sequence[str | Path]:
         return [self._images, "--only", only]

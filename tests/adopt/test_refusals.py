@@ -156,8 +156,8 @@ def test_tables_that_cannot_be_carried_get_a_sentence(
             said = refused(["inspect", f"{address}#{table}"], 65, monkeypatch, capsys)
             advice = said.partition("or add one: ")[2].partition(", then ")
             connection.execute(advice[0].encode())
-            words = ["nobackfill", "inspect", f"{address}#{table}", *advice[2].split()]
-            run_command(main, words, monkeypatch)
+            line = ["nobackfill", "inspect", f"{address}#{table}", *advice[2].split()]
+            run_command(main, line, monkeypatch)
         said = refused(["sample", f"{address}#mixed"], 65, monkeypatch, capsys)
         assert "got 3 in '1' and 2 in '2'" in said
         said = refused(["inspect", f"{address}#keyless", "--key", "nope"], 65, monkeypatch, capsys)

@@ -32,7 +32,7 @@ def folder() -> Iterator[Path]:
 def ran(module: str, out: Path, *options: str, ready: str = ".ready") -> str:
     if not (PACKAGES / ready).exists():
         pytest.skip("the packages of pretrained weights are not installed: make test-scale")
-    words = ["-m", module, "--packages", PACKAGES, "--out", out, *options]
+    words = ["-m", module, "--packages", str(PACKAGES), "--out", str(out), *options]
     done = subprocess.run(
         [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=800
     )
