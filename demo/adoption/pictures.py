@@ -11,7 +11,7 @@ from nobackfill.errors import InvalidInputError
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
 # Side of the tiles that found pictures are cut into, and the spread of a tile that shows something.
-_TILE, _SPREAD = 64, 8.0
+_TILE, _SPREAD = 96, 12.0
 # Photographs of packages, below their folders.
 _BROUGHT = {
     "skimage": "data", "sklearn": "datasets/images", "matplotlib": "mpl-data/sample_data",
@@ -71,7 +71,8 @@ def views(folder: Path, names: Sequence[Path], into: Path) -> None:
         place = into / name
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
-            _save(second_view(Image.open(folder / name).convert("RGB"), number), place)
+            with Image.open(folder / name) as opened:
+                _save(second_view(opened.convert("RGB"), number), place)
 
 
 def second_view(image: Image.Image, seed: int) -> Image.Image:
@@ -87,7 +88,8 @@ def second_view(image: Image.Image, seed: int) -> Image.Image:
 
 def _tiles(file: Path) -> Iterator[Image.Image]:
     """Squares side by side that show something."""
-    image = Image.open(file).convert("RGB")
+    with Image.open(file) as opened:
+        image = opened.convert("RGB")
     for top in range(0, image.height - _TILE + 1, _TILE):
         for left in range(0, image.width - _TILE + 1, _TILE):
             tile = image.crop((left, top, left + _TILE, top + _TILE))
