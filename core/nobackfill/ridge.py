@@ -5,7 +5,7 @@ of them take the same memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,17 +175,39 @@ def fit(
     `moments`: those of all blocks, if they are known. Raises ValueError for rows that
     are no pairs, NaN, and fewer than 2 groups.
     """
-    moments = Moments.of(blocks()) if moments is None else moments
-    if moments.rows % together or moments.rows < 2 * together:
-        raise ValueError(f"expected at least 2 groups of {together} rows, got {moments.rows} rows")
-    spectrum = _Spectrum(moments)
-    some = spectrum.left_out(blocks(), together, seed, left_out)
-    errors = {penalty: some.error(penalty) for penalty in DECADES}
-    best = min(errors, key=errors.__getitem__)
-    finer = {best * 10**power for power in (-0.75, -0.5, -0.25, 0.25, 0.5, 0.75)}
-    errors |= {penalty: some.error(penalty) for penalty in sorted(finer)}
-    best = min(errors, key=errors.__getitem__)
-    return spectrum.solve(best, errors[best])
+    found = LeaveOneOut(blocks, together=together, seed=seed, moments=moments, left_out=left_out)
+    return found.fit()
+
+
+class LeaveOneOut:
+    """Chooses penalties for the same pairs, whatever they shrink towards, from one decomposition;
+    arguments and errors are those of `fit`."""
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        *,
+        together: int = 1,
+        seed: int = 0,
+        moments: Moments | None = None,
+        left_out: int = MOST_LEFT_OUT,
+    ) -> None:
+        moments = Moments.of(blocks()) if moments is None else moments
+        if moments.rows % together or moments.rows < 2 * together:
+            raise ValueError(f"expected at least 2 groups of {together} rows, got {moments.rows}")
+        self._spectrum = _Spectrum(moments)
+        self._some = self._spectrum.left_out(blocks(), together, seed, left_out)
+
+    def fit(self, prior: Doubles | None = None) -> Ridge:
+        """The map of least error. `prior` [b, a]: the weight that it shrinks towards in place of
+        zero."""
+        some = self._some if prior is None else self._some.without(self._spectrum.turned(prior))
+        errors = {penalty: some.error(penalty) for penalty in DECADES}
+        best = min(errors, key=errors.__getitem__)
+        finer = {best * 10**power for power in (-0.75, -0.5, -0.25, 0.25, 0.5, 0.75)}
+        errors |= {penalty: some.error(penalty) for penalty in sorted(finer)}
+        best = min(errors, key=errors.__getitem__)
+        return self._spectrum.solve(best, errors[best], prior)
 
 
 class _Spectrum:
@@ -203,8 +225,16 @@ class _Spectrum:
         scale: Doubles = np.divide(1, sums, out=np.zeros_like(sums), where=sums > 0)
         return scale
 
-    def solve(self, penalty: float, error: float) -> Ridge:
-        weight = (self._vectors @ (self._scale(penalty)[:, None] * self._cross)).T
+    def turned(self, weight: Doubles) -> Doubles:
+        """A map [b, a] as one from the eigenvectors' directions: [a, b]."""
+        return self._vectors.T @ weight.T
+
+    def solve(self, penalty: float, error: float, prior: Doubles | None = None) -> Ridge:
+        cross, start = self._cross, np.zeros(())
+        if prior is not None:
+            start = prior
+            cross = cross - self._values[:, None] * self.turned(prior)
+        weight = start + (self._vectors @ (self._scale(penalty)[:, None] * cross)).T
         mean_x, mean_y = self._means
         return Ridge(weight, mean_y - weight @ mean_x, penalty, error)
 
@@ -226,19 +256,28 @@ class _Spectrum:
         if first != self._rows:
             raise ValueError(f"expected the same {self._rows} pairs a second time, got {first}")
         turned = (x - self._means[0]) @ self._vectors
-        return _LeftOut(turned, y - self._means[1], together, self._cross, self._scale, self._rows)
+        return _LeftOut(
+            turned, y - self._means[1], together, self._cross, self._values, self._scale, self._rows
+        )
 
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """Centred rows, inputs in the eigenvectors' directions [m, a], outputs [m, b]."""
+    """Centred rows, inputs in the eigenvectors' directions [m, a], outputs [m, b]; of all rows the
+    products with the outputs [a, b] and the eigenvalues [a]."""
 
     inputs: Doubles
     outputs: Doubles
     together: int
     cross: Doubles
+    values: Doubles
     scale: Callable[[float], Doubles]
     rows: int
+
+    def without(self, weight: Doubles) -> "_LeftOut":
+        """The same rows with what a map [a, b] from these directions leaves over as outputs."""
+        cross = self.cross - self.values[:, None] * weight
+        return replace(self, outputs=self.outputs - self.inputs @ weight, cross=cross)
 
     def error(self, penalty: float) -> float:
         """Mean squared distance of each row to its prediction from the other groups' rows."""

@@ -9,7 +9,7 @@ from nobackfill.adopt.correction import CONVERTER, CORRECTED, added, left_over
 from nobackfill.adopt.figures import Figures, PerQuery, Queries, chosen_by, measure
 from nobackfill.adopt.healing import Healing, Mixed
 from nobackfill.adopt.joining import ANCHORS, CROWD, Block, Joining, Mask, hubs, standardised
-from nobackfill.adopt.maps import KINDS, Map, is_unit, normalised, penalties, solve_maps
+from nobackfill.adopt.maps import KINDS, Map, Solver, is_unit, normalised
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.errors import InvalidInputError
 from nobackfill.metrics.distances import distances
@@ -74,15 +74,15 @@ def out_of_fold(
     used = np.concatenate([_drawn(np.flatnonzero(fold == n), subset, rng) for n in range(FOLDS)])
     blocks = in_blocks(pairs.old[used], pairs.new[used])
     whole = Moments.of(blocks())
-    chosen = penalties(blocks, whole, kinds)
+    chosen = Solver(whole).penalties(blocks, kinds)
     unit = is_unit(pairs.new) if unit is None else unit
     found = {kind: np.empty_like(pairs.new) for kind in kinds}
     for number in range(FOLDS):
         part = Moments(whole)
         mine = used[fold[used] == number]
         part.add(pairs.old[mine], pairs.new[mine])
-        rest = whole.without(part)
-        for kind, candidate in solve_maps(rest, chosen, unit, kinds).items():
+        rest = Solver(whole.without(part))
+        for kind, candidate in rest.maps(chosen, unit, kinds).items():
             found[kind][fold == number] = candidate(pairs.old[fold == number])
     return found
 

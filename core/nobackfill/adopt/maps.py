@@ -8,9 +8,9 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,6 @@ from nobackfill import ridge
 from nobackfill.durable import write_file
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.ridge import Blocks, Doubles, Floats, Moments, in_blocks
-from nobackfill.ridge import Pairs as Pair
 from nobackfill.vectors import Vectors, check_vectors
 
 # Of the file.
@@ -82,7 +81,9 @@ def is_unit(vectors: Floats) -> bool:
     return bool(len(norms)) and float(np.abs(norms - 1).max()) <= UNIT_TOLERANCE
 
 
-def fit_maps(old: Vectors, new: Vectors, *, together: int = 1) -> dict[str, Map]:
+def fit_maps(
+    old: Vectors, new: Vectors, *, kinds: Collection[str] = KINDS, together: int = 1
+) -> dict[str, Map]:
     """The candidates, by name, from pairs old [n, a] and new [n, b].
 
     "affine": ridge with its penalty by leave-one-out. "low_rank": the same through the b/2 leading
@@ -93,65 +94,61 @@ def fit_maps(old: Vectors, new: Vectors, *, together: int = 1) -> dict[str, Map]
     if len(old) != len(new) or len(old) < 2 * together:
         raise InvalidInputError(f"expected at least 2 pairs, got {len(old)} old and {len(new)} new")
     blocks = in_blocks(old, new)
-    moments = Moments.of(blocks())
-    return solve_maps(moments, penalties(blocks, moments, together=together), is_unit(new))
+    solver = Solver(Moments.of(blocks()))
+    return solver.maps(solver.penalties(blocks, kinds, together=together), is_unit(new), kinds)
 
 
-def penalties(
-    blocks: Blocks, moments: Moments, kinds: Collection[str] = KINDS, *, together: int = 1
-) -> dict[str, float]:
-    """Those of each of `kinds` that has one, of least leave-one-out error on the pairs of `blocks`,
-    whose moments are given."""
-    found: dict[str, float] = {}
-    if "affine" in kinds or "low_rank" in kinds:
-        fitted = ridge.fit(blocks, together=together, moments=moments, left_out=LEFT_OUT)
-        found |= dict.fromkeys(("affine", "low_rank"), fitted.penalty)
-    if "near_procrustes" in kinds:
-        rotation, factor = _procrustes(moments)
-        start = factor * rotation.T
+class Solver:
+    """The candidates of the pairs whose moments are given; what two of them need is solved once."""
 
-        def rest() -> Iterator[Pair]:
-            for x, y in blocks():
-                yield x, y - x @ start
+    def __init__(self, moments: Moments) -> None:
+        self._moments = moments
 
-        more = ridge.fit(rest, together=together, left_out=LEFT_OUT)
-        found["near_procrustes"] = more.penalty
-    return found
+    def penalties(
+        self, blocks: Blocks, kinds: Collection[str] = KINDS, *, together: int = 1
+    ) -> dict[str, float]:
+        """Those of each of `kinds` that has one, of least leave-one-out error on the same pairs,
+        which `blocks` gives."""
+        found: dict[str, float] = {}
+        if not {"affine", "low_rank", "near_procrustes"} & set(kinds):
+            return found
+        left_out = ridge.LeaveOneOut(
+            blocks, together=together, moments=self._moments, left_out=LEFT_OUT
+        )
+        if "affine" in kinds or "low_rank" in kinds:
+            found |= dict.fromkeys(("affine", "low_rank"), left_out.fit().penalty)
+        if "near_procrustes" in kinds:
+            rotation, factor = self._procrustes
+            found["near_procrustes"] = left_out.fit(factor * rotation).penalty
+        return found
 
+    def maps(
+        self, chosen: Mapping[str, float], unit: bool, kinds: Collection[str] = KINDS
+    ) -> dict[str, Map]:
+        """Those of `kinds`; `chosen`: their `penalties`, `unit`: as in Map."""
+        moments, maps = self._moments, {}
+        for kind in kinds:
+            weight = self._weight(kind, chosen, unit)
+            bias = moments.means[1] - weight @ moments.means[0]
+            facts = {"pairs": str(moments.rows)}
+            if kind in chosen:
+                facts["penalty"] = f"{chosen[kind]:.3g}"
+            maps[kind] = Map(kind, weight.astype(np.float32), bias.astype(np.float32), unit, facts)
+        return maps
 
-def solve_maps(
-    moments: Moments, chosen: Mapping[str, float], unit: bool, kinds: Collection[str] = KINDS
-) -> dict[str, Map]:
-    """Those of `kinds`; `chosen`: their `penalties`, `unit`: as in Map."""
+    def _weight(self, kind: str, chosen: Mapping[str, float], unit: bool) -> Doubles:
+        if kind in ("affine", "low_rank"):
+            affine = ridge.solve(self._moments, chosen[kind]).weight
+            half = max(1, self._moments.dims[1] // 2)
+            return affine if kind == "affine" else _low_rank(affine, self._moments, half)
+        rotation, factor = self._procrustes
+        if kind == "near_procrustes":
+            return ridge.solve(self._moments, chosen[kind], factor * rotation).weight
+        return rotation * (1 if unit else factor)
 
-    @cache
-    def affine() -> Doubles:
-        return ridge.solve(moments, chosen["affine"]).weight
-
-    @cache
-    def procrustes() -> tuple[Doubles, float]:
-        return _procrustes(moments)
-
-    def near() -> Doubles:
-        rotation, factor = procrustes()
-        return ridge.solve(moments, chosen["near_procrustes"], factor * rotation).weight
-
-    half = max(1, moments.dims[1] // 2)
-    solvers: dict[str, Callable[[], Doubles]] = {
-        "affine": affine,
-        "low_rank": lambda: _low_rank(affine(), moments, half),
-        "near_procrustes": near,
-        "procrustes": lambda: procrustes()[0] * (1 if unit else procrustes()[1]),
-    }
-    maps = {}
-    for kind in kinds:
-        weight = solvers[kind]()
-        bias = moments.means[1] - weight @ moments.means[0]
-        facts = {"pairs": str(moments.rows)}
-        if kind in chosen:
-            facts["penalty"] = f"{chosen[kind]:.3g}"
-        maps[kind] = Map(kind, weight.astype(np.float32), bias.astype(np.float32), unit, facts)
-    return maps
+    @cached_property
+    def _procrustes(self) -> tuple[Doubles, float]:
+        return _procrustes(self._moments)
 
 
 def _low_rank(weight: Doubles, moments: Moments, rank: int) -> Doubles:

@@ -132,7 +132,7 @@ def decide(
 def _chosen(kind: str, pairs: Pairs, prior: Map | None) -> Map:
     """The candidate, from all pairs."""
     if prior is None or kind not in (CONVERTER, CORRECTED):
-        return fit_maps(pairs.old, pairs.new)[kind]
+        return fit_maps(pairs.old, pairs.new, kinds=[kind])[kind]
     return prior if kind == CONVERTER else corrected(prior, pairs)
 
 
