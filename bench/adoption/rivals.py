@@ -1,0 +1,112 @@
+"""Maps that others have published, small and in numpy alone, beside ours: rows of the bench.
+
+Each gives carried vectors [n, b] from pairs of vectors, or says by what else it searches.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nobackfill.adopt.correction import added, left_over
+from nobackfill.adopt.figures import Queries
+from nobackfill.adopt.judgement import figure_of
+from nobackfill.adopt.maps import Map, fit_maps, normalised
+from nobackfill.adopt.pairs import Pairs
+from nobackfill.adopt.sampling import clusters
+from nobackfill.ridge import Doubles
+from nobackfill.vectors import Vectors
+
+# Old vectors [n, a] -> carried vectors [n, b].
+Carrier = Callable[[Vectors], Vectors]
+# Of lambda-orthogonality: weights of the distance from orthogonal, per mean input variance.
+_WEIGHTS = (0.03, 0.1, 0.3, 1.0, 3.0)
+_STEPS = 100
+# Of local adapters: clusters, and the temperature of the softmax over cosines to their centres.
+_CLUSTERS = (4, 8)
+_TEMPERATURE = 0.05
+
+
+def nearly_orthogonal(pairs: Pairs, seed: int = 0) -> Carrier:
+    """lambda-orthogonality (Ricci et al., NeurIPS 2025): an affine map whose squared error is
+    weighed against |W'W - 1|², the weight chosen on a fifth of the pairs.
+
+    `near_procrustes` shrinks towards the one rotation that Procrustes finds, which has a closed
+    form; this towards any, as the penalty says nothing of directions, only of singular values.
+    """
+
+    def fitted(some: Pairs, weight: float) -> Carrier:
+        start = fit_maps(some.old, some.new, kinds=["procrustes"])["procrustes"]
+        means = some.old.mean(0, np.float64), some.new.mean(0, np.float64)
+        x, y = some.old - means[0], some.new - means[1]
+        found = _descend(x.T @ x / len(x), x.T @ y / len(x), start.weight.T, weight)
+        bias = (means[1] - means[0] @ found).astype(np.float32)
+        return Map("lambda_orthogonal", found.T.astype(np.float32), bias, start.unit)
+
+    return _chosen(pairs, _WEIGHTS, fitted, seed)
+
+
+def _descend(gram: Doubles, cross: Doubles, start: NDArray[np.floating], weight: float) -> Doubles:
+    """Least tr(W'GW) - 2 tr(W'C) + weight v |W'W - 1|² / 2 from `start` [a, b], by accelerated
+    gradient descent; v is the mean of G's diagonal."""
+    scale = weight * float(np.trace(gram)) / len(gram)
+    wide = start.shape[0] > start.shape[1]
+    eye = np.eye(min(start.shape))
+    # A bound of the curvature near an orthogonal W.
+    step = 0.5 / (float(np.linalg.eigvalsh(gram)[-1]) + 4 * scale)
+    now = before = np.asarray(start, np.float64)
+    for count in range(_STEPS):
+        ahead = now + count / (count + 3) * (now - before)
+        excess = ahead.T @ ahead - eye if wide else ahead @ ahead.T - eye
+        pull = ahead @ excess if wide else excess @ ahead
+        before, now = now, ahead - step * 2 * (gram @ ahead - cross + scale * pull)
+    return now
+
+
+def local(pairs: Pairs, seed: int = 0) -> Carrier:
+    """Local adapters by cluster (Local Drift-Adapters): an affine map for each of k clusters of the
+    old vectors, blended by nearness to their centres, k chosen on a fifth of the pairs. Each is
+    ridge towards the map of all, without which a cluster's few pairs say too little."""
+
+    def fitted(some: Pairs, count: float) -> Carrier:
+        whole = fit_maps(some.old, some.new, kinds=["affine"])["affine"]
+        rest = left_over(whole, some)
+        cluster = clusters(some.old, int(count), np.random.default_rng(seed))
+        parts = [np.flatnonzero(cluster == one) for one in range(cluster.max() + 1)]
+        parts = [part for part in parts if len(part) > 10]
+        centres = normalised(np.stack([some.old[part].mean(0) for part in parts]))
+        more = [
+            fit_maps(rest.old[part], rest.new[part], kinds=["affine"])["affine"] for part in parts
+        ]
+
+        def carry(vectors: Vectors) -> Vectors:
+            near = np.exp((normalised(vectors) @ centres.T - 1) / _TEMPERATURE)
+            near /= near.sum(1, keepdims=True)
+            blend = sum(
+                near[:, [one]] * (vectors @ own.weight.T + own.bias) for one, own in enumerate(more)
+            )
+            return added(whole, vectors, np.asarray(blend, np.float32))
+
+        return carry
+
+    return _chosen(pairs, _CLUSTERS, fitted, seed)
+
+
+def _chosen(
+    pairs: Pairs, options: tuple[float, ...], fitted: Callable[[Pairs, float], Carrier], seed: int
+) -> Carrier:
+    """By neighbours kept among a fifth of the pairs; then from all of them."""
+    order = np.random.default_rng(seed).permutation(len(pairs))
+    held, rest = (_part(pairs, part) for part in np.split(order, [len(pairs) // 5]))
+    rows = np.arange(len(held), dtype=np.int64)
+    asked = Queries(held.old, held.new, rows, own=True)
+
+    def kept(option: float) -> float:
+        vectors = fitted(rest, option)(held.old)
+        return float(figure_of(vectors, held, asked)["agreement@10"].mean())
+
+    return fitted(pairs, max(options, key=kept))
+
+
+def _part(pairs: Pairs, rows: NDArray[np.int64]) -> Pairs:
+    return Pairs([pairs.ids[row] for row in rows.tolist()], pairs.old[rows], pairs.new[rows])
