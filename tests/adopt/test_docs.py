@@ -60,7 +60,10 @@ def test_readme_leads_from_the_table_to_a_flipped_column(postgres: Server, tmp_p
         typed, count = re.subn(r"^SOURCE='[^']*'", f"SOURCE='{address}#documents'", block)
         assert count == 1
         said = run_script(typed, tmp_path, {}, 240)
-        assert "verdict: " in said and "400 written, 400 carried and checked" in said
+        (way,) = re.findall(r"^verdict: ([a-z-]+):", said, re.MULTILINE)
+        assert "400 written, 400 carried and checked" in said
+        assert load_map(tmp_path / "map.npz").facts["verdict"] == way
+        assert ("the verdict of map.npz was" in said) == (way != "map")
         # Taken back, and written again, as the page says.
         (back,) = re.findall(r"`(nobackfill carry [^`]* --rollback)`", README)
         carry = next(line for line in typed.splitlines() if " carry " in line)

@@ -221,6 +221,7 @@ def carry(
     Run again after a kill, it goes on. Others may write to the store meanwhile.
     """
     from nobackfill.adopt import carrying
+    from nobackfill.adopt.cli.fitting import VERDICT
     from nobackfill.adopt.cli.mapping import mapping_for
     from nobackfill.adopt.maps import NEW_MODEL
     from nobackfill.adopt.sources.opening import open_source
@@ -234,6 +235,8 @@ def carry(
         return
     facts = opened.facts()
     loaded, said = mapping_for(facts, mapping, release, root, model)
+    if (way := loaded.facts.get(VERDICT, "map")) != "map":
+        said = [*said, f"the verdict of {mapping} was {way}: a map alone was not the best way"]
     made = loaded.facts.get(NEW_MODEL)
     target = Target(to, loaded.dims[1], loaded.digest, facts.metric or "cosine", made)
     done = carrying.carry(opened, target, loaded, progress=_progress(opened.count()))

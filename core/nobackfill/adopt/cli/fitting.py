@@ -1,7 +1,7 @@
 """What `nobackfill fit` does: pairs and queries read, a verdict, a map, a page."""
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,9 @@ from nobackfill.adopt.transform import upgrade_of
 from nobackfill.adopt.verdict import Cost, Verdict, decide
 from nobackfill.durable import write_file
 from nobackfill.errors import CannotWriteError, InvalidInputError, few
+
+# Of a map's facts: the way that was best when it was fitted.
+VERDICT = "verdict"
 
 
 @dataclass(frozen=True)
@@ -121,10 +124,11 @@ def _written(
     card: Card | None,
 ) -> list[str]:
     """Write what is wanted; a line for each."""
-    save_map(files.out, verdict.chosen.of_models(*models))
+    mapping = verdict.chosen.of_models(*models)
+    save_map(files.out, replace(mapping, facts=mapping.facts | {VERDICT: verdict.way}))
     lines = [f"map: {files.out} ({verdict.chosen.kind})"]
     if files.onnx is not None:
-        write_file(files.onnx, upgrade_of(verdict.chosen.of_models(*models)))
+        write_file(files.onnx, upgrade_of(mapping))
         lines.append(f"upgrade: {files.onnx}, for export.py --upgrade")
     if files.joining is not None:
         save_joining(files.joining, verdict.joining)
