@@ -14,7 +14,7 @@ from nobackfill.adopt.maps import load_map
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import MODEL, table_bytes
-from nobackfill.errors import IncompatibleSpaceError
+from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
 from nobackfill.serve import Dual
 from nobackfill.vectors import Vectors
 from tests.adopt.made import world
@@ -59,6 +59,11 @@ def test_models_are_named_from_the_pairs_to_what_is_carried(
         Dual.open(
             loaded(tmp_path / "shop"), Path("map.npz"), Path("j.npz"), Path("n.db"),
             NewModel(fingerprint="another model"),
+        )  # fmt: skip
+    with pytest.raises(InvalidInputError, match="expected an embedder of items"):
+        Dual.open(
+            loaded(tmp_path / "shop"), Path("map.npz"), Path("j.npz"), Path("n.db"),
+            NewModel(fingerprint="new model", reads="queries"),
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from nobackfill.adopt.embedding.embedder import Embedder
+from nobackfill.adopt.embedding.embedder import QUERIES, Embedder
 from nobackfill.adopt.joining import Block, Joining, load_joining
 from nobackfill.adopt.maps import NEW_MODEL, Map, load_map
 from nobackfill.adopt.sources.source import Rows, Searchable, same_model
@@ -101,6 +101,10 @@ class Dual:
         embedded again. Raises what the parts raise."""
         found = load_map(mapping)
         same_model(found.facts.get(NEW_MODEL), embedder.fingerprint, f"{mapping} and the embedder")
+        if embedder.reads.startswith(QUERIES):
+            raise InvalidInputError(
+                "expected an embedder of items, got one of queries, which its model reads otherwise"
+            )
         kept = Natives(natives, embedder.fingerprint, found.dims[1])
         again = None
         if items is not None:
