@@ -56,7 +56,9 @@ def seeds_line(results: Results) -> str:
     if count < FEWEST_SEEDS:
         return f"One seed ({results.seeds[0]}): no deviation, and no claim is decided."
     first, last = results.seeds[0], results.seeds[-1]
-    return f"{count} seeds ({first} to {last}), ± the standard deviation of mAP."
+    between = last - first + 1 == count
+    named = f"{first} to {last}" if between else ", ".join(map(str, results.seeds))
+    return f"{count} seeds ({named}), ± the standard deviation of mAP."
 
 
 def bars(results: Results) -> str:

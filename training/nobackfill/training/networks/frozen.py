@@ -92,7 +92,7 @@ def of_run(run_dir: Path, kind: str) -> FrozenEncoder:
         raise ConfigurationError(
             f"{run_dir}: expected a run of kind {kind}, got {checkpoint.config.kind}"
         )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device()
     encoder.to(device)
 
     def run(images: NDArray[np.uint8]) -> Floats:
@@ -153,16 +153,16 @@ class AugmentedView:
 
     def chunks(self) -> Iterator[Tensor]:
         """All images in their order, some at a time."""
-        augment = Augment(self.config)
+        augment, device = Augment(self.config), _device()
         torch.manual_seed(self.seed)
         if not self.mixed:
             for part in chunks(self.images):
-                yield _to_images(augment(to_pixels(part)), self.size)
+                yield _to_images(augment(to_pixels(part.to(device))), self.size).cpu()
             return
         others = self.images[torch.randperm(len(self.images))]
         for part, other in zip(chunks(self.images), chunks(others), strict=True):
-            pair = augment(to_pixels(part)), augment(to_pixels(other))
-            yield _to_images(mixed(*pair), self.size)
+            pair = (augment(to_pixels(one.to(device))) for one in (part, other))
+            yield _to_images(mixed(*pair), self.size).cpu()
 
 
 def augmented_views(
@@ -185,6 +185,10 @@ def augmented_views(
     for view in range(1, views + mixed_views):
         begin = seed * 1_000_003 + view
         yield {size: AugmentedView(largest, size, config, begin, view >= views) for size in plain}
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _to_images(pixels: Tensor, size: int) -> Tensor:
