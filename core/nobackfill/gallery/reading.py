@@ -13,7 +13,14 @@ from nobackfill.errors import DamagedError
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Origin, SpaceInfo
 from nobackfill.gallery.stored_vectors import StoredVectors
-from nobackfill.gallery.tables import among, find_space, from_blobs, label_column, vector_table
+from nobackfill.gallery.tables import (
+    all_labels,
+    among,
+    find_space,
+    from_blobs,
+    joined_blobs,
+    vector_table,
+)
 from nobackfill.gallery.writing import Metadata
 from nobackfill.vectors import Vectors
 
@@ -157,21 +164,31 @@ class Stored:
         self._connection = connection
         self._info = info
         self._table = vector_table(info.number)
-        rows = connection.execute(f"SELECT label FROM {self._table} ORDER BY label")
-        self.labels = label_column(rows)
+        self.labels = all_labels(connection, self._table)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, rows: Any, /) -> Vectors:
         wanted = self.labels[rows]
+        found = np.empty((len(wanted), self._info.spec.dim), np.float32)
+        for start in range(0, len(wanted), FETCH_ROWS):
+            found[start : start + FETCH_ROWS] = self._some(wanted[start : start + FETCH_ROWS])
+        return found
+
+    def _some(self, wanted: Labels) -> Vectors:
         condition, parameters = among(wanted)
+        if (wanted[1:] > wanted[:-1]).all():
+            joined = joined_blobs(
+                self._connection, self._table, condition, parameters, len(wanted),
+                4 * self._info.spec.dim,
+            )  # fmt: skip
+            if joined is not None:
+                return np.frombuffer(joined, "<f4").reshape(len(wanted), -1)
         found = self._connection.execute(
             f"SELECT label, embedding FROM {self._table} WHERE {condition} ORDER BY label",
             parameters,
         ).fetchall()
-        if not len(wanted):
-            return np.empty((0, self._info.spec.dim), np.float32)
         labels, blobs = zip(*found, strict=True)
         vectors = from_blobs(blobs, self._info.spec.dim)
         # A range can hold others than those that were asked for.

@@ -17,6 +17,8 @@ VECTOR_TABLE = (
     "CREATE TABLE {name} (label INTEGER PRIMARY KEY REFERENCES items (label) ON DELETE CASCADE,"
     " origin TEXT NOT NULL, uncertainty REAL, embedding BLOB NOT NULL, side BLOB)"
 )
+# Reading their numbers keeps the interpreter from other threads, 3 ms.
+_LABELS_AT_ONCE = 1 << 15
 
 _SPACE_COLUMNS = "space, release, dim, metric, unit, side_space, side_dim, state, number, activated"
 
@@ -79,10 +81,12 @@ def from_blobs(blobs: Sequence[bytes], dim: int) -> Vectors:
         joined = b"".join(blobs)
     except TypeError as error:
         raise DamagedError("the gallery file", "a vector that is none") from error
-    if len(joined) != 4 * dim * len(blobs):
+    # Each: one that is too long may stand beside one that is too short.
+    if not set(map(len, blobs)) <= {4 * dim}:
         raise DamagedError(
             "the gallery file",
-            f"expected {4 * dim} bytes in each stored vector, got {len(joined)} in {len(blobs)}",
+            f"expected {4 * dim} bytes in each of {len(blobs)} stored vectors, got {len(joined)} "
+            "in all",
         )
     return np.frombuffer(joined, "<f4").reshape(len(blobs), dim)
 
@@ -90,6 +94,40 @@ def from_blobs(blobs: Sequence[bytes], dim: int) -> Vectors:
 def label_column(rows: Iterable[tuple[int]]) -> Labels:
     """Rows of one integer each as an array."""
     return np.fromiter(chain.from_iterable(rows), np.int64)
+
+
+def all_labels(connection: sqlite3.Connection, table: str) -> Labels:
+    """Every label of `table`, increasing. SQLite is asked once for many, not for each: half the
+    time, and the interpreter is another thread's meanwhile."""
+    parts, last = [np.empty(0, np.int64)], np.iinfo(np.int64).min
+    while True:
+        (text,) = connection.execute(
+            f"SELECT group_concat(label) FROM (SELECT label FROM {table} WHERE label > ?"
+            " ORDER BY label LIMIT ?)",
+            (int(last), _LABELS_AT_ONCE),
+        ).fetchone()
+        if text is None:
+            return np.concatenate(parts)
+        parts.append(np.fromstring(text, np.int64, sep=","))
+        last = parts[-1][-1]
+
+
+def joined_blobs(
+    connection: sqlite3.Connection, table: str, condition: str, parameters: tuple[int | str, ...],
+    count: int, size: int,
+) -> bytes | None:  # fmt: skip
+    """The embeddings of the `count` rows for which a condition `among` holds, by label, as one blob
+    of `count` times `size` bytes; None where there are other rows, or a row of another size: read
+    them one by one. As `all_labels`, half the time."""
+    found, whole, joined = connection.execute(
+        f"SELECT count(*), total(typeof(embedding) = 'blob' AND length(embedding) = {size:d}),"
+        f" CAST(group_concat(embedding, '') AS BLOB) FROM (SELECT embedding FROM {table}"
+        f" WHERE {condition} ORDER BY label)",
+        parameters,
+    ).fetchone()
+    # An SQLite that ends a text at its first zero is seen by the length.
+    right = found == whole == count and joined is not None and len(joined) == count * size
+    return joined if right else None
 
 
 def among(labels: Labels) -> tuple[str, tuple[int | str, ...]]:
