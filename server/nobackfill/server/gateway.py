@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -147,11 +148,15 @@ class Gateway:
         metrics.registry.register(CanarySeries(canaries))
 
     def load(self) -> None:
-        """Open the galleries, with their indexes, and load the models that are needed.
+        """Open the galleries, with their indexes, and load the models that are needed: the model
+        server starts meanwhile, on another core.
 
         Raises VerificationError, UnavailableError, CannotWriteError.
         """
-        self.galleries.open_all()
+        with ThreadPoolExecutor(1, "models") as beside:
+            models = beside.submit(self.serving.start_models)
+            self.galleries.open_all()
+            models.result()
         now = self.state.now
         if not self.state.shared:
             self.upgrading.forget_missing(self.galleries.names())
@@ -275,20 +280,17 @@ class Gateway:
 
         if settings.triton is not None and settings.triton != IN_PROCESS:
             client = remote_client(settings.triton, settings.triton_ca, settings.triton_token_file)
-            models = TritonModels(settings.model_repo, client, None, metrics, on_change)
-        elif settings.triton is None and (settings.triton_venv is not None or has_triton(venv)):
+            return TritonModels(settings.model_repo, client, None, metrics, on_change)
+        if settings.triton is None and (settings.triton_venv is not None or has_triton(venv)):
             process = TritonProcess(venv, settings.model_repo, settings.data / "triton")
             client = TritonClient(process.address)
-            models = TritonModels(settings.model_repo, client, process, metrics, on_change)
-        else:
-            log.warning(
-                "no Triton: images are embedded in this process, with onnxruntime; `gateway "
-                "install-triton` makes its environment"
-            )
-            metrics.model_server_up.set(1)
-            return InProcessModels(settings.model_repo)
-        models.start()
-        return models
+            return TritonModels(settings.model_repo, client, process, metrics, on_change)
+        log.warning(
+            "no Triton: images are embedded in this process, with onnxruntime; `gateway "
+            "install-triton` makes its environment"
+        )
+        metrics.model_server_up.set(1)
+        return InProcessModels(settings.model_repo)
 
     def _set_health(self) -> None:
         with self._health:

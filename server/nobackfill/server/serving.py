@@ -46,15 +46,24 @@ class Serving:
         # Releases whose models were loaded to follow another gateway.
         self._followed: set[int] = set()
 
+    def start_models(self) -> None:
+        """Start what runs models, and load those that are needed whatever the galleries are. Raises
+        VerificationError, UnavailableError."""
+        self._models.start()
+        self._load_models()
+
     def load(self) -> None:
         """At the start: plan all galleries, load the models that they need, and drop the spaces
         that none needs. Raises VerificationError, UnavailableError."""
         self.replan()
+        self._load_models()
+        if not self._state.shared:
+            self.drop_unused(self._state.now.retired)
+
+    def _load_models(self) -> None:
         for release in sorted(self._needed()):
             self._catalog.verified(release)
             self._models.want(self._catalog.manifest(release))
-        if not self._state.shared:
-            self.drop_unused(self._state.now.retired)
 
     def prepare(self, release: int) -> None:
         """Load the models of a release that will answer. A model server that is away loads them

@@ -33,6 +33,11 @@ class Models(Protocol):
     none.
     """
 
+    def start(self) -> None:
+        """Start what runs them, before anything is asked of it. Returns once it answers, or is
+        known not to at first."""
+        ...
+
     def load(self, manifest: Manifest) -> None:
         """Make a release ready; returns when it is. Loading it again does nothing."""
         ...
@@ -82,6 +87,9 @@ class InProcessModels:
         self._files = files
         self._lock = threading.Lock()
         self._loaded: dict[int, _Loaded] = {}
+
+    def start(self) -> None:
+        pass
 
     def load(self, manifest: Manifest) -> None:
         with self._lock:

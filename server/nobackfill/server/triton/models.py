@@ -77,8 +77,8 @@ class TritonModels:
         self._thread = threading.Thread(target=self._watch, name="triton", daemon=True)
 
     def start(self) -> None:
-        """Start Triton, or look for it. Returns once it answers, or is known not to at first: then
-        it is tried again and again beside what serves without it."""
+        """Start Triton, or look for it. Where it does not answer at first, it is tried again and
+        again beside what serves without it."""
         self._thread.start()
         self._tried.wait(_FIRST_S if self._process is not None else _FOUND_S)
         if not self._up.is_set():
