@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nobackfill.gallery.search import compiled_search, distances, graph_state
+from nobackfill.gallery.search import compiled_search, distances, graph_memory, graph_state
 from nobackfill.gallery.search.exact import PICKED_SHARE, ExactIndex, offsets
 from nobackfill.gallery.search.index import Content, Labels, Mask, Neighbours, Picked, Rows, best
 from nobackfill.gallery.search.skeleton import Skeleton, sums_of
@@ -59,6 +59,7 @@ class HnswIndex:
             self._elements[self._held[alive]] = alive
             self.vectors = Picked(memory, self._elements)
             known = np.append(labels, -1)[self._held]
+        graph_memory.move_to_large_pages(graph)
         self._exact = ExactIndex.of_prepared(spec, known, memory, offsets(spec, memory))
         self.compiled = compiled_search.graph_of(spec, graph, self._held, labels, self._elements)
 

@@ -66,9 +66,12 @@ def _lead(lists: Bytes, at: NDArray[np.int64], levels: NDArray[np.int32]) -> boo
     for start in range(0, len(lists), _LISTS):
         piece, level = lists[start : start + _LISTS], at[start : start + _LISTS, None]
         links, lengths = piece[:, 4:].view(np.uint32), piece[:, :2].view(np.uint16)
-        used = np.arange(links.shape[1]) < lengths
-        there = (links < len(levels)) & (levels[np.minimum(links, len(levels) - 1)] >= level)
-        if (lengths > links.shape[1]).any() or not there[used].all():
+        there = links < len(levels)
+        if level.any():
+            # On the ground everybody is.
+            there &= levels[np.minimum(links, len(levels) - 1)] >= level
+        there |= np.arange(links.shape[1]) >= lengths
+        if (lengths > links.shape[1]).any() or not there.all():
             return False
     return True
 
@@ -103,7 +106,6 @@ def graph_of(links: Links, dim: int, fill: Callable[[Vectors], NDArray[np.bool_]
     they lead to, and what they held is forgotten."""
     layout = Layout.of(dim, links.parameters["M"])
     graph = hnswlib.Index(_state(links, dim, np.empty(0, np.int8)))
-    graph_memory.use_large_pages(graph)
     direct = graph_memory.graph_words(graph) is not None
     records = (
         graph_memory.records(graph) if direct else np.zeros((len(links), layout.size), np.uint8)
@@ -114,10 +116,14 @@ def graph_of(links: Links, dim: int, fill: Callable[[Vectors], NDArray[np.bool_]
     vectors = records[:, layout.vector : layout.label].view(np.float32)
     dead = fill(vectors)
     _make_up(links.ground, vectors, dead)
+    records[:, _MARK_BYTE] = dead
     if not direct:
-        graph = hnswlib.Index(_state(links, dim, records.reshape(-1).view(np.int8)))
-    for name in np.flatnonzero(dead).tolist():
-        graph.mark_deleted(name)
+        return hnswlib.Index(_state(links, dim, records.reshape(-1).view(np.int8), dead))
+    if dead.any():
+        # How many are marked is asked only for whether any is, and the first is found by its name.
+        records[0, _MARK_BYTE] = 0
+        graph.mark_deleted(0)
+        records[0, _MARK_BYTE] = dead[0]
     return graph
 
 
@@ -131,9 +137,14 @@ def _make_up(ground: Bytes, vectors: Vectors, dead: NDArray[np.bool_]) -> None:
         vectors[element] = vectors[living].mean(axis=0) if len(living) else 0
 
 
-def _state(links: Links, dim: int, records: NDArray[np.int8]) -> dict[str, Any]:
+def _state(
+    links: Links, dim: int, records: NDArray[np.int8], dead: NDArray[np.bool_] | None = None
+) -> dict[str, Any]:
     count, layout = len(links), Layout.of(dim, links.parameters["M"])
     m = links.parameters["M"]
+    # Of the names it makes a table, one after another, while nobody else has the interpreter: a
+    # second for a million. Only who changes an element looks there, so all get the first one's.
+    names = np.zeros(count, np.uint64)
     return dict(links.parameters) | {
         "ser_version": 1,
         "dim": dim,
@@ -151,11 +162,11 @@ def _state(links: Links, dim: int, records: NDArray[np.int8]) -> dict[str, Any]:
         "max_M": m,
         "max_M0": 2 * m,
         "ef": 10,
-        "has_deletions": False,
+        "has_deletions": dead is not None and bool(dead.any()),
         "size_links_per_element": layout.upper,
         "allow_replace_deleted": False,
-        "label_lookup_external": np.arange(count, dtype=np.uint64),
-        "label_lookup_internal": np.arange(count, dtype=np.uint32),
+        "label_lookup_external": names,
+        "label_lookup_internal": names.astype(np.uint32),
         "element_levels": links.levels,
         "data_level0": records,
         "link_lists": links.upper,

@@ -8,7 +8,6 @@ The header names the space, dim, metric, count and last label, and lays out the 
 import contextlib
 import hashlib
 import json
-import os
 import struct
 import uuid
 from collections.abc import Mapping
@@ -79,15 +78,11 @@ def read(path: Path, spec: SpaceSpec, engine: str) -> IndexFile:
     """
     try:
         # One read, then checks and use of the same bytes: the file may change under us.
-        with path.open("rb") as file:
-            content = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
-            if file.readinto(content.data) != len(content):
-                raise VerificationError(f"{path}: changed while it was read; build the index anew")
+        content = np.frombuffer(path.read_bytes(), np.uint8)
     except FileNotFoundError as error:
         raise NotFoundError(f"{path}: no index file; build the index") from error
     except OSError as error:
         raise VerificationError(f"{path}: cannot be read ({error.strerror})") from error
-    content.flags.writeable = False
     header, start = _header(path, content)
     expected = _identity(spec, engine)
     if differing := sorted(key for key in expected if header[key] != expected[key]):
