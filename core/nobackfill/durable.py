@@ -44,8 +44,8 @@ def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
         _fsync_dir(path.parent)
 
 
-def append(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Add `data` at the end of a file, made if missing. After a crash part of it may be there.
+def append(path: Path, data: bytes | memoryview, mode: int = 0o644) -> None:
+    """Add `data`, a view one of bytes, at the end of a file, made if missing. After a crash part of it may be there.
 
     Raises CannotWriteError.
     """
@@ -209,7 +209,7 @@ def _create(path: Path, mode: int) -> None:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode))
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes | memoryview) -> None:
     fault = FAULTS.due()
     if fault and fault != "short":
         FAULTS.strike(fault, path)

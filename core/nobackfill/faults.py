@@ -33,7 +33,7 @@ class Operation:
     kind: str
     path: Path
     target: Path | None = None
-    data: bytes = b""
+    data: bytes | memoryview = b""
 
 
 class Faults:

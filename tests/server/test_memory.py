@@ -81,6 +81,26 @@ def test_large_pieces_leave_nothing_behind(bound: str, least: int, most: int) ->
     assert least <= int(done.stdout) <= most
 
 
+# Loaded by every interpreter that finds it.
+WITNESS = """\
+import atexit, gc, os
+def write():
+    with open(f"{os.environ['WITNESSED']}/{os.getpid()}", "w") as file:
+        file.write(str(gc.get_freeze_count()))
+atexit.register(write)
+"""
+
+
+def test_what_is_there_at_the_start_is_not_gone_through_again(repo: Path, tmp_path: Path) -> None:
+    (tmp_path / "witness").mkdir()
+    (tmp_path / "witness" / "sitecustomize.py").write_text(WITNESS)
+    hook = {"PYTHONPATH": str(tmp_path / "witness"), "WITNESSED": str(tmp_path / "witness")}
+    with serving(repo, tmp_path / "data", "--triton=in-process", **hook) as served:
+        assert served.stop() == 0
+    # Modules, classes and functions: those of numpy and gRPC alone are more.
+    assert int((tmp_path / "witness" / str(served.process.pid)).read_text()) > 20_000
+
+
 def objects() -> Counter[str]:
     """Objects of our own classes that a garbage collection leaves."""
     gc.collect()

@@ -56,7 +56,9 @@ def write(
             "arrays": [[name, a.dtype.str, list(a.shape)] for name, a in arrays.items()],
         }
     ).encode()
-    bodies = [np.ascontiguousarray(a).tobytes() for a in arrays.values()]
+    # As they lie in memory: a copy as bytes is made while nobody else has the interpreter, .1 s
+    # for a million rows.
+    bodies = [np.ascontiguousarray(a).reshape(-1).view(np.uint8).data for a in arrays.values()]
     digest = hashlib.sha256(struct.pack("<I", len(header)) + header)
     for body in bodies:
         digest.update(body)

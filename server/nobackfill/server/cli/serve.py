@@ -1,5 +1,6 @@
 """`gateway serve`."""
 
+import gc
 import os
 import signal
 import sys
@@ -76,6 +77,10 @@ def serve(
         ended = _ended()
         gateway = Gateway(settings)
         gateway.start()
+        # What is there by now stays: every full collection would go through it, 60 ms in which no
+        # call has the interpreter, and a swap makes enough objects for several.
+        gc.collect()
+        gc.freeze()
         if gateway.console_address:
             # Not logged: it may hold a secret.
             print(f"console: {gateway.console_address}", flush=True)
