@@ -45,7 +45,8 @@ def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 
 def append(path: Path, data: bytes | memoryview, mode: int = 0o644) -> None:
-    """Add `data`, a view one of bytes, at the end of a file, made if missing. After a crash part of it may be there.
+    """Add `data` (bytes, or a view of some) at the end of a file, made if missing. After a crash
+    part of it may be there.
 
     Raises CannotWriteError.
     """

@@ -1,5 +1,6 @@
 """Models in Triton: loaded by name, watched, brought back when Triton dies or hangs."""
 
+import importlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -80,6 +81,9 @@ class TritonModels:
         """Start Triton, or look for it. Where it does not answer at first, it is tried again and
         again beside what serves without it."""
         self._thread.start()
+        # Meanwhile: upgrades run models here. The first would keep the interpreter from all calls
+        # for 50 ms to load what runs them.
+        importlib.import_module("nobackfill.onnx_runtime")
         self._tried.wait(_FIRST_S if self._process is not None else _FOUND_S)
         if not self._up.is_set():
             tail = "" if self._process is None else self._process.log_tail()
