@@ -78,7 +78,7 @@ def serve(
         gateway = Gateway(settings)
         gateway.start()
         # What is there by now stays: every full collection would go through it, 60 ms in which no
-        # call has the interpreter, and a swap makes enough objects for several.
+        # call has the interpreter. A swap that upgrades makes enough objects for three.
         gc.collect()
         gc.freeze()
         if gateway.console_address:
