@@ -77,15 +77,19 @@ def serve(
         ended = _ended()
         gateway = Gateway(settings)
         gateway.start()
-        # What is there by now stays: every full collection would go through it, 60 ms in which no
-        # call has the interpreter. A swap that upgrades makes enough objects for three.
-        gc.collect()
-        gc.freeze()
+        _keep_what_is_there()
         if gateway.console_address:
             # Not logged: it may hold a secret.
             print(f"console: {gateway.console_address}", flush=True)
         os.read(ended, 1)
         gateway.stop()
+
+
+def _keep_what_is_there() -> None:
+    """It stays. Every full collection would go through it, 60 ms in which no call has the
+    interpreter, and a swap that upgrades makes enough objects for three."""
+    gc.collect()
+    gc.freeze()
 
 
 def _ended() -> int:
