@@ -151,9 +151,11 @@ struct Snapshot {
         const std::size_t count = counted(masks), wanted = std::min(k, count);
         if (!count) return true;
         const std::size_t most = std::max({ef, asked, FILTERED});
-        // What passes is found by its own links: by so many more the fewer there are.
+        // What passes is found by its own links: by so many more the fewer there are, and the more
+        // are wanted.
         const bool sparse = count < rows / 20;
-        const std::size_t fewer = std::max(asked, (sparse ? 4 : 3) * most / 4);
+        const std::size_t dense = std::max(3 * most / 8, std::min(3 * most / 4, k + 16));
+        const std::size_t fewer = std::max(asked, sparse ? most : dense);
         const double some = (double(wanted) + 2.5 * std::sqrt(double(wanted)) + 2) / NEAR_END;
         const std::size_t wide = std::min(
             rows, std::max(most, std::size_t(some * double(rows) / double(count)))
