@@ -26,6 +26,7 @@ from nobackfill.server.stores.postgresql.frontier import frontier, left_behind
 from nobackfill.server.stores.postgresql.matches import PostgresqlMatches
 from nobackfill.server.stores.postgresql.schema import table_of
 from nobackfill.server.stores.postgresql.windows import PostgresqlWindows
+from nobackfill.server.stores.postgresql.writing import live_labels
 from nobackfill.vectors import Vectors
 
 # Chunks that an estimate carries, after a few rows that make the runner ready.
@@ -166,25 +167,20 @@ class Reads:
         number = self.space(space).number
 
         def work(connection: Connection) -> list[Item]:
-            whole = frontier(connection, self.schema, number)
+            last = max(after, frontier(connection, self.schema, number))
             table = table_of(self.schema, number)
-            where = f"NOT EXISTS (SELECT 1 FROM {table} v WHERE v.label = i.label)"
-            return rows.items_where(
-                connection, self.schema, f"i.label > %s AND {where}", [max(after, whole)], limit
-            )
+            there = f"SELECT 1 FROM {table} v WHERE v.label = i.label AND v.label > %s"
+            where = f"i.label > %s AND NOT EXISTS ({there})"
+            return rows.items_where(connection, self.schema, where, [last, last], limit)
 
         return self.database.read(work)
 
     def sample(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
         first, second = self.space(space), self.space(other)
-        query = (
-            f"SELECT a.label FROM {table_of(self.schema, second.number)} a"
-            f" JOIN {table_of(self.schema, first.number)} b USING (label)"
-        )
 
         def work(connection: Connection) -> tuple[Labels, Vectors, Vectors]:
-            drawn = run(connection, f"{query} ORDER BY random() LIMIT %s", [count])
-            labels = np.sort(rows.label_column(drawn))
+            drawn = rows.random_labels(connection, table_of(self.schema, second.number), count)
+            labels = live_labels(connection, table_of(self.schema, first.number), drawn)
             pair = [
                 copy_out(
                     connection, table_of(self.schema, info.number), among(labels), info.spec.dim

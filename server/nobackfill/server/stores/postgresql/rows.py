@@ -91,6 +91,31 @@ def stored(connection: Connection, schema: str, labels: Labels, info: SpaceInfo)
     )  # fmt: skip
 
 
+def random_labels(connection: Connection, table: str, most: int) -> Labels:
+    """Labels of a table of vectors at random, increasing: all where it has no more than `most`.
+
+    Each is the first from a random label on, so no table is read through; one behind a gap of
+    deleted labels is drawn somewhat more often.
+    """
+    first, last = run(connection, f"SELECT min(label), max(label) FROM {table}").fetchone()
+    if first is None:
+        return np.empty(0, np.int64)
+    drawn = np.arange(first, last + 1)
+    if last - first >= 2 * most:
+        drawn = np.random.default_rng().integers(first, last + 1, most)
+    found = label_column(
+        run(
+            connection,
+            "SELECT DISTINCT near.label FROM unnest(%s::bigint[]) AS drawn, LATERAL (SELECT label"
+            f" FROM {table} WHERE label >= drawn ORDER BY label LIMIT 1) near ORDER BY near.label",
+            [drawn.tolist()],
+        )
+    )
+    if len(found) <= most:
+        return found
+    return np.sort(np.random.default_rng().choice(found, most, replace=False))
+
+
 def epoch_of(connection: Connection, number: int) -> int:
     """Of a gallery's spaces and state. Raises NotFoundError where it is gone."""
     row = run(

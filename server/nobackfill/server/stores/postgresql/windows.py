@@ -14,8 +14,8 @@ from nobackfill.server.stores.postgresql.rows import find_space, label_column, r
 from nobackfill.server.stores.postgresql.schema import table_of
 from nobackfill.vectors import Vectors
 
-# Labels that are looked up at once.
-_LABELS = 65_536
+# Labels that are looked up at once: little enough that workers have some left meanwhile.
+_LABELS = 16_384
 
 
 class PostgresqlWindows:
@@ -32,10 +32,9 @@ class PostgresqlWindows:
         spaces = database.read(lambda connection: read_spaces(connection, schema))
         there = [info.number for info in spaces if info.spec.space == target.space]
         self._table = table_of(schema, self._source.number)
-        self._lacking, self._whole = "TRUE", 0
+        self._target, self._whole = "", 0
         if there:
-            table = table_of(schema, there[0])
-            self._lacking = f"NOT EXISTS (SELECT 1 FROM {table} t WHERE t.label = s.label)"
+            self._target = table_of(schema, there[0])
             self._whole = database.read(lambda c: frontier(c, schema, there[0]))
         self._passes = side_passes(self._source.spec, target, needs_side=needs_side)
 
@@ -65,26 +64,37 @@ class PostgresqlWindows:
 
     def _labels(self, order: Order, with_side: bool | None) -> Iterator[Labels]:
         """Those that the target lacks, with or without side-information (None: no matter)."""
-        where = {None: "TRUE", True: "s.side IS NOT NULL", False: "s.side IS NULL"}[with_side]
-        todo = f"s.label > %s AND {where} AND {self._lacking}"
-        query = f"SELECT s.label FROM {self._table} s WHERE {todo}"
-        last = self._whole
+        query = f"SELECT s.label FROM {self._table} s WHERE " + {
+            None: "TRUE", True: "s.side IS NOT NULL", False: "s.side IS NULL"
+        }[with_side]  # fmt: skip
         if order == "uncertainty":
             # All of them: what a page would begin after is no label.
-            query += " ORDER BY s.uncertainty DESC NULLS LAST, s.label"
-            yield self._database.read(lambda c: label_column(run(c, query, [last])))
+            query += self._lacking(self._whole) + " ORDER BY s.uncertainty DESC NULLS LAST, s.label"
+            yield self._database.read(lambda c: label_column(run(c, query)))
             return
-        query += f" ORDER BY s.label LIMIT {_LABELS}"
+        last = self._whole
         while True:
 
             def page(connection: Connection, after: int = last) -> Labels:
-                return label_column(run(connection, query, [after]))
+                rest = f"{self._lacking(after)} ORDER BY s.label LIMIT {_LABELS}"
+                return label_column(run(connection, query + rest))
 
             labels = self._database.read(page)
             if not len(labels):
                 return
             last = int(labels[-1])
             yield labels
+
+    def _lacking(self, after: int) -> str:
+        """Of a row `s` of the source: behind `after`, and not in the target. Said of both tables:
+        what lies before a page is not read for it, however much is carried."""
+        behind = f" AND s.label > {after:d}"
+        if not self._target:
+            return behind
+        return (
+            f"{behind} AND NOT EXISTS (SELECT 1 FROM {self._target} t WHERE t.label = s.label"
+            f" AND t.label > {after:d})"
+        )
 
     def read(self, labels: Labels, with_side: bool) -> tuple[Labels, Vectors, Vectors | None]:
         """Those of `labels` that are still there, by label."""
