@@ -5,6 +5,8 @@ checkpoints may double rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -13,7 +15,8 @@ from nobackfill.errors import UnavailableError
 from nobackfill.extras import extra
 from nobackfill.gallery.search.index import Labels
 from nobackfill.ray_cluster import join
-from nobackfill.server.upgrades.workers.window import Piece, Work, carry_piece
+from nobackfill.server.upgrades.workers.kept import Kept
+from nobackfill.server.upgrades.workers.window import Piece, Work, carry_piece, files_of
 from nobackfill.server.upgrades.workers.workers import AHEAD, TRIES
 
 with extra("ray"):
@@ -37,23 +40,28 @@ class RayCluster:
         join(address)
 
     def carry(self, work: Work, pieces: Iterable[Piece]) -> Iterator[Labels]:
+        if isinstance(work.files, Path):
+            work = replace(work, files=files_of(work.files, work.route))
         return self.run(carry_piece, work, pieces)
 
     def run(
         self, do: Callable[[Shared, Part], Result], work: Shared, parts: Iterable[Part]
     ) -> Iterator[Result]:
         """What `do(work, part)` returns of each part, as they end; otherwise as `carry`."""
-        task = ray.remote(num_cpus=1, max_retries=TRIES)(do)
+        task = ray.remote(num_cpus=1, max_retries=TRIES)(_do).options(name=do.__name__)
         waiting = iter(parts)
-        shared = ray.put(work)
+        # In a list: Ray would read it out anew for every task, megabytes of models.
+        shared = [ray.put(work)]
         under_way: list[Any] = []
         try:
             while True:
-                while len(under_way) < AHEAD * _processors():
+                # Asked of the head, for nodes come and go.
+                room = AHEAD * _processors()
+                while len(under_way) < room:
                     part = next(waiting, None)
                     if part is None:
                         break
-                    under_way.append(task.remote(shared, part))
+                    under_way.append(task.remote(do, shared, part))
                 if not under_way:
                     return
                 ended, under_way = ray.wait(under_way, num_returns=1, timeout=_PATIENCE_S)
@@ -73,6 +81,14 @@ class RayCluster:
         ray.shutdown()
 
 
+# By a worker's process.
+_shared: Kept[Any, Any] = Kept(lambda reference, _: ray.get(reference))
+
+
+def _do(do: Callable[[Shared, Part], Result], shared: list[Any], part: Part) -> Result:
+    return do(_shared.of(shared[0], shared[0].hex()), part)
+
+
 def _processors() -> int:
     """Of the nodes that are alive now."""
     return max(1, int(ray.cluster_resources().get("CPU", 1)))
@@ -82,10 +98,13 @@ def _result(task: Any) -> Any:
     try:
         return ray.get(task)
     except RayTaskError as error:
-        # What the piece raised, as it would have been raised here.
-        raise error.cause from error
+        if not isinstance(error.cause, RayError):
+            # What the piece raised, as it would have been raised here.
+            raise error.cause from error
+        lost: RayError = error.cause
     except RayError as error:
-        raise UnavailableError(
-            f"the Ray cluster lost the same items {TRIES} times ({type(error).__name__}); look at "
-            "its nodes"
-        ) from error
+        lost = error
+    raise UnavailableError(
+        f"the Ray cluster lost the same items {TRIES} times ({type(lost).__name__}); look at its "
+        "nodes"
+    ) from lost

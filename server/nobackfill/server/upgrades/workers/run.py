@@ -7,10 +7,10 @@ from pathlib import Path
 
 from nobackfill.gallery.gallery_store import GalleryStore
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.upgrade import CHUNK, Outcome, Progress
+from nobackfill.gallery.upgrade import Outcome, Progress
 from nobackfill.release.routes import Route
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.upgrades.workers.window import Piece, Work, files_of
+from nobackfill.server.upgrades.workers.window import PIECE, Piece, Work
 from nobackfill.server.upgrades.workers.workers import Workers
 
 
@@ -30,7 +30,7 @@ class ByWorkers:
         assert isinstance(store, PostgresqlGallery), "workers are refused beside a folder"
         work = Work(
             uuid.uuid4().hex, store.database.url, store.number, store.active().spec.space, target,
-            route, files_of(self._files, route),
+            route, self._files,
         )  # fmt: skip
         return run_by_workers(
             store, self._workers, work, on_progress=on_progress, should_stop=should_stop
@@ -41,7 +41,7 @@ class ByWorkers:
 
 
 def run_by_workers(
-    store: PostgresqlGallery, workers: Workers, work: Work, *, chunk: int = CHUNK,
+    store: PostgresqlGallery, workers: Workers, work: Work, *,
     on_progress: Callable[[Progress], None], should_stop: Callable[[], bool],
 ) -> Outcome:  # fmt: skip
     """As gallery.upgrade.run_upgrade does in one thread. Raises what it raises, UnavailableError
@@ -55,7 +55,7 @@ def run_by_workers(
 
     def pieces() -> Iterator[Piece]:
         nonlocal found, stopped
-        for labels, with_side in windows.pieces("label", chunk):
+        for labels, with_side in windows.pieces("label", PIECE):
             if should_stop():
                 stopped = True
                 return
