@@ -1,17 +1,15 @@
 """Ways to carry a gallery in PostgreSQL into the next release's space, side by side."""
 
 import importlib.util
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from bench import data
+from bench import data, processors
 from bench.flips import flips
 from bench.galleries import PUT_ROWS
 from bench.harness import Bench, Contender, Measured, Row, Table, interleave
@@ -31,11 +29,17 @@ from nobackfill.server.upgrades.workers.workers import Workers
 # Items that `bare` holds at once.
 SLICE = 100_000
 NOTE = (
-    "{size:,} items of 128 + 128 dims, FCT's transform fp32. `bare`: read by COPY, carried by 2 "
-    "threads of onnxruntime in windows of 1,024, written by COPY, one after the other, {slice:,} "
-    "at a time. `thread`: the gateway's own, 2 threads of onnxruntime. `processes`: two workers of "
-    "one thread each. All share 2 cores with the database, whose fsync is off. `ray`: nodes of one "
-    "processor each on this machine. `cores busy`: of this machine, by whatever runs on it."
+    "{size:,} items of 128 + 128 dims, FCT's transform, its int8 file, as gateways and workers "
+    "take it. `bare`: read by COPY, carried by 2 threads of onnxruntime in windows of 1,024, "
+    "written by COPY, one after the other, {slice:,} at a time. `thread`: the gateway's own, 2 "
+    "threads of onnxruntime. `processes`: two workers of one thread each. All share 2 cores with "
+    "the database, whose fsync is off. `ray`: nodes of one processor each on this machine."
+)
+SPENT = (
+    "Processor time of the runs above, microseconds an item: of `workers`, of `bench`, which hands "
+    "out (and carries, where there are no workers), of PostgreSQL, of Ray's own processes. "
+    "`cores busy`: of this machine, by whatever ran on it. `limit`: items a second if 2 cores did "
+    "nothing but this."
 )
 
 
@@ -61,9 +65,9 @@ class Upgrading:
         assert found is not None
         self._route: Route = found
         self.rates: dict[str, list[float]] = {"read": [], "carry": [], "write": []}
-        self._busy: dict[str, list[float]] = {}
+        self._spent: dict[str, list[dict[str, float]]] = {}
 
-    def table(self, bench: Bench) -> Table:
+    def tables(self, bench: Bench) -> list[Table]:
         with closing(Processes(2)) as workers:
             ways: dict[str, Callable[[], float]] = {
                 "bare": self._bare,
@@ -78,16 +82,22 @@ class Upgrading:
         if not bench.tiny and importlib.util.find_spec("ray"):
             measured |= self._on_ray(bench)
         note = NOTE.format(size=self._store.count(), slice=SLICE)
-        return _rates_table("Upgrades in PostgreSQL", note, measured, self._busy)
+        rows = [_medians(name, rounds) for name, rounds in self._spent.items()]
+        return [
+            _rates_table("Upgrades in PostgreSQL", note, measured),
+            Table("Where upgrades in PostgreSQL work", rows, SPENT),
+        ]
 
     def _contender(self, name: str, way: Callable[[], float]) -> Contender:
-        """Counts the cores that the whole machine keeps busy meanwhile, the database among them."""
+        """Counts who works meanwhile."""
 
         def watched() -> float:
-            began, ticks = time.perf_counter(), _busy_seconds()
+            machine, kinds = processors.of_machine(), processors.by_kind()
+            began = time.perf_counter()
             rate = way()
-            cores = (_busy_seconds() - ticks) / (time.perf_counter() - began)
-            self._busy.setdefault(name, []).append(cores)
+            cores = (processors.of_machine() - machine) / (time.perf_counter() - began)
+            spent = {**processors.spent(kinds, self._store.count()), "cores busy": cores}
+            self._spent.setdefault(name, []).append(spent)
             return rate
 
         return Contender(name, watched)
@@ -103,7 +113,7 @@ class Upgrading:
     def _bare(self) -> float:
         """Items a second; of each part, too."""
         store, took = self._store, np.zeros(3)
-        runner = open_route(self._pair.repo, self._route, 2)
+        runner = open_route(self._pair.repo, self._route, 2, int8=True)
         source = store.active()
         store.begin(self._target)
         target = store.space(self._target.space)
@@ -146,7 +156,7 @@ class Upgrading:
         return flips(bench, self._store, [self._store.active().spec, self._target])
 
     def _thread(self) -> float:
-        runner = open_route(self._pair.repo, self._route, 2)
+        runner = open_route(self._pair.repo, self._route, 2, int8=True)
         return self._timed(lambda: run_upgrade(self._store, runner, self._target).written)
 
     def _workers(self, workers: Workers) -> float:
@@ -186,17 +196,7 @@ def _ray(nodes: int) -> Iterator[Workers]:
         cluster.shutdown()
 
 
-def _busy_seconds() -> float:
-    """Processor seconds that this machine has worked since its start."""
-    names = ("user", "nice", "system", "idle", "iowait", "irq", "softirq")
-    ticks = dict(zip(names, Path("/proc/stat").read_text().split()[1:], strict=False))
-    worked = sum(int(ticks[name]) for name in names if name not in ("idle", "iowait"))
-    return worked / os.sysconf("SC_CLK_TCK")
-
-
-def _rates_table(
-    title: str, note: str, measured: dict[str, Measured], busy: dict[str, list[float]]
-) -> Table:
+def _rates_table(title: str, note: str, measured: dict[str, Measured]) -> Table:
     bare = measured["bare"].median
     rows: list[Row] = [
         {
@@ -204,8 +204,14 @@ def _rates_table(
             "items/s": one.median,
             "spread": one.spread_text,
             "of bare": one.median / bare,
-            "cores busy": statistics.median(busy[name]),
         }
         for name, one in measured.items()
     ]
     return Table(title, rows, note, {name: one.rounds for name, one in measured.items()})
+
+
+def _medians(name: str, rounds: list[dict[str, float]]) -> Row:
+    """Of each column, over the rounds."""
+    row = {column: statistics.median(one[column] for one in rounds) for column in rounds[0]}
+    work = sum(row[kind] for kind in processors.KINDS)
+    return {"way": name, **row, "limit": 2e6 / work}

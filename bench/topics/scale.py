@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,6 +18,7 @@ from bench.harness import Bench, Contender, Row, Table, compared, interleave
 from bench.published import INNER, publication
 from bench.simulation import Plan, simulate
 from bench.upgrades import Upgrading, fill
+from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import EF, Database
@@ -26,10 +28,13 @@ from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
 from tests.support.postgres import running
 
 K = 10
+RECALLED = 200
+# Labels that answer a query.
+Found = list[int]
 SEARCHED = (
     "k = 10, ef 100, one query a call, on a graph of pgvector. `bare`: the same SQL by psycopg, "
     "its rows taken as they come. `store`: spare candidates, distances computed here, equal ones "
-    "by label."
+    "by label. `recall@10`: of 200 queries, by exact search."
 )
 SIMULATED = (
     "128 + 128 dims in windows of 65,536, one worker a core; the rates of `bare` above, a lane of "
@@ -48,7 +53,7 @@ def run(bench: Bench) -> list[Table]:
         store = PostgresqlGalleries(database).create("g", [SpaceSpec.of(pair.manifests[1])], {})
         fill(store, size, graph=not bench.full)
         upgrading = Upgrading(store, pair)
-        tables = [upgrading.table(bench)]
+        tables = upgrading.tables(bench)
         if not bench.full:
             queries = data.things(500, seed=1).old
             tables += [
@@ -67,8 +72,9 @@ def _searches(
     searcher = PostgresqlSearcher(store.database, store.schema, info)
     count = bench.size(20, 2_000, 4_000)
 
-    def ours(row: int) -> None:
-        searcher.search(queries[row % len(queries)][None], K)
+    def ours(row: int) -> Found:
+        (found,) = searcher.search(queries[row % len(queries)][None], K).labels
+        return [int(label) for label in found]
 
     with ExitStack() as stack:
         connections = [
@@ -81,13 +87,14 @@ def _searches(
         operator = "<->" if info.spec.metric == "squared_l2" else "<=>"
         statement = f"SELECT label FROM {table} ORDER BY embedding {operator} %s LIMIT {K}"  # noqa: S608
 
-        def bare(row: int) -> None:
+        def bare(row: int) -> Found:
             connection = connections[row % clients]
-            connection.execute(
+            rows = connection.execute(
                 statement.encode(), [queries[row % len(queries)]], binary=True
             ).fetchall()
+            return [label for (label,) in rows]
 
-        def rate(work: Callable[[int], None]) -> float:
+        def rate(work: Callable[[int], Found]) -> float:
             began = time.perf_counter()
             with ThreadPoolExecutor(clients) as threads:
                 spans = [threads.submit(_each, work, c, count, clients) for c in range(clients)]
@@ -97,12 +104,22 @@ def _searches(
 
         ways = [Contender("bare", partial(rate, bare)), Contender("store", partial(rate, ours))]
         measured = interleave(ways, bench.size(1, 5, 5))
-    return compared(
+        exact = ExactIndex(info.spec, *store.load(info.spec.space))
+        truth = exact.search(queries[:RECALLED], K).labels.tolist()
+        recalls = [_recall(truth, [work(row) for row in range(RECALLED)]) for work in (bare, ours)]
+    result = compared(
         f"Searches in PostgreSQL, clients: {clients}", "queries/s", measured, "bare", SEARCHED
     )
+    rows = [{**row, "recall@10": one} for row, one in zip(result.rows, recalls, strict=True)]
+    return replace(result, rows=rows)
 
 
-def _each(work: Callable[[int], None], client: int, count: int, clients: int) -> None:
+def _recall(truth: list[Found], found: list[Found]) -> float:
+    pairs = zip(truth, found, strict=True)
+    return statistics.mean(len({*wanted} & {*got}) / K for wanted, got in pairs)
+
+
+def _each(work: Callable[[int], Found], client: int, count: int, clients: int) -> None:
     for row in range(client, count, clients):
         work(row)
 
