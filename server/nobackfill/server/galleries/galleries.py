@@ -32,7 +32,7 @@ log = structlog.get_logger("server.galleries")
 CREATED = "created"
 # How long a deletion waits for the calls that still work with the gallery.
 _LEAVE_S = 60.0
-# A gallery of more vectors is read at the start, others when they are first used.
+# A gallery of more items is read at the start, others when they are first used.
 _SMALL = 1_000
 # What the files of one gallery can do to it, whatever is damaged.
 UNUSABLE = (NobackfillError, OSError, sqlite3.Error, ValueError)
@@ -87,10 +87,10 @@ class Galleries:
         hosted = self._home.open(name)
         try:
             hosted.replan(self._state.now, self._catalog.manifests, before)
-            if sum(hosted.sizes().values()) > _SMALL:
+            # Kept for whoever lists them, too: the file is open now, and may be closed again soon.
+            # Vectors are counted page by page, which takes a second of a million.
+            if hosted.count() > _SMALL:
                 hosted.wake()
-            # Kept for whoever lists them: the file is open now, and may be closed again soon.
-            hosted.count()
         except BaseException:
             hosted.store.close()
             raise
