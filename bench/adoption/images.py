@@ -56,17 +56,21 @@ def main(
         )
         trial = Trial(name, old.part(order), new.part(order), fitted, queries)
         trials.append((trial, some.labels[order]))
-    counts = (*(count for count in (100, 500) if count < pairs), pairs)
     verdicts = [row for one, _ in trials for row in one.verdict()]
+    maps = [row for one, _ in trials for row in one.maps(_counts(one.pairs))]
     tables = [
         Table("The verdict and the truth", verdicts, NOTE.format(pairs=pairs, queries=queries)),
         Table("Classes on the way", [row for one in trials for row in classes(*one)]),
         Table("A second view on the way", [row for one, _ in trials for row in one.healing()]),
-        Table("Maps alone, R@1", [row for one, _ in trials for row in one.maps(counts)]),
+        Table("Maps alone, R@1", maps),
     ]
     path = record.result_path("adoption-images", Scale.SMALL)
     record.save(path, "adoption-images", Scale.SMALL, time.perf_counter() - started, tables)
     print("\n".join(map(record.markdown, tables)))
+
+
+def _counts(pairs: int) -> tuple[int, ...]:
+    return (*(count for count in (100, 500) if count < pairs), pairs)
 
 
 def _asked(order: Rows, pairs: int, queries: int) -> Rows:

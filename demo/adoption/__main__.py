@@ -20,7 +20,7 @@ from demo.adoption.wares import Pictures, Texts, Wares
 from demo.children import Children
 from nobackfill.adopt.embedding import open_embedder
 from nobackfill.adopt.sources import open_searchable
-from nobackfill.errors import NobackfillError
+from nobackfill.errors import InvalidInputError, NobackfillError
 from nobackfill.serve import Dual, Limits
 
 # Hits of a query that are compared.
@@ -151,6 +151,7 @@ def main(
     """Move a table from one pretrained model to another, and say what each way keeps."""
     folder = out.absolute()
     folder.mkdir(parents=True, exist_ok=True)
+    _check_same(folder, [images, items, sampled, queries])
     wares: Wares
     if images is None:
         wares = Texts(packages, folder, items, queries)
@@ -159,6 +160,18 @@ def main(
     with Children(folder / "logs") as children:
         # At least half are left that no map has seen.
         Adoption(folder, wares, children).run(min(sampled, len(wares.rows) // 2))
+
+
+def _check_same(folder: Path, asked: list[str | int | None]) -> None:
+    """What is made is kept by the items' ids alone: a folder is for one kind of run. Raises
+    InvalidInputError."""
+    stamp, now = folder / "asked.json", json.dumps(asked)
+    if stamp.is_file() and stamp.read_text("utf-8") != now:
+        raise InvalidInputError(
+            f"{folder}: expected vectors of a run with {now}, found those of "
+            f"{stamp.read_text('utf-8')}; remove it, or give another --out"
+        )
+    stamp.write_text(now, "utf-8")
 
 
 def _pictures(images: str, packages: Path, folder: Path) -> Path:

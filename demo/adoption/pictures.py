@@ -35,7 +35,7 @@ def given(folder: Path, count: int, seed: int = 0) -> list[Path]:
     if len(every) < 100:
         raise InvalidInputError(
             f"{folder}: expected a folder with at least 100 PNG, JPEG or WebP files, found "
-            f"{len(every)}; without --images pictures of installed packages are taken"
+            f"{len(every)}; `--images packages` takes those that installed packages bring"
         )
     rows = np.random.default_rng(seed).permutation(len(every))[:count]
     return [every[row].relative_to(folder) for row in sorted(rows.tolist())]

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from nobackfill.errors import (
     NotPermittedError,
     UnavailableError,
 )
+from tests.support import hosts
 
 Answer = tuple[int, dict[str, str], bytes]
 Script = Callable[[int, dict[str, Any]], Answer]
@@ -57,7 +58,7 @@ def serving(script: Script) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         def log_message(self, *_: object) -> None:
             """Nothing on the terminal."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with hosts.Host(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:

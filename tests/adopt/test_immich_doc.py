@@ -7,7 +7,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ import pytest
 
 from nobackfill.adopt.maps import load_map
 from tests.adopt.made import world
+from tests.support import hosts
 from tests.support.documents import blocks, page, run_script
 from tests.support.postgres import Server
 
@@ -64,7 +65,7 @@ class Predict(BaseHTTPRequestHandler):
 
 @contextmanager
 def machine_learning() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Predict)
+    server = hosts.Host(("127.0.0.1", 0), Predict)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

@@ -2,13 +2,14 @@
 
 import json
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from threading import Thread
 
 import pytest
 
 from nobackfill.adopt.embedding.endpoint import Endpoint
 from nobackfill.errors import InvalidInputError, UnavailableError
+from tests.support import hosts
 
 
 class _Odd(BaseHTTPRequestHandler):
@@ -50,7 +51,7 @@ def test_an_endpoint_that_answers_oddly_is_left() -> None:
         "drip": (UnavailableError, "does not end"),
         "odd": (Exception, "still answers 429"),
     }
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Odd) as server:
+    with hosts.Host(("127.0.0.1", 0), _Odd) as server:
         server.daemon_threads = True
         thread = Thread(target=server.serve_forever, args=(0.01,))
         thread.start()

@@ -17,6 +17,7 @@ from nobackfill.release.publishing.publish import publish
 from nobackfill.release.trust import fetchers
 from nobackfill.release.trust.fetchers import Fetcher, FolderFetcher, HttpFetcher, fetcher_for
 from nobackfill.release.trust.trust import Trust, first_root
+from tests.support import hosts
 from tests.support.releases import draft
 from tests.support.simulator import Simulator
 
@@ -40,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def host(folder: Path) -> Iterator[str]:
     handler = functools.partial(Quiet, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with hosts.Host(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -83,7 +84,7 @@ def test_ranges_are_used_where_the_host_serves_them() -> None:
             self.end_headers()
             self.wfile.write(DATA[1000:])
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Ranges) as server:
+    with hosts.Host(("127.0.0.1", 0), Ranges) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         url = f"http://127.0.0.1:{server.server_address[1]}/file"
@@ -167,7 +168,7 @@ def test_a_dripping_host_is_given_up_within_half_a_minute(name: str, tmp_path: P
                 if path == name and ended.wait(1):
                     return
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Drip) as server:
+    with hosts.Host(("127.0.0.1", 0), Drip) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.02,)).start()
         fetcher, base = fetcher_for(f"http://127.0.0.1:{server.server_address[1]}")

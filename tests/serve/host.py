@@ -1,7 +1,9 @@
 """A host of images on this machine."""
 
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from tests.support import hosts
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -29,7 +31,7 @@ class Host:
     """Serves to the end of the block; `url` without a path."""
 
     def __enter__(self) -> "Host":
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self._server = hosts.Host(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever)
         self._thread.start()

@@ -4,14 +4,19 @@ import gc
 import re
 import subprocess
 import sys
+import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.writing import NewVectors
 from nobackfill.server.arenas import most_arenas
+from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.gateway import Gateway
+from tests.gallery.making import SIDE_DIM, ids, spec, vectors
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import serving
 from tests.server.support import Client, images
@@ -127,3 +132,20 @@ def test_a_swap_leaves_no_object(
         swap(rollout)
     # Fewer than one a swap: manifests that were read anew stand beside those of a plan for a while.
     assert {kind for kind, more in (objects() - before).items() if more >= len(SWAPS)} == set()
+
+
+def test_a_gallery_that_was_there_at_the_start_goes_with_its_last_user(tmp_path: Path) -> None:
+    """What a gateway freezes after its start is never collected."""
+    store = SqliteGallery.create(tmp_path / "g.sqlite", spec())
+    space = spec().space
+    store.put(ids(20), [NewVectors(space, vectors(20, 1), vectors(20, 2, SIDE_DIM))])
+    hosted = Hosted("g", tmp_path, store)
+    gone = [weakref.ref(one) for one in (hosted, store, hosted.view(space))]
+    gc.collect()
+    gc.freeze()
+    try:
+        hosted.close()
+        del hosted, store
+        assert [ref() for ref in gone] == [None] * 3
+    finally:
+        gc.unfreeze()

@@ -213,3 +213,15 @@ def test_no_line_is_taken_for_another(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(UnavailableError, match="changes while it is read"):
             items.read("a", 100)
     assert items.read("a", 100) == "one"
+
+
+def test_lines_that_change_places_under_the_last_are_found_again(tmp_path: Path) -> None:
+    """Longer, and the line that was seen last is where it was: as if lines were added."""
+    file = tmp_path / "notes.jsonl"
+    write(file, {"a": "one", "b": "two", "z": "end"})
+    items = LineItems(file)
+    write(tmp_path / "other", {"b": "two", "a": "one", "z": "end", "y": "new"})
+    file.write_bytes((tmp_path / "other").read_bytes())
+    with pytest.raises(UnavailableError, match="changes while it is read"):
+        items.read("a", 100)
+    assert [items.read(name, 100) for name in "abzy"] == ["one", "two", "end", "new"]

@@ -123,6 +123,16 @@ def test_samples_have_both_vectors(engine: Engine) -> None:
     assert len(store.sample(ONE, ONE, 100)[0]) == 30
 
 
+def test_a_sample_is_one_where_labels_have_a_gap(engine: Engine) -> None:
+    store = filled(engine, 41)
+    for seed in range(20):
+        # Another picture of an item takes a new label: one stays at the first.
+        again = NewVectors(ONE, vectors(40, seed), vectors(40, seed, SIDE_DIM))
+        store.put(ids(41)[1:], [again], digests=[f"{seed}-{n}" for n in range(40)])
+    assert store.load(ONE)[0].max() > 400
+    assert 10 <= len(store.sample(ONE, ONE, 20)[0]) <= 20
+
+
 def test_an_estimate_changes_nothing(engine: Engine) -> None:
     store = filled(engine, 50)
     store.put(["bare"], [NewVectors(ONE, vectors(1, 9))])

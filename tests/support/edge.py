@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from nobackfill.client.photos.files import find_images
 from nobackfill.client.sync.sync import Report, Wishes, sync
 from nobackfill.images import decode_file
 from nobackfill.release.models import open_embedder
-from tests.support import blocks, graphs
+from tests.support import blocks, graphs, hosts
 
 # Release -> the releases that it carries upgrades from, and whether they have int8 twins.
 RELEASES: dict[int, tuple[Sequence[int], bool]] = {
@@ -142,7 +142,7 @@ def http_host(folder: Path) -> Iterator[str]:
 @contextmanager
 def serving(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
     """A static host of our own making; yields its address."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as host:
+    with hosts.Host(("127.0.0.1", 0), handler) as host:
         thread = threading.Thread(target=host.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{host.server_address[1]}"

@@ -3,8 +3,10 @@
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.support import hosts
 
 
 class PictureHost:
@@ -39,7 +41,7 @@ class PictureHost:
             def log_message(self, *_: Any) -> None:
                 """Not on the terminal."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = hosts.Host(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
         return self

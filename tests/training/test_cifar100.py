@@ -16,6 +16,7 @@ from torchvision.datasets import CIFAR100
 
 from nobackfill.errors import CannotWriteError, UnavailableError, VerificationError
 from nobackfill.training.data.cifar100 import write_folders
+from tests.support import hosts
 
 CLASSES = ["apple", "bear", "cup"]
 PER_CLASS = {"train": 4, "test": 2}
@@ -46,7 +47,7 @@ def host(tmp_path: Path) -> Iterator[type[CIFAR100]]:
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(folder, folder.name)
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder.parent)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with hosts.Host(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
 
         small = {

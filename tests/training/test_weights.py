@@ -5,7 +5,7 @@ import pickle
 import threading
 from collections.abc import Iterator
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from nobackfill.errors import (
 )
 from nobackfill.training.cli import train
 from nobackfill.training.networks.weights import download, normalisation, read_file, read_weights
+from tests.support import hosts
 from tests.training.life import invoke
 
 
@@ -41,7 +42,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "host").mkdir()
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "host"))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with hosts.Host(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"

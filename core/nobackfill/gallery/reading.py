@@ -208,7 +208,8 @@ def vector(connection: sqlite3.Connection, label: int, info: SpaceInfo) -> Vecto
 
 
 def random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -> Labels:
-    """Labels of a space at random, increasing: all of them where it has no more than `count`.
+    """Labels of a space at random, increasing: about `count`, at least half as many where there are
+    that many, never more.
 
     Each is the first from a random label on, so no table is read through; one behind a gap of
     deleted labels is drawn somewhat more often.
@@ -226,6 +227,11 @@ def random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -
         (json.dumps(drawn.tolist()),),
     )
     found = np.fromiter((row[0] for row in rows), np.int64)
+    if len(drawn) == count and len(found) < count // 2:
+        # Most draws fell into one gap, and a few labels would stand for all.
+        query = f"SELECT label FROM {table} ORDER BY random() LIMIT ?"
+        rows = connection.execute(query, (count,))
+        return np.sort(np.fromiter((row[0] for row in rows), np.int64))
     if len(found) <= count:
         return found
     return np.sort(np.random.default_rng().choice(found, count, replace=False))

@@ -19,6 +19,8 @@ VECTOR_TABLE = (
 )
 # Reading their numbers keeps the interpreter from other threads, 3 ms.
 _LABELS_AT_ONCE = 1 << 15
+# SQLite holds a value of 1e9 bytes at most.
+_MOST_JOINED_BYTES = 1 << 28
 
 _SPACE_COLUMNS = "space, release, dim, metric, unit, side_space, side_dim, state, number, activated"
 
@@ -119,6 +121,8 @@ def joined_blobs(
     """The embeddings of the `count` rows for which a condition `among` holds, by label, as one blob
     of `count` times `size` bytes; None where there are other rows, or a row of another size: read
     them one by one. As `all_labels`, half the time."""
+    if count * size > _MOST_JOINED_BYTES:
+        return None
     found, whole, joined = connection.execute(
         f"SELECT count(*), total(typeof(embedding) = 'blob' AND length(embedding) = {size:d}),"
         f" CAST(group_concat(embedding, '') AS BLOB) FROM (SELECT embedding FROM {table}"

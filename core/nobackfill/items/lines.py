@@ -57,8 +57,13 @@ class LineItems:
                 raise UnavailableError(f"{name!r}: cannot be read ({error.strerror})") from error
         if not line.endswith(b"\n") and len(line) == _longest(most_bytes):
             raise TooLargeError(f"{name!r}: expected at most {most_bytes} bytes, got more")
-        one = read_line(line, repr(name))
+        try:
+            one = read_line(line, repr(name))
+        except InvalidInputError:
+            self._look_anew()
+            raise
         if one.id != name:
+            self._look_anew()
             # Written anew between the two looks: another's text would be this one's vector.
             raise UnavailableError(f"{name!r}: its file changes while it is read; try again")
         try:
@@ -66,6 +71,11 @@ class LineItems:
         except UnicodeEncodeError as error:
             raise InvalidInputError(f"{name!r}: expected valid Unicode") from error
         return one.text
+
+    def _look_anew(self) -> None:
+        """Next time at all of it: lines stand elsewhere, though the last one seen does not."""
+        with self._lock:
+            self._stamp = None
 
     def _refresh(self) -> None:
         with _opened(self._file) as file:

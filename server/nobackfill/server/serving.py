@@ -43,6 +43,8 @@ class Serving:
         self._metrics = metrics
         # Held to make a plan: one of an older state never replaces one of a newer.
         self._planning = threading.RLock()
+        # Releases whose models were loaded at the start.
+        self._loaded: set[int] = set()
         # Releases whose models were loaded to follow another gateway.
         self._followed: set[int] = set()
 
@@ -61,9 +63,10 @@ class Serving:
             self.drop_unused(self._state.now.retired)
 
     def _load_models(self) -> None:
-        for release in sorted(self._needed()):
+        for release in sorted(self._needed() - self._loaded):
             self._catalog.verified(release)
             self._models.want(self._catalog.manifest(release))
+            self._loaded.add(release)
 
     def prepare(self, release: int) -> None:
         """Load the models of a release that will answer. A model server that is away loads them

@@ -114,10 +114,12 @@ def move_to_large_pages(graph: Any) -> None:
 
 def _move(graph: Any, start: int, end: int) -> None:
     """`graph`: held, that its memory stays."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    # A process that is nicer already may not take it back.
+    nice = max(_NICE, os.getpriority(os.PRIO_PROCESS, 0))
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
     for at in range(start, end, _LARGE_PAGE):
         if _advise(at, min(at + _LARGE_PAGE, end), _MADV_COLLAPSE):
-            # An older kernel, which does it by and by.
+            # An older kernel, or no page to be had: the rest is done by and by.
             _advise(start, end, mmap.MADV_HUGEPAGE)
             return
 

@@ -278,6 +278,9 @@ class Hosted:
         for view in self.views().values():
             view.close()
         self.store.close()
+        # It refers to this: all goes with the last reference, as what was there at the start is
+        # collected no more (cli/serve.py).
+        self.speed = Speed(dict)
 
     def _forward(self, change: Change) -> None:
         with self._lock:

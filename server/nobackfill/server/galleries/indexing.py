@@ -203,4 +203,5 @@ class _StoppedError(Exception):
 
 def give_way() -> None:
     """Let searches go before this thread, and before the processes that it starts from now on."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    nice = max(_NICE, os.getpriority(os.PRIO_PROCESS, 0))
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

@@ -165,6 +165,9 @@ class TritonModels:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
+        elif self._process is not None and self._thread.ident is None:
+            # Never started, but it holds its folder.
+            self._process.stop()
         self._client.close()
 
     def _run(self, name: str, inputs: Inputs, output: str) -> Vectors:

@@ -92,7 +92,8 @@ def stored(connection: Connection, schema: str, labels: Labels, info: SpaceInfo)
 
 
 def random_labels(connection: Connection, table: str, most: int) -> Labels:
-    """Labels of a table of vectors at random, increasing: all where it has no more than `most`.
+    """Labels of a table of vectors at random, increasing: about `most`, at least half as many where
+    there are that many, never more.
 
     Each is the first from a random label on, so no table is read through; one behind a gap of
     deleted labels is drawn somewhat more often.
@@ -111,6 +112,10 @@ def random_labels(connection: Connection, table: str, most: int) -> Labels:
             [drawn.tolist()],
         )
     )
+    if len(drawn) == most and len(found) < most // 2:
+        # Most draws fell into one gap, and a few labels would stand for all.
+        query = f"SELECT label FROM {table} ORDER BY random() LIMIT %s"
+        return np.sort(label_column(run(connection, query, [most])))
     if len(found) <= most:
         return found
     return np.sort(np.random.default_rng().choice(found, most, replace=False))
