@@ -10,6 +10,7 @@ import pytest
 from nobackfill.gallery.filters import Scalar
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.publishing.standing import withdraw
+from nobackfill.server.galleries.speed import Speed
 from nobackfill.server.gateway import Gateway
 from tests.server.support import Client, images, running
 from tests.support import trials
@@ -152,3 +153,11 @@ def served(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             )
             assert not refused
         yield gateway
+
+
+@pytest.fixture
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No search counts as slow, nor as one whose items have to be read: on a busy machine, or by
+    what was asked before, a few are, and then all go to threads."""
+    monkeypatch.setattr(Speed, "took", lambda *_: None)
+    monkeypatch.setattr(Speed, "tried", lambda *_, **__: None)

@@ -15,7 +15,6 @@ from nobackfill.gallery.search.compiled_search import parse
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import immediate_answers, items
 from nobackfill.server.galleries.immediate_answers import ImmediateAnswers
-from nobackfill.server.galleries.speed import Speed
 from nobackfill.server.gateway import Gateway
 from nobackfill.server.grpc.services.search import _parsed
 from nobackfill.server.grpc.tokens import LOCAL, Principal, Role
@@ -64,12 +63,6 @@ def searched_in_batches(served: Gateway) -> float:
         "nobackfill_batch_size_count", {"stage": "search"}
     )
     return found or 0.0
-
-
-@pytest.fixture
-def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No search counts as slow: on a busy machine a few are, and then all go to threads."""
-    monkeypatch.setattr(Speed, "took", lambda *_: None)
 
 
 def test_the_same_answer_with_and_without_a_thread(

@@ -56,7 +56,9 @@ def test_in_a_database_the_nearest_are_ranked_along_the_scale(
                 assert ids(client.find(images(ALL)[query], k=k)) == order[:k]
 
 
-def test_carried_and_native_are_one_ranking_along_the_scale(stages: Stages, tmp_path: Path) -> None:
+def test_carried_and_native_are_one_ranking_along_the_scale(
+    stages: Stages, tmp_path: Path, untimed: None
+) -> None:
     with carried(stages, tmp_path) as (gateway, client, two):
         made = np.stack([vector(two, image) for image in images(ALL)]).astype(float)
 

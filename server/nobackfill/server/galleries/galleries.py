@@ -87,10 +87,11 @@ class Galleries:
         hosted = self._home.open(name)
         try:
             hosted.replan(self._state.now, self._catalog.manifests, before)
-            # Kept for whoever lists them, too: the file is open now, and may be closed again soon.
-            # Vectors are counted page by page, which takes a second of a million.
+            # Vectors are counted page by page, a second of a million, unless views count them.
             if hosted.count() > _SMALL:
                 hosted.wake()
+            # Kept for whoever lists them: the file is open now, and may be closed again soon.
+            hosted.sizes()
         except BaseException:
             hosted.store.close()
             raise
