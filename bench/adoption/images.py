@@ -30,7 +30,9 @@ NOTE = (
 
 
 def main(
-    packages: Annotated[Path, typer.Option(help="Where bench/adoption/requirements.txt lies.")],
+    packages: Annotated[
+        Path, typer.Option(help="Where demo/adoption/requirements-images.txt lies.")
+    ],
     pictures: Annotated[Path, typer.Option(help="Folders of PNGs, one a class.")],
     out: Annotated[Path, typer.Option(help="Folder for vectors; what is there is kept.")],
     items: Annotated[int, typer.Option(min=100, help="Pictures.")] = 4000,

@@ -41,23 +41,25 @@ def lay_out(packages: Path, folder: Path) -> tuple[Path, Path]:
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             file.with_suffix(".json").write_text(json.dumps(SCALING))
-            # Whole or not there, for a run that is killed.
-            part = file.with_name("part.onnx")
-            _export(network(packages, model), side, part)
-            part.replace(file)
+            export(packages, model, side, file)
         files.append(file)
     return files[0], files[1]
 
 
-def _export(net: Any, side: int, file: Path) -> None:
+def export(packages: Path, model: str, side: int, file: Path) -> None:
     """What lies before the classes, averaged over the picture: [n, 3, side, side] -> [n, 1280]."""
     torch: Any = importlib.import_module("torch")
+    net = network(packages, model)
     net.forward = lambda pixels: net.extract_features(pixels).mean((2, 3))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # Whole or not there, for a run that is killed.
+    part = file.with_name(f"part-{file.name}")
     with warnings.catch_warnings():
         # The newer exporter takes a minute for the same graph.
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            net, (torch.zeros(1, 3, side, side),), file, dynamo=False, opset_version=17,
+            net, (torch.zeros(1, 3, side, side),), part, dynamo=False, opset_version=17,
             input_names=["image"], output_names=["embedding"],
             dynamic_axes={"image": {0: "n"}, "embedding": {0: "n"}},
         )  # fmt: skip
+    part.replace(file)

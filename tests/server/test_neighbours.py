@@ -93,7 +93,7 @@ def test_a_slow_gallery_delays_no_other(
                 assert ids(client.find_by(query, name="quick", k=1)) == ["i2"]
             assert not any(future.done() for future in asked)
         assert all(ids(future.result(60)) == ["i2"] for future in asked)
-    while slow.speed.slow:
+    while slow.slow:
         ask()
 
 

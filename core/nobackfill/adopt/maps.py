@@ -103,6 +103,8 @@ class Solver:
 
     def __init__(self, moments: Moments) -> None:
         self._moments = moments
+        # By penalty.
+        self._affine: dict[float, Doubles] = {}
 
     def penalties(
         self, blocks: Blocks, kinds: Collection[str] = KINDS, *, together: int = 1
@@ -138,7 +140,10 @@ class Solver:
 
     def _weight(self, kind: str, chosen: Mapping[str, float], unit: bool) -> Doubles:
         if kind in ("affine", "low_rank"):
-            affine = ridge.solve(self._moments, chosen[kind]).weight
+            penalty = chosen[kind]
+            if penalty not in self._affine:
+                self._affine[penalty] = ridge.solve(self._moments, penalty).weight
+            affine = self._affine[penalty]
             half = max(1, self._moments.dims[1] // 2)
             return affine if kind == "affine" else _low_rank(affine, self._moments, half)
         rotation, factor = self._procrustes

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.errors import DamagedError
+from nobackfill.gallery import drawing
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Origin, SpaceInfo
 from nobackfill.gallery.stored_vectors import StoredVectors
@@ -19,6 +20,7 @@ from nobackfill.gallery.tables import (
     find_space,
     from_blobs,
     joined_blobs,
+    label_column,
     vector_table,
 )
 from nobackfill.gallery.writing import Metadata
@@ -208,33 +210,24 @@ def vector(connection: sqlite3.Connection, label: int, info: SpaceInfo) -> Vecto
 
 
 def random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -> Labels:
-    """Labels of a space at random, increasing: about `count`, at least half as many where there are
-    that many, never more.
-
-    Each is the first from a random label on, so no table is read through; one behind a gap of
-    deleted labels is drawn somewhat more often.
-    """
+    """Labels of a space at random; see drawing.random_labels."""
     table = vector_table(info.number)
-    first, last = connection.execute(f"SELECT min(label), max(label) FROM {table}").fetchone()
-    if first is None:
-        return np.empty(0, np.int64)
-    drawn = np.arange(first, last + 1)
-    if last - first >= 2 * count:
-        drawn = np.random.default_rng().integers(first, last + 1, count)
-    rows = connection.execute(
-        f"SELECT DISTINCT (SELECT label FROM {table} WHERE label >= drawn.value"
-        " ORDER BY label LIMIT 1) AS label FROM json_each(?) drawn ORDER BY label",
-        (json.dumps(drawn.tolist()),),
-    )
-    found = np.fromiter((row[0] for row in rows), np.int64)
-    if len(drawn) == count and len(found) < count // 2:
-        # Most draws fell into one gap, and a few labels would stand for all.
+
+    def following(drawn: list[int]) -> Labels:
+        return label_column(
+            connection.execute(
+                f"SELECT DISTINCT (SELECT label FROM {table} WHERE label >= drawn.value"
+                " ORDER BY label LIMIT 1) AS label FROM json_each(?) drawn ORDER BY label",
+                (json.dumps(drawn),),
+            )
+        )
+
+    def shuffled() -> Labels:
         query = f"SELECT label FROM {table} ORDER BY random() LIMIT ?"
-        rows = connection.execute(query, (count,))
-        return np.sort(np.fromiter((row[0] for row in rows), np.int64))
-    if len(found) <= count:
-        return found
-    return np.sort(np.random.default_rng().choice(found, count, replace=False))
+        return label_column(connection.execute(query, (count,)))
+
+    bounds = connection.execute(f"SELECT min(label), max(label) FROM {table}").fetchone()
+    return drawing.random_labels(bounds, count, following, shuffled)
 
 
 def vectors_of(connection: sqlite3.Connection, labels: Labels, info: SpaceInfo) -> Vectors:

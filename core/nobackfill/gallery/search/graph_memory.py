@@ -9,15 +9,17 @@ answers, with one copy more of the vectors.
 
 import ctypes
 import mmap
-import os
 import struct
 import sys
 import threading
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from nobackfill.gallery.search.aside import give_way
 
 Bytes = NDArray[np.uint8]
 
@@ -31,7 +33,6 @@ _MAPPED_BYTES = 32 << 20
 _LARGE_PAGE = 2 << 20
 # Linux 6.1; not among mmap's names.
 _MADV_COLLAPSE = 25
-_NICE = 10
 _DELETED, _VECTOR_BYTES, _DISTANCE, _PARAMETER = 5, 36, 37, 38
 
 
@@ -114,9 +115,7 @@ def move_to_large_pages(graph: Any) -> None:
 
 def _move(graph: Any, start: int, end: int) -> None:
     """`graph`: held, that its memory stays."""
-    # A process that is nicer already may not take it back.
-    nice = max(_NICE, os.getpriority(os.PRIO_PROCESS, 0))
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+    give_way()
     for at in range(start, end, _LARGE_PAGE):
         if _advise(at, min(at + _LARGE_PAGE, end), _MADV_COLLAPSE):
             # An older kernel, or no page to be had: the rest is done by and by.
@@ -136,10 +135,13 @@ def _large(graph: Any) -> list[tuple[int, int]]:
 
 def _advise(start: int, end: int, advice: int) -> int:
     """0: taken."""
-    found: int = ctypes.CDLL(None).madvise(
-        ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice
-    )
+    found: int = _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
     return found
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def parameters(graph: Any) -> dict[str, Any] | None:

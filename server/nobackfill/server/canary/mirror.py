@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from nobackfill.server.galleries.indexing import give_way
+from nobackfill.gallery.search.aside import give_way
 from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 

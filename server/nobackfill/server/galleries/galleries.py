@@ -130,7 +130,7 @@ class Galleries:
     def slow(self, name: str) -> bool:
         """Whether searches of a gallery take long at present; False for one that is not there."""
         hosted = self._hosted.get(name)
-        return hosted is not None and hosted.speed.slow
+        return hosted is not None and hosted.slow
 
     def names(self) -> set[str]:
         """Names that are taken."""

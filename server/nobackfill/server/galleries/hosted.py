@@ -72,7 +72,7 @@ class Hosted:
         self._counts: dict[str | None, int] = {}
         self.exact = bool(self.state(EXACT))
         self._plan: Plan | None = None
-        self.speed = Speed(self.views)
+        self.speed = Speed()
         self._rest: tuple[Snapshot, Snapshot, Snapshot] | None = None
         self.ready: dict[str, Any] = {}  # by space, what ImmediateAnswers have made
 
@@ -258,6 +258,11 @@ class Hosted:
             counts[space] = self.store.count(space)
         return counts[space]
 
+    @property
+    def slow(self) -> bool:
+        """Whether searches take long at present."""
+        return self.speed.slow(self.views().values())
+
     def spec(self) -> SpaceSpec:
         """The space that is active in the file."""
         return next(info.spec for info in self.spaces() if info.state == "active")
@@ -278,9 +283,6 @@ class Hosted:
         for view in self.views().values():
             view.close()
         self.store.close()
-        # It refers to this: all goes with the last reference, as what was there at the start is
-        # collected no more (cli/serve.py).
-        self.speed = Speed(dict)
 
     def _forward(self, change: Change) -> None:
         with self._lock:

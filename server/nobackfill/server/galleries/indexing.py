@@ -2,13 +2,13 @@
 
 import contextlib
 import functools
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from nobackfill.gallery.search.aside import give_way
 from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.server.galleries.bases import due, make_index, tuned
@@ -30,7 +30,6 @@ _UNWRITTEN_S = 20.0
 _ENOUGH_ASKED = 32
 _TUNED_EVERY_S = 30.0
 _TUNED_SHARE = 50
-_NICE = 10
 # A gallery whose index cannot be made for a reason nobody foresaw is tried again after so long.
 _REST_S = 30.0
 
@@ -199,9 +198,3 @@ class Sharing:
 
 class _StoppedError(Exception):
     """The gateway ends, and the index is made at the next start; or the gallery is deleted."""
-
-
-def give_way() -> None:
-    """Let searches go before this thread, and before the processes that it starts from now on."""
-    nice = max(_NICE, os.getpriority(os.PRIO_PROCESS, 0))
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

@@ -1,6 +1,6 @@
 """How long searches of a gallery take: slow ones keep to a lane of their kind."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable
 
 from nobackfill.gallery.search.view import LiveView, Snapshot
 
@@ -25,8 +25,7 @@ _SLOW_ELEMENTS = 1 << 24
 class Speed:
     """Of the searches of one gallery."""
 
-    def __init__(self, views: Callable[[], Mapping[str, LiveView]]) -> None:
-        self._views = views
+    def __init__(self) -> None:
         self._mean = 0.0
         self._usual = _QUICK_S / 4
         self._whole = 1.0
@@ -62,10 +61,9 @@ class Speed:
         self._queries += 1
         return self._whole > _MOSTLY or self._queries % _TRIED == 0
 
-    @property
-    def slow(self) -> bool:
-        """Whether searches take long at present: most galleries where they do have no graph yet."""
-        views = self._views().values()
+    def slow(self, views: Iterable[LiveView]) -> bool:
+        """Whether searches of these views take long at present: most galleries where they do have
+        no graph yet."""
         compared = sum(view.snapshot().compared for view in views)
         return self._mean > _SLOW_S or compared > _SLOW_ELEMENTS
 

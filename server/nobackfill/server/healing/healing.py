@@ -16,6 +16,7 @@ import structlog
 
 from nobackfill.errors import BusyError, InvalidInputError, NobackfillError, NotFoundError
 from nobackfill.gallery.matches import Matches
+from nobackfill.gallery.search.aside import give_way
 from nobackfill.gallery.store import Store
 from nobackfill.items.reembedding import Cost
 from nobackfill.release.manifest import Manifest
@@ -23,7 +24,6 @@ from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.galleries.answers import found_or_refused
 from nobackfill.server.galleries.asked import Found
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.indexing import give_way
 from nobackfill.server.galleries.plan import SOURCE
 from nobackfill.server.galleries.queries import Question, run
 from nobackfill.server.grpc import calls

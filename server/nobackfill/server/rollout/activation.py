@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import structlog
 
 from nobackfill.errors import BusyError, NobackfillError, PreconditionError
+from nobackfill.gallery.search.aside import give_way
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.comparison import CanaryState
 from nobackfill.server.galleries import lock_order
-from nobackfill.server.galleries.indexing import give_way
 from nobackfill.server.galleries.lock_order import Level
 from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.rollout.endings import behind, end_jobs, fail

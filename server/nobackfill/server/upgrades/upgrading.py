@@ -12,13 +12,13 @@ import structlog
 
 from nobackfill.errors import PreconditionError
 from nobackfill.gallery.neighbours import neighbours_kept
+from nobackfill.gallery.search.aside import give_way
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.upgrade import Outcome, Progress, run_upgrade
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.routes import Route, RouteRunner, open_route, plan_route
 from nobackfill.server.catalog import Catalog, Changed
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.indexing import give_way
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import GatewayState
 from nobackfill.server.upgrades.cost import Cost, cost

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from nobackfill.errors import NotFoundError
+from nobackfill.gallery import drawing
 from nobackfill.gallery.reading import Item, item_of
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, space_of
@@ -91,34 +92,22 @@ def stored(connection: Connection, schema: str, labels: Labels, info: SpaceInfo)
     )  # fmt: skip
 
 
-def random_labels(connection: Connection, table: str, most: int) -> Labels:
-    """Labels of a table of vectors at random, increasing: about `most`, at least half as many where
-    there are that many, never more.
+def random_labels(connection: Connection, table: str, count: int) -> Labels:
+    """Labels of a table of vectors at random; see drawing.random_labels."""
 
-    Each is the first from a random label on, so no table is read through; one behind a gap of
-    deleted labels is drawn somewhat more often.
-    """
-    first, last = run(connection, f"SELECT min(label), max(label) FROM {table}").fetchone()
-    if first is None:
-        return np.empty(0, np.int64)
-    drawn = np.arange(first, last + 1)
-    if last - first >= 2 * most:
-        drawn = np.random.default_rng().integers(first, last + 1, most)
-    found = label_column(
-        run(
-            connection,
+    def following(drawn: list[int]) -> Labels:
+        query = (
             "SELECT DISTINCT near.label FROM unnest(%s::bigint[]) AS drawn, LATERAL (SELECT label"
-            f" FROM {table} WHERE label >= drawn ORDER BY label LIMIT 1) near ORDER BY near.label",
-            [drawn.tolist()],
+            f" FROM {table} WHERE label >= drawn ORDER BY label LIMIT 1) near ORDER BY near.label"
         )
-    )
-    if len(drawn) == most and len(found) < most // 2:
-        # Most draws fell into one gap, and a few labels would stand for all.
+        return label_column(run(connection, query, [drawn]))
+
+    def shuffled() -> Labels:
         query = f"SELECT label FROM {table} ORDER BY random() LIMIT %s"
-        return np.sort(label_column(run(connection, query, [most])))
-    if len(found) <= most:
-        return found
-    return np.sort(np.random.default_rng().choice(found, most, replace=False))
+        return label_column(run(connection, query, [count]))
+
+    bounds = run(connection, f"SELECT min(label), max(label) FROM {table}").fetchone()
+    return drawing.random_labels(bounds, count, following, shuffled)
 
 
 def epoch_of(connection: Connection, number: int) -> int:
