@@ -6,6 +6,7 @@ it. A vector that was replaced shows in a sum of its bits, 64 of them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,17 @@ def sums_of(vectors: Content) -> Sums:
     sums = np.zeros(len(vectors), np.uint64)
     for start in range(0, len(vectors), _READ_ROWS):
         piece = np.ascontiguousarray(vectors[start : start + _READ_ROWS]).view(np.uint32)
-        factors = np.random.default_rng(5).integers(1, 2**63, piece.shape[1], np.uint64)
-        sums[start : start + len(piece)] = piece.astype(np.uint64) @ (2 * factors + 1)
+        # Of integers einsum takes half the time of @.
+        np.einsum(
+            "ij,j->i", piece.astype(np.uint64), _factors(piece.shape[1]),
+            out=sums[start : start + len(piece)],
+        )  # fmt: skip
     return sums
+
+
+@cache
+def _factors(dim: int) -> Sums:
+    return 2 * np.random.default_rng(5).integers(1, 2**63, dim, np.uint64) + 1
 
 
 def fleshed(
