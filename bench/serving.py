@@ -47,8 +47,14 @@ class Gateway:
         return sum(_status_mib(process, "VmRSS") for process in _below(self.process))
 
     def settle(self) -> None:
-        """Wait until it does next to nothing: until what it indexes in the background is indexed,
-        and searches cost what they will."""
+        """Wait until galleries have their graphs, and it does next to nothing: until searches cost
+        what they will. Processor time alone would not tell: on a busy machine a graph, which is
+        made at a low priority, stands still for seconds."""
+        with gateway.connect(self.address) as connection:
+            while any(
+                space.index.due for one in connection.list_galleries() for space in one.spaces
+            ):
+                time.sleep(0.5)
         quiet = 0
         while quiet < 4:
             before = self.cpu_seconds()
