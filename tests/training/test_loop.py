@@ -145,6 +145,26 @@ def test_a_side_encoder_resumes_to_the_same_result(kind: str, digits: Path, tmp_
     assert all(torch.equal(t, second.tensors[name]) for name, t in first.tensors.items())
 
 
+@pytest.mark.parametrize(("method", "dim"), [("bt2", 32), ("lambda_orthogonal", 16)])
+def test_an_adapted_embedder_resumes_to_the_same_result(
+    method: str, dim: int, runs: Path, digits: Path, tmp_path: Path
+) -> None:
+    keys: dict[str, object] = {"epochs": 4, "checkpoint_every": 1, "method": method}
+    keys |= {"old": str(runs / "embedder-1"), "init": str(runs / "embedder-2")}
+    keys |= {"embedding_dim": dim, "optimizer": "adam", "lr": 0.01}
+    keys["augmentation"] = {"rotate_degrees": 10, "noise": 0.1}
+    whole = config_of("embedder", tmp_path / "whole", digits / "train", **keys)
+    halved = config_of("embedder", tmp_path / "halved", digits / "train", **keys)
+    train_quietly(whole)
+    with pytest.raises(KeyboardInterrupt):
+        train(halved, StopAfter(2))
+    assert read_checkpoint(halved.run_dir).epoch == 2
+    train_quietly(halved)
+    first, second = read_finished(whole.run_dir), read_finished(halved.run_dir)
+    assert first.tensors.keys() == second.tensors.keys()
+    assert all(torch.equal(t, second.tensors[name]) for name, t in first.tensors.items())
+
+
 def test_an_upgrade_resumes_to_the_same_result(runs: Path, digits: Path, tmp_path: Path) -> None:
     keys: dict[str, object] = {"epochs": 4, "checkpoint_every": 1}
     whole = upgrade_config(runs, digits / "train", tmp_path / "whole", **keys)

@@ -93,12 +93,14 @@ def test_a_third_release_with_kept_side_encoder_by_both_routes(life: Life, tmp_p
     assert all(name in result.output for name in ("3/1>2>3", "3/1>3"))
 
 
-@pytest.mark.parametrize("method", ["bct", "dmu"])
+@pytest.mark.parametrize("method", ["bct", "dmu", "lambda_orthogonal"])
 def test_compatible_embedders_declare_what_they_may_search(
     method: str, life: Life, tmp_path: Path
 ) -> None:
     run = tmp_path / "compatible"
     options: dict[str, object] = {"options": {"hidden_dim": 32}} if method == "dmu" else {}
+    if method == "lambda_orthogonal":
+        options = {"init": str(life.runs / "embedder-2"), "optimizer": "adam", "lr": 0.01}
     train_quietly(
         config_of(
             "embedder", run, life.data / "train", seed=2, epochs=20, method=method,

@@ -13,6 +13,8 @@ from nobackfill.training.methods.compatible import CompatibleObjective
 from nobackfill.training.networks.embedder import EmbedderObjective
 
 NAMES = ("ant", "bee", "cat", "dog")
+# Methods that keep an independent model, and their dimensions beside the 8 of either model.
+ADAPTED = {"bt2": 16, "lambda_orthogonal": 8}
 
 
 def rows(classes: int = 4, per_class: int = 24) -> dict[str, torch.Tensor]:

@@ -132,7 +132,7 @@ class EmbedderConfig(_Network):
     margin: float | None = Field(None, ge=0)
     scale: float | None = Field(None, gt=0)
     # Start from the weights of another run's embedder, e.g. one shared warm-up; from its head's too
-    # where that is of the same kind and the same classes.
+    # where that is of the same kind and the same classes. `bt2` and `lambda_orthogonal` keep it.
     init: Path | None = None
     # `independent`, or a compatible training of training/methods/; `old` and `options` are its
     # inputs.

@@ -19,7 +19,7 @@ from nobackfill.training.data.pictures import open_pictures, reading, streams
 from nobackfill.training.loop.loop import fit, resumable
 from nobackfill.training.loop.objective import Objective
 from nobackfill.training.loop.progress import Progress
-from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, load_part, read_finished
+from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, read_finished
 from nobackfill.training.loop.upgrade import train_upgrade
 from nobackfill.training.method import EmbedderInputs
 from nobackfill.training.methods import embedder_method
@@ -162,7 +162,7 @@ def _train_network(
     embedder = method.objective(EmbedderInputs(config, listing.class_names, images, labels, old))
     _begin_with(config, embedder, listing.class_names)
     if config.init is not None:
-        _start_from(embedder, read_finished(config.init), config, listing.class_names)
+        embedder.start_from(read_finished(config.init), listing.class_names)
     facts = {} if config.old is None else {"old_digest": sha256_file(config.old / CHECKPOINT)}
     rows = {"labels": labels, "images": images}
     return fit(embedder, rows, config, listing.class_names, progress=progress, facts=facts)
@@ -179,22 +179,6 @@ def _begin_with(
     head = objective.head if isinstance(objective, EmbedderObjective) else None
     weights = read_weights(config.weights, config.backbone)
     load_pretrained(encoder, head, weights, config, class_names)
-
-
-def _start_from(
-    objective: EmbedderObjective,
-    begun: Checkpoint,
-    config: EmbedderConfig,
-    class_names: tuple[str, ...],
-) -> None:
-    load_part(objective.embedder, begun, "encoder")
-    before = begun.config
-    if (
-        isinstance(before, EmbedderConfig)
-        and before.head == config.head
-        and begun.class_names == class_names
-    ):
-        load_part(objective.head, begun, "head")
 
 
 app = command_app("train.py", main, _EPILOG)

@@ -5,6 +5,7 @@ from typing import Any
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.comparison.ablations import parts, sizes
+from nobackfill.training.comparison.adapted import adapted
 from nobackfill.training.comparison.architectures import architectures
 from nobackfill.training.comparison.limits import limits
 from nobackfill.training.comparison.names import Name, within
@@ -169,15 +170,6 @@ def transforms(shared: Shared) -> list[Row]:
 def best(shared: Shared) -> list[Row]:
     """FastFill and ours, with and without side-information; DMU first and ours on top; int8."""
     simclr = shared.side("simclr")
-    dmu_run = shared.compatible(Name.DMU, "dmu")
-    on_top = shared.place.upgrade(
-        f"upgrade-{Name.DMU_RESIDUAL}",
-        shared.old,
-        dmu_run,
-        classes=shared.split.new,
-        side=simclr,
-        method="residual",
-    )
     residual = shared.upgrade_row(Name.RESIDUAL_SIMCLR, "residual", simclr)
     return [
         shared.upgrade_row("fastfill_none", "fastfill"),
@@ -185,7 +177,7 @@ def best(shared: Shared) -> list[Row]:
         shared.upgrade_row(Name.RESIDUAL_NONE, "residual"),
         residual,
         Row(Name.RESIDUAL_INT8, residual.old, residual.new, residual.route, simclr, int8=True),
-        Row(Name.DMU_RESIDUAL, shared.old, dmu_run, (on_top,), simclr),
+        shared.on_top(Name.DMU_RESIDUAL, shared.compatible(Name.DMU, "dmu")),
     ]
 
 
@@ -247,6 +239,7 @@ GROUPS: dict[str, Callable[[Shared], list[Row]]] = {
     "core_unseen_compatible": core_unseen_compatible,
     "bct_family": compatible,
     "dmu_family": dmu,
+    "adapted": adapted,
     "variants": variants,
     "new_data": new_data,
     "arcface": arcface,

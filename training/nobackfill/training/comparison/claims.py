@@ -10,7 +10,10 @@ from nobackfill.training.comparison.side_information import BYTES, OBJECTIVES, S
 from nobackfill.training.comparison.verdicts import Claim
 from nobackfill.training.data.allocations import ALLOCATIONS
 
-BACKWARD = (*COMPATIBLE, Name.LWF_NEW_DATA, *DMU, *VARIANTS, Name.BCT_CHAIN, Name.DMU_CHAIN)
+BACKWARD = (
+    *(*COMPATIBLE, Name.LWF_NEW_DATA, *DMU, *VARIANTS, Name.BCT_CHAIN, Name.DMU_CHAIN),
+    *(Name.BT2, Name.LAMBDA_ORTHOGONAL),
+)
 # Whichever serves best: a rival of BCT is held to the best that BCT can do.
 BCT = (Name.BCT, Name.BCT_KD, Name.BCT_SYS)
 
@@ -175,6 +178,12 @@ CLAIMS = (
     Claim("ours > ours without the listwise loss", _OURS, (Name.RESIDUAL_NO_LISTWISE, SERVED)),
     Claim("cached views > one view", _OURS, (Name.RESIDUAL_ONE_VIEW, SERVED)),
     Claim("DMU first and ours on top > ours", (Name.DMU_RESIDUAL, SERVED), _OURS),
+    Claim("BT2 first and ours on top > ours", (Name.BT2_RESIDUAL, SERVED), _OURS),
+    Claim(
+        "lambda-orthogonality first and ours on top > ours",
+        (Name.LAMBDA_ORTHOGONAL_RESIDUAL, SERVED),
+        _OURS,
+    ),
     *(
         Claim(f"best held-out epoch > last, {row}", (best, SERVED), (row, SERVED))
         for row, best in (

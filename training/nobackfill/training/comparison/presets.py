@@ -111,6 +111,7 @@ DIGITS = Preset(
     groups=(
         "bct_family",
         "dmu_family",
+        "adapted",
         "variants",
         "new_data",
         "arcface",
@@ -130,6 +131,7 @@ DIGITS = Preset(
     unseen_groups=(
         "bct_family",
         "dmu_family",
+        "adapted",
         "variants",
         "architectures",
         "maps",

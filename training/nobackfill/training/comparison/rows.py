@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from nobackfill.training.comparison.recipe import Place, Run
+from nobackfill.training.comparison.recipe import OURS, Place, Run
 
 TEST = "test"
 
@@ -71,12 +71,14 @@ class Shared:
             "new-begun", classes=self.split.new, role="new", epochs=branch.shared_epochs
         )
 
-    def _new(self, name: str, old: Run | None = None, **values: Any) -> Run:
+    def _new(
+        self, name: str, old: Run | None = None, begun: Run | None = None, **values: Any
+    ) -> Run:
         branch = self.place.preset.branch
         if branch is not None:
             values["epochs"] = branch.own_epochs
         return self.place.embedder(
-            name, classes=self.split.new, role="new", old=old, begun=self._begun, **values
+            name, classes=self.split.new, role="new", old=old, begun=begun or self._begun, **values
         )
 
     def side(self, kind: str, width: int | None = None) -> Run:
@@ -93,6 +95,18 @@ class Shared:
         if method == "dmu":
             options = {"hidden_dim": self.place.preset.dmu_hidden_dim, **options}
         return self._new(name, self.old, method=method, options=options)
+
+    def adapted(self, name: str, method: str, **values: Any) -> Run:
+        """phi_new*, finished, as a method changes it to meet the old space."""
+        return self._new(name, self.old, self.new, method=method, **values)
+
+    def on_top(self, name: str, new: Run) -> Row:
+        """Ours, from phi_old and SimCLR to a new model that was trained beside the old one."""
+        simclr = self.side("simclr")
+        run = self.place.upgrade(
+            f"upgrade-{name}", self.old, new, classes=self.split.new, side=simclr, method=OURS
+        )
+        return Row(name, self.old, new, (run,), simclr)
 
     def upgrade_row(self, name: str, method: str, side: Run | None = None, **values: Any) -> Row:
         """An upgrade from phi_old, and psi where there is one, to phi_new*."""

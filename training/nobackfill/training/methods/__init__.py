@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.method import EmbedderInputs, EmbedderMethod, UpgradeMethod
+from nobackfill.training.methods.adapted import BT2, LAMBDA_ORTHOGONAL
 from nobackfill.training.methods.baselines import CONTRASTIVE, FOCAL, L2, LWF, REGRESS
 from nobackfill.training.methods.bct import BCT, BCT_KD, BCT_SYS
 from nobackfill.training.methods.cheap_maps import AFFINE, LOW_RANK, PROCRUSTES
@@ -47,6 +48,8 @@ EMBEDDER_METHODS: dict[str, EmbedderMethod] = {
     "dmu": DMU,
     "focal": FOCAL,
     "mixbct": MIXBCT,
+    "bt2": BT2,
+    "lambda_orthogonal": LAMBDA_ORTHOGONAL,
 }
 UPGRADE_METHODS: dict[str, UpgradeMethod] = {
     "fct": FCT,

@@ -169,14 +169,14 @@ def _torchvision(name: str, embedding_dim: int, pooling: str, image_size: int) -
     # These two would answer with auxiliary classifiers' logits as well while they are trained.
     plain = {"aux_logits": False, "init_weights": True} if name in _AUXILIARY else {}
     network: nn.Module = torchvision.models.get_model(name, weights=None, **plain)
-    linear = [(p, m) for p, m in network.named_modules() if isinstance(m, nn.Linear)]
+    linear = linear_layers(network)
     if not linear:
         raise ConfigurationError(
             f"backbone {name} classifies by a convolution, so that no linear layer can give the "
             "embedding; expected another one, e.g. mobilenet_v3_small"
         )
     path, last = linear[-1]
-    _replace(network, path, nn.Linear(last.in_features, embedding_dim))
+    replace_layer(network, path, nn.Linear(last.in_features, embedding_dim))
     network = _pooled(network, name, pooling)
     if name.startswith("resnet") and image_size <= 64:
         _small_stem(network)
@@ -191,7 +191,7 @@ def _pooled(network: nn.Module, name: str, pooling: str) -> nn.Module:
             raise ConfigurationError(
                 f"backbone {name} has no average pooling for GeM to replace; use pooling: avg"
             )
-        _replace(network, pools[-1], GeM())
+        replace_layer(network, pools[-1], GeM())
     return network
 
 
@@ -207,6 +207,12 @@ def _small_stem(network: nn.Module) -> None:
     network.maxpool = nn.Identity()
 
 
-def _replace(network: nn.Module, path: str, module: nn.Module) -> None:
+def linear_layers(network: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """With their paths, in order. The last of a backbone gives the embedding."""
+    return [(p, m) for p, m in network.named_modules() if isinstance(m, nn.Linear)]
+
+
+def replace_layer(network: nn.Module, path: str, module: nn.Module) -> None:
+    """Put `module` where the layer of that path stands."""
     parent, _, name = path.rpartition(".")
     setattr(network.get_submodule(parent), name, module)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nobackfill.training.config import EmbedderConfig, SideEncoderConfig
 from nobackfill.training.data.augment import Augment
 from nobackfill.training.loop.objective import Batch, Objective, Terms
+from nobackfill.training.loop.run import Checkpoint, load_part
 from nobackfill.training.networks.backbones import build_backbone
 from nobackfill.training.networks.heads import Head, build_head
 from nobackfill.training.side_info.binarise import Binarise
@@ -108,6 +109,7 @@ class EmbedderObjective(Objective):
 
     def __init__(self, config: EmbedderConfig, classes: int) -> None:
         super().__init__()
+        self.config = config
         self.embedder = build_encoder(config)
         self.head: Head = build_head(
             config.head, classes, config.embedding_dim, margin=config.margin, scale=config.scale
@@ -117,6 +119,19 @@ class EmbedderObjective(Objective):
     def forward(self, batch: Batch) -> Terms:
         embedding = self.embedder.encode(self.augment(to_pixels(batch["images"])))
         return {"classification": self.head(embedding, batch["labels"])}
+
+    def start_from(self, begun: Checkpoint, class_names: tuple[str, ...]) -> None:
+        """Take over the embedder of another run, and its head where that is of the same kind and
+        the same classes. Raises ConfigurationError naming what does not fit.
+        """
+        load_part(self.embedder, begun, "encoder")
+        before = begun.config
+        if (
+            isinstance(before, EmbedderConfig)
+            and before.head == self.config.head
+            and begun.class_names == class_names
+        ):
+            load_part(self.head, begun, "head")
 
     def trained(self) -> nn.ModuleDict:
         return nn.ModuleDict({"encoder": self.embedder, "head": self.head})

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nobackfill.errors import ConfigurationError, few
 from nobackfill.training.config import EmbedderConfig, SideEncoderConfig
+from nobackfill.training.networks.backbones import linear_layers
 from nobackfill.training.networks.embedder import ImageEncoder, bare_backbone
 from nobackfill.training.networks.heads import Head
 from nobackfill.training.networks.weights import Weights, is_file
@@ -33,7 +34,7 @@ def load_pretrained(
     wanted = network.state_dict()
     prefix = _prefix(weights.tensors, wanted)
     found = {k.removeprefix(prefix): v for k, v in weights.tensors.items() if k.startswith(prefix)}
-    last = _last_linear(network)
+    last, _ = linear_layers(network)[-1]
     anew = _anew(found, wanted, last, classifier=not is_file(weights.name))
     if problems := _problems(found, wanted, anew, last):
         small_stem = config.image_size <= 64 and problems[0].startswith("conv1.weight")
@@ -63,11 +64,6 @@ def _prefix(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
     prefixes = [p for p in before if not p or p.endswith(".")]
     fits = {p: sum(p + key in found for key in wanted) for p in sorted(prefixes)}
     return max(fits, key=lambda p: fits[p], default="")
-
-
-def _last_linear(network: nn.Module) -> str:
-    paths = [str(path) for path, module in network.named_modules() if isinstance(module, nn.Linear)]
-    return paths[-1]
 
 
 def _anew(

@@ -1,0 +1,222 @@
+"""BT2 and lambda-orthogonality: new models that keep an independent one and meet the old space.
+
+Both go on from a finished independent model (`init`): its backbone and embedding layer are frozen,
+a linear map behind them is trained, so that the first elements meet the old model's vectors (BCT
+section 3.6), and folded into the layer in the end. So what is published is an ordinary embedder.
+
+The terms towards the old space are BT2's: the influence loss with synthesized classifier weights,
+and the cosine to the old embedding of the same view. (lambda-orthogonality has a contrastive term
+of class labels in place of the former.) The head learns what the space looks like and moves none
+of it.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from nobackfill.errors import ConfigurationError
+from nobackfill.training.config import EmbedderConfig
+from nobackfill.training.loop.objective import Batch, Terms
+from nobackfill.training.loop.run import Checkpoint, load_part
+from nobackfill.training.losses.pairwise import cosine_regression
+from nobackfill.training.method import EmbedderInputs, EmbedderMethod
+from nobackfill.training.methods.bct import extended_classifier
+from nobackfill.training.methods.compatible import (
+    CompatibleObjective,
+    WeightOptions,
+    encode_all,
+    read_options,
+)
+from nobackfill.training.networks.adapted import AdaptedLayer, completed
+from nobackfill.training.networks.backbones import linear_layers, replace_layer
+from nobackfill.training.networks.embedder import to_pixels
+from nobackfill.training.networks.maps import procrustes
+
+
+class AdaptedOptions(WeightOptions):
+    """`weight` of the influence loss, `cosine` of what ties an image's vectors in both spaces."""
+
+    cosine: float = Field(1.0, ge=0)
+
+
+class AdaptedObjective(CompatibleObjective):
+    """The terms towards the old space; subclasses say what keeps the new one."""
+
+    # Whether the map can be nothing but orthogonal.
+    orthogonal: bool
+    options: AdaptedOptions
+
+    def __init__(self, inputs: EmbedderInputs) -> None:
+        super().__init__(inputs)
+        config = inputs.config
+        if config.init is None or config.last_nonlin:
+            raise ConfigurationError(
+                f"method {config.method} keeps an independent new model and puts a linear map "
+                "behind it: expected init: RUN and last_nonlin: false, got "
+                f"{config.init} and {config.last_nonlin}"
+            )
+        self.old_classifier, extended = extended_classifier(self, inputs)
+        self.known_labels.copy_(extended)
+        self.images = inputs.images
+        self.path, _ = linear_layers(self.embedder.backbone)[-1]
+
+    def start_from(self, begun: Checkpoint, class_names: tuple[str, ...]) -> None:
+        """Take over and freeze the embedder of a finished run; the map starts at the rotation that
+        brings its vectors nearest to the old ones. Raises ConfigurationError for one of another
+        backbone, or whose dimension the method cannot keep.
+        """
+        before = begun.config
+        own_dim = before.embedding_dim if isinstance(before, EmbedderConfig) else 0
+        self.check_dimension(own_dim)
+        _, layer = linear_layers(self.embedder.backbone)[-1]
+        tensors = dict(begun.tensors)
+        for name, drawn in layer.state_dict().items():
+            key = f"encoder.backbone.{self.path}.{name}"
+            if key in tensors and tensors[key].shape[1:] == drawn.shape[1:]:
+                tensors[key] = torch.cat((tensors[key], drawn[own_dim:]))
+        load_part(self.embedder, replace(begun, tensors=tensors), "encoder")
+        self.embedder.requires_grad_(False)
+        own = encode_all(self.embedder, self.images)
+        own[:, own_dim:] = 0
+        old = encode_all(self.old.encoder, self.images)
+        if self.embedder.unit:
+            own = F.normalize(own)
+        start = completed(procrustes(own, old, scaled=False).weight)
+        adapted = AdaptedLayer(layer, own_dim, start, orthogonal=self.orthogonal)
+        replace_layer(self.embedder.backbone, self.path, adapted)
+
+    @property
+    def layer(self) -> AdaptedLayer:
+        """The embedding layer with its map; there is none before the start and after the finish."""
+        found = self.embedder.backbone.get_submodule(self.path)
+        assert isinstance(found, AdaptedLayer)
+        return found
+
+    def check_dimension(self, own_dim: int) -> None:
+        """Raise ConfigurationError where embedding_dim does not suit one of `own_dim`."""
+        raise NotImplementedError
+
+    def begin_epoch(self, epoch: int, epochs: int) -> None:
+        # Statistics of its BatchNorm are the independent model's, too.
+        self.embedder.eval()
+
+    def forward(self, batch: Batch) -> Terms:
+        labels = batch["labels"]
+        pixels = self.augment(to_pixels(batch["images"]))
+        embedding = self.embedder.encode(pixels)
+        terms = {"classification": self.head(embedding.detach(), labels)}
+        return terms | self.compatibility(embedding, pixels, labels)
+
+    def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+        influence = self.old_classifier.loss(embedding, self.known_labels[labels])
+        apart = cosine_regression(self.as_old(embedding), self.old_embedding(pixels))
+        # In bf16 an orthogonal map is not.
+        with torch.autocast(embedding.device.type, enabled=False):
+            keeping = self.keeping(embedding)
+        return {
+            "influence": self.options.weight * influence.mean(),
+            "cosine": self.options.cosine * apart.mean(),
+            **keeping,
+        }
+
+    def keeping(self, embedding: Tensor) -> Terms:
+        """Weighted terms that hold new vectors [b,dim] to the independent model's."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        replace_layer(self.embedder.backbone, self.path, self.layer.folded())
+
+
+class Bt2Options(AdaptedOptions):
+    """`share` of a vector's length that is the independent model's own: what it has of distances
+    over all elements is its square. `kept` weighs that each vector has it.
+    """
+
+    share: float = Field(0.9, gt=0, lt=1)
+    kept: float = Field(10.0, ge=0)
+
+
+class Bt2Objective(AdaptedObjective):
+    """BT2 (Zhou et al. 2023): further dimensions beside the independent embedding, both under one
+    orthogonal map, so that distances over all elements are the independent model's and, to a small
+    part, those of the further ones.
+
+    Trained jointly with a free head this would be row `bct_wide`: a head can absorb any rotation.
+    The point is the part that is kept: frozen here; the paper trains the backbone, too, and distils
+    the part. Its two maps, one within the other, are one here. Of the lengths, constants there, a
+    term takes care: a normalised part would not fold into one layer, and one that is free shrinks,
+    as first elements are compared by their direction.
+    """
+
+    orthogonal = True
+
+    def __init__(self, inputs: EmbedderInputs) -> None:
+        super().__init__(inputs)
+        self.options: Bt2Options = read_options(inputs.config.options, Bt2Options, "bt2")
+
+    def check_dimension(self, own_dim: int) -> None:
+        dim = self.config.embedding_dim
+        if dim <= own_dim:
+            raise ConfigurationError(
+                f"method bt2 puts further dimensions beside the {own_dim} of {self.config.init}: "
+                f"expected embedding_dim above that, e.g. {own_dim + self.old.encoder.dim}, got "
+                f"{dim}"
+            )
+
+    def forward(self, batch: Batch) -> Terms:
+        # The map's matrix exponential is asked for twice.
+        with nn.utils.parametrize.cached():
+            return super().forward(batch)
+
+    def keeping(self, embedding: Tensor) -> Terms:
+        layer = self.layer
+        before = F.normalize(embedding) @ layer.map.weight
+        share = before[:, : layer.own.out_features].norm(dim=1)
+        off = (share - self.options.share).square()
+        return {"kept": self.options.kept * off.mean()}
+
+
+class LambdaOptions(AdaptedOptions):
+    """`orthogonality` weighs how far the map is from orthogonal beyond `threshold`, as Frobenius
+    norm of W'W - I: lambda.
+    """
+
+    orthogonality: float = Field(1.0, ge=0)
+    threshold: float = Field(1.0, ge=0)
+
+
+class LambdaObjective(AdaptedObjective):
+    """lambda-orthogonality (Ricci et al. 2025): an affine map of the independent embedding into the
+    old space, which may stretch as far as its threshold allows: new/new changes as little.
+
+    Its forward adapter, old to adapted new space, is an upgrade (row `lambda_orthogonal_residual`).
+    """
+
+    orthogonal = False
+
+    def __init__(self, inputs: EmbedderInputs) -> None:
+        super().__init__(inputs)
+        method = inputs.config.method
+        self.options: LambdaOptions = read_options(inputs.config.options, LambdaOptions, method)
+
+    def check_dimension(self, own_dim: int) -> None:
+        dim = self.config.embedding_dim
+        if dim != own_dim:
+            raise ConfigurationError(
+                f"method lambda_orthogonal keeps the dimension of {self.config.init}: expected "
+                f"embedding_dim: {own_dim}, got {dim}"
+            )
+
+    def keeping(self, embedding: Tensor) -> Terms:
+        weight = self.layer.map.weight
+        excess = (weight.t() @ weight - torch.eye(len(weight), device=weight.device)).norm()
+        self.statistics["from_orthogonal"] = float(excess.detach())
+        penalty = F.relu(excess - self.options.threshold)
+        return {"orthogonality": self.options.orthogonality * penalty}
+
+
+BT2 = EmbedderMethod(Bt2Objective, searches_directly=True)
+LAMBDA_ORTHOGONAL = EmbedderMethod(LambdaObjective, searches_directly=True)
