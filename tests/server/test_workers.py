@@ -1,14 +1,22 @@
 """An upgrade carried by worker processes; that they may die is in tests/scale."""
 
 import pickle
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from nobackfill.errors import ConfigurationError, NobackfillError, UnusableOutputError
+from nobackfill.gallery.search.index import Labels
+from nobackfill.gallery.store import Change
+from nobackfill.release.manifest import Manifest
 from nobackfill.server.settings import load_settings
+from nobackfill.server.upgrades.workers.processes import Processes
+from nobackfill.server.upgrades.workers.run import ByWorkers
+from nobackfill.server.upgrades.workers.window import Piece, Work
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, running
+from tests.support.carried import Carried
 from tests.support.postgres import Server
 
 
@@ -41,3 +49,33 @@ def test_errors_come_whole_from_another_process() -> None:
     error = pickle.loads(pickle.dumps(UnusableOutputError("no vector", [3, 5])))
     assert (str(error), error.rows) == ("no vector", (3, 5))
     assert isinstance(error, NobackfillError)
+
+
+class Dying(Processes):
+    """A worker that ends when it has carried half of each piece, and one that repeats it; what the
+    first has written nobody tells."""
+
+    def carry(self, work: Work, pieces: Iterable[Piece]) -> Iterator[Labels]:
+        for piece in pieces:
+            half = Piece(piece.labels[: len(piece.labels) // 2], piece.with_side)
+            assert sum(map(len, super().carry(work, [half]))) == len(half.labels)
+            yield from super().carry(work, [piece])
+
+
+def test_what_a_worker_wrote_before_it_ended_is_told_as_well(
+    stages: Stages, one: Manifest, two: Manifest, postgres: Server
+) -> None:
+    with postgres.database() as url:
+        carried = Carried(url, stages[2], one, two, 50)
+        workers, changed = Dying(1), list[Change]()
+        carried.store.subscribe(changed.append)
+        try:
+            done = ByWorkers(workers, stages[2]).run(
+                carried.store, carried.route, carried.target, lambda _: None, lambda: False
+            )
+            assert done.left_behind == 0 and done.written == 25
+            told = {label for change in changed for label in change.described.tolist()}
+            assert told == set(carried.store.load(carried.target.space)[0].tolist())
+        finally:
+            workers.close()
+            carried.database.close()

@@ -5,6 +5,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
+
 from nobackfill.gallery.gallery_store import GalleryStore
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.upgrade import Outcome, Progress
@@ -52,6 +54,7 @@ def run_by_workers(
     total = store.count()
     before = total - store.left_behind(work.target.space)
     written, stopped, found = 0, False, True
+    untold: set[int] = set()
 
     def pieces() -> Iterator[Piece]:
         nonlocal found, stopped
@@ -60,13 +63,20 @@ def run_by_workers(
                 stopped = True
                 return
             found = True
+            untold.update(labels.tolist())
             yield Piece(labels, with_side)
 
-    while found and not stopped:
-        found = False
-        for labels in workers.carry(work, pieces()):
-            written += len(labels)
-            store.written_elsewhere(labels)
-            done = before + written
-            on_progress(Progress(done, max(total, done), written, time.monotonic() - started))
+    try:
+        while found and not stopped:
+            found = False
+            for labels in workers.carry(work, pieces()):
+                written += len(labels)
+                untold.difference_update(labels.tolist())
+                store.written_elsewhere(labels)
+                done = before + written
+                on_progress(Progress(done, max(total, done), written, time.monotonic() - started))
+    finally:
+        # A worker that ends half-way has written what neither it nor who repeats the piece tells.
+        if untold:
+            store.written_elsewhere(np.array(sorted(untold), np.int64))
     return Outcome(written, store.left_behind(work.target.space), stopped)
