@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from nobackfill.adopt.cli.app import main
 from nobackfill.adopt.embedding import endpoint
 from nobackfill.adopt.embedding.endpoint import KEY, Endpoint
 from nobackfill.adopt.embedding.items import Items
@@ -25,6 +26,7 @@ from nobackfill.errors import (
     UnavailableError,
 )
 from tests.support import hosts
+from tests.support.documents import run_command
 
 Answer = tuple[int, dict[str, str], bytes]
 Script = Callable[[int, dict[str, Any]], Answer]
@@ -166,3 +168,20 @@ def test_private_texts_leave_this_machine_by_tls_alone() -> None:
     for url in ("http://embeddings.example/v1", "http://10.0.0.1/v1", "http://127.0.0.1.example/"):
         with pytest.raises(ConfigurationError, match="expected https"):
             Endpoint(url, "small")
+
+
+def test_two_endpoints_have_each_a_model_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks = tmp_path / "asked.jsonl"
+    asks.write_text('{"id": "1", "text": "what"}\n')
+    with (
+        serving(lambda _, body: (200, {}, vectors(body))) as (items, by_items),
+        serving(lambda _, body: (200, {}, vectors(body))) as (encoder, by_encoder),
+    ):
+        words = [
+            "embed", str(asks), "--with", items, "--model-name", "large", "--out",
+            str(tmp_path / "asked"), "--query-encoder", encoder,
+        ]  # fmt: skip
+        run_command(main, ["nobackfill", *words, "--query-model-name", "small"], monkeypatch)
+        assert [one["model"] for one in by_encoder] == ["small"] and not by_items

@@ -17,7 +17,7 @@ from nobackfill.adopt.sources.parquet import MODEL, table_bytes
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
 from nobackfill.serve import Dual
 from nobackfill.vectors import Vectors
-from tests.adopt.made import world
+from tests.adopt.made import world, write_parquet
 from tests.adopt.models import expected, image_model, text_model, texts
 from tests.adopt.test_refusals import refused
 from tests.serve.shop import NewModel, loaded
@@ -52,7 +52,12 @@ def test_models_are_named_from_the_pairs_to_what_is_carried(
     carry = ["--map", "map.npz", "--to", "carried"]
     stranger = written(tmp_path / "stranger.parquet", MADE.old, "a third model")
     assert "one model" in refused(["carry", stranger, *carry], 65, monkeypatch, capsys)
-    run_command(main, ["nobackfill", "carry", old, *carry], monkeypatch)
+    capsys.readouterr()
+    run_command(main, ["nobackfill", "carry", old, *carry, "--json"], monkeypatch)
+    told = json.loads(capsys.readouterr().out)
+    # What the verdict says of a map that is not the best way, to machines, too.
+    assert mapping.facts["verdict"] != "map" and told["written"] == 120
+    assert any("a map alone was not the best way" in note for note in told["notes"])
     assert open_source(str(tmp_path / "_old.carried")).facts().model == "new model"
     (tmp_path / "shop").mkdir()
     with pytest.raises(IncompatibleSpaceError, match="not the same space"):
@@ -131,3 +136,26 @@ def test_texts_ask_for_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     made, asked = open_source("made"), open_source("asked")
     assert made.facts().model == asked.facts().model is not None
     assert read_all(asked).ids == read_all(made).ids
+
+
+def test_sides_that_name_no_model_are_told_apart_by_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The gallery has all items, what was embedded again is a part of it."""
+    monkeypatch.chdir(tmp_path)
+    gallery = str(write_parquet(tmp_path / "gallery.parquet", MADE.ids, MADE.old))
+    again = str(write_parquet(tmp_path / "again.parquet", MADE.ids[:60], MADE.new[:60]))
+
+    def notes(old: str, new: str) -> list[str]:
+        run_command(main, ["nobackfill", "fit", "--old", old, "--new", new, "--json"], monkeypatch)
+        found: list[str] = json.loads(capsys.readouterr().out)["notes"]
+        return found
+
+    right = notes(gallery, again)
+    assert any(
+        note.startswith("old: ") and "gallery" in note and "24 dims" in note for note in right
+    )
+    assert any(note.startswith("new: ") and "again" in note and "32 dims" in note for note in right)
+    assert not any("wrong way round" in note for note in right)
+    (warned,) = (note for note in notes(again, gallery) if "wrong way round" in note)
+    assert "60 items more than --old" in warned

@@ -132,6 +132,10 @@ def embed(
         str | None,
         typer.Option(help="What reads them, where that is a model of its own, as --with."),
     ] = None,
+    query_model_name: Annotated[
+        str | None,
+        typer.Option(help="Its name at an endpoint, where that is not --model-name."),
+    ] = None,
     key: Key = None,
 ) -> None:
     """Embed items by a model; run again after a failure, it embeds what is missing."""
@@ -146,7 +150,8 @@ def embed(
         print(visible(f"{len(lost)} ids have no item, the first: {lost[0]}"), file=sys.stderr)
     embedder = open_embedder(model, name=model_name, patience=patience, queries=queries)
     if query_encoder is not None:
-        encoder = open_embedder(query_encoder, name=model_name, patience=patience, queries=True)
+        called = query_model_name or model_name
+        encoder = open_embedder(query_encoder, name=called, patience=patience, queries=True)
         embedder = Asking(embedder, encoder)
     made = embed_into(out, found, embedder, batch=batch, progress=_progress(len(found.ids)))
     print(visible(f"{made} embedded, {len(found.ids)} in {out}"))
@@ -241,7 +246,8 @@ def carry(
     target = Target(to, loaded.dims[1], loaded.digest, facts.metric or "cosine", made)
     done = carrying.carry(opened, target, loaded, progress=_progress(opened.count()))
     lines = [*said, f"{done.written} written, {done.total} carried and checked", "to flip:"]
-    _answer(as_json, asdict(done), lines + [f"  {step}" for step in done.steps])
+    answer = {**asdict(done), "notes": said}
+    _answer(as_json, answer, lines + [f"  {step}" for step in done.steps])
 
 
 def _ids(path: Path) -> set[str]:

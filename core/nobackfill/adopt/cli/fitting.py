@@ -13,7 +13,7 @@ from nobackfill.adopt.figures import Queries
 from nobackfill.adopt.joining import save_joining
 from nobackfill.adopt.maps import Map, save_map
 from nobackfill.adopt.page import duration, render
-from nobackfill.adopt.pairs import WINDOW, Pairs, match
+from nobackfill.adopt.pairs import WINDOW, Matched, Pairs, match
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import ParquetSource
 from nobackfill.adopt.sources.source import Source, same_model
@@ -99,6 +99,7 @@ def run(
     verdict = decide(
         pairs, cost, queries, items_there=items_there, prior=prior.mapping if prior else None
     )
+    verdict = replace(verdict, notes=[*_sides(stored, made, matched), *verdict.notes])
     lines = ([] if prior is None else [prior.sentence]) + _lines(verdict)
     lines += _written(files, verdict, pairs, models, card)
     if matched.without_old:
@@ -108,6 +109,23 @@ def run(
     answer |= {"chosen": verdict.chosen.kind, "weight": verdict.joining.weight}
     del answer["joining"]
     return Fitted(answer | {"map": str(files.out), "without_old": matched.without_old}, lines)
+
+
+def _sides(old: Source, new: Source, matched: Matched) -> list[str]:
+    """Which side is which, as nothing else tells where a store names no model; and what looks as if
+    they were the wrong way round."""
+    said: list[str] = []
+    for side, source, vectors in (("old", old, matched.pairs.old), ("new", new, matched.pairs.new)):
+        facts = source.facts()
+        model = f"model {facts.model[:12]}" if facts.model else "a model that it does not name"
+        said.append(f"{side}: {facts.name}, {vectors.shape[1]} dims, {model}")
+    alone = len(matched.without_old)
+    if alone and old.count() <= len(matched.pairs):
+        said.append(
+            f"--new has {alone} items more than --old, which is the gallery as a rule: are the two "
+            "the wrong way round?"
+        )
+    return said
 
 
 def _converter(files: Files, models: tuple[str | None, str | None]) -> Opened | None:
