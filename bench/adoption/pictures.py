@@ -3,7 +3,7 @@
 A picture's query is a second view of it: another part, light and side.
 """
 
-from collections.abc import Sequence
+import io
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from PIL import Image
 from bench.adoption.texts import Embedded
 from demo.adoption import lite
 from demo.adoption.pictures import second_view
+from nobackfill.adopt.embedding import open_embedder
+from nobackfill.adopt.embedding.embedder import Embedder
 from nobackfill.adopt.maps import normalised
-from nobackfill.onnx_runtime import onnxruntime
 from nobackfill.vectors import Vectors
 
 _BATCH = 16
@@ -50,36 +51,26 @@ def embedded(
     """By `model` at `size` pixels, or from `file`, where an earlier run has kept them. `asked`: the
     rows that have a second view; the others' are 0."""
     if not file.exists():
-        network = _Network(packages, model, size, file.with_suffix(".onnx"))
-        images = [Image.open(one).convert("RGB") for one in pictures.files]
-        bodies = network.run(images)
+        graph = file.with_suffix(".onnx")
+        lite.export(packages, model, size, graph)
+        embedder = open_embedder(str(graph))
+        bodies = _by(embedder, [one.read_bytes() for one in pictures.files])
         titles = np.zeros_like(bodies)
-        titles[asked] = network.run([second_view(images[row], row) for row in asked.tolist()])
+        titles[asked] = _by(embedder, [_view(pictures.files[row], row) for row in asked.tolist()])
         Embedded(bodies, titles).write(file)
     return Embedded.read(file)
 
 
-class _Network:
-    """What lies before the classes, averaged over the picture, of norm 1.
+def _by(embedder: Embedder, images: list[bytes]) -> Vectors:
+    """Rows of norm 1."""
+    starts = range(0, len(images), _BATCH)
+    parts = [embedder.embed(images[first : first + _BATCH]) for first in starts]
+    return normalised(np.concatenate(parts))
 
-    Run by onnxruntime, which takes a quarter of torch's time on a CPU.
-    """
 
-    def __init__(self, packages: Path, model: str, size: int, file: Path) -> None:
-        self._size = size
-        if not file.exists():
-            lite.export(packages, model, size, file)
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 1
-        self._session = onnxruntime.InferenceSession(file, options)
-
-    def run(self, images: Sequence[Image.Image]) -> Vectors:
-        parts = []
-        for first in range(0, len(images), _BATCH):
-            sized = [
-                np.asarray(image.resize((self._size, self._size), Image.Resampling.BICUBIC))
-                for image in images[first : first + _BATCH]
-            ]
-            pixels = (np.stack(sized).astype(np.float32) - 127) / 128
-            parts.append(self._session.run(None, {"image": pixels.transpose(0, 3, 1, 2)})[0])
-        return normalised(np.concatenate(parts))
+def _view(file: Path, row: int) -> bytes:
+    """A PNG of the second view."""
+    kept = io.BytesIO()
+    with Image.open(file) as opened:
+        second_view(opened.convert("RGB"), row).save(kept, "PNG")
+    return kept.getvalue()

@@ -35,23 +35,22 @@ def network(packages: Path, model: str) -> Any:
 
 def lay_out(packages: Path, folder: Path) -> tuple[Path, Path]:
     """The old and the new model's ONNX files below `folder`, made unless they are there."""
-    files = []
-    for name, (model, side) in (("old", OLD), ("new", NEW)):
-        file = folder / name / "model.onnx"
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.with_suffix(".json").write_text(json.dumps(SCALING))
-            export(packages, model, side, file)
-        files.append(file)
-    return files[0], files[1]
+    old, new = folder / "old" / "model.onnx", folder / "new" / "model.onnx"
+    export(packages, *OLD, old)
+    export(packages, *NEW, new)
+    return old, new
 
 
 def export(packages: Path, model: str, side: int, file: Path) -> None:
-    """What lies before the classes, averaged over the picture: [n, 3, side, side] -> [n, 1280]."""
+    """What lies before the classes, averaged over the picture: [n, 3, side, side] -> [n, 1280];
+    beside it how pixels are scaled. What is there is kept."""
+    if file.exists():
+        return
     torch: Any = importlib.import_module("torch")
     net = network(packages, model)
     net.forward = lambda pixels: net.extract_features(pixels).mean((2, 3))
     file.parent.mkdir(parents=True, exist_ok=True)
+    file.with_suffix(".json").write_text(json.dumps(SCALING))
     # Whole or not there, for a run that is killed.
     part = file.with_name(f"part-{file.name}")
     with warnings.catch_warnings():
