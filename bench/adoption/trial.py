@@ -2,18 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from bench.adoption.texts import Embedded
 from bench.harness import Row
 from nobackfill.adopt.figures import Figures, Queries
-from nobackfill.adopt.healing import Curves, valley
-from nobackfill.adopt.joining import hubs
-from nobackfill.adopt.judgement import Gallery, candidates, figure_of, judge
+from nobackfill.adopt.healing import ORDERS, SHARES, valley
+from nobackfill.adopt.joining import Block, hubs
+from nobackfill.adopt.judgement import Gallery, candidates, figure_of, judge_joined
 from nobackfill.adopt.maps import Map, fit_maps, normalised
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.adopt.verdict import AS_GOOD, WAYS, Cost, decide
+from nobackfill.adopt.verdict import AS_GOOD, WAYS, Cost, Verdict, decide
 from nobackfill.metrics.bootstrap import paired_bootstrap
 from nobackfill.vectors import Vectors
 
@@ -34,9 +35,7 @@ class Trial:
 
     def verdict(self) -> list[Row]:
         """A row for each way: what the verdict measured and what is true of other items."""
-        part = slice(0, self.pairs)
-        said = decide(self.pairs_of(part), _LARGE, self.queries_of(part))
-        truth = self.truth(said.chosen)
+        said, truth = self.said, self.truth
         stay, best = truth["stay"], truth["re-embed"]
         worse = {
             way: [f for f in KNOWN if paired_bootstrap([stay[f]], [ones[f]]).verdict == "holds"]
@@ -60,27 +59,55 @@ class Trial:
             for way in WAYS
         ]
 
-    def truth(self, mapping: Map) -> Mapping[str, Figures]:
-        old, new = self.old.bodies[self.rest], self.new.bodies[self.rest]
-        return judge(Gallery(old, mapping(old), new), self.queries_of(self.rest)).ways
+    @cached_property
+    def said(self) -> Verdict:
+        """From the first items."""
+        part = slice(0, self.pairs)
+        return decide(self.pairs_of(part), _LARGE, self.queries_of(part))
+
+    @cached_property
+    def truth(self) -> Mapping[str, Figures]:
+        """Of the others, served by what the verdict has fitted."""
+        gallery = self.pairs_of(self.rest)
+        carried = self.said.chosen(gallery.old)
+        every = Gallery(gallery.old, carried, gallery.new)
+        return judge_joined(every, self.queries_of(self.rest), self.said.joining)
 
     def healing(self) -> list[Row]:
-        """Curves of other items, by calibrated scores and by distance."""
-        old, new = self.old.bodies[self.rest], self.new.bodies[self.rest]
-        mapping = best(self.pairs_of(slice(0, self.pairs)))
-        found = judge(Gallery(old, mapping(old), new), self.queries_of(self.rest)).healing
+        """Curves of other items, while they become native at random: as nobackfill.serve ranks by
+        what the verdict has fitted to its pairs, and by distance in one index."""
+        gallery, asked = self.pairs_of(self.rest), self.queries_of(self.rest)
+        carried, joining = self.said.chosen(gallery.old), self.said.joining
+        odds: list[tuple[Block, Block]] = []
+        for old, new in zip(asked.old, asked.new, strict=True):
+            near = joining.near(old[None], new[None], gallery.old, carried)
+            odds.append((joining.of_carried(near), joining.of_native(new[None], gallery.new, near)))
+        by_odds = np.stack([one for one, _ in odds]), np.stack([one for _, one in odds])
+        by_distance = asked.new @ normalised(carried).T, asked.new @ normalised(gallery.new).T
         return [
-            *self._curves("calibrated", found.calibrated), *self._curves("distance", found.raw)
-        ]  # fmt: skip
+            *self._curves("nobackfill.serve", asked, *by_odds),
+            *self._curves("distance", asked, *by_distance),
+        ]
 
-    def _curves(self, ranked: str, curves: Curves) -> list[Row]:
+    def _curves(self, ranked: str, asked: Queries, carried: Block, native: Block) -> list[Row]:
+        """Of scores [q, g], larger is better."""
+        every = np.arange(len(asked.rows))
+        places = []
+        for seed in range(ORDERS):
+            order = np.random.default_rng(seed).random(carried.shape[1])
+            for share in SHARES:
+                scores = np.where(order < share, native, carried)
+                places.append((scores >= scores[every, asked.rows][:, None]).sum(1))
+        found = np.reshape(places, (ORDERS, len(SHARES), -1))
+        figures = {"R@1": found == 1, "R@10": found <= 10, "MRR": 1 / found}
+        curves = {name: one.mean((0, 2)).tolist() for name, one in figures.items()}
         return [
             {
                 "pair": self.name, "ranked by": ranked, "figure": name,
                 **{f"{10 * n} %": 100 * one for n, one in enumerate(curve)},
                 "valley": 100 * valley(curve),
             }
-            for name, curve in curves.items() if name in ("R@1", "MRR")
+            for name, curve in curves.items()
         ]  # fmt: skip
 
     def maps(self, counts: tuple[int, ...]) -> list[Row]:

@@ -56,6 +56,27 @@ def world(
     return World(old(hidden), new(hidden), old(asked), new(asked), answers.astype(np.int64))
 
 
+def kinds(items: int, asked: int, *, noise: float = 1.0, seed: int = 0) -> World:
+    """Items of 30 kinds, each of which either model holds together in its own measure; a query is
+    one view for the old model and another one for the new."""
+    rng = np.random.default_rng(seed)
+    dims, number = 24, 30
+    own, middles = rng.normal(size=(items, dims)), rng.normal(size=(number, dims))
+    kind = rng.integers(number, size=items)
+    answers = rng.permutation(items)[:asked].astype(np.int64)
+
+    def model() -> tuple[Vectors, Vectors]:
+        held = np.exp(rng.normal(size=number))[kind][:, None] * middles[kind]
+        seen = own + 0.5 * rng.normal(size=own.shape) + held
+        turn = np.linalg.qr(rng.normal(size=(dims, dims)))[0]
+        views = seen[answers] + noise * rng.normal(size=(asked, dims))
+        bodies, queries = ((x @ turn).astype(np.float32) for x in (seen, views))
+        return normalised(bodies), normalised(queries)
+
+    (old, by_old), (new, by_new) = model(), model()
+    return World(old, new, by_old, by_new, answers)
+
+
 def write_parquet(path: Path, ids: list[str], vectors: Vectors, groups: int = 100) -> Path:
     """A file as others write it: variable lists, some rows a group."""
     path.parent.mkdir(parents=True, exist_ok=True)

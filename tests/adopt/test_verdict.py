@@ -1,5 +1,6 @@
 """The verdict on worlds whose best way is known beforehand."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,13 +10,13 @@ import pytest
 from nobackfill.adopt import judgement
 from nobackfill.adopt.figures import Queries
 from nobackfill.adopt.healing import valley
-from nobackfill.adopt.joining import load_joining, save_joining
+from nobackfill.adopt.joining import Joining, Line, load_joining, save_joining
 from nobackfill.adopt.judgement import Gallery, judge
 from nobackfill.adopt.maps import normalised
 from nobackfill.adopt.verdict import Cost, Point, Verdict, decide, gain_of_doubling
 from nobackfill.errors import InvalidInputError
 from nobackfill.vectors import Vectors
-from tests.adopt.made import World, world
+from tests.adopt.made import World, kinds, world
 
 SLOW = Cost(1_000_000, 0.01, 0.02, 1e-6)
 
@@ -37,10 +38,10 @@ def test_lazily_where_the_old_model_saw_half() -> None:
     for curve in found.healing.calibrated.values():
         assert len(curve) == 11
         assert valley(curve) <= 0.01
-    # New queries are nearer to carried items than to native ones: by distance there is one.
-    assert valley(found.healing.raw["R@1"]) > 0.01
+    # Who was found while all was carried helps to be found by the new model's own vector, too.
+    assert figures(found, "lazily")["MRR"] >= figures(found, "re-embed")["MRR"] - 0.01
     end = found.healing.calibrated["MRR"][-1]
-    assert end == pytest.approx(figures(found, "re-embed")["MRR"], abs=0.1)
+    assert end == pytest.approx(figures(found, "lazily")["MRR"], abs=0.01)
 
 
 def test_map_where_the_new_space_is_the_old_one_turned() -> None:
@@ -165,9 +166,49 @@ def test_hubs_are_told_by_other_queries_and_taken_off_where_that_helps(tmp_path:
     save_joining(tmp_path / "j.npz", judged.joining)
     kept = load_joining(tmp_path / "j.npz")
     assert len(kept.crowd) == 200
+    assert (kept.joined, kept.native) == (judged.joining.joined, judged.joining.native)
+    # What an earlier nobackfill wrote is read as it was meant.
+    with np.load(tmp_path / "j.npz") as arrays:
+        header = json.loads(str(arrays["header"])) | {"format": 2, "native": [2.0, -3.0]}
+        np.savez(tmp_path / "two.npz", **(dict(arrays) | {"header": np.array(json.dumps(header))}))
+    assert load_joining(tmp_path / "two.npz").native == Line(2.0, -3.0, 0.0)
     with_crowd, without = (
-        one.of_carried(gallery.old[:1], asked[:1], gallery.old, carried)
+        one.of_carried(one.near(gallery.old[:1], asked[:1], gallery.old, carried))
         for one in (kept, replace(kept, crowd=kept.crowd[:0]))
     )
     less = without - with_crowd
     assert less[hub].mean() > less[~hub].mean()
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_no_valley_where_scores_of_two_origins_compare_badly(seed: int) -> None:
+    """Kinds of things that either model sees otherwise: how near wrong answers come differs from
+    query to query, and by the old model otherwise than by the new one. As it is served, to queries
+    that chose nothing."""
+    made = kinds(600, 400, seed=seed)
+    chose, others = (made.queries.part(np.arange(first, 400, 2)) for first in (0, 1))
+    carried = judgement.out_of_fold(made.pairs, kinds=["affine"])["affine"]
+    gallery = Gallery(made.old, carried, made.new)
+    judged = judge(gallery, chose)
+    plain = replace(judged.joining, joined=Line(), native=Line())
+    assert valley(judged.healing.raw["R@1"]) > 0.01
+    assert valley(served(plain, gallery, others)) > 0.03
+    curve = served(judged.joining, gallery, others)
+    assert valley(curve) <= 0.01
+    assert curve[0] == pytest.approx(judged.ways["both"]["R@1"].mean(), abs=0.04)
+    assert min(curve) >= served(plain, gallery, others)[-1] - 0.01
+
+
+def served(joining: Joining, gallery: Gallery, asked: Queries) -> list[float]:
+    """R@1 while items become native at random, query by query as nobackfill.serve ranks."""
+    right = np.zeros((3, 11))
+    for old, new, answer in zip(asked.old, asked.new, asked.rows, strict=True):
+        near = joining.near(old[None], new[None], gallery.old, gallery.carried)
+        odds = joining.of_carried(near), joining.of_native(new[None], gallery.new, near)
+        for seed in range(3):
+            turn = np.random.default_rng(seed).random(len(near))
+            for step in range(11):
+                best = np.where(turn < step / 10, odds[1], odds[0]).argmax()
+                right[seed, step] += best == answer
+    shares: list[float] = (right.mean(0) / len(asked.rows)).tolist()
+    return shares

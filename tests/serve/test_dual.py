@@ -8,13 +8,16 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import psycopg
 import pytest
 
-from nobackfill.adopt.sources.opening import open_searchable
+from nobackfill.adopt.joining import Line, save_joining
+from nobackfill.adopt.sources.loaded import Loaded
+from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.source import Searchable
 from nobackfill.errors import DamagedError, IncompatibleSpaceError, InvalidInputError
 from nobackfill.serve import Dual, FunctionItems, Limits, Natives, reembedding
@@ -69,6 +72,35 @@ def test_without_items_it_is_the_joined_ranking_and_every_item_comes_once(tmp_pa
             found.search(MADE.queries_old[3], MADE.queries_new[3], 0)
         with pytest.raises(InvalidInputError, match="query by the new model"):
             found.search(MADE.queries_old[3], MADE.queries_old[3], 5)
+
+
+def test_native_items_keep_a_share_of_what_they_were_carried(tmp_path: Path) -> None:
+    """Against the same sums, made here from the anchors that the joining holds."""
+    model = NewModel()
+    joining = replace(JOINING, weight=0.5, native=Line(1.0, 0.0, 0.4), crowd=JOINING.crowd[:0])
+    files(tmp_path)
+    save_joining(tmp_path / "joining.npz", joining)
+    source = Loaded(open_source(str(tmp_path / "store")))
+    items = FunctionItems(lambda name: f"text of {name}", "text")
+    with closing(
+        Dual.open(
+            source, tmp_path / "map.npz", tmp_path / "joining.npz", tmp_path / "natives.db", model,
+            items=items, limits=Limits(seconds=30),
+        )
+    ) as found:  # fmt: skip
+        assert found.heal(1000) == 300
+        for query in QUERIES:
+            near = []
+            for asked, vectors, anchors in (
+                (MADE.queries_new, MADE.new, joining.new),
+                (MADE.queries_old, MADE.old, joining.old),
+                (MADE.queries_new, MAP(MADE.old), joining.carried),
+            ):
+                among = anchors @ asked[query]
+                near.append((vectors @ asked[query] - among.mean()) / among.std())
+            scores = near[0] + 0.4 * (near[1] + near[2]) / 2
+            best = np.argsort(-scores, kind="stable")[:10]
+            assert ask(found, query) == [f"item-{row}" for row in best]
 
 
 def test_queries_at_once_embed_no_item_twice(tmp_path: Path) -> None:

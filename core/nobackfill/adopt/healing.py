@@ -1,10 +1,12 @@
 """A gallery on its way: what it answers while 0, 10 … 100 % of its items become native, at random.
 
 Carried and native distances do not compare: sorted as they are, a gallery can answer worse half-way
-than at either end (the valley). Scores on one scale of relevance close it.
+than at either end (the valley). Scores on one scale of relevance close it; most of all where a
+native item keeps a share of its score as a carried one, which all items have.
 """
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -15,9 +17,15 @@ from nobackfill.adopt.joining import Block, Line, Mask, fit_line
 MOST_HEALING = 500
 ORDERS = 3
 SHARES = np.linspace(0, 1, 11)
+# A valley of less is within the noise of a few hundred queries.
+MOST_BELOW = 0.01
 
 # By figure, a value for each of SHARES.
 Curves = dict[str, list[float]]
+# Of carried and of native items.
+Lines = tuple[Line, Line]
+# Standardised scores as they are; log-odds of a match; these, native items' of both their scores.
+Scale = Literal["plain", "odds", "shared"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,16 @@ class Healing:
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """`lines`: fitted to all queries. `native`: scores [q, g] of native items, each query's by
+    lines that were fitted without its half."""
+
+    lines: Lines
+    curves: Curves
+    native: Block
+
+
+@dataclass(frozen=True)
 class Mixed:
     """A gallery on its way: nearness [q, g] of carried items, and of the same as native ones."""
 
@@ -38,25 +56,42 @@ class Mixed:
     truth: Mask
     queries: Queries
 
-    def chosen(self, halves: Mask) -> tuple[tuple[Line, Line], Curves]:
-        """The lines of both origins, and their curves: fitted to one half, judged on the other.
-
-        Either standardised scores as they are, or their log-odds of a match; whichever's figures
-        fall less below the lower of their ends. A match is what is asked for, or one of the new
-        model's own ten neighbours.
+    def chosen(self, halves: Mask) -> Chosen:
+        """The scale whose figures fall least, over the whole way, below the lower of the two ends
+        that each origin alone has; of those that fall less than MOST_BELOW the one that finds most
+        on the way. Each is fitted to either half and judged on the other. A match is what is asked
+        for, or one of the new model's own ten neighbours.
         """
-        fitted = (self._line(self.joined, halves), self._line(self.native, halves))
-        plain = (Line(), Line())
-        curves = {lines: self._curves(lines, ~halves) for lines in (fitted, plain)}
-        best = min(curves, key=lambda lines: deepest(curves[lines]))
-        everyone = np.ones(len(halves), bool)
-        lines = plain
-        if best is fitted:
-            lines = (self._line(self.joined, everyone), self._line(self.native, everyone))
-        return lines, curves[best]
+        some = slice(MOST_HEALING)
+        lines = {
+            scale: (self._lines(scale, ~halves), self._lines(scale, halves))
+            for scale in get_args(Scale)
+        }
+        curves = {
+            scale: self._curves(*self._held_out(fitted, halves, some))
+            for scale, fitted in lines.items()
+        }
+        # Within an origin that keeps no share no scale changes the order.
+        ends = {name: min(curve[0], curve[-1]) for name, curve in curves["plain"].items()}
 
-    def _line(self, near: Block, some: Mask) -> Line:
-        kept = np.repeat(some[:, None], near.shape[1], 1)
+        def cost(scale: Scale) -> tuple[float, float]:
+            found = curves[scale]
+            deepest = max(ends[name] - min(curve) for name, curve in found.items())
+            on_the_way = found["agreement@10" if self.queries.own else "MRR"]
+            return max(MOST_BELOW, deepest), -float(np.mean(on_the_way))
+
+        best = min(curves, key=cost)
+        native = self._held_out(lines[best], halves, slice(None))[1]
+        return Chosen(self._lines(best, np.ones(len(halves), bool)), curves[best], native)
+
+    def raw(self) -> Curves:
+        """The curves of the same queries, of both as they are."""
+        return self._curves(self.joined[:MOST_HEALING], self.native[:MOST_HEALING])
+
+    def _lines(self, scale: Scale, some: Mask) -> Lines:
+        if scale == "plain":
+            return Line(), Line()
+        kept = np.repeat(some[:, None], self.native.shape[1], 1)
         matches = self.truth.copy()
         rows = np.arange(len(some))
         if self.queries.own:
@@ -64,20 +99,34 @@ class Mixed:
         else:
             matches[:] = False
             matches[rows, self.queries.rows] = True
-        return fit_line(near[matches & kept], near[~matches & kept])
+        hits, rest = matches & kept, ~matches & kept
 
-    def raw(self, halves: Mask) -> Curves:
-        """The curves of the same queries, of both as they are."""
-        return self._curves((Line(), Line()), ~halves)
+        def line(*blocks: Block) -> Line:
+            near, others = (np.stack([one[part] for one in blocks], 1) for part in (hits, rest))
+            return fit_line(near, others)
 
-    def _curves(self, lines: tuple[Line, Line], some: Mask) -> Curves:
-        rows = np.flatnonzero(some)[:MOST_HEALING]
+        shared = [self.joined] if scale == "shared" else []
+        return line(self.joined), line(self.native, *shared)
+
+    def _held_out(
+        self, lines: tuple[Lines, Lines], halves: Mask, some: slice
+    ) -> tuple[Block, Block]:
+        """Scores of some queries' items as carried and as native ones: `lines` of the half itself
+        are for the queries in `halves`, then those of the others."""
+        joined, native = self.joined[some].copy(), self.native[some].copy()
+        for (by_joined, by_native), half in zip(lines, (halves[some], ~halves[some]), strict=True):
+            near = self.joined[some][half]
+            joined[half] = by_joined(near, near)
+            native[half] = by_native(native[half], near)
+        return joined, native
+
+    def _curves(self, joined: Block, native: Block) -> Curves:
+        rows = np.arange(len(joined))
         figures, _ = measure(-self.native[rows], self.queries.part(rows))
-        by_joined, by_native = lines[0](self.joined[rows]), lines[1](self.native[rows])
         curves: dict[str, list[list[float]]] = {}
         for seed in range(ORDERS):
-            order = np.random.default_rng(seed).random(self.native.shape[1])
-            found = [figures(-np.where(order < one, by_native, by_joined)) for one in SHARES]
+            order = np.random.default_rng(seed).random(native.shape[1])
+            found = [figures(-np.where(order < one, native, joined)) for one in SHARES]
             for name in found[0]:
                 curves.setdefault(name, []).append([float(one[name].mean()) for one in found])
         return {name: np.mean(ones, axis=0).tolist() for name, ones in curves.items()}
@@ -86,8 +135,3 @@ class Mixed:
 def valley(curve: list[float]) -> float:
     """How far it falls below the lower of its ends."""
     return max(0.0, min(curve[0], curve[-1]) - min(curve))
-
-
-def deepest(curves: Curves) -> float:
-    """The valley of the figure that falls most."""
-    return max(map(valley, curves.values()))

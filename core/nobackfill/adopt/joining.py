@@ -1,9 +1,10 @@
 """One ranking of items whose vectors come from two models: every score as the log-odds of a match.
 
-A carried item's score joins old/old and new/carried, a native one's is new/new. Each distance is
-standardised per query over the same few anchor items, so that "near" means the same in every space;
-a line per origin, fitted on relevance, turns it into log-odds. Distances themselves are never
-compared between origins: a new query is nearer to carried items than to native ones on average.
+A carried item's score joins old/old and new/carried, a native one's is new/new, and may keep a
+share of what it scored while it was carried. Each distance is standardised per query over the same
+few anchor items, so that "near" means the same in every space; a line per origin, fitted on
+relevance, turns it into log-odds. Distances themselves are never compared between origins: a new
+query is nearer to carried items than to native ones on average.
 """
 
 import io
@@ -21,7 +22,8 @@ from nobackfill.durable import write_file
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.vectors import Vectors, check_vectors
 
-FORMAT = 2
+# Of the file; those of format 2 keep no share.
+FORMAT, FORMATS = 3, (2, 3)
 # Items by which a query's distances are standardised.
 ANCHORS = 1000
 # Queries that a hub is told by, and the nearest of them that say how much of one an item is.
@@ -36,13 +38,15 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Line:
-    """log-odds = slope x nearness + intercept."""
+    """log-odds = slope x nearness + share x nearness as a carried item + intercept."""
 
     slope: float = 1.0
     intercept: float = 0.0
+    share: float = 0.0
 
-    def __call__(self, nearness: Block) -> Block:
-        return np.asarray(self.slope * nearness + self.intercept, np.float32)
+    def __call__(self, nearness: Block, carried: Block) -> Block:
+        odds = self.slope * nearness + self.intercept
+        return np.asarray(odds + self.share * carried if self.share else odds, np.float32)
 
 
 @dataclass(frozen=True)
@@ -64,22 +68,25 @@ class Joining:
     mark: str = ""
     crowd: Vectors = field(default_factory=lambda: np.empty((0, 0), np.float32))
 
-    def of_carried(
-        self, old_query: Vectors, new_query: Vectors, old: Vectors, carried: Vectors
-    ) -> Block:
-        """Log-odds [n] of items with vectors old [n, a] and carried [n, b], for one query."""
+    def near(self, old_query: Vectors, new_query: Vectors, old: Vectors, carried: Vectors) -> Block:
+        """Both models' nearness [n] of items with vectors old [n, a] and carried [n, b], for one
+        query."""
         by_old = nearness(old_query, old, self.old)
         less = (hubs(carried, self.crowd), self._hubs)
         by_new = nearness(new_query, carried, self.carried, less)
-        return self.joined(self.weight * by_new + (1 - self.weight) * by_old)
+        return np.asarray(self.weight * by_new + (1 - self.weight) * by_old, np.float32)
+
+    def of_carried(self, near: Block) -> Block:
+        """Log-odds [n] of carried items by their `near`."""
+        return self.joined(near, near)
 
     @cached_property
     def _hubs(self) -> Block:
         return hubs(self.carried, self.crowd)
 
-    def of_native(self, new_query: Vectors, new: Vectors) -> Block:
-        """Log-odds [n] of items with the new model's own vectors [n, b]."""
-        return self.native(nearness(new_query, new, self.new))
+    def of_native(self, new_query: Vectors, new: Vectors, near: Block) -> Block:
+        """Log-odds [n] of items with the new model's own vectors [n, b]; `near`: as if carried."""
+        return self.native(nearness(new_query, new, self.new), near)
 
 
 def hubs(vectors: Vectors, crowd: Vectors) -> Block:
@@ -122,39 +129,42 @@ def standardised(block: Block, anchors: NDArray[np.int64]) -> Block:
 
 
 def fit_line(matches: Block, rest: Block, seed: int = 0) -> Line:
-    """Logistic regression on the nearness of matches [m] and of all else [n], by Newton's method.
+    """Logistic regression on the nearness of matches [m, 1] and of all else [n, 1], by Newton's
+    method; [m, 2] and [n, 2] with their nearness as carried items.
 
     Among all items, so that lines of two origins speak of the same odds; of the rest, 200,000 drawn
     by `seed` stand for all.
     """
-    hits, others = matches.astype(np.float64), rest.astype(np.float64)
-    if not len(hits) or not len(others):
+    count = matches.shape[1]
+    if not len(matches) or not len(rest):
         return Line()
-    share = 1.0
-    if len(others) > _MOST_OTHERS:
-        share = len(others) / _MOST_OTHERS
-        others = np.random.default_rng(seed).choice(others, _MOST_OTHERS, replace=False)
-    x = np.concatenate([hits, others])
-    rows = np.stack([x, np.ones_like(x)], 1)
-    weights = np.concatenate([np.ones_like(hits), np.full_like(others, share)])
-    truth = np.concatenate([np.ones_like(hits), np.zeros_like(others)])
-    line = np.array([1.0, np.log(len(hits) / (len(others) * share))])
+    weight, others = 1.0, rest
+    if len(rest) > _MOST_OTHERS:
+        weight = len(rest) / _MOST_OTHERS
+        others = rest[np.random.default_rng(seed).choice(len(rest), _MOST_OTHERS, replace=False)]
+    x = np.concatenate([matches, others]).astype(np.float64)
+    rows = np.concatenate([x, np.ones((len(x), 1))], 1)
+    truth = np.arange(len(x)) < len(matches)
+    weights = np.where(truth, 1.0, weight)
+    # A slope of 1 is expected with a deviation of 10: perfect separation has no other end.
+    prior, precision = np.eye(count + 1)[0], np.array([*[0.01] * count, 1e-9])
+    line = prior + np.eye(count + 1)[-1] * np.log(len(matches) / len(rest))
     for _ in range(_ROUNDS):
         odds = 1 / (1 + np.exp(-np.clip(rows @ line, -30, 30)))
-        # A slope of 1 is expected with a deviation of 10: perfect separation has no other end.
-        slope = rows.T @ (weights * (truth - odds)) - np.array([(line[0] - 1) / 100, 0])
-        curve = (rows * (weights * odds * (1 - odds))[:, None]).T @ rows + np.diag([0.01, 1e-9])
+        slope = rows.T @ (weights * (truth - odds)) - precision * (line - prior)
+        curve = (rows * (weights * odds * (1 - odds))[:, None]).T @ rows + np.diag(precision)
         step = np.linalg.solve(curve, slope)
         line = line + step * min(1.0, 4.0 / max(1e-12, float(np.abs(step).max())))
         if np.abs(step).max() < 1e-6:
             break
     # What is nearer is never less likely.
-    return Line(max(1e-3, float(line[0])), float(line[1]))
+    found = Line(max(1e-3, float(line[0])), float(line[-1]), float(line[1]) if count == 2 else 0.0)
+    return found if found.share >= 0 else fit_line(matches[:, :1], rest[:, :1], seed)
 
 
 def save_joining(path: Path, found: Joining) -> None:
     """Write it as arrays and a line of JSON. Raises CannotWriteError."""
-    lines = {name: [line.slope, line.intercept] for name, line in _lines(found)}
+    lines = {name: [line.slope, line.intercept, line.share] for name, line in _lines(found)}
     header = {"format": FORMAT, "weight": found.weight, "mark": found.mark, **lines}
     buffer = io.BytesIO()
     text = np.array(json.dumps(header, sort_keys=True))
@@ -175,7 +185,7 @@ def load_joining(path: Path) -> Joining:
                 name: check_vectors(arrays[name], arrays[name].shape[1], what=name)
                 for name in ("old", "carried", "new", "crowd")
             }
-        if header["format"] != FORMAT:
+        if header["format"] not in FORMATS:
             raise ValueError(f"format {header['format']}")
         joined, native = (Line(*map(float, header[name])) for name in ("joined", "native"))
         weight = float(header["weight"])

@@ -121,13 +121,9 @@ def judge(gallery: Gallery, queries: Queries, seed: int = 0) -> Judged:
     """The joining's weight is chosen on one half of the queries and judged on the other, each in
     turn, and so are the lines that native and carried scores meet on; what is returned is fitted to
     all."""
-    stay = distances(queries.old, gallery.old, "cosine").astype(np.float32)
-    carried = distances(queries.new, gallery.carried, "cosine").astype(np.float32)
-    native = distances(queries.new, gallery.new, "cosine").astype(np.float32)
+    stay, carried, native = _blocks(gallery, queries)
     figures, truth = measure(native, queries)
-    anchors = np.sort(
-        np.random.default_rng(seed).permutation(len(gallery.old))[:ANCHORS].astype(np.int64)
-    )
+    anchors = _anchors(gallery, seed)
     halves = np.arange(len(queries.rows)) % 2 == 0
     near_old, near_new = standardised(stay, anchors), standardised(carried, anchors)
     # Hubs of either half of the queries are told by the other half.
@@ -146,23 +142,52 @@ def judge(gallery: Gallery, queries: Queries, seed: int = 0) -> Judged:
     for half in (halves, ~halves):
         both[half] = -joined(_best(scores, ~half))[half]
     best = _best(scores, np.ones(len(halves), bool))
-    mixed = Mixed(joined(best), standardised(native, anchors), truth, queries)
-    (by_joined, by_native), curves = mixed.chosen(halves)
-    healing = Healing(curves, Mixed(-carried, -native, truth, queries).raw(halves))
+    chosen = Mixed(joined(best), standardised(native, anchors), truth, queries).chosen(halves)
+    healing = Healing(chosen.curves, Mixed(-carried, -native, truth, queries).raw())
     ways = {
         "stay": stay,
         "map": carried,
         "both": both,
-        "lazily": _lazily(both, native),
+        "lazily": _lazily(both, -chosen.native),
         "re-embed": native,
     }
     old, mapped, new = (
         normalised(part[anchors]) for part in (gallery.old, gallery.carried, gallery.new)
     )
-    joining = Joining(best[0], by_joined, by_native, old, mapped, new)
+    joining = Joining(best[0], *chosen.lines, old, mapped, new)
     if best[1]:
         joining = replace(joining, crowd=normalised(queries.new[:CROWD]))
     return Judged({name: figures(block) for name, block in ways.items()}, joining, healing)
+
+
+def judge_joined(
+    gallery: Gallery, queries: Queries, joining: Joining, seed: int = 0
+) -> dict[str, Figures]:
+    """Figures of the same ways where they are served by a joining that is given."""
+    stay, carried, native = _blocks(gallery, queries)
+    figures, _ = measure(native, queries)
+    anchors = _anchors(gallery, seed)
+    near_new = standardised(carried + hubs(gallery.carried, joining.crowd)[None], anchors)
+    near_old = standardised(stay, anchors)
+    near = np.asarray(joining.weight * near_new + (1 - joining.weight) * near_old, np.float32)
+    lazily = _lazily(-near, -joining.native(standardised(native, anchors), near))
+    ways = {"stay": stay, "map": carried, "both": -near, "lazily": lazily, "re-embed": native}
+    return {name: figures(block) for name, block in ways.items()}
+
+
+def _blocks(gallery: Gallery, queries: Queries) -> tuple[Block, Block, Block]:
+    """Distances [q, g] of old/old, new/carried and new/new."""
+    sides = ((queries.old, gallery.old), (queries.new, gallery.carried), (queries.new, gallery.new))
+    stay, carried, native = (
+        distances(asked, items, "cosine").astype(np.float32) for asked, items in sides
+    )
+    return stay, carried, native
+
+
+def _anchors(gallery: Gallery, seed: int) -> Ints:
+    """Rows by which distances are standardised."""
+    drawn = np.random.default_rng(seed).permutation(len(gallery.old))[:ANCHORS]
+    return np.sort(drawn.astype(np.int64))
 
 
 def _hubs(gallery: Gallery, queries: Queries, some: Mask) -> Block:
@@ -171,11 +196,10 @@ def _hubs(gallery: Gallery, queries: Queries, some: Mask) -> Block:
 
 
 def _lazily(both: Block, native: Block) -> Block:
-    """The first hits in the new model's order, then the others."""
+    """The first hits in the order of `native`, then the others."""
     lazily = both.copy()
     hits = np.argpartition(both, min(LAZILY, both.shape[1]) - 1, axis=1)[:, :LAZILY]
-    # Cosine distances are below 3.
-    lazily -= lazily.min() - 3
+    lazily += native.max() - lazily.min() + 1
     np.put_along_axis(lazily, hits, np.take_along_axis(native, hits, 1), 1)
     return lazily
 

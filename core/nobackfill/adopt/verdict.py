@@ -12,7 +12,7 @@ import numpy as np
 from nobackfill.adopt import judgement
 from nobackfill.adopt.correction import CONVERTER, CORRECTED, corrected
 from nobackfill.adopt.figures import Figures, Queries
-from nobackfill.adopt.healing import Healing, valley
+from nobackfill.adopt.healing import MOST_BELOW, Healing, valley
 from nobackfill.adopt.joining import Joining
 from nobackfill.adopt.judgement import Gallery
 from nobackfill.adopt.maps import KINDS, Map, fit_maps
@@ -23,8 +23,6 @@ from nobackfill.metrics.bootstrap import paired_bootstrap
 AS_GOOD = 0.99
 # Below this, everything is embedded again while one waits.
 SOON_SECONDS = 600.0
-# A valley of less is within the noise of a few hundred queries.
-MOST_BELOW = 0.01
 CURVE = (0.125, 0.25, 0.5, 1.0)
 # Cheapest first: of ways that are as good, the first is recommended.
 WAYS = ("stay", "map", "both", "lazily", "re-embed")
@@ -112,7 +110,7 @@ def decide(
     judged = judgement.judge(gallery, asked)
     figures = judged.ways
     if not asked.own:
-        alike = judgement.judge(gallery, judgement.among_items(pairs)).ways
+        alike = judgement.judge_joined(gallery, judgement.among_items(pairs), judged.joining)
         for name in figures:
             figures[name]["agreement@10"] = alike[name]["agreement@10"]
     ways = [_way(name, figures, cost, judged_by) for name in WAYS]
@@ -122,7 +120,7 @@ def decide(
     curve = _curve(pairs, asked, kind, judged_by, candidates[kind], prior)
     search = "finding that very item" if not asked.own else "finding similar things"
     notes = _notes(asked, pairs, cost, joining.weight, curve, judged_by)
-    notes += _healing(judged.healing, judged_by)
+    notes += _healing(judged.healing, ways[-1], judged_by)
     return Verdict(
         way, words, search, judged_by, ways, candidates, chosen, joining, curve, judged.healing,
         len(pairs), notes,
@@ -210,14 +208,20 @@ def _curve(
     return points
 
 
-def _healing(healing: Healing, judged_by: str) -> list[str]:
-    """What a gallery meets on its way, by scores of `nobackfill.serve` and by distance."""
+def _healing(healing: Healing, again: Way, judged_by: str) -> list[str]:
+    """What a gallery meets on its way, by scores of `nobackfill.serve` and by distance; `again`:
+    the new model alone."""
     name = judged_by if judged_by == "agreement@10" else "R@1"
     curve, raw = healing.calibrated[name], healing.raw[name]
     said = [
         f"while items become native at random, {name} goes from {100 * curve[0]:.1f} to "
         f"{100 * curve[-1]:.1f}, lowest {100 * min(curve):.1f}, ranked by nobackfill.serve"
     ]
+    if curve[-1] > again.figures[name] + MOST_BELOW:
+        said.append(
+            f"with all items native both models together have {name} {100 * curve[-1]:.1f}, the "
+            f"new one alone {100 * again.figures[name]:.1f}: to keep asking both is worth it"
+        )
     if (below := valley(raw)) > MOST_BELOW:
         said.append(
             f"in one index by distance {name} falls to {100 * min(raw):.1f} on the way, "

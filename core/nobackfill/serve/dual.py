@@ -166,10 +166,11 @@ class Dual:
         self._natives.outdated(stale)
         native = {name: one.vector for name, one in found.items() if name not in stale}
         carried = self._mapping(rows.vectors)
-        odds = self._joining.of_carried(by_old, by_new, rows.vectors, carried)
+        near = self._joining.near(by_old, by_new, rows.vectors, carried)
+        odds = self._joining.of_carried(near)
         if native:
-            here = np.array([places[name] for name in native], np.int64)
-            odds[here] = self._joining.of_native(by_new, np.stack(list(native.values())))
+            here, new = [places[name] for name in native], np.stack(list(native.values()))
+            odds[here] = self._joining.of_native(by_new, new, near[here])
         best = np.argsort(-odds, kind="stable")[: self._hits]
         ids = [rows.ids[row] for row in best.tolist()]
         return Rows(ids, rows.vectors[best]), odds[best], set(ids) & set(native)
