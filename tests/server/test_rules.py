@@ -3,6 +3,7 @@
 import hashlib
 import shutil
 import time
+import urllib.request
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -157,8 +158,8 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
 class Secured:
     """A gateway behind mTLS with tokens."""
 
-    def __init__(self, address: str, authority: trustme.CA) -> None:
-        self.address = address
+    def __init__(self, address: str, metrics: str, authority: trustme.CA) -> None:
+        self.address, self.metrics = address, metrics
         self.authority = authority
         self.own = authority.issue_cert("app@example.org")
 
@@ -193,7 +194,7 @@ def secured(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         tls_client_ca=folder / "ca.pem",
         tokens_file=tokens_file(folder / "tokens"),
     ) as gateway:
-        yield Secured(gateway.address, authority)
+        yield Secured(gateway.address, gateway.metrics_address, authority)
 
 
 def call(channel: grpc.Channel, method: str) -> grpc.StatusCode:
@@ -245,6 +246,12 @@ def test_health_is_told_to_anyone(secured: Secured) -> None:
         stub = health_pb2_grpc.HealthStub(channel)
         answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_kubelet_asks_without_a_certificate_or_a_token(secured: Secured) -> None:
+    for page in ("healthz", "readyz"):
+        with urllib.request.urlopen(f"http://{secured.metrics}/{page}", timeout=10) as answer:
+            assert answer.status == 200, page
 
 
 def test_the_same_refusal_with_and_without_the_object(secured: Secured) -> None:

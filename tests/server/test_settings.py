@@ -32,6 +32,12 @@ def test_beyond_loopback_demands_tls_and_tokens(address: str) -> None:
     assert load_settings({"address": address} | tls | tokens, None).address == address
 
 
+def test_metrics_leave_this_machine_where_that_is_let() -> None:
+    address = "0.0.0.0:9464"
+    given = {"metrics_address": address, "metrics_open": True}
+    assert load_settings(given, None).metrics_address == address
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

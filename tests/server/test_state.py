@@ -3,9 +3,16 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
+from nobackfill.errors import UnauthenticatedError
 from nobackfill.server.gateway import Gateway
 from nobackfill.server.state import StateFile
-from tests.server.support import Client, images
+from tests.server.conftest import Stages, publish_stage
+from tests.server.guarded import tokens_file
+from tests.server.support import Client, images, refused, running
+from tests.server.test_cli import run_json
+from tests.support.postgres import Server
 
 NAMES = [f"g{i}" for i in range(24)]
 
@@ -24,13 +31,40 @@ def test_no_pause_is_lost_beside_others(gateway: Gateway, tmp_path: Path) -> Non
     assert StateFile(tmp_path / "data" / "state.json").now == state.now
 
 
-def test_deeds_are_kept_by_the_names_of_tokens(gateway: Gateway, client: Client) -> None:
-    client.create_gallery("g")
-    client.put_images(images(3))
-    client.delete("g", ["i0", "nothing"])
-    client.delete("g", ["nothing"])
-    client.delete_gallery("g")
-    found = [(deed.who, deed.what, deed.of_what) for deed in gateway.state.deeds()]
-    assert found == [
-        ("local", "delete", "1 items of gallery g"), ("local", "delete", "gallery g"),
-    ]  # fmt: skip
+@pytest.mark.parametrize("kept", ["in files", "in a database"])
+def test_deeds_are_kept_by_the_names_of_tokens(
+    near_gate: None, kept: str, stages: Stages, tmp_path: Path, postgres: Server
+) -> None:
+    """What `gateway audit` tells beside the gateway, and after it."""
+    repo, tokens = tmp_path / "repo", tokens_file(tmp_path / "tokens")
+    publish_stage(repo, stages[1])
+    with postgres.database() as url:
+        store = f"sqlite:{tmp_path / 'data'}" if kept == "in files" else url
+
+        def told() -> list[tuple[str, str, str]]:
+            found = run_json("audit", "--store", store)["audit"]
+            assert [deed["time"] for deed in found] == sorted(deed["time"] for deed in found)
+            return [(deed["who"], deed["what"], deed["of_what"]) for deed in found]
+
+        with running(repo, tmp_path / "data", tokens_file=tokens, store=store) as gateway:
+            with Client(gateway.address, "admin") as admin:
+                assert told() == []
+                admin.create_gallery("g")
+                admin.put_images(images(3))
+                publish_stage(repo, stages[2])
+                admin.swap(2)
+                admin.delete("g", ["i0", "nothing"])
+                # Nothing happened.
+                admin.delete("g", ["nothing"])
+            with Client(gateway.address, "other") as other:
+                other.rollback(confirm=True)
+                other.delete_gallery("g")
+            with Client(gateway.address) as nobody, refused(UnauthenticatedError):
+                nobody.delete_gallery("g")
+            done = told()
+        assert done == told() == [
+            ("admin", "activate", "release 2"),
+            ("admin", "delete", "1 items of gallery g"),
+            ("other", "roll back", "to release 1, 0 items not found"),
+            ("other", "delete", "gallery g"),
+        ]  # fmt: skip
