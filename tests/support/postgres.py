@@ -72,6 +72,11 @@ class Server:
         """Address of a database."""
         return f"postgresql://postgres@/{database}?host={self._folder}"
 
+    @property
+    def programs(self) -> Path:
+        """The folder of psql, pg_dump and the like."""
+        return self._bin
+
     def sql(self, statement: str, database: str = "postgres") -> list[tuple[object, ...]]:
         """Run a statement as the administrator."""
         with psycopg.connect(self.url(database), autocommit=True) as connection:
