@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ def test_two_gateways_live_through_it() -> None:
         report = json.loads((out / "report.json").read_text(encoding="utf-8"))
         server, edge, cells = report["server"], report["edge"], report["cells"]
         assert (server["gateways"], server["killed"]) == (2, 1)
+        # The gateways were given its address.
+        assert not find_spec("ray") or "Ray runtime started" in (out / "logs/ray.out").read_text()
         assert (server["failed"], edge["failed_during_sync"]) == (0, 0)
         assert cells["new/upgraded"]["map"] >= 0.85 * cells["new/new"]["map"]
         assert edge["same_hits_as_server"] > 90
