@@ -37,7 +37,7 @@ def test_the_commands_run_as_they_stand(stages: Stages, tmp_path: Path, postgres
         for name, address in (("DATABASE", url), ("RESTORED", restored)):
             (line,) = (one for one in script.splitlines() if one.startswith(f"export {name}="))
             script = script.replace(line, f"export {name}='{address}'")
-        around = {"NOBACKFILL_TRITON": "in-process", "PATH": f"{PATH}:{postgres.programs}"}
+        around = {"NOBACKFILL_TRITON": "in-process", "PATH": f"{postgres.programs}:{PATH}"}
         said = run_script(script, tmp_path, around, 600)
     # Copied beside the gateway, then once more after it.
     assert re.findall(r"photos\W+20\W+(\d+)\W+0\W+yes", said) == ["20", "0"], said
