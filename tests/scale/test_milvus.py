@@ -159,7 +159,7 @@ def test_filters_mean_beside_milvus_what_they_mean_elsewhere(engine: MilvusEngin
     exact = ExactIndex(spec(), labels, content)
     shares: list[float] = []
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(FILTERS)
     def check(filtered: Filter) -> None:
         passing = labels[[holds(filtered, one) for one in metadata]]
