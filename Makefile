@@ -115,7 +115,7 @@ $(COMPOSE)/.ready: $(VENV)/bin/uv
 	$(BIN)/uv pip install --quiet --python $(COMPOSE)/bin/python podman-compose==1.6.0
 	touch $@
 
-container: setup $(CHART)/.ready $(COMPOSE)/.ready ## every image built, run and asked, where there is podman or docker; BASE=IMAGE, TARGETS='static gateway'
+container: setup chart $(COMPOSE)/.ready ## every image built, run and asked, where there is podman or docker; BASE=IMAGE, TARGETS='static gateway'
 	deploy/containers/build
 	$(BIN)/python -m pytest -q -m scale -rs --durations 8 --timeout 900 tests/containers
 

@@ -74,9 +74,8 @@ class Engine:
         which nothing leads out of, and names for addresses there."""
         known = {"localhost": "127.0.0.1", **hosts}
         self._hosts.write_text("".join(f"{address} {name}\n" for name, address in known.items()))
-        held = self._create(
-            "gateway", ("infinity",), ("--network", "none", "--entrypoint", "sleep")
-        )
+        words = ("--network", "none", "--entrypoint", "sleep")
+        held = self._create(self._built[0], ("infinity",), words)
         self._network = held.name
 
     def start(

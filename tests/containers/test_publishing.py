@@ -4,14 +4,16 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from nobackfill.release import open_embedder
+from nobackfill.release.trust import read_publication
 from tests.containers.engine import Container, Engine
 
-RUNS = "build/digits-8px"
-# torch's modules are compiled once.
-COMPILED = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": "/work/compiled"}
+RUNS, CONFIG = "build/digits-8px", "/opt/configs/digits-8px/"
+TRAIN, EXPORT = "/opt/training/train.py", "/opt/training/export.py"
 QUICK = (
     "--set",
     "images=photos",
@@ -34,23 +36,52 @@ def digits(folder: Path, each: int = 20) -> None:
             Image.fromarray(pixels).save(folder / str(number) / f"{row}.png")
 
 
-def test_a_release_is_trained_published_served_and_taken(engine: Engine, tmp_path: Path) -> None:
-    digits(tmp_path / "photos")
-    tmp_path.chmod(0o777)
+class Trainer:
+    """Runs the trainer's image over a folder that it may write, with pictures in it."""
 
-    def trainer(*command: str) -> None:
-        with engine.start("trainer", *command, volumes={tmp_path: "/work"}, env=COMPILED) as one:
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self.engine, self.folder = engine, folder
+        digits(folder / "photos")
+        folder.chmod(0o777)
+
+    def __call__(self, *command: str, entry: str = "python") -> str:
+        """Run to the end; what it said."""
+        words = ["--entrypoint", entry]
+        volumes = {self.folder: "/work"}
+        with self.engine.start("trainer", *command, volumes=volumes, words=words) as one:
             assert one.wait() == 0, one.log[-3000:]
+            return one.log
 
-    train, export = ("/opt/training/train.py", "/opt/training/export.py")
-    config = "/opt/configs/digits-8px/"
-    trainer(train, config + "embedder-1.yaml", config + "side_encoder-1.yaml", *QUICK)
-    trainer(
-        *(export, "--model-repo", "model_repo", "--release", "1"),
+
+@pytest.fixture(scope="module")
+def trainer(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """After release 1 was trained and published."""
+    made = Trainer(engine, tmp_path_factory.mktemp("trained"))
+    made(TRAIN, CONFIG + "embedder-1.yaml", CONFIG + "side_encoder-1.yaml", *QUICK)
+    made(
+        *(EXPORT, "--model-repo", "model_repo", "--release", "1"),
         *("--embedder", f"{RUNS}/embedder-1", "--side-encoder", f"{RUNS}/side_encoder-1"),
     )
-    published = {tmp_path / "model_repo": "/publication:ro"}
-    photos = {tmp_path / "photos": "/photos:ro", tmp_path / "model_repo": "/trusted:ro"}
+    return made
+
+
+def test_a_release_is_trained_and_published_by_nobody_on_a_read_only_root(trainer: Trainer) -> None:
+    repo = trainer.folder / "model_repo"
+    (one,) = read_publication(repo).manifests.values()
+    with Image.open(trainer.folder / "photos" / "3" / "0.png") as picture:
+        pixels = np.repeat(np.asarray(picture)[None, :, :, None], 3, axis=-1)
+    assert open_embedder(repo, one).run(pixels).shape == (1, 32)
+    assert {path.stat().st_uid for path in (repo, *repo.rglob("*"))} == {10001}
+    said = trainer("-c", f"id -u; touch {TRAIN} 2>&1 || echo not written", entry="sh")
+    assert said.startswith("10001") and "not written" in said
+    for command in ("publication", "nobackfill"):
+        assert "Usage" in trainer("--help", entry=command)
+
+
+def test_a_device_takes_its_releases_from_the_static_host(engine: Engine, trainer: Trainer) -> None:
+    folder = trainer.folder
+    published = {folder / "model_repo": "/publication:ro"}
+    photos = {folder / "photos": "/photos:ro", folder / "model_repo": "/trusted:ro"}
     sleeping = ["--entrypoint", "sleep"]
     with (
         engine.start("static", volumes=published) as host,
@@ -63,12 +94,12 @@ def test_a_release_is_trained_published_served_and_taken(engine: Engine, tmp_pat
         )
         device.ask(*edge, "add", "/photos")
         trainer(
-            *(train, config + "embedder-1.yaml", *QUICK, "--set", "classes=10"),
+            *(TRAIN, CONFIG + "embedder-1.yaml", *QUICK, "--set", "classes=10"),
             *("--set", f"run_dir={RUNS}/embedder-2"),
         )
-        trainer(train, config + "upgrade-1-2.yaml", *QUICK)
+        trainer(TRAIN, CONFIG + "upgrade-1-2.yaml", *QUICK)
         trainer(
-            *(export, "--model-repo", "model_repo", "--release", "2", "--force"),
+            *(EXPORT, "--model-repo", "model_repo", "--release", "2", "--force"),
             *("--embedder", f"{RUNS}/embedder-2", "--side-encoder", f"{RUNS}/side_encoder-1"),
             *("--upgrade", f"{RUNS}/upgrade-1-2", "--eval", "photos"),
         )
