@@ -33,6 +33,7 @@ def test_lazily_where_the_old_model_saw_half() -> None:
     assert figures(found, "lazily")["R@1"] >= 0.99 * figures(found, "re-embed")["R@1"]
     assert figures(found, "re-embed")["R@1"] > figures(found, "stay")["R@1"] + 0.1
     assert found.search == "finding that very item"
+    assert not any("pairs are few" in note for note in found.notes)
     # On the way to all native, no valley.
     assert set(found.healing.calibrated) == set(found.healing.raw) == set(figures(found, "stay"))
     for curve in found.healing.calibrated.values():
@@ -75,8 +76,10 @@ def test_never_worse_than_staying_when_the_items_are_gone() -> None:
 
 
 def test_embed_again_where_that_takes_a_minute() -> None:
-    made = world()
+    made = world(90)
     found = decide(made.pairs, Cost(3000, 0.01, 0.02, 1e-6), made.queries)
+    # It has 24 dims.
+    assert any(note.startswith("90 pairs are few for 24 dims") for note in found.notes)
     assert found.way == "re-embed"
     assert "60 s" in found.words
 
