@@ -130,19 +130,25 @@ class StopAfter(Progress):
         yield advance
 
 
+def resumes_alike(whole: Config, after: int = 2) -> None:
+    """A training that was stopped after an epoch ends in the same bits as the unbroken one."""
+    halved = whole.model_copy(update={"run_dir": whole.run_dir.with_name("halved")})
+    train_quietly(whole)
+    with pytest.raises(KeyboardInterrupt):
+        train(halved, StopAfter(after))
+    assert read_checkpoint(halved.run_dir).epoch == after
+    train_quietly(halved)
+    first, second = read_finished(whole.run_dir), read_finished(halved.run_dir)
+    assert first.tensors.keys() == second.tensors.keys()
+    assert all(torch.equal(t, second.tensors[name]) for name, t in first.tensors.items())
+
+
 @pytest.mark.parametrize("kind", ["simclr", "distilled"])
 def test_a_side_encoder_resumes_to_the_same_result(kind: str, digits: Path, tmp_path: Path) -> None:
     keys: dict[str, object] = {"epochs": 4, "checkpoint_every": 1, "batch_size": 8}
     keys |= {"small_crops": 1, "classes": 3, "side_info": kind}
     keys |= {"image_size": 16, "augmentation": {"erase": 0.3, "rotate_degrees": 10}}
-    whole = config_of("side_encoder", tmp_path / "whole", digits / "queries", **keys)
-    halved = config_of("side_encoder", tmp_path / "halved", digits / "queries", **keys)
-    train_quietly(whole)
-    with pytest.raises(KeyboardInterrupt):
-        train(halved, StopAfter(3))
-    train_quietly(halved)
-    first, second = read_finished(whole.run_dir), read_finished(halved.run_dir)
-    assert all(torch.equal(t, second.tensors[name]) for name, t in first.tensors.items())
+    resumes_alike(config_of("side_encoder", tmp_path / "whole", digits / "queries", **keys), 3)
 
 
 @pytest.mark.parametrize(("method", "dim"), [("bt2", 32), ("lambda_orthogonal", 16)])
@@ -153,29 +159,12 @@ def test_an_adapted_embedder_resumes_to_the_same_result(
     keys |= {"old": str(runs / "embedder-1"), "init": str(runs / "embedder-2")}
     keys |= {"embedding_dim": dim, "optimizer": "adam", "lr": 0.01}
     keys["augmentation"] = {"rotate_degrees": 10, "noise": 0.1}
-    whole = config_of("embedder", tmp_path / "whole", digits / "train", **keys)
-    halved = config_of("embedder", tmp_path / "halved", digits / "train", **keys)
-    train_quietly(whole)
-    with pytest.raises(KeyboardInterrupt):
-        train(halved, StopAfter(2))
-    assert read_checkpoint(halved.run_dir).epoch == 2
-    train_quietly(halved)
-    first, second = read_finished(whole.run_dir), read_finished(halved.run_dir)
-    assert first.tensors.keys() == second.tensors.keys()
-    assert all(torch.equal(t, second.tensors[name]) for name, t in first.tensors.items())
+    resumes_alike(config_of("embedder", tmp_path / "whole", digits / "train", **keys))
 
 
 def test_an_upgrade_resumes_to_the_same_result(runs: Path, digits: Path, tmp_path: Path) -> None:
     keys: dict[str, object] = {"epochs": 4, "checkpoint_every": 1}
-    whole = upgrade_config(runs, digits / "train", tmp_path / "whole", **keys)
-    halved = upgrade_config(runs, digits / "train", tmp_path / "halved", **keys)
-    train_quietly(whole)
-    with pytest.raises(KeyboardInterrupt):
-        train(halved, StopAfter(2))
-    assert read_checkpoint(halved.run_dir).epoch == 2
-    train_quietly(halved)
-    first, second = read_finished(whole.run_dir), read_finished(halved.run_dir)
-    assert all(torch.equal(t, second.tensors[name]) for name, t in first.tensors.items())
+    resumes_alike(upgrade_config(runs, digits / "train", tmp_path / "whole", **keys))
 
 
 def test_the_loss_falls_and_is_logged_a_line_a_step(tmp_path: Path) -> None:
