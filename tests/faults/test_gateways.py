@@ -18,8 +18,8 @@ from tests.server import process
 from tests.server.conftest import Stages, make_direct_stages, make_stages, publish_stage
 from tests.server.crowd import Crowd
 from tests.server.support import Client, images
-from tests.server.test_gateways import free_port
 from tests.support.blocks import manifest
+from tests.support.ports import free_port
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
 

@@ -1,7 +1,6 @@
 """Several gateways with one database: none has state of its own, and each answer is whole."""
 
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,15 +18,10 @@ from tests.server.support import Client, embedding, images, refused, settings
 from tests.server.test_cli import run, run_json
 from tests.support import postgres as servers
 from tests.support.blocks import manifest
+from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 PICTURES = images(60)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @dataclass

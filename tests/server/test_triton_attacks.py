@@ -21,6 +21,7 @@ from nobackfill.server.triton.configuration import model_config
 from tests.server.conftest import Stages
 from tests.server.process import ROOT, Served, children, serving, triton_venv
 from tests.server.support import Client, images
+from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 NOBODY = 65534
@@ -198,14 +199,6 @@ def remote(served: Served, tmp_path: Path) -> Iterator[str]:
     yield f"grpcs://127.0.0.1:{port}"
     server.terminate()
     server.wait(30)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @needs_triton

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,17 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from nobackfill.errors import UnavailableError
+from tests.support.ports import free_port, listening
 
 # It unpacks itself, and starts in 10 to 25 s.
 _START_S = 120.0
 # Of the etcd inside it, whatever else is configured: there is one Milvus a machine.
 _ETCD = 2379
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @contextmanager
@@ -34,14 +28,13 @@ def running() -> Iterator[str]:
         raise UnavailableError(
             "Milvus cannot start here: the package milvus==2.3.5 is not installed"
         )
-    with socket.socket() as one:
-        if one.connect_ex(("127.0.0.1", _ETCD)) == 0:
-            raise UnavailableError(
-                f"Milvus cannot start here: something listens at 127.0.0.1:{_ETCD}, where its etcd "
-                "does; is another one left?"
-            )
+    if listening(_ETCD):
+        raise UnavailableError(
+            f"Milvus cannot start here: something listens at 127.0.0.1:{_ETCD}, where its etcd "
+            "does; is another one left?"
+        )
     with tempfile.TemporaryDirectory(prefix="milvus-", ignore_cleanup_errors=True) as folder:
-        port = _free_port()
+        port = free_port()
         with (Path(folder) / "log").open("wb") as log:
             process = subprocess.Popen(
                 [
