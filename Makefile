@@ -16,6 +16,7 @@ TRITON_READY := $(TRITON_VENV)/.ready
 # What `gateway install-triton` installs, too.
 TRITON_PACKAGES := server/nobackfill/server/triton/requirements.txt
 CHROMA_READY := build/chroma/.ready
+SWIFT_READY := build/swift/.ready
 ADOPTION := build/adoption
 PROTOS := $(wildcard protos/nobackfill/v1/*.proto)
 CODE := core server client training demo bench manual tests protos/generate.py
@@ -81,6 +82,7 @@ $(SCALE_READY): $(READY)
 	$(INSTALL) '.[milvus]' milvus==2.3.5 'milvus-lite>=3,<4' \
 		|| echo 'Milvus cannot be installed here: what needs it is skipped'
 	$(MAKE) $(CHROMA_READY) || echo 'Chroma cannot be installed here: what needs it is skipped'
+	$(MAKE) $(SWIFT_READY) || echo 'Swift cannot be installed here: what needs an object store is skipped'
 	touch $@
 
 # What the demos of pretrained models need: tests/scale runs them small.
@@ -159,6 +161,11 @@ proto: $(READY) ## generate code from protos/
 $(CHROMA_READY): bench/constraints-chroma.txt $(VENV)/bin/uv
 	$(PYTHON) -m venv build/chroma
 	$(BIN)/uv pip install --quiet --python build/chroma/bin/python --requirement bench/constraints-chroma.txt
+	touch $@
+
+$(SWIFT_READY): tests/support/swift.txt $(VENV)/bin/uv
+	$(PYTHON) -m venv build/swift
+	$(BIN)/uv pip install --quiet --python build/swift/bin/python --requirement $<
 	touch $@
 
 bench: setup $(SCALE_READY) $(CHROMA_READY) ## side-by-side benchmarks; FULL=1 for the large sizes, TOPICS='edge swap' for some

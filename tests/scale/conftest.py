@@ -1,6 +1,7 @@
 """Everything here is marked `scale`: real clusters and engines, which `make test-scale` starts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,16 +35,24 @@ def two(stages: Stages) -> Manifest:
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Any]:
     """A Ray cluster of two nodes of one processor each, on this machine."""
+    with cluster({"num_cpus": 1}, {"num_cpus": 1}) as made:
+        yield made
+
+
+@contextmanager
+def cluster(head: Mapping[str, Any], *others: Mapping[str, Any]) -> Iterator[Any]:
+    """A Ray cluster on this machine, of nodes as Ray's own tests describe them."""
     cluster_utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed")
-    cluster = cluster_utils.Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    made = cluster_utils.Cluster(
+        initialize_head=True, head_node_args={**head, "include_dashboard": False}
     )
     try:
-        cluster.add_node(num_cpus=1)
-        cluster.wait_for_nodes()
-        yield cluster
+        for other in others:
+            made.add_node(**other)
+        made.wait_for_nodes()
+        yield made
     finally:
-        cluster.shutdown()
+        made.shutdown()
 
 
 def whole(cluster: Any) -> None:

@@ -146,7 +146,8 @@ _kept = Kept(_Open)
 
 
 def put_batch(work: Filling, names: Sequence[str]) -> Done:
-    """Embed and put the pictures of those names. Raises what Gateway.put_items raises."""
+    """Embed and put the pictures of those names. Raises what open_place, ObjectStore.read and
+    Gateway.put_items raise."""
     return _kept.of(work, work.key).put(names)
 
 

@@ -38,8 +38,8 @@ def fill(
     """Send every picture of `place`, as the item of its name, or every text of a JSONL file; the
     gateway embeds it.
 
-    `on_stored` is called with how many are durable. Raises as open_place and Gateway.put_items;
-    what was stored until then stays, and filling again is right.
+    `on_stored` is called with how many are durable. Raises as open_place, ObjectStore.read
+    and Gateway.put_items; what was stored until then stays, and filling again is right.
     """
     unsent: dict[str, str] = {}
     stored = 0

@@ -1,14 +1,22 @@
 """Where pictures lie: a folder, or a place that pyarrow knows (s3://BUCKET/PREFIX, gs://…)."""
 
 import os
+import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import quote
 
 from nobackfill.class_folders import SUFFIXES
-from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.errors import InvalidInputError, NotFoundError, UnavailableError
 from nobackfill.extras import extra
 from nobackfill.images import LARGEST_BYTES, read_file
+
+# `scheme://KEY:SECRET@…`, also where nobody has escaped what SECRET is made of.
+_SECRET = re.compile(r"://[^/@]*:.*@")
+# Of an address, as it stands; spaces, letters beyond ASCII and the like are escaped here.
+_SPELT = "%:/?@!$&'()*+,;=~"
 
 
 class Place(Protocol):
@@ -24,8 +32,9 @@ class Place(Protocol):
 
 
 def open_place(address: str) -> Place:
-    """Raises NotFoundError where nothing is there, InvalidInputError for an address that is none,
-    ConfigurationError without the extra `export`, which brings pyarrow."""
+    """Raises NotFoundError where nothing is there, InvalidInputError for an address that is none or
+    holds a secret, UnavailableError where a store does not answer or refuses, ConfigurationError
+    without the extra `export`, which brings pyarrow."""
     return ObjectStore(address) if "://" in address else Folder(Path(address))
 
 
@@ -54,30 +63,70 @@ class ObjectStore:
         with extra("export"):
             from pyarrow import fs, lib
 
+        if _SECRET.search(uri):
+            raise InvalidInputError(
+                f"{_SECRET.sub('://…@', uri)}: expected an address without a secret, which every "
+                "process of this machine could read; set AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY instead"
+            )
         self._fs, self._failures = fs, (OSError, lib.ArrowException)
+        self._shown = uri
         try:
-            self._files, root = fs.FileSystem.from_uri(uri)
-            kind = self._files.get_file_info(root).type
-        except self._failures as error:
-            raise InvalidInputError(f"{uri}: cannot be opened ({error})") from error
+            self._files, self._root = fs.FileSystem.from_uri(quote(uri, _SPELT, errors="replace"))
+        except lib.ArrowException as error:
+            raise InvalidInputError(
+                f"{uri}: cannot be opened ({error}); write % and ? of a name as %25 and %3F"
+            ) from error
+        except OSError as error:
+            raise self._failed(error) from error
+        if not self._root:
+            raise InvalidInputError(f"{uri}: expected a bucket, as in s3://BUCKET/PREFIX")
+        kind = self._look()
+        if kind == fs.FileType.File:
+            raise InvalidInputError(f"{uri}: expected a bucket or a prefix, got one object")
         if kind != fs.FileType.Directory:
-            raise NotFoundError(f"{uri}: nothing is there; expected a folder or a prefix")
-        self._root = root.rstrip("/") + "/"
+            raise NotFoundError(
+                f"{uri}: nothing is there; look at the names of bucket and prefix, and at endpoint "
+                "and region"
+            )
+        self._below = self._root.rstrip("/") + "/"
 
     def names(self) -> Iterator[str]:
-        found = self._files.get_file_info(self._fs.FileSelector(self._root, recursive=True))
+        try:
+            found = self._files.get_file_info(self._fs.FileSelector(self._below, recursive=True))
+        except self._failures as error:
+            raise self._failed(error) from error
         paths = sorted(one.path for one in found if one.type == self._fs.FileType.File)
-        return (path.removeprefix(self._root) for path in paths if _is_picture(path))
+        return (path.removeprefix(self._below) for path in paths if _is_picture(path))
 
     def read(self, name: str) -> bytes:
+        """Raises UnavailableError, too, where nothing can be read there any more."""
         try:
-            with self._files.open_input_stream(self._root + name, compression=None) as stream:
+            with self._files.open_input_stream(self._below + name, compression=None) as stream:
                 data = bytes(stream.read(LARGEST_BYTES + 1))
+        except FileNotFoundError as error:
+            raise InvalidInputError("it is no longer there") from error
         except self._failures as error:
+            # Of one picture, or of all that are left?
+            self._look()
             raise InvalidInputError(f"cannot be read ({error})") from error
         if len(data) > LARGEST_BYTES:
             raise InvalidInputError(f"expected at most {LARGEST_BYTES} bytes, got more")
         return data
+
+    def _look(self) -> object:
+        """What kind of thing the place is. Raises UnavailableError."""
+        try:
+            return self._files.get_file_info(self._root).type
+        except self._failures as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> UnavailableError:
+        return UnavailableError(
+            f"{self._shown}: cannot be read by {socket.gethostname()} ({error}); look at its "
+            "address, and at that machine's network and credentials (AWS_ACCESS_KEY_ID, "
+            "AWS_SECRET_ACCESS_KEY, ~/.aws), then put again"
+        )
 
 
 def _is_picture(name: str) -> bool:
