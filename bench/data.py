@@ -18,6 +18,7 @@ TRAITS = 32
 CLUSTERS = 100
 DIM = 128
 SIDE_DIM = 128
+POPULATION = 12345
 _CHUNK = 1 << 16
 
 
@@ -39,11 +40,8 @@ def things(count: int, seed: int = 0) -> Vectored:
 
 def _some(count: int, seed: list[int]) -> tuple[Vectors, Vectors, Vectors]:
     rng = np.random.default_rng(seed)
-    population = np.random.default_rng(12345)
-    centres = population.standard_normal((CLUSTERS, TRAITS), np.float32)
-    spread = population.uniform(0.3, 0.8, (CLUSTERS, 1)).astype(np.float32)
-    of = rng.integers(0, CLUSTERS, count)
-    traits = centres[of] + spread[of] * rng.standard_normal((count, TRAITS), np.float32)
+    population = np.random.default_rng(POPULATION)
+    traits = _traits(population, rng, count)
     # An old model has not learnt every trait.
     seen = (0.85, 1.0, 1.0)
     return (
@@ -51,6 +49,15 @@ def _some(count: int, seed: list[int]) -> tuple[Vectors, Vectors, Vectors]:
         _look(population, rng, traits, seen[1], SIDE_DIM, unit=False),
         _look(population, rng, traits, seen[2], DIM, unit=True),
     )
+
+
+def _traits(population: np.random.Generator, rng: np.random.Generator, count: int) -> Vectors:
+    """Of `count` things, [count, TRAITS]; the first that is drawn from `population`."""
+    centres = population.standard_normal((CLUSTERS, TRAITS), np.float32)
+    spread = population.uniform(0.3, 0.8, (CLUSTERS, 1)).astype(np.float32)
+    of = rng.integers(0, CLUSTERS, count)
+    traits: Vectors = centres[of] + spread[of] * rng.standard_normal((count, TRAITS), np.float32)
+    return traits
 
 
 def _look(
@@ -73,9 +80,12 @@ def _look(
 
 
 def images(count: int, size: int, seed: int = 0) -> NDArray[np.uint8]:
-    """Smooth random pictures, uint8 [count, size, size, 3]."""
-    rng = np.random.default_rng(seed)
-    coarse = rng.integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
+    """Smooth pictures of things of the same population, uint8 [count, size, size, 3]: whatever
+    embeds them, those of one cluster are alike. Other seeds draw other things."""
+    population, rng = np.random.default_rng(POPULATION), np.random.default_rng(seed)
+    traits = _traits(population, rng, count)
+    first = population.standard_normal((TRAITS, 8 * 8 * 3), np.float32) / np.sqrt(TRAITS)
+    coarse = (255 / (1 + np.exp(-2 * traits @ first))).astype(np.uint8).reshape(-1, 8, 8, 3)
     return np.stack([np.asarray(Image.fromarray(c).resize((size, size))) for c in coarse])
 
 

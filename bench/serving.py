@@ -10,17 +10,22 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from bench import data
 from bench.harness import Bench
 from bench.loaded import processor_seconds
 from bench.published import Publication
 from demo import gateway, serve
 from demo.children import Children
+from nobackfill.release.models import open_embedder, open_side_encoder
 from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
 from nobackfill.vectors import Vectors
 
 HERE = Path(__file__).parent
 GALLERY = "bench"
+# Pictures embedded at a time.
+PICTURES = 500
 
 
 @dataclass(frozen=True)
@@ -87,22 +92,44 @@ def serving(folder: Path, repo: Path, triton: str | None = None) -> Iterator[Gat
         yield Gateway(addresses[0], child.process.pid)
 
 
-def copy_filled(bench: Bench, pair: Publication, size: int, folder: Path) -> None:
-    """Bring `serving` of `folder` a gallery of so many vectors of release 2, with its graph.
+def copy_filled(
+    bench: Bench, pair: Publication, size: int, folder: Path, pictures: int | None = None
+) -> None:
+    """Bring `serving` of `folder` a gallery of so many vectors of release 2, with its graph:
+    bench.data's things or, as release 2 embeds them, `pictures` of so many pixels a side.
 
     It is filled once for all topics.
     """
-    made = bench.shared / f"gateway-{pair.folder.name}-{size}"
+    kind = "" if pictures is None else "-pictures"
+    made = bench.shared / f"gateway-{pair.folder.name}-{size}{kind}"
     if not (made / "done").exists():
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(parents=True)
-        manifest, items = pair.manifests[2], data.things(size)
+        manifest = pair.manifests[2]
+        if pictures is None:
+            items = data.things(size)
+            new, side = items.new, items.side
+        else:
+            new, side = _embedded(pair, size, pictures)
         assert manifest.side_space is not None
         with serving(made, pair.repo) as gateway:
-            fill(gateway.address, manifest.space, manifest.side_space, items.new, items.side)
+            fill(gateway.address, manifest.space, manifest.side_space, new, side)
             gateway.settle()
         (made / "done").touch()
     shutil.copytree(made / "data", folder / "data")
+
+
+def _embedded(pair: Publication, count: int, side: int) -> tuple[Vectors, Vectors]:
+    """Of so many pictures, what release 2 makes: embeddings, and side-information."""
+    manifest = pair.manifests[2]
+    embedder = open_embedder(pair.repo, manifest)
+    encoder = open_side_encoder(pair.repo, manifest)
+    parts = []
+    for seed, start in enumerate(range(0, count, PICTURES), start=100):
+        pixels = data.images(min(PICTURES, count - start), side, seed)
+        parts.append((embedder.run(pixels), encoder.run(pixels)))
+    embeddings, sides = zip(*parts, strict=True)
+    return np.concatenate(embeddings), np.concatenate(sides)
 
 
 @contextmanager

@@ -26,9 +26,10 @@ QUERIES = 64
 USUAL = 224
 LOAD_SECONDS = 120
 NOTE = (
-    "Queries a second, k = 10, JPEGs of {side} x {side} pixels, an embedder that costs little "
-    "(so that what stands around it shows). Both ask the same Triton; `triton` gets decoded pixels "
-    "and gives embeddings: no decoding, no search. Decoding one takes {decoding:.0f} us alone."
+    "Queries a second, k = 10, JPEGs of {side} x {side} pixels among pictures like them, an "
+    "embedder that costs little (so that what stands around it shows). Both ask the same Triton; "
+    "`triton` gets decoded pixels and gives embeddings: no decoding, no search. Decoding one takes "
+    "{decoding:.0f} us alone."
 )
 
 
@@ -48,7 +49,8 @@ def _table(bench: Bench, side: int) -> Table:
     write_requests(direct, [_infer(image, side) for image in images])
     with ExitStack() as stack:
         triton = stack.enter_context(_triton(folder / "triton", pair.repo))
-        copy_filled(bench, pair, size, folder)
+        # Pictures like those that are asked: what is like nothing stored is searched wider.
+        copy_filled(bench, pair, size, folder, pictures=side)
         gateway = stack.enter_context(serving(folder, pair.repo, triton))
         gateway.settle()
         targets = {"gateway": (gateway.address, SEARCH, asked), "triton": (triton, INFER, direct)}
