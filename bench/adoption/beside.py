@@ -9,9 +9,10 @@ from bench.adoption.rivals import local, nearly_orthogonal
 from bench.adoption.trial import Trial
 from bench.adoption.unpaired import without_pairs
 from bench.harness import Row, Value
+from nobackfill.adopt.crossfit import candidates
 from nobackfill.adopt.figures import Figures, Queries, measure
 from nobackfill.adopt.joining import Block
-from nobackfill.adopt.judgement import candidates, figure_of
+from nobackfill.adopt.judgement import figures_of
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.metrics.bootstrap import paired_bootstrap
@@ -56,8 +57,8 @@ def beside(trial: Trial, counts: tuple[int, ...]) -> list[Row]:
 def _chosen(pairs: Pairs, asked: Queries) -> str:
     """The kind that `fit` takes where it is given these queries."""
     scores = {
-        kind: float(figure_of(vectors, pairs, asked)["MRR"].mean())
-        for kind, vectors in candidates(pairs).items()
+        kind: float(figures_of(held.apart, pairs, asked)["MRR"].mean())
+        for kind, held in candidates(pairs, asked).items()
     }
     return max(scores, key=scores.__getitem__)
 

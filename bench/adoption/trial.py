@@ -8,10 +8,11 @@ import numpy as np
 
 from bench.adoption.texts import Embedded
 from bench.harness import Row
+from nobackfill.adopt.crossfit import candidates
 from nobackfill.adopt.figures import Figures, Queries
 from nobackfill.adopt.healing import ORDERS, SHARES, valley
 from nobackfill.adopt.joining import Block, hubs
-from nobackfill.adopt.judgement import Gallery, candidates, figure_of, judge_joined
+from nobackfill.adopt.judgement import Gallery, figure_of, figures_of, judge_joined
 from nobackfill.adopt.maps import Map, fit_maps, normalised
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.verdict import AS_GOOD, WAYS, Cost, Verdict, decide
@@ -160,8 +161,8 @@ def best(pairs: Pairs) -> Map:
     rows = np.arange(min(500, len(some)), dtype=np.int64)
     asked = Queries(some.old[rows], some.new[rows], rows, own=True)
     scores = {
-        kind: float(figure_of(one, some, asked)["agreement@10"].mean())
-        for kind, one in candidates(some).items()
+        kind: float(figures_of(held.apart, some, asked)["agreement@10"].mean())
+        for kind, held in candidates(some, asked).items()
     }
     return fit_maps(pairs.old, pairs.new)[max(scores, key=scores.__getitem__)]
 

@@ -12,12 +12,13 @@ import pyarrow as pa
 import pytest
 from onnx import numpy_helper
 
-from nobackfill.adopt import judgement
 from nobackfill.adopt.cards import read_card
 from nobackfill.adopt.cli.app import main
 from nobackfill.adopt.converters import open_converter, publish
 from nobackfill.adopt.correction import CONVERTER, CORRECTED, corrected
+from nobackfill.adopt.crossfit import candidates
 from nobackfill.adopt.embedding.opening import open_embedder
+from nobackfill.adopt.judgement import among_items
 from nobackfill.adopt.maps import Map, fit_maps, load_map
 from nobackfill.adopt.pairs import Pairs, match
 from nobackfill.adopt.sources.opening import open_source
@@ -249,9 +250,9 @@ def test_few_pairs_of_ones_own_improve_a_foreign_converter() -> None:
 
     both, alone = corrected(prior, own), fit_maps(own.old, own.new)["affine"]
     assert error(both) < min(error(prior), error(alone))
-    found = judgement.candidates(own, prior)
+    found = candidates(own, among_items(own), prior)
     assert {CONVERTER, CORRECTED, "affine"} <= set(found)
-    np.testing.assert_allclose(found[CONVERTER], prior(own.old), atol=1e-6)
+    np.testing.assert_allclose(found[CONVERTER].vectors, prior(own.old), atol=1e-6)
 
 
 def test_the_graph_gives_what_the_map_gives_and_others_are_refused() -> None:

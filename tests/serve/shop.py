@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from nobackfill.adopt.crossfit import cross_fitted
 from nobackfill.adopt.joining import Joining, save_joining
-from nobackfill.adopt.judgement import Gallery, judge, out_of_fold
+from nobackfill.adopt.judgement import Gallery, judge
 from nobackfill.adopt.maps import Map, fit_maps, save_map
 from nobackfill.adopt.sources.loaded import Loaded
 from nobackfill.adopt.sources.opening import open_source
@@ -25,8 +26,9 @@ HITS = 60
 
 def fitted() -> tuple[Map, Joining]:
     mapping = fit_maps(MADE.old, MADE.new)["affine"]
-    carried = out_of_fold(MADE.pairs, kinds=["affine"])["affine"]
-    joining = judge(Gallery(MADE.old, carried, MADE.new), MADE.queries).joining
+    held = cross_fitted(MADE.pairs, MADE.queries, ["affine"])["affine"]
+    gallery = Gallery(MADE.old, held.vectors, MADE.new)
+    joining = judge(gallery, MADE.queries, held.apart).joining
     return mapping, replace(joining, mark=mapping.digest)
 
 

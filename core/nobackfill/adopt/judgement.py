@@ -1,23 +1,19 @@
 """Five ways to go on with a gallery, measured on pairs that the maps judged were fitted without."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nobackfill.adopt.correction import CONVERTER, CORRECTED, added, left_over
 from nobackfill.adopt.figures import Figures, PerQuery, Queries, chosen_by, measure
 from nobackfill.adopt.healing import Healing, Mixed
 from nobackfill.adopt.joining import ANCHORS, CROWD, Block, Joining, Mask, hubs, standardised
-from nobackfill.adopt.maps import KINDS, Map, Solver, is_unit, normalised
+from nobackfill.adopt.maps import normalised
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.errors import InvalidInputError
 from nobackfill.metrics.distances import distances
 from nobackfill.metrics.ranking import Ints
-from nobackfill.ridge import Moments, in_blocks
 from nobackfill.vectors import Vectors
 
-FOLDS = 5
 # Hits that are embedded again for a query.
 LAZILY = 100
 # Share of the new model's score in the joined one; 0 is the old model alone.
@@ -38,58 +34,6 @@ class Gallery:
     old: Vectors
     carried: Vectors
     new: Vectors
-
-
-def candidates(
-    pairs: Pairs, prior: Map | None = None, subset: float = 1.0, kinds: Collection[str] = KINDS
-) -> dict[str, Vectors]:
-    """As `out_of_fold`; with a converter `prior` also its own vectors, and those of its correction
-    by the other folds' pairs."""
-    own = [kind for kind in kinds if kind in KINDS]
-    found = out_of_fold(pairs, subset=subset, kinds=own) if own else {}
-    if prior is not None:
-        rest = out_of_fold(left_over(prior, pairs), subset=subset, kinds=["affine"], unit=False)
-        found[CORRECTED] = added(prior, pairs.old, rest["affine"])
-        found[CONVERTER] = prior(pairs.old)
-    return found
-
-
-def out_of_fold(
-    pairs: Pairs,
-    seed: int = 0,
-    subset: float = 1.0,
-    kinds: Collection[str] = KINDS,
-    unit: bool | None = None,
-) -> dict[str, Vectors]:
-    """Each candidate's vectors [n, b]; every row by a map that was fitted without it.
-
-    The one number that all folds share is a ridge's penalty, whose error is by leave-one-out.
-    `subset`: the share of the other folds' pairs that is fitted on, for the learning curve. `unit`:
-    as in Map, None where the new vectors say it.
-    """
-    if len(pairs) < 2 * FOLDS:
-        raise InvalidInputError(f"expected at least {2 * FOLDS} pairs, got {len(pairs)}")
-    rng = np.random.default_rng(seed)
-    fold = rng.permutation(np.arange(len(pairs)) % FOLDS)
-    used = np.concatenate([_drawn(np.flatnonzero(fold == n), subset, rng) for n in range(FOLDS)])
-    blocks = in_blocks(pairs.old[used], pairs.new[used])
-    whole = Moments.of(blocks())
-    chosen = Solver(whole).penalties(blocks, kinds)
-    unit = is_unit(pairs.new) if unit is None else unit
-    found = {kind: np.empty_like(pairs.new) for kind in kinds}
-    for number in range(FOLDS):
-        part = Moments(whole)
-        mine = used[fold[used] == number]
-        part.add(pairs.old[mine], pairs.new[mine])
-        rest = Solver(whole.without(part))
-        for kind, candidate in rest.maps(chosen, unit, kinds).items():
-            found[kind][fold == number] = candidate(pairs.old[fold == number])
-    return found
-
-
-def _drawn(rows: Ints, share: float, rng: np.random.Generator) -> Ints:
-    drawn: Ints = rng.choice(rows, max(1, round(share * len(rows))), replace=False)
-    return drawn
 
 
 def sampled(queries: Queries, items: int, seed: int = 0) -> Queries:
@@ -117,11 +61,12 @@ class Judged:
     healing: Healing
 
 
-def judge(gallery: Gallery, queries: Queries, seed: int = 0) -> Judged:
+def judge(gallery: Gallery, queries: Queries, apart: Block | None = None, seed: int = 0) -> Judged:
     """The joining's weight is chosen on one half of the queries and judged on the other, each in
     turn, and so are the lines that native and carried scores meet on; what is returned is fitted to
-    all."""
-    stay, carried, native = _blocks(gallery, queries)
+    all. `apart`: distances [q, g] of new/carried, where they are not those of the gallery's own
+    vectors."""
+    stay, carried, native = _blocks(gallery, queries, apart)
     figures, truth = measure(native, queries)
     anchors = _anchors(gallery, seed)
     halves = np.arange(len(queries.rows)) % 2 == 0
@@ -161,10 +106,15 @@ def judge(gallery: Gallery, queries: Queries, seed: int = 0) -> Judged:
 
 
 def judge_joined(
-    gallery: Gallery, queries: Queries, joining: Joining, seed: int = 0
+    gallery: Gallery,
+    queries: Queries,
+    joining: Joining,
+    apart: Block | None = None,
+    seed: int = 0,
 ) -> dict[str, Figures]:
-    """Figures of the same ways where they are served by a joining that is given."""
-    stay, carried, native = _blocks(gallery, queries)
+    """Figures of the same ways where they are served by a joining that is given; `apart`: as in
+    `judge`."""
+    stay, carried, native = _blocks(gallery, queries, apart)
     figures, _ = measure(native, queries)
     anchors = _anchors(gallery, seed)
     near_new = standardised(carried + hubs(gallery.carried, joining.crowd)[None], anchors)
@@ -175,13 +125,14 @@ def judge_joined(
     return {name: figures(block) for name, block in ways.items()}
 
 
-def _blocks(gallery: Gallery, queries: Queries) -> tuple[Block, Block, Block]:
+def _blocks(gallery: Gallery, queries: Queries, apart: Block | None) -> tuple[Block, Block, Block]:
     """Distances [q, g] of old/old, new/carried and new/new."""
-    sides = ((queries.old, gallery.old), (queries.new, gallery.carried), (queries.new, gallery.new))
-    stay, carried, native = (
-        distances(asked, items, "cosine").astype(np.float32) for asked, items in sides
-    )
-    return stay, carried, native
+    carried = _apart(queries.new, gallery.carried) if apart is None else apart
+    return _apart(queries.old, gallery.old), carried, _apart(queries.new, gallery.new)
+
+
+def _apart(queries: Vectors, items: Vectors) -> Block:
+    return distances(queries, items, "cosine").astype(np.float32)
 
 
 def _anchors(gallery: Gallery, seed: int) -> Ints:
@@ -204,11 +155,14 @@ def _lazily(both: Block, native: Block) -> Block:
     return lazily
 
 
+def figures_of(apart: Block, pairs: Pairs, queries: Queries) -> Figures:
+    """Figures of one map, from distances [q, n] of queries to carried items."""
+    return measure(_apart(queries.new, pairs.new), queries)[0](apart)
+
+
 def figure_of(vectors: Vectors, pairs: Pairs, queries: Queries) -> Figures:
-    """Figures of one candidate's carried vectors [n, b]."""
-    native = distances(queries.new, pairs.new, "cosine").astype(np.float32)
-    carried = distances(queries.new, vectors, "cosine").astype(np.float32)
-    return measure(native, queries)[0](carried)
+    """The same from the carried vectors [n, b]."""
+    return figures_of(_apart(queries.new, vectors), pairs, queries)
 
 
 def _best(scores: Mapping[Way, PerQuery], some: Mask) -> Way:

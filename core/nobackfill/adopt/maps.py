@@ -166,10 +166,20 @@ def _low_rank(weight: Doubles, moments: Moments, rank: int) -> Doubles:
 def _procrustes(moments: Moments) -> tuple[Doubles, float]:
     """R = V U' of the singular value decomposition U s V' of the cross products (Schönemann 1966),
     semi-orthogonal between different dimensions, and the factor of least squared error."""
-    u, singular, vt = np.linalg.svd(moments.cross, full_matrices=False)
+    u, singular, vt = _decomposed(moments.cross)
     rotation = u @ vt
     spread = float(np.einsum("ij,ik,kj->", rotation, moments.gram, rotation, optimize=True))
     return rotation.T, float(singular.sum()) / spread if spread > 0 else 1.0
+
+
+def _decomposed(cross: Doubles) -> tuple[Doubles, Doubles, Doubles]:
+    try:
+        u, singular, vt = np.linalg.svd(cross, full_matrices=False)
+    except np.linalg.LinAlgError:
+        # LAPACK's gesdd gives up on a few matrices of fewer pairs than dims, not on the transpose.
+        v, singular, ut = np.linalg.svd(cross.T, full_matrices=False)
+        u, vt = ut.T, v.T
+    return u, singular, vt
 
 
 def save_map(path: Path, found: Map) -> None:

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from nobackfill.adopt import judgement
+from nobackfill.adopt import crossfit, judgement
 from nobackfill.adopt.correction import CONVERTER, CORRECTED, corrected
-from nobackfill.adopt.figures import Figures, Queries
+from nobackfill.adopt.crossfit import Held
+from nobackfill.adopt.figures import Figures, PerQuery, Queries
 from nobackfill.adopt.healing import MOST_BELOW, Healing, valley
 from nobackfill.adopt.joining import Joining
 from nobackfill.adopt.judgement import Gallery
-from nobackfill.adopt.maps import KINDS, Map, fit_maps
+from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.metrics.bootstrap import paired_bootstrap
 
@@ -23,9 +24,6 @@ from nobackfill.metrics.bootstrap import paired_bootstrap
 AS_GOOD = 0.99
 # Below this, everything is embedded again while one waits.
 SOON_SECONDS = 600.0
-# With fewer pairs for each dimension a map bends to those that it has seen: R@1 of 2,000 pairs was
-# told 7 points too low with 1,280 dims, 2 with 384.
-PAIRS_A_DIM = 4
 CURVE = (0.125, 0.25, 0.5, 1.0)
 # Cheapest first: of ways that are as good, the first is recommended.
 WAYS = ("stay", "map", "both", "lazily", "re-embed")
@@ -103,19 +101,17 @@ def decide(
     asked = judgement.among_items(pairs) if queries is None else queries
     asked = judgement.sampled(asked, len(pairs))
     judged_by = "agreement@10" if asked.own else "MRR"
-    folds = judgement.candidates(pairs, prior)
+    held = crossfit.candidates(pairs, asked, prior)
     candidates = {
-        kind: _mean(judgement.figure_of(vectors, pairs, asked), judged_by)
-        for kind, vectors in folds.items()
+        kind: _mean(judgement.figures_of(one.apart, pairs, asked), judged_by)
+        for kind, one in held.items()
     }
     kind = max(candidates, key=candidates.__getitem__)
-    gallery = Gallery(pairs.old, folds[kind], pairs.new)
-    judged = judgement.judge(gallery, asked)
+    judged = judgement.judge(_gallery(pairs, held[kind]), asked, held[kind].apart)
     figures = judged.ways
     if not asked.own:
-        alike = judgement.judge_joined(gallery, judgement.among_items(pairs), judged.joining)
-        for name in figures:
-            figures[name]["agreement@10"] = alike[name]["agreement@10"]
+        for name, agreement in _alike(pairs, kind, prior, judged.joining).items():
+            figures[name]["agreement@10"] = agreement
     ways = [_way(name, figures, cost, judged_by) for name in WAYS]
     way, words = _choose(ways, judged_by, items_there)
     chosen = _chosen(kind, pairs, prior)
@@ -128,6 +124,18 @@ def decide(
         way, words, search, judged_by, ways, candidates, chosen, joining, curve, judged.healing,
         len(pairs), notes,
     )  # fmt: skip
+
+
+def _gallery(pairs: Pairs, held: Held) -> Gallery:
+    return Gallery(pairs.old, held.vectors, pairs.new)
+
+
+def _alike(pairs: Pairs, kind: str, prior: Map | None, joining: Joining) -> dict[str, PerQuery]:
+    """Neighbours kept by each way as it is served to queries that seek an item."""
+    asked = judgement.among_items(pairs)
+    held = crossfit.candidates(pairs, asked, prior, kinds=[kind])[kind]
+    ways = judgement.judge_joined(_gallery(pairs, held), asked, joining, held.apart)
+    return {name: figures["agreement@10"] for name, figures in ways.items()}
 
 
 def _chosen(kind: str, pairs: Pairs, prior: Map | None) -> Map:
@@ -199,15 +207,20 @@ def _curve(
     points: list[Point] = []
     if kind == CONVERTER:
         return points
-    own = None if kind in KINDS else prior
+    seen = crossfit.seen(crossfit.folds_of(pairs))
+    fitted = seen * len(pairs)
     for share in CURVE:
-        fitted = round(share * len(pairs) * (judgement.FOLDS - 1) / judgement.FOLDS)
         if share == 1:
-            points.append(Point(fitted, whole))
-        elif fitted >= 20:
-            vectors = judgement.candidates(pairs, own, share, [kind])[kind]
-            figure = _mean(judgement.figure_of(vectors, pairs, asked), judged_by)
-            points.append(Point(fitted, figure))
+            points.append(Point(round(fitted), whole))
+        elif share * fitted >= 20:
+            # By few folds: each map sees less of the pairs, so more of what it may see is fitted.
+            few = crossfit.FEW
+            subset = share * seen / crossfit.seen(few)
+            held = crossfit.candidates(pairs, asked, prior, kinds=[kind], subset=subset, folds=few)[
+                kind
+            ]
+            figure = _mean(judgement.figures_of(held.apart, pairs, asked), judged_by)
+            points.append(Point(round(share * fitted), figure))
     return points
 
 
@@ -256,13 +269,6 @@ def _notes(
     if gain is not None:
         notes.append(
             f"twice as many pairs would bring the map about +{100 * gain:.1f} points of {judged_by}"
-        )
-    dims = pairs.old.shape[1]
-    if not asked.own and len(pairs) < PAIRS_A_DIM * dims:
-        notes.append(
-            f"{len(pairs)} pairs are few for {dims} dims: the map, and what both models together "
-            "find, are told too low, as an item's rivals here were carried by maps that had seen "
-            "it, which a gallery's are not; most of all among near-duplicates"
         )
     if asked.own:
         notes.append(

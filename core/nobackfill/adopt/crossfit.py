@@ -1,0 +1,136 @@
+"""Candidates on pairs that their map has not seen: neither what is asked for nor any rival.
+
+The rows are dealt into folds, and for every two folds a map is fitted without both; whoever is
+compared within the two is carried by it. To leave out an item's own fold alone is not enough: its
+rivals' maps have then seen it, and bend them towards the query that asks for it, the more the fewer
+pairs there are for each dimension. To subtract a query's distance to its own item by the same map,
+so that each comparison is within one map, is wrong, too: it is then sought by as many maps as
+there are folds, and one that misses it is enough.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from nobackfill.adopt.correction import CONVERTER, CORRECTED, added, left_over
+from nobackfill.adopt.figures import Queries
+from nobackfill.adopt.joining import Block
+from nobackfill.adopt.maps import KINDS, Map, Solver, is_unit
+from nobackfill.adopt.pairs import Pairs
+from nobackfill.errors import InvalidInputError
+from nobackfill.metrics.distances import distances
+from nobackfill.metrics.ranking import Ints
+from nobackfill.ridge import Moments, in_blocks
+from nobackfill.vectors import Vectors
+
+# The more folds, the nearer is each map to that of all pairs, and the more maps there are: 45 of 10
+# folds, 10 of 5. A map of many dimensions takes seconds.
+FOLDS, FEW = 10, 5
+MANY_DIMS = 1000
+LEAST = 10
+
+
+def folds_of(pairs: Pairs) -> int:
+    dims = max(pairs.old.shape[1], pairs.new.shape[1])
+    return FOLDS if dims < MANY_DIMS else FEW
+
+
+def seen(folds: int) -> float:
+    """Of the pairs, the share that each map is fitted on."""
+    return (folds - 2) / folds
+
+
+@dataclass(frozen=True)
+class Held:
+    """One candidate. `vectors` [n, b]: each row by a map that was fitted without it. `apart`
+    [q, n]: distances of queries to carried items, by maps that were fitted without that item and
+    without the query's own."""
+
+    vectors: Vectors
+    apart: Block
+
+
+def candidates(
+    pairs: Pairs,
+    queries: Queries,
+    prior: Map | None = None,
+    *,
+    kinds: Collection[str] | None = None,
+    subset: float = 1.0,
+    folds: int | None = None,
+) -> dict[str, Held]:
+    """Those of `kinds`, else all: with a converter `prior` also what it gives, and what its
+    correction by the other folds' pairs gives. Other arguments and errors: as `cross_fitted`."""
+    foreign = () if prior is None else (CORRECTED, CONVERTER)
+    wanted = (*KINDS, *foreign) if kinds is None else kinds
+    found: dict[str, Held] = {}
+    if own := [kind for kind in wanted if kind in KINDS]:
+        found = cross_fitted(pairs, queries, own, subset=subset, folds=folds)
+    if prior is not None and CORRECTED in wanted:
+        found[CORRECTED] = cross_fitted(
+            pairs, queries, ["affine"], prior=prior, subset=subset, folds=folds
+        )["affine"]
+    if prior is not None and CONVERTER in wanted:
+        vectors = prior(pairs.old)
+        found[CONVERTER] = Held(vectors, _apart(queries, vectors))
+    return found
+
+
+def cross_fitted(
+    pairs: Pairs,
+    queries: Queries,
+    kinds: Collection[str] = KINDS,
+    *,
+    prior: Map | None = None,
+    subset: float = 1.0,
+    folds: int | None = None,
+    seed: int = 0,
+) -> dict[str, Held]:
+    """Each kind of map. The one number that all of its maps share is a ridge's penalty, whose error
+    is by leave-one-out.
+
+    `prior`: a converter to which maps of what it leaves over are added. `subset`: the share of the
+    other folds' pairs that is fitted on, for the learning curve. `folds`: `folds_of` the pairs by
+    default. Raises InvalidInputError for fewer than 10 pairs.
+    """
+    folds = folds_of(pairs) if folds is None else folds
+    if len(pairs) < LEAST:
+        raise InvalidInputError(f"expected at least {LEAST} pairs, got {len(pairs)}")
+    rng = np.random.default_rng(seed)
+    fold = rng.permutation(np.arange(len(pairs)) % folds)
+    used = np.concatenate([_drawn(np.flatnonzero(fold == n), subset, rng) for n in range(folds)])
+    fitted = pairs if prior is None else left_over(prior, pairs)
+    blocks = in_blocks(fitted.old[used], fitted.new[used])
+    whole = Moments.of(blocks())
+    chosen = Solver(whole).penalties(blocks, kinds)
+    unit = prior is None and is_unit(pairs.new)
+    parts = [Moments(whole) for _ in range(folds)]
+    for number, part in enumerate(parts):
+        mine = used[fold[used] == number]
+        part.add(fitted.old[mine], fitted.new[mine])
+    shape = len(queries.rows), len(pairs)
+    found = {kind: Held(np.empty_like(pairs.new), np.empty(shape, np.float32)) for kind in kinds}
+    for one, other in combinations(range(folds), 2):
+        rows = np.flatnonzero((fold == one) | (fold == other))
+        asked = np.flatnonzero(np.isin(queries.rows, rows))
+        rest = Solver(whole.without(parts[one]).without(parts[other]))
+        for kind, mapping in rest.maps(chosen, unit, kinds).items():
+            carried = mapping(pairs.old[rows])
+            if prior is not None:
+                carried = added(prior, pairs.old[rows], carried)
+            # What lies within one fold is filled by each of its maps: any would do, the last stays.
+            found[kind].vectors[rows] = carried
+            if len(asked):
+                found[kind].apart[np.ix_(asked, rows)] = _apart(queries.part(asked), carried)
+    return found
+
+
+def _apart(queries: Queries, vectors: Vectors) -> Block:
+    return distances(queries.new, vectors, "cosine").astype(np.float32)
+
+
+def _drawn(rows: Ints, share: float, rng: np.random.Generator) -> Ints:
+    drawn: Ints = rng.choice(rows, max(1, round(share * len(rows))), replace=False)
+    return drawn

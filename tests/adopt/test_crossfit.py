@@ -1,0 +1,79 @@
+"""What is said of a map from its own pairs, against chance and against what it does to others."""
+
+import numpy as np
+import pytest
+
+from nobackfill.adopt.crossfit import FOLDS, Held, cross_fitted, seen
+from nobackfill.adopt.figures import Queries
+from nobackfill.adopt.judgement import figure_of, figures_of
+from nobackfill.adopt.maps import KINDS, fit_maps, normalised
+from nobackfill.adopt.pairs import Pairs
+from nobackfill.vectors import Vectors
+
+DIMS = 48
+
+
+def world(items: int, seed: int, share: float) -> tuple[Pairs, Queries]:
+    """Groups of items that look alike; each is asked for once. `share`: of what the new model sees,
+    the part that the old one has seen, too."""
+    rng = np.random.default_rng(seed)
+
+    def drawn(rows: int) -> Vectors:
+        return rng.normal(size=(rows, DIMS)).astype(np.float32)
+
+    hidden = drawn(items // 8)[rng.integers(items // 8, size=items)] + drawn(items)
+    turn = np.linalg.qr(drawn(DIMS))[0]
+    old = normalised(hidden @ turn + 0.3 * drawn(items))
+    new = normalised(share * hidden + (1 - share) * 1.4 * drawn(items))
+    asked = normalised(new + 0.5 / DIMS**0.5 * drawn(items))
+    rows = np.arange(items, dtype=np.int64)
+    ids = [str(row) for row in rows]
+    return Pairs(ids, old, new), Queries(old, asked, rows, own=False)
+
+
+def part(pairs: Pairs, asked: Queries, rows: slice) -> tuple[Pairs, Queries]:
+    old, new = pairs.old[rows], pairs.new[rows]
+    places = np.arange(len(old), dtype=np.int64)
+    some = Queries(asked.old[rows], asked.new[rows], places, own=False)
+    return Pairs(pairs.ids[rows], old, new), some
+
+
+def told(held: Held, pairs: Pairs, asked: Queries, figure: str) -> float:
+    return float(figures_of(held.apart, pairs, asked)[figure].mean())
+
+
+def test_noise_has_as_many_rivals_before_it_as_behind() -> None:
+    """A map that learnt an item by heart would find it; rivals whose maps have seen it are bent
+    towards what asks for it, and stand before it."""
+    before: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for seed in range(10):
+        pairs, asked = world(60, seed, share=0)
+        for kind, held in cross_fitted(pairs, asked).items():
+            own = held.apart[asked.rows, asked.rows][:, None]
+            before[kind].append(float((held.apart < own).sum(1).mean()) / 59)
+    for values in before.values():
+        assert np.mean(values) == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize(("count", "share"), [(80, 0.4), (400, 0.3)])
+def test_what_is_told_is_true_of_other_items(count: int, share: float) -> None:
+    """With fewer pairs than two for each dimension, and with eight: what maps of as many pairs as
+    each of these saw (80 %) do in other galleries of the same size."""
+    kinds = ("affine", "procrustes")
+    apart: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for seed in range(6):
+        every, all_asked = world(4 * count, seed, share)
+        pairs, asked = part(every, all_asked, slice(0, count))
+        held = cross_fitted(pairs, asked, kinds)
+        some = round(seen(FOLDS) * count)
+        for kind, made in fit_maps(pairs.old[:some], pairs.new[:some], kinds=kinds).items():
+            truths = []
+            for first in range(count, 4 * count, count):
+                others, their = part(every, all_asked, slice(first, first + count))
+                figures = figure_of(made(others.old), others, their)
+                truths.append(figures["R@1"].mean())
+            truth = float(np.mean(truths))
+            assert 0.05 < truth < 0.6
+            apart[kind].append(told(held[kind], pairs, asked, "R@1") - truth)
+    for values in apart.values():
+        assert np.mean(values) == pytest.approx(0, abs=0.04)
