@@ -13,7 +13,8 @@ from tests.server.conftest import Stages, make_stages
 from tests.support.blocks import manifest
 
 # Its modules import it; `make test-scale` brings it, and `make test` has no use for them.
-collect_ignore = [] if find_spec("pymilvus") else ["test_milvus.py"]
+_OF_MILVUS = ["test_milvus.py", "test_milvus_filters.py"]
+collect_ignore = [] if find_spec("pymilvus") else _OF_MILVUS
 
 
 @pytest.fixture(scope="session")

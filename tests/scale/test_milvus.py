@@ -2,25 +2,21 @@
 get wrong, and a gateway's swap. What every engine does is in tests/stores."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.gallery.filters import Filter
-from nobackfill.gallery.search.exact import ExactIndex
-from nobackfill.gallery.search.index import EVERY, mask_of
+from nobackfill.gallery.filters import OneOf
+from nobackfill.gallery.search.index import EVERY
 from nobackfill.gallery.upgrade import run_upgrade
-from nobackfill.gallery.writing import Metadata, MetadataValue, NewVectors
+from nobackfill.gallery.writing import NewVectors
 from nobackfill.server.storage import split_store
-from nobackfill.server.stores.milvus import candidates
+from nobackfill.server.stores.milvus import candidates, journal
 from nobackfill.server.stores.milvus.collections import Collections
+from nobackfill.server.stores.milvus.columns import columns_of
 from nobackfill.server.stores.milvus.gallery import RECALL, MilvusGallery, wait_for_recall
-from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
 from tests.gallery.making import Linear, ids, spec, vectors
-from tests.gallery.test_filters import FILTERS, TIMES, holds
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, running
 from tests.server.test_move import moved
@@ -82,7 +78,8 @@ def test_a_flip_waits_for_measured_recall(engine: MilvusEngine) -> None:
         nonlocal looked
         looked += 1
         if looked == 3:
-            engine.collections.upsert(name, *store.load(TWO))
+            labels, content = store.load(TWO)
+            engine.collections.upsert(name, labels, content, [columns_of({})] * len(labels))
 
     def feed() -> int:
         return engine.feeder.feed(store.schema)
@@ -122,56 +119,28 @@ def test_what_milvus_lost_is_told_again_and_what_is_gone_is_dropped(engine: Milv
         engine.feeder.close()
 
 
-# Of each kind, and some that are nearly equal.
-VALUES: tuple[MetadataValue | None, ...] = (
-    None, -1, 0, 1, 1.0, 0.5, 2**53, 2**53 + 1, True, False, "1", "true", "red", "ü", "", *TIMES,
-    [], ["red", "ü"], ["2026-01-02", "2026"],
-)  # fmt: skip
-
-
-def described(number: int) -> Metadata:
-    """The values of an item, in other company for each."""
-    steps = (("colour", 1), ("year", 3), ("ü", 7))
-    chosen = ((key, VALUES[number // step % len(VALUES)]) for key, step in steps)
-    return {key: value for key, value in chosen if value is not None}
-
-
-class Counted(candidates.Candidates):
-    """Counts the searches that Milvus answered."""
-
-    answered = 0
-
-    def rows(self, *given: Any) -> list[Any] | None:
-        found = super().rows(*given)
-        self.answered += found is not None
-        return found
-
-
-def test_filters_mean_beside_milvus_what_they_mean_elsewhere(engine: MilvusEngine) -> None:
-    """As tests/stores/test_search.py asks every engine, with items enough to ask Milvus."""
+def test_a_collection_of_an_older_layout_is_made_anew(engine: MilvusEngine) -> None:
     store = engine.create(spec())
     assert isinstance(store, MilvusGallery)
-    content, metadata = vectors(400, 1), [described(number) for number in range(400)]
-    labels = store.put(ids(400), [NewVectors(ONE, content)], metadata=metadata).labels
-    engine.feed(store)
-    counted = Counted(engine.collections, engine.known)
-    asked = PostgresqlSearcher(store.database, store.schema, store.space(ONE), counted)
-    exact = ExactIndex(spec(), labels, content)
-    shares: list[float] = []
-
-    @settings(max_examples=60, deadline=None)
-    @given(FILTERS)
-    def check(filtered: Filter) -> None:
-        passing = labels[[holds(filtered, one) for one in metadata]]
-        found = asked.search(content[:2], 5, filtered).labels
-        true = exact.search(content[:2], 5, mask_of(labels, passing)).labels
-        assert set(found[found >= 0].tolist()) <= set(passing.tolist())
-        assert ((found >= 0) == (true >= 0)).all()
-        shares.append(float(np.mean([np.isin(a, b) for a, b in zip(true, found, strict=True)])))
-
-    check()
-    assert counted.answered > 20, "Milvus was asked"
-    assert np.mean(shares) > RECALL
+    metadata = [{"half": number % 2 == 0} for number in range(200)]
+    store.put(ids(200), [NewVectors(ONE, vectors(200, 1))], metadata=metadata)
+    store.database.write(lambda connection: journal.take(connection, store.schema, 1000))
+    name = engine.collection(store, ONE)
+    before = name.rpartition("_")[0]
+    engine.collections._client.create_collection(before, dimension=12)
+    asked = OneOf("half", (True,))
+    true = engine.unfed(store, ONE).search(vectors(200, 1)[:3], 5, asked, EVERY).labels.tolist()
+    assert engine.unfed(store, ONE).search(vectors(200, 1)[:3], 5, asked).labels.tolist() == true
+    engine.feeder.start()
+    try:
+        wait_until(
+            lambda: engine.collections.loaded(name) and engine.collections.count(name) == 200,
+            seconds=60, what="it is told all",
+        )  # fmt: skip
+        wait_until(lambda: before not in engine.collections.names(), seconds=60, what="it is gone")
+    finally:
+        engine.feeder.close()
+    assert engine.unfed(store, ONE).search(vectors(200, 1)[:3], 5, asked).labels.tolist() == true
 
 
 def test_a_gateway_swaps_on_milvus(

@@ -2,25 +2,31 @@
 
 In one snapshot of the database: what is pending, then what Milvus finds, then the vectors of both
 as the database has them, of the items that pass. So no deleted item is found, every acknowledged
-put is, and distances are those of every other engine.
+put is, and distances are those of every other engine. A filter is said to Milvus as far as it can
+be (expressions.py): it gives what may pass, and the database takes what does.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from nobackfill.errors import UnavailableError
+from nobackfill.gallery.filters import All, AnyOf, Exists, Filter, OneOf
 from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.server.stores.milvus import journal
 from nobackfill.server.stores.milvus.collections import MOST, Collections
+from nobackfill.server.stores.milvus.expressions import EVERYTHING, expression_of
 from nobackfill.server.stores.milvus.names import name_of
-from nobackfill.server.stores.postgresql.conditions import EVERYTHING, Condition
+from nobackfill.server.stores.postgresql.conditions import EVERYTHING as EVERY_ITEM
+from nobackfill.server.stores.postgresql.conditions import Condition
 from nobackfill.server.stores.postgresql.database import EF, Connection, run
 from nobackfill.server.stores.postgresql.searcher import Table
 from nobackfill.vectors import Vectors
 
 # So many vectors are compared in the database as quickly, and exactly.
 SMALL = 5_000
-# With a filter, how many more candidates are asked for, in turn.
-_WIDER = (8, 64)
+# How many more candidates are asked for where too few of the first are left, and how many more are
+# looked at with a filter.
+_WIDER = 8
 
 
 class Candidates:
@@ -37,26 +43,50 @@ class Candidates:
         self, connection: Connection, table: Table, query: Vectors, limit: int,
         condition: Condition, ef: int,
     ) -> list[Any] | None:  # fmt: skip
-        """Of label and vector, at least `limit`; None where all rows are to be compared."""
+        """Of label and vector, at least `limit` or of all that pass; None where all rows are to be
+        compared."""
         if not self._is_large(connection, table):
             return None
-        new = journal.pending(connection, table.schema, table.number, SMALL)
+        new = journal.pending(
+            connection, table.schema, table.number, SMALL, described=condition is not EVERY_ITEM
+        )
         if len(new) > SMALL or self._few_pass(connection, table, condition):
             return None
         name = name_of(self._database, table.schema, table.number)
-        for factor in (1,) if condition is EVERYTHING else _WIDER:
-            asked = min(limit * factor, MOST)
-            try:
-                near = self._collections.search(name, table.spec, query, asked, ef)
-            except UnavailableError:
-                if self._collections.loaded(name):
-                    raise
-                # Milvus has lost it, and the feeder is about to notice; or it has just started.
-                return None
-            rows = table.rows_of(connection, [*near, *new.tolist()], condition)
-            if len(rows) >= limit:
-                return rows
+        try:
+            for near, is_all in self._near(name, table, query, limit, condition, ef):
+                rows = table.rows_of(connection, [*near, *new.tolist()], condition)
+                if is_all or len(rows) >= limit:
+                    return rows
+        except UnavailableError:
+            if self._collections.loaded(name):
+                raise
+            # Milvus has lost it, and the feeder is about to notice; or it has just started.
         return None
+
+    def _near(
+        self, name: str, table: Table, query: Vectors, limit: int, condition: Condition, ef: int
+    ) -> Iterator[tuple[list[int], bool]]:
+        """Labels that may pass, more and more of the nearest, and whether they are all there are.
+
+        That fewer come than were asked for does not say so: a graph may be left too early. But
+        Milvus goes through all of its rows when it is asked which of them match.
+        """
+        said = EVERYTHING if condition.says is None else expression_of(condition.says)
+        # Of a graph most of which does not match more has to be looked at.
+        ef = ef if said == EVERYTHING else _WIDER * ef
+
+        def nearest(count: int) -> tuple[list[int], bool]:
+            return self._collections.search(name, table.spec, query, count, ef, said), False
+
+        yield nearest(limit)
+        if said != EVERYTHING:
+            matching = self._collections.matching(name, said, SMALL)
+            if matching is not None:
+                yield matching, True
+        yield nearest(min(_WIDER * limit, MOST))
+        if condition.says is not None:
+            yield nearest(MOST)
 
     def found(self, schema: str, info: SpaceInfo, query: Vectors, k: int) -> list[int] | None:
         """Labels that Milvus alone gives; None where it cannot say yet."""
@@ -67,16 +97,26 @@ class Candidates:
 
     def _is_large(self, connection: Connection, table: Table) -> bool:
         if table.name not in self._large:
-            count = _count(connection, f"{table.name} v", EVERYTHING)
-            if count <= SMALL:
+            if _count(connection, f"{table.name} v", EVERY_ITEM) <= SMALL:
                 return False
             self._large.add(table.name)
         return True
 
     def _few_pass(self, connection: Connection, table: Table, condition: Condition) -> bool:
-        if condition is EVERYTHING:
+        """Whether an index of the database says so: sooner than Milvus, which waits for its clock
+        before it answers with what was just written."""
+        if condition.says is None or not _is_indexed(condition.says):
             return False
         return _count(connection, f"{table.schema}.items i", condition) <= SMALL
+
+
+def _is_indexed(filtered: Filter) -> bool:
+    """Whether PostgreSQL finds what passes, or little more, without going through all items."""
+    if isinstance(filtered, All):
+        return any(_is_indexed(part) for part in filtered.of)
+    if isinstance(filtered, AnyOf):
+        return all(_is_indexed(part) for part in filtered.of)
+    return isinstance(filtered, OneOf | Exists)
 
 
 def _count(connection: Connection, where: str, condition: Condition) -> int:

@@ -1,7 +1,8 @@
-"""The collections of a Milvus: one for each space of a gallery, of labels and vectors alone."""
+"""The collections of a Milvus: one for each space of a gallery, of labels, vectors, and columns for
+filters."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -10,6 +11,7 @@ from nobackfill.extras import extra
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.loopback import is_loopback
+from nobackfill.server.stores.milvus.columns import Columns, columns_of
 from nobackfill.vectors import Vectors
 
 with extra("milvus"):
@@ -70,6 +72,9 @@ class Collections:
             schema = self._client.create_schema(auto_id=False, enable_dynamic_field=False)
             schema.add_field("id", DataType.INT64, is_primary=True)
             schema.add_field("embedding", DataType.FLOAT_VECTOR, dim=spec.dim)
+            for column, value in columns_of({}).items():
+                kind = DataType.DOUBLE if isinstance(value, float) else DataType.INT64
+                schema.add_field(column, kind)
             index = self._client.prepare_index_params()
             index.add_index(
                 "embedding", index_type="HNSW", metric_type=_metric(spec),
@@ -84,16 +89,18 @@ class Collections:
     def drop(self, name: str) -> None:
         _asked(lambda: self._client.drop_collection(name))
 
-    def upsert(self, name: str, labels: Labels, vectors: Vectors) -> None:
-        """Keep vectors [n, dim], in place of those that have the labels."""
+    def upsert(
+        self, name: str, labels: Labels, vectors: Vectors, columns: Sequence[Columns]
+    ) -> None:
+        """Keep vectors [n, dim] with their columns, in place of those that have the labels."""
         for start in range(0, len(labels), _AT_ONCE):
+            some = slice(start, start + _AT_ONCE)
             rows = [
-                {"id": label, "embedding": vector}
-                for label, vector in zip(
-                    labels[start : start + _AT_ONCE].tolist(),
-                    vectors[start : start + _AT_ONCE], strict=True,
+                {"id": label, "embedding": vector, **rest}
+                for label, vector, rest in zip(
+                    labels[some].tolist(), vectors[some], columns[some], strict=True
                 )
-            ]  # fmt: skip
+            ]
             _asked(lambda rows=rows: self._client.upsert(name, rows))  # type: ignore[misc]
 
     def delete(self, name: str, labels: Labels) -> None:
@@ -110,14 +117,28 @@ class Collections:
         )
         return int(rows[0]["count(*)"])
 
-    def search(self, name: str, spec: SpaceSpec, query: Vectors, limit: int, ef: int) -> list[int]:
-        """Labels of about the nearest `limit` to `query` [dim]; what was kept before the call is
-        seen."""
+    def matching(self, name: str, expression: str, most: int) -> list[int] | None:
+        """Labels of all rows for which an expression holds, those of a moment ago too; None for
+        more than `most`, which MOST bounds."""
+        rows = _asked(
+            lambda: self._client.query(
+                name, filter=expression, output_fields=["id"], limit=most + 1,
+                consistency_level="Strong",
+            )
+        )  # fmt: skip
+        return None if len(rows) > most else [int(row["id"]) for row in rows]
+
+    def search(
+        self, name: str, spec: SpaceSpec, query: Vectors, limit: int, ef: int, expression: str = ""
+    ) -> list[int]:
+        """Labels of about the nearest `limit` to `query` [dim], of rows for which an expression
+        holds; what was kept before the call is seen."""
         found = _asked(
             lambda: self._client.search(
                 name,
                 data=[query],
                 anns_field="embedding",
+                filter=expression,
                 limit=min(limit, MOST),
                 search_params={"metric_type": _metric(spec), "params": {"ef": max(ef, limit)}},
                 consistency_level="Strong",

@@ -11,10 +11,11 @@ from nobackfill.gallery.change import Change
 from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.server.stores.milvus import journal
 from nobackfill.server.stores.milvus.collections import Collections
+from nobackfill.server.stores.milvus.columns import columns_of
 from nobackfill.server.stores.milvus.names import name_of, prefix_of
 from nobackfill.server.stores.postgresql.bulk import among, copy_out
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
-from nobackfill.server.stores.postgresql.rows import read_spaces
+from nobackfill.server.stores.postgresql.rows import facets_of, read_spaces
 from nobackfill.server.stores.postgresql.schema import schema_of, table_of
 
 log = structlog.get_logger("server.stores")
@@ -76,7 +77,9 @@ class Feeder:
         self._collections.make(name, info.spec)
         table = table_of(schema, info.number)
         there, vectors, _ = copy_out(connection, table, among(labels), info.spec.dim)
-        self._collections.upsert(name, there, vectors)
+        facets = facets_of(connection, schema, there)
+        columns = [columns_of(facets.get(label, {})) for label in there.tolist()]
+        self._collections.upsert(name, there, vectors, columns)
         self._collections.delete(name, np.setdiff1d(labels, there, assume_unique=True))
 
     def _run(self) -> None:

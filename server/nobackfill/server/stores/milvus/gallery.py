@@ -31,6 +31,7 @@ class MilvusGallery(PostgresqlGallery):
         super().__init__(database, number)
         if not database.read(lambda connection: journal.kept(connection, self.schema)):
             database.write(lambda connection: journal.begin(connection, self.schema))
+            log.info("Milvus is told everything", gallery=number)
 
     def begin(self, spec: SpaceSpec) -> None:
         def work(connection: Connection) -> None:

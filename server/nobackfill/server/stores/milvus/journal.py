@@ -1,9 +1,12 @@
-"""What a Milvus has still to be told: labels whose vectors came, changed or went.
+"""What a Milvus has still to be told: labels whose vectors came, changed or went, and those whose
+metadata did (`described`), for Milvus filters.
 
-    nobackfill_<number>.pending(number, label)    by triggers, in the transaction of the change
+    nobackfill_<number>.pending(number, label, described)
 
-What Milvus holds and what is pending cover, together, all that the database has: a search that
-looks at both misses nothing. Milvus is told, then the row goes; told twice is harmless.
+by triggers, in the transaction of the change. What Milvus holds and what is pending cover,
+together, all that the database has: a search that looks at both misses nothing, and one without a
+filter need not look at what was described. Milvus is told, then the row goes; told twice is
+harmless.
 """
 
 from collections.abc import Sequence
@@ -17,15 +20,29 @@ from nobackfill.server.stores.postgresql.rows import label_column, read_spaces
 from nobackfill.server.stores.postgresql.schema import table_of
 from nobackfill.server.stores.postgresql.writing import hold_gate
 
-_TABLE = "CREATE TABLE IF NOT EXISTS {0}.pending (number integer NOT NULL, label bigint NOT NULL)"
-_INDEX = "CREATE INDEX IF NOT EXISTS pending_by_space ON {0}.pending (number, label)"
+_TABLE = (
+    "CREATE TABLE IF NOT EXISTS {0}.pending (number integer NOT NULL, label bigint NOT NULL,"
+    " described boolean NOT NULL DEFAULT false)"
+)
+_INDEX = "CREATE INDEX IF NOT EXISTS pending_by_space ON {0}.pending (number, described, label)"
 _FUNCTION = """
 CREATE OR REPLACE FUNCTION {0}.note_pending() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
-    INSERT INTO {0}.pending SELECT TG_ARGV[0]::integer, label FROM changed;
+    INSERT INTO {0}.pending (number, label) SELECT TG_ARGV[0]::integer, label FROM changed;
     RETURN NULL;
 END $$
 """
+_DESCRIBED = """
+CREATE OR REPLACE FUNCTION {0}.note_described() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO {0}.pending SELECT s.number, c.label, true FROM changed c CROSS JOIN {0}.spaces s;
+    RETURN NULL;
+END $$
+"""
+_DESCRIBING = (
+    "CREATE TRIGGER pending_update AFTER UPDATE ON {0}.items REFERENCING NEW TABLE AS changed"
+    " FOR EACH STATEMENT EXECUTE FUNCTION {0}.note_described()"
+)
 _TRIGGER = (
     "CREATE TRIGGER pending_{1} AFTER {1} ON {2} REFERENCING {3} TABLE AS changed"
     " FOR EACH STATEMENT EXECUTE FUNCTION {0}.note_pending({4:d})"
@@ -36,7 +53,7 @@ def begin(connection: Connection, schema: str) -> None:
     """Note every change of a gallery from now on, and all that is there; twice is harmless."""
     hold_gate(connection, schema)
     if not kept(connection, schema):
-        for statement in (_TABLE, _INDEX, _FUNCTION):
+        for statement in (_TABLE, _INDEX, _FUNCTION, _DESCRIBED, _DESCRIBING):
             run(connection, statement.format(schema))
     for info in read_spaces(connection, schema):
         watch(connection, schema, info)
@@ -66,9 +83,9 @@ def note_all(connection: Connection, schema: str, info: SpaceInfo) -> None:
     """Everything in a space is pending: its collection has nothing."""
     run(
         connection,
-        f"INSERT INTO {schema}.pending SELECT {info.number:d}, v.label"
+        f"INSERT INTO {schema}.pending (number, label) SELECT {info.number:d}, v.label"
         f" FROM {table_of(schema, info.number)} v WHERE NOT EXISTS (SELECT 1 FROM {schema}.pending"
-        f" p WHERE p.number = {info.number:d} AND p.label = v.label)",
+        f" p WHERE p.number = {info.number:d} AND p.label = v.label AND NOT p.described)",
     )
 
 
@@ -94,9 +111,13 @@ def take(connection: Connection, schema: str, count: int) -> list[tuple[int, Lab
     ]
 
 
-def pending(connection: Connection, schema: str, number: int, most: int) -> Labels:
-    """Labels of a space that are pending, `most` + 1 of them where there are more."""
-    query = f"SELECT label FROM {schema}.pending WHERE number = %s LIMIT %s"
+def pending(
+    connection: Connection, schema: str, number: int, most: int, *, described: bool = False
+) -> Labels:
+    """Labels of a space that are pending, with `described` for their metadata alone, too; `most`
+    + 1 of them where there are more."""
+    some = "" if described else " AND NOT described"
+    query = f"SELECT label FROM {schema}.pending WHERE number = %s{some} LIMIT %s"
     return label_column(run(connection, query, [number, most + 1]))
 
 

@@ -5,6 +5,9 @@ import hashlib
 from nobackfill.server.stores.postgresql.database import Database, run
 
 _OURS = "nobackfill_"
+# Of a collection's columns: one of an older layout has another name, so that it is dropped, and
+# what it held is told to a new one.
+_LAYOUT = 2
 
 
 def database_id(database: Database) -> str:
@@ -25,4 +28,4 @@ def prefix_of(database: str) -> str:
 def name_of(database: str, schema: str, number: int) -> str:
     """Of the collection of one space. `schema` is nobackfill_<number>, numbers of spaces in it are
     never used twice."""
-    return f"{prefix_of(database)}{schema.removeprefix(_OURS)}_{number:d}"
+    return f"{prefix_of(database)}{schema.removeprefix(_OURS)}_{number:d}_{_LAYOUT}"

@@ -8,7 +8,7 @@ as microseconds since 1970, so that SQL compares what Python would.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
@@ -33,10 +33,12 @@ _BOUNDS = (("at_least", ">="), ("greater_than", ">"), ("less_than", "<"), ("at_m
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on a row `i` of items, with the values that it binds."""
+    """A condition on a row `i` of items, with the values that it binds, and the filter that it
+    says, if there is one."""
 
     text: str
     values: tuple[Any, ...] = ()
+    says: Filter | None = None
 
 
 EVERYTHING = Condition("TRUE")
@@ -74,7 +76,8 @@ def condition_of(filtered: Filter | None) -> Condition:
     if filtered is None:
         return EVERYTHING
     check(filtered)
-    return _of(filtered)
+    found = _of(filtered)
+    return found if found is EVERYTHING else replace(found, says=filtered)
 
 
 def _of(filtered: Filter) -> Condition:

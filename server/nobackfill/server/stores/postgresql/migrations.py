@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from nobackfill.errors import BusyError, ConfigurationError
 from nobackfill.server.stores.postgresql.database import Connection, run
 
-FORMAT = 2
+FORMAT = 3
 
 _FIRST = """
 CREATE SCHEMA IF NOT EXISTS nobackfill;
@@ -25,34 +25,53 @@ CREATE TABLE IF NOT EXISTS nobackfill.galleries (
 
 @dataclass(frozen=True)
 class _Step:
-    """To a format from the one before, and back: statements, joined by semicolons."""
+    """To a format from the one before, and back: statements."""
 
-    there: str
-    back: str
+    there: tuple[str, ...]
+    back: tuple[str, ...]
 
+
+# What Milvus was told, and is to be told, is begun again when a gallery is opened with one.
+_FORGET_MILVUS = """
+DO $$
+DECLARE gallery text;
+BEGIN
+    FOR gallery IN SELECT 'nobackfill_' || number FROM nobackfill.galleries LOOP
+        EXECUTE 'DROP TABLE IF EXISTS ' || gallery || '.pending';
+        EXECUTE 'DROP FUNCTION IF EXISTS ' || gallery || '.note_pending() CASCADE';
+        EXECUTE 'DROP FUNCTION IF EXISTS ' || gallery || '.note_described() CASCADE';
+    END LOOP;
+END $$
+"""
 
 _STEPS = {
     # Several gateways: epochs and terms, and jobs that all of them see.
     2: _Step(
-        """
+        (
+            """
 ALTER TABLE nobackfill.gateway ADD COLUMN epoch bigint NOT NULL DEFAULT 0,
-    ADD COLUMN term bigint NOT NULL DEFAULT 0;
-ALTER TABLE nobackfill.galleries ADD COLUMN epoch bigint NOT NULL DEFAULT 0;
-CREATE TABLE nobackfill.jobs (gallery text PRIMARY KEY, value text NOT NULL);
+    ADD COLUMN term bigint NOT NULL DEFAULT 0
+""",
+            "ALTER TABLE nobackfill.galleries ADD COLUMN epoch bigint NOT NULL DEFAULT 0",
+            "CREATE TABLE nobackfill.jobs (gallery text PRIMARY KEY, value text NOT NULL)",
+            """
 CREATE TABLE nobackfill.audit (
     number bigint PRIMARY KEY GENERATED ALWAYS AS IDENTITY,
     at timestamptz NOT NULL DEFAULT clock_timestamp(),
     who text NOT NULL, what text NOT NULL, of_what text NOT NULL
-);
-INSERT INTO nobackfill.gateway (value) VALUES ('{}') ON CONFLICT DO NOTHING
+)
 """,
-        """
-DROP TABLE nobackfill.audit;
-DROP TABLE nobackfill.jobs;
-ALTER TABLE nobackfill.galleries DROP COLUMN epoch;
-ALTER TABLE nobackfill.gateway DROP COLUMN epoch, DROP COLUMN term
-""",
+            "INSERT INTO nobackfill.gateway (value) VALUES ('{}') ON CONFLICT DO NOTHING",
+        ),
+        (
+            "DROP TABLE nobackfill.audit",
+            "DROP TABLE nobackfill.jobs",
+            "ALTER TABLE nobackfill.galleries DROP COLUMN epoch",
+            "ALTER TABLE nobackfill.gateway DROP COLUMN epoch, DROP COLUMN term",
+        ),
     ),
+    # A Milvus is told of metadata: a gateway that does not would take notes that it cannot act on.
+    3: _Step((_FORGET_MILVUS,), (_FORGET_MILVUS,)),
 }
 
 
@@ -85,7 +104,7 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
     steps = [_STEPS[step].there for step in range(found + 1, to + 1)]
     steps += [_STEPS[step].back for step in range(found, to, -1)]
     for statements in steps:
-        for statement in statements.split(";"):
+        for statement in statements:
             run(connection, statement)
     run(connection, "UPDATE nobackfill.format SET version = %s", [to])
     return 0 if row is None else found

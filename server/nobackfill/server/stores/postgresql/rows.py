@@ -69,6 +69,12 @@ def items_where(
     return [item_of(row) for row in rows]
 
 
+def facets_of(connection: Connection, schema: str, labels: Labels) -> Mapping[int, Any]:
+    """What is kept for filters (conditions.py) of those of `labels` that are there."""
+    query = f"SELECT label, facets FROM {schema}.items WHERE label = ANY(%s)"
+    return dict(run(connection, query, [labels.tolist()]).fetchall())
+
+
 def count(connection: Connection, schema: str, space: str | None) -> int:
     """Number of items, or of vectors in a space."""
     table = f"{schema}.items"

@@ -79,7 +79,8 @@ class Candidates(Protocol):
         self, connection: Connection, table: Table, query: Vectors, limit: int,
         condition: Condition, ef: int,
     ) -> list[Any] | None:  # fmt: skip
-        """Of label and vector, at least `limit`; None where all rows are to be compared."""
+        """Of label and vector, at least `limit` or of all that pass; None where all rows are to be
+        compared."""
         ...
 
 

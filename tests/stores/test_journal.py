@@ -1,0 +1,98 @@
+"""What a Milvus has still to be told, which PostgreSQL notes by itself; no Milvus is asked."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from nobackfill.gallery import edits
+from nobackfill.gallery.writing import NewVectors
+from nobackfill.server.stores.milvus import journal
+from nobackfill.server.stores.postgresql import schema
+from nobackfill.server.stores.postgresql.database import Database, run
+from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
+from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
+from nobackfill.server.stores.postgresql.migrations import migrate
+from tests.gallery.making import ids, spec, vectors
+from tests.support.postgres import Server
+
+ONE, TWO = spec(1).space, spec(2).space
+TRIGGERS = "SELECT count(*) FROM pg_trigger WHERE tgname LIKE 'pending%'"
+
+
+@pytest.fixture
+def store(postgres: Server) -> Iterator[PostgresqlGallery]:
+    """Three items in a space, none in another."""
+    with postgres.database() as url:
+        database = Database(url, most=4)
+        database.open(schema.prepare)
+        made = PostgresqlGalleries(database).create("g", [spec()], {})
+        made.put(ids(3), [NewVectors(ONE, vectors(3, 1))], digests=["a"] * 3)
+        made.begin(spec(2))
+        yield made
+        database.close()
+
+
+def noted(store: PostgresqlGallery) -> dict[int, list[int]]:
+    """Labels by number of their space, which are forgotten."""
+    taken = store.database.write(lambda connection: journal.take(connection, store.schema, 100))
+    return {number: labels.tolist() for number, labels in taken}
+
+
+def pending(store: PostgresqlGallery, *, described: bool) -> list[int]:
+    number = store.space(ONE).number
+    return store.database.read(
+        lambda connection: journal.pending(
+            connection, store.schema, number, 100, described=described
+        ).tolist()
+    )
+
+
+def begin(store: PostgresqlGallery) -> None:
+    store.database.write(lambda connection: journal.begin(connection, store.schema))
+
+
+def test_every_change_that_a_filter_may_see_is_noted(store: PostgresqlGallery) -> None:
+    begin(store)
+    one, two = (store.space(space).number for space in (ONE, TWO))
+    assert noted(store) == {one: [1, 2, 3]}
+    begin(store)
+    assert noted(store) == {}
+    edits.describe(store, edits.chosen_by_ids(store, ["item-1"]), {"n": 1}, ())
+    # A search without a filter has no use for that.
+    assert (pending(store, described=False), pending(store, described=True)) == ([], [2])
+    assert noted(store) == {one: [2], two: [2]}
+    # What is as it was is not written.
+    edits.describe(store, edits.chosen_by_ids(store, ["item-1"]), {"n": 1}, ())
+    assert noted(store) == {}
+    # The same content with other metadata keeps its vector and its label.
+    put = NewVectors(ONE, vectors(3, 1)[:1])
+    store.put(["item-0"], [put], digests=["a"], metadata=[{"n": 2}])
+    assert noted(store) == {one: [1], two: [1]}
+    store.put(["item-0"], [put], digests=["b"], metadata=[{"n": 2}])
+    assert noted(store) == {one: [1, 4]}
+    store.delete(["item-2"])
+    assert noted(store) == {one: [3]}
+
+
+def test_what_is_told_anew_is_pending_for_every_search(store: PostgresqlGallery) -> None:
+    """Though its metadata is to be told, too: its collection has nothing."""
+    begin(store)
+    noted(store)
+    edits.describe(store, edits.chosen_by_ids(store, ["item-1"]), {"n": 1}, ())
+    info = store.space(ONE)
+    store.database.write(lambda connection: journal.note_all(connection, store.schema, info))
+    assert sorted(pending(store, described=False)) == [1, 2, 3]
+
+
+def test_another_format_begins_the_journal_anew(store: PostgresqlGallery) -> None:
+    """A version that tells Milvus of vectors alone must not take notes of metadata."""
+    database = store.database
+    for to in (2, 3):
+        begin(store)
+        noted(store)
+        database.write(lambda connection, to=to: migrate(connection, to))  # type: ignore[misc]
+        assert not database.read(lambda connection: journal.kept(connection, store.schema))
+        assert database.read(lambda connection: run(connection, TRIGGERS).fetchone()) == (0,)
+        assert store.delete(["item-0"]) == (to == 2)
+    begin(store)
+    assert noted(store) == {store.space(ONE).number: [2, 3]}
