@@ -74,19 +74,25 @@ class Candidates:
         """
         said = EVERYTHING if condition.says is None else expression_of(condition.says)
         # Of a graph most of which does not match more has to be looked at.
-        ef = ef if said == EVERYTHING else _WIDER * ef
+        wide = ef if said == EVERYTHING else _WIDER * ef
 
-        def nearest(count: int) -> tuple[list[int], bool]:
-            return self._collections.search(name, table.spec, query, count, ef, said), False
+        def nearest(count: int) -> list[int]:
+            return self._collections.search(name, table.spec, query, count, wide, said)
 
-        yield nearest(limit)
+        near = nearest(limit)
+        if said != EVERYTHING:
+            # And what is near whether it matches or not: of a graph of which a tenth matches, a
+            # walk misses some. What was told a moment ago is among the former.
+            more = min(_WIDER * limit, MOST)
+            near += self._collections.search(name, table.spec, query, more, ef, fresh=False)
+        yield near, False
         if said != EVERYTHING:
             matching = self._collections.matching(name, said, SMALL)
             if matching is not None:
                 yield matching, True
-        yield nearest(min(_WIDER * limit, MOST))
+        yield nearest(min(_WIDER * limit, MOST)), False
         if condition.says is not None:
-            yield nearest(MOST)
+            yield nearest(MOST), False
 
     def found(self, schema: str, info: SpaceInfo, query: Vectors, k: int) -> list[int] | None:
         """Labels that Milvus alone gives; None where it cannot say yet."""

@@ -129,10 +129,12 @@ class Collections:
         return None if len(rows) > most else [int(row["id"]) for row in rows]
 
     def search(
-        self, name: str, spec: SpaceSpec, query: Vectors, limit: int, ef: int, expression: str = ""
-    ) -> list[int]:
+        self, name: str, spec: SpaceSpec, query: Vectors, limit: int, ef: int,
+        expression: str = "", *, fresh: bool = True,
+    ) -> list[int]:  # fmt: skip
         """Labels of about the nearest `limit` to `query` [dim], of rows for which an expression
-        holds; what was kept before the call is seen."""
+        holds. `fresh`: what was kept before the call is seen, for which Milvus waits until its
+        clock ticks."""
         found = _asked(
             lambda: self._client.search(
                 name,
@@ -141,7 +143,7 @@ class Collections:
                 filter=expression,
                 limit=min(limit, MOST),
                 search_params={"metric_type": _metric(spec), "params": {"ef": max(ef, limit)}},
-                consistency_level="Strong",
+                consistency_level="Strong" if fresh else "Eventually",
             )
         )
         return [int(hit["id"]) for hit in found[0]]
