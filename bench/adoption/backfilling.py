@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from nobackfill.adopt.figures import Queries, measure
+from nobackfill.adopt.figures import Queries, blocked, measure
 from nobackfill.adopt.maps import fit_maps, normalised
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.metrics.distances import distances
 from nobackfill.ridge import Doubles
 from nobackfill.vectors import Vectors
 
@@ -49,9 +48,8 @@ def _turn(weight: Doubles) -> Turn:
 
 def _kept(turn: Turn, old: Vectors, new: Vectors) -> float:
     asked = Queries(old, new, np.arange(len(old), dtype=np.int64), own=True)
-    native = distances(new, new, "cosine").astype(np.float32)
-    block = distances(turn(new), old, "cosine").astype(np.float32)
-    return float(measure(native, asked)[0](block)["agreement@10"].mean())
+    found = measure(blocked(new, new), asked)[0](blocked(turn(new), old))
+    return float(found["agreement@10"].mean())
 
 
 def _slope(weight: Doubles, old: Vectors, new: Vectors) -> Doubles:

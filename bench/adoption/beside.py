@@ -10,13 +10,12 @@ from bench.adoption.trial import Trial
 from bench.adoption.unpaired import without_pairs
 from bench.harness import Row, Value
 from nobackfill.adopt.crossfit import candidates
-from nobackfill.adopt.figures import Figures, Queries, measure
+from nobackfill.adopt.figures import Figures, Queries, blocked, measure
 from nobackfill.adopt.joining import Block
 from nobackfill.adopt.judgement import figures_of
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.metrics.bootstrap import paired_bootstrap
-from nobackfill.metrics.distances import distances
 from nobackfill.vectors import Vectors
 
 DRAWS = 3
@@ -67,25 +66,21 @@ def _ways(pairs: Pairs, gallery: Pairs) -> dict[str, Search]:
     made = fit_maps(pairs.old, pairs.new)
     turn = turned_back(pairs)
     return {
-        "stay": lambda asked, items: _apart(asked.old, items.old),
+        "stay": lambda asked, items: blocked(asked.old, items.old),
         **{kind: _by(one(gallery.old)) for kind, one in made.items()},
         "lambda-orthogonality": _by(nearly_orthogonal(pairs)(gallery.old)),
         "local adapters": _by(local(pairs)(gallery.old)),
-        "reverse query transform": lambda asked, items: _apart(turn(asked.new), items.old),
+        "reverse query transform": lambda asked, items: blocked(turn(asked.new), items.old),
         "unpaired": _by(without_pairs(gallery.old, pairs.new)(gallery.old)),
     }
 
 
 def _by(carried: Vectors) -> Search:
-    return lambda asked, items: _apart(asked.new, carried)
-
-
-def _apart(queries: Vectors, items: Vectors) -> Block:
-    return distances(queries, items, "cosine").astype(np.float32)
+    return lambda asked, items: blocked(asked.new, carried)
 
 
 def _figures(search: Search, gallery: Pairs, asked: Queries) -> Figures:
-    found = measure(_apart(asked.new, gallery.new), asked)[0](search(asked, gallery))
+    found = measure(blocked(asked.new, gallery.new), asked)[0](search(asked, gallery))
     return found if asked.own else {name: found[name] for name in ("R@1", "R@10")}
 
 

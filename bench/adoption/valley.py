@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from bench.adoption.trial import Trial, best
 from bench.harness import Row
+from nobackfill.adopt.figures import blocked
 from nobackfill.metrics.backfill import (
     AS_THEY_ARE,
     BackfillCurve,
@@ -12,7 +13,6 @@ from nobackfill.metrics.backfill import (
     backfill_curve,
     random_order,
 )
-from nobackfill.metrics.distances import distances
 from nobackfill.metrics.ranking import Ranking, Relevance, same_label
 from nobackfill.quality.calibrate import same_scale
 from nobackfill.quality.retrieval import Measured
@@ -69,7 +69,7 @@ def _of_class(labels: NDArray[np.str_]) -> Relevance:
 
 
 def _nearest(queries: Vectors, items: Vectors) -> Measured:
-    apart = distances(queries, items, "cosine").astype(np.float32)
+    apart = blocked(queries, items)
     near = np.argsort(apart, axis=1)[:, :_NEAR]
     none, nothing = np.empty(0), Ranking([], np.empty(0, np.int64))
     return Measured(none, none, none, nothing, near, np.take_along_axis(apart, near, 1))

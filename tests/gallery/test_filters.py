@@ -1,6 +1,6 @@
 """The filter engine against a slow predicate that goes through the items one by one."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from nobackfill.gallery.filters import (
     OneOf,
     Range,
     Scalar,
+    Test,
     TimeRange,
     microseconds,
 )
@@ -73,19 +74,6 @@ FILTERS: st.SearchStrategy[Filter] = st.recursive(
 )
 
 
-def holds(filtered: Filter, metadata: Mapping[str, MetadataValue]) -> bool:
-    if isinstance(filtered, All):
-        return all(holds(part, metadata) for part in filtered.of)
-    if isinstance(filtered, AnyOf):
-        return any(holds(part, metadata) for part in filtered.of)
-    if isinstance(filtered, Not):
-        return not holds(filtered.of, metadata)
-    value = metadata.get(filtered.key, [])
-    if isinstance(value, str | int | float):
-        return passes(filtered, value)
-    return any(passes(filtered, one) for one in value)
-
-
 def passes(test: Filter, value: Scalar) -> bool:
     if isinstance(test, OneOf):
         return any(kind(value) == kind(wanted) and value == wanted for wanted in test.values)
@@ -110,6 +98,30 @@ def within(test: Range | TimeRange, value: Scalar) -> bool:
         and (test.at_most is None or value <= test.at_most)
         and (test.less_than is None or value < test.less_than)
     )
+
+
+def holds(
+    filtered: Filter, metadata: Mapping[str, MetadataValue],
+    passing: Callable[[Test, Scalar], bool] = passes,
+) -> bool:  # fmt: skip
+    """`passing`: whether one value passes a test."""
+    if isinstance(filtered, All):
+        return all(holds(part, metadata, passing) for part in filtered.of)
+    if isinstance(filtered, AnyOf):
+        return any(holds(part, metadata, passing) for part in filtered.of)
+    if isinstance(filtered, Not):
+        return not holds(filtered.of, metadata, passing)
+    value = metadata.get(filtered.key, [])
+    if isinstance(value, str | int | float):
+        return passing(filtered, value)
+    return any(passing(filtered, one) for one in value)
+
+
+def moment(text: str) -> int:
+    """Of a text that is a time, in microseconds."""
+    found = microseconds(text)
+    assert found is not None
+    return found
 
 
 @settings(max_examples=60, deadline=None)

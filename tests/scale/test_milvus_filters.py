@@ -17,7 +17,6 @@ from nobackfill.gallery.filters import (
     OneOf,
     Range,
     TimeRange,
-    microseconds,
 )
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import mask_of
@@ -27,7 +26,7 @@ from nobackfill.server.stores.milvus.expressions import expression_of
 from nobackfill.server.stores.milvus.gallery import RECALL, MilvusGallery
 from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
 from tests.gallery.making import ids, spec, vectors
-from tests.gallery.test_filters import FILTERS, TIMES, holds
+from tests.gallery.test_filters import FILTERS, TIMES, holds, moment
 from tests.stores.milvus_engine import MilvusEngine
 
 ONE = spec(1).space
@@ -109,12 +108,6 @@ def of_kinds(number: int) -> Metadata:
     }  # fmt: skip
     if shuffled % 3 == 0:
         found["third"] = "ü'\"\\"
-    return found
-
-
-def moment(text: str) -> int:
-    found = microseconds(text)
-    assert found is not None
     return found
 
 

@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import quote
 
@@ -43,21 +44,20 @@ NOWHERE = {
 @pytest.fixture(scope="module")
 def store() -> Iterator[ObjectStore]:
     """Two buckets: `photos` with pictures below `my photos/größe`, an empty one."""
-    try:
-        manager = object_store.running()
-        made = manager.__enter__()
-    except (NobackfillError, OSError) as error:
-        pytest.skip(str(error))
-    made.make("photos")
-    made.make("nothing")
-    made.put("photos", {f"{PREFIX}/{name}": data for name, data in OBJECTS.items()})
-    others = {
-        f"{PREFIX}/bad.png": b"no picture", f"{PREFIX}/notes.txt": b"none",
-        "my photos/größer/x.png": OBJECTS["a b.png"], "x.png": OBJECTS["a b.png"],
-    }  # fmt: skip
-    made.put("photos", others)
-    yield made
-    manager.__exit__(None, None, None)
+    with ExitStack() as ending:
+        try:
+            made = ending.enter_context(object_store.running())
+        except (NobackfillError, OSError) as error:
+            pytest.skip(str(error))
+        made.make("photos")
+        made.make("nothing")
+        made.put("photos", {f"{PREFIX}/{name}": data for name, data in OBJECTS.items()})
+        others = {
+            f"{PREFIX}/bad.png": b"no picture", f"{PREFIX}/notes.txt": b"none",
+            "my photos/größer/x.png": OBJECTS["a b.png"], "x.png": OBJECTS["a b.png"],
+        }  # fmt: skip
+        made.put("photos", others)
+        yield made
 
 
 @pytest.fixture(autouse=True)

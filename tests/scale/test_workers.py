@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from nobackfill.server.upgrades.workers.window import PIECE
 from tests.scale.conftest import whole
 from tests.server.conftest import Stages
 from tests.support.carried import Carried
+from tests.support.ports import free_port
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
 
@@ -39,9 +39,7 @@ def test_a_cluster_that_is_not_there_or_has_ended_is_said_so(
     with pytest.raises(ConfigurationError, match="HOST:PORT"):
         join("nonsense")
     # What `ray start` has noted, and nobody has cleared.
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        dead = f"127.0.0.1:{free.getsockname()[1]}"
+    dead = f"127.0.0.1:{free_port()}"
     (tmp_path / "ray").mkdir(exist_ok=True)
     (tmp_path / "ray" / "ray_current_cluster").write_text(dead)
     for address in ("auto", dead):

@@ -20,6 +20,8 @@ from nobackfill.gallery.filters import (
     Not,
     OneOf,
     Range,
+    Scalar,
+    Test,
     TimeRange,
     microseconds,
 )
@@ -27,7 +29,16 @@ from nobackfill.gallery.writing import Metadata
 from nobackfill.server.stores.milvus.columns import Columns, columns_of
 from nobackfill.server.stores.milvus.expressions import EVERYTHING, expression_of
 from nobackfill.server.stores.postgresql.conditions import facets
-from tests.gallery.test_filters import FILTERS, METADATA, TEXTS, holds, nested
+from tests.gallery.test_filters import (
+    FILTERS,
+    METADATA,
+    TEXTS,
+    holds,
+    moment,
+    nested,
+    passes,
+    within,
+)
 
 WORDS = st.sampled_from([f"word {n}" for n in range(20)])
 # More than there is a place for.
@@ -63,12 +74,6 @@ ITEMS: Sequence[Metadata] = [
 ]  # fmt: skip
 
 
-def moment(text: str) -> int:
-    found = microseconds(text)
-    assert found is not None
-    return found
-
-
 @pytest.mark.parametrize(
     "filtered",
     [
@@ -90,24 +95,15 @@ def moment(text: str) -> int:
 def test_what_floats_can_say_is_asked_for_exactly(filtered: Filter) -> None:
     expression = expression_of(filtered)
     asked = [matches(expression, told(metadata)) for metadata in ITEMS]
-    assert asked == [holds_here(filtered, metadata) for metadata in ITEMS]
+    assert asked == [holds(filtered, metadata, passes_here) for metadata in ITEMS]
 
 
-def holds_here(filtered: Filter, metadata: Metadata) -> bool:
+def passes_here(test: Test, value: Scalar) -> bool:
     """The predicate knows the times of its own test; here a text is one where the store says so."""
-    if isinstance(filtered, All):
-        return all(holds_here(part, metadata) for part in filtered.of)
-    if isinstance(filtered, AnyOf):
-        return any(holds_here(part, metadata) for part in filtered.of)
-    if isinstance(filtered, Not):
-        return not holds_here(filtered.of, metadata)
-    if not isinstance(filtered, TimeRange):
-        return holds(filtered, metadata)
-    value = metadata.get(filtered.key, [])
-    texts = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-    times = [time for time in map(microseconds, texts) if time is not None]
-    bounds = (filtered.at_least, filtered.less_than, filtered.greater_than, filtered.at_most)
-    return any(holds(Range("t", *bounds), {"t": time}) for time in times)
+    if not isinstance(test, TimeRange):
+        return passes(test, value)
+    time = microseconds(value) if isinstance(value, str) else None
+    return time is not None and within(test, time)
 
 
 def test_what_is_rounded_is_let_through_on_both_sides() -> None:

@@ -100,18 +100,15 @@ class ObjectStore:
         self.port = free_port()
         self._processes: list[subprocess.Popen[bytes]] = []
         self.environment = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
-        ports = {name: free_port() for name in _SERVERS}
+        self._ports = {name: free_port() for name in _SERVERS}
         (folder / "d").mkdir()
         (folder / "swift.conf").write_text("[swift-hash]\nswift_hash_path_suffix = tests\n")
-        for name, port in ports.items():
+        for name, port in self._ports.items():
             self._configure(name, port, _SERVER.format(name=name))
         self._configure("proxy", self.port, _PROXY)
-        rings = [f"{name}={port}" for name, port in ports.items()]
+        rings = [f"{name}={port}" for name, port in self._ports.items()]
         made = [str(PROGRAMS / "python"), "-c", _RINGS, str(folder), *rings]
         subprocess.run(made, check=True, timeout=60)
-        for name, port in ports.items():
-            self._start(name, port)
-        self.start()
 
     def _configure(self, name: str, port: int, what: str) -> None:
         defaults = _DEFAULTS.format(port=port, user=getpass.getuser(), folder=self._folder)
@@ -135,8 +132,14 @@ class ObjectStore:
 
         wait_until(answers, f"Swift's {name} server listens", seconds=60)
 
+    def begin(self) -> None:
+        """Start all of it."""
+        for name, port in self._ports.items():
+            self._start(name, port)
+        self.start()
+
     def start(self) -> None:
-        """Answer again, after `stop`."""
+        """Answer, and again after `stop`."""
         self._start("proxy", self.port)
 
     def stop(self) -> None:
@@ -196,6 +199,7 @@ def running() -> Iterator[ObjectStore]:
     with tempfile.TemporaryDirectory(prefix="swift-", ignore_cleanup_errors=True) as folder:
         store = ObjectStore(Path(folder))
         try:
+            store.begin()
             yield store
         finally:
             store.close()

@@ -15,12 +15,11 @@ from itertools import combinations
 import numpy as np
 
 from nobackfill.adopt.correction import CONVERTER, CORRECTED, added, left_over
-from nobackfill.adopt.figures import Queries
+from nobackfill.adopt.figures import Queries, blocked
 from nobackfill.adopt.joining import Block
 from nobackfill.adopt.maps import KINDS, Map, Solver, is_unit
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.errors import InvalidInputError
-from nobackfill.metrics.distances import distances
 from nobackfill.metrics.ranking import Ints
 from nobackfill.ridge import Moments, in_blocks
 from nobackfill.vectors import Vectors
@@ -74,7 +73,7 @@ def candidates(
         )["affine"]
     if prior is not None and CONVERTER in wanted:
         vectors = prior(pairs.old)
-        found[CONVERTER] = Held(vectors, _apart(queries, vectors))
+        found[CONVERTER] = Held(vectors, blocked(queries.new, vectors))
     return found
 
 
@@ -86,7 +85,6 @@ def cross_fitted(
     prior: Map | None = None,
     subset: float = 1.0,
     folds: int | None = None,
-    seed: int = 0,
 ) -> dict[str, Held]:
     """Each kind of map. The one number that all of its maps share is a ridge's penalty, whose error
     is by leave-one-out.
@@ -98,7 +96,7 @@ def cross_fitted(
     folds = folds_of(pairs) if folds is None else folds
     if len(pairs) < LEAST:
         raise InvalidInputError(f"expected at least {LEAST} pairs, got {len(pairs)}")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     fold = rng.permutation(np.arange(len(pairs)) % folds)
     used = np.concatenate([_drawn(np.flatnonzero(fold == n), subset, rng) for n in range(folds)])
     fitted = pairs if prior is None else left_over(prior, pairs)
@@ -123,12 +121,8 @@ def cross_fitted(
             # What lies within one fold is filled by each of its maps: any would do, the last stays.
             found[kind].vectors[rows] = carried
             if len(asked):
-                found[kind].apart[np.ix_(asked, rows)] = _apart(queries.part(asked), carried)
+                found[kind].apart[np.ix_(asked, rows)] = blocked(queries.new[asked], carried)
     return found
-
-
-def _apart(queries: Queries, vectors: Vectors) -> Block:
-    return distances(queries.new, vectors, "cosine").astype(np.float32)
 
 
 def _drawn(rows: Ints, share: float, rng: np.random.Generator) -> Ints:

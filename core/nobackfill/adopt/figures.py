@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.adopt.joining import Block, Mask
+from nobackfill.metrics.distances import distances
 from nobackfill.metrics.ranking import Ints, Ranking, Relevance, rank_block
 from nobackfill.metrics.retrieval import average_precision, cmc
 from nobackfill.vectors import Vectors
@@ -34,6 +35,11 @@ class Queries:
 
     def part(self, rows: Ints) -> "Queries":
         return Queries(self.old[rows], self.new[rows], self.rows[rows], self.own)
+
+
+def blocked(queries: Vectors, items: Vectors) -> Block:
+    """Cosine distances [q, g]."""
+    return distances(queries, items, "cosine").astype(np.float32)
 
 
 def measure(native: Block, queries: Queries) -> tuple[Callable[[Block], Figures], Mask]:

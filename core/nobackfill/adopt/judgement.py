@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nobackfill.adopt.figures import Figures, PerQuery, Queries, chosen_by, measure
+from nobackfill.adopt.figures import Figures, PerQuery, Queries, blocked, chosen_by, measure
 from nobackfill.adopt.healing import Healing, Mixed
 from nobackfill.adopt.joining import ANCHORS, CROWD, Block, Joining, Mask, hubs, standardised
 from nobackfill.adopt.maps import normalised
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.metrics.distances import distances
 from nobackfill.metrics.ranking import Ints
 from nobackfill.vectors import Vectors
 
@@ -127,12 +126,8 @@ def judge_joined(
 
 def _blocks(gallery: Gallery, queries: Queries, apart: Block | None) -> tuple[Block, Block, Block]:
     """Distances [q, g] of old/old, new/carried and new/new."""
-    carried = _apart(queries.new, gallery.carried) if apart is None else apart
-    return _apart(queries.old, gallery.old), carried, _apart(queries.new, gallery.new)
-
-
-def _apart(queries: Vectors, items: Vectors) -> Block:
-    return distances(queries, items, "cosine").astype(np.float32)
+    carried = blocked(queries.new, gallery.carried) if apart is None else apart
+    return blocked(queries.old, gallery.old), carried, blocked(queries.new, gallery.new)
 
 
 def _anchors(gallery: Gallery, seed: int) -> Ints:
@@ -157,12 +152,12 @@ def _lazily(both: Block, native: Block) -> Block:
 
 def figures_of(apart: Block, pairs: Pairs, queries: Queries) -> Figures:
     """Figures of one map, from distances [q, n] of queries to carried items."""
-    return measure(_apart(queries.new, pairs.new), queries)[0](apart)
+    return measure(blocked(queries.new, pairs.new), queries)[0](apart)
 
 
 def figure_of(vectors: Vectors, pairs: Pairs, queries: Queries) -> Figures:
     """The same from the carried vectors [n, b]."""
-    return figures_of(_apart(queries.new, vectors), pairs, queries)
+    return figures_of(blocked(queries.new, vectors), pairs, queries)
 
 
 def _best(scores: Mapping[Way, PerQuery], some: Mask) -> Way:
