@@ -110,7 +110,9 @@ def test_models_that_read_queries_otherwise(
         assert why in refused(["embed", *words], 65, monkeypatch, capsys)
     fit = ["fit", "--old", "old-items", "--new"]
     both = ["--queries-old", "old-queries", "--queries-new"]
-    assert "those of queries" in refused([*fit, "new-queries"], 65, monkeypatch, capsys)
+    carry = ["carry", "old-queries", "--to", "carried", "--map", "map.npz"]
+    for words in ([*fit, "new-queries"], ["sample", "old-queries"], carry):
+        assert "those of queries" in refused(words, 65, monkeypatch, capsys)
     said = refused([*fit, "new-items", *both, "new-items"], 65, monkeypatch, capsys)
     assert "--queries-new: their model reads queries otherwise" in said
     run_command(main, ["nobackfill", *fit, "new-items", *both, "new-queries"], monkeypatch)

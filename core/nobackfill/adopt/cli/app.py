@@ -90,11 +90,11 @@ def sample(
 ) -> None:
     """Choose the items to embed again: spread over the old model's space."""
     from nobackfill.adopt import sampling
+    from nobackfill.adopt.cli.items import open_items
     from nobackfill.adopt.pairs import read_all
-    from nobackfill.adopt.sources.opening import open_source
     from nobackfill.durable import write_file
 
-    rows = read_all(open_source(source, key=key, vector=vector))
+    rows = read_all(open_items(source, source, key=key, vector=vector))
     if not len(rows):
         raise InvalidInputError(f"{source}: expected items with vectors, found none")
     ids = sampling.sample(rows, min(count, len(rows)), seed)
@@ -227,12 +227,12 @@ def carry(
     """
     from nobackfill.adopt import carrying
     from nobackfill.adopt.cli.fitting import VERDICT
+    from nobackfill.adopt.cli.items import open_items
     from nobackfill.adopt.cli.mapping import mapping_for
     from nobackfill.adopt.maps import NEW_MODEL
-    from nobackfill.adopt.sources.opening import open_source
     from nobackfill.adopt.sources.source import Target
 
-    opened = open_source(source, key=key, vector=vector)
+    opened = open_items(source, source, key=key, vector=vector)
     if rollback:
         removed = opened.rollback(to)
         line = f"{to}: removed" if removed else f"{to}: nothing that was carried has this name"

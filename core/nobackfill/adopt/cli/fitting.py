@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from nobackfill.adopt.cards import Card, read_card
+from nobackfill.adopt.cli.items import not_read_as, open_items
 from nobackfill.adopt.converters import Opened, open_converter, publish
-from nobackfill.adopt.embedding.embedder import DOCUMENTS, QUERIES
+from nobackfill.adopt.embedding.embedder import DOCUMENTS
 from nobackfill.adopt.figures import Queries
 from nobackfill.adopt.joining import save_joining
 from nobackfill.adopt.maps import Map, save_map
@@ -69,7 +70,8 @@ def run(
             # Before it takes minutes.
             raise CannotWriteError(f"{path}: cannot be written, there is no folder {path.parent}")
     card = None if files.card is None else read_card(files.card)
-    stored, made = open_source(old, key=key, vector=vector), open_source(new)
+    stored = open_items(old, "--old", key=key, vector=vector)
+    made = open_items(new, "--new")
     matched = match(stored, made)
     pairs = matched.pairs
     if np.array_equal(pairs.old, pairs.new):
@@ -79,8 +81,6 @@ def run(
     queries = None
     old_model = stored.facts().model
     old_seconds = new_seconds = None
-    _not_read_as(stored, QUERIES, "--old: expected the items' vectors, got those of queries")
-    _not_read_as(made, QUERIES, "--new: expected the items' vectors, got those of queries")
     if (queries_old is None) != (queries_new is None):
         raise InvalidInputError("expected --queries-old and --queries-new together: both models'")
     if queries_old is not None and queries_new is not None:
@@ -89,7 +89,7 @@ def run(
         same_model(stored.facts().model, asked_old.facts().model, "--old and --queries-old")
         for option, asked in (("--queries-old", asked_old), ("--queries-new", asked_new)):
             otherwise = "their model reads queries otherwise, and these were read as items"
-            _not_read_as(asked, DOCUMENTS, f"{option}: {otherwise}; embed them with --queries")
+            not_read_as(asked, DOCUMENTS, f"{option}: {otherwise}; embed them with --queries")
         old_model = old_model or asked_old.facts().model
         queries = known_items(pairs, asked_old, asked_new)
         old_seconds, new_seconds = _seconds(asked_old), _seconds(asked_new)
@@ -184,12 +184,6 @@ def known_items(pairs: Pairs, old: Source, new: Source) -> Queries:
         )
     rows = np.array([places[asked.ids[row]] for row in kept], np.int64)
     return Queries(asked.old[kept], asked.new[kept], rows, own=False)
-
-
-def _not_read_as(source: Source, role: str, why: str) -> None:
-    """Raises InvalidInputError."""
-    if isinstance(source, ParquetSource) and source.reads().startswith(role):
-        raise InvalidInputError(why)
 
 
 def _seconds(source: Source) -> float | None:
