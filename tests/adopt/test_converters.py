@@ -250,7 +250,7 @@ def test_few_pairs_of_ones_own_improve_a_foreign_converter() -> None:
 
     both, alone = corrected(prior, own), fit_maps(own.old, own.new)["affine"]
     assert error(both) < min(error(prior), error(alone))
-    found = candidates(own, among_items(own), prior)
+    found = candidates(own, [among_items(own)], prior)
     assert {CONVERTER, CORRECTED, "affine"} <= set(found)
     np.testing.assert_allclose(found[CONVERTER].vectors, prior(own.old), atol=1e-6)
 

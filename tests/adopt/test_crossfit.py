@@ -5,7 +5,7 @@ import pytest
 
 from nobackfill.adopt.crossfit import FOLDS, Held, cross_fitted, seen
 from nobackfill.adopt.figures import Queries
-from nobackfill.adopt.judgement import figure_of, figures_of
+from nobackfill.adopt.judgement import among_items, figure_of, figures_of
 from nobackfill.adopt.maps import KINDS, fit_maps, normalised
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.vectors import Vectors
@@ -39,7 +39,7 @@ def part(pairs: Pairs, asked: Queries, rows: slice) -> tuple[Pairs, Queries]:
 
 
 def told(held: Held, pairs: Pairs, asked: Queries, figure: str) -> float:
-    return float(figures_of(held.apart, pairs, asked)[figure].mean())
+    return float(figures_of(held.apart[0], pairs, asked)[figure].mean())
 
 
 def test_noise_has_as_many_rivals_before_it_as_behind() -> None:
@@ -48,9 +48,9 @@ def test_noise_has_as_many_rivals_before_it_as_behind() -> None:
     before: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for seed in range(10):
         pairs, asked = world(60, seed, share=0)
-        for kind, held in cross_fitted(pairs, asked).items():
-            own = held.apart[asked.rows, asked.rows][:, None]
-            before[kind].append(float((held.apart < own).sum(1).mean()) / 59)
+        for kind, held in cross_fitted(pairs, [asked]).items():
+            own = held.apart[0][asked.rows, asked.rows][:, None]
+            before[kind].append(float((held.apart[0] < own).sum(1).mean()) / 59)
     for values in before.values():
         assert np.mean(values) == pytest.approx(0.5, abs=0.03)
 
@@ -64,7 +64,7 @@ def test_what_is_told_is_true_of_other_items(count: int, share: float) -> None:
     for seed in range(6):
         every, all_asked = world(4 * count, seed, share)
         pairs, asked = part(every, all_asked, slice(0, count))
-        held = cross_fitted(pairs, asked, kinds)
+        held = cross_fitted(pairs, [asked], kinds)
         some = round(seen(FOLDS) * count)
         for kind, made in fit_maps(pairs.old[:some], pairs.new[:some], kinds=kinds).items():
             truths = []
@@ -77,3 +77,23 @@ def test_what_is_told_is_true_of_other_items(count: int, share: float) -> None:
             apart[kind].append(told(held[kind], pairs, asked, "R@1") - truth)
     for values in apart.values():
         assert np.mean(values) == pytest.approx(0, abs=0.04)
+
+
+def test_two_sets_of_queries_are_judged_by_the_same_maps() -> None:
+    pairs, asked = world(90, 0, share=0.5)
+    alike = among_items(pairs)
+    both = cross_fitted(pairs, [asked, alike])
+    for place, alone in enumerate((asked, alike)):
+        for kind, held in cross_fitted(pairs, [alone]).items():
+            np.testing.assert_array_equal(both[kind].vectors, held.vectors)
+            np.testing.assert_array_equal(both[kind].apart[place], held.apart[0])
+
+
+def test_what_is_as_near_stands_before_what_is_asked_for() -> None:
+    """A map that carries all items to one point finds none of them."""
+    pairs, asked = world(60, 0, share=0.5)
+    carried = np.zeros_like(pairs.new)
+    carried[:, 0] = 1
+    figures = figure_of(carried, pairs, asked)
+    assert figures["R@1"].max() == figures["R@10"].max() == 0
+    assert figures["MRR"] == pytest.approx(1 / 60)

@@ -174,7 +174,7 @@ def test_no_valley_where_scores_of_two_origins_compare_badly(seed: int) -> None:
     that chose nothing."""
     made = kinds(600, 400, seed=seed)
     chose, others = (made.queries.part(np.arange(first, 400, 2)) for first in (0, 1))
-    held = cross_fitted(made.pairs, made.queries, ["affine"])["affine"]
+    held = cross_fitted(made.pairs, [made.queries], ["affine"])["affine"]
     gallery = Gallery(made.old, held.vectors, made.new)
     judged = judge(gallery, chose)
     plain = replace(judged.joining, joined=Line(), native=Line())

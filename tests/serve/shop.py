@@ -26,9 +26,9 @@ HITS = 60
 
 def fitted() -> tuple[Map, Joining]:
     mapping = fit_maps(MADE.old, MADE.new)["affine"]
-    held = cross_fitted(MADE.pairs, MADE.queries, ["affine"])["affine"]
+    held = cross_fitted(MADE.pairs, [MADE.queries], ["affine"])["affine"]
     gallery = Gallery(MADE.old, held.vectors, MADE.new)
-    joining = judge(gallery, MADE.queries, held.apart).joining
+    joining = judge(gallery, MADE.queries, held.apart[0]).joining
     return mapping, replace(joining, mark=mapping.digest)
 
 

@@ -8,7 +8,7 @@ so that each comparison is within one map, is wrong, too: it is then sought by a
 there are folds, and one that misses it is enough.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -43,17 +43,17 @@ def seen(folds: int) -> float:
 
 @dataclass(frozen=True)
 class Held:
-    """One candidate. `vectors` [n, b]: each row by a map that was fitted without it. `apart`
-    [q, n]: distances of queries to carried items, by maps that were fitted without that item and
-    without the query's own."""
+    """One candidate. `vectors` [n, b]: each row by a map that was fitted without it. `apart`: for
+    each set of queries the distances [q, n] to carried items, by maps that were fitted without that
+    item and without the query's own."""
 
     vectors: Vectors
-    apart: Block
+    apart: list[Block]
 
 
 def candidates(
     pairs: Pairs,
-    queries: Queries,
+    asked: Sequence[Queries],
     prior: Map | None = None,
     *,
     kinds: Collection[str] | None = None,
@@ -66,28 +66,28 @@ def candidates(
     wanted = (*KINDS, *foreign) if kinds is None else kinds
     found: dict[str, Held] = {}
     if own := [kind for kind in wanted if kind in KINDS]:
-        found = cross_fitted(pairs, queries, own, subset=subset, folds=folds)
+        found = cross_fitted(pairs, asked, own, subset=subset, folds=folds)
     if prior is not None and CORRECTED in wanted:
         found[CORRECTED] = cross_fitted(
-            pairs, queries, ["affine"], prior=prior, subset=subset, folds=folds
+            pairs, asked, ["affine"], prior=prior, subset=subset, folds=folds
         )["affine"]
     if prior is not None and CONVERTER in wanted:
         vectors = prior(pairs.old)
-        found[CONVERTER] = Held(vectors, blocked(queries.new, vectors))
+        found[CONVERTER] = Held(vectors, [blocked(queries.new, vectors) for queries in asked])
     return found
 
 
 def cross_fitted(
     pairs: Pairs,
-    queries: Queries,
+    asked: Sequence[Queries],
     kinds: Collection[str] = KINDS,
     *,
     prior: Map | None = None,
     subset: float = 1.0,
     folds: int | None = None,
 ) -> dict[str, Held]:
-    """Each kind of map. The one number that all of its maps share is a ridge's penalty, whose error
-    is by leave-one-out.
+    """Each kind of map, for each set of queries `asked`. The one number that all of its maps share
+    is a ridge's penalty, whose error is by leave-one-out.
 
     `prior`: a converter to which maps of what it leaves over are added. `subset`: the share of the
     other folds' pairs that is fitted on, for the learning curve. `folds`: `folds_of` the pairs by
@@ -108,11 +108,10 @@ def cross_fitted(
     for number, part in enumerate(parts):
         mine = used[fold[used] == number]
         part.add(fitted.old[mine], fitted.new[mine])
-    shape = len(queries.rows), len(pairs)
-    found = {kind: Held(np.empty_like(pairs.new), np.empty(shape, np.float32)) for kind in kinds}
+    found = {kind: _unfilled(pairs, asked) for kind in kinds}
     for one, other in combinations(range(folds), 2):
         rows = np.flatnonzero((fold == one) | (fold == other))
-        asked = np.flatnonzero(np.isin(queries.rows, rows))
+        within = [np.flatnonzero(np.isin(queries.rows, rows)) for queries in asked]
         rest = Solver(whole.without(parts[one]).without(parts[other]))
         for kind, mapping in rest.maps(chosen, unit, kinds).items():
             carried = mapping(pairs.old[rows])
@@ -120,9 +119,15 @@ def cross_fitted(
                 carried = added(prior, pairs.old[rows], carried)
             # What lies within one fold is filled by each of its maps: any would do, the last stays.
             found[kind].vectors[rows] = carried
-            if len(asked):
-                found[kind].apart[np.ix_(asked, rows)] = blocked(queries.new[asked], carried)
+            for queries, here, apart in zip(asked, within, found[kind].apart, strict=True):
+                if len(here):
+                    apart[np.ix_(here, rows)] = blocked(queries.new[here], carried)
     return found
+
+
+def _unfilled(pairs: Pairs, asked: Sequence[Queries]) -> Held:
+    apart = [np.empty((len(queries.rows), len(pairs)), np.float32) for queries in asked]
+    return Held(np.empty_like(pairs.new), apart)
 
 
 def _drawn(rows: Ints, share: float, rng: np.random.Generator) -> Ints:

@@ -168,7 +168,7 @@ def _procrustes(moments: Moments) -> tuple[Doubles, float]:
     semi-orthogonal between different dimensions, and the factor of least squared error."""
     u, singular, vt = _decomposed(moments.cross)
     rotation = u @ vt
-    spread = float(np.einsum("ij,ik,kj->", rotation, moments.gram, rotation, optimize=True))
+    spread = float((moments.gram @ rotation * rotation).sum())
     return rotation.T, float(singular.sum()) / spread if spread > 0 else 1.0
 
 

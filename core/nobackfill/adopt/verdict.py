@@ -11,8 +11,7 @@ import numpy as np
 
 from nobackfill.adopt import crossfit, judgement
 from nobackfill.adopt.correction import CONVERTER, CORRECTED, corrected
-from nobackfill.adopt.crossfit import Held
-from nobackfill.adopt.figures import Figures, PerQuery, Queries
+from nobackfill.adopt.figures import Figures, Queries
 from nobackfill.adopt.healing import MOST_BELOW, Healing, valley
 from nobackfill.adopt.joining import Joining
 from nobackfill.adopt.judgement import Gallery
@@ -98,20 +97,26 @@ def decide(
     these two models, a candidate as it is and corrected by the pairs. Raises InvalidInputError for
     fewer than 10 pairs.
     """
-    asked = judgement.among_items(pairs) if queries is None else queries
-    asked = judgement.sampled(asked, len(pairs))
+    alike = judgement.among_items(pairs)
+    asked = alike if queries is None else judgement.sampled(queries, len(pairs))
     judged_by = "agreement@10" if asked.own else "MRR"
-    held = crossfit.candidates(pairs, asked, prior)
+    held = crossfit.candidates(pairs, [asked] if asked.own else [asked, alike], prior)
     candidates = {
-        kind: _mean(judgement.figures_of(one.apart, pairs, asked), judged_by)
+        kind: _mean(judgement.figures_of(one.apart[0], pairs, asked), judged_by)
         for kind, one in held.items()
     }
     kind = max(candidates, key=candidates.__getitem__)
-    judged = judgement.judge(_gallery(pairs, held[kind]), asked, held[kind].apart)
+    best = held[kind]
+    # Each of the others has as many distances as what is judged next.
+    del held
+    gallery = Gallery(pairs.old, best.vectors, pairs.new)
+    judged = judgement.judge(gallery, asked, best.apart[0])
     figures = judged.ways
     if not asked.own:
-        for name, agreement in _alike(pairs, kind, prior, judged.joining).items():
-            figures[name]["agreement@10"] = agreement
+        # Neighbours kept by each way as it is served to queries that seek an item.
+        kept = judgement.judge_joined(gallery, alike, judged.joining, best.apart[1])
+        for name, one in kept.items():
+            figures[name]["agreement@10"] = one["agreement@10"]
     ways = [_way(name, figures, cost, judged_by) for name in WAYS]
     way, words = _choose(ways, judged_by, items_there)
     chosen = _chosen(kind, pairs, prior)
@@ -124,18 +129,6 @@ def decide(
         way, words, search, judged_by, ways, candidates, chosen, joining, curve, judged.healing,
         len(pairs), notes,
     )  # fmt: skip
-
-
-def _gallery(pairs: Pairs, held: Held) -> Gallery:
-    return Gallery(pairs.old, held.vectors, pairs.new)
-
-
-def _alike(pairs: Pairs, kind: str, prior: Map | None, joining: Joining) -> dict[str, PerQuery]:
-    """Neighbours kept by each way as it is served to queries that seek an item."""
-    asked = judgement.among_items(pairs)
-    held = crossfit.candidates(pairs, asked, prior, kinds=[kind])[kind]
-    ways = judgement.judge_joined(_gallery(pairs, held), asked, joining, held.apart)
-    return {name: figures["agreement@10"] for name, figures in ways.items()}
 
 
 def _chosen(kind: str, pairs: Pairs, prior: Map | None) -> Map:
@@ -216,10 +209,10 @@ def _curve(
             # By few folds: each map sees less of the pairs, so more of what it may see is fitted.
             few = crossfit.FEW
             subset = share * seen / crossfit.seen(few)
-            held = crossfit.candidates(pairs, asked, prior, kinds=[kind], subset=subset, folds=few)[
-                kind
-            ]
-            figure = _mean(judgement.figures_of(held.apart, pairs, asked), judged_by)
+            found = crossfit.candidates(
+                pairs, [asked], prior, kinds=[kind], subset=subset, folds=few
+            )
+            figure = _mean(judgement.figures_of(found[kind].apart[0], pairs, asked), judged_by)
             points.append(Point(round(share * fitted), figure))
     return points
 
