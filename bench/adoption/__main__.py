@@ -1,8 +1,10 @@
 """`python -m bench.adoption`: tables of real pairs of models, into bench/results/adoption.json."""
 
+import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,18 +12,19 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from bench import record
 from bench.adoption.beside import NOTE as BESIDE
 from bench.adoption.beside import beside
+from bench.adoption.curves import NOTE as CURVES
+from bench.adoption.parts import Part, run
 from bench.adoption.texts import Corpus, Embedded, descriptions, embedded, operations
 from bench.adoption.trial import Trial, corrected
-from bench.harness import Row, Scale, Table, Value
+from bench.harness import Row, Value
 from demo.adoption.models import LONGEST, lay_out
 from demo.adoption.transformer import export
 from nobackfill.vectors import Vectors
 
 # Pairs that are fitted on; documents of the larger models are fewer, as they take their time.
-PAIRS = 2000
+FEW, SOME, PAIRS = 100, 500, 2000
 MOST, MOST_SLOW = 4000, 3000
 # Drawn from Debian's descriptions; the first of them are used.
 DRAWN = 5000
@@ -34,39 +37,46 @@ def main(
     mpnet: Annotated[Path | None, typer.Option(help="Unpacked all-mpnet-base-v2.")] = None,
 ) -> None:
     """Measure verdicts, maps, converters and valleys, and keep the tables."""
-    started = time.perf_counter()
     models = dict(zip(("L3", "L6"), lay_out(packages, out / "models"), strict=True))
     if mpnet is not None:
         file = mpnet / "model.onnx"
         models["mpnet"] = file if file.exists() else export(mpnet, LONGEST)
+        # No more than its graph takes.
+        sizes = {"max_seq_length": LONGEST, "do_lower_case": False}
+        (mpnet / "sentence_bert_config.json").write_text(json.dumps(sizes))
     corpora = [operations(packages, 4000)]
     if lists is not None:
         corpora.append(descriptions(lists, DRAWN))
     trials = [trial for corpus in corpora for trial in _trials(corpus, models, out)]
-    counts = (100, 500, PAIRS)
-    tables = [
-        Table("The verdict and the truth", [row for one in trials for row in one.verdict()], NOTE),
-        Table("Maps alone, R@1", [row for one in trials for row in one.maps(counts)]),
-        Table("Beside rivals", [row for one in trials for row in beside(one, counts[1:])], BESIDE),
-        Table("On the way to native", [row for one in trials for row in one.healing()]),
-        Table("From inspect to a verdict", [_seconds(out)]),
+    parts = [Part("The verdict and the truth", trial.verdict) for trial in trials]
+    parts += [Part("On the way to native", trial.healing) for trial in trials]
+    parts += [
+        Part("Beside rivals", partial(beside, trial, count))
+        for count in (SOME, PAIRS)
+        for trial in reversed(trials)
     ]
+    counts = (FEW, SOME, PAIRS)
+    parts += [Part("Maps alone, R@1", partial(trial.maps, counts)) for trial in trials]
     if len(corpora) == 2:
         foreign, own = (next(t for t in trials if t.name.startswith(f"L3 to L6, {c.name}"))
                         for c in corpora)  # fmt: skip
-        rows = corrected(foreign, own, counts)
-        tables.append(Table(f"A converter from {corpora[0].name}, R@1", rows))
-    path = record.result_path("adoption", Scale.SMALL)
-    record.save(path, "adoption", Scale.SMALL, time.perf_counter() - started, tables)
-    print("\n".join(map(record.markdown, tables)))
+        name = f"A converter from {corpora[0].name}, R@1"
+        parts.append(Part(name, partial(corrected, foreign, own, counts)))
+    parts.append(Part("From inspect to a verdict", lambda: [_seconds(out)]))
+    run("adoption", parts, NOTES)
 
 
-NOTE = (
+VERDICT = (
     f"The verdict is fitted and judged on {PAIRS} items of which 1,000 have a query; the truth is "
     "that of the other items, which the map and the verdict have not seen, in %. `best`: the "
     "cheapest way that keeps 99 % of embedding everything again in R@1, R@10 and MRR, and in none "
     "of them is measurably worse than staying (paired bootstrap)."
 )
+NOTES = {
+    "The verdict and the truth": VERDICT,
+    "Beside rivals": BESIDE,
+    "On the way to native": CURVES,
+}
 
 
 def _trials(corpus: Corpus, models: dict[str, Path], out: Path) -> list[Trial]:

@@ -48,17 +48,21 @@ def embedded(
     size: int,
     file: Path,
 ) -> Embedded:
-    """By `model` at `size` pixels, or from `file`, where an earlier run has kept them. `asked`: the
-    rows that have a second view; the others' are 0."""
-    if not file.exists():
+    """By `model` at `size` pixels, as far as an earlier run has not kept them in `file`. `asked`:
+    the rows that have a second view; those of others are 0, or what that run asked for."""
+    kept = Embedded.read(file) if file.exists() else None
+    lacking = asked if kept is None else asked[~kept.titles[asked].any(1)]
+    if kept is None or len(lacking):
         graph = file.with_suffix(".onnx")
         lite.export(packages, model, size, graph)
         embedder = open_embedder(str(graph))
-        bodies = _by(embedder, [one.read_bytes() for one in pictures.files])
-        titles = np.zeros_like(bodies)
-        titles[asked] = _by(embedder, [_view(pictures.files[row], row) for row in asked.tolist()])
-        Embedded(bodies, titles).write(file)
-    return Embedded.read(file)
+        if kept is None:
+            bodies = _by(embedder, [one.read_bytes() for one in pictures.files])
+            kept = Embedded(bodies, np.zeros_like(bodies))
+        views = [_view(pictures.files[row], row) for row in lacking.tolist()]
+        kept.titles[lacking] = _by(embedder, views)
+        kept.write(file)
+    return kept
 
 
 def _by(embedder: Embedder, images: list[bytes]) -> Vectors:

@@ -19,6 +19,8 @@ from nobackfill.vectors import Vectors
 
 # Old vectors [n, a] -> carried vectors [n, b].
 Carrier = Callable[[Vectors], Vectors]
+# A carrier by its strength, from pairs that are given.
+Fit = Callable[[float], Carrier]
 # Of lambda-orthogonality: weights of the distance from orthogonal, per mean input variance.
 _WEIGHTS = (0.03, 0.1, 0.3, 1.0, 3.0)
 _STEPS = 100
@@ -35,31 +37,42 @@ def nearly_orthogonal(pairs: Pairs, seed: int = 0) -> Carrier:
     form; this towards any, as the penalty says nothing of directions, only of singular values.
     """
 
-    def fitted(some: Pairs, weight: float) -> Carrier:
+    def prepared(some: Pairs) -> Fit:
         start = fit_maps(some.old, some.new, kinds=["procrustes"])["procrustes"]
         means = some.old.mean(0, np.float64), some.new.mean(0, np.float64)
         x, y = some.old - means[0], some.new - means[1]
-        found = _descend(x.T @ x / len(x), x.T @ y / len(x), start.weight.T, weight)
-        bias = (means[1] - means[0] @ found).astype(np.float32)
-        return Map("lambda_orthogonal", found.T.astype(np.float32), bias, start.unit)
+        values, turn = np.linalg.eigh(x.T @ x / len(x))
+        begun, cross = turn.T @ start.weight.T, turn.T @ (x.T @ y / len(x))
 
-    return _chosen(pairs, _WEIGHTS, fitted, seed)
+        def fitted(weight: float) -> Carrier:
+            found = turn @ _descend(values, cross, begun, weight)
+            bias = (means[1] - means[0] @ found).astype(np.float32)
+            return Map("lambda_orthogonal", found.T.astype(np.float32), bias, start.unit)
+
+        return fitted
+
+    return _chosen(pairs, _WEIGHTS, prepared, seed)
 
 
-def _descend(gram: Doubles, cross: Doubles, start: NDArray[np.floating], weight: float) -> Doubles:
+def _descend(
+    values: Doubles, cross: Doubles, start: NDArray[np.floating], weight: float
+) -> Vectors:
     """Least tr(W'GW) - 2 tr(W'C) + weight v |W'W - 1|² / 2 from `start` [a, b], by accelerated
-    gradient descent; v is the mean of G's diagonal."""
-    scale = weight * float(np.trace(gram)) / len(gram)
+    gradient descent; v is the mean of G's diagonal. In the directions of G's eigenvectors, where G
+    is its eigenvalues `values` [a] and the penalty the same."""
+    scale = weight * float(values.mean())
     wide = start.shape[0] > start.shape[1]
-    eye = np.eye(min(start.shape))
+    eye = np.eye(min(start.shape), dtype=np.float32)
     # A bound of the curvature near an orthogonal W.
-    step = 0.5 / (float(np.linalg.eigvalsh(gram)[-1]) + 4 * scale)
-    now = before = np.asarray(start, np.float64)
+    step = 0.5 / (float(values[-1]) + 4 * scale)
+    gram, wanted = values[:, None].astype(np.float32), cross.astype(np.float32)
+    now = before = start.astype(np.float32)
     for count in range(_STEPS):
         ahead = now + count / (count + 3) * (now - before)
         excess = ahead.T @ ahead - eye if wide else ahead @ ahead.T - eye
         pull = ahead @ excess if wide else excess @ ahead
-        before, now = now, ahead - step * 2 * (gram @ ahead - cross + scale * pull)
+        slope = gram * ahead - wanted + scale * pull
+        before, now = now, np.asarray(ahead - step * 2 * slope, np.float32)
     return now
 
 
@@ -68,44 +81,51 @@ def local(pairs: Pairs, seed: int = 0) -> Carrier:
     old vectors, blended by nearness to their centres, k chosen on a fifth of the pairs. Each is
     ridge towards the map of all, without which a cluster's few pairs say too little."""
 
-    def fitted(some: Pairs, count: float) -> Carrier:
+    def prepared(some: Pairs) -> Fit:
         whole = fit_maps(some.old, some.new, kinds=["affine"])["affine"]
         rest = left_over(whole, some)
-        cluster = clusters(some.old, int(count), np.random.default_rng(seed))
-        parts = [np.flatnonzero(cluster == one) for one in range(cluster.max() + 1)]
-        parts = [part for part in parts if len(part) > 10]
-        centres = normalised(np.stack([some.old[part].mean(0) for part in parts]))
-        more = [
-            fit_maps(rest.old[part], rest.new[part], kinds=["affine"])["affine"] for part in parts
-        ]
 
-        def carry(vectors: Vectors) -> Vectors:
-            near = np.exp((normalised(vectors) @ centres.T - 1) / _TEMPERATURE)
-            near /= near.sum(1, keepdims=True)
-            blend = sum(
-                near[:, [one]] * (vectors @ own.weight.T + own.bias) for one, own in enumerate(more)
-            )
-            return added(whole, vectors, np.asarray(blend, np.float32))
+        def fitted(count: float) -> Carrier:
+            cluster = clusters(some.old, int(count), np.random.default_rng(seed))
+            parts = [np.flatnonzero(cluster == one) for one in range(cluster.max() + 1)]
+            parts = [part for part in parts if len(part) > 10]
+            centres = normalised(np.stack([some.old[part].mean(0) for part in parts]))
+            more = [
+                fit_maps(rest.old[part], rest.new[part], kinds=["affine"])["affine"]
+                for part in parts
+            ]
 
-        return carry
+            def carry(vectors: Vectors) -> Vectors:
+                near = np.exp((normalised(vectors) @ centres.T - 1) / _TEMPERATURE)
+                near /= near.sum(1, keepdims=True)
+                blend = sum(
+                    near[:, [one]] * (vectors @ own.weight.T + own.bias)
+                    for one, own in enumerate(more)
+                )
+                return added(whole, vectors, np.asarray(blend, np.float32))
 
-    return _chosen(pairs, _CLUSTERS, fitted, seed)
+            return carry
+
+        return fitted
+
+    return _chosen(pairs, _CLUSTERS, prepared, seed)
 
 
 def _chosen(
-    pairs: Pairs, options: tuple[float, ...], fitted: Callable[[Pairs, float], Carrier], seed: int
+    pairs: Pairs, options: tuple[float, ...], prepared: Callable[[Pairs], Fit], seed: int
 ) -> Carrier:
     """By neighbours kept among a fifth of the pairs; then from all of them."""
     order = np.random.default_rng(seed).permutation(len(pairs))
     held, rest = (_part(pairs, part) for part in np.split(order, [len(pairs) // 5]))
     rows = np.arange(len(held), dtype=np.int64)
     asked = Queries(held.old, held.new, rows, own=True)
+    fitted = prepared(rest)
 
     def kept(option: float) -> float:
-        vectors = fitted(rest, option)(held.old)
+        vectors = fitted(option)(held.old)
         return float(figure_of(vectors, held, asked)["agreement@10"].mean())
 
-    return fitted(pairs, max(options, key=kept))
+    return prepared(pairs)(max(options, key=kept))
 
 
 def _part(pairs: Pairs, rows: NDArray[np.int64]) -> Pairs:

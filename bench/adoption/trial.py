@@ -5,14 +5,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
+from bench.adoption.curves import Labels, by_class, curve_rows, of_class
 from bench.adoption.texts import Embedded
 from bench.harness import Row
 from nobackfill.adopt.crossfit import candidates
-from nobackfill.adopt.figures import Figures, Queries
-from nobackfill.adopt.healing import ORDERS, SHARES, valley
+from nobackfill.adopt.figures import Figures, PerQuery, Queries, blocked
+from nobackfill.adopt.healing import ORDERS, SHARES
 from nobackfill.adopt.joining import Block, hubs
-from nobackfill.adopt.judgement import Gallery, figure_of, figures_of, judge_joined
+from nobackfill.adopt.judgement import Gallery, figure_of, figures_of, judge_joined, served
 from nobackfill.adopt.maps import Map, fit_maps, normalised
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.verdict import AS_GOOD, WAYS, Cost, Verdict, decide
@@ -26,33 +28,35 @@ KNOWN = ("R@1", "R@10", "MRR")
 
 @dataclass(frozen=True)
 class Trial:
-    """Documents by both models: the first `pairs` are fitted on and judged, the others truth."""
+    """Items by both models: the first `pairs` are fitted on and judged, the others truth.
+    `labels`: their classes, where they have any."""
 
     name: str
     old: Embedded
     new: Embedded
     pairs: int
     queries: int = 1000
+    labels: Labels | None = None
 
     def verdict(self) -> list[Row]:
         """A row for each way: what the verdict measured and what is true of other items."""
         said, truth = self.said, self.truth
         stay, best = truth["stay"], truth["re-embed"]
         worse = {
-            way: [f for f in KNOWN if paired_bootstrap([stay[f]], [ones[f]]).verdict == "holds"]
+            way: [f for f in ones if f != "agreement@10" and _below(ones[f], stay[f])]
             for way, ones in truth.items()
         }
+        lost = {way for way in WAYS if set(worse[way]) & set(KNOWN)}
         least = {f: AS_GOOD * best[f].mean() for f in KNOWN}
         kept = [way for way in WAYS if all(truth[way][f].mean() >= least[f] for f in KNOWN)]
-        good = [way for way in kept if not worse[way]]
-        right = "stay" if worse["re-embed"] else good[0]
+        right = "stay" if "re-embed" in lost else next(way for way in kept if way not in lost)
         told = {way.name: way.figures for way in said.ways}
         return [
             {
                 "pair": self.name,
-                "way": way,
+                "way": way if way != "map" else f"map ({said.chosen.kind})",
                 "R@1 said": 100 * told[way]["R@1"],
-                **{f: 100 * float(truth[way][f].mean()) for f in (*KNOWN, "agreement@10")},
+                **{f: 100 * float(np.nanmean(values)) for f, values in truth[way].items()},
                 "worse than staying": ", ".join(worse[way]) or None,
                 "verdict": "named" if said.way == way else None,
                 "truth": "best" if right == way else None,
@@ -68,48 +72,38 @@ class Trial:
 
     @cached_property
     def truth(self) -> Mapping[str, Figures]:
-        """Of the others, served by what the verdict has fitted."""
-        gallery = self.pairs_of(self.rest)
-        carried = self.said.chosen(gallery.old)
-        every = Gallery(gallery.old, carried, gallery.new)
-        return judge_joined(every, self.queries_of(self.rest), self.said.joining)
+        """Of the others, served by what the verdict has fitted; where items have classes, also of
+        items that ask for theirs."""
+        every = self.gallery_of(self.rest)
+        found = judge_joined(every, self.queries_of(self.rest), self.said.joining)
+        if self.labels is not None:
+            relevance = of_class(self.labels[self.rest])
+            own = np.arange(len(every.old), dtype=np.int64)
+            asked = Queries(every.old, every.new, own, own=True)
+            for way, block in served(every, asked, self.said.joining).items():
+                found[way] |= by_class(block, relevance)
+        return found
 
     def healing(self) -> list[Row]:
         """Curves of other items, while they become native at random: as nobackfill.serve ranks by
         what the verdict has fitted to its pairs, and by distance in one index."""
-        gallery, asked = self.pairs_of(self.rest), self.queries_of(self.rest)
-        carried, joining = self.said.chosen(gallery.old), self.said.joining
-        odds: list[tuple[Block, Block]] = []
-        for old, new in zip(asked.old, asked.new, strict=True):
-            near = joining.near(old[None], new[None], gallery.old, carried)
-            odds.append((joining.of_carried(near), joining.of_native(new[None], gallery.new, near)))
-        by_odds = np.stack([one for one, _ in odds]), np.stack([one for _, one in odds])
-        by_distance = asked.new @ normalised(carried).T, asked.new @ normalised(gallery.new).T
+        gallery, asked = self.gallery_of(self.rest), self.queries_of(self.rest)
+        ranked = {
+            "nobackfill.serve": self.scores(gallery, asked),
+            "distance": (-blocked(asked.new, gallery.carried), -blocked(asked.new, gallery.new)),
+        }
         return [
-            *self._curves("nobackfill.serve", asked, *by_odds),
-            *self._curves("distance", asked, *by_distance),
+            row
+            for name, scores in ranked.items()
+            for row in curve_rows(self.name, name, _known_curves(asked, *scores))
         ]
 
-    def _curves(self, ranked: str, asked: Queries, carried: Block, native: Block) -> list[Row]:
-        """Of scores [q, g], larger is better."""
-        every = np.arange(len(asked.rows))
-        places = []
-        for seed in range(ORDERS):
-            order = np.random.default_rng(seed).random(carried.shape[1])
-            for share in SHARES:
-                scores = np.where(order < share, native, carried)
-                places.append((scores >= scores[every, asked.rows][:, None]).sum(1))
-        found = np.reshape(places, (ORDERS, len(SHARES), -1))
-        figures = {"R@1": found == 1, "R@10": found <= 10, "MRR": 1 / found}
-        curves = {name: one.mean((0, 2)).tolist() for name, one in figures.items()}
-        return [
-            {
-                "pair": self.name, "ranked by": ranked, "figure": name,
-                **{f"{10 * n} %": 100 * one for n, one in enumerate(curve)},
-                "valley": 100 * valley(curve),
-            }
-            for name, curve in curves.items()
-        ]  # fmt: skip
+    def scores(self, gallery: Gallery, asked: Queries) -> tuple[Block, Block]:
+        """Of items as carried ones and as native ones, [q, g], larger is better: as
+        nobackfill.serve ranks."""
+        joining = self.said.joining
+        near = joining.near(asked.old, asked.new, gallery.old, gallery.carried)
+        return joining.of_carried(near), joining.of_native(asked.new, gallery.new, near)
 
     def maps(self, counts: tuple[int, ...]) -> list[Row]:
         """R@1 of each map alone by the number of pairs, and of what else could be done to one."""
@@ -134,9 +128,35 @@ class Trial:
         old, new = self.old.bodies[part], self.new.bodies[part]
         return Pairs([str(row) for row in range(len(old))], old, new)
 
+    def gallery_of(self, part: slice | NDArray[np.int64]) -> Gallery:
+        """Carried by the verdict's map."""
+        old = self.old.bodies[part]
+        return Gallery(old, self.said.chosen(old), self.new.bodies[part])
+
     def queries_of(self, part: slice) -> Queries:
         old, new = (one.titles[part][: self.queries] for one in (self.old, self.new))
         return Queries(old, new, np.arange(len(old), dtype=np.int64), own=False)
+
+
+def _below(ones: PerQuery, stay: PerQuery) -> bool:
+    return paired_bootstrap([stay], [ones]).verdict == "holds"
+
+
+def _known_curves(asked: Queries, carried: Block, native: Block) -> dict[str, PerQuery]:
+    """Figures [shares, q] of scores [q, g] of items as carried and as native ones."""
+    every = np.arange(len(asked.rows))
+    places = []
+    for seed in range(ORDERS):
+        order = np.random.default_rng(seed).random(carried.shape[1])
+        for share in SHARES:
+            scores = np.where(order < share, native, carried)
+            places.append((scores >= scores[every, asked.rows][:, None]).sum(1))
+    found = np.reshape(places, (ORDERS, len(SHARES), -1))
+    return {
+        "R@1": (found == 1).mean(0),
+        "R@10": (found <= 10).mean(0),
+        "MRR": (1 / found).mean(0),
+    }
 
 
 def corrected(foreign: Trial, own: Trial, counts: tuple[int, ...]) -> list[Row]:
@@ -161,8 +181,8 @@ def best(pairs: Pairs) -> Map:
     rows = np.arange(min(500, len(some)), dtype=np.int64)
     asked = Queries(some.old[rows], some.new[rows], rows, own=True)
     scores = {
-        kind: float(figures_of(held.apart, some, asked)["agreement@10"].mean())
-        for kind, held in candidates(some, asked).items()
+        kind: float(figures_of(held.apart[0], some, asked)["agreement@10"].mean())
+        for kind, held in candidates(some, [asked]).items()
     }
     return fit_maps(pairs.old, pairs.new)[max(scores, key=scores.__getitem__)]
 

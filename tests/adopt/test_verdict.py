@@ -160,9 +160,14 @@ def test_hubs_are_told_by_other_queries_and_taken_off_where_that_helps(tmp_path:
         np.savez(tmp_path / "two.npz", **(dict(arrays) | {"header": np.array(json.dumps(header))}))
     assert load_joining(tmp_path / "two.npz").native == Line(2.0, -3.0, 0.0)
     with_crowd, without = (
-        one.of_carried(one.near(gallery.old[:1], asked[:1], gallery.old, carried))
+        one.of_carried(one.near(gallery.old[:1], asked[:1], gallery.old, carried))[0]
         for one in (kept, replace(kept, crowd=kept.crowd[:0]))
     )
+    every = kept.near(gallery.old[:9], asked[:9], gallery.old, carried)
+    for row in range(9):
+        some = slice(row, row + 1)
+        alone = kept.near(gallery.old[some], asked[some], gallery.old, carried)
+        np.testing.assert_allclose(every[some], alone, atol=1e-4)
     less = without - with_crowd
     assert less[hub].mean() > less[~hub].mean()
 
@@ -191,9 +196,9 @@ def served(joining: Joining, gallery: Gallery, asked: Queries) -> list[float]:
     right = np.zeros((3, 11))
     for old, new, answer in zip(asked.old, asked.new, asked.rows, strict=True):
         near = joining.near(old[None], new[None], gallery.old, gallery.carried)
-        odds = joining.of_carried(near), joining.of_native(new[None], gallery.new, near)
+        odds = joining.of_carried(near)[0], joining.of_native(new[None], gallery.new, near)[0]
         for seed in range(3):
-            turn = np.random.default_rng(seed).random(len(near))
+            turn = np.random.default_rng(seed).random(len(gallery.old))
             for step in range(11):
                 best = np.where(turn < step / 10, odds[1], odds[0]).argmax()
                 right[seed, step] += best == answer

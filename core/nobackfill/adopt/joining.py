@@ -68,25 +68,26 @@ class Joining:
     mark: str = ""
     crowd: Vectors = field(default_factory=lambda: np.empty((0, 0), np.float32))
 
-    def near(self, old_query: Vectors, new_query: Vectors, old: Vectors, carried: Vectors) -> Block:
-        """Both models' nearness [n] of items with vectors old [n, a] and carried [n, b], for one
-        query."""
-        by_old = nearness(old_query, old, self.old)
+    def near(self, by_old: Vectors, by_new: Vectors, old: Vectors, carried: Vectors) -> Block:
+        """Both models' nearness [q, n] of items with vectors old [n, a] and carried [n, b] to
+        queries by either model, [q, a] and [q, b]."""
+        near_old = nearness(by_old, old, self.old)
         less = (hubs(carried, self.crowd), self._hubs)
-        by_new = nearness(new_query, carried, self.carried, less)
-        return np.asarray(self.weight * by_new + (1 - self.weight) * by_old, np.float32)
+        near_new = nearness(by_new, carried, self.carried, less)
+        return np.asarray(self.weight * near_new + (1 - self.weight) * near_old, np.float32)
 
     def of_carried(self, near: Block) -> Block:
-        """Log-odds [n] of carried items by their `near`."""
+        """Log-odds [q, n] of carried items by their `near`."""
         return self.joined(near, near)
 
     @cached_property
     def _hubs(self) -> Block:
         return hubs(self.carried, self.crowd)
 
-    def of_native(self, new_query: Vectors, new: Vectors, near: Block) -> Block:
-        """Log-odds [n] of items with the new model's own vectors [n, b]; `near`: as if carried."""
-        return self.native(nearness(new_query, new, self.new), near)
+    def of_native(self, by_new: Vectors, new: Vectors, near: Block) -> Block:
+        """Log-odds [q, n] of items with the new model's own vectors [n, b] for queries [q, b];
+        `near`: as if carried."""
+        return self.native(nearness(by_new, new, self.new), near)
 
 
 def hubs(vectors: Vectors, crowd: Vectors) -> Block:
@@ -104,19 +105,19 @@ def hubs(vectors: Vectors, crowd: Vectors) -> Block:
 
 
 def nearness(
-    query: Vectors,
+    queries: Vectors,
     vectors: Vectors,
     anchors: Vectors,
     less: tuple[Block, Block] | None = None,
 ) -> Block:
-    """Deviations [n] by which vectors are nearer to a query [1, d] than anchors on average; `less`
-    is taken from the cosines of either."""
-    unit = normalised(query)
+    """Deviations [q, n] by which vectors are nearer to queries [q, d] than anchors on average;
+    `less` is taken from the cosines of either."""
+    unit = normalised(queries)
     block = np.concatenate([unit @ normalised(vectors).T, unit @ anchors.T], axis=1)
     if less is not None:
         block -= np.concatenate(less)
     columns = np.arange(len(vectors), block.shape[1])
-    standard: Block = standardised(-block, columns)[0, : len(vectors)]
+    standard: Block = standardised(-block, columns)[:, : len(vectors)]
     return standard
 
 

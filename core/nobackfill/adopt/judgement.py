@@ -105,23 +105,30 @@ def judge(gallery: Gallery, queries: Queries, apart: Block | None = None, seed: 
 
 
 def judge_joined(
+    gallery: Gallery, queries: Queries, joining: Joining, apart: Block | None = None
+) -> dict[str, Figures]:
+    """Figures of the same ways where they are served by a joining that is given; `apart`: as in
+    `judge`."""
+    ways = served(gallery, queries, joining, apart)
+    figures, _ = measure(ways["re-embed"], queries)
+    return {name: figures(block) for name, block in ways.items()}
+
+
+def served(
     gallery: Gallery,
     queries: Queries,
     joining: Joining,
     apart: Block | None = None,
     seed: int = 0,
-) -> dict[str, Figures]:
-    """Figures of the same ways where they are served by a joining that is given; `apart`: as in
-    `judge`."""
+) -> dict[str, Block]:
+    """What each of these ways ranks the gallery by: [q, g], smaller is nearer."""
     stay, carried, native = _blocks(gallery, queries, apart)
-    figures, _ = measure(native, queries)
     anchors = _anchors(gallery, seed)
     near_new = standardised(carried + hubs(gallery.carried, joining.crowd)[None], anchors)
     near_old = standardised(stay, anchors)
     near = np.asarray(joining.weight * near_new + (1 - joining.weight) * near_old, np.float32)
     lazily = _lazily(-near, -joining.native(standardised(native, anchors), near))
-    ways = {"stay": stay, "map": carried, "both": -near, "lazily": lazily, "re-embed": native}
-    return {name: figures(block) for name, block in ways.items()}
+    return {"stay": stay, "map": carried, "both": -near, "lazily": lazily, "re-embed": native}
 
 
 def _blocks(gallery: Gallery, queries: Queries, apart: Block | None) -> tuple[Block, Block, Block]:

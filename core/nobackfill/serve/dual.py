@@ -167,10 +167,10 @@ class Dual:
         native = {name: one.vector for name, one in found.items() if name not in stale}
         carried = self._mapping(rows.vectors)
         near = self._joining.near(by_old, by_new, rows.vectors, carried)
-        odds = self._joining.of_carried(near)
+        odds = self._joining.of_carried(near)[0]
         if native:
             here, new = [places[name] for name in native], np.stack(list(native.values()))
-            odds[here] = self._joining.of_native(by_new, new, near[here])
+            odds[here] = self._joining.of_native(by_new, new, near[:, here])[0]
         best = np.argsort(-odds, kind="stable")[: self._hits]
         ids = [rows.ids[row] for row in best.tolist()]
         return Rows(ids, rows.vectors[best]), odds[best], set(ids) & set(native)

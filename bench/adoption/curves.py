@@ -1,0 +1,66 @@
+"""Queries that ask for items of their own class, and curves while items become native."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.harness import Row
+from nobackfill.adopt.figures import Figures
+from nobackfill.adopt.healing import ORDERS, SHARES
+from nobackfill.adopt.joining import Block
+from nobackfill.metrics.bootstrap import paired_bootstrap
+from nobackfill.metrics.ranking import Ranking, Relevance, rank_block, same_label
+from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc
+
+Labels = NDArray[np.str_]
+NOTE = (
+    f"In %, by shares of items embedded again at random, means of {ORDERS} orders. `valley`: how "
+    "far the lowest lies below the lower end, `95 %`: its interval by a paired bootstrap over "
+    "queries (the lowest of eleven was looked for, so chance alone shows a little)."
+)
+
+
+def of_class(labels: Labels) -> Relevance:
+    """Each item asks for those of its class, itself left out."""
+    own = np.arange(len(labels))
+    return same_label(labels, labels, own, own)
+
+
+def by_class(block: Block, relevance: Relevance) -> Figures:
+    """Of distances [q, g]."""
+    ranks = rank_block(block.copy(), 0, relevance)
+    ranking = Ranking(ranks, np.array([len(one) for one in ranks], np.int64))
+    return {"class CMC-1": cmc(ranking, 1), "class mAP": average_precision(ranking)}
+
+
+def class_curves(carried: Block, native: Block, labels: Labels) -> dict[str, PerQuery]:
+    """`by_class` [shares, q] of distances [q, g] to items that are carried, and native."""
+    relevance = of_class(labels)
+    found: dict[str, list[list[PerQuery]]] = {}
+    for seed in range(ORDERS):
+        order = np.random.default_rng(seed).random(carried.shape[1])
+        mixed = (np.where(order < share, native, carried) for share in SHARES)
+        by_share = [by_class(block, relevance) for block in mixed]
+        for name in by_share[0]:
+            found.setdefault(name, []).append([one[name] for one in by_share])
+    return {name: np.mean(orders, axis=0) for name, orders in found.items()}
+
+
+def curve_rows(pair: str, ranked: str, curves: Mapping[str, PerQuery]) -> list[Row]:
+    """One for each figure, of values [shares, q]."""
+    return [_row(pair, ranked, name, values) for name, values in curves.items()]
+
+
+def _row(pair: str, ranked: str, figure: str, values: PerQuery) -> Row:
+    curve = np.nanmean(values, axis=1)
+    end, lowest = (0 if curve[0] <= curve[-1] else -1), int(curve.argmin())
+    fallen = paired_bootstrap([values[end]], [values[lowest]])
+    return {
+        "pair": pair,
+        "ranked by": ranked,
+        "figure": figure,
+        **{f"{10 * n} %": 100 * float(share) for n, share in enumerate(curve)},
+        "valley": 100 * max(0.0, fallen.mean),
+        "95 %": f"{100 * fallen.low:.1f} to {100 * fallen.high:.1f}",
+    }

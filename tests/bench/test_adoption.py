@@ -1,0 +1,82 @@
+"""`bench.adoption` on made models: what its tables say is what a slow look finds."""
+
+import numpy as np
+import pytest
+
+from bench.adoption.curves import by_class, class_curves, curve_rows, of_class
+from bench.adoption.texts import Embedded
+from bench.adoption.trial import Trial
+from bench.adoption.valley import classes
+from nobackfill.adopt.figures import blocked
+from nobackfill.metrics.ranking import same_label
+from nobackfill.metrics.retrieval import score
+from tests.adopt.made import kinds
+
+PAIRS, REST = 120, 140
+
+
+@pytest.fixture(scope="module")
+def trial() -> Trial:
+    made = kinds(PAIRS + REST, PAIRS + REST)
+    order = np.argsort(made.answers)
+    old = Embedded(made.old, made.queries_old[order])
+    new = Embedded(made.new, made.queries_new[order])
+    labels = np.array([f"class {row % 6}" for row in range(PAIRS + REST)])
+    return Trial("made", old, new, PAIRS, 60, labels)
+
+
+def test_the_truth_is_that_of_items_that_chose_nothing(trial: Trial) -> None:
+    rows = trial.verdict()
+    assert [str(row["way"]).split()[0] for row in rows] == [
+        "stay", "map", "both", "lazily", "re-embed",
+    ]  # fmt: skip
+    assert sum(row["verdict"] == "named" for row in rows) == 1
+    assert sum(row["truth"] == "best" for row in rows) == 1
+    for way, side in ((0, trial.old), (-1, trial.new)):
+        near = side.titles[PAIRS : PAIRS + 60] @ side.bodies[PAIRS:].T
+        found = (near.argmax(1) == np.arange(60)).mean()
+        assert rows[way]["R@1"] == pytest.approx(100 * found)
+        assert trial.labels is not None
+        labels, own = trial.labels[PAIRS:], np.arange(REST)
+        asked = side.bodies[PAIRS:]
+        slow = score(asked, asked, same_label(labels, labels, own, own), "cosine")
+        assert rows[way]["class mAP"] == pytest.approx(100 * slow["map"].mean(), abs=1e-3)
+        assert rows[way]["class CMC-1"] == pytest.approx(100 * slow["cmc1"].mean(), abs=1e-3)
+
+
+def test_curves_end_where_the_ways_are(trial: Trial) -> None:
+    truth = trial.truth
+    for row in trial.healing():
+        if row["ranked by"] == "distance":
+            figure = str(row["figure"])
+            assert row["0 %"] == pytest.approx(100 * truth["map"][figure].mean())
+            assert row["100 %"] == pytest.approx(100 * truth["re-embed"][figure].mean())
+    found = classes(trial)
+    ranked = {row["ranked by"] for row in found}
+    assert ranked == {"distance", "scale", "nobackfill.serve"}
+    # A line keeps the order within an origin.
+    for share in ("0 %", "100 %"):
+        by_distance, by_scale = (
+            [row[share] for row in found if row["ranked by"] == one]
+            for one in ("distance", "scale")
+        )
+        assert by_distance == pytest.approx(by_scale, abs=0.5)
+
+
+def test_a_valley_is_told_from_the_lower_end_with_its_interval() -> None:
+    rng = np.random.default_rng(0)
+    items = rng.normal(size=(80, 8)).astype(np.float32)
+    labels = np.array([f"class {row % 4}" for row in range(80)])
+    block = blocked(items, items)
+    same = class_curves(block, block, labels)
+    alone = by_class(block, of_class(labels))
+    assert np.allclose(same["class mAP"], alone["class mAP"])
+    (flat, *_) = curve_rows("pair", "distance", same)
+    assert flat["valley"] == 0
+    # Of nothing that compares: in the middle it is worse than at either end.
+    values = np.ones((11, 200))
+    values[5, :50] = 0
+    (row,) = curve_rows("pair", "distance", {"R@1": values})
+    assert row["valley"] == pytest.approx(25)
+    low, high = map(float, str(row["95 %"]).split(" to "))
+    assert 15 < low < 25 < high < 35
