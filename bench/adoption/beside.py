@@ -9,11 +9,11 @@ from bench.adoption.rivals import local, nearly_orthogonal
 from bench.adoption.trial import Trial
 from bench.adoption.unpaired import without_pairs
 from bench.harness import Row, Value
-from nobackfill.adopt.crossfit import MANY_DIMS, candidates
+from nobackfill.adopt.choice import choose
+from nobackfill.adopt.crossfit import MANY_DIMS
 from nobackfill.adopt.figures import Figures, Queries, blocked, measure
 from nobackfill.adopt.joining import Block
-from nobackfill.adopt.judgement import figures_of
-from nobackfill.adopt.maps import fit_maps
+from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.metrics.bootstrap import paired_bootstrap
 from nobackfill.vectors import Vectors
@@ -45,8 +45,8 @@ def beside(trial: Trial, count: int, draws: int = DRAWS) -> list[Row]:
         searches = _ways(pairs, gallery)
         # The verdict's own, where it had these pairs.
         whole = count == trial.pairs
-        kind = trial.said.chosen.kind if whole else _chosen(pairs, trial.queries_of(part))
-        searches["chosen by fit"] = searches[kind]
+        fitted = trial.said.chosen if whole else _fitted(pairs, trial.queries_of(part))
+        searches["chosen by fit"] = _by(fitted(gallery.old))
         for way, search in searches.items():
             both = _figures(search, gallery, asked) | _figures(search, gallery, alike)
             found.setdefault(way, []).append(both)
@@ -54,13 +54,9 @@ def beside(trial: Trial, count: int, draws: int = DRAWS) -> list[Row]:
     return [_row(named, way, found) for way in found]
 
 
-def _chosen(pairs: Pairs, asked: Queries) -> str:
-    """The kind that `fit` takes where it is given these queries."""
-    scores = {
-        kind: float(figures_of(held.apart[0], pairs, asked)["MRR"].mean())
-        for kind, held in candidates(pairs, [asked]).items()
-    }
-    return max(scores, key=scores.__getitem__)
+def _fitted(pairs: Pairs, asked: Queries) -> Map:
+    """What `fit` takes where it is given these queries."""
+    return choose(pairs, [asked]).fitted(pairs)
 
 
 def _ways(pairs: Pairs, gallery: Pairs) -> dict[str, Search]:

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from bench.adoption.curves import Labels, by_class, curve_rows, of_class
 from bench.adoption.texts import Embedded
 from bench.harness import Row
-from nobackfill.adopt.crossfit import candidates
+from nobackfill.adopt.choice import choose
 from nobackfill.adopt.figures import Figures, PerQuery, Queries, blocked
 from nobackfill.adopt.healing import ORDERS, SHARES
 from nobackfill.adopt.joining import Block, hubs
-from nobackfill.adopt.judgement import Gallery, figure_of, figures_of, judge_joined, served
+from nobackfill.adopt.judgement import Gallery, figure_of, judge_joined, served
 from nobackfill.adopt.maps import Map, fit_maps, normalised
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.verdict import AS_GOOD, WAYS, Cost, Verdict, decide
@@ -180,11 +180,7 @@ def best(pairs: Pairs) -> Map:
     some = Pairs(pairs.ids[:2000], pairs.old[:2000], pairs.new[:2000])
     rows = np.arange(min(500, len(some)), dtype=np.int64)
     asked = Queries(some.old[rows], some.new[rows], rows, own=True)
-    scores = {
-        kind: float(figures_of(held.apart[0], some, asked)["agreement@10"].mean())
-        for kind, held in candidates(some, [asked]).items()
-    }
-    return fit_maps(pairs.old, pairs.new)[max(scores, key=scores.__getitem__)]
+    return choose(some, [asked]).fitted(pairs)
 
 
 def _first(vectors: Vectors, gallery: Pairs, queries: Queries) -> float:

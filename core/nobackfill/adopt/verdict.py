@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from nobackfill.adopt import crossfit, judgement
-from nobackfill.adopt.correction import CONVERTER, CORRECTED, corrected
+from nobackfill.adopt.choice import Choice, choose
+from nobackfill.adopt.correction import CONVERTER
 from nobackfill.adopt.figures import Figures, Queries
 from nobackfill.adopt.healing import MOST_BELOW, Healing, valley
 from nobackfill.adopt.joining import Joining
 from nobackfill.adopt.judgement import Gallery
-from nobackfill.adopt.maps import Map, fit_maps
+from nobackfill.adopt.maps import Map
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.metrics.bootstrap import paired_bootstrap
 
@@ -100,42 +101,28 @@ def decide(
     alike = judgement.among_items(pairs)
     asked = alike if queries is None else judgement.sampled(queries, len(pairs))
     judged_by = "agreement@10" if asked.own else "MRR"
-    held = crossfit.candidates(pairs, [asked] if asked.own else [asked, alike], prior)
-    candidates = {
-        kind: _mean(judgement.figures_of(one.apart[0], pairs, asked), judged_by)
-        for kind, one in held.items()
-    }
-    kind = max(candidates, key=candidates.__getitem__)
-    best = held[kind]
-    # Each of the others has as many distances as what is judged next.
-    del held
-    gallery = Gallery(pairs.old, best.vectors, pairs.new)
-    judged = judgement.judge(gallery, asked, best.apart[0])
+    choice = choose(pairs, [asked] if asked.own else [asked, alike], prior)
+    apart = choice.held.apart
+    gallery = Gallery(pairs.old, choice.held.vectors, pairs.new)
+    judged = judgement.judge(gallery, asked, apart[0])
     figures = judged.ways
     if not asked.own:
         # Neighbours kept by each way as it is served to queries that seek an item.
-        kept = judgement.judge_joined(gallery, alike, judged.joining, best.apart[1])
+        kept = judgement.judge_joined(gallery, alike, judged.joining, apart[1])
         for name, one in kept.items():
             figures[name]["agreement@10"] = one["agreement@10"]
     ways = [_way(name, figures, cost, judged_by) for name in WAYS]
     way, words = _choose(ways, judged_by, items_there)
-    chosen = _chosen(kind, pairs, prior)
+    chosen = choice.fitted(pairs, prior)
     joining = replace(judged.joining, mark=chosen.digest)
-    curve = _curve(pairs, asked, kind, judged_by, candidates[kind], prior)
+    curve = _curve(pairs, asked, choice, judged_by, prior)
     search = "finding that very item" if not asked.own else "finding similar things"
     notes = _notes(asked, pairs, cost, joining.weight, curve, judged_by)
     notes += _healing(judged.healing, ways[-1], judged_by)
     return Verdict(
-        way, words, search, judged_by, ways, candidates, chosen, joining, curve, judged.healing,
+        way, words, search, judged_by, ways, choice.figures, chosen, joining, curve, judged.healing,
         len(pairs), notes,
     )  # fmt: skip
-
-
-def _chosen(kind: str, pairs: Pairs, prior: Map | None) -> Map:
-    """The candidate, from all pairs."""
-    if prior is None or kind not in (CONVERTER, CORRECTED):
-        return fit_maps(pairs.old, pairs.new, kinds=[kind])[kind]
-    return prior if kind == CONVERTER else corrected(prior, pairs)
 
 
 def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) -> Way:
@@ -193,18 +180,19 @@ def _choose(ways: list[Way], judged_by: str, items_there: bool) -> tuple[str, st
 
 
 def _curve(
-    pairs: Pairs, asked: Queries, kind: str, judged_by: str, whole: float, prior: Map | None
+    pairs: Pairs, asked: Queries, choice: Choice, judged_by: str, prior: Map | None
 ) -> list[Point]:
     """The figure with an eighth, a quarter and a half of the pairs, and with all; none of a
     converter as it is, which no pairs change."""
     points: list[Point] = []
+    kind = choice.kind
     if kind == CONVERTER:
         return points
     seen = crossfit.seen(crossfit.folds_of(pairs))
     fitted = seen * len(pairs)
     for share in CURVE:
         if share == 1:
-            points.append(Point(round(fitted), whole))
+            points.append(Point(round(fitted), choice.figures[kind]))
         elif share * fitted >= 20:
             # By few folds: each map sees less of the pairs, so more of what it may see is fitted.
             few = crossfit.FEW
