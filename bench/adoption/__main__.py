@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from bench.adoption.beside import NOTE as BESIDE
 from bench.adoption.beside import beside
+from bench.adoption.covering import NOTE as COVERING
+from bench.adoption.covering import covering
 from bench.adoption.curves import NOTE as CURVES
 from bench.adoption.parts import Part, run
 from bench.adoption.texts import Corpus, Embedded, descriptions, embedded, operations
@@ -57,6 +59,11 @@ def main(
     ]
     counts = (FEW, SOME, PAIRS)
     parts += [Part("Maps alone, R@1", partial(trial.maps, counts)) for trial in trials]
+    parts += [
+        Part("Sampled or at random", partial(covering, trial, count))
+        for trial in trials
+        for count in (FEW, SOME)
+    ]
     if len(corpora) == 2:
         foreign, own = (next(t for t in trials if t.name.startswith(f"L3 to L6, {c.name}"))
                         for c in corpora)  # fmt: skip
@@ -75,6 +82,7 @@ VERDICT = (
 NOTES = {
     "The verdict and the truth": VERDICT,
     "Beside rivals": BESIDE,
+    "Sampled or at random": COVERING,
     "On the way to native": CURVES,
 }
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from bench.adoption.covering import covering
 from bench.adoption.curves import by_class, class_curves, curve_rows, of_class
 from bench.adoption.texts import Embedded
 from bench.adoption.trial import Trial
@@ -80,3 +81,12 @@ def test_a_valley_is_told_from_the_lower_end_with_its_interval() -> None:
     assert row["valley"] == pytest.approx(25)
     low, high = map(float, str(row["95 %"]).split(" to "))
     assert 15 < low < 25 < high < 35
+
+
+def test_a_sample_is_set_beside_chance(trial: Trial) -> None:
+    rows = covering(trial, 60)
+    assert [row["figure"] for row in rows] == ["R@1", "R@10", "agreement@10"]
+    for row in rows:
+        random, spread, gain = (float(str(row[name])) for name in ("random", "sample", "gain"))
+        assert 0 < random < 100
+        assert gain == pytest.approx(spread - random)

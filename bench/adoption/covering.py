@@ -1,0 +1,52 @@
+"""What `nobackfill sample` is worth: maps of pairs that it chooses, and of as many at random."""
+
+import numpy as np
+
+from bench.adoption.trial import Trial
+from bench.harness import Row, Value
+from nobackfill.adopt.figures import Figures, Queries
+from nobackfill.adopt.judgement import figure_of
+from nobackfill.adopt.maps import fit_maps
+from nobackfill.adopt.pairs import Pairs
+from nobackfill.adopt.sampling import sample
+from nobackfill.adopt.sources.source import Rows
+from nobackfill.metrics.bootstrap import paired_bootstrap
+from nobackfill.metrics.ranking import Ints
+
+DRAWS = 5
+NOTE = (
+    f"In %, of the affine map alone, of items and queries that chose nothing; {DRAWS} draws from "
+    "the first items. `gain`: of sample over random, with its interval by a paired bootstrap over "
+    "queries and draws."
+)
+
+
+def covering(trial: Trial, count: int) -> list[Row]:
+    """A row for each figure."""
+    pool, others = trial.pairs_of(slice(0, trial.pairs)), trial.pairs_of(trial.rest)
+    alike = Queries(others.old, others.new, np.arange(len(others), dtype=np.int64), own=True)
+    asked = (trial.queries_of(trial.rest), alike)
+
+    def found(rows: Ints) -> Figures:
+        one = fit_maps(pool.old[rows], pool.new[rows], kinds=["affine"])["affine"]
+        known, near = (figure_of(one(others.old), others, queries) for queries in asked)
+        return {name: known[name] for name in ("R@1", "R@10")} | near
+
+    spread, random = [], []
+    for seed in range(DRAWS):
+        spread.append(found(_sampled(pool, count, seed)))
+        random.append(found(np.random.default_rng(seed).permutation(len(pool))[:count]))
+    rows: list[Row] = []
+    for figure in spread[0]:
+        ours, theirs = ([one[figure] for one in some] for some in (spread, random))
+        gain = paired_bootstrap(ours, theirs)
+        row: dict[str, Value] = {"pair": trial.name, "pairs": count, "figure": figure}
+        row |= {"random": 100 * float(np.mean(theirs)), "sample": 100 * float(np.mean(ours))}
+        row |= {"gain": 100 * gain.mean, "95 %": f"{100 * gain.low:.1f} to {100 * gain.high:.1f}"}
+        rows.append(row)
+    return rows
+
+
+def _sampled(pool: Pairs, count: int, seed: int) -> Ints:
+    ids = sample(Rows(pool.ids, pool.old), count, seed)
+    return np.array([int(name) for name in ids], np.int64)
