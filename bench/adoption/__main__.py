@@ -37,6 +37,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for vectors; what is there is kept.")],
     lists: Annotated[Path | None, typer.Option(help="apt's …_i18n_Translation-en.lz4.")] = None,
     mpnet: Annotated[Path | None, typer.Option(help="Unpacked all-mpnet-base-v2.")] = None,
+    only: Annotated[str, typer.Option(help="Pairs with this in their name.")] = "",
 ) -> None:
     """Measure verdicts, maps, converters and valleys, and keep the tables."""
     models = dict(zip(("L3", "L6"), lay_out(packages, out / "models"), strict=True))
@@ -50,17 +51,17 @@ def main(
     if lists is not None:
         corpora.append(descriptions(lists, DRAWN))
     trials = [trial for corpus in corpora for trial in _trials(corpus, models, out)]
-    parts = [Part("The verdict and the truth", trial.verdict) for trial in trials]
-    parts += [Part("On the way to native", trial.healing) for trial in trials]
+    parts = [Part("The verdict and the truth", trial.name, trial.verdict) for trial in trials]
+    parts += [Part("On the way to native", trial.name, trial.healing) for trial in trials]
     parts += [
-        Part("Beside rivals", partial(beside, trial, count))
+        Part("Beside rivals", trial.name, partial(beside, trial, count))
         for count in (SOME, PAIRS)
         for trial in reversed(trials)
     ]
     counts = (FEW, SOME, PAIRS)
-    parts += [Part("Maps alone, R@1", partial(trial.maps, counts)) for trial in trials]
+    parts += [Part("Maps alone, R@1", trial.name, partial(trial.maps, counts)) for trial in trials]
     parts += [
-        Part("Sampled or at random", partial(covering, trial, count))
+        Part("Sampled or at random", trial.name, partial(covering, trial, count))
         for trial in trials
         for count in (FEW, SOME)
     ]
@@ -68,9 +69,9 @@ def main(
         foreign, own = (next(t for t in trials if t.name.startswith(f"L3 to L6, {c.name}"))
                         for c in corpora)  # fmt: skip
         name = f"A converter from {corpora[0].name}, R@1"
-        parts.append(Part(name, partial(corrected, foreign, own, counts)))
-    parts.append(Part("From inspect to a verdict", lambda: [_seconds(out)]))
-    run("adoption", parts, NOTES)
+        parts.append(Part(name, own.name, partial(corrected, foreign, own, counts)))
+    parts.append(Part("From inspect to a verdict", "made vectors", lambda: [_seconds(out)]))
+    run("adoption", parts, NOTES, only)
 
 
 VERDICT = (
@@ -113,7 +114,8 @@ def _seconds(out: Path) -> Row:
     ids = np.array([f"item-{row}" for row in range(len(hidden))])
     chosen = out / "sample.txt"
     program = Path(sys.executable).with_name("nobackfill")
-    row: dict[str, Value] = {"items": len(hidden), "dims": 384, "pairs": PAIRS}
+    row: dict[str, Value] = {"pair": "made vectors", "items": len(hidden), "dims": 384}
+    row["pairs"] = PAIRS
     _write(out / "large", ids, hidden)
     spent = 0.0
     for command in ("inspect", "sample", "fit"):

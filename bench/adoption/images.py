@@ -45,6 +45,7 @@ def main(
     queries: Annotated[
         int, typer.Option(min=20, help="Pictures that a second view asks for.")
     ] = 500,
+    only: Annotated[str, typer.Option(help="Pairs with this in their name.")] = "",
 ) -> None:
     """Measure verdicts, maps, rivals and valleys on pictures, and keep the tables."""
     some = drawn(pictures, items)
@@ -64,19 +65,24 @@ def main(
         trials.append(Trial(name, old.part(order), new.part(order), fitted, queries, labels))
     parts: list[Part] = []
     for one in trials:
-        parts.append(Part("The verdict and the truth", one.verdict))
-        parts.append(Part("Classes on the way", partial(classes, one)))
-        parts.append(Part("A second view on the way", one.healing))
-    parts += [Part("Beside rivals", partial(beside, one, one.pairs, DRAWS)) for one in trials]
-    parts += [Part("Maps alone, R@1", partial(one.maps, _counts(one.pairs))) for one in trials]
-    parts += [Part("Beside rivals", partial(beside, one, pairs // 4, DRAWS)) for one in trials]
+        parts.append(Part("The verdict and the truth", one.name, one.verdict))
+        parts.append(Part("Classes on the way", one.name, partial(classes, one)))
+        parts.append(Part("A second view on the way", one.name, one.healing))
+    parts += [
+        Part("Maps alone, R@1", one.name, partial(one.maps, _counts(one.pairs))) for one in trials
+    ]
+    parts += [
+        Part("Beside rivals", one.name, partial(beside, one, count, DRAWS))
+        for count in (pairs, pairs // 4)
+        for one in trials
+    ]
     notes = {
         "The verdict and the truth": NOTE.format(pairs=pairs, queries=queries),
         "Classes on the way": CURVES,
         "A second view on the way": CURVES,
         "Beside rivals": BESIDE,
     }
-    run("adoption-images", parts, notes)
+    run("adoption-images", parts, notes, only)
 
 
 def _counts(pairs: int) -> tuple[int, ...]:
