@@ -59,6 +59,7 @@ def candidates(
     kinds: Collection[str] | None = None,
     subset: float = 1.0,
     folds: int | None = None,
+    more: Queries | None = None,
 ) -> dict[str, Held]:
     """Those of `kinds`, else all: with a converter `prior` also what it gives, and what its
     correction by the other folds' pairs gives. Other arguments and errors: as `cross_fitted`."""
@@ -66,7 +67,7 @@ def candidates(
     wanted = (*KINDS, *foreign) if kinds is None else kinds
     found: dict[str, Held] = {}
     if own := [kind for kind in wanted if kind in KINDS]:
-        found = cross_fitted(pairs, asked, own, subset=subset, folds=folds)
+        found = cross_fitted(pairs, asked, own, subset=subset, folds=folds, more=more)
     if prior is not None and CORRECTED in wanted:
         found[CORRECTED] = cross_fitted(
             pairs, asked, ["affine"], prior=prior, subset=subset, folds=folds
@@ -85,28 +86,33 @@ def cross_fitted(
     prior: Map | None = None,
     subset: float = 1.0,
     folds: int | None = None,
+    more: Queries | None = None,
 ) -> dict[str, Held]:
     """Each kind of map, for each set of queries `asked`. The one number that all of its maps share
     is a ridge's penalty, whose error is by leave-one-out.
 
     `prior`: a converter to which maps of what it leaves over are added. `subset`: the share of the
     other folds' pairs that is fitted on, for the learning curve. `folds`: `folds_of` the pairs by
-    default. Raises InvalidInputError for fewer than 10 pairs.
+    default. `more`: queries that are fitted on, too, each left out with its item. Raises
+    InvalidInputError for fewer than 10 pairs.
     """
     folds = folds_of(pairs) if folds is None else folds
     if len(pairs) < LEAST:
         raise InvalidInputError(f"expected at least {LEAST} pairs, got {len(pairs)}")
     rng = np.random.default_rng(0)
     fold = rng.permutation(np.arange(len(pairs)) % folds)
-    used = np.concatenate([_drawn(np.flatnonzero(fold == n), subset, rng) for n in range(folds)])
-    fitted = pairs if prior is None else left_over(prior, pairs)
+    drawn = np.concatenate([_drawn(np.flatnonzero(fold == n), subset, rng) for n in range(folds)])
+    fitted = with_queries(pairs if prior is None else left_over(prior, pairs), more)
+    # Of each row that can be fitted on, the item that it is left out with.
+    item = np.arange(len(pairs)) if more is None else np.r_[: len(pairs), more.rows]
+    used = np.flatnonzero(np.isin(item, drawn))
     blocks = in_blocks(fitted.old[used], fitted.new[used])
     whole = Moments.of(blocks())
     chosen = Solver(whole).penalties(blocks, kinds)
     unit = prior is None and is_unit(pairs.new)
     parts = [Moments(whole) for _ in range(folds)]
     for number, part in enumerate(parts):
-        mine = used[fold[used] == number]
+        mine = used[fold[item[used]] == number]
         part.add(fitted.old[mine], fitted.new[mine])
     found = {kind: _unfilled(pairs, asked) for kind in kinds}
     for one, other in combinations(range(folds), 2):
@@ -123,6 +129,19 @@ def cross_fitted(
                 if len(here):
                     apart[np.ix_(here, rows)] = blocked(queries.new[here], carried)
     return found
+
+
+def with_queries(pairs: Pairs, queries: Queries | None) -> Pairs:
+    """Queries as further pairs, moved to the items' means: what asks lies elsewhere than what is
+    asked for, by either model, which is not for a map to follow."""
+    if queries is None:
+        return pairs
+    sides = []
+    for items, asked in ((pairs.old, queries.old), (pairs.new, queries.new)):
+        moved = asked - asked.mean(0) + items.mean(0)
+        sides.append(np.concatenate([items, moved.astype(np.float32)]))
+    ids = [*pairs.ids, *(f"query {row}" for row in range(len(queries.rows)))]
+    return Pairs(ids, *sides)
 
 
 def _unfilled(pairs: Pairs, asked: Sequence[Queries]) -> Held:

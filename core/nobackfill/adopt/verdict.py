@@ -118,6 +118,11 @@ def decide(
     curve = _curve(pairs, asked, choice, judged_by, prior)
     search = "finding that very item" if not asked.own else "finding similar things"
     notes = _notes(asked, pairs, cost, joining.weight, curve, judged_by)
+    if choice.more is not None:
+        notes.append(
+            f"the map is fitted on the {len(asked.rows)} queries, too, whose vectors both models "
+            "have given: so others of them are found better"
+        )
     notes += _healing(judged.healing, ways[-1], judged_by)
     return Verdict(
         way, words, search, judged_by, ways, choice.figures, chosen, joining, curve, judged.healing,
@@ -192,13 +197,13 @@ def _curve(
     fitted = seen * len(pairs)
     for share in CURVE:
         if share == 1:
-            points.append(Point(round(fitted), choice.figures[kind]))
+            points.append(Point(round(fitted), choice.figure))
         elif share * fitted >= 20:
             # By few folds: each map sees less of the pairs, so more of what it may see is fitted.
             few = crossfit.FEW
             subset = share * seen / crossfit.seen(few)
             found = crossfit.candidates(
-                pairs, [asked], prior, kinds=[kind], subset=subset, folds=few
+                pairs, [asked], prior, kinds=[kind], subset=subset, folds=few, more=choice.more
             )
             figure = _mean(judgement.figures_of(found[kind].apart[0], pairs, asked), judged_by)
             points.append(Point(round(share * fitted), figure))
