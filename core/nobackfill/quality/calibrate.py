@@ -21,18 +21,21 @@ PAIRS_A_BREAKPOINT = 20
 
 def retrieved_pairs(
     neighbours: NDArray[np.int64], distances: NDArray[np.float32], relevance: Relevance
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Distances [p] and matches [p] (0 or 1) of each query's nearest pairs, itself left out."""
-    kept_distances, matches = [], []
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+    """Distances [p], matches [p] (0 or 1) and queries [p] of each query's nearest pairs, the query
+    itself left out."""
+    kept_distances, matches, counts = [], [], []
     for row, near, relevant, ignored in zip(
         neighbours, distances, relevance.relevant, relevance.ignored, strict=True
     ):
         kept = (row >= 0) & ~np.isin(row, ignored)
         kept_distances.append(near[kept][:PAIRS_A_QUERY])
         matches.append(np.isin(row[kept][:PAIRS_A_QUERY], relevant))
+        counts.append(len(matches[-1]))
     return (
         np.concatenate(kept_distances).astype(np.float64),
         np.concatenate(matches).astype(np.float64),
+        np.repeat(np.arange(len(counts)), counts),
     )
 
 
@@ -78,33 +81,52 @@ def _strict(
 
 
 def same_scale(carried: Measured, embedded: Measured, relevance: Relevance) -> Line:
-    """The line on which a carried item's distance means what a re-embedded one's does: one logistic
-    curve for each origin, over the PAIRS_A_QUERY nearest of each query that were measured.
+    """The line on which a carried item's distance means what a re-embedded one's does, for the same
+    query: one logistic regression over the PAIRS_A_QUERY nearest of each query that were measured
+    in either origin, with a slope for each.
 
-    Unlike `fit_curve`'s steps it keeps the order within an origin. The line of distances as they
-    are where one origin's pairs do not tell matches from others.
+    How near a query's hits are at all, in either origin, is told apart from that: a curve fitted
+    across queries bends towards what makes queries differ, and the first hits were then those of
+    the origin in which queries differ more. Unlike `fit_curve`'s steps it keeps the order within an
+    origin. The line of distances as they are where one origin's pairs do not tell matches from
+    others.
     """
-    its, own = (
-        _logistic(*retrieved_pairs(m.neighbours, m.distances, relevance))
-        for m in (carried, embedded)
-    )
-    if its is None or own is None:
+    found = [retrieved_pairs(m.neighbours, m.distances, relevance) for m in (carried, embedded)]
+    if any(len(np.unique(matches)) < 2 for _, matches, _ in found):
         return AS_THEY_ARE
-    return Line(its[0] / own[0], (its[1] - own[1]) / own[0])
+    means = [_means(distances, rows, len(relevance.relevant)) for distances, _, rows in found]
+    columns = []
+    for origin, (distances, _, rows) in enumerate(found):
+        # Two slopes, what carried ones have beside, and the query twice.
+        column = np.zeros((len(distances), 5))
+        column[:, origin] = distances
+        column[:, 2] = origin == 0
+        column[:, 3], column[:, 4] = means[0][rows], means[1][rows]
+        columns.append(column)
+    its, own, beside, *_ = _logistic(
+        np.concatenate(columns), np.concatenate([matches for _, matches, _ in found])
+    )
+    return Line(its / own, beside / own) if max(its, own) < 0 else AS_THEY_ARE
 
 
-def _logistic(
-    distances: NDArray[np.float64], matches: NDArray[np.float64]
-) -> tuple[float, float] | None:
-    """Log-odds of a match = slope * distance + intercept; None where they do not fall."""
+def _means(
+    distances: NDArray[np.float64], rows: NDArray[np.int64], queries: int
+) -> NDArray[np.float64]:
+    """Of each query's distances."""
+    counts = np.maximum(1, np.bincount(rows, minlength=queries))
+    return np.asarray(np.bincount(rows, distances, queries) / counts, np.float64)
+
+
+def _logistic(columns: NDArray[np.float64], matches: NDArray[np.float64]) -> list[float]:
+    """Weights of log-odds of a match."""
     from sklearn.linear_model import LogisticRegression
 
-    if len(np.unique(matches)) < 2:
-        return None
+    spread = columns.std(0)
+    scale = np.where(spread > 0, spread, 1)
     # A weak prior: pairs that are told apart without error have no finite slope.
-    curve = LogisticRegression(C=1e3).fit(distances[:, None], matches)
-    slope = float(curve.coef_[0, 0])
-    return (slope, float(curve.intercept_[0])) if slope < 0 else None
+    curve = LogisticRegression(C=1e3, max_iter=1000).fit(columns / scale, matches)
+    weights: list[float] = (curve.coef_[0] / scale).tolist()
+    return weights
 
 
 def fit_calibration(
@@ -119,7 +141,7 @@ def fit_calibration(
     """The calibration of one (query space, gallery space, origin) from what a search retrieved in a
     gallery of `items`.
     """
-    x, y = fit_curve(*retrieved_pairs(neighbours, distances, relevance))
+    x, y = fit_curve(*retrieved_pairs(neighbours, distances, relevance)[:2])
     return Calibration(
         query_space=query_space,
         gallery_space=gallery_space,
