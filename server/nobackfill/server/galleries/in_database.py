@@ -137,13 +137,15 @@ class HostedInDatabase(Hosted):
         return compares(self._table(part.space).spec, ef)
 
     def expect(self, space: str) -> None:
-        """The database has what it needs."""
+        """Look which items it has: a search looks for the others at later ones."""
+        self._gallery.look_ahead(space)
 
     def make_ready(self, space: str, between: Callable[[], None]) -> None:
         """Build the graph of a space beside all else, unless it has one, and look which items it
-        has: the flip looks at later ones."""
+        has: searches meanwhile, and the flip, look at later ones."""
         between()
         info = self._gallery.space(space)
+        self._gallery.look_ahead(space)
         if not has_graph(self._gallery.database, self._gallery.schema, info):
             log.info("building a graph", gallery=self.name, release=info.spec.release)
             make_graph(self._gallery.database, self._gallery.schema, info)

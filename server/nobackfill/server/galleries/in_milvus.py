@@ -30,6 +30,7 @@ class HostedInMilvus(HostedInDatabase):
     def make_ready(self, space: str, between: Callable[[], None]) -> None:
         """Wait until Milvus knows the space and answers well."""
         info = self._gallery.space(space)
+        self._gallery.look_ahead(space)
         wait_for_recall(
             self._gallery,
             info,

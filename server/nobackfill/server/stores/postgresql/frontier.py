@@ -7,8 +7,12 @@ what it has. A space whose number has no row has not been looked at.
 """
 
 from nobackfill.server.stores.postgresql.database import Connection, run
+from nobackfill.server.stores.postgresql.rows import label_column
 from nobackfill.server.stores.postgresql.schema import table_of
 from nobackfill.server.stores.postgresql.writing import hold_gate
+
+# What a search reads in place of asking a graph: so many vectors, found among so many labels.
+_FEW, _BEYOND = 2_000, 10_000
 
 
 def frontier(connection: Connection, schema: str, number: int) -> int:
@@ -54,6 +58,23 @@ def left_behind(connection: Connection, schema: str, number: int) -> int:
     """Number of items without a vector in a space."""
     beyond = _lacking(schema, number, frontier(connection, schema, number))
     return int(run(connection, f"SELECT count(*) FROM {beyond}").fetchone()[0])
+
+
+def few_left(connection: Connection, schema: str, source: int, target: int) -> list[int] | None:
+    """Labels that the space numbered `source` has and `target` has not; None where they are many,
+    or too far behind the last to be looked for at each search."""
+    after, table = frontier(connection, schema, target), table_of(schema, source)
+    last = run(connection, f"SELECT coalesce(max(label), 0) FROM {table}").fetchone()[0]
+    if last - after > _BEYOND:
+        return None
+    found = run(
+        connection,
+        f"SELECT s.label FROM {table} s WHERE s.label > {after:d} AND NOT EXISTS (SELECT 1 FROM"
+        f" {table_of(schema, target)} t WHERE t.label = s.label AND t.label > {after:d})"
+        f" ORDER BY s.label LIMIT {_FEW + 1}",
+    )
+    labels: list[int] = label_column(found).tolist()
+    return labels if len(labels) <= _FEW else None
 
 
 def _lacking(schema: str, number: int, after: int) -> str:

@@ -16,6 +16,7 @@ from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.server.stores.postgresql.bulk import from_binary
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING, Condition, condition_of
 from nobackfill.server.stores.postgresql.database import EF, Connection, Database, run
+from nobackfill.server.stores.postgresql.frontier import few_left
 from nobackfill.server.stores.postgresql.schema import MOST_HALF, MOST_INDEXED, table_of
 from nobackfill.vectors import Vectors, check_vectors
 
@@ -35,10 +36,18 @@ class Table:
         self.number = info.number
         self.name = table_of(schema, info.number)
         self._operator = "<->" if self.spec.metric == "squared_l2" else "<=>"
+        self._without = None if without is None else without.number
         self._rest = ""
         if without is not None:
             other = table_of(schema, without.number)
             self._rest = f" AND NOT EXISTS (SELECT 1 FROM {other} o WHERE o.label = v.label)"
+
+    def few(self, connection: Connection) -> list[int] | None:
+        """Labels of all rows that it answers for, where another answers for nearly all: a graph
+        would be looked through in vain, and then every row. None: as many as a graph needs."""
+        if self._without is None:
+            return None
+        return few_left(connection, self.schema, self.number, self._without)
 
     def statement(self, condition: Condition, exact: bool, limit: int) -> str:
         """Of label, vector and, where it is exact, distance. Binds the query where it is exact, the
@@ -124,11 +133,16 @@ def search(
     def work(connection: Connection) -> list[Neighbours]:
         found = []
         for (table, _), queries in zip(asked, checked, strict=True):
-            rows = [
-                _nearest(connection, table, query, k, condition, ef, candidates)
-                for query in queries
-            ]
-            found.append(_together(rows, k))
+            few = table.few(connection)
+            if few is None:
+                answers = [
+                    _nearest(connection, table, query, k, condition, ef, candidates)
+                    for query in queries
+                ]
+            else:
+                rows = table.rows_of(connection, few, condition) if few else []
+                answers = [_ranked(table.spec, query, rows, k) for query in queries]
+            found.append(_together(answers, k))
         return found
 
     # One statement is a snapshot by itself, and a quarter of the way to the server and back.
