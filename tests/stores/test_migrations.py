@@ -11,7 +11,7 @@ import numpy as np
 import psycopg
 import pytest
 
-from nobackfill.errors import BusyError, ConfigurationError
+from nobackfill.errors import BusyError, ConfigurationError, NotFoundError
 from nobackfill.gallery.filters import Exists, Not, OneOf, Range, TimeRange
 from nobackfill.server.storage import Storage, migrate_database
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
@@ -130,6 +130,9 @@ def check_second(storage: Storage) -> None:
 
 def test_formats_to_which_no_step_leads_are_refused(postgres: Server, tmp_path: Path) -> None:
     with postgres.database() as url:
+        with pytest.raises(NotFoundError, match="no gateway has served"):
+            migrate_database(url, None)
+        assert "CREATE SCHEMA" not in dump(postgres, url)
         Storage(url, tmp_path).close()
         assert migrate_database(url, None) == (FORMAT, FORMAT)
         with pytest.raises(ConfigurationError, match="knows formats 1 to"):

@@ -56,15 +56,19 @@ def need_store(store: str) -> None:
 
 def migrate_database(url: str, to: int | None) -> tuple[int, int]:
     """Bring a database to a format (None: this version's); that before and after. Raises
-    ConfigurationError, BusyError where a gateway serves from it, UnavailableError."""
+    NotFoundError where no gateway has served from it, BusyError where one does, ConfigurationError,
+    UnavailableError."""
     with extra("postgres"):
-        from nobackfill.server.stores.postgresql.database import Connection, Database
+        from nobackfill.server.stores.postgresql.database import Connection, Database, run
         from nobackfill.server.stores.postgresql.migrations import FORMAT, migrate
     found: list[int] = []
     wanted = FORMAT if to is None else to
 
     def work(connection: Connection) -> None:
         with connection.transaction():
+            there = run(connection, "SELECT to_regclass('nobackfill.format') IS NOT NULL")
+            if not there.fetchone()[0]:
+                raise NotFoundError("no gateway has served from this database; look at its name")
             found.append(migrate(connection, wanted))
 
     with closing(Database(url, 1)) as database:
