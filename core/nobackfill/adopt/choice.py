@@ -38,9 +38,9 @@ class Choice:
             return fit_maps(pairs.old, pairs.new, kinds=[self.kind])[self.kind]
         rows = crossfit.with_queries(pairs, self.more)
         blocks = in_blocks(rows.old, rows.new)
-        solver = Solver(Moments.of(blocks()))
-        chosen = solver.penalties(blocks, [self.kind])
-        found = solver.maps(chosen, is_unit(pairs.new), [self.kind])[self.kind]
+        moments = Moments.of(blocks())
+        chosen = crossfit.penalties(rows, np.arange(len(pairs)), moments, [self.kind])
+        found = Solver(moments).maps(chosen, is_unit(pairs.new), [self.kind])[self.kind]
         counts = {"pairs": str(len(pairs)), "queries": str(len(self.more.rows))}
         return replace(found, facts=found.facts | counts)
 

@@ -108,7 +108,7 @@ def cross_fitted(
     used = np.flatnonzero(np.isin(item, drawn))
     blocks = in_blocks(fitted.old[used], fitted.new[used])
     whole = Moments.of(blocks())
-    chosen = Solver(whole).penalties(blocks, kinds)
+    chosen = penalties(fitted, used[used < len(pairs)], whole, kinds)
     unit = prior is None and is_unit(pairs.new)
     parts = [Moments(whole) for _ in range(folds)]
     for number, part in enumerate(parts):
@@ -129,6 +129,17 @@ def cross_fitted(
                 if len(here):
                     apart[np.ix_(here, rows)] = blocked(queries.new[here], carried)
     return found
+
+
+def penalties(pairs: Pairs, rows: Ints, whole: Moments, kinds: Collection[str]) -> dict[str, float]:
+    """By leave-one-out among some rows of pairs: items alone, as an item and its query, left out in
+    turn, would tell of one another. `whole`: what the maps are solved from, whose variance
+    penalties are multiples of."""
+    blocks = in_blocks(pairs.old[rows], pairs.new[rows])
+    alone = Moments.of(blocks())
+    chosen = Solver(alone).penalties(blocks, kinds)
+    share = float(np.trace(alone.gram)) / max(1e-300, float(np.trace(whole.gram)))
+    return chosen if alone.rows == whole.rows else {one: share * chosen[one] for one in chosen}
 
 
 def with_queries(pairs: Pairs, queries: Queries | None) -> Pairs:
