@@ -121,6 +121,8 @@ OF_KINDS: tuple[Filter, ...] = (
     AnyOf((OneOf("class", ("c1", "c2")), Range("n", greater_than=2990))),
     All((OneOf("tags", ("tag 1",)), Not(OneOf("half", (True,))), Range("n", at_most=2000))),
     OneOf("nobody", ("x",)), Not(Exists("nobody")),
+    # Few pass, which the database would find by looking at half of the items.
+    All((OneOf("half", (True,)), Range("n", less_than=12))),
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from nobackfill.server.stores.milvus.collections import MOST, Collections
 from nobackfill.server.stores.milvus.expressions import EVERYTHING, expression_of
 from nobackfill.server.stores.milvus.names import name_of
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING as EVERY_ITEM
-from nobackfill.server.stores.postgresql.conditions import Condition
+from nobackfill.server.stores.postgresql.conditions import Condition, condition_of
 from nobackfill.server.stores.postgresql.database import EF, Connection, run
 from nobackfill.server.stores.postgresql.searcher import Table
 from nobackfill.vectors import Vectors
@@ -27,6 +27,8 @@ SMALL = 5_000
 # How many more candidates are asked for where too few of the first are left, and how many more are
 # looked at with a filter.
 _WIDER = 8
+# How many more than SMALL an index may let through where the rest of a filter is looked at by row.
+_LOOKED = 4
 
 
 class Candidates:
@@ -103,7 +105,7 @@ class Candidates:
 
     def _is_large(self, connection: Connection, table: Table) -> bool:
         if table.name not in self._large:
-            if _count(connection, f"{table.name} v", EVERY_ITEM) <= SMALL:
+            if _count(connection, f"{table.name} v", EVERY_ITEM, SMALL) <= SMALL:
                 return False
             self._large.add(table.name)
         return True
@@ -111,25 +113,35 @@ class Candidates:
     def _few_pass(self, connection: Connection, table: Table, condition: Condition) -> bool:
         """Whether an index of the database says so: sooner than Milvus, which waits for its clock
         before it answers with what was just written."""
-        if condition.says is None or not _is_indexed(condition.says):
+        found = None if condition.says is None else _indexed(condition.says)
+        if found is None:
             return False
-        return _count(connection, f"{table.schema}.items i", condition) <= SMALL
+        items = f"{table.schema}.items i"
+        if found != condition.says:
+            # Of what an index lets through each row is looked at: not of half of the items.
+            most = _LOOKED * SMALL
+            if _count(connection, items, condition_of(found), most) > most:
+                return False
+        return _count(connection, items, condition, SMALL) <= SMALL
 
 
-def _is_indexed(filtered: Filter) -> bool:
-    """Whether PostgreSQL finds what passes, or little more, without going through all items."""
+def _indexed(filtered: Filter) -> Filter | None:
+    """What PostgreSQL finds by its index, and lets through all that passes; None: no part of the
+    filter is such."""
     if isinstance(filtered, All):
-        return any(_is_indexed(part) for part in filtered.of)
+        parts = [found for part in filtered.of if (found := _indexed(part)) is not None]
+        return All(tuple(parts)) if parts else None
     if isinstance(filtered, AnyOf):
-        return all(_is_indexed(part) for part in filtered.of)
-    return isinstance(filtered, OneOf | Exists)
+        parts = [found for part in filtered.of if (found := _indexed(part)) is not None]
+        return AnyOf(tuple(parts)) if len(parts) == len(filtered.of) else None
+    return filtered if isinstance(filtered, OneOf | Exists) else None
 
 
-def _count(connection: Connection, where: str, condition: Condition) -> int:
-    """Up to SMALL + 1."""
+def _count(connection: Connection, where: str, condition: Condition, most: int) -> int:
+    """Up to `most` + 1."""
     found = run(
         connection,
-        f"SELECT count(*) FROM (SELECT 1 FROM {where} WHERE {condition.text} LIMIT {SMALL + 1}) c",
+        f"SELECT count(*) FROM (SELECT 1 FROM {where} WHERE {condition.text} LIMIT {most + 1}) c",
         condition.values,
     )
     return int(found.fetchone()[0])

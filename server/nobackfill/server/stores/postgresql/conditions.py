@@ -22,7 +22,6 @@ from nobackfill.gallery.filters import (
     Range,
     Scalar,
     Test,
-    TimeRange,
     check,
     microseconds,
 )
@@ -103,21 +102,28 @@ def _test(test: Test) -> Condition:
         return _joined(" OR ", [_equals(test.key, value) for value in test.values], _NOTHING)
     if isinstance(test, Exists):
         return Condition("i.facets ? %s", (test.key,))
-    kind, cast = ("n", "numeric") if isinstance(test, Range) else ("t", "bigint")
     wanted = [(sign, bound) for name, sign in _BOUNDS if (bound := getattr(test, name)) is not None]
-    inside = "".join(f" AND e.value::{cast} {sign} %s::{cast}" for sign, _ in wanted)
-    bounds = [_bound(bound, test) for _, bound in wanted]
+    if isinstance(test, Range):
+        return _in_range(test.key, wanted)
+    inside = "".join(f" AND e.value::bigint {sign} %s::bigint" for sign, _ in wanted)
     return Condition(
-        f"EXISTS (SELECT 1 FROM jsonb_array_elements(i.facets -> %s -> '{kind}') e"
-        f" WHERE TRUE{inside})",
-        (test.key, *bounds),
+        f"EXISTS (SELECT 1 FROM jsonb_array_elements(i.facets -> %s -> 't') e WHERE TRUE{inside})",
+        (test.key, *(str(bound) for _, bound in wanted)),
     )
 
 
-def _bound(bound: int | float, test: Range | TimeRange) -> str:
+def _in_range(key: str, wanted: Sequence[tuple[str, int | float]]) -> Condition:
+    """An item has one number of a key, or none: a subquery for each row took thrice the time."""
+    number = "(i.facets -> %s -> 'n' -> 0)::numeric"
+    inside = [f"{number} {sign} %s::numeric" for sign, _ in wanted] or [f"{number} IS NOT NULL"]
+    bounds = [value for _, bound in wanted for value in (key, _bound(bound))] or [key]
+    return Condition(f"({' AND '.join(inside)}) IS TRUE", tuple(bounds))
+
+
+def _bound(bound: int | float) -> str:
     if isinstance(bound, float) and math.isinf(bound):
         return "Infinity" if bound > 0 else "-Infinity"
-    return _exact(bound) if isinstance(test, Range) else str(bound)
+    return _exact(bound)
 
 
 def _equals(key: str, value: Scalar) -> Condition:
