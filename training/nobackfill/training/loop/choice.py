@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.cluster import KMeans
 from torch import Tensor
 
 from nobackfill.errors import ConfigurationError, InvalidInputError
@@ -124,6 +123,9 @@ def divide(inputs: UpgradeInputs) -> Groups:
                 f"{_FEWEST_IN_CLUSTER * _CLUSTERS} images to cluster, got {len(names)} with "
                 f"{len(labels)} images; leave choose out"
             )
+        # Imported here: it takes a second of every training that clusters nothing.
+        from sklearn.cluster import KMeans
+
         means = KMeans(_CLUSTERS, n_init=4, random_state=seed)
         labels = means.fit_predict(inputs.rows["new"][:, 0].numpy())
         names, kind = np.unique(labels), "clusters"
