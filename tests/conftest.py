@@ -14,6 +14,15 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _forked_trials() -> Iterator[None]:
+    """Trials of releases in children that have imported what they need."""
+    from tests.support import trials
+
+    with trials.forked():
+        yield
+
+
 @pytest.fixture
 def near_gate() -> Iterator[None]:
     """Trials of releases in this process."""

@@ -4,7 +4,7 @@ import contextlib
 import os
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from nobackfill.release.trial import try_release
 from tests.release.crafted import smallest_by_minus_one
 from tests.support import graphs
 from tests.support.releases import draft, published
+from tests.support.trials import forked, started
 
 # The child without the rules: what onnxruntime does with a graph that passes them.
 NO_RULES = (
@@ -28,6 +29,12 @@ NO_RULES = (
     "rules.check_release = lambda files, manifest: None\n"
     "import nobackfill.release.trial as trial; trial.main()"
 )
+
+
+@pytest.fixture(autouse=True)
+def _started() -> Iterator[None]:
+    with started():
+        yield
 
 
 @pytest.fixture
@@ -95,11 +102,13 @@ def test_a_good_release_passes_and_costs_this_process_nothing(first: Draft) -> N
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 
-def test_the_child_runs_rules_and_probes(first: Draft) -> None:
-    def shift(model: onnx.ModelProto) -> None:
-        middle = next(t for t in model.graph.initializer if t.name == "middle")
-        middle.CopyFrom(numpy_helper.from_array(np.array(0.9, np.float32), "middle"))
+def shift(model: onnx.ModelProto) -> None:
+    """It embeds otherwise than its probes say."""
+    middle = next(t for t in model.graph.initializer if t.name == "middle")
+    middle.CopyFrom(numpy_helper.from_array(np.array(0.9, np.float32), "middle"))
 
+
+def test_the_child_runs_rules_and_probes(first: Draft) -> None:
     with pytest.raises(VerificationError, match=r"golden probe embedding: .* differ"):
         tried(with_embedder(first, shift))
     with pytest.raises(VerificationError, match=r"embedder_1/1/model.onnx: .*not known to be"):
@@ -125,6 +134,21 @@ def test_memory_is_limited(first: Draft, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(trial, "MEMORY_BYTES", 2**30)
     with pytest.raises(VerificationError, match=r"memory|bad allocation|bad_alloc|allocate"):
         tried(with_embedder(first, filled(2**30)))
+
+
+def test_the_forked_children_of_other_rooms_are_tried_alike(
+    first: Draft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with forked():
+        monkeypatch.chdir(next(iter(first.files.values())).parent)
+        tried(first)
+        here = {path: Path(os.path.relpath(file)) for path, file in first.files.items()}
+        tried(replace(first, files=here))
+        with pytest.raises(VerificationError, match=r"golden probe embedding: .* differ"):
+            tried(with_embedder(first, shift))
+        monkeypatch.setattr(trial, "MEMORY_BYTES", 2**20)
+        with pytest.raises(VerificationError, match=r"memory|bad allocation|bad_alloc|allocate"):
+            tried(first)
 
 
 def test_time_is_limited(first: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
