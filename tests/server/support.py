@@ -18,6 +18,7 @@ from nobackfill import wire
 from nobackfill.errors import BusyError, NobackfillError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.gateway import Gateway
+from nobackfill.server.grpc import listener
 from nobackfill.server.settings import Settings
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
@@ -76,7 +77,11 @@ def running(model_repo: Path, data: Path, **given: Any) -> Iterator[Gateway]:
     try:
         yield gateway
     finally:
-        gateway.stop()
+        with pytest.MonkeyPatch.context() as patch:
+            if "drain_seconds" not in given:
+                # Nobody is left whose calls it would lose by not waiting half a second for them.
+                patch.setattr(listener, "_LAME_DUCK_S", 0.0)
+            gateway.stop()
 
 
 class _Bearer(
