@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from tests.support import edge
+from tests.support.once import run_folder
 
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> edge.World:
-    return edge.World(tmp_path_factory.mktemp("world"))
+    return edge.World(run_folder(tmp_path_factory) / "world")
 
 
 @pytest.fixture

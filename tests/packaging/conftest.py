@@ -3,11 +3,13 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.packaging.environments import Environment
+from tests.support.once import filled, run_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +27,10 @@ def build(target: str, source: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
+    # Once for all workers of a run: most of it is compiling.
+    folder = filled(run_folder(tmp_path_factory) / "wheel", partial(build, "wheel", ROOT))
+    (built,) = folder.glob("*.whl")
+    return built
 
 
 @pytest.fixture(scope="session")

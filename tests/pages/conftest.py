@@ -5,6 +5,7 @@ from playwright.sync_api import Browser
 
 from tests.support import edge
 from tests.support.browser import chromium
+from tests.support.once import run_folder
 
 
 @pytest.fixture(scope="session")
@@ -15,4 +16,4 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> edge.World:
-    return edge.World(tmp_path_factory.mktemp("world"))
+    return edge.World(run_folder(tmp_path_factory) / "world")

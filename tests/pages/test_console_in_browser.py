@@ -19,7 +19,7 @@ from nobackfill.shares import digest, in_share
 from nobackfill.v1 import gallery_pb2
 from nobackfill.v1 import release_pb2 as pb
 from tests.pages import structure
-from tests.server.conftest import make_stages, publish_stage
+from tests.server.conftest import publish_stage, stages_of_run
 from tests.server.support import Client, embedding, images, running
 from tests.support import browser as look
 from tests.support.blocks import png
@@ -40,7 +40,7 @@ def note(number: int) -> dict[str, Scalar]:
 def gateway(near_trials: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """Gallery g of COUNT items in release 1, release 2 published for it."""
     top = tmp_path_factory.mktemp("console")
-    stages = make_stages(top, 2)
+    stages = stages_of_run(tmp_path_factory)
     shutil.copytree(stages[1], top / "live" / "repo")
     given = {"console": True, "console_address": "127.0.0.1:0"}
     with running(top / "live" / "repo", top / "data", **given) as gateway:
@@ -210,11 +210,11 @@ def test_a_canary_is_watched_live_until_it_stops(
 
 
 def test_one_logs_in_and_sees_what_the_role_may(
-    browser: Browser, gateway: Gateway, tmp_path: Path
+    browser: Browser, near_trials: None, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """A canary is not for readers to watch; callers are chosen by the names of their tokens."""
-    stages = gateway._settings.model_repo.parent.parent
-    shutil.copytree(stages / "stage1", tmp_path / "repo")
+    stages = stages_of_run(tmp_path_factory)
+    shutil.copytree(stages[1], tmp_path / "repo")
     roles = {"operator": "admin", **dict.fromkeys(("ann", "ben", "carl", "dan"), "reader")}
     lines = [f"{n} {role} {hashlib.sha256(n.encode()).hexdigest()}\n" for n, role in roles.items()]
     (tmp_path / "tokens").write_text("".join(lines))
@@ -226,7 +226,7 @@ def test_one_logs_in_and_sees_what_the_role_may(
     ):
         operator.create_when_idle()
         operator.put_images(images(3))
-        publish_stage(tmp_path / "repo", stages / "stage2")
+        publish_stage(tmp_path / "repo", stages[2])
         guarded.catalog.refresh()
         reports = operator.activate(2, canary=pb.Canary(share=0.5))
         next(report for report in reports if report.phase == pb.PHASE_CANARY)

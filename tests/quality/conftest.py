@@ -1,4 +1,4 @@
-"""The small life of the training room's tests: trained once a test process."""
+"""The small life of the training room's tests: trained once a run."""
 
 from tests.training.conftest import _one_thread, digits, life, runs
 

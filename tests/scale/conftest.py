@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nobackfill.release.manifest import Manifest
-from tests.server.conftest import Stages, make_stages
+from tests.server.conftest import Stages, stages_of_run
 from tests.support.blocks import manifest
 
 # Its modules import it; `make test-scale` brings it, and `make test` has no use for them.
@@ -19,8 +19,8 @@ collect_ignore = [] if find_spec("pymilvus") else _OF_MILVUS
 
 @pytest.fixture(scope="session")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
-    """The publication after release 1, and after release 2 with an upgrade from it."""
-    return make_stages(tmp_path_factory.mktemp("published"), 2)
+    """The publication after release 1, after release 2 with an upgrade from it, and so on."""
+    return stages_of_run(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

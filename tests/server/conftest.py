@@ -1,4 +1,4 @@
-"""Publications made once a session and copied; gateways stopped by the test that starts them."""
+"""Publications made once a run and copied; gateways stopped by the test that starts them."""
 
 import shutil
 import uuid
@@ -15,6 +15,7 @@ from nobackfill.server.gateway import Gateway
 from tests.server.support import Client, images, running
 from tests.support import trials
 from tests.support.blocks import manifest, png, publish_block_release
+from tests.support.once import filled, run_folder
 
 Stages = Mapping[int, Path]
 # Items of `served`.
@@ -24,7 +25,13 @@ SERVED = 40
 @pytest.fixture(scope="session")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
     """The publication after releases 1, 2 (upgrade from 1) and 3 (upgrades from 1 and 2)."""
-    return make_stages(tmp_path_factory.mktemp("published"), 3)
+    return stages_of_run(tmp_path_factory)
+
+
+def stages_of_run(factory: pytest.TempPathFactory) -> Stages:
+    """What `stages` gives, to other rooms as well. Read only."""
+    top = filled(run_folder(factory) / "stages", lambda top: make_stages(top, 3))
+    return {number: top / f"stage{number}" for number in (1, 2, 3)}
 
 
 @trials.near()
@@ -43,7 +50,8 @@ def make_stages(top: Path, releases: int) -> Stages:
 @pytest.fixture(scope="session")
 def direct_stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
     """What make_direct_stages makes."""
-    return make_direct_stages(tmp_path_factory.mktemp("direct"))
+    top = filled(run_folder(tmp_path_factory) / "direct", make_direct_stages)
+    return {1: top / "stage1", 2: top / "repo"}
 
 
 @trials.near()

@@ -21,6 +21,7 @@ from nobackfill.client.sync.sync import Report, Wishes, sync
 from nobackfill.images import decode_file
 from nobackfill.release.models import open_embedder
 from tests.support import blocks, graphs, hosts
+from tests.support.once import filled
 
 # Release -> the releases that it carries upgrades from, and whether they have int8 twins.
 RELEASES: dict[int, tuple[Sequence[int], bool]] = {
@@ -42,19 +43,20 @@ class Setting:
 
 
 class World:
-    """Publications of releases 1 to N and a gallery at release 1: made once, then copied."""
+    """Publications of releases 1 to N and a gallery at release 1: made once, then copied, also
+    where several processes share the folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    @functools.cache  # noqa: B019 - one world lives as long as the test session
     def _upto(self, newest: int) -> Path:
-        top = self._folder / f"upto-{newest}"
-        if newest > 1:
-            shutil.copytree(self._upto(newest - 1), top)
-        sources, int8 = RELEASES[newest]
-        blocks.publish_block_release(top / "repo", newest, sources, int8=int8)
-        return top
+        def publish(top: Path) -> None:
+            if newest > 1:
+                shutil.copytree(self._upto(newest - 1), top, dirs_exist_ok=True)
+            sources, int8 = RELEASES[newest]
+            blocks.publish_block_release(top / "repo", newest, sources, int8=int8)
+
+        return filled(self._folder / f"upto-{newest}", publish)
 
     def publish(self, repo: Path, newest: int) -> None:
         """Make `repo` (a folder named repo, its keys beside it) hold releases 1 to `newest`."""
@@ -73,14 +75,16 @@ class World:
             device.store.state_set({"source": str(setting.repo)})
         return setting
 
-    @functools.cache  # noqa: B019
     def _made(self) -> Setting:
-        top = self._folder / "setting"
-        self.publish(top / "pub" / "repo", 1)
-        images = blocks.write_pngs(top / "images", 12)
-        gallery = make_device(top / "pub" / "repo", top / "gallery.sqlite")
-        fill(gallery, top / "images")
-        return Setting(top / "pub" / "repo", gallery, images)
+        def make(top: Path) -> None:
+            self.publish(top / "pub" / "repo", 1)
+            blocks.write_pngs(top / "images", 12)
+            fill(make_device(top / "pub" / "repo", top / "gallery.sqlite"), top / "images")
+
+        top = filled(self._folder / "setting", make)
+        # What else is there, tests have left beside them.
+        images = sorted((top / "images").glob("*.png"))
+        return Setting(top / "pub" / "repo", top / "gallery.sqlite", images)
 
 
 def make_device(repo: Path, gallery: Path, source: str | None = None) -> Path:

@@ -1,10 +1,12 @@
-"""One small life for the whole room: trained and published once a test process."""
+"""One small life for all that tests training: trained and published once a run."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.once import filled, run_folder
 from tests.training.life import Life, publish_life, train_runs, write_digits
 
 
@@ -16,22 +18,19 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the parts train, eval, queries, gallery. Read only."""
-    folder = tmp_path_factory.mktemp("digits")
-    write_digits(folder)
-    return folder
+    return filled(run_folder(tmp_path_factory) / "digits", write_digits)
 
 
 @pytest.fixture(scope="session")
 def runs(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """embedder-1, side-1, embedder-2, side-2, upgrade-1-2. Read only."""
-    folder = tmp_path_factory.mktemp("runs")
-    train_runs(digits, folder)
-    return folder
+    return filled(run_folder(tmp_path_factory) / "runs", partial(train_runs, digits))
 
 
 @pytest.fixture(scope="session")
 def life(digits: Path, runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Life:
     """Releases 1 and 2 published. Read only; copy the folder to publish more."""
-    made = Life(digits, runs, tmp_path_factory.mktemp("published") / "model_repo")
-    publish_life(made)
+    folder = run_folder(tmp_path_factory) / "life"
+    made = Life(digits, runs, folder / "model_repo")
+    filled(folder, lambda _: publish_life(made))
     return made

@@ -23,7 +23,7 @@ from nobackfill.images import LARGEST_BYTES
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, upgrade_pb2, vault_pb2
 from nobackfill.wire import Gateway
 from nobackfill.wire.answers import Image, Item, Status
-from tests.server.conftest import make_stages, publish_stage
+from tests.server.conftest import publish_stage, stages_of_run
 from tests.server.support import running
 from tests.support import blocks
 
@@ -50,7 +50,7 @@ class Place:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     top = tmp_path_factory.mktemp("wire")
-    stages = make_stages(top, 2)
+    stages = stages_of_run(tmp_path_factory)
     repo = top / "served"
     shutil.copytree(stages[1], repo)
     images = blocks.write_pngs(top / "images", 12)
