@@ -1,7 +1,8 @@
 """Every durable step of publishing fails once: the release is wholly visible or not at all.
 
 After each failure the old release is as it was, one more run converges, and nothing stale is left.
-The quick set kills at each step; `make faults` adds I/O errors, full disks and torn writes.
+The quick set kills at every third step; `make faults` kills at each, and adds I/O errors, full
+disks and torn writes.
 """
 
 import resource
@@ -16,16 +17,18 @@ from nobackfill.release.publishing.metadata import read_ledger
 from nobackfill.release.publishing.publish import publish
 from nobackfill.release.publishing.renew import resign, rotate
 from nobackfill.release.publishing.standing import withdraw
-from tests.support.crash import KILLED, count_steps, run_with_fault, sweep
+from tests.support.crash import KILLED, count_steps, first_of, run_with_fault, sweep
 from tests.support.publication import Workshop, files_of, seen, workshop
 
 pytestmark = pytest.mark.timeout(1800)
 
+# Kinds of failures, and how many steps lie between two of them.
 FAULTS = [
-    "kill",
-    pytest.param("short", marks=pytest.mark.faults),
-    pytest.param("eio", marks=pytest.mark.faults),
-    pytest.param("enospc", marks=pytest.mark.faults),
+    ("kill", 3),
+    pytest.param("kill", 1, marks=pytest.mark.faults),
+    pytest.param("short", 1, marks=pytest.mark.faults),
+    pytest.param("eio", 1, marks=pytest.mark.faults),
+    pytest.param("enospc", 1, marks=pytest.mark.faults),
 ]
 
 
@@ -34,12 +37,18 @@ def expected_status(kind: str) -> int:
 
 
 @pytest.mark.usefixtures("near_gate")
-@pytest.mark.parametrize("kind", FAULTS)
-def test_a_second_release_is_wholly_there_or_not_at_all(kind: str, fast_tmp: Path) -> None:
+@pytest.mark.parametrize(("kind", "stride"), FAULTS)
+def test_a_second_release_is_wholly_there_or_not_at_all(
+    kind: str, stride: int, fast_tmp: Path
+) -> None:
     shop, _, second = workshop(fast_tmp)
     state = fast_tmp / "state"
-    swept = 0
-    for step, outcome in sweep(kind, lambda: publish(shop.repo, second), shop.restore):
+
+    def run() -> None:
+        publish(shop.repo, second)
+
+    steps, swept = count_steps(run), 0
+    for step, outcome in sweep(kind, run, shop.restore, first_of(steps, stride), stride):
         swept = step
         assert outcome.status == expected_status(kind), f"step {step}: {outcome.error}"
         old = files_of(shop.repo, 1)
@@ -54,21 +63,26 @@ def test_a_second_release_is_wholly_there_or_not_at_all(kind: str, fast_tmp: Pat
         assert seen(shop.repo, state) == {1: None, 2: None}, f"step {step}"
         assert old() == before, f"step {step}: release 1 was touched"
         assert shop.stale() == [], f"step {step}"
-    shop.restore()
-    assert swept == count_steps(lambda: publish(shop.repo, second))
-    print(f"{kind}: {swept} steps of publishing a second release")
+    assert swept == steps
+    print(f"{kind}: {steps} steps of publishing a second release, each {stride}.")
 
 
 @pytest.mark.usefixtures("near_gate")
-@pytest.mark.parametrize("kind", FAULTS)
-def test_a_first_release_is_wholly_there_or_not_at_all(kind: str, fast_tmp: Path) -> None:
+@pytest.mark.parametrize(("kind", "stride"), FAULTS)
+def test_a_first_release_is_wholly_there_or_not_at_all(
+    kind: str, stride: int, fast_tmp: Path
+) -> None:
     shop, first, _ = workshop(fast_tmp)
     for path in list(shop.top.iterdir()):
         if path.is_dir():
             shutil.rmtree(path)
     shop.keep()
-    swept = 0
-    for step, outcome in sweep(kind, lambda: publish(shop.repo, first), shop.restore):
+
+    def run() -> None:
+        publish(shop.repo, first)
+
+    steps, swept = count_steps(run), 0
+    for step, outcome in sweep(kind, run, shop.restore, first_of(steps, stride), stride):
         swept = step
         assert outcome.status == expected_status(kind), f"step {step}: {outcome.error}"
         if read_ledger(shop.repo) is None:
@@ -78,8 +92,8 @@ def test_a_first_release_is_wholly_there_or_not_at_all(kind: str, fast_tmp: Path
                 publish(shop.repo, first)
         assert seen(shop.repo, fast_tmp / "state") == {1: None}, f"step {step}"
         assert shop.stale() == [], f"step {step}"
-    assert swept > 50
-    print(f"{kind}: {swept} steps of publishing a first release")
+    assert swept == steps > 50
+    print(f"{kind}: {steps} steps of publishing a first release, each {stride}.")
 
 
 CHANGES: list[tuple[str, Callable[[Path], object]]] = [
@@ -89,14 +103,18 @@ CHANGES: list[tuple[str, Callable[[Path], object]]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize(("kind", "stride"), FAULTS)
 @pytest.mark.parametrize(("name", "change"), CHANGES, ids=[name for name, _ in CHANGES])
 def test_changes_of_metadata_leave_a_valid_publication_at_each_step(
-    name: str, change: Callable[[Path], object], kind: str, fast_tmp: Path
+    name: str, change: Callable[[Path], object], kind: str, stride: int, fast_tmp: Path
 ) -> None:
     shop, _, _ = workshop(fast_tmp)
-    swept = 0
-    for step, outcome in sweep(kind, lambda: change(shop.repo), shop.restore):
+
+    def run() -> None:
+        change(shop.repo)
+
+    steps, swept = count_steps(run), 0
+    for step, outcome in sweep(kind, run, shop.restore, first_of(steps, stride), stride):
         swept = step
         assert outcome.status == expected_status(kind), f"step {step}: {outcome.error}"
         before = seen(shop.repo, fast_tmp / "state")
@@ -106,8 +124,8 @@ def test_changes_of_metadata_leave_a_valid_publication_at_each_step(
         assert after == {1: "it was wrong" if name == "withdraw" else None}, f"step {step}"
         assert shop.stale() == [], f"step {step}"
         assert_keys_settled(shop)
-    assert swept > 10
-    print(f"{kind}: {swept} steps of {name}")
+    assert swept == steps > 10
+    print(f"{kind}: {steps} steps of {name}, each {stride}.")
 
 
 def assert_keys_settled(shop: Workshop) -> None:

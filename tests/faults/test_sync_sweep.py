@@ -1,8 +1,8 @@
 """Every durable step of a sync fails once: the gallery is wholly old or wholly new, and answers.
 
 After each failure an offline search works at once, one more sync converges, and nothing stale is
-left. The quick set kills at each step; `make faults` adds torn writes, I/O errors, full disks, and
-kills at random moments.
+left. The quick set kills at every third step; `make faults` kills at each, and adds torn writes,
+I/O errors, full disks, and kills at random moments.
 """
 
 import os
@@ -28,15 +28,17 @@ from nobackfill.gallery.store import NewVectors
 from nobackfill.release.probes import check_probes
 from nobackfill.vectors import Vectors
 from tests.support import blocks, edge, graphs, syscalls
-from tests.support.crash import KILLED, count_steps, run_with_fault, sweep
+from tests.support.crash import KILLED, count_steps, first_of, run_with_fault, sweep
 
 # More than two chunks of an upgrade.
 ITEMS = 2_500
+# Kinds of failures, and how many steps lie between two of them.
 FAULTS = [
-    "kill",
-    pytest.param("short", marks=pytest.mark.faults),
-    pytest.param("eio", marks=pytest.mark.faults),
-    pytest.param("enospc", marks=pytest.mark.faults),
+    ("kill", 3),
+    pytest.param("kill", 1, marks=pytest.mark.faults),
+    pytest.param("short", 1, marks=pytest.mark.faults),
+    pytest.param("eio", 1, marks=pytest.mark.faults),
+    pytest.param("enospc", 1, marks=pytest.mark.faults),
 ]
 
 
@@ -119,19 +121,20 @@ def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", FAULTS)
-def test_a_sync_is_all_old_or_all_new(kind: str, bench: Bench) -> None:
-    swept, flipped = 0, 0
-    for step, outcome in sweep(kind, bench.sync, bench.restore):
+@pytest.mark.parametrize(("kind", "stride"), FAULTS)
+def test_a_sync_is_all_old_or_all_new(kind: str, stride: int, bench: Bench) -> None:
+    bench.restore()
+    steps, flipped = count_steps(bench.sync), 0
+    first, swept = first_of(steps, stride), 0
+    for step, outcome in sweep(kind, bench.sync, bench.restore, first, stride):
         swept = step
         status = KILLED if kind in ("kill", "short") else CannotWriteError.exit_code
         assert outcome.status == status, f"step {step}: {outcome.error}"
         flipped += bench.check(step) == 2
         bench.check_converged(step)
-    bench.restore()
-    assert swept == count_steps(bench.sync)
-    assert 0 < flipped < swept
-    print(f"{kind}: {swept} steps of a sync, {flipped} of them after the flip")
+    assert swept == steps
+    assert 0 < flipped < 1 + (steps - first) // stride
+    print(f"{kind}: {steps} steps of a sync, each {stride}.; {flipped} of these after the flip")
 
 
 def test_a_second_kill_while_recovering_changes_nothing(bench: Bench) -> None:

@@ -57,7 +57,8 @@ def sweep(
 ) -> Iterator[tuple[int, Outcome]]:
     """Raise N until a run ends without the fault firing; prepare before each run.
 
-    Yields (N, outcome) of every run in which it fired. With a stride, only every stride-th step.
+    Yields (N, outcome) of every run in which it fired. With a stride, only every stride-th step,
+    from the `first` on.
     """  # fmt: skip
     step = first
     while True:
@@ -67,6 +68,11 @@ def sweep(
             return
         yield step, outcome
         step += stride
+
+
+def first_of(steps: int, stride: int) -> int:
+    """Where a sweep by `stride` begins that ends with the last of `steps`."""
+    return (steps - 1) % stride + 1
 
 
 def count_steps(action: Callable[[], object]) -> int:
