@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,33 @@ if TYPE_CHECKING:
 
 # Two cores are shared by the workers of one run and by the servers that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Rooms with the longest files: begun first, so that no worker is left alone with one at the end.
+LONGEST = ("e2e", "training", "faults", "packaging", "bench", "lives", "manual", "quality")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_rank)
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+def _rank(item: pytest.Item) -> int:
+    room = item.path.relative_to(Path(__file__).parent).parts[0]
+    return LONGEST.index(room) if room in LONGEST else len(LONGEST)
+
+
+def _group(item: pytest.Item) -> str:
+    """Of tests that --dist loadgroup gives to one worker: files, but all that needs the one Milvus
+    of this machine."""
+    call = getattr(item, "callspec", None)
+    chosen = [] if call is None else [one for one in call.params.values() if isinstance(one, str)]
+    needs = getattr(item, "fixturenames", ())
+    if "milvus_address" in needs or "milvus" in chosen:
+        return "milvus"
+    return item.nodeid.partition("::")[0]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -70,7 +98,7 @@ def milvus_address() -> Iterator[str]:
     from tests.support import milvus
 
     try:
-        manager = milvus.running()
+        manager = milvus.running(*milvus.QUICKER)
         address = manager.__enter__()
     except (NobackfillError, OSError) as error:
         pytest.skip(str(error))

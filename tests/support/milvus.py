@@ -18,12 +18,17 @@ from tests.support.ports import free_port, listening
 _START_S = 120.0
 # Of the etcd inside it, whatever else is configured: there is one Milvus a machine.
 _ETCD = 2379
+# Milliseconds, in place of 200, 1000 and 500: a Strong read waits until its clock ticks, and who
+# loads a collection until its coordinator looks again. What is read otherwise still comes late.
+QUICKER = (
+    "proxy.timeTickInterval=50", "queryCoord.checkInterval=100", "queryCoord.distPullInterval=50",
+)  # fmt: skip
 
 
 @contextmanager
-def running() -> Iterator[str]:
-    """The address of a server, as a store's `vectors=` has it. Raises UnavailableError, saying why,
-    where it cannot start here."""
+def running(*settings: str) -> Iterator[str]:
+    """The address of a server, as a store's `vectors=` has it; `settings`, NAME=VALUE, in place of
+    those that it comes with. Raises UnavailableError, saying why, where it cannot start here."""
     if find_spec("milvus") is None:
         raise UnavailableError(
             "Milvus cannot start here: the package milvus==2.3.5 is not installed"
@@ -40,6 +45,7 @@ def running() -> Iterator[str]:
                 [
                     str(Path(sys.executable).with_name("milvus-server")),
                     f"--data={folder}/data", f"--proxy-port={port}",
+                    *(f"--extra-config={setting}" for setting in settings),
                 ],
                 stdout=log, stderr=log, cwd=folder, start_new_session=True,
             )  # fmt: skip
