@@ -18,28 +18,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 LONGEST = ("e2e", "training", "faults", "packaging", "bench", "lives", "manual", "quality")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_rank)
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(_group(item)))
 
 
 def _rank(item: pytest.Item) -> int:
     room = item.path.relative_to(Path(__file__).parent).parts[0]
     return LONGEST.index(room) if room in LONGEST else len(LONGEST)
-
-
-def _group(item: pytest.Item) -> str:
-    """Of tests that --dist loadgroup gives to one worker: files, but all that needs the one Milvus
-    of this machine."""
-    call = getattr(item, "callspec", None)
-    chosen = [] if call is None else [one for one in call.params.values() if isinstance(one, str)]
-    needs = getattr(item, "fixturenames", ())
-    if "milvus_address" in needs or "milvus" in chosen:
-        return "milvus"
-    return item.nodeid.partition("::")[0]
 
 
 @pytest.fixture(scope="session", autouse=True)

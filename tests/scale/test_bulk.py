@@ -19,7 +19,6 @@ from tests.support.blocks import png
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("ray")
 COUNT = 300
 
 

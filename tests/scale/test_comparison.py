@@ -10,8 +10,6 @@ from tests.scale.conftest import whole
 from tests.training.comparison.test_compare import FEW, SHORT
 from tests.training.comparison.test_compare import digits as digits
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 
 @pytest.mark.filterwarnings("default")
 def test_nodes_find_what_one_process_does(two_nodes: Any, digits: Path, tmp_path: Path) -> None:

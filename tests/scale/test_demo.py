@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.test_life import TINY, processes_of, run
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.timeout(1200)
 
 
 def test_two_gateways_live_through_it() -> None:

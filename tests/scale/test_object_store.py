@@ -24,7 +24,6 @@ from tests.support.documents import blocks, page, run_script
 from tests.support.object_store import KEY, PAGE, SECRET, ObjectStore
 from tests.support.ports import free_port
 
-pytestmark = pytest.mark.xdist_group("ray")
 # Listed in three answers, sent in two pieces.
 COUNT = 2 * PAGE + 30
 PICTURES = images(COUNT)

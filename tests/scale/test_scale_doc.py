@@ -4,15 +4,12 @@ import re
 import shutil
 from pathlib import Path
 
-import pytest
-
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, running
 from tests.server.test_operations_doc import free_ports
 from tests.support.documents import PATH, lines, page, run_script
 from tests.support.postgres import Server
 
-pytestmark = pytest.mark.xdist_group("ray")
 TEXT = page("docs/scale.md")
 
 

@@ -20,7 +20,6 @@ from tests.support.ports import free_port
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("ray")
 COUNT = 20_000
 
 
