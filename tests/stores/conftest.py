@@ -20,6 +20,7 @@ from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.matches import PostgresqlFiltering
 from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
+from tests.gallery.making import spec
 
 if TYPE_CHECKING:
     from tests.support.postgres import Server
@@ -95,6 +96,16 @@ class PostgresqlEngine:
 
 
 Engine = SqliteEngine | PostgresqlEngine
+
+
+@pytest.fixture
+def empty(postgres: "Server") -> Iterator[PostgresqlGallery]:
+    """A gallery of one space, alone in its database."""
+    with postgres.database() as url:
+        database = Database(url, most=4)
+        database.open(schema.prepare)
+        yield PostgresqlGalleries(database).create("g", [spec()], {})
+        database.close()
 
 
 @pytest.fixture(params=["sqlite", "postgresql", pytest.param("milvus", marks=pytest.mark.scale)])

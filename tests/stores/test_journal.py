@@ -1,35 +1,25 @@
 """What a Milvus has still to be told, which PostgreSQL notes by itself; no Milvus is asked."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from nobackfill.gallery import edits
 from nobackfill.gallery.writing import NewVectors
 from nobackfill.server.stores.milvus import journal
-from nobackfill.server.stores.postgresql import schema
-from nobackfill.server.stores.postgresql.database import Database, run
-from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
+from nobackfill.server.stores.postgresql.database import run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.migrations import migrate
 from tests.gallery.making import ids, spec, vectors
-from tests.support.postgres import Server
 
 ONE, TWO = spec(1).space, spec(2).space
 TRIGGERS = "SELECT count(*) FROM pg_trigger WHERE tgname LIKE 'pending%'"
 
 
 @pytest.fixture
-def store(postgres: Server) -> Iterator[PostgresqlGallery]:
+def store(empty: PostgresqlGallery) -> PostgresqlGallery:
     """Three items in a space, none in another."""
-    with postgres.database() as url:
-        database = Database(url, most=4)
-        database.open(schema.prepare)
-        made = PostgresqlGalleries(database).create("g", [spec()], {})
-        made.put(ids(3), [NewVectors(ONE, vectors(3, 1))], digests=["a"] * 3)
-        made.begin(spec(2))
-        yield made
-        database.close()
+    empty.put(ids(3), [NewVectors(ONE, vectors(3, 1))], digests=["a"] * 3)
+    empty.begin(spec(2))
+    return empty
 
 
 def noted(store: PostgresqlGallery) -> dict[int, list[int]]:

@@ -1,7 +1,6 @@
 """Searches of a space among what another lacks, as those of a mixed gallery are. The oracle
 subtracts in Python and compares all."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,10 @@ from nobackfill.gallery.upgrade import run_upgrade
 from nobackfill.gallery.writing import NewVectors
 from nobackfill.server.stores.postgresql import frontier, schema
 from nobackfill.server.stores.postgresql.conditions import condition_of
-from nobackfill.server.stores.postgresql.database import Connection, Database, run
-from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
+from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.searcher import Table, search
 from tests.gallery.making import Linear, ids, spec, vectors
-from tests.support.postgres import Server
 
 ONE, TWO = spec(1).space, spec(2).space
 QUERIES = vectors(3, 9)
@@ -31,15 +28,10 @@ READ = (
 
 
 @pytest.fixture
-def store(postgres: Server) -> Iterator[PostgresqlGallery]:
+def store(empty: PostgresqlGallery) -> PostgresqlGallery:
     """A gallery of nothing, with a second space."""
-    with postgres.database() as url:
-        database = Database(url, most=4)
-        database.open(schema.prepare)
-        made = PostgresqlGalleries(database).create("g", [spec()], {})
-        made.begin(spec(2))
-        yield made
-        database.close()
+    empty.begin(spec(2))
+    return empty
 
 
 def put(store: PostgresqlGallery, names: list[str], *spaces: str) -> None:
