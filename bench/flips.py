@@ -11,7 +11,7 @@ from bench.harness import Bench, Row, Table
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.writing import NewVectors
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
+from nobackfill.server.stores.postgresql.searcher import Candidates, PostgresqlSearcher
 
 K, WRITERS, READERS = 10, 2, 2
 NOTE = (
@@ -22,8 +22,12 @@ NOTE = (
 )
 
 
-def flips(bench: Bench, store: PostgresqlGallery, specs: Sequence[SpaceSpec]) -> Table:
-    """What a flip takes, and what others wait meanwhile."""
+def flips(
+    bench: Bench, store: PostgresqlGallery, specs: Sequence[SpaceSpec],
+    candidates: Candidates | None = None,
+) -> Table:  # fmt: skip
+    """What a flip takes, and what others wait meanwhile. `candidates`: in place of the database's
+    graphs."""
     rng, count = np.random.default_rng(0), bench.size(4, 40, 100)
     rows = [store.load(spec.space)[1][:1] for spec in specs]
     sides = [rng.standard_normal((1, s.side_dim)).astype("<f4") for s in specs]
@@ -45,7 +49,7 @@ def flips(bench: Bench, store: PostgresqlGallery, specs: Sequence[SpaceSpec]) ->
     def search(_: int) -> None:
         info = store.active()
         query = rows[[spec.space for spec in specs].index(info.spec.space)]
-        PostgresqlSearcher(store.database, store.schema, info).search(query, K)
+        PostgresqlSearcher(store.database, store.schema, info, candidates).search(query, K)
 
     looked: list[float] = []
     flipped: list[float] = []

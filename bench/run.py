@@ -20,7 +20,7 @@ from bench.harness import Bench, Scale
 TOPICS = (
     "transform", "quality", "reembed", "index", "upgrade", "search", "image", "database", "swap",
     "edge", "pages", "training", "loading", "startup", "memory", "filter", "scale",
-    "gateways", "carry",
+    "gateways", "milvus", "carry",
 )  # fmt: skip
 BUILD = record.ROOT / "build" / "bench"
 

@@ -2,20 +2,16 @@
 rates the simulated upgrade of a billion items."""
 
 import statistics
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import psycopg
 from pgvector.psycopg import register_vector
 
 from bench import data
-from bench.harness import Bench, Contender, Row, Table, compared, interleave
+from bench.harness import Bench, Row, Table
 from bench.published import INNER, publication
+from bench.searching import Found, side_by_side
 from bench.simulation import Plan, simulate
 from bench.upgrades import Upgrading, fill
 from nobackfill.gallery.search.exact import ExactIndex
@@ -29,8 +25,6 @@ from tests.support.postgres import running
 
 K = 10
 RECALLED = 200
-# Labels that answer a query.
-Found = list[int]
 SEARCHED = (
     "k = 10, ef 100, one query a call, on a graph of pgvector. `bare`: the same SQL by psycopg, "
     "its rows taken as they come. `store`: spare candidates, distances computed here, equal ones "
@@ -97,34 +91,11 @@ def _searches(
             ).fetchall()
             return [label for (label,) in rows]
 
-        def rate(work: Callable[[int], Found]) -> float:
-            began = time.perf_counter()
-            with ThreadPoolExecutor(clients) as threads:
-                spans = [threads.submit(_each, work, c, count, clients) for c in range(clients)]
-                for span in spans:
-                    span.result()
-            return count / (time.perf_counter() - began)
-
-        ways = [Contender("bare", partial(rate, bare)), Contender("store", partial(rate, ours))]
-        measured = interleave(ways, bench.size(1, 5, 5))
         exact = ExactIndex(info.spec, *store.load(info.spec.space))
         truth = exact.search(queries[:RECALLED], K).labels.tolist()
-        recalls = [_recall(truth, [work(row) for row in range(RECALLED)]) for work in (bare, ours)]
-    result = compared(
-        f"Searches in PostgreSQL, clients: {clients}", "queries/s", measured, "bare", SEARCHED
-    )
-    rows = [{**row, "recall@10": one} for row, one in zip(result.rows, recalls, strict=True)]
-    return replace(result, rows=rows)
-
-
-def _recall(truth: list[Found], found: list[Found]) -> float:
-    pairs = zip(truth, found, strict=True)
-    return statistics.mean(len({*wanted} & {*got}) / K for wanted, got in pairs)
-
-
-def _each(work: Callable[[int], Found], client: int, count: int, clients: int) -> None:
-    for row in range(client, count, clients):
-        work(row)
+        title = f"Searches in PostgreSQL, clients: {clients}"
+        ways = {"bare": bare, "store": ours}
+        return side_by_side(bench, title, SEARCHED, ways, truth, clients, count)
 
 
 def _plans(bench: Bench, rates: dict[str, list[float]]) -> Table:

@@ -4,6 +4,7 @@ get wrong, and a gateway's swap. What every engine does is in tests/stores."""
 from pathlib import Path
 
 import numpy as np
+import psycopg
 import pytest
 
 from nobackfill.errors import ConfigurationError
@@ -61,6 +62,51 @@ def test_acknowledged_is_found_and_deleted_is_not_whatever_milvus_knows(
     true = near.search(np.concatenate([fresh, asked]), 10, None, EVERY)
     assert np.mean([len(set(a) & set(b)) / 10 for a, b in zip(
         again.labels.tolist(), true.labels.tolist(), strict=True)]) > RECALL  # fmt: skip
+
+
+def test_what_was_told_a_moment_ago_is_found(engine: MilvusEngine) -> None:
+    """Though a search does not wait for Milvus' clock where it need not."""
+    store = engine.create(spec())
+    assert isinstance(store, MilvusGallery)
+    store.put(ids(COUNT), [NewVectors(ONE, vectors(COUNT, 1))])
+    near = engine.searcher(store, ONE)
+    number = store.space(ONE).number
+    before = 0
+    for turn, vector in enumerate(vectors(20, 77)):
+        put = store.put([f"new-{turn}"], [NewVectors(ONE, vector[None])])
+        engine.feed(store)
+        assert near.search(vector[None], 1).labels.tolist() == [put.labels.tolist()]
+        told = store.database.read(lambda c: journal.told(c, store.schema, number))
+        assert told is not None and told > before
+        before = told
+
+
+def test_a_switch_waits_for_the_graph(engine: MilvusEngine) -> None:
+    store = engine.create(spec())
+    assert isinstance(store, MilvusGallery)
+    store.put(ids(COUNT), [NewVectors(ONE, vectors(COUNT, 1))])
+    looked = 0
+
+    def between() -> None:
+        nonlocal looked
+        looked += 1
+
+    engine.feeder.settle(store.schema, store.space(ONE), between)
+    state = engine.collections._client.describe_index(engine.collection(store, ONE), "embedding")
+    assert (int(state["indexed_rows"]), int(state["pending_index_rows"])) == (COUNT, 0)
+    assert looked
+
+
+def test_a_put_does_not_hide_that_a_collection_was_lost(engine: MilvusEngine) -> None:
+    store = engine.create(spec())
+    assert isinstance(store, MilvusGallery)
+    store.put(ids(200), [NewVectors(ONE, vectors(200, 1))])
+    engine.feed(store)
+    name = engine.collection(store, ONE)
+    engine.collections.drop(name)
+    store.put(["late"], [NewVectors(ONE, vectors(1, 9))])
+    engine.feed(store)
+    assert engine.collections.count(name) == 201
 
 
 def test_a_flip_waits_for_measured_recall(engine: MilvusEngine) -> None:
@@ -158,6 +204,7 @@ def test_a_gateway_swaps_on_milvus(
         ):
             client.create_gallery("g")
             client.put_images(images(40))
+            assert graphs(url) == []
             publish_stage(repo, stages[2])
             for rollout in ("dual", "cutover"):
                 assert client.find(images(1)[0]).hits[0].id == "i0"
@@ -172,6 +219,13 @@ def test_a_gateway_swaps_on_milvus(
             Client(gateway.address) as client,
         ):
             assert client.find(images(1)[0]).hits[0].id == "i0"
+
+
+def graphs(url: str) -> list[str]:
+    """Those of the database, which nobody would ask."""
+    with psycopg.connect(url) as connection:
+        found = connection.execute("SELECT indexname FROM pg_indexes WHERE indexdef LIKE '%hnsw%'")
+        return [name for (name,) in found]
 
 
 def test_galleries_move_to_milvus_and_away(

@@ -5,7 +5,7 @@ import pytest
 from nobackfill.gallery import edits
 from nobackfill.gallery.writing import NewVectors
 from nobackfill.server.stores.milvus import journal
-from nobackfill.server.stores.postgresql.database import run
+from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.migrations import migrate
 from tests.gallery.making import ids, spec, vectors
@@ -72,6 +72,36 @@ def test_what_is_told_anew_is_pending_for_every_search(store: PostgresqlGallery)
     info = store.space(ONE)
     store.database.write(lambda connection: journal.note_all(connection, store.schema, info))
     assert sorted(pending(store, described=False)) == [1, 2, 3]
+
+
+def test_when_milvus_was_told_is_kept_until_all_is_told_again(store: PostgresqlGallery) -> None:
+    begin(store)
+    info, database = store.space(ONE), store.database
+
+    def told() -> int | None:
+        return database.read(lambda connection: journal.told(connection, store.schema, info.number))
+
+    assert told() is None
+    for moment in (7, 2**62):
+
+        def tell(connection: Connection, at: int = moment) -> None:
+            journal.tell(connection, store.schema, info.number, at)
+
+        database.write(tell)
+        assert told() == moment
+    database.write(lambda connection: journal.note_all(connection, store.schema, info))
+    assert told() is None
+
+
+def test_a_journal_that_does_not_know_when_goes_on(store: PostgresqlGallery) -> None:
+    """One that was begun before moments were kept: what it notes stays, and nothing else is."""
+    begin(store)
+    noted(store)
+    store.delete(["item-2"])
+    store.database.write(lambda connection: run(connection, f"DROP TABLE {store.schema}.told"))
+    assert not store.database.read(lambda connection: journal.kept(connection, store.schema))
+    begin(store)
+    assert noted(store) == {store.space(ONE).number: [3]}
 
 
 def test_another_format_begins_the_journal_anew(store: PostgresqlGallery) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.in_database import HostedInDatabase, InDatabase
-from nobackfill.server.stores.milvus import journal
+from nobackfill.server.stores.milvus import candidates as limits
 from nobackfill.server.stores.milvus.candidates import Candidates
 from nobackfill.server.stores.milvus.collections import Collections
 from nobackfill.server.stores.milvus.feeder import Feeder
@@ -28,9 +28,11 @@ class HostedInMilvus(HostedInDatabase):
         store.subscribe(feeder.wake)
 
     def make_ready(self, space: str, between: Callable[[], None]) -> None:
-        """Wait until Milvus knows the space and answers well."""
+        """Wait until Milvus knows the space, has a graph of it, and answers well."""
         info = self._gallery.space(space)
         self._gallery.look_ahead(space)
+        if self._gallery.count(space) > limits.SMALL:
+            self._feeder.settle(self._gallery.schema, info, between)
         wait_for_recall(
             self._gallery,
             info,
@@ -57,4 +59,4 @@ class InMilvus(InDatabase):
 
     def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
         made = self._galleries.create(name, specs, state)
-        made.database.write(lambda connection: journal.begin(connection, made.schema))
+        MilvusGallery.begun(made)

@@ -55,8 +55,9 @@ class Candidates:
         if len(new) > SMALL or self._few_pass(connection, table, condition):
             return None
         name = name_of(self._database, table.schema, table.number)
+        since = journal.told(connection, table.schema, table.number)
         try:
-            for near, is_all in self._near(name, table, query, limit, condition, ef):
+            for near, is_all in self._near(name, table, query, limit, condition, ef, since):
                 rows = table.rows_of(connection, [*near, *new.tolist()], condition)
                 if is_all or len(rows) >= limit:
                     return rows
@@ -67,8 +68,9 @@ class Candidates:
         return None
 
     def _near(
-        self, name: str, table: Table, query: Vectors, limit: int, condition: Condition, ef: int
-    ) -> Iterator[tuple[list[int], bool]]:
+        self, name: str, table: Table, query: Vectors, limit: int, condition: Condition, ef: int,
+        since: int | None,
+    ) -> Iterator[tuple[list[int], bool]]:  # fmt: skip
         """Labels that may pass, more and more of the nearest, and whether they are all there are.
 
         That fewer come than were asked for does not say so: a graph may be left too early. But
@@ -79,17 +81,17 @@ class Candidates:
         wide = ef if said == EVERYTHING else _WIDER * ef
 
         def nearest(count: int) -> list[int]:
-            return self._collections.search(name, table.spec, query, count, wide, said)
+            return self._collections.search(name, table.spec, query, count, wide, said, since)
 
         near = nearest(limit)
         if said != EVERYTHING:
             # And what is near whether it matches or not: of a graph of which a tenth matches, a
-            # walk misses some. What was told a moment ago is among the former.
+            # walk misses some.
             more = min(_WIDER * limit, MOST)
-            near += self._collections.search(name, table.spec, query, more, ef, fresh=False)
+            near += self._collections.search(name, table.spec, query, more, ef, since=since)
         yield near, False
         if said != EVERYTHING:
-            matching = self._collections.matching(name, said, SMALL)
+            matching = self._collections.matching(name, said, SMALL, since)
             if matching is not None:
                 yield matching, True
         yield nearest(min(_WIDER * limit, MOST)), False
@@ -111,8 +113,8 @@ class Candidates:
         return True
 
     def _few_pass(self, connection: Connection, table: Table, condition: Condition) -> bool:
-        """Whether an index of the database says so: sooner than Milvus, which waits for its clock
-        before it answers with what was just written."""
+        """Whether an index of the database says so: sooner than Milvus, which goes through its
+        columns."""
         found = None if condition.says is None else _indexed(condition.says)
         if found is None:
             return False

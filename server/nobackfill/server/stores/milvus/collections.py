@@ -25,6 +25,8 @@ M, EF_CONSTRUCTION = 16, 128
 MOST = 16_384
 _AT_ONCE = 2_000
 _TIMEOUT_S = 10.0
+# It is written to where Milvus keeps things.
+_SEAL_S = 60.0
 
 
 class Collections:
@@ -91,8 +93,10 @@ class Collections:
 
     def upsert(
         self, name: str, labels: Labels, vectors: Vectors, columns: Sequence[Columns]
-    ) -> None:
-        """Keep vectors [n, dim] with their columns, in place of those that have the labels."""
+    ) -> int:
+        """Keep vectors [n, dim] with their columns, in place of those that have the labels; the
+        moment of it by Milvus' clock, 0 for no labels."""
+        moment = 0
         for start in range(0, len(labels), _AT_ONCE):
             some = slice(start, start + _AT_ONCE)
             rows = [
@@ -101,12 +105,28 @@ class Collections:
                     labels[some].tolist(), vectors[some], columns[some], strict=True
                 )
             ]
-            _asked(lambda rows=rows: self._client.upsert(name, rows))  # type: ignore[misc]
+            moment = max(moment, _asked(lambda rows=rows: self._written(name, rows)))  # type: ignore[misc]
+        return moment
+
+    def _written(self, name: str, rows: list[dict[str, Any]]) -> int:
+        # What MilvusClient.upsert calls, which does not tell when it was.
+        result = self._client._get_connection().upsert_rows(name, rows, timeout=_TIMEOUT_S)
+        return int(result.timestamp)
 
     def delete(self, name: str, labels: Labels) -> None:
         for start in range(0, len(labels), _AT_ONCE):
             some = labels[start : start + _AT_ONCE].tolist()
             _asked(lambda some=some: self._client.delete(name, ids=some))  # type: ignore[misc]
+
+    def seal(self, name: str) -> None:
+        """Have a graph made, too, of what was kept last: what Milvus still expects more of it
+        compares one by one, for up to ten minutes."""
+        _asked(lambda: self._client.flush(name, timeout=_SEAL_S))
+
+    def has_graph(self, name: str) -> bool:
+        """Whether Milvus says so, of all that is sealed."""
+        state = _asked(lambda: self._client.describe_index(name, "embedding"))
+        return not int(state["pending_index_rows"])
 
     def count(self, name: str) -> int:
         """Rows, those of a moment ago too."""
@@ -117,24 +137,26 @@ class Collections:
         )
         return int(rows[0]["count(*)"])
 
-    def matching(self, name: str, expression: str, most: int) -> list[int] | None:
-        """Labels of all rows for which an expression holds, those of a moment ago too; None for
-        more than `most`, which MOST bounds."""
+    def matching(
+        self, name: str, expression: str, most: int, since: int | None = None
+    ) -> list[int] | None:
+        """Labels of all rows for which an expression holds; None for more than `most`, which MOST
+        bounds. `since`: as of `search`."""
         rows = _asked(
             lambda: self._client.query(
-                name, filter=expression, output_fields=["id"], limit=most + 1,
-                consistency_level="Strong",
+                name, filter=expression, output_fields=["id"], limit=most + 1, **_seen(since)
             )
         )  # fmt: skip
         return None if len(rows) > most else [int(row["id"]) for row in rows]
 
     def search(
         self, name: str, spec: SpaceSpec, query: Vectors, limit: int, ef: int,
-        expression: str = "", *, fresh: bool = True,
+        expression: str = "", since: int | None = None,
     ) -> list[int]:  # fmt: skip
         """Labels of about the nearest `limit` to `query` [dim], of rows for which an expression
-        holds. `fresh`: what was kept before the call is seen, for which Milvus waits until its
-        clock ticks."""
+        holds. `since`: a moment that `upsert` told; what was kept by then is seen, and Milvus waits
+        only where it was just now. None: what was kept before the call, for which it waits until
+        its clock ticks."""
         found = _asked(
             lambda: self._client.search(
                 name,
@@ -143,10 +165,17 @@ class Collections:
                 filter=expression,
                 limit=min(limit, MOST),
                 search_params={"metric_type": _metric(spec), "params": {"ef": max(ef, limit)}},
-                consistency_level="Strong" if fresh else "Eventually",
+                **_seen(since),
             )
         )
         return [int(hit["id"]) for hit in found[0]]
+
+
+def _seen(since: int | None) -> dict[str, Any]:
+    """What a question has to see."""
+    if since is None:
+        return {"consistency_level": "Strong"}
+    return {"consistency_level": "Customized", "guarantee_timestamp": since}
 
 
 def _metric(spec: SpaceSpec) -> str:

@@ -10,6 +10,7 @@ compare three columns, however many keys a gallery has. Why no arrays and no JSO
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 FACTS, NUMBERS = 20, 8
@@ -29,6 +30,7 @@ class Mark(NamedTuple):
     number: float = 0.0
 
 
+@lru_cache(1 << 16)
 def token(*parts: str) -> int:
     """A hash of texts without NUL: 1 to 2**63 - 2."""
     digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=8).digest()
@@ -56,6 +58,7 @@ def time_token(key: str) -> int:
     return token("time", key)
 
 
+@lru_cache(1 << 16)
 def places(hashed: int, width: int) -> Sequence[int]:
     """The columns, of `width`, where something of this hash may stand."""
     left = list(range(width))

@@ -1,7 +1,9 @@
 """Tells a Milvus what changed in the database: a thread of each gateway, one of them a gallery."""
 
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import structlog
@@ -24,6 +26,11 @@ log = structlog.get_logger("server.stores")
 _BATCH = 4_000
 # How often all galleries are looked at: for changes by other processes, and what is left over.
 _SWEEP_S = 2.0
+# After so many labels of a space, and when nothing is pending any more, a graph is made of them.
+# Milvus compares as many within 5 ms; of fewer it would have many small graphs to put together.
+_SEALED = 20_000
+# How often it is asked for the graph.
+_LOOK_S = 0.5
 
 
 class Feeder:
@@ -35,6 +42,8 @@ class Feeder:
         self._known = known
         # Collections that were loaded since the start.
         self._loaded: set[str] = set()
+        # Labels that were told since a collection was sealed.
+        self._unsealed: Counter[str] = Counter()
         self._stopping = threading.Event()
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._run, name="milvus", daemon=True)
@@ -70,16 +79,42 @@ class Feeder:
 
         return self._database.write(work)
 
+    def settle(self, schema: str, info: SpaceInfo, between: Callable[[], None]) -> None:
+        """Until Milvus knows all of a space and has a graph of it: it answers before, but compares
+        what it has one by one. `between` is called again and again, and may raise. Raises
+        UnavailableError."""
+
+        def pending(connection: Connection) -> bool:
+            return bool(len(journal.pending(connection, schema, info.number, 0)))
+
+        while self._database.read(pending):
+            between()
+            # Another gateway may be telling it.
+            if not self.feed(schema):
+                time.sleep(_LOOK_S)
+        name = name_of(self._known, schema, info.number)
+        self._collections.seal(name)
+        while not self._collections.has_graph(name):
+            between()
+            time.sleep(_LOOK_S)
+
     def _tell(
         self, connection: Connection, schema: str, info: SpaceInfo, labels: np.ndarray
     ) -> None:
         name = name_of(self._known, schema, info.number)
+        known = journal.told(connection, schema, info.number) is not None
+        if known and not self._collections.exists(name):
+            # Lost a moment ago: that it is there again must not hide it.
+            journal.note_all(connection, schema, info)
         self._collections.make(name, info.spec)
         table = table_of(schema, info.number)
         there, vectors, _ = copy_out(connection, table, among(labels), info.spec.dim)
         facets = facets_of(connection, schema, there)
         columns = [columns_of(facets.get(label, {})) for label in there.tolist()]
-        self._collections.upsert(name, there, vectors, columns)
+        moment = self._collections.upsert(name, there, vectors, columns)
+        if moment:
+            journal.tell(connection, schema, info.number, moment)
+            self._unsealed[name] += len(there)
         self._collections.delete(name, np.setdiff1d(labels, there, assume_unique=True))
 
     def _run(self) -> None:
@@ -89,6 +124,7 @@ class Feeder:
                 schemas = self._sweep()
                 while not self._stopping.is_set() and self._round(schemas):
                     pass
+                self._seal()
                 away = False
             except NotFoundError:
                 # A gallery was deleted meanwhile.
@@ -103,6 +139,12 @@ class Feeder:
     def _round(self, schemas: Sequence[str]) -> int:
         """A batch of each gallery; how many labels were told."""
         return sum([self.feed(schema) for schema in schemas])
+
+    def _seal(self) -> None:
+        for name, told in [*self._unsealed.items()]:
+            if told >= _SEALED:
+                del self._unsealed[name]
+                self._collections.seal(name)
 
     def _sweep(self) -> list[str]:
         """Galleries with something pending. All of a space whose

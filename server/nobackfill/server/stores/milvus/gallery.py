@@ -12,7 +12,7 @@ from nobackfill.server.stores.milvus import candidates as limits
 from nobackfill.server.stores.milvus import journal
 from nobackfill.server.stores.milvus.candidates import Candidates
 from nobackfill.server.stores.postgresql import rows, spaces
-from nobackfill.server.stores.postgresql.database import Connection, Database
+from nobackfill.server.stores.postgresql.database import Connection, Database, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
 
@@ -32,6 +32,18 @@ class MilvusGallery(PostgresqlGallery):
         if not database.read(lambda connection: journal.kept(connection, self.schema)):
             database.write(lambda connection: journal.begin(connection, self.schema))
             log.info("Milvus is told everything", gallery=number)
+
+    @staticmethod
+    def begun(made: PostgresqlGallery) -> None:
+        """Of a gallery that was just made: nothing is noted yet, and no graph of the database is to
+        grow by each put."""
+
+        def work(connection: Connection) -> None:
+            for info in rows.read_spaces(connection, made.schema):
+                run(connection, f"DROP INDEX IF EXISTS {made.schema}.vectors_{info.number:d}_graph")
+            journal.begin(connection, made.schema)
+
+        made.database.write(work)
 
     def begin(self, spec: SpaceSpec) -> None:
         def work(connection: Connection) -> None:

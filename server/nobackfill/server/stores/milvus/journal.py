@@ -6,7 +6,11 @@ metadata did (`described`), for Milvus filters.
 by triggers, in the transaction of the change. What Milvus holds and what is pending cover,
 together, all that the database has: a search that looks at both misses nothing, and one without a
 filter need not look at what was described. Milvus is told, then the row goes; told twice is
-harmless.
+harmless. When Milvus was last told of a space, by its own clock, is kept with that:
+
+    nobackfill_<number>.told(number, moment)
+
+A search that sees all up to then sees whatever has no row in `pending` any more.
 """
 
 from collections.abc import Sequence
@@ -24,6 +28,7 @@ _TABLE = (
     "CREATE TABLE IF NOT EXISTS {0}.pending (number integer NOT NULL, label bigint NOT NULL,"
     " described boolean NOT NULL DEFAULT false)"
 )
+_TOLD = "CREATE TABLE IF NOT EXISTS {0}.told (number integer PRIMARY KEY, moment bigint NOT NULL)"
 _INDEX = "CREATE INDEX IF NOT EXISTS pending_by_space ON {0}.pending (number, described, label)"
 _FUNCTION = """
 CREATE OR REPLACE FUNCTION {0}.note_pending() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -40,8 +45,8 @@ BEGIN
 END $$
 """
 _DESCRIBING = (
-    "CREATE TRIGGER pending_update AFTER UPDATE ON {0}.items REFERENCING NEW TABLE AS changed"
-    " FOR EACH STATEMENT EXECUTE FUNCTION {0}.note_described()"
+    "CREATE OR REPLACE TRIGGER pending_update AFTER UPDATE ON {0}.items"
+    " REFERENCING NEW TABLE AS changed FOR EACH STATEMENT EXECUTE FUNCTION {0}.note_described()"
 )
 _TRIGGER = (
     "CREATE TRIGGER pending_{1} AFTER {1} ON {2} REFERENCING {3} TABLE AS changed"
@@ -53,7 +58,7 @@ def begin(connection: Connection, schema: str) -> None:
     """Note every change of a gallery from now on, and all that is there; twice is harmless."""
     hold_gate(connection, schema)
     if not kept(connection, schema):
-        for statement in (_TABLE, _INDEX, _FUNCTION, _DESCRIBED, _DESCRIBING):
+        for statement in (_TABLE, _TOLD, _INDEX, _FUNCTION, _DESCRIBED, _DESCRIBING):
             run(connection, statement.format(schema))
     for info in read_spaces(connection, schema):
         watch(connection, schema, info)
@@ -61,7 +66,11 @@ def begin(connection: Connection, schema: str) -> None:
 
 def kept(connection: Connection, schema: str) -> bool:
     """Whether a gallery has a journal."""
-    found = run(connection, "SELECT to_regclass(%s) IS NOT NULL", [f"{schema}.pending"])
+    found = run(
+        connection,
+        "SELECT to_regclass(%s) IS NOT NULL AND to_regclass(%s) IS NOT NULL",
+        [f"{schema}.pending", f"{schema}.told"],
+    )
     return bool(found.fetchone()[0])
 
 
@@ -81,6 +90,7 @@ def watch(connection: Connection, schema: str, info: SpaceInfo) -> None:
 
 def note_all(connection: Connection, schema: str, info: SpaceInfo) -> None:
     """Everything in a space is pending: its collection has nothing."""
+    run(connection, f"DELETE FROM {schema}.told WHERE number = %s", [info.number])
     run(
         connection,
         f"INSERT INTO {schema}.pending (number, label) SELECT {info.number:d}, v.label"
@@ -109,6 +119,25 @@ def take(connection: Connection, schema: str, count: int) -> list[tuple[int, Lab
         (number, np.unique(np.array([label for n, label in rows if n == number], np.int64)))
         for number in numbers
     ]
+
+
+def tell(connection: Connection, schema: str, number: int, moment: int) -> None:
+    """Milvus was told of a space, at a moment by its clock; until the transaction ends nobody else
+    tells it."""
+    run(
+        connection,
+        f"INSERT INTO {schema}.told VALUES (%s, %s)"
+        " ON CONFLICT (number) DO UPDATE SET moment = excluded.moment",
+        [number, moment],
+    )
+
+
+def told(connection: Connection, schema: str, number: int) -> int | None:
+    """When Milvus was last told of a space, by its clock; None: nobody knows."""
+    found = run(
+        connection, f"SELECT moment FROM {schema}.told WHERE number = %s", [number]
+    ).fetchone()
+    return None if found is None else int(found[0])
 
 
 def pending(

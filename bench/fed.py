@@ -1,0 +1,90 @@
+"""A gallery in PostgreSQL that a real Milvus searches, filled and told as a gateway does it."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.galleries import PUT_ROWS
+from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
+from nobackfill.gallery.writing import NewVectors
+from nobackfill.server.galleries.in_milvus import InMilvus
+from nobackfill.server.stores.milvus import journal
+from nobackfill.server.stores.milvus.candidates import Candidates
+from nobackfill.server.stores.milvus.collections import Collections
+from nobackfill.server.stores.milvus.gallery import MilvusGallery, wait_for_recall
+from nobackfill.server.stores.milvus.names import database_id, name_of
+from nobackfill.server.stores.postgresql import schema
+from nobackfill.server.stores.postgresql.database import Database
+from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
+from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
+from nobackfill.vectors import Vectors
+from tests.support import milvus, postgres
+
+_CONNECTIONS = 40
+_LOOK_S = 0.05
+
+
+class Fed:
+    """One gallery; a thread tells Milvus what changes."""
+
+    def __init__(self, database: Database, address: str, folder: Path, spec: SpaceSpec) -> None:
+        self.collections = Collections(address)
+        self._home = InMilvus(database, folder, self.collections)
+        self._home.create("g", [spec], {})
+        self.store = MilvusGallery(database, PostgresqlGalleries(database).open("g").number)
+        self._known = database_id(database)
+        self.candidates = Candidates(self.collections, self._known)
+        self.store.subscribe(self._home.feeder.wake)
+        self._home.feeder.start()
+
+    def close(self) -> None:
+        self._home.feeder.close()
+        self.collections.close()
+
+    def put(
+        self, space: str, vectors: Vectors, side: Vectors | None,
+        metadata: Sequence[Mapping[str, Any]],
+    ) -> None:  # fmt: skip
+        """Things, by number."""
+        for start in range(0, len(vectors), PUT_ROWS):
+            rows = slice(start, start + PUT_ROWS)
+            some = metadata[rows]
+            new = NewVectors(space, vectors[rows], None if side is None else side[rows])
+            self.store.put([str(start + n) for n in range(len(some))], [new], metadata=some)
+
+    def told(self, info: SpaceInfo) -> None:
+        """Wait until Milvus knows all of a space."""
+        number = info.number
+        while len(
+            self.store.database.read(
+                lambda connection: journal.pending(connection, self.store.schema, number, 0)
+            )
+        ):
+            time.sleep(_LOOK_S)
+
+    def ready(self, info: SpaceInfo) -> None:
+        """Wait until a gateway would switch to a space."""
+        self._home.feeder.settle(self.store.schema, info, lambda: None)
+        wait_for_recall(self.store, info, self.candidates, lambda: 0, lambda: None)
+
+    def searcher(self, info: SpaceInfo) -> PostgresqlSearcher:
+        return PostgresqlSearcher(self.store.database, self.store.schema, info, self.candidates)
+
+    def bare(self, info: SpaceInfo) -> Callable[..., list[int]]:
+        """Milvus alone: query, k, ef, expression and moment as Collections.search has them."""
+        name = name_of(self._known, self.store.schema, info.number)
+        return lambda query, *rest: self.collections.search(name, info.spec, query, *rest)
+
+
+@contextmanager
+def fed(folder: Path, spec: SpaceSpec) -> Iterator[Fed]:
+    """An empty gallery, to the end of the block. Raises UnavailableError where no Milvus starts."""
+    with ExitStack() as stack:
+        address = stack.enter_context(milvus.running())
+        server = stack.enter_context(postgres.running({"shared_buffers": "512MB"}))
+        url = stack.enter_context(server.database())
+        database = stack.enter_context(closing(Database(url, _CONNECTIONS)))
+        database.open(schema.prepare)
+        yield stack.enter_context(closing(Fed(database, address, folder, spec)))
