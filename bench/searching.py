@@ -38,9 +38,9 @@ def side_by_side(
 
 
 def recall(truth: list[Found], found: list[Found]) -> float:
-    """The share of true labels that were found."""
-    pairs = zip(truth, found, strict=True)
-    return statistics.mean(len({*wanted} & {*got}) / len(wanted) for wanted, got in pairs)
+    """The share of true labels that were found; where fewer pass than were asked for, -1 fills."""
+    pairs = [({*wanted} - {-1}, {*got}) for wanted, got in zip(truth, found, strict=True)]
+    return statistics.mean(len(wanted & got) / len(wanted) for wanted, got in pairs)
 
 
 def _each(way: Way, client: int, count: int, clients: int) -> None:

@@ -83,10 +83,10 @@ class Upgrading:
             measured |= self._on_ray(bench)
         note = NOTE.format(size=self._store.count(), slice=SLICE)
         rows = [_medians(name, rounds) for name, rounds in self._spent.items()]
-        return [
-            _rates_table("Upgrades in PostgreSQL", note, measured),
-            Table("Where upgrades in PostgreSQL work", rows, SPENT),
-        ]
+        tables = [_rates_table("Upgrades in PostgreSQL", note, measured)]
+        if _nodes(2) in measured:
+            tables.append(_two_nodes(measured[_nodes(1)], measured[_nodes(2)]))
+        return [*tables, Table("Where upgrades in PostgreSQL work", rows, SPENT)]
 
     def _contender(self, name: str, way: Callable[[], float]) -> Contender:
         """Counts who works meanwhile."""
@@ -103,12 +103,16 @@ class Upgrading:
         return Contender(name, watched)
 
     def _on_ray(self, bench: Bench) -> dict[str, Measured]:
-        found: dict[str, Measured] = {}
-        for nodes in (1, 2):
-            with _ray(nodes) as workers:
-                way = self._contender(f"ray, nodes: {nodes}", partial(self._workers, workers))
-                found |= interleave([way], bench.size(1, 3, 1))
-        return found
+        """One node and two in turns, so that what slows the machine for a while slows both: each
+        turn starts a cluster, whose first run opens models and is not counted."""
+        found: dict[str, list[float]] = {_nodes(1): [], _nodes(2): []}
+        for _ in range(bench.size(1, 3, 2)):
+            for nodes in (1, 2):
+                with _ray(nodes) as workers:
+                    self._workers(workers)
+                    way = self._contender(_nodes(nodes), partial(self._workers, workers))
+                    found[_nodes(nodes)].append(way.run())
+        return {name: Measured(tuple(rounds)) for name, rounds in found.items()}
 
     def _bare(self) -> float:
         """Items a second; of each part, too."""
@@ -208,6 +212,20 @@ def _rates_table(title: str, note: str, measured: dict[str, Measured]) -> Table:
         for name, one in measured.items()
     ]
     return Table(title, rows, note, {name: one.rounds for name, one in measured.items()})
+
+
+def _nodes(count: int) -> str:
+    return f"ray, nodes: {count}"
+
+
+def _two_nodes(one: Measured, two: Measured) -> Table:
+    """Turn by turn."""
+    rows: list[Row] = [
+        {"turn": str(turn), "one node": alone, "two nodes": both, "of one": both / alone}
+        for turn, (alone, both) in enumerate(zip(one.rounds, two.rounds, strict=True), 1)
+    ]
+    note = "Items a second of the runs above; a cluster is started for each."
+    return Table("Two nodes of Ray beside one", rows, note)
 
 
 def _medians(name: str, rounds: list[dict[str, float]]) -> Row:

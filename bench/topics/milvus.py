@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 K, QUERIES, FILTERED = 10, 200, 30
 SHARES = (0.5, 0.1, 0.01, 0.001)
 LIFE = (
-    "{count:,} items of 128 + 128 dims, each with five texts, a flag and a number; Milvus 2.3.5 as "
+    "{count:,} items of 128 + 128 dims, each with six texts, a flag and a number; Milvus 2.3.5 as "
     "it comes, and PostgreSQL, whose fsync is off, on the same 2 cores. `told`: after the step "
     "before, until Milvus has all of it; it is told from the first put on. `ready`: after that, "
     "until it has a graph and answers with a measured recall of .9, as a switch waits; it builds "
