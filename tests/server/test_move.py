@@ -56,5 +56,9 @@ def test_galleries_move_to_a_database_and_back(
 def test_a_wrong_source_moves_nothing(tmp_path: Path, postgres: Server) -> None:
     with postgres.database() as url:
         wrong = f"sqlite:{tmp_path / 'nothing'}"
-        assert "no gateway has served" in run("move", "--from", wrong, "--to", url, code=65)
+        assert "no gateway has served" in run("move", "--from", wrong, "--to", url, code=66)
+        # A typing error makes no folder.
+        assert not (tmp_path / "nothing").exists()
+        odd = f"sqllite:{tmp_path}"
+        assert "expected sqlite:FOLDER" in run("move", "--from", odd, "--to", url, code=78)
         assert "same twice" in run("move", "--from", url, "--to", url, code=78)

@@ -51,7 +51,11 @@ def need_store(store: str) -> None:
         if not (folder / "state.json").is_file():
             raise NotFoundError(f"{folder}: no gateway has served from it; look at its name")
     elif not store.startswith(DATABASES):
-        raise ConfigurationError("expected sqlite:FOLDER or postgresql://USER@HOST/DATABASE")
+        raise _no_store()
+
+
+def _no_store() -> ConfigurationError:
+    return ConfigurationError("store: expected sqlite:FOLDER or postgresql://USER@HOST/DATABASE")
 
 
 def migrate_database(url: str, to: int | None) -> tuple[int, int]:
@@ -100,8 +104,10 @@ class Storage:
                     ending.enter_context(durable.lock(folder / "lock"))
                 self.home = InFiles(folder / "galleries", Residents(open_galleries()))
                 self.state = StateFile(folder / "state.json")
-            else:
+            elif store.startswith(DATABASES):
                 self._open_database(store, data, ending, lock)
+            else:
+                raise _no_store()
             self._closing = ending.pop_all()
 
     def _open_database(

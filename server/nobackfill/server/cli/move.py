@@ -20,11 +20,12 @@ def move(
     what changed since goes along, the gateway's state too, and both are compared."""
     with exit_codes():
         from nobackfill.errors import BusyError, ConfigurationError
-        from nobackfill.server.storage import Storage
+        from nobackfill.server.storage import Storage, need_store
         from nobackfill.server.transfer import transfer_all
 
         if source == target:
             raise ConfigurationError("expected two stores, got the same twice")
+        need_store(source)
         with TemporaryDirectory() as scratch:
             ended = True
             try:
