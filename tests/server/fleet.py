@@ -5,11 +5,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from nobackfill.errors import NobackfillError
+from nobackfill.errors import NobackfillError, UnavailableError
 from tests.server import process
 from tests.server.support import Client
 from tests.support.ports import free_port
@@ -63,16 +63,20 @@ class Fleet:
             return numbers
 
         with ThreadPoolExecutor(1) as thread:
+            killing = thread.submit(kill)
             try:
-                yield thread.submit(kill)
+                yield killing
             finally:
                 over.set()
+                # What a gateway says that does not start explains whatever failed meanwhile.
+                if (failure := killing.exception()) is not None:
+                    raise failure
 
     def active(self) -> set[int]:
-        """What each answers with."""
+        """What each answers with that is not being killed: it plans anew when it is back."""
         found = set()
         for address in self.addresses:
-            with Client(address) as client:
+            with suppress(UnavailableError), Client(address) as client:
                 states = client.states().items()
                 found |= {number for number, state in states if state == "ACTIVE"}
         return found
