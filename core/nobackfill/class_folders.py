@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from nobackfill.digests import sha256_file
 from nobackfill.errors import ConfigurationError, InvalidInputError, few
-from nobackfill.framing import Fit
+from nobackfill.framing import Fit, Interpolation
 from nobackfill.images import decode_file
 
 Labels = NDArray[np.int64]
@@ -150,10 +150,10 @@ def digest(file: Path) -> str:
 
 def decode(
     listing: Listing, height: int, width: int | None = None, fit: Fit = "stretch",
-    shortest: int | None = None,
+    shortest: int | None = None, interpolation: Interpolation = "bilinear",
 ) -> Images:  # fmt: skip
-    """Decode every image to uint8 [n,height,width,3], square where no width is given; `fit` and
-    `shortest` as in `nobackfill.framing.Frame`.
+    """Decode every image to uint8 [n,height,width,3], square where no width is given; `fit`,
+    `shortest` and `interpolation` as in `nobackfill.framing.Frame`.
 
     Raises InvalidInputError naming the first file that is no image.
     """
@@ -163,7 +163,7 @@ def decode(
     def one(row: int) -> None:
         try:
             images[row] = decode_file(
-                listing.root / listing.paths[row], height, width, fit, shortest
+                listing.root / listing.paths[row], height, width, fit, shortest, interpolation
             )
         except InvalidInputError as error:
             raise InvalidInputError(

@@ -5,6 +5,8 @@ from typing import Literal, NamedTuple
 # stretch: both sides scaled by themselves. crop: the shortest side to `shortest` pixels, then the
 # middle cut out. pad: scaled until it fits, in the middle of black.
 Fit = Literal["stretch", "crop", "pad"]
+# What a resized pixel is made of, always over all that it covers (antialiased).
+Interpolation = Literal["bilinear", "bicubic", "lanczos"]
 
 Box = tuple[float, float, float, float]
 
@@ -16,6 +18,7 @@ class Frame(NamedTuple):
     width: int
     fit: Fit = "stretch"
     shortest: int | None = None
+    interpolation: Interpolation = "bilinear"
 
     def sideways(self) -> "Frame":
         """What a picture is brought to that is turned by 90 degrees afterwards."""
@@ -26,17 +29,24 @@ class Frame(NamedTuple):
         bottom), its size in the frame, and where that begins: (width, height), (left, top).
 
         Whatever is scaled, nothing larger than the frame is made: a picture may be a line of
-        millions of pixels.
+        millions of pixels. What is cut out are the very pixels of torchvision's Resize and
+        CenterCrop, which round the longer side down and the margin to the nearest.
         """
         whole: Box = (0, 0, width, height)
         if self.fit == "crop" and self.shortest is not None:
-            scale = min(width, height) / self.shortest
-            across, down = self.width * scale, self.height * scale
-            left, top = max(0.0, (width - across) / 2), max(0.0, (height - down) / 2)
-            box = (left, top, min(width, left + across), min(height, top + down))
-            return box, (self.width, self.height), (0, 0)
+            least = min(width, height)
+            left, right = _middle(width, self.shortest * width // least, self.width)
+            top, bottom = _middle(height, self.shortest * height // least, self.height)
+            return (left, top, right, bottom), (self.width, self.height), (0, 0)
         if self.fit == "pad":
             scale = min(self.width / width, self.height / height)
             size = max(1, round(width * scale)), max(1, round(height * scale))
             return whole, size, ((self.width - size[0]) // 2, (self.height - size[1]) // 2)
         return whole, (self.width, self.height), (0, 0)
+
+
+def _middle(side: int, scaled: int, wanted: int) -> tuple[float, float]:
+    """Where on a side the middle `wanted` pixels of what it is scaled to begin and end."""
+    scaled = max(wanted, scaled)
+    start = round((scaled - wanted) / 2)
+    return start * side / scaled, min(side, (start + wanted) * side / scaled)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.framing import Fit, Frame
+from nobackfill.framing import Fit, Frame, Interpolation
 from nobackfill.image_header import Header, damaged, read_header
 
 LARGEST_BYTES = 32 * 2**20
@@ -41,20 +41,26 @@ _TURNS: dict[object, Image.Transpose] = {
 }
 # Those that make columns of rows.
 _SIDEWAYS = (5, 6, 7, 8)
+_RESAMPLING: dict[Interpolation, Image.Resampling] = {
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
 
 
 def decode(
-    data: bytes, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None
-) -> Pixels:
+    data: bytes, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None,
+    interpolation: Interpolation = "bilinear",
+) -> Pixels:  # fmt: skip
     """Decode JPEG, PNG or WebP into uint8 RGB [height, width, 3], resized with antialiasing.
 
-    `fit`, `shortest`: as in `Frame`; by default the whole image is kept, its sides scaled
-    separately. Of a JPEG with several pictures the first
-    is taken. EXIF orientation is applied, transparency shows white. Takes at most some 500 MB (a
-    WebP of 25 million pixels). Raises InvalidInputError for other formats, animations, damaged or
-    truncated files, more than 32 MiB, and what `read_header` refuses.
+    `fit`, `shortest`, `interpolation`: as in `Frame`; by default the whole image is kept, its sides
+    scaled separately. Of a JPEG with several pictures the first is taken. EXIF orientation is
+    applied, transparency shows white. Takes at most some 500 MB (a WebP of 25 million pixels).
+    Raises InvalidInputError for other formats, animations, damaged or truncated files, more than
+    32 MiB, and what `read_header` refuses.
     """
-    return decode_picture(checked_header(data), height, width, fit, shortest)
+    return decode_picture(checked_header(data), height, width, fit, shortest, interpolation)
 
 
 def checked_header(data: bytes) -> Header:
@@ -67,10 +73,11 @@ def checked_header(data: bytes) -> Header:
 
 
 def decode_picture(
-    header: Header, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None
-) -> Pixels:
+    header: Header, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None,
+    interpolation: Interpolation = "bilinear",
+) -> Pixels:  # fmt: skip
     """Like `decode`, of a file whose header was read. Raises InvalidInputError."""
-    upright = Frame(height, width, fit, shortest)
+    upright = Frame(height, width, fit, shortest, interpolation)
     try:
         with Image.open(io.BytesIO(header.picture), formats=(header.format,)) as image:
             _check_still(image, header)
@@ -104,11 +111,12 @@ def decode_within(data: bytes, side: int) -> Pixels:
 
 
 def decode_file(
-    path: Path, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None
-) -> Pixels:
+    path: Path, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None,
+    interpolation: Interpolation = "bilinear",
+) -> Pixels:  # fmt: skip
     """Like `decode`, from a file. Raises InvalidInputError that names it, also if unreadable."""
     try:
-        return decode(read_file(path), height, width, fit, shortest)
+        return decode(read_file(path), height, width, fit, shortest, interpolation)
     except InvalidInputError as error:
         raise InvalidInputError(f"{path}: {error}") from error
 
@@ -136,7 +144,7 @@ def read_file(path: Path) -> bytes:
 
 def _framed(image: Image.Image, frame: Frame) -> Image.Image:
     box, size, at = frame.placed(*image.size)
-    resized = image.resize(size, Image.Resampling.BILINEAR, box)
+    resized = image.resize(size, _RESAMPLING[frame.interpolation], box)
     if size == (frame.width, frame.height):
         return resized
     framed = Image.new("RGB", (frame.width, frame.height))

@@ -133,7 +133,7 @@ def test_rollback_removes_what_was_carried_and_nothing_else(store: Store) -> Non
     assert carry(store.open(), target(other), other, window=WINDOW).written == 230
 
 
-@pytest.mark.parametrize("store", ["pgvector", "qdrant", *COPIED], indirect=True)
+@pytest.mark.parametrize("store", ["arrays", "pgvector", "qdrant", *COPIED], indirect=True)
 def test_carried_vectors_name_their_model(store: Store) -> None:
     named = Target("vector_new", MAP.dims[1], MAP.digest, model="the new model")
     carry(store.open(), named, MAP, window=300)

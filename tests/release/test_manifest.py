@@ -38,6 +38,7 @@ def test_what_embeds_an_image_is_read_without_pydantic_as_with_it(fields: dict[s
     for changed in (
         {}, {"height": 7, "width": 300, "unit": not manifest.embedder.unit},
         {"fit": "crop", "shortest": 400}, {"fit": "pad"},
+        {"interpolation": "bicubic"},
     ):  # fmt: skip
         embedder = manifest.embedder.model_copy(update=changed)
         one = manifest.model_copy(update={"embedder": embedder})
@@ -106,7 +107,7 @@ def test_upgrades_come_from_distinct_older_releases(fields: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"format": 4, "release": "three", "all": "new"}, "its manifest is of format 4, not 3"),
+        ({"format": 5, "release": "three", "all": "new"}, "its manifest is of format 5, not 4"),
         ({"surprise": 1, "gate": {"verdict": "passed", "by": "a person"}},
          "its manifest has the new keys gate.by, surprise"),
         ({f"key{n}": n for n in range(9)},

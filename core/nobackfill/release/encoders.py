@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from nobackfill.digests import sha256_bytes, space_id
-from nobackfill.framing import Fit
+from nobackfill.framing import Fit, Interpolation
 from nobackfill.release import paths
 from nobackfill.vectors import Metric
 
@@ -17,7 +17,7 @@ TextRole = Literal["query", "document"]
 TEXT_ROLES: tuple[TextRole, ...] = ("query", "document")
 LARGEST_LENGTH = 8192
 # Of manifests; the last is image_model.NEWEST_FORMAT.
-Format = Literal[1, 2, 3]
+Format = Literal[1, 2, 3, 4]
 
 
 def _plain_path(path: str) -> str:
@@ -59,6 +59,7 @@ class Embedder(Strict):
     fit: Fit = Field("stretch", exclude_if=lambda fit: fit == "stretch")
     # With `crop`: the pixels that its shortest side is brought to, before the middle is cut out.
     shortest: int | None = Field(None, ge=1, le=4096, exclude_if=lambda side: side is None)
+    interpolation: Interpolation = Field("bilinear", exclude_if=lambda name: name == "bilinear")
     # What made the vectors, where no model of it is published: two names are two spaces.
     vectors_of: str | None = Field(
         None, min_length=1, max_length=256, exclude_if=lambda name: name is None
@@ -131,7 +132,8 @@ def trouble(embedder: Embedder, text: TextEncoder | None) -> str | None:
     if (embedder.shortest is not None) != (embedder.fit == "crop"):
         return "expected shortest with fit crop, and with nothing else"
     if embedder.height is None or embedder.width is None:
-        return None if embedder.fit == "stretch" else "expected no fit without a model of images"
+        plain = (embedder.fit, embedder.interpolation) == ("stretch", "bilinear")
+        return None if plain else "expected no fit or interpolation without a model of images"
     if embedder.shortest is not None and embedder.shortest < max(embedder.height, embedder.width):
         return "expected shortest to reach over the pixels that are cut out"
     return None
@@ -139,7 +141,9 @@ def trouble(embedder: Embedder, text: TextEncoder | None) -> str | None:
 
 def format_of(embedder: Embedder, text: TextEncoder | None) -> Format:
     """The lowest format whose readers understand it: 2 has texts, another fit than stretch, or no
-    model of images; 3 has a model of its own for queries."""
+    model of images; 3 has a model of its own for queries; 4 another interpolation than bilinear."""
+    if embedder.interpolation != "bilinear":
+        return 4
     if text is not None and text.query_file is not None:
         return 3
     new = text is not None or embedder.file is None or embedder.fit != "stretch"
@@ -152,6 +156,8 @@ def _beside(embedder: Embedder, text: TextEncoder | None) -> Iterator[tuple[str,
     if embedder.fit != "stretch":
         yield "fit", embedder.fit
         yield "shortest", embedder.shortest or 0
+    if embedder.interpolation != "bilinear":
+        yield "interpolation", embedder.interpolation
     if embedder.vectors_of is not None:
         yield "vectors_of", sha256_bytes(embedder.vectors_of.encode())
     if text is not None:

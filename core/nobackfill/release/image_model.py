@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 
 
 # The newest of manifests.
-NEWEST_FORMAT = 3
+NEWEST_FORMAT = 4
 # What this program knows of an embedder: a key that it does not may change what a picture becomes.
 KEYS = frozenset(
-    ("file", "height", "width", "dim", "metric", "unit", "fit", "shortest", "vectors_of")
-)
+    (
+        "file", "height", "width", "dim", "metric", "unit", "fit", "shortest", "interpolation",
+        "vectors_of",
+    )
+)  # fmt: skip
 
 
 class File(Protocol):
@@ -92,6 +95,7 @@ class ImageModel:
 
             return cls.of(parse_manifest(text))
         frame = Frame(
-            spec["height"], spec["width"], spec.get("fit", "stretch"), spec.get("shortest")
-        )
+            spec["height"], spec["width"], spec.get("fit", "stretch"), spec.get("shortest"),
+            spec.get("interpolation", "bilinear"),
+        )  # fmt: skip
         return cls(manifest["release"], ModelFile(**file), frame, spec["dim"], spec["unit"])

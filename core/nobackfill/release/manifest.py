@@ -212,7 +212,7 @@ class Manifest(Strict):
         spec = self.embedder
         if spec.height is None or spec.width is None:
             raise self.no_images()
-        return Frame(spec.height, spec.width, spec.fit, spec.shortest)
+        return Frame(spec.height, spec.width, spec.fit, spec.shortest, spec.interpolation)
 
     @property
     def reads_text(self) -> TextEncoder:

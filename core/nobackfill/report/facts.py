@@ -58,8 +58,8 @@ def _input(manifest: Manifest) -> str:
     kinds = []
     if manifest.embedder.file is not None:
         frame = manifest.frame
-        fit = "" if frame.fit == "stretch" else f", {frame.fit}"
-        kinds.append(f"{frame.width} x {frame.height} pixels{fit}")
+        told = [f"{frame.width} x {frame.height} pixels", frame.fit, frame.interpolation]
+        kinds.append(", ".join(one for one in told if one not in ("stretch", "bilinear")))
     if (text := manifest.text_encoder) is not None:
         kinds.append(f"{text.length} tokens of text")
     return ", ".join(kinds)

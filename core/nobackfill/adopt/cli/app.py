@@ -9,6 +9,15 @@ from typing import Annotated
 
 import typer
 
+from nobackfill.adopt.cli.pixels import (
+    FitOption,
+    Interpolating,
+    Mean,
+    Shortest,
+    Size,
+    Std,
+    given,
+)
 from nobackfill.errors import InvalidInputError, NobackfillError
 from nobackfill.terminal import visible
 from nobackfill.version_option import Version
@@ -136,25 +145,27 @@ def embed(
         str | None,
         typer.Option(help="Its name at an endpoint, where that is not --model-name."),
     ] = None,
+    fit: FitOption = None,
+    size: Size = None,
+    shortest: Shortest = None,
+    interpolation: Interpolating = None,
+    mean: Mean = None,
+    std: Std = None,
     key: Key = None,
 ) -> None:
-    """Embed items by a model; run again after a failure, it embeds what is missing."""
-    from nobackfill.adopt.embedding.asking import Asking
-    from nobackfill.adopt.embedding.items import read_items
-    from nobackfill.adopt.embedding.opening import open_embedder
-    from nobackfill.adopt.embedding.vector_folder import embed_into
+    """Embed items by a model; run again after a failure, it embeds what is missing.
 
-    wanted = None if only is None else _ids(only)
-    found = read_items(items, column=column, key=key, only=wanted)
-    if wanted is not None and (lost := sorted(wanted - set(found.ids))):
-        print(visible(f"{len(lost)} ids have no item, the first: {lost[0]}"), file=sys.stderr)
-    embedder = open_embedder(model, name=model_name, patience=patience, queries=queries)
-    if query_encoder is not None:
-        called = query_model_name or model_name
-        encoder = open_embedder(query_encoder, name=called, patience=patience, queries=True)
-        embedder = Asking(embedder, encoder)
-    made = embed_into(out, found, embedder, batch=batch, progress=_progress(len(found.ids)))
-    print(visible(f"{made} embedded, {len(found.ids)} in {out}"))
+    How an ONNX file wants pictures is read from FILE.json beside it, or from what transformers,
+    open_clip or timm exported there, and told; --fit and what follows say it otherwise.
+    """
+    from nobackfill.adopt.cli.embedding import How, run
+
+    pixels = given(
+        fit=fit, size=size, shortest=shortest, interpolation=interpolation, mean=mean, std=std
+    )
+    how = How(model, model_name, patience, queries, query_encoder, query_model_name, pixels)
+    line = run(items, out, how, column=column, key=key, only=only, batch=batch, show=_progress)
+    print(visible(line))
 
 
 @app.command()
@@ -248,13 +259,6 @@ def carry(
     lines = [*said, f"{done.written} written, {done.total} carried and checked", "to flip:"]
     answer = {**asdict(done), "notes": said}
     _answer(as_json, answer, lines + [f"  {step}" for step in done.steps])
-
-
-def _ids(path: Path) -> set[str]:
-    try:
-        return set(path.read_text("utf-8").split("\n")) - {""}
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"{path}: cannot be read ({error})") from error
 
 
 def _progress(total: int) -> Callable[[int], None]:

@@ -1,10 +1,11 @@
 """Items that can be embedded: image files of a folder, lines of JSON, a column of a source."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nobackfill.adopt.sources.opening import open_source
+from nobackfill.adopt.sources.source import Source
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.items.kind import Kind
 from nobackfill.text_lines import read_texts
@@ -15,11 +16,13 @@ _WINDOW = 1000
 
 @dataclass(frozen=True)
 class Items:
-    """Ids, each once, and texts or paths in the same order."""
+    """Ids, each once, and texts or paths in the same order; how many other files a folder of images
+    has."""
 
     kind: Kind
     ids: list[str]
     values: list[str] | list[Path]
+    others: int = 0
 
 
 def read_items(
@@ -35,17 +38,27 @@ def read_items(
     if path.suffix == ".jsonl":
         found = [(one.id, one.text) for one in read_texts(path, key=key or "id", column=column)]
     elif path.is_dir() and any(p.suffix.lower() in _IMAGES for p in path.rglob("*")):
-        files = sorted(p for p in path.rglob("*") if p.suffix.lower() in _IMAGES and p.is_file())
-        return _wanted(
-            "image", [p.relative_to(path).as_posix() for p in files], files, only, address
-        )
+        every = [p for p in path.rglob("*") if p.is_file()]
+        files = sorted(p for p in every if p.suffix.lower() in _IMAGES)
+        names = [p.relative_to(path).as_posix() for p in files]
+        images = _wanted("image", names, files, only, address)
+        return replace(images, others=len(every) - len(files))
     else:
-        source = open_source(address, key=key)
+        source = _source(address, key)
         found = []
         for window in source.windows(_WINDOW):
             values = source.column(window, column)
             found += zip(values.ids, values.values, strict=True)
     return _wanted("text", [name for name, _ in found], [text for _, text in found], only, address)
+
+
+def _source(address: str, key: str | None) -> Source:
+    try:
+        return open_source(address, key=key)
+    except NotFoundError as error:
+        if not Path(address).is_dir():
+            raise
+        raise NotFoundError(f"{error}, nor a file named as a JPEG, PNG or WebP") from error
 
 
 def _wanted(

@@ -1,25 +1,36 @@
 """An ONNX file that others made, run as is declared about it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from nobackfill.adopt.embedding.embedder import DOCUMENTS, QUERIES
+from nobackfill.adopt.embedding.image_input import ImageInput
 from nobackfill.adopt.maps import normalised
 from nobackfill.errors import InvalidInputError, NotFoundError
-from nobackfill.images import decode, decode_file
 from nobackfill.items.kind import Kind
-from nobackfill.release.publishing.declaration import fingerprint, read_declaration, tokenizer_file
+from nobackfill.release.publishing.declaration import (
+    Declaration,
+    fingerprint,
+    read_declaration,
+    read_pixels,
+    tokenizer_file,
+)
 from nobackfill.tokenizing import Tokenizing
 from nobackfill.vectors import Vectors, check_vectors
 
 
 class OnnxModel:
     """A session on the file; what reads texts has an input `input_ids`, all others read images.
-    `queries`: its texts are those that ask."""
+    `queries`: its texts are those that ask. `pixels`: of a Declaration, in place of what the files
+    beside it say."""
 
-    def __init__(self, path: Path, *, queries: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, queries: bool = False, pixels: Mapping[str, object] | None = None
+    ) -> None:
         from nobackfill.onnx_runtime import onnxruntime
 
         if not path.is_file():
@@ -34,6 +45,7 @@ class OnnxModel:
             raise InvalidInputError(f"{path}: cannot be read as ONNX ({error})") from error
         self._inputs = {one.name: one for one in self._session.get_inputs()}
         self.kind: Kind | None = "text" if "input_ids" in self._inputs else "image"
+        self._pixels = self._reading(pixels or {})
         file = tokenizer_file(path, self._declared) if self.kind == "text" else None
         self._tokenizer = None if file is None else self._tokenizing(file)
         self.fingerprint = fingerprint(path, self._declared, file)
@@ -46,8 +58,15 @@ class OnnxModel:
         """What its fingerprint covers beside the files."""
         return self._declared.model_dump()
 
+    @property
+    def told(self) -> str:
+        """What is to be told of how it reads pictures; empty where it reads none."""
+        return "" if self._pixels is None else self._pixels.told
+
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
-        feed, mask = self._texts(items) if self.kind == "text" else self._images(items)
+        feed, mask = (
+            self._texts(items) if self._pixels is None else (self._pixels.feed(items), None)
+        )
         wanted = None if self._declared.output is None else [self._declared.output]
         try:
             output = np.asarray(self._session.run(wanted, feed)[0], np.float32)
@@ -56,6 +75,21 @@ class OnnxModel:
         vectors = self._pooled(output, mask)
         checked = check_vectors(vectors, vectors.shape[1], what=f"output of {self._path}")
         return normalised(checked) if self._declared.normalise else checked
+
+    def _reading(self, given: Mapping[str, object]) -> ImageInput | None:
+        """How it reads pictures, where it does. Raises InvalidInputError."""
+        if self.kind == "text":
+            if given:
+                raise InvalidInputError(
+                    f"{self._path}: reads texts; {', '.join(given)} is of images"
+                )
+            return None
+        self._declared, said_by = read_pixels(self._path, self._declared)
+        try:
+            self._declared = Declaration.model_validate(dict(self._declared) | dict(given))
+        except ValidationError as error:
+            raise InvalidInputError(f"{self._path}: {error}") from error
+        return ImageInput(self._path, list(self._inputs.values()), self._declared, said_by)
 
     def _tokenizing(self, file: Path) -> Tokenizing:
         return Tokenizing(file.read_bytes(), self._declared.max_length, str(file))
@@ -66,28 +100,6 @@ class OnnxModel:
         if strangers := set(self._inputs) - set(known):
             raise InvalidInputError(f"{self._path}: unknown inputs {sorted(strangers)}")
         return {name: known[name] for name in self._inputs}, known["attention_mask"]
-
-    def _images(self, items: list[str] | list[Path] | list[bytes]) -> tuple[dict[str, Any], Any]:
-        if len(self._inputs) != 1:
-            raise InvalidInputError(
-                f"{self._path}: expected one input of images, got {list(self._inputs)}"
-            )
-        (name, one), declared = next(iter(self._inputs.items())), self._declared
-        last = one.shape[-1] == 3
-        height, width = one.shape[1:3] if last else one.shape[2:4]
-        if not (isinstance(height, int) and isinstance(width, int)):
-            height = width = declared.size
-        if height is None or width is None:
-            raise InvalidInputError(
-                f"{self._path}: its image size is open; declare it: "
-                f'{{"size": 224}} in {self._path.with_suffix(".json").name}'
-            )
-        pixels: Any = np.stack([_pixels(item, height, width) for item in items])
-        if one.type != "tensor(uint8)":
-            mean, std = np.array(declared.mean), np.array(declared.std)
-            scaled = (pixels / 255 - mean) / std
-            pixels = scaled.astype(np.float16 if one.type == "tensor(float16)" else np.float32)
-        return {name: pixels if last else np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))}, None
 
     def _pooled(self, output: Vectors, mask: Any) -> Vectors:
         if output.ndim == 2:
@@ -105,9 +117,3 @@ class OnnxModel:
         weights = mask[..., None].astype(np.float32)
         pooled: Vectors = (output * weights).sum(1) / np.maximum(weights.sum(1), 1)
         return pooled
-
-
-def _pixels(item: str | Path | bytes, height: int, width: int) -> Any:
-    if isinstance(item, bytes):
-        return decode(item, height, width)
-    return decode_file(Path(item), height, width)

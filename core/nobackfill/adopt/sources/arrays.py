@@ -66,7 +66,8 @@ class ArraySource:
 
     def facts(self) -> Facts:
         name = f"{self._folder}#{self._name}"
-        return Facts(name, self._vectors.shape[1], None, None, self._others)
+        said = _mark(self._folder, self._name) or {}
+        return Facts(name, self._vectors.shape[1], None, said.get("model"), self._others)
 
     def count(self) -> int:
         return len(self._ids)
@@ -90,7 +91,9 @@ class ArraySource:
     def beside(self, target: Target) -> "ArrayBeside":
         parts, final = self._parts(target.name), self._folder / f"{target.name}.npy"
         mark = {"map": target.mark, "dim": target.dim, "rows": len(self._ids)}
-        found = _mark(self._folder, target.name)
+        said = _mark(self._folder, target.name)
+        # What was carried before models were named there says none.
+        found = None if said is None else {key: said.get(key) for key in mark}
         if (final.exists() and found != mark) or (parts.exists() and found not in (None, mark)):
             raise AlreadyExistsError(
                 f"{final}: exists already and was not made by this map from these rows; choose "
@@ -98,7 +101,8 @@ class ArraySource:
             )
         make_dir(parts)
         sweep(parts)
-        write_file(_mark_path(self._folder, target.name), json.dumps(mark).encode())
+        named = {"model": target.model} if target.model else {}
+        write_file(_mark_path(self._folder, target.name), json.dumps(mark | named).encode())
         return ArrayBeside(self, self._folder, parts, final, target)
 
     def rollback(self, name: str) -> bool:
@@ -194,5 +198,6 @@ def _mark_path(folder: Path, name: str) -> Path:
     return folder / f".{name}.json"
 
 
-def _mark(folder: Path, name: str) -> object:
-    return read_mark(_mark_path(folder, name))
+def _mark(folder: Path, name: str) -> dict[str, Any] | None:
+    said = read_mark(_mark_path(folder, name))
+    return said if isinstance(said, dict) else None

@@ -1,6 +1,7 @@
 """What is declared about an ONNX file of others: pooling, prefix, tokenizer, scaling of pixels.
 
-Declared in `NAME.json` beside `NAME.onnx`, or in the files that sentence-transformers exports.
+Declared in `NAME.json` beside `NAME.onnx`, or in the files that sentence-transformers, and, of
+pixels, transformers, open_clip and timm export.
 """
 
 import hashlib
@@ -12,6 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nobackfill.digests import sha256_file
 from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.framing import Fit, Interpolation
+from nobackfill.release.publishing.preprocessing import (
+    Channels,
+    Side,
+    Size,
+    Spread,
+    read_preprocessing,
+)
 
 # Files beside an ONNX file that hold its larger weights.
 _WEIGHTS = ("_data", ".data")
@@ -21,9 +30,11 @@ class Declaration(BaseModel):
     """What an ONNX file does not say of itself.
 
     Texts: `tokenizer` (a file beside), `prefix` put before each (`query_prefix` before those that
-    ask, where it is another), `max_length` in tokens, `pooling`
-    of the tokens' outputs. Images: `size` in pixels where the graph leaves it open; pixels are
-    (value / 255 - mean) / std. `output`: its name, None for the first. `normalise`: to norm 1.
+    ask, where it is another), `max_length` in tokens, `pooling` of the tokens' outputs. Images:
+    `size` in pixels (or height and width) where the graph leaves it open; `fit`, `shortest` and
+    `interpolation` as in nobackfill.framing.Frame, `shortest` by default the longer side of `size`;
+    pixels are (value / 255 - mean) / std. `output`: its name, None for the first. `normalise`: to
+    norm 1.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -34,9 +45,13 @@ class Declaration(BaseModel):
     pooling: Literal["mean", "cls", "none"] = "mean"
     output: str | None = None
     normalise: bool = True
-    size: int | None = Field(None, ge=1)
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    size: Side | Size | None = None
+    # Left out where they are what they were before they could be said: fingerprints stay.
+    fit: Fit = Field("stretch", exclude_if=lambda fit: fit == "stretch")
+    shortest: Side | None = Field(None, exclude_if=lambda side: side is None)
+    interpolation: Interpolation = Field("bilinear", exclude_if=lambda name: name == "bilinear")
+    mean: Channels = (0.485, 0.456, 0.406)
+    std: Spread = (0.229, 0.224, 0.225)
 
     @property
     def asks_with(self) -> str:
@@ -68,7 +83,7 @@ def fingerprint(path: Path, declared: Declaration, tokenizer: Path | None = None
 
 
 def read_declaration(path: Path) -> Declaration:
-    """What is declared about the ONNX file `path`. Raises InvalidInputError."""
+    """What is declared about the ONNX file `path`, but for pixels. Raises InvalidInputError."""
     own = path.with_suffix(".json")
     try:
         if own.is_file():
@@ -79,6 +94,18 @@ def read_declaration(path: Path) -> Declaration:
     except (ValidationError, ValueError, KeyError) as error:
         raise InvalidInputError(f"{own}: cannot be understood: {error}") from error
     return Declaration()
+
+
+def read_pixels(path: Path, declared: Declaration) -> tuple[Declaration, Path | None]:
+    """`declared` with what is declared of the pixels that the ONNX file `path` reads, and the file
+    that does; None where none does. Raises InvalidInputError."""
+    own = path.with_suffix(".json")
+    if own.is_file():
+        return declared, own
+    if (found := read_preprocessing(path)) is None:
+        return declared, None
+    file, said = found
+    return declared.model_copy(update=dict(said)), file
 
 
 def _of_sentence_transformers(folder: Path) -> Declaration:

@@ -14,7 +14,7 @@ from onnx import TensorProto, compose, helper, numpy_helper
 
 from nobackfill.digests import sha256_file
 from nobackfill.errors import InvalidInputError, VerificationError
-from nobackfill.framing import Fit
+from nobackfill.framing import Fit, Interpolation
 from nobackfill.release.manifest import Embedder
 from nobackfill.release.paths import embedder_path
 from nobackfill.training.export.drafting import Release
@@ -40,6 +40,7 @@ class Pixels:
     # As in nobackfill.framing.Frame.
     fit: Fit = "stretch"
     shortest: int | None = None
+    interpolation: Interpolation = "bilinear"
 
 
 def add_onnx_embedder(release: Release, source: Path, pixels: Pixels) -> None:
@@ -75,6 +76,7 @@ def add_onnx_embedder(release: Release, source: Path, pixels: Pixels) -> None:
         unit=unit,
         fit=pixels.fit,
         shortest=pixels.shortest,
+        interpolation=pixels.interpolation,
     )
     release.method = "brought"
     release.recipe["onnx_sha256"] = sha256_file(source)

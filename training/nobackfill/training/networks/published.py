@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.errors import InvalidInputError
+from nobackfill.framing import Frame
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Files, open_embedder, open_side_encoder
 from nobackfill.release.trust.publication import read_publication, require_release
@@ -48,11 +49,11 @@ def _square(manifest: Manifest) -> tuple[int, str]:
     """Height and width, and the digest of the model of images."""
     frame, file = manifest.frame, manifest.embedder.file
     assert file is not None, "what reads images has a model"
-    if frame.height != frame.width or frame.fit != "stretch":
+    if frame != Frame(frame.height, frame.height):
         raise InvalidInputError(
             f"release {manifest.release} takes {frame.height} x {frame.width} images by "
-            f"{frame.fit}; training reads square ones only, by stretch. Train from its stored "
-            "vectors"
+            f"{frame.fit}, {frame.interpolation}; training reads square ones only, by stretch, "
+            "bilinear. Train from its stored vectors"
         )
     return frame.height, file.sha256
 
