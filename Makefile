@@ -81,6 +81,8 @@ $(SCALE_READY): $(READY)
 	$(MAKE) $(RAY_READY) || echo 'Ray cannot be installed here: what needs it is skipped'
 	$(INSTALL) '.[milvus]' milvus==2.3.5 'milvus-lite>=3,<4' \
 		|| echo 'Milvus cannot be installed here: what needs it is skipped'
+	$(INSTALL) '.[public-models]' \
+		|| echo 'timm and open_clip cannot be installed here: what needs them is skipped'
 	$(MAKE) $(CHROMA_READY) || echo 'Chroma cannot be installed here: what needs it is skipped'
 	$(MAKE) $(SWIFT_READY) || echo 'Swift cannot be installed here: what needs an object store is skipped'
 	touch $@

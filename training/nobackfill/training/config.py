@@ -10,6 +10,8 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 HeadName = Literal["softmax", "normalized_softmax", "cosface", "arcface"]
+# How names of timm's and of open_clip's models begin, as backbones and as weights.
+TIMM, OPEN_CLIP = "timm:", "open_clip:"
 # Of red, green and blue.
 Rgb = tuple[float, float, float]
 SideInfo = Literal[
@@ -112,13 +114,22 @@ class _Network(_Training):
     last_nonlin: bool = False
     pooling: Literal["avg", "gem"] = "avg"
     # Begin with pretrained weights: a name that torchvision has for the backbone (DEFAULT,
-    # IMAGENET1K_V2), or a file (.safetensors, or a state dict of torch.save).
+    # IMAGENET1K_V2), a file (.safetensors, or a state dict of torch.save), or a model of timm's or
+    # open_clip's (timm:NAME.TAG, open_clip:NAME/TAG), which is the backbone then.
     weights: str | None = None
     # Taken off pixels of 0..1, and what they are divided by; with torchvision's weights theirs,
     # unless they are given.
     pixel_mean: Rgb = (0.5, 0.5, 0.5)
     pixel_std: Rgb = (0.5, 0.5, 0.5)
     augmentation: Augmentation = Augmentation()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _public_weights(cls, values: object) -> object:
+        """timm's and open_clip's weights are of the backbone of that name, and of no other."""
+        if isinstance(values, dict) and str(values.get("weights")).startswith((TIMM, OPEN_CLIP)):
+            return values | {"backbone": values["weights"]}
+        return values
 
 
 class EmbedderConfig(_Network):

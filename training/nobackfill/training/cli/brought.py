@@ -5,13 +5,21 @@ from typing import Annotated
 
 import typer
 
-from nobackfill.framing import Fit
+from nobackfill.framing import Fit, Interpolation
 
 Onnx = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
         help="or an embedder of your own: uint8 [n,H,W,3] or float32 [n,3,H,W] -> [n,dim]",
+    ),
+]
+PublicWeights = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        metavar="NAME",
+        help="or a public one as it is: timm:NAME.TAG, open_clip:NAME/TAG",
     ),
 ]
 Mean = Annotated[
@@ -21,6 +29,9 @@ Std = Annotated[tuple[float, float, float], typer.Option(help="see --mean")]
 FitOption = Annotated[Fit, typer.Option("--fit", help="how --onnx takes pictures of other aspects")]
 Shortest = Annotated[
     int | None, typer.Option(min=1, help="with --fit crop: pixels of the shortest side")
+]
+Interpolating = Annotated[
+    Interpolation, typer.Option("--interpolation", help="how --onnx wants pictures scaled")
 ]
 TextFolder = Annotated[
     Path | None,

@@ -22,8 +22,10 @@ from nobackfill.training.cli.asked import Asked
 from nobackfill.training.cli.brought import (
     EvalTexts,
     FitOption,
+    Interpolating,
     Mean,
     Onnx,
+    PublicWeights,
     QueryFolder,
     Shortest,
     Std,
@@ -38,6 +40,7 @@ from nobackfill.training.data.plain import plain_trouble
 from nobackfill.training.export.drafting import Release
 from nobackfill.training.export.external import Pixels, add_onnx_embedder
 from nobackfill.training.export.probes import make_probes
+from nobackfill.training.export.public_embedder import add_public_embedder
 from nobackfill.training.export.runs import Runs, add_runs, check_models, named_vectors
 from nobackfill.training.export.text_encoder import add_vectors
 
@@ -84,10 +87,12 @@ def main(
         Path | None, typer.Option(metavar="RUN", help="run folder of the embedder")
     ] = None,
     onnx: Onnx = None,
+    weights: PublicWeights = None,
     mean: Mean = (0.0, 0.0, 0.0),
     std: Std = (1.0, 1.0, 1.0),
     fit: FitOption = "stretch",
     shortest: Shortest = None,
+    interpolation: Interpolating = "bilinear",
     text_encoder: TextFolder = None,
     query_encoder: QueryFolder = None,
     vectors_of: VectorsOf = None,
@@ -116,7 +121,7 @@ def main(
 ) -> None:
     """Publish an embedder, its side encoder and upgrades into it as release N."""
     runs = Runs(embedder, text_encoder, query_encoder, side_encoder, tuple(upgrade or ()))
-    check_models(runs, onnx, vectors_of)
+    check_models(runs, onnx, weights, vectors_of)
     if side_encoder is not None and keep_side_encoder:
         raise ConfigurationError("expected --side-encoder or --keep-side-encoder, not both")
     with drafting(model_repo) as folder:
@@ -128,15 +133,25 @@ def main(
         draft = Release(
             release, folder, published.manifests, model_repo, withdrawn=published.withdrawn
         )
-        if onnx is not None:
-            add_onnx_embedder(draft, onnx, Pixels(mean, std, fit, shortest))
-        if vectors_of is not None:
-            add_vectors(draft, *named_vectors(vectors_of))
+        pixels = Pixels(mean, std, fit, shortest, interpolation)
+        _brought(draft, onnx, pixels, weights, vectors_of)
         add_runs(draft, runs, keep_side_encoder)
         manifest, evidence = _measured(draft, published, asked, int8_loss)
         manifest = _judged(manifest, evidence, learnt, force=force, first=first)
         done = publish(model_repo, draft.finished(manifest), keys, dry_run, percent(share))
     _report(manifest, evidence, done, as_json)
+
+
+def _brought(
+    draft: Release, onnx: Path | None, pixels: Pixels, weights: str | None, vectors_of: str | None
+) -> None:
+    """An embedder that was trained elsewhere, or the name of one that is gone."""
+    if onnx is not None:
+        add_onnx_embedder(draft, onnx, pixels)
+    if weights is not None:
+        add_public_embedder(draft, weights)
+    if vectors_of is not None:
+        add_vectors(draft, *named_vectors(vectors_of))
 
 
 def _keys(model_repo: Path, targets_key: Path | None) -> Keys:

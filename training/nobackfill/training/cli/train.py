@@ -38,7 +38,8 @@ Writes RUN_DIR/checkpoint.safetensors, config.yaml and stats.jsonl (one JSON lin
 it again after an interruption: it goes on after the last checkpoint, to the same result.
 
 --weights is the key `weights`: a name that torchvision has for the backbone (DEFAULT,
-IMAGENET1K_V2), downloaded and compared with its digest, or a file (.safetensors, .pt, .pth). The
+IMAGENET1K_V2), downloaded and compared with its digest, a file (.safetensors, .pt, .pth), or
+timm:NAME.TAG or open_clip:NAME/TAG, which is the backbone then (the extra public-models). The
 classifier is left out, or kept for the classes that both name; what does not fit is named.
 
 Examples:

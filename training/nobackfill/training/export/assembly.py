@@ -24,8 +24,10 @@ from nobackfill.training.loop.upgrade import read_upgrade
 from nobackfill.training.method import UpgradeShape
 from nobackfill.training.methods import embedder_method
 from nobackfill.training.networks.frozen import load_encoder
+from nobackfill.training.networks.weights import shown
 
 # Names of this machine's files have no place in a manifest.
+_WEIGHTS = {"weights", "backbone"}
 _PRIVATE = {"run_dir", "images", "old", "new", "old_side", "new_side", "init"}
 
 
@@ -193,6 +195,8 @@ def _flat(prefix: str, values: Mapping[str, object]) -> Recipe:
     for key, value in values.items():
         if key in _PRIVATE:
             continue
+        if key in _WEIGHTS and isinstance(value, str):
+            value = shown(value)
         if isinstance(value, Mapping):
             flat |= _flat(f"{prefix}.{key}", value)
         elif isinstance(value, str | int | float | bool) or value is None:

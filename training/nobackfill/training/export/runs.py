@@ -13,6 +13,7 @@ from nobackfill.training.export.assembly import (
 from nobackfill.training.export.drafting import Release
 from nobackfill.training.export.onnx_upgrade import SUFFIX, add_onnx_upgrade
 from nobackfill.training.export.text_encoder import add_text_encoder
+from nobackfill.training.networks.public_models import is_public
 
 
 class Runs(NamedTuple):
@@ -30,7 +31,9 @@ class Runs(NamedTuple):
         return [run for run in runs if run is not None and run.suffix != SUFFIX]
 
 
-def check_models(runs: Runs, onnx: Path | None, vectors_of: str | None) -> None:
+def check_models(
+    runs: Runs, onnx: Path | None, weights: str | None, vectors_of: str | None
+) -> None:
     """Raises ConfigurationError for models that cannot make one release, and for upgrades that are
     neither a run nor a map."""
     for one in runs.upgrades:
@@ -39,14 +42,19 @@ def check_models(runs: Runs, onnx: Path | None, vectors_of: str | None) -> None:
                 f"--upgrade {one}: expected a run's folder, or FILE{SUFFIX} as `nobackfill fit "
                 "--onnx` writes it"
             )
+    if weights is not None and not is_public(weights):
+        raise ConfigurationError(
+            f"--weights {weights}: expected timm:NAME.TAG or open_clip:NAME/TAG; train.py takes "
+            "other weights"
+        )
     text = runs.text_encoder
     if runs.query_encoder is not None and text is None:
         raise ConfigurationError("--query-encoder FOLDER: expected --text-encoder FOLDER beside it")
-    images = [one for one in (runs.embedder, onnx) if one is not None]
+    images = [one for one in (runs.embedder, onnx, weights) if one is not None]
     if len(images) > 1 or (vectors_of is None) == (not images and text is None):
         raise ConfigurationError(
-            "expected either --embedder RUN or --onnx FILE, with --text-encoder FOLDER or without; "
-            "--text-encoder FOLDER alone; or --vectors-of NAME:DIM alone"
+            "expected either --embedder RUN, --onnx FILE or --weights NAME, with --text-encoder "
+            "FOLDER or without; --text-encoder FOLDER alone; or --vectors-of NAME:DIM alone"
         )
 
 

@@ -2,7 +2,8 @@
 
 Names that begin with `small` are for 8..64-pixel images, their width a key; every other name is a
 torchvision classification model, whose last linear layer is replaced by one with `embedding_dim`
-outputs (FCT D.1: the penultimate layer outputs the embedding directly).
+outputs (FCT D.1: the penultimate layer outputs the embedding directly), or one of timm's or
+open_clip's (public_models), behind which such a layer is put.
 """
 
 import difflib
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nobackfill.errors import ConfigurationError
+from nobackfill.training.networks.public_models import is_public, open_public
 
 
 class GeM(nn.Module):
@@ -149,6 +151,8 @@ def build_backbone(
     """
     if name in _SMALL:
         network = _SMALL[name](embedding_dim, width, pooling, image_size)
+    elif is_public(name):
+        network = _public(name, embedding_dim, pooling, image_size)
     elif name in backbone_names():
         network = _torchvision(name, embedding_dim, pooling, image_size)
     else:
@@ -161,6 +165,22 @@ def build_backbone(
         network = nn.Sequential(network, nn.ReLU())
     # Trains a sixth faster on a processor.
     return network.to(memory_format=torch.channels_last)
+
+
+def _public(name: str, embedding_dim: int, pooling: str, image_size: int) -> nn.Module:
+    model = open_public(name, weights=False)
+    if pooling != "avg":
+        raise ConfigurationError(f"backbone {name} pools by itself; train with pooling: avg")
+    try:
+        with torch.no_grad():
+            model.network(torch.zeros(1, 3, image_size, image_size))
+    except Exception as error:
+        # Whatever a network of others raises for images of another size than its own.
+        raise ConfigurationError(
+            f"backbone {name} does not take images of {image_size} pixels; train with image_size: "
+            f"{model.pixels.size[0]}, its own"
+        ) from error
+    return nn.Sequential(model.network, nn.Linear(model.dim, embedding_dim))
 
 
 def _torchvision(name: str, embedding_dim: int, pooling: str, image_size: int) -> nn.Module:

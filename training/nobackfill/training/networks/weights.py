@@ -1,4 +1,5 @@
-"""Pretrained weights: torchvision's by name, downloaded and verified, or a local file.
+"""Pretrained weights: torchvision's by name, downloaded and verified, timm's and open_clip's, or a
+local file.
 
 A file is safetensors, or what `torch.save` made of a state dict, read with `weights_only`: nothing
 that a pickle names is run.
@@ -27,6 +28,7 @@ from nobackfill.errors import (
     VerificationError,
     few,
 )
+from nobackfill.training.networks.public_models import is_public, open_public
 
 if TYPE_CHECKING:
     from torchvision.models import WeightsEnum
@@ -57,27 +59,47 @@ class Normalisation:
 
 def is_file(name: str) -> bool:
     """Whether `weights: name` is a path, and not one of torchvision's names."""
-    return "/" in name or Path(name).suffix in FILES
+    return not is_public(name) and ("/" in name or Path(name).suffix in FILES)
+
+
+def shown(name: str) -> str:
+    """`name` without names of this machine's files, which have no place in a manifest."""
+    if is_file(name):
+        return Path(name).name
+    package, _, rest = name.partition(":")
+    if rest.startswith("local-dir:"):
+        return f"{package}:local-dir"
+    model, _, tag = rest.partition("/")
+    if not rest.startswith("hf-hub:") and is_file(tag):
+        return f"{package}:{model}/{Path(tag).name}"
+    return name
 
 
 def read_weights(name: str, backbone: str) -> Weights:
-    """A file's tensors, or those that torchvision has for the backbone under this name.
+    """A file's tensors, or those that torchvision has for the backbone under this name, or, of a
+    name of timm's or open_clip's, theirs, as they stand in the backbone of that name.
 
     Raises NotFoundError, VerificationError (damaged, another digest, not plain tensors),
     UnavailableError (no network), ConfigurationError (an unknown name).
     """
     if is_file(name):
         return read_file(Path(name))
+    if is_public(name):
+        tensors = open_public(name).network.state_dict()
+        return Weights(name, {f"0.{key}": tensor for key, tensor in tensors.items()})
     return replace(read_file(download(_torchvision(name, backbone).url)), name=name)
 
 
 def normalisation(name: str, backbone: str) -> Normalisation | None:
-    """What torchvision's weights expect of pixels; None of a file, which does not say.
+    """What named weights expect of pixels; None of a file, which does not say.
 
     Raises ConfigurationError for an unknown name.
     """
     if is_file(name):
         return None
+    if is_public(name):
+        pixels = open_public(name, weights=False).pixels
+        return Normalisation(pixels.mean, pixels.std)
     transforms = _torchvision(name, backbone).transforms()
     return Normalisation(tuple(transforms.mean), tuple(transforms.std))
 
