@@ -10,6 +10,7 @@ from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
 from nobackfill.metrics.retrieval import PerQuery
 from nobackfill.quality.cells import CellName
 from nobackfill.quality.retrieval import Measured
+from nobackfill.release.evidence import Unlabelled
 from nobackfill.release.manifest import GateVerdict, Manifest
 from nobackfill.release.routes import plan_route
 from nobackfill.release.trust.publication import Publication
@@ -43,11 +44,20 @@ class Row:
     def passed(self) -> bool:
         """Both lower bounds are above 0. Without classes: what is similar is found better, and the
         very item not worse, neither by more than a point nor measurably."""
-        gains = (self.map_gain, self.cmc1_gain)
         if self.agreement_gain is None:
-            return all(gain.low > 0 for gain in gains)
-        kept = all(gain.mean >= -_LOSS and gain.high >= 0 for gain in gains)
-        return self.agreement_gain.low > 0 and kept
+            return self.map_gain.low > 0 and self.cmc1_gain.low > 0
+        return self.finds_similar and self.keeps_items
+
+    @property
+    def finds_similar(self) -> bool:
+        """Whether what is similar is found better."""
+        return self.agreement_gain is not None and self.agreement_gain.low > 0
+
+    @property
+    def keeps_items(self) -> bool:
+        """Whether the very item is found not worse, neither by more than a point nor measurably."""
+        gains = (self.map_gain, self.cmc1_gain)
+        return all(gain.mean >= -_LOSS and gain.high >= 0 for gain in gains)
 
     @property
     def finds_items(self) -> bool:
@@ -77,8 +87,14 @@ def agrees(found: Measured, own: Measured) -> PerQuery:
     return np.array([np.isin(a[a >= 0], b).sum() / max(1, (b >= 0).sum()) for a, b in pairs])
 
 
-def verdict(published: Publication, rows: Sequence[Row], new: Manifest) -> GateVerdict:
-    """Of all rows; what it holds for, where no class says it."""
+def verdict(
+    published: Publication,
+    rows: Sequence[Row],
+    new: Manifest,
+    unlabelled: Sequence[Unlabelled] = (),
+) -> GateVerdict:
+    """Of all rows; what it holds for. `unlabelled`: of the same ways by what needs no labels, which
+    decide nothing where there are classes."""
     if not published.manifests:
         return GateVerdict(verdict="first")
     problems = []
@@ -99,7 +115,7 @@ def verdict(published: Publication, rows: Sequence[Row], new: Manifest) -> GateV
         verdict="failed" if problems else "passed",
         map_gain_low=min((row.map_gain.low for row in rows), default=None),
         cmc1_gain_low=min((row.cmc1_gain.low for row in rows), default=None),
-        detail="; ".join(problems) or _holds_for(rows),
+        detail="; ".join(problems) or _holds_for(rows) or _holds_beside(unlabelled),
     )
 
 
@@ -122,6 +138,23 @@ def _why(row: Row) -> str:
     if row.agreement_gain.low <= 0:
         return " in agreement@10 with new/new"
     return " at finding the very item (healing or embedding again does)"
+
+
+def _holds_beside(told: Sequence[Unlabelled]) -> str:
+    """For which kinds of search a verdict by classes holds; what is worst of each."""
+    if not told:
+        return ""
+    similar = min(told, key=lambda one: one.agreement - one.stayed_agreement)
+    item = min(told, key=lambda one: one.recall1 - one.stayed_recall1)
+    agreement = f"{100 * similar.stayed_agreement:.1f} to {100 * similar.agreement:.1f}"
+    recall = f"{100 * item.stayed_recall1:.1f} to {100 * item.recall1:.1f}"
+    kinds = {
+        f"similar things (agreement@10 {agreement} %)": all(one.similar for one in told),
+        f"finding the very item (R@1 {recall} %)": all(one.very_item for one in told),
+    }
+    held = ["things of a class", *(kind for kind, holds in kinds.items() if holds)]
+    missed = [kind for kind, holds in kinds.items() if not holds]
+    return f"holds for {', '.join(held)}" + (f"; not for {', '.join(missed)}" if missed else "")
 
 
 def _holds_for(rows: Sequence[Row]) -> str:

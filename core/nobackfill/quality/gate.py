@@ -5,7 +5,8 @@ trained on; for mAP and CMC-1, with the paired bootstrap's lower bound above 0. 
 way in which the release would have old vectors answered: direct search where it declares it, and
 each route, direct (1->3) or chained (1->2->3), with the int8 files that gateways and devices run
 where there are any, and with float32 files alone, which a device may ask for. Where texts have no
-classes, agreement@10 with new/new decides, and finding the very item may not get worse (gains.py).
+classes, agreement@10 with new/new decides, and finding the very item may not get worse (gains.py);
+where they have, both are told beside (second_views.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from nobackfill.quality.gains import Row, gain, verdict
 from nobackfill.quality.halves import halves
 from nobackfill.quality.relevance import among_others, of_class
 from nobackfill.quality.retrieval import Measured, search_cell
+from nobackfill.quality.second_views import measure_unlabelled
 from nobackfill.quality.text_listing import TextListing
 from nobackfill.release.manifest import (
     Calibration,
@@ -29,6 +31,7 @@ from nobackfill.release.manifest import (
     GateVerdict,
     Manifest,
     RouteEvidence,
+    Unlabelled,
 )
 from nobackfill.release.models import Files
 from nobackfill.release.routes import route_along
@@ -46,6 +49,7 @@ class Evidence:
     verdict: GateVerdict
     rows: tuple[Row, ...]
     cells_by_text: tuple[Cell, ...] = ()
+    unlabelled: tuple[Unlabelled, ...] = ()
 
 
 class Measuring:
@@ -149,14 +153,23 @@ def measure_release(
     for name in (row.cell for row in rows if len(row.cell.gallery) > 1 and not row.exact):
         route, lines[name] = _route(gate, calibrating, name)
         routes.append(route)
+    unlabelled = _unlabelled(gate, rows)
     return new, Evidence(
         tuple(gate.evidence(name) for name in dict.fromkeys(cells)),
         tuple(routes),
         tuple(_calibrations(calibrating, new, manifests, rows, lines)),
-        verdict(published, (*rows, *cross), new),
+        verdict(published, (*rows, *cross), new, unlabelled),
         (*rows, *cross),
         cells_by_text,
+        unlabelled,
     )
+
+
+def _unlabelled(gate: Measuring, rows: tuple[Row, ...]) -> tuple[Unlabelled, ...]:
+    """What needs no labels, where the gate decided by them."""
+    if gate.of_items:
+        return ()
+    return measure_unlabelled(gate.embedded, [row.cell for row in rows if not row.exact])
 
 
 def _lossy_twins(gate: Measuring, release: Manifest, int8_loss: float) -> set[int]:

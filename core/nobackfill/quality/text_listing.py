@@ -36,6 +36,15 @@ class TextListing(Listing):
         """The queries, each of the class of the text that it finds."""
         return type(self)(self.root, self.class_names, self.paths, self.labels, self.queries)
 
+    def by_parts(self) -> Self:
+        """Its texts without their first sentence, which asks for the rest; each a class of its own.
+        What has no two parts is left out."""
+        cut = [_cut(text) for text in self.texts]
+        whole = [row for row, parts in enumerate(cut) if all(map(_readable, parts))]
+        paths = tuple(self.paths[row] for row in whole)
+        queries, texts = (tuple(cut[row][part] for row in whole) for part in (0, 1))
+        return type(self)(self.root, paths, paths, np.arange(len(whole)), texts, queries)
+
 
 def list_texts(file: Path) -> TextListing:
     """The texts of a JSONL file, each with `id`, `text` and `label`, the name of its class.
@@ -95,6 +104,14 @@ def _cut(text: str) -> tuple[str, str]:
         space, words = "", list(words[0])
     count = max(1, len(words) // 3)
     return space.join(words[:count]), space.join(words[count:])
+
+
+def _readable(text: str) -> bool:
+    try:
+        check_text(text)
+    except InvalidInputError:
+        return False
+    return True
 
 
 def _checked(text: str, file: Path, line: TextLine) -> str:

@@ -47,6 +47,33 @@ class RouteEvidence(Strict):
     healing: HealingEvidence | None = Field(None, exclude_if=lambda healing: healing is None)
 
 
+class Unlabelled(Strict):
+    """A cell by what needs no labels, where there are classes, beside staying (old/old): shares.
+
+    A second view of a picture, or a part of a text, asks for what it is of (`recall1`, `mrr`);
+    `agreement`: of its ten nearest with those of new/new. `similar`, `very_item`: whether the
+    verdict holds for either kind of search, too.
+    """
+
+    query: str
+    gallery: str
+    agreement: float = Field(ge=0, le=1)
+    stayed_agreement: float = Field(ge=0, le=1)
+    recall1: float = Field(ge=0, le=1)
+    stayed_recall1: float = Field(ge=0, le=1)
+    mrr: float = Field(ge=0, le=1)
+    stayed_mrr: float = Field(ge=0, le=1)
+    similar: bool
+    very_item: bool
+    queries: int = Field(ge=1)
+    items: int = Field(ge=1)
+
+    @property
+    def name(self) -> str:
+        """As in `2/1>2`."""
+        return f"{self.query}/{self.gallery}"
+
+
 class Cell(Strict):
     """One cell of the compatibility matrix, shares between 0 and 1."""
 

@@ -28,7 +28,7 @@ from nobackfill.release.encoders import (
     space_of,
     trouble,
 )
-from nobackfill.release.evidence import Cell, HealingEvidence, RouteEvidence
+from nobackfill.release.evidence import Cell, HealingEvidence, RouteEvidence, Unlabelled
 from nobackfill.vectors import Origin
 
 SpaceId = Annotated[str, Field(pattern=r"^sp-[0-9a-f]{64}$")]
@@ -36,7 +36,8 @@ SideSpaceId = Annotated[str, Field(pattern=r"^ss-[0-9a-f]{64}$")]
 
 __all__ = [
     "Cell", "Embedder", "HealingEvidence", "Manifest", "PublishedFile", "ReleaseNumber",
-    "RouteEvidence", "Sha256", "SideEncoder", "TextEncoder", "Upgrade", "space_of",
+    "RouteEvidence", "Sha256", "SideEncoder", "TextEncoder", "Unlabelled", "Upgrade",
+    "space_of",
 ]  # fmt: skip
 
 
@@ -148,6 +149,8 @@ class Manifest(Strict):
     evidence: tuple[Cell, ...] = ()
     # The same of images that are asked for by texts, where it embeds both.
     evidence_by_text: tuple[Cell, ...] = Field((), exclude_if=lambda cells: not cells)
+    # What needs no labels, beside the classes of `evidence`.
+    unlabelled: tuple[Unlabelled, ...] = Field((), exclude_if=lambda cells: not cells)
     calibration: tuple[Calibration, ...] = ()
     gate: GateVerdict
     probes: Probes

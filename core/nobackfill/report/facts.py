@@ -4,6 +4,7 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import version
 
+from nobackfill.release.evidence import Unlabelled
 from nobackfill.release.manifest import Manifest, PublishedFile
 from nobackfill.release.routes import route_along
 
@@ -48,10 +49,23 @@ def facts(manifest: Manifest) -> list[tuple[str, str]]:
         ("input", _input(manifest)),
         ("embedding", f"{embedder.dim} numbers, {embedder.metric.replace('_', ' ')}"),
         ("side-information", manifest.side_space or "none"),
+        *((f"{cell.name} without labels", _unlabelled(cell)) for cell in manifest.unlabelled),
         *((f"sha256 of {file.path}", file.sha256) for file in manifest.files()),
         *((f"recipe: {key}", str(value)) for key, value in manifest.recipe.items()),
     ]
     return [(name, value) for name, value in rows if value]
+
+
+def _unlabelled(cell: Unlabelled) -> str:
+    figures = {
+        "agreement@10 with new / new": (cell.agreement, cell.stayed_agreement),
+        "R@1 of the very item": (cell.recall1, cell.stayed_recall1),
+    }
+    told = [
+        f"{name} {100 * new:.1f} % (old / old {100 * old:.1f})"
+        for name, (new, old) in figures.items()
+    ]
+    return f"{', '.join(told)}; of {cell.queries} second views"
 
 
 def _input(manifest: Manifest) -> str:

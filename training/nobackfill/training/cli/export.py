@@ -214,6 +214,7 @@ def _measured(
     update = {
         "evidence": evidence.cells,
         "evidence_by_text": evidence.cells_by_text,
+        "unlabelled": evidence.unlabelled,
         "routes": evidence.routes,
         "calibration": evidence.calibration,
     }
@@ -260,6 +261,7 @@ def _report(manifest: Manifest, evidence: Evidence | None, done: Published, as_j
             "written": done.written,
             "gate": manifest.gate.model_dump(),
             "cells": [cell.model_dump() for cell in manifest.evidence],
+            "unlabelled": [cell.model_dump() for cell in manifest.unlabelled],
             "routes": [route.model_dump() for route in manifest.routes],
             "files": dict(done.files),
         }

@@ -9,6 +9,7 @@ from rich.table import Table
 from nobackfill.quality.gains import Row
 from nobackfill.quality.gate import Evidence
 from nobackfill.quality.matrix import MatrixCell
+from nobackfill.release.evidence import Unlabelled
 
 
 def gate_table(evidence: Evidence) -> str:
@@ -29,7 +30,18 @@ def gate_table(evidence: Evidence) -> str:
     for row in evidence.rows:
         if row.exact:
             table.add_row(str(row), "", "", "", *_gains(row))
-    return render(table)
+    return "\n".join([render(table), *map(_without_labels, evidence.unlabelled)])
+
+
+def _without_labels(cell: Unlabelled) -> str:
+    """A line beside the table: no figure of it is one of its columns."""
+    pairs = {
+        "agreement@10": (cell.stayed_agreement, cell.agreement),
+        "R@1 of the very item": (cell.stayed_recall1, cell.recall1),
+        "MRR": (cell.stayed_mrr, cell.mrr),
+    }
+    told = (f"{name} {100 * old:.1f} to {100 * new:.1f}" for name, (old, new) in pairs.items())
+    return f"{cell.name} without labels, {cell.queries} queries: {', '.join(told)}"
 
 
 # What criterion.py calls a share, and its column.
