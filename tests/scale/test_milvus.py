@@ -16,7 +16,8 @@ from nobackfill.server.storage import split_store
 from nobackfill.server.stores.milvus import candidates, journal
 from nobackfill.server.stores.milvus.collections import Collections
 from nobackfill.server.stores.milvus.columns import columns_of
-from nobackfill.server.stores.milvus.gallery import RECALL, MilvusGallery, wait_for_recall
+from nobackfill.server.stores.milvus.gallery import MilvusGallery, wait_for_milvus
+from nobackfill.server.stores.postgresql.recall import RECALL
 from tests.gallery.making import Linear, ids, spec, vectors
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, running
@@ -130,7 +131,7 @@ def test_a_flip_waits_for_measured_recall(engine: MilvusEngine) -> None:
     def feed() -> int:
         return engine.feeder.feed(store.schema)
 
-    wait_for_recall(store, info, engine.candidates, feed, between)
+    wait_for_milvus(store, info, engine.candidates, feed, between)
     assert looked >= 3
     probes = vectors(20, 5)
     true = engine.unfed(store, TWO).search(probes, 10, None, EVERY).labels.tolist()

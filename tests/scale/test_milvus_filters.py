@@ -23,7 +23,8 @@ from nobackfill.gallery.search.index import mask_of
 from nobackfill.gallery.writing import Metadata, MetadataValue, NewVectors
 from nobackfill.server.stores.milvus import candidates
 from nobackfill.server.stores.milvus.expressions import expression_of
-from nobackfill.server.stores.milvus.gallery import RECALL, MilvusGallery
+from nobackfill.server.stores.milvus.gallery import MilvusGallery
+from nobackfill.server.stores.postgresql.recall import RECALL
 from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
 from tests.gallery.making import ids, spec, vectors
 from tests.gallery.test_filters import FILTERS, TIMES, holds, moment

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import structlog
 
 from nobackfill.errors import IncompatibleSpaceError, NotFoundError
 from nobackfill.gallery.matches import Matches
@@ -17,20 +16,18 @@ from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, space_of
 from nobackfill.gallery.writing import Metadata, NewVectors
 from nobackfill.server.galleries.allowance import Allowance
+from nobackfill.server.galleries.graph_wait import WIDTHS, GraphWait
 from nobackfill.server.galleries.hosted import EXACT, ROLLOUT, Hosted
 from nobackfill.server.galleries.plan import Filling, Part, Plan
 from nobackfill.server.state import OutdatedError
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING
 from nobackfill.server.stores.postgresql.counts import count_alone
-from nobackfill.server.stores.postgresql.database import Database
+from nobackfill.server.stores.postgresql.database import EF, Database
 from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.stores.postgresql.graphs import has_graph, make_graph
 from nobackfill.server.stores.postgresql.matches import PostgresqlFiltering, PostgresqlMatches
 from nobackfill.server.stores.postgresql.searcher import Candidates, Table, compares, search
 from nobackfill.vectors import Vectors
-
-log = structlog.get_logger("server.indexing")
 
 # Counts of items and vectors may be so old: others put and delete, too.
 _COUNTED_S = 0.5
@@ -56,12 +53,14 @@ class HostedInDatabase(Hosted):
         self._gallery = store
         self.number = store.number
         self._counted = 0.0
+        self._widths: Mapping[str, int] = self.state(WIDTHS) or {}
 
     def _read(self) -> tuple[Sequence[SpaceInfo], Filling | None, int]:
         look = self._gallery.look()
         with self._lock:
             self._spaces, self._state = look.spaces, look.state
         self.exact = bool(look.state.get(EXACT))
+        self._widths = look.state.get(WIDTHS) or {}
         return look.spaces, look.state.get(ROLLOUT), look.epoch
 
     def put(
@@ -125,10 +124,12 @@ class HostedInDatabase(Hosted):
             found = origins.ranked(found, of_carried, part.scale)
         return Neighbours(found.labels[:, :k], found.distances[:, :k])
 
-    def _table(self, *spaces: str) -> Table:
+    def _table(self, space: str, without: str | None = None) -> Table:
         known = self.spaces()
         try:
-            return Table(self._gallery.schema, *(space_of(known, space) for space in spaces))
+            rest = None if without is None else space_of(known, without)
+            width = self._widths.get(space, EF)
+            return Table(self._gallery.schema, space_of(known, space), rest, width)
         except IncompatibleSpaceError as error:
             raise OutdatedError("another gateway has dropped a space; try again") from error
 
@@ -141,15 +142,13 @@ class HostedInDatabase(Hosted):
         self._gallery.look_ahead(space)
 
     def make_ready(self, space: str, between: Callable[[], None]) -> None:
-        """Build the graph of a space beside all else, unless it has one, and look which items it
-        has: searches meanwhile, and the flip, look at later ones."""
+        """Build the graph of a space beside all else, unless it has a good one, wait until it finds
+        what is there, and look which items the space has: searches meanwhile, and the flip, look at
+        later ones."""
         between()
         info = self._gallery.space(space)
         self._gallery.look_ahead(space)
-        if not has_graph(self._gallery.database, self._gallery.schema, info):
-            log.info("building a graph", gallery=self.name, release=info.spec.release)
-            make_graph(self._gallery.database, self._gallery.schema, info)
-        between()
+        GraphWait(self, self._gallery, info, between).wait()
         self._gallery.look_ahead(space)
 
 

@@ -11,7 +11,7 @@ from nobackfill.server.stores.milvus import candidates as limits
 from nobackfill.server.stores.milvus.candidates import Candidates
 from nobackfill.server.stores.milvus.collections import Collections
 from nobackfill.server.stores.milvus.feeder import Feeder
-from nobackfill.server.stores.milvus.gallery import MilvusGallery, wait_for_recall
+from nobackfill.server.stores.milvus.gallery import MilvusGallery, wait_for_milvus
 from nobackfill.server.stores.milvus.names import database_id
 from nobackfill.server.stores.postgresql.database import Database
 
@@ -33,7 +33,7 @@ class HostedInMilvus(HostedInDatabase):
         self._gallery.look_ahead(space)
         if self._gallery.count(space) > limits.SMALL:
             self._feeder.settle(self._gallery.schema, info, between)
-        wait_for_recall(
+        wait_for_milvus(
             self._gallery,
             info,
             self._near,

@@ -1,26 +1,29 @@
 """A gallery whose vectors Milvus searches: the database has the truth, and notes what changes."""
 
-import time
 from collections.abc import Callable
 
-import numpy as np
 import structlog
 
-from nobackfill.gallery.search.index import EVERY
+from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.server.stores.milvus import candidates as limits
 from nobackfill.server.stores.milvus import journal
 from nobackfill.server.stores.milvus.candidates import Candidates
 from nobackfill.server.stores.postgresql import rows, spaces
+from nobackfill.server.stores.postgresql.conditions import EVERYTHING
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
+from nobackfill.server.stores.postgresql.recall import (
+    RECALL,
+    K,
+    Probes,
+    probes_of,
+    wait_for_recall,
+)
+from nobackfill.server.stores.postgresql.searcher import Table, ranked
+from nobackfill.vectors import Vectors
 
 log = structlog.get_logger("server.stores")
-
-# What is asked to see whether an index answers well, and what is well enough.
-_PROBES, _K, RECALL = 30, 10, 0.9
-_LOOK_S, _TELL_S = 0.5, 10.0
 
 
 class MilvusGallery(PostgresqlGallery):
@@ -54,44 +57,51 @@ class MilvusGallery(PostgresqlGallery):
         self._alone(work)
 
 
-def wait_for_recall(
+def wait_for_milvus(
     gallery: PostgresqlGallery, info: SpaceInfo, candidates: Candidates,
     feed: Callable[[], int], between: Callable[[], None],
 ) -> None:  # fmt: skip
-    """Until the engine finds, of a space, what an exact search does: its word is not taken, for an
-    index that says it is whole answers badly for a while.
+    """Until Milvus finds, of a space, what is there (recall.py).
 
-    `feed` tells it what is pending; `between` is called again and again, and may raise. Raises
-    UnavailableError.
+    `feed` tells it what is pending; `between` is called again and again, and may raise.
     """
     if gallery.count(info.spec.space) <= limits.SMALL:
         return
-    _, probes, _ = gallery.sample(info.spec.space, info.spec.space, _PROBES)
-    exact = PostgresqlSearcher(gallery.database, gallery.schema, info)
-    true = exact.search(probes, _K, None, EVERY).labels.tolist()
-    told = time.monotonic()
-    while True:
-        between()
+    probes: Probes | None = None
+
+    def ready() -> bool:
+        while feed():
+            between()
         # Where the gateway's own thread tells it, there is nothing to tell and much to come.
-        if feed() or not _whole(gallery, info):
-            continue
-        found = [candidates.found(gallery.schema, info, probe, _K) or [] for probe in probes]
-        pairs = zip(true, found, strict=True)
-        recall = float(np.mean([len(set(a) & set(b)) / _K for a, b in pairs]))
-        if recall >= RECALL:
-            log.info("Milvus answers", release=info.spec.release, recall=recall)
-            return
-        if time.monotonic() - told > _TELL_S:
-            told = time.monotonic()
-            log.warning("waiting for Milvus", release=info.spec.release, recall=recall)
-        time.sleep(_LOOK_S)
+        left = gallery.database.read(
+            lambda connection: journal.pending(connection, gallery.schema, info.number, 0)
+        )
+        return not len(left)
+
+    def measure() -> float:
+        nonlocal probes
+        if probes is None:
+            with gallery.database.snapshot() as connection:
+                probes = probes_of(connection, gallery.schema, info, between)
+        share = probes.recall([_found(gallery, info, candidates, one) for one in probes.queries])
+        if share >= RECALL:
+            log.info("Milvus answers", release=info.spec.release, recall=share)
+        return share
+
+    def tell(share: float) -> None:
+        nonlocal probes
+        log.warning("waiting for Milvus", release=info.spec.release, recall=share)
+        # What was the nearest may be gone.
+        probes = None
+
+    wait_for_recall(ready, measure, between, tell)
 
 
-def _whole(gallery: PostgresqlGallery, info: SpaceInfo) -> bool:
-    """Whether nothing of a space is pending; waits a little where something is."""
-    left = gallery.database.read(
-        lambda connection: journal.pending(connection, gallery.schema, info.number, 0)
-    )
-    if len(left):
-        time.sleep(_LOOK_S)
-    return not len(left)
+def _found(
+    gallery: PostgresqlGallery, info: SpaceInfo, candidates: Candidates, query: Vectors
+) -> Neighbours:
+    """What Milvus alone answers to one query [dim]."""
+    labels = candidates.found(gallery.schema, info, query, K) or []
+    table = Table(gallery.schema, info)
+    rows = gallery.database.read(lambda one: table.rows_of(one, labels, EVERYTHING))
+    return ranked(info.spec, query, rows, K)

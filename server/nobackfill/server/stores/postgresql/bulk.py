@@ -80,6 +80,11 @@ def copy_out(
     return rows["label"].astype(np.int64), rows["embedding"].astype(np.float32), side
 
 
+def to_binary(vector: Vectors) -> bytes:
+    """One vector [dim] as PostgreSQL takes it: its size, then its values."""
+    return len(vector).to_bytes(2, "big") + b"\0\0" + vector.astype(">f4").tobytes()
+
+
 def from_binary(vectors: Sequence[bytes], dim: int) -> Vectors:
     """Vectors [n, dim] of a column that was read: each with its size before it."""
     return np.frombuffer(b"".join(vectors), _sized(dim))["embedding"].astype(np.float32)

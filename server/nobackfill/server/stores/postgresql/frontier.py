@@ -6,8 +6,9 @@ item alone. It is a row beside the vectors, so that a standby that takes over ha
 what it has. A space whose number has no row has not been looked at.
 """
 
+from weakref import WeakKeyDictionary
+
 from nobackfill.server.stores.postgresql.database import Connection, run
-from nobackfill.server.stores.postgresql.rows import label_column
 from nobackfill.server.stores.postgresql.schema import table_of
 from nobackfill.server.stores.postgresql.writing import hold_gate
 
@@ -15,14 +16,35 @@ from nobackfill.server.stores.postgresql.writing import hold_gate
 _FEW, _BEYOND = 2_000, 10_000
 
 
+# Schemas whose frontiers a connection has seen: what its server has, it does not lose.
+_SEEN: WeakKeyDictionary[Connection, set[str]] = WeakKeyDictionary()
+
+
+def make_frontiers(connection: Connection, schema: str) -> None:
+    """Not with the other tables: galleries of older versions lack it."""
+    run(
+        connection,
+        f"CREATE TABLE IF NOT EXISTS {schema}.frontiers"
+        " (space integer PRIMARY KEY, label bigint NOT NULL)",
+    )
+
+
 def frontier(connection: Connection, schema: str, number: int) -> int:
     """Of the space of that number; 0 where nobody has looked."""
-    if not run(connection, f"SELECT to_regclass('{schema}.frontiers') IS NOT NULL").fetchone()[0]:
+    if not _has_frontiers(connection, schema):
         return 0
-    row = run(
-        connection, f"SELECT label FROM {schema}.frontiers WHERE space = %s", [number]
-    ).fetchone()
-    return 0 if row is None else int(row[0])
+    return int(run(connection, f"SELECT {_of(schema, number)}").fetchone()[0])
+
+
+def _has_frontiers(connection: Connection, schema: str) -> bool:
+    found: bool = run(
+        connection, f"SELECT to_regclass('{schema}.frontiers') IS NOT NULL"
+    ).fetchone()[0]
+    return found
+
+
+def _of(schema: str, number: int) -> str:
+    return f"coalesce((SELECT label FROM {schema}.frontiers WHERE space = {number:d}), 0)"
 
 
 def advance(connection: Connection, schema: str, number: int) -> None:
@@ -31,12 +53,7 @@ def advance(connection: Connection, schema: str, number: int) -> None:
     with connection.transaction():
         # Who has drawn a label has ended: none up to the last becomes visible later.
         hold_gate(connection, schema)
-        # Not with the other tables: galleries of older versions lack it.
-        run(
-            connection,
-            f"CREATE TABLE IF NOT EXISTS {schema}.frontiers"
-            " (space integer PRIMARY KEY, label bigint NOT NULL)",
-        )
+        make_frontiers(connection, schema)
         last = run(connection, f"SELECT coalesce(max(label), 0) FROM {schema}.items").fetchone()[0]
     with connection.transaction():
         before = frontier(connection, schema, number)
@@ -63,18 +80,31 @@ def left_behind(connection: Connection, schema: str, number: int) -> int:
 def few_left(connection: Connection, schema: str, source: int, target: int) -> list[int] | None:
     """Labels that the space numbered `source` has and `target` has not; None where they are many,
     or too far behind the last to be looked for at each search."""
-    after, table = frontier(connection, schema, target), table_of(schema, source)
-    last = run(connection, f"SELECT coalesce(max(label), 0) FROM {table}").fetchone()[0]
-    if last - after > _BEYOND:
-        return None
-    found = run(
-        connection,
-        f"SELECT s.label FROM {table} s WHERE s.label > {after:d} AND NOT EXISTS (SELECT 1 FROM"
-        f" {table_of(schema, target)} t WHERE t.label = s.label AND t.label > {after:d})"
-        f" ORDER BY s.label LIMIT {_FEW + 1}",
+    known = _SEEN.setdefault(connection, set())
+    seen = "0::bigint"
+    if schema in known or _has_frontiers(connection, schema):
+        known.add(schema)
+        seen = _of(schema, target)
+    found = run(connection, _few(schema, source, target, seen))
+    labels = [label for (label,) in found]
+    return None if labels[:1] == [None] or len(labels) > _FEW else labels
+
+
+def _few(schema: str, source: int, target: int, seen: str) -> str:
+    """One row of NULL where it is too far. The second bound leaves nothing out: it tells the
+    planner, who does not know the frontier, that it is near the end."""
+    table, other = table_of(schema, source), table_of(schema, target)
+    return (
+        f"WITH near AS MATERIALIZED (SELECT after, after + {_BEYOND:d} AS most,"
+        f" (SELECT coalesce(max(label), 0) FROM {table}) - after > {_BEYOND:d} AS far"
+        f" FROM (SELECT {seen} AS after) f)"
+        " SELECT NULL::bigint FROM near WHERE far UNION ALL"
+        f" (SELECT s.label FROM {table} s WHERE NOT (SELECT far FROM near)"
+        " AND s.label > (SELECT after FROM near) AND s.label <= (SELECT most FROM near)"
+        f" AND NOT EXISTS (SELECT 1 FROM {other} t WHERE t.label = s.label"
+        " AND t.label > (SELECT after FROM near) AND t.label <= (SELECT most FROM near))"
+        f" ORDER BY s.label LIMIT {_FEW + 1:d})"
     )
-    labels: list[int] = label_column(found).tolist()
-    return labels if len(labels) <= _FEW else None
 
 
 def _lacking(schema: str, number: int, after: int) -> str:

@@ -17,21 +17,26 @@ from nobackfill.server.stores.postgresql.bulk import from_binary
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING, Condition, condition_of
 from nobackfill.server.stores.postgresql.database import EF, Connection, Database, run
 from nobackfill.server.stores.postgresql.frontier import few_left
+from nobackfill.server.stores.postgresql.prepared import rows_near, usable
 from nobackfill.server.stores.postgresql.schema import MOST_HALF, MOST_INDEXED, table_of
 from nobackfill.vectors import Vectors, check_vectors
 
 # Candidates taken beyond k, so that rounding seldom leaves the k-th in doubt.
 _SPARE = 8
 # pgvector looks at no more at once.
-_MOST_EF = 1000
+MOST_EF = 1000
 
 
 class Table:
     """A space's table, and how it is asked."""
 
-    def __init__(self, schema: str, info: SpaceInfo, without: SpaceInfo | None = None) -> None:
-        """`without`: a space whose items are left out; it answers for them."""
+    def __init__(
+        self, schema: str, info: SpaceInfo, without: SpaceInfo | None = None, ef: int = EF
+    ) -> None:
+        """`without`: a space whose items are left out; it answers for them. `ef`: candidates of its
+        graph that are looked at, unless a search asks for more."""
         self.spec: SpaceSpec = info.spec
+        self.ef = ef
         self.schema = schema
         self.number = info.number
         self.name = table_of(schema, info.number)
@@ -130,67 +135,82 @@ def search(
         for table, queries in asked
     ]
 
+    # The same for all of them, told the server once.
+    width = max(_width(table, k, ef) for table, _ in asked)
+
     def work(connection: Connection) -> list[Neighbours]:
         found = []
+        if width != EF and width <= MOST_EF and candidates is None:
+            widen(connection, width)
         for (table, _), queries in zip(asked, checked, strict=True):
             few = table.few(connection)
             if few is None:
                 answers = [
-                    _nearest(connection, table, query, k, condition, ef, candidates)
+                    _nearest(connection, table, query, k, condition, width, candidates)
                     for query in queries
                 ]
             else:
                 rows = table.rows_of(connection, few, condition) if few else []
-                answers = [_ranked(table.spec, query, rows, k) for query in queries]
+                answers = [ranked(table.spec, query, rows, k) for query in queries]
             found.append(_together(answers, k))
         return found
 
     # One statement is a snapshot by itself, and a quarter of the way to the server and back.
-    alone = len(asked) == 1 and len(checked[0]) == 1 and _width(k, ef) == EF
+    alone = len(asked) == 1 and len(checked[0]) == 1 and width == EF
     alone = alone and candidates is None
     return database.read(work, snapshot=not alone)
 
 
 def compares(spec: SpaceSpec, ef: int) -> bool:
     """Whether a search that looks at `ef` candidates reads every vector."""
-    return spec.dim > MOST_HALF or ef > _MOST_EF
+    return spec.dim > MOST_HALF or ef > MOST_EF
 
 
-def _width(k: int, ef: int) -> int:
+def _width(table: Table, k: int, ef: int) -> int:
     """Candidates of a graph to look at."""
-    return max(ef or EF, k + _SPARE)
+    return max(ef or table.ef, k + _SPARE)
+
+
+def widen(connection: Connection, width: int) -> None:
+    """Look at so many candidates, up to MOST_EF, to the end of the transaction."""
+    run(connection, "SELECT set_config('hnsw.ef_search', %s, true)", [str(width)])
 
 
 def _nearest(
-    connection: Connection, table: Table, query: Vectors, k: int, condition: Condition, ef: int,
+    connection: Connection, table: Table, query: Vectors, k: int, condition: Condition, width: int,
     candidates: Candidates | None,
 ) -> Neighbours:  # fmt: skip
     limit = k + _SPARE
-    width = _width(k, ef)
     cosine = table.spec.metric == "cosine"
     exact = compares(table.spec, width) or (cosine and not query.any())
     if not exact and candidates is not None:
         near = candidates.rows(connection, table, query, limit, condition, width)
         if near is not None:
-            return _ranked(table.spec, query, near, k)
+            return ranked(table.spec, query, near, k)
     elif not exact:
-        if width != EF:
-            run(connection, "SELECT set_config('hnsw.ef_search', %s, true)", [str(width)])
         rows = _ask(connection, table, query, limit, condition, exact=False)
         if len(rows) == limit:
-            return _ranked(table.spec, query, rows, k)
+            return ranked(table.spec, query, rows, k)
         # Fewer pass, or the graph was left too early: only looking at all of them tells.
     while True:
         rows = _ask(connection, table, query, limit, condition, exact=True)
         if len(rows) < limit or _settled(rows, k):
-            return _ranked(table.spec, query, rows, k)
+            return ranked(table.spec, query, rows, k)
         limit *= 4
+
+
+def by_graph(connection: Connection, table: Table, query: Vectors, k: int) -> Neighbours:
+    """What the graph alone answers to one query [dim], as wide as it is looked through now."""
+    rows = _ask(connection, table, query, k + _SPARE, EVERYTHING, exact=False)
+    return ranked(table.spec, query, rows, k)
 
 
 def _ask(
     connection: Connection, table: Table, query: Vectors, limit: int, condition: Condition, *,
     exact: bool,
 ) -> list[Any]:  # fmt: skip
+    if not exact and condition is EVERYTHING and usable(connection):
+        return rows_near(connection, table.statement(condition, exact, limit), query)
     values = [*([query] if exact else []), *condition.values, query]
     if condition is not EVERYTHING:
         values.append(limit)
@@ -205,7 +225,8 @@ def _settled(rows: list[Any], k: int) -> bool:
     return bool(np.isnan(last) or last > kth * (1 + 1e-4) + 1e-6)
 
 
-def _ranked(spec: SpaceSpec, query: Vectors, rows: list[Any], k: int) -> Neighbours:
+def ranked(spec: SpaceSpec, query: Vectors, rows: list[Any], k: int) -> Neighbours:
+    """The `k` nearest to one query [dim] of rows of label and vector: Neighbours of one row."""
     if compiled_search.ranked is not None:
         found = compiled_search.ranked(spec.metric == "cosine", query, rows, k)
         if found is not None:

@@ -12,7 +12,7 @@ from nobackfill.gallery.staging import ensure_active_may_go, ensure_same, ensure
 from nobackfill.gallery.writing import Checked
 from nobackfill.server.stores.postgresql import rows
 from nobackfill.server.stores.postgresql.database import Connection, run
-from nobackfill.server.stores.postgresql.frontier import left_behind
+from nobackfill.server.stores.postgresql.frontier import left_behind, make_frontiers
 from nobackfill.server.stores.postgresql.schema import add_space, table_of
 from nobackfill.server.stores.postgresql.writing import insert_vectors, live_labels
 from nobackfill.vectors import Vectors
@@ -25,6 +25,7 @@ def begin(connection: Connection, schema: str, spec: SpaceSpec) -> bool:
             ensure_same(info.spec, spec)
             return False
     add_space(connection, schema, spec, "staging")
+    make_frontiers(connection, schema)
     return True
 
 
