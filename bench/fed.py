@@ -13,7 +13,7 @@ from nobackfill.server.galleries.in_milvus import InMilvus
 from nobackfill.server.stores.milvus import journal
 from nobackfill.server.stores.milvus.candidates import Candidates
 from nobackfill.server.stores.milvus.collections import Collections
-from nobackfill.server.stores.milvus.gallery import MilvusGallery, wait_for_recall
+from nobackfill.server.stores.milvus.gallery import MilvusGallery, wait_for_milvus
 from nobackfill.server.stores.milvus.names import database_id, name_of
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database
@@ -67,7 +67,7 @@ class Fed:
     def ready(self, info: SpaceInfo) -> None:
         """Wait until a gateway would switch to a space."""
         self._home.feeder.settle(self.store.schema, info, lambda: None)
-        wait_for_recall(self.store, info, self.candidates, lambda: 0, lambda: None)
+        wait_for_milvus(self.store, info, self.candidates, lambda: 0, lambda: None)
 
     def searcher(self, info: SpaceInfo) -> PostgresqlSearcher:
         return PostgresqlSearcher(self.store.database, self.store.schema, info, self.candidates)
