@@ -17,12 +17,15 @@ from bench.adoption.beside import beside
 from bench.adoption.covering import NOTE as COVERING
 from bench.adoption.covering import covering
 from bench.adoption.curves import NOTE as CURVES
+from bench.adoption.maps_alone import NOTE as MAPS_ALONE
+from bench.adoption.maps_alone import maps_alone
 from bench.adoption.parts import Part, run
-from bench.adoption.texts import Corpus, Embedded, descriptions, embedded, operations
+from bench.adoption.texts import Corpus, descriptions, embedded, operations
 from bench.adoption.trial import Trial, corrected
 from bench.harness import Row, Value
 from demo.adoption.models import LONGEST, lay_out
 from demo.adoption.transformer import export
+from nobackfill.adopt.pairs import Pairs
 from nobackfill.vectors import Vectors
 
 # Pairs that are fitted on; documents of the larger models are fewer, as they take their time.
@@ -52,14 +55,13 @@ def main(
         corpora.append(descriptions(lists, DRAWN))
     trials = [trial for corpus in corpora for trial in _trials(corpus, models, out)]
     parts = [Part("The verdict and the truth", trial.name, trial.verdict) for trial in trials]
+    parts += [Part("Maps alone", trial.name, partial(maps_alone, trial)) for trial in trials]
     parts += [Part("On the way to native", trial.name, trial.healing) for trial in trials]
     parts += [
         Part("Beside rivals", trial.name, partial(beside, trial, count))
         for count in (SOME, PAIRS)
         for trial in reversed(trials)
     ]
-    counts = (FEW, SOME, PAIRS)
-    parts += [Part("Maps alone, R@1", trial.name, partial(trial.maps, counts)) for trial in trials]
     parts += [
         Part("Sampled or at random", trial.name, partial(covering, trial, count))
         for trial in trials
@@ -69,7 +71,7 @@ def main(
         foreign, own = (next(t for t in trials if t.name.startswith(f"L3 to L6, {c.name}"))
                         for c in corpora)  # fmt: skip
         name = f"A converter from {corpora[0].name}, R@1"
-        parts.append(Part(name, own.name, partial(corrected, foreign, own, counts)))
+        parts.append(Part(name, own.name, partial(corrected, foreign, own, (FEW, SOME, PAIRS))))
     parts.append(Part("From inspect to a verdict", "made vectors", lambda: [_seconds(out)]))
     run("adoption", parts, NOTES, only)
 
@@ -83,27 +85,27 @@ VERDICT = (
 NOTES = {
     "The verdict and the truth": VERDICT,
     "Beside rivals": BESIDE,
+    "Maps alone": MAPS_ALONE,
     "Sampled or at random": COVERING,
     "On the way to native": CURVES,
 }
 
 
 def _trials(corpus: Corpus, models: dict[str, Path], out: Path) -> list[Trial]:
-    made = {}
-    for name, model in models.items():
-        if name != "mpnet":
-            made[name] = embedded(_first(corpus, MOST), model, out / f"{corpus.name}-{name}.npz")
-    found = [Trial(f"L3 to L6, {corpus.name}", made["L3"], made["L6"], PAIRS)]
+    made, more = {}, {}
+    for name in ("L3", "L6"):
+        file = out / f"{corpus.name}-{name}.npz"
+        made[name] = embedded(corpus.documents[:MOST], models[name], file)
+        file = file.with_stem(f"{file.stem}-more")
+        more[name] = embedded(corpus.more, models[name], file).bodies
+    others = Pairs([], more["L3"], more["L6"])
+    found = [Trial(f"L3 to L6, {corpus.name}", made["L3"], made["L6"], PAIRS, more=others)]
     if "mpnet" in models and "Debian" in corpus.name:
-        few = _first(corpus, MOST_SLOW)
+        few = corpus.documents[:MOST_SLOW]
         large = embedded(few, models["mpnet"], out / f"{corpus.name}-mpnet.npz")
-        small = Embedded(made["L6"].bodies[:MOST_SLOW], made["L6"].titles[:MOST_SLOW])
+        small = made["L6"].first(MOST_SLOW)
         found.append(Trial(f"L6 to mpnet, {corpus.name}", small, large, PAIRS))
     return found
-
-
-def _first(corpus: Corpus, count: int) -> Corpus:
-    return Corpus(corpus.name, corpus.documents[:count])
 
 
 def _seconds(out: Path) -> Row:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from nobackfill.adopt.closed_form import fit_maps
 from nobackfill.adopt.figures import Queries, blocked, measure
-from nobackfill.adopt.maps import fit_maps, normalised
+from nobackfill.adopt.maps import normalised
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.ridge import Doubles
 from nobackfill.vectors import Vectors

@@ -10,20 +10,21 @@ from bench.adoption.trial import Trial
 from bench.adoption.unpaired import without_pairs
 from bench.harness import Row, Value
 from nobackfill.adopt.choice import choose
+from nobackfill.adopt.closed_form import fit_maps
 from nobackfill.adopt.crossfit import MANY_DIMS
 from nobackfill.adopt.figures import Figures, Queries, blocked, measure
 from nobackfill.adopt.joining import Block
-from nobackfill.adopt.maps import Map, fit_maps
+from nobackfill.adopt.maps import Map
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.metrics.bootstrap import paired_bootstrap
 from nobackfill.vectors import Vectors
 
 DRAWS = 2
 FIGURES = ("agreement@10", "R@1", "R@10")
-OURS = "near_procrustes"
+OURS = "affine"
 NOTE = (
     "In %, of items and queries that chose nothing; means of `draws` of pairs. `against`: whether "
-    "agreement@10, R@1 and R@10 are measurably better (+) or worse (-) than near_procrustes's, by "
+    "agreement@10, R@1 and R@10 are measurably better (+) or worse (-) than affine's, by "
     "a paired bootstrap over queries and draws. `chosen by fit`: the kind of ours with the best "
     "MRR of queries among the pairs, out of fold. lambda-orthogonality, local adapters and the "
     "reverse query transform choose their strength on a fifth of the pairs. `unpaired` has all "

@@ -4,9 +4,9 @@ import numpy as np
 
 from bench.adoption.trial import Trial
 from bench.harness import Row, Value
+from nobackfill.adopt.closed_form import fit_maps
 from nobackfill.adopt.figures import Figures, Queries
 from nobackfill.adopt.judgement import figure_of
-from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.sampling import sample
 from nobackfill.adopt.sources.source import Rows

@@ -11,12 +11,16 @@ from numpy.typing import NDArray
 from bench.adoption.beside import NOTE as BESIDE
 from bench.adoption.beside import beside
 from bench.adoption.curves import NOTE as CURVES
+from bench.adoption.maps_alone import NOTE as MAPS_ALONE
+from bench.adoption.maps_alone import maps_alone
 from bench.adoption.parts import Part, run
 from bench.adoption.pictures import drawn, embedded
 from bench.adoption.trial import Trial
 from bench.adoption.valley import classes
+from nobackfill.adopt.pairs import Pairs
 
 Rows = NDArray[np.int64]
+NONE: Rows = np.empty(0, np.int64)
 # Old and new: a model of `pictures.embedded`, and its pixels; and whether pairs are of the first
 # half of the classes alone, and everything else of the other half.
 PAIRS_OF_MODELS = {
@@ -32,6 +36,8 @@ NOTE = (
 )
 # Rivals of 1,280 dims take two minutes a draw.
 DRAWS = 1
+# Pictures that maps of many pairs are fitted on as well, as far as there are so many.
+MORE = 3000
 
 
 def main(
@@ -54,6 +60,8 @@ def main(
     near, far = np.flatnonzero(first)[:pairs], np.flatnonzero(~first)
     orders = {False: (np.arange(items), pairs), True: (np.concatenate([near, far]), len(near))}
     asked = np.unique(np.concatenate([_asked(*one, queries) for one in orders.values()]))
+    others = drawn(pictures, min(MORE, len(list(pictures.glob("*/*.png"))) - items), after=items)
+    near_others = np.isin(others.labels, names[: len(names) // 2])
     trials = []
     for name, (*models, apart) in PAIRS_OF_MODELS.items():
         order, fitted = orders[apart]
@@ -61,16 +69,21 @@ def main(
             embedded(some, asked, packages, model, size, out / f"{model}-{size}-{items}.npz")
             for model, size in models
         )
+        more = [
+            embedded(others, NONE, packages, model, size, out / f"{model}-{size}-{items}-more.npz")
+            .part(np.flatnonzero(near_others | (not apart)))
+            .bodies
+            for model, size in models
+        ]
         labels = some.labels[order]
-        trials.append(Trial(name, old.part(order), new.part(order), fitted, queries, labels))
+        both = old.part(order), new.part(order)
+        trials.append(Trial(name, *both, fitted, queries, labels, Pairs([], *more)))
     parts: list[Part] = []
     for one in trials:
         parts.append(Part("The verdict and the truth", one.name, one.verdict))
         parts.append(Part("Classes on the way", one.name, partial(classes, one)))
         parts.append(Part("A second view on the way", one.name, one.healing))
-    parts += [
-        Part("Maps alone, R@1", one.name, partial(one.maps, _counts(one.pairs))) for one in trials
-    ]
+    parts += [Part("Maps alone", one.name, partial(maps_alone, one)) for one in trials]
     parts += [
         Part("Beside rivals", one.name, partial(beside, one, count, DRAWS))
         for count in (pairs, pairs // 4)
@@ -81,12 +94,9 @@ def main(
         "Classes on the way": CURVES,
         "A second view on the way": CURVES,
         "Beside rivals": BESIDE,
+        "Maps alone": MAPS_ALONE,
     }
     run("adoption-images", parts, notes, only)
-
-
-def _counts(pairs: int) -> tuple[int, ...]:
-    return (*(count for count in (100, 500) if count < pairs), pairs)
 
 
 def _asked(order: Rows, pairs: int, queries: int) -> Rows:

@@ -30,12 +30,15 @@ class Pictures:
     labels: NDArray[np.str_]
 
 
-def drawn(folder: Path, count: int, seed: int = 0) -> Pictures:
-    """`count` PNGs of class folders. Raises ValueError where there are less."""
+def drawn(folder: Path, count: int, seed: int = 0, *, after: int = 0) -> Pictures:
+    """`count` PNGs of class folders, behind the first `after` of that order. Raises ValueError
+    where there are less."""
     every = sorted(folder.glob("*/*.png"))
-    if len(every) < count:
-        raise ValueError(f"{folder}: expected {count} PNGs in class folders, found {len(every)}")
-    rows = np.random.default_rng(seed).permutation(len(every))[:count]
+    if len(every) < after + count:
+        raise ValueError(
+            f"{folder}: expected {after + count} PNGs in class folders, found {len(every)}"
+        )
+    rows = np.random.default_rng(seed).permutation(len(every))[after : after + count]
     files = [every[row] for row in rows.tolist()]
     return Pictures(files, np.array([one.parent.name for one in files]))
 
@@ -59,8 +62,8 @@ def embedded(
         if kept is None:
             bodies = _by(embedder, [one.read_bytes() for one in pictures.files])
             kept = Embedded(bodies, np.zeros_like(bodies))
-        views = [_view(pictures.files[row], row) for row in lacking.tolist()]
-        kept.titles[lacking] = _by(embedder, views)
+        if views := [_view(pictures.files[row], row) for row in lacking.tolist()]:
+            kept.titles[lacking] = _by(embedder, views)
         kept.write(file)
     return kept
 

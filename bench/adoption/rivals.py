@@ -8,10 +8,11 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.adopt.correction import added, left_over
+from nobackfill.adopt.closed_form import fit_maps
+from nobackfill.adopt.correction import corrected
 from nobackfill.adopt.figures import Queries
 from nobackfill.adopt.judgement import figure_of
-from nobackfill.adopt.maps import Map, fit_maps, normalised
+from nobackfill.adopt.maps import Map, normalised
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.sampling import clusters
 from nobackfill.ridge import Doubles
@@ -33,8 +34,8 @@ def nearly_orthogonal(pairs: Pairs, seed: int = 0) -> Carrier:
     """lambda-orthogonality (Ricci et al., NeurIPS 2025): an affine map whose squared error is
     weighed against |W'W - 1|², the weight chosen on a fifth of the pairs.
 
-    `near_procrustes` shrinks towards the one rotation that Procrustes finds, which has a closed
-    form; this towards any, as the penalty says nothing of directions, only of singular values.
+    `affine` is turned towards the one rotation that Procrustes finds, which has a closed form; this
+    towards any, as the penalty says nothing of directions, only of singular values.
     """
 
     def prepared(some: Pairs) -> Fit:
@@ -83,17 +84,13 @@ def local(pairs: Pairs, seed: int = 0) -> Carrier:
 
     def prepared(some: Pairs) -> Fit:
         whole = fit_maps(some.old, some.new, kinds=["affine"])["affine"]
-        rest = left_over(whole, some)
 
         def fitted(count: float) -> Carrier:
             cluster = clusters(some.old, int(count), np.random.default_rng(seed))
             parts = [np.flatnonzero(cluster == one) for one in range(cluster.max() + 1)]
             parts = [part for part in parts if len(part) > 10]
             centres = normalised(np.stack([some.old[part].mean(0) for part in parts]))
-            more = [
-                fit_maps(rest.old[part], rest.new[part], kinds=["affine"])["affine"]
-                for part in parts
-            ]
+            more = [corrected(whole, _part(some, part)) for part in parts]
 
             def carry(vectors: Vectors) -> Vectors:
                 near = np.exp((normalised(vectors) @ centres.T - 1) / _TEMPERATURE)
@@ -102,7 +99,8 @@ def local(pairs: Pairs, seed: int = 0) -> Carrier:
                     near[:, [one]] * (vectors @ own.weight.T + own.bias)
                     for one, own in enumerate(more)
                 )
-                return added(whole, vectors, np.asarray(blend, np.float32))
+                carried = np.asarray(blend, np.float32)
+                return normalised(carried) if whole.unit else carried
 
             return carry
 

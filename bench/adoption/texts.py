@@ -9,20 +9,23 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from demo.adoption.documents import LONGEST, SHORTEST, Document, documents, drawn
+from demo.adoption.documents import LONGEST, SHORTEST, Document, drawn, every_document
 from nobackfill.adopt.embedding import open_embedder
 from nobackfill.vectors import Vectors
 
 _BATCH = 16
+# Documents of a corpus that maps of many pairs are fitted on as well.
+MORE = 3000
 _ENTRY = re.compile(r"^Description-en: (.*)\n((?: .*\n?)*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """`name` in tables; documents whose titles are the queries."""
+    """`name` in tables; documents whose titles are the queries, and others to fit on."""
 
     name: str
     documents: list[Document]
+    more: list[Document]
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,9 @@ class Embedded:
 
     def part(self, rows: NDArray[np.int64]) -> Self:
         return replace(self, bodies=self.bodies[rows], titles=self.titles[rows])
+
+    def first(self, count: int) -> Self:
+        return self.part(np.arange(count))
 
     def write(self, file: Path) -> None:
         """Whole or not there, for a run that is killed."""
@@ -50,10 +56,10 @@ class Embedded:
 
 def operations(packages: Path, count: int) -> Corpus:
     """Descriptions of operations that a package ships."""
-    return Corpus("operations (botocore)", documents(packages, count))
+    return _corpus("operations (botocore)", every_document(packages), count)
 
 
-def descriptions(lists: Path, count: int, seed: int = 0) -> Corpus:
+def descriptions(lists: Path, count: int) -> Corpus:
     """Long descriptions of Debian's packages, from apt's Translation-en; the synopsis asks."""
     read = ["/usr/lib/apt/apt-helper", "cat-file", str(lists)]
     text = subprocess.run(read, capture_output=True, check=True).stdout.decode()
@@ -66,10 +72,18 @@ def descriptions(lists: Path, count: int, seed: int = 0) -> Corpus:
         body = " ".join(line for line in lines if line != ".")[:LONGEST]
         if len(body) >= SHORTEST:
             found.setdefault(body, Document(said[1], body))
-    return Corpus("descriptions (Debian)", drawn(found, count, seed))
+    return _corpus("descriptions (Debian)", found, count)
 
 
-def embedded(corpus: Corpus, model: Path, file: Path) -> Embedded:
+def _corpus(name: str, found: dict[str, Document], count: int) -> Corpus:
+    first = drawn(found, count, 0)
+    taken = {one.body for one in first}
+    others = [one for body, one in found.items() if body not in taken]
+    rows = np.random.default_rng(1).permutation(len(others))[:MORE]
+    return Corpus(name, first, [others[row] for row in rows.tolist()])
+
+
+def embedded(documents: list[Document], model: Path, file: Path) -> Embedded:
     """By an ONNX file, or from `file`, where an earlier run has kept them."""
     if not file.exists():
         embedder = open_embedder(str(model))
@@ -85,7 +99,7 @@ def embedded(corpus: Corpus, model: Path, file: Path) -> Embedded:
             back[order] = vectors
             return back
 
-        bodies = by_length([one.body for one in corpus.documents])
-        titles = by_length([one.title for one in corpus.documents])
+        bodies = by_length([one.body for one in documents])
+        titles = by_length([one.title for one in documents])
         Embedded(bodies, titles).write(file)
     return Embedded.read(file)

@@ -11,11 +11,12 @@ from bench.adoption.curves import Labels, by_class, curve_rows, of_class
 from bench.adoption.texts import Embedded
 from bench.harness import Row
 from nobackfill.adopt.choice import choose
+from nobackfill.adopt.closed_form import fit_maps
 from nobackfill.adopt.figures import Figures, PerQuery, Queries, blocked
 from nobackfill.adopt.healing import ORDERS, SHARES
-from nobackfill.adopt.joining import Block, hubs
+from nobackfill.adopt.joining import Block
 from nobackfill.adopt.judgement import Gallery, figure_of, judge_joined, served
-from nobackfill.adopt.maps import Map, fit_maps, normalised
+from nobackfill.adopt.maps import Map
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.verdict import AS_GOOD, WAYS, Cost, Verdict, decide
 from nobackfill.metrics.bootstrap import paired_bootstrap
@@ -29,7 +30,8 @@ KNOWN = ("R@1", "R@10", "MRR")
 @dataclass(frozen=True)
 class Trial:
     """Items by both models: the first `pairs` are fitted on and judged, the others truth.
-    `labels`: their classes, where they have any."""
+    `labels`: their classes, where they have any. `more`: pairs of further items, of which nothing
+    is asked."""
 
     name: str
     old: Embedded
@@ -37,6 +39,7 @@ class Trial:
     pairs: int
     queries: int = 1000
     labels: Labels | None = None
+    more: Pairs | None = None
 
     def verdict(self) -> list[Row]:
         """A row for each way: what the verdict measured and what is true of other items."""
@@ -105,20 +108,6 @@ class Trial:
         near = joining.near(asked.old, asked.new, gallery.old, gallery.carried)
         return joining.of_carried(near), joining.of_native(asked.new, gallery.new, near)
 
-    def maps(self, counts: tuple[int, ...]) -> list[Row]:
-        """R@1 of each map alone by the number of pairs, and of what else could be done to one."""
-        queries, gallery = self.queries_of(self.rest), self.pairs_of(self.rest)
-        rows: list[Row] = []
-        for count in counts:
-            some = self.pairs_of(slice(0, count))
-            made = fit_maps(some.old, some.new)
-            figures = {kind: one(gallery.old) for kind, one in made.items()}
-            vectors = figures["affine"]
-            asked = {kind: _first(one, gallery, queries) for kind, one in figures.items()}
-            centred = _centred(vectors, queries, gallery, self.new.titles[: self.queries])
-            rows.append({"pair": self.name, "pairs": count, **asked, **centred})
-        return rows
-
     @property
     def rest(self) -> slice:
         """Items that nothing is fitted on."""
@@ -170,7 +159,7 @@ def corrected(foreign: Trial, own: Trial, counts: tuple[int, ...]) -> list[Row]:
         some = own.pairs_of(slice(0, count))
         alone = fit_maps(some.old, some.new)["affine"]
         ways = {"converter": prior, "own": alone, "both": correct(prior, some)}
-        found = {name: _first(one(gallery.old), gallery, queries) for name, one in ways.items()}
+        found = {name: first(one(gallery.old), gallery, queries) for name, one in ways.items()}
         rows.append({"pair": own.name, "own pairs": count, **found})
     return rows
 
@@ -183,16 +172,5 @@ def best(pairs: Pairs) -> Map:
     return choose(some, [asked]).fitted(pairs)
 
 
-def _first(vectors: Vectors, gallery: Pairs, queries: Queries) -> float:
+def first(vectors: Vectors, gallery: Pairs, queries: Queries) -> float:
     return 100 * float(figure_of(vectors, gallery, queries)["R@1"].mean())
-
-
-def _centred(vectors: Vectors, queries: Queries, gallery: Pairs, crowd: Vectors) -> Row:
-    """The affine map with both sides centred, and with hubs corrected by other queries `crowd`."""
-    mean = vectors.mean(0)
-    moved = Queries(queries.old, normalised(queries.new - mean), queries.rows, own=False)
-    found = (queries.new @ vectors.T - hubs(vectors, crowd)).argmax(1)
-    return {
-        "affine, centred": _first(normalised(vectors - mean), gallery, moved),
-        "affine, hubs": 100 * float((found == queries.rows).mean()),
-    }

@@ -5,7 +5,7 @@ of them take the same memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,13 +28,15 @@ class Ridge:
     """x -> weight x + bias; weight [b, a], bias [b].
 
     `penalty`: lambda over the mean input variance of all rows together. `error`: mean squared
-    distance, summed over the b outputs, between a row and what it is predicted as by the others.
+    distance, summed over the b outputs, between a row and what it is predicted as by the others;
+    `spread`: the same between a row and the mean of all.
     """
 
     weight: Doubles
     bias: Doubles
     penalty: float
     error: float
+    spread: float
 
 
 class Moments:
@@ -143,19 +145,18 @@ def in_blocks(x: Floats, y: Floats, rows: int = _BLOCK_ROWS) -> Blocks:
     return blocks
 
 
-def solve(moments: Moments, penalty: float, prior: Doubles | None = None) -> Ridge:
-    """The ridge map at one penalty, none on the bias; its `error` is NaN. `prior` [b, a]: the
-    weight that it shrinks towards in place of zero."""
+def solve(moments: Moments, penalty: float) -> Ridge:
+    """The ridge map at one penalty, none on the bias; its `error` and `spread` are NaN."""
     gram = moments.gram
     least = penalty * float(np.trace(gram)) / len(gram)
+    unknown = float("nan")
     if least <= 0:
-        return _Spectrum(moments).solve(penalty, float("nan"))
+        return _Spectrum(moments).solve(penalty, unknown, unknown)
     # Without eigenvectors, which one penalty does not need: a fiftieth of the time.
     shrunk = gram + least * np.eye(len(gram))
-    wanted = moments.cross if prior is None else moments.cross + least * prior.T
-    weight = np.asarray(np.linalg.solve(shrunk, wanted), np.float64).T
+    weight = np.asarray(np.linalg.solve(shrunk, moments.cross), np.float64).T
     mean_x, mean_y = moments.means
-    return Ridge(weight, mean_y - weight @ mean_x, penalty, float("nan"))
+    return Ridge(weight, mean_y - weight @ mean_x, penalty, unknown, unknown)
 
 
 def fit(
@@ -175,39 +176,17 @@ def fit(
     `moments`: those of all blocks, if they are known. Raises ValueError for rows that
     are no pairs, NaN, and fewer than 2 groups.
     """
-    found = LeaveOneOut(blocks, together=together, seed=seed, moments=moments, left_out=left_out)
-    return found.fit()
-
-
-class LeaveOneOut:
-    """Chooses penalties for the same pairs, whatever they shrink towards, from one decomposition;
-    arguments and errors are those of `fit`."""
-
-    def __init__(
-        self,
-        blocks: Blocks,
-        *,
-        together: int = 1,
-        seed: int = 0,
-        moments: Moments | None = None,
-        left_out: int = MOST_LEFT_OUT,
-    ) -> None:
-        moments = Moments.of(blocks()) if moments is None else moments
-        if moments.rows % together or moments.rows < 2 * together:
-            raise ValueError(f"expected at least 2 groups of {together} rows, got {moments.rows}")
-        self._spectrum = _Spectrum(moments)
-        self._some = self._spectrum.left_out(blocks(), together, seed, left_out)
-
-    def fit(self, prior: Doubles | None = None) -> Ridge:
-        """The map of least error. `prior` [b, a]: the weight that it shrinks towards in place of
-        zero."""
-        some = self._some if prior is None else self._some.without(self._spectrum.turned(prior))
-        errors = {penalty: some.error(penalty) for penalty in DECADES}
-        best = min(errors, key=errors.__getitem__)
-        finer = {best * 10**power for power in (-0.75, -0.5, -0.25, 0.25, 0.5, 0.75)}
-        errors |= {penalty: some.error(penalty) for penalty in sorted(finer)}
-        best = min(errors, key=errors.__getitem__)
-        return self._spectrum.solve(best, errors[best], prior)
+    moments = Moments.of(blocks()) if moments is None else moments
+    if moments.rows % together or moments.rows < 2 * together:
+        raise ValueError(f"expected at least 2 groups of {together} rows, got {moments.rows}")
+    spectrum = _Spectrum(moments)
+    some = spectrum.left_out(blocks(), together, seed, left_out)
+    errors = {penalty: some.error(penalty) for penalty in DECADES}
+    best = min(errors, key=errors.__getitem__)
+    finer = {best * 10**power for power in (-0.75, -0.5, -0.25, 0.25, 0.5, 0.75)}
+    errors |= {penalty: some.error(penalty) for penalty in sorted(finer)}
+    best = min(errors, key=errors.__getitem__)
+    return spectrum.solve(best, errors[best], float(np.square(some.outputs).sum(1).mean()))
 
 
 class _Spectrum:
@@ -225,18 +204,10 @@ class _Spectrum:
         scale: Doubles = np.divide(1, sums, out=np.zeros_like(sums), where=sums > 0)
         return scale
 
-    def turned(self, weight: Doubles) -> Doubles:
-        """A map [b, a] as one from the eigenvectors' directions: [a, b]."""
-        return self._vectors.T @ weight.T
-
-    def solve(self, penalty: float, error: float, prior: Doubles | None = None) -> Ridge:
-        cross, start = self._cross, np.zeros(())
-        if prior is not None:
-            start = prior
-            cross = cross - self._values[:, None] * self.turned(prior)
-        weight = start + (self._vectors @ (self._scale(penalty)[:, None] * cross)).T
+    def solve(self, penalty: float, error: float, spread: float) -> Ridge:
+        weight = (self._vectors @ (self._scale(penalty)[:, None] * self._cross)).T
         mean_x, mean_y = self._means
-        return Ridge(weight, mean_y - weight @ mean_x, penalty, error)
+        return Ridge(weight, mean_y - weight @ mean_x, penalty, error, spread)
 
     def left_out(self, blocks: Iterable[Pairs], together: int, seed: int, most: int) -> "_LeftOut":
         """Of at most `most` rows, whole groups."""
@@ -256,28 +227,20 @@ class _Spectrum:
         if first != self._rows:
             raise ValueError(f"expected the same {self._rows} pairs a second time, got {first}")
         turned = (x - self._means[0]) @ self._vectors
-        return _LeftOut(
-            turned, y - self._means[1], together, self._cross, self._values, self._scale, self._rows
-        )
+        return _LeftOut(turned, y - self._means[1], together, self._cross, self._scale, self._rows)
 
 
 @dataclass(frozen=True)
 class _LeftOut:
     """Centred rows, inputs in the eigenvectors' directions [m, a], outputs [m, b]; of all rows the
-    products with the outputs [a, b] and the eigenvalues [a]."""
+    products with the outputs [a, b]."""
 
     inputs: Doubles
     outputs: Doubles
     together: int
     cross: Doubles
-    values: Doubles
     scale: Callable[[float], Doubles]
     rows: int
-
-    def without(self, weight: Doubles) -> "_LeftOut":
-        """The same rows with what a map [a, b] from these directions leaves over as outputs."""
-        cross = self.cross - self.values[:, None] * weight
-        return replace(self, outputs=self.outputs - self.inputs @ weight, cross=cross)
 
     def error(self, penalty: float) -> float:
         """Mean squared distance of each row to its prediction from the other groups' rows."""

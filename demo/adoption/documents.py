@@ -29,13 +29,18 @@ class Document:
 
 def documents(packages: Path, count: int, seed: int = 0) -> list[Document]:
     """`count` of them, no two alike, drawn from all services."""
+    return drawn(every_document(packages), count, seed)
+
+
+def every_document(packages: Path) -> dict[str, Document]:
+    """All of them, by body."""
     found: dict[str, Document] = {}
     for service in sorted((packages / "botocore" / "data").iterdir()):
         files = sorted(service.glob("*/service-2.json.gz"))
         if files:
             for one in _operations(files[-1]):
                 found.setdefault(one.body, one)
-    return drawn(found, count, seed)
+    return found
 
 
 def drawn(found: Mapping[str, Document], count: int, seed: int) -> list[Document]:

@@ -12,11 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from nobackfill.adopt.carrying import carry
+from nobackfill.adopt.closed_form import fit_maps
 from nobackfill.adopt.embedding.endpoint import Endpoint
 from nobackfill.adopt.embedding.items import read_items
 from nobackfill.adopt.embedding.opening import open_embedder
 from nobackfill.adopt.inspection import inspect
-from nobackfill.adopt.maps import fit_maps, load_map
+from nobackfill.adopt.maps import load_map
 from nobackfill.adopt.pairs import match
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target

@@ -1,11 +1,13 @@
 """What a map is fitted on and by, where queries are given."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from nobackfill.adopt.choice import choose
-from nobackfill.adopt.crossfit import penalties, with_queries
+from nobackfill.adopt.closed_form import Solver, Strength, fit_maps
+from nobackfill.adopt.crossfit import strength, with_queries
 from nobackfill.adopt.figures import Queries
-from nobackfill.adopt.maps import Solver, fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.ridge import Moments, in_blocks
 from tests.adopt.made import world
@@ -45,11 +47,12 @@ def test_an_item_and_its_query_do_not_vouch_for_one_another() -> None:
     asked = Queries(pairs.old + noise[0], pairs.new + noise[1], np.arange(40), own=False)
     rows = with_queries(pairs, asked)
     moments = Moments.of(in_blocks(rows.old, rows.new)())
-    chosen = penalties(rows, np.arange(40), moments, ["affine"])
-    alone = Solver(moments).penalties(in_blocks(rows.old, rows.new), ["affine"])
+    chosen = strength(rows, np.arange(40), moments)
+    alone = Solver(moments).strength(in_blocks(rows.old, rows.new))
 
-    def error(penalty: dict[str, float]) -> float:
-        carry = Solver(moments).maps(penalty, False, ["affine"])["affine"]
+    def error(found: Strength) -> float:
+        straight = replace(found, turned=0)
+        carry = Solver(moments).maps(straight, False, ["affine"])["affine"]
         return float(np.square(carry(old[40:]) - new[40:]).sum())
 
     assert error(chosen) < 0.9 * error(alone)

@@ -14,12 +14,13 @@ from onnx import numpy_helper
 
 from nobackfill.adopt.cards import read_card
 from nobackfill.adopt.cli.app import main
+from nobackfill.adopt.closed_form import fit_maps
 from nobackfill.adopt.converters import open_converter, publish
 from nobackfill.adopt.correction import CONVERTER, CORRECTED, corrected
 from nobackfill.adopt.crossfit import candidates
 from nobackfill.adopt.embedding.opening import open_embedder
 from nobackfill.adopt.judgement import among_items
-from nobackfill.adopt.maps import Map, fit_maps, load_map
+from nobackfill.adopt.maps import Map, load_map
 from nobackfill.adopt.pairs import Pairs, match
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import MODEL, table_bytes

@@ -11,9 +11,10 @@ import pytest
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.cli.fitting import Files
 from nobackfill.adopt.cli.fitting import run as fit
+from nobackfill.adopt.closed_form import fit_maps
 from nobackfill.adopt.embedding.items import read_items
 from nobackfill.adopt.inspection import inspect
-from nobackfill.adopt.maps import fit_maps, load_map
+from nobackfill.adopt.maps import load_map
 from nobackfill.adopt.pairs import match, read_all
 from nobackfill.adopt.sampling import sample
 from nobackfill.adopt.sources.opening import open_source

@@ -6,7 +6,7 @@ import psycopg
 import pytest
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.maps import fit_maps
+from nobackfill.adopt.closed_form import fit_maps
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target
 from tests.adopt.made import world

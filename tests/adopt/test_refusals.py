@@ -1,5 +1,6 @@
 """What is wrong with others' data gets a sentence, an exit code, and nothing is lost."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from nobackfill.adopt.cli.app import main
-from nobackfill.adopt.maps import fit_maps, save_map
+from nobackfill.adopt.closed_form import fit_maps
+from nobackfill.adopt.maps import save_map
 from nobackfill.adopt.pairs import match
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.vectors import Vectors
@@ -223,14 +225,25 @@ def test_a_sample_is_spread_seeded_and_as_large_as_asked(
     ids = [str(row) for row in range(1000)]
     path = str(write_parquet(tmp_path / "s.parquet", ids, vectors))
 
+    told: list[str] = []
+
     def drawn(*options: str) -> list[str]:
         monkeypatch.setattr("sys.argv", ["nobackfill", "sample", path, *options])
         with pytest.raises(SystemExit):
             main()
-        return capsys.readouterr().out.split()
+        said = capsys.readouterr()
+        told.append(said.err)
+        return said.out.split()
 
     found = drawn("-n", "160")
     assert len(set(found)) == 160
     assert {int(name) // 5 for name in found if int(name) < 50} == set(range(10))
+    # By a slow look: of each item the nearest that was chosen.
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    nearest = (1 - unit @ unit[[int(name) for name in found]].T).min(1).mean()
+    chosen, random = map(float, re.findall(r"lies ([\d.]+) from .*, ([\d.]+) from", told[0])[0])
+    assert chosen == pytest.approx(nearest, abs=6e-4)
+    assert 0.5 * random < chosen < 2 * random
+    assert "measurably no better" in told[0]
     assert drawn("-n", "160") == found != drawn("-n", "160", "--seed", "1")
     assert drawn("-n", "1001") == ids == drawn()

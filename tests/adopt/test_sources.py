@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.maps import Map, fit_maps, normalised
+from nobackfill.adopt.closed_form import fit_maps
+from nobackfill.adopt.maps import Map, normalised
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.source import Beside, Rows, Source, Target, Window
 from nobackfill.errors import AlreadyExistsError, BusyError, VerificationError

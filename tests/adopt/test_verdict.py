@@ -13,6 +13,7 @@ from nobackfill.adopt.healing import valley
 from nobackfill.adopt.joining import Joining, Line, load_joining, save_joining
 from nobackfill.adopt.judgement import Gallery, judge
 from nobackfill.adopt.maps import normalised
+from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.verdict import Cost, Point, Verdict, decide, gain_of_doubling
 from nobackfill.errors import InvalidInputError
 from nobackfill.vectors import Vectors
@@ -64,6 +65,25 @@ def test_stay_where_the_new_model_is_worse() -> None:
     assert "worse" in found.words
     (again,) = (way for way in found.ways if way.name == "re-embed")
     assert "R@1" in again.worse
+
+
+def test_stay_where_the_gain_may_be_chance() -> None:
+    """Two models of the same truth, each with noise of its own: which finds more is chance."""
+    words = []
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        hidden = rng.normal(size=(300, 12))
+        asked = hidden[:40] + rng.normal(size=(40, 12))
+        (old, new), (asked_old, asked_new) = (
+            [normalised((one + 0.3 * rng.normal(size=one.shape)).astype(np.float32)) for _ in "ab"]
+            for one in (hidden, asked)
+        )
+        queries = Queries(asked_old, asked_new, np.arange(40, dtype=np.int64), own=False)
+        found = decide(Pairs([str(row) for row in range(300)], old, new), SLOW, queries)
+        assert found.way == "stay"
+        assert not found.ways[-1].better
+        words.append(found.words)
+    assert any("chance" in one for one in words)
 
 
 def test_never_worse_than_staying_when_the_items_are_gone() -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from nobackfill.adopt.closed_form import fit_maps
 from nobackfill.adopt.crossfit import cross_fitted
 from nobackfill.adopt.joining import Joining, save_joining
 from nobackfill.adopt.judgement import Gallery, judge
-from nobackfill.adopt.maps import Map, fit_maps, save_map
+from nobackfill.adopt.maps import Map, save_map
 from nobackfill.adopt.sources.loaded import Loaded
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Searchable

@@ -10,7 +10,7 @@ The command is `nobackfill`.
 >>> old = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
 >>> maps = fit_maps(old, old[:, ::-1])
 >>> sorted(maps)
-['affine', 'low_rank', 'near_procrustes', 'procrustes']
+['affine', 'low_rank', 'procrustes']
 >>> np.abs(maps["procrustes"](old) - old[:, ::-1]).max() < 1e-5
 np.True_
 """
@@ -21,11 +21,11 @@ from nobackfill.faces import offer
 
 if TYPE_CHECKING:
     from nobackfill.adopt.carrying import carry as carry
+    from nobackfill.adopt.closed_form import fit_maps as fit_maps
     from nobackfill.adopt.figures import Queries as Queries
     from nobackfill.adopt.inspection import inspect as inspect
     from nobackfill.adopt.maps import (
         Map as Map,
-        fit_maps as fit_maps,
         load_map as load_map,
         save_map as save_map,
     )
@@ -37,9 +37,10 @@ else:
         __name__,
         {
             "carrying": "carry",
+            "closed_form": "fit_maps",
             "figures": "Queries",
             "inspection": "inspect",
-            "maps": "Map fit_maps load_map save_map",
+            "maps": "Map load_map save_map",
             "pairs": "Pairs match",
             "sampling": "sample",
             "verdict": "Cost Verdict decide",

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nobackfill.adopt import crossfit
+from nobackfill.adopt.closed_form import KINDS, Solver, fit_maps, needs_strength
 from nobackfill.adopt.correction import CONVERTER, CORRECTED, corrected
 from nobackfill.adopt.crossfit import Held
 from nobackfill.adopt.figures import Queries, chosen_by
 from nobackfill.adopt.judgement import figures_of
-from nobackfill.adopt.maps import KINDS, Map, Solver, fit_maps, is_unit
+from nobackfill.adopt.maps import Map, is_unit
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.ridge import Moments, in_blocks
 
@@ -39,7 +40,9 @@ class Choice:
         rows = crossfit.with_queries(pairs, self.more)
         blocks = in_blocks(rows.old, rows.new)
         moments = Moments.of(blocks())
-        chosen = crossfit.penalties(rows, np.arange(len(pairs)), moments, [self.kind])
+        chosen = None
+        if needs_strength([self.kind]):
+            chosen = crossfit.strength(rows, np.arange(len(pairs)), moments)
         found = Solver(moments).maps(chosen, is_unit(pairs.new), [self.kind])[self.kind]
         counts = {"pairs": str(len(pairs)), "queries": str(len(self.more.rows))}
         return replace(found, facts=found.facts | counts)

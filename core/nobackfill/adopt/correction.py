@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from nobackfill import ridge
-from nobackfill.adopt.maps import LEFT_OUT, Map, normalised
+from nobackfill.adopt.closed_form import LEFT_OUT
+from nobackfill.adopt.maps import Map, normalised
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.errors import IncompatibleSpaceError
 from nobackfill.ridge import in_blocks

@@ -9,15 +9,16 @@ there are folds, and one that misses it is enough.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
 
+from nobackfill.adopt.closed_form import KINDS, LESS, Solver, Strength, needs_strength
 from nobackfill.adopt.correction import CONVERTER, CORRECTED, added, left_over
 from nobackfill.adopt.figures import Queries, blocked
 from nobackfill.adopt.joining import Block
-from nobackfill.adopt.maps import KINDS, Map, Solver, is_unit
+from nobackfill.adopt.maps import Map, is_unit
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.errors import InvalidInputError
 from nobackfill.metrics.ranking import Ints
@@ -88,8 +89,8 @@ def cross_fitted(
     folds: int | None = None,
     more: Queries | None = None,
 ) -> dict[str, Held]:
-    """Each kind of map, for each set of queries `asked`. The one number that all of its maps share
-    is a ridge's penalty, whose error is by leave-one-out.
+    """Each kind of map, for each set of queries `asked`. All that its maps share is their strength,
+    which is chosen by leave-one-out.
 
     `prior`: a converter to which maps of what it leaves over are added. `subset`: the share of the
     other folds' pairs that is fitted on, for the learning curve. `folds`: `folds_of` the pairs by
@@ -108,7 +109,10 @@ def cross_fitted(
     used = np.flatnonzero(np.isin(item, drawn))
     blocks = in_blocks(fitted.old[used], fitted.new[used])
     whole = Moments.of(blocks())
-    chosen = penalties(fitted, used[used < len(pairs)], whole, kinds)
+    chosen = strength(fitted, used[used < len(pairs)], whole) if needs_strength(kinds) else None
+    if prior is not None and chosen is not None:
+        # Towards the converter, and no rotation of what it leaves over.
+        chosen = replace(chosen, penalty=chosen.penalty / LESS, turned=0)
     unit = prior is None and is_unit(pairs.new)
     parts = [Moments(whole) for _ in range(folds)]
     for number, part in enumerate(parts):
@@ -131,15 +135,17 @@ def cross_fitted(
     return found
 
 
-def penalties(pairs: Pairs, rows: Ints, whole: Moments, kinds: Collection[str]) -> dict[str, float]:
+def strength(pairs: Pairs, rows: Ints, whole: Moments) -> Strength:
     """By leave-one-out among some rows of pairs: items alone, as an item and its query, left out in
     turn, would tell of one another. `whole`: what the maps are solved from, whose variance
     penalties are multiples of."""
     blocks = in_blocks(pairs.old[rows], pairs.new[rows])
     alone = Moments.of(blocks())
-    chosen = Solver(alone).penalties(blocks, kinds)
+    chosen = Solver(alone).strength(blocks)
+    if alone.rows == whole.rows:
+        return chosen
     share = float(np.trace(alone.gram)) / max(1e-300, float(np.trace(whole.gram)))
-    return chosen if alone.rows == whole.rows else {one: share * chosen[one] for one in chosen}
+    return replace(chosen, penalty=share * chosen.penalty)
 
 
 def with_queries(pairs: Pairs, queries: Queries | None) -> Pairs:

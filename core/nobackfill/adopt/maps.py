@@ -1,33 +1,24 @@
-"""Closed-form maps from the old model's vectors to the new one's, and the file that holds one.
-
-No labels and no training: sums over pairs are all that each needs (nobackfill.ridge).
-"""
+"""A map from the old model's vectors to the new one's, and the file that holds one."""
 
 import hashlib
 import io
 import json
 import zipfile
 import zlib
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from nobackfill import ridge
 from nobackfill.durable import write_file
 from nobackfill.errors import InvalidInputError, NotFoundError
-from nobackfill.ridge import Blocks, Doubles, Floats, Moments, in_blocks
+from nobackfill.ridge import Floats
 from nobackfill.vectors import Vectors, check_vectors
 
 # Of the file.
 FORMAT = 1
 # Facts of a map that was made from vectors whose models are known.
 OLD_MODEL, NEW_MODEL = "old_model", "new_model"
-KINDS = ("affine", "low_rank", "near_procrustes", "procrustes")
-# Rows whose leave-one-out error chooses a penalty: a curve over 16 penalties needs no more.
-LEFT_OUT = 4000
 # Vectors that differ less from norm 1 came from a model that normalises.
 UNIT_TOLERANCE = 1e-3
 
@@ -79,107 +70,6 @@ def is_unit(vectors: Floats) -> bool:
     """Whether all rows have norm 1 within 1e-3."""
     norms = np.linalg.norm(vectors, axis=1)
     return bool(len(norms)) and float(np.abs(norms - 1).max()) <= UNIT_TOLERANCE
-
-
-def fit_maps(
-    old: Vectors, new: Vectors, *, kinds: Collection[str] = KINDS, together: int = 1
-) -> dict[str, Map]:
-    """The candidates, by name, from pairs old [n, a] and new [n, b].
-
-    "affine": ridge with its penalty by leave-one-out. "low_rank": the same through the b/2 leading
-    directions of what it predicts. "procrustes": orthogonal between centred vectors, between
-    vectors of any norm times one factor. "near_procrustes": ridge that shrinks towards that times
-    its factor, in place of zero. Raises InvalidInputError for fewer than 2 pairs.
-    """
-    if len(old) != len(new) or len(old) < 2 * together:
-        raise InvalidInputError(f"expected at least 2 pairs, got {len(old)} old and {len(new)} new")
-    blocks = in_blocks(old, new)
-    solver = Solver(Moments.of(blocks()))
-    return solver.maps(solver.penalties(blocks, kinds, together=together), is_unit(new), kinds)
-
-
-class Solver:
-    """The candidates of the pairs whose moments are given; what two of them need is solved once."""
-
-    def __init__(self, moments: Moments) -> None:
-        self._moments = moments
-        # By penalty.
-        self._affine: dict[float, Doubles] = {}
-
-    def penalties(
-        self, blocks: Blocks, kinds: Collection[str] = KINDS, *, together: int = 1
-    ) -> dict[str, float]:
-        """Those of each of `kinds` that has one, of least leave-one-out error on the same pairs,
-        which `blocks` gives."""
-        found: dict[str, float] = {}
-        if not {"affine", "low_rank", "near_procrustes"} & set(kinds):
-            return found
-        left_out = ridge.LeaveOneOut(
-            blocks, together=together, moments=self._moments, left_out=LEFT_OUT
-        )
-        if "affine" in kinds or "low_rank" in kinds:
-            found |= dict.fromkeys(("affine", "low_rank"), left_out.fit().penalty)
-        if "near_procrustes" in kinds:
-            rotation, factor = self._procrustes
-            found["near_procrustes"] = left_out.fit(factor * rotation).penalty
-        return found
-
-    def maps(
-        self, chosen: Mapping[str, float], unit: bool, kinds: Collection[str] = KINDS
-    ) -> dict[str, Map]:
-        """Those of `kinds`; `chosen`: their `penalties`, `unit`: as in Map."""
-        moments, maps = self._moments, {}
-        for kind in kinds:
-            weight = self._weight(kind, chosen, unit)
-            bias = moments.means[1] - weight @ moments.means[0]
-            facts = {"pairs": str(moments.rows)}
-            if kind in chosen:
-                facts["penalty"] = f"{chosen[kind]:.3g}"
-            maps[kind] = Map(kind, weight.astype(np.float32), bias.astype(np.float32), unit, facts)
-        return maps
-
-    def _weight(self, kind: str, chosen: Mapping[str, float], unit: bool) -> Doubles:
-        if kind in ("affine", "low_rank"):
-            penalty = chosen[kind]
-            if penalty not in self._affine:
-                self._affine[penalty] = ridge.solve(self._moments, penalty).weight
-            affine = self._affine[penalty]
-            half = max(1, self._moments.dims[1] // 2)
-            return affine if kind == "affine" else _low_rank(affine, self._moments, half)
-        rotation, factor = self._procrustes
-        if kind == "near_procrustes":
-            return ridge.solve(self._moments, chosen[kind], factor * rotation).weight
-        return rotation * (1 if unit else factor)
-
-    @cached_property
-    def _procrustes(self) -> tuple[Doubles, float]:
-        return _procrustes(self._moments)
-
-
-def _low_rank(weight: Doubles, moments: Moments, rank: int) -> Doubles:
-    """Reduced-rank regression: `weight` onto the leading principal directions of its outputs."""
-    _, directions = np.linalg.eigh(weight @ moments.gram @ weight.T)
-    kept = directions[:, -rank:]
-    return kept @ (kept.T @ weight)
-
-
-def _procrustes(moments: Moments) -> tuple[Doubles, float]:
-    """R = V U' of the singular value decomposition U s V' of the cross products (Schönemann 1966),
-    semi-orthogonal between different dimensions, and the factor of least squared error."""
-    u, singular, vt = _decomposed(moments.cross)
-    rotation = u @ vt
-    spread = float((moments.gram @ rotation * rotation).sum())
-    return rotation.T, float(singular.sum()) / spread if spread > 0 else 1.0
-
-
-def _decomposed(cross: Doubles) -> tuple[Doubles, Doubles, Doubles]:
-    try:
-        u, singular, vt = np.linalg.svd(cross, full_matrices=False)
-    except np.linalg.LinAlgError:
-        # LAPACK's gesdd gives up on a few matrices of fewer pairs than dims, not on the transpose.
-        v, singular, ut = np.linalg.svd(cross.T, full_matrices=False)
-        u, vt = ut.T, v.T
-    return u, singular, vt
 
 
 def save_map(path: Path, found: Map) -> None:

@@ -3,8 +3,12 @@
 k-means on the old vectors, then from each cluster a share of its size, and one at least.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
+from nobackfill.adopt.maps import normalised
 from nobackfill.adopt.sources.source import Rows
 from nobackfill.errors import InvalidInputError
 from nobackfill.metrics.ranking import Ints
@@ -15,6 +19,8 @@ MOST_CLUSTERS = 256
 _FITTED_ON = 20_000
 _ROUNDS = 10
 _BLOCK = 20_000
+# Rows whose distances to all chosen ones are held at once.
+_NEAR_BLOCK = 2000
 
 
 def sample(rows: Rows, count: int, seed: int = 0) -> list[str]:
@@ -29,6 +35,44 @@ def sample(rows: Rows, count: int, seed: int = 0) -> list[str]:
         members = np.flatnonzero(cluster == number)
         chosen.append(rng.choice(members, share, replace=False))
     return [rows.ids[row] for row in sorted(np.concatenate(chosen).tolist())]
+
+
+@dataclass(frozen=True)
+class Covered:
+    """How well a choice covers a source: the mean cosine distance from an item to the nearest
+    chosen one, and to the nearest of as many at random."""
+
+    chosen: float
+    at_random: float
+
+    @property
+    def sentence(self) -> str:
+        nearer = 1 - self.chosen / self.at_random if self.at_random > 0 else 0.0
+        return (
+            f"an item lies {self.chosen:.3f} from the nearest of them on average (cosine "
+            f"distance), {self.at_random:.3f} from the nearest of as many at random: {nearer:.1%} "
+            "nearer; maps of six pairs of models were measurably no better for it"
+        )
+
+
+def covered(rows: Rows, ids: Sequence[str], seed: int = 0) -> Covered:
+    """Measured on 20,000 of the rows at most."""
+    rng = np.random.default_rng(seed + 1)
+    wanted = set(ids)
+    chosen = np.flatnonzero(np.fromiter((one in wanted for one in rows.ids), bool, len(rows)))
+    random = rng.choice(len(rows), len(chosen), replace=False)
+    some = rng.permutation(len(rows))[:_FITTED_ON]
+
+    def apart(others: Ints) -> float:
+        near = normalised(rows.vectors[others]).T
+        cosines = [
+            (normalised(rows.vectors[some[first : first + _NEAR_BLOCK]]) @ near).max(1)
+            for first in range(0, len(some), _NEAR_BLOCK)
+        ]
+        # Rounding leaves an item a little off itself, on either side.
+        return max(0.0, 1 - float(np.concatenate(cosines).mean()))
+
+    return Covered(apart(chosen), apart(random))
 
 
 def clusters(vectors: Vectors, count: int, rng: np.random.Generator) -> Ints:

@@ -45,12 +45,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Way:
-    """One way. `figures`: means, 0 to 1. `worse`: figures in which it is measurably below staying.
-    Seconds are of one thread, None where a model's were not measured."""
+    """One way. `figures`: means, 0 to 1. `worse`, `better`: figures in which it is measurably below
+    and above staying. Seconds are of one thread, None where a model's were not measured."""
 
     name: str
     figures: dict[str, float]
     worse: tuple[str, ...]
+    better: tuple[str, ...]
     query_seconds: float | None
     all_seconds: float | None
 
@@ -132,12 +133,12 @@ def decide(
 
 def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) -> Way:
     stay = figures["stay"]
-    worse = tuple(
-        figure
-        for figure, values in figures[name].items()
-        if (figure != "agreement@10" or judged_by == figure)
-        and paired_bootstrap([stay[figure]], [values]).verdict == "holds"
-    )
+    known = [one for one in stay if one != "agreement@10" or judged_by == one]
+
+    def above(one: Figures, other: Figures) -> tuple[str, ...]:
+        return tuple(f for f in known if paired_bootstrap([one[f]], [other[f]]).verdict == "holds")
+
+    worse, better = above(stay, figures[name]), above(figures[name], stay)
     means = {figure: _mean(figures[name], figure) for figure in figures[name]}
     old, new, items = cost.old_seconds, cost.new_seconds, cost.items
     asking = new if cost.new_query_seconds is None else cost.new_query_seconds
@@ -146,7 +147,9 @@ def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) 
     a_query = {"stay": old, "map": asking, "both": both, "lazily": hits, "re-embed": asking}
     again = None if new is None else items * new
     in_all = {"stay": 0.0, "re-embed": again, "lazily": again}
-    return Way(name, means, worse, a_query[name], in_all.get(name, items * cost.map_seconds))
+    return Way(
+        name, means, worse, better, a_query[name], in_all.get(name, items * cost.map_seconds)
+    )
 
 
 def _choose(ways: list[Way], judged_by: str, items_there: bool) -> tuple[str, str]:
@@ -160,6 +163,8 @@ def _choose(ways: list[Way], judged_by: str, items_there: bool) -> tuple[str, st
         return "stay", f"the new model itself is worse than the old one here ({lost})"
     if stay[judged_by] >= best[judged_by]:
         return "stay", "the new model finds no more than the old one does here"
+    if not by_name["re-embed"].better:
+        return "stay", "that the new model finds more than the old one may be chance here"
     open_ways = [
         way for way in ways if not way.worse and (items_there or way.name not in NEEDS_ITEMS)
     ]

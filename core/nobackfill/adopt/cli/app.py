@@ -115,6 +115,9 @@ def sample(
     else:
         write_file(out, text.encode())
         print(visible(f"{len(ids)} of {len(rows)} ids in {out}"))
+    # Beside the ids, which may go into a pipe.
+    said = sys.stderr if out is None else sys.stdout
+    print(sampling.covered(rows, ids, seed).sentence, file=said)
 
 
 @app.command()

@@ -1,0 +1,116 @@
+"""Maps alone by the number of pairs: ours, what they are made of, and what could be done to one."""
+
+import numpy as np
+
+from bench.adoption.trial import Trial
+from bench.harness import Row, Value
+from nobackfill import ridge
+from nobackfill.adopt.closed_form import LEFT_OUT, fit_maps
+from nobackfill.adopt.crossfit import MANY_DIMS
+from nobackfill.adopt.figures import Figures, Queries, blocked, measure
+from nobackfill.adopt.joining import CROWD, Block, hubs
+from nobackfill.adopt.judgement import figure_of
+from nobackfill.adopt.maps import is_unit, normalised
+from nobackfill.adopt.pairs import Pairs
+from nobackfill.metrics.bootstrap import paired_bootstrap
+from nobackfill.ridge import Floats, in_blocks
+from nobackfill.vectors import Vectors
+
+COUNTS = (100, 250, 500, 1000, 2000, 5000)
+# Draws of pairs: of fewer there are more, where a map does not take seconds.
+DRAWS, DRAWS_OF_MANY_DIMS = 5, 2
+FIGURES = ("agreement@10", "R@1", "R@10")
+OURS = "affine"
+NOTE = (
+    "In %, of items and queries that chose nothing; means of `draws` of pairs. `against`: whether "
+    "agreement@10, R@1 and R@10 are measurably better (+) or worse (-) than affine's, by a paired "
+    "bootstrap over queries and draws. `ridge`: of least leave-one-out error, which affine was "
+    "until November 2026. `not centred`: Procrustes between vectors as they are. `affine, "
+    "centred`: carried items moved to their mean, queries to that of the new model's own of the "
+    "pairs. `affine, hubs`: items near to every one of other queries stand back."
+)
+
+
+def maps_alone(trial: Trial) -> list[Row]:
+    """A row for each way and count of pairs; of more pairs than the trial fits on, where there are
+    any, one draw."""
+    gallery, asked = trial.pairs_of(trial.rest), trial.queries_of(trial.rest)
+    alike = Queries(gallery.old, gallery.new, np.arange(len(gallery), dtype=np.int64), own=True)
+    few = max(trial.old.bodies.shape[1], trial.new.bodies.shape[1]) < MANY_DIMS
+    pool = trial.pairs_of(slice(0, trial.pairs))
+    most = _joined(pool, trial.more)
+    rows: list[Row] = []
+    for count in (one for one in COUNTS if one <= len(most)):
+        source = pool if count <= len(pool) else most
+        draws = min(DRAWS if few else DRAWS_OF_MANY_DIMS, len(source) // count)
+        found: dict[str, list[Figures]] = {}
+        for draw in range(draws):
+            part = slice(draw * count, (draw + 1) * count)
+            pairs = Pairs(source.ids[part], source.old[part], source.new[part])
+            crowd = normalised(trial.new.titles[: trial.queries][:CROWD])
+            for way, figures in _ways(pairs, gallery, asked, alike, crowd).items():
+                found.setdefault(way, []).append(figures)
+        named: Row = {"pair": trial.name, "pairs": count, "draws": draws}
+        rows += [_row(named, way, found) for way in found]
+    return rows
+
+
+def _joined(pool: Pairs, more: Pairs | None) -> Pairs:
+    if more is None:
+        return pool
+    sides = [np.concatenate(both) for both in ((pool.old, more.old), (pool.new, more.new))]
+    return Pairs([str(row) for row in range(len(sides[0]))], *sides)
+
+
+def _ways(
+    pairs: Pairs, gallery: Pairs, asked: Queries, alike: Queries, crowd: Vectors
+) -> dict[str, Figures]:
+    unit = is_unit(pairs.new)
+    straight = ridge.fit(in_blocks(pairs.old, pairs.new), left_out=LEFT_OUT)
+    carried = {kind: one(gallery.old) for kind, one in fit_maps(pairs.old, pairs.new).items()}
+    carried["ridge"] = _ended(gallery.old @ straight.weight.T + straight.bias, unit)
+    u, _, vt = np.linalg.svd(pairs.old.T @ pairs.new, full_matrices=False)
+    carried["procrustes, not centred"] = _ended(gallery.old @ (u @ vt), unit)
+    found = {
+        way: _known(figure_of(vectors, gallery, asked), figure_of(vectors, gallery, alike))
+        for way, vectors in carried.items()
+    }
+    ours = carried[OURS]
+    means = ours.mean(0), pairs.new.mean(0)
+    moved = normalised(ours - means[0])
+
+    def centred(queries: Queries) -> Figures:
+        by_new = normalised(queries.new - means[1])
+        return _judged(blocked(by_new, moved), gallery, queries)
+
+    def crowded(queries: Queries) -> Figures:
+        return _judged(blocked(queries.new, ours) + hubs(ours, crowd)[None], gallery, queries)
+
+    for way, one in (("centred", centred), ("hubs", crowded)):
+        found[f"{OURS}, {way}"] = _known(one(asked), one(alike))
+    return found
+
+
+def _ended(vectors: Floats, unit: bool) -> Vectors:
+    made = np.asarray(vectors, np.float32)
+    return normalised(made) if unit else made
+
+
+def _judged(block: Block, gallery: Pairs, queries: Queries) -> Figures:
+    return measure(blocked(queries.new, gallery.new), queries)[0](np.asarray(block, np.float32))
+
+
+def _known(asked: Figures, alike: Figures) -> Figures:
+    return {"agreement@10": alike["agreement@10"], "R@1": asked["R@1"], "R@10": asked["R@10"]}
+
+
+def _row(named: Row, way: str, found: dict[str, list[Figures]]) -> Row:
+    row: dict[str, Value] = {**named, "way": way}
+    signs = ""
+    for figure in FIGURES:
+        mine, ours = ([one[figure] for one in found[which]] for which in (way, OURS))
+        row[figure] = 100 * float(np.mean(mine))
+        if way != OURS:
+            apart = paired_bootstrap(mine, ours)
+            signs += "+" if apart.low > 0 else "-" if apart.high < 0 else "="
+    return {**row, "against": signs or None}
