@@ -13,18 +13,20 @@ from nobackfill.adopt.figures import Queries, chosen_by
 from nobackfill.adopt.judgement import figures_of
 from nobackfill.adopt.maps import Map, is_unit
 from nobackfill.adopt.pairs import Pairs
+from nobackfill.adopt.residual import RESIDUAL, Trainer, trained
 from nobackfill.ridge import Moments, in_blocks
 
 
 @dataclass(frozen=True)
 class Choice:
     """`figures`: of each candidate, by which `kind` was chosen; `held`: the chosen one. `more`:
-    queries that it is fitted on beside the pairs."""
+    queries that it is fitted on beside the pairs. `also`: who trains a residual map."""
 
     kind: str
     figures: dict[str, float]
     held: Held
     more: Queries | None
+    also: Trainer | None = None
 
     @property
     def figure(self) -> float:
@@ -35,6 +37,9 @@ class Choice:
         """The chosen candidate, from all pairs."""
         if prior is not None and self.kind in (CONVERTER, CORRECTED):
             return prior if self.kind == CONVERTER else corrected(prior, pairs)
+        if self.kind == RESIDUAL and self.also is not None:
+            straight = fit_maps(pairs.old, pairs.new, kinds=["affine"])["affine"]
+            return trained(straight, pairs.old, pairs.new, self.also)
         if self.more is None:
             return fit_maps(pairs.old, pairs.new, kinds=[self.kind])[self.kind]
         rows = crossfit.with_queries(pairs, self.more)
@@ -48,14 +53,19 @@ class Choice:
         return replace(found, facts=found.facts | counts)
 
 
-def choose(pairs: Pairs, asked: Sequence[Queries], prior: Map | None = None) -> Choice:
+def choose(
+    pairs: Pairs,
+    asked: Sequence[Queries],
+    prior: Map | None = None,
+    also: Trainer | None = None,
+) -> Choice:
     """By MRR of the first set of queries, by neighbours kept where they are items; the chosen one's
     distances are of all sets. It is fitted on these queries, too, where others of them are found
     better so. Raises InvalidInputError for fewer than 10 pairs."""
-    held = crossfit.candidates(pairs, asked, prior)
+    held = crossfit.candidates(pairs, asked, prior, also=also)
     figures = {kind: _figure(one, pairs, asked[0]) for kind, one in held.items()}
     kind = max(figures, key=figures.__getitem__)
-    without, queries = Choice(kind, figures, held[kind], None), asked[0]
+    without, queries = Choice(kind, figures, held[kind], None, also), asked[0]
     if queries.own or kind not in KINDS:
         return without
     # Pairs of both models as the items are; but they may be of another kind, or read otherwise.

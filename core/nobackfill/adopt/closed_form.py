@@ -54,8 +54,8 @@ def fit_maps(
 
 
 def needs_strength(kinds: Collection[str]) -> bool:
-    """Whether one of them is told more than moments."""
-    return bool({"affine", "low_rank"} & set(kinds))
+    """Whether one of them is told more than moments: all but a rotation are."""
+    return any(kind != "procrustes" for kind in kinds)
 
 
 class Solver:

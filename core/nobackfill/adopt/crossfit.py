@@ -20,6 +20,7 @@ from nobackfill.adopt.figures import Queries, blocked
 from nobackfill.adopt.joining import Block
 from nobackfill.adopt.maps import Map, is_unit
 from nobackfill.adopt.pairs import Pairs
+from nobackfill.adopt.residual import RESIDUAL, Trainer, trained
 from nobackfill.errors import InvalidInputError
 from nobackfill.metrics.ranking import Ints
 from nobackfill.ridge import Moments, in_blocks
@@ -61,14 +62,17 @@ def candidates(
     subset: float = 1.0,
     folds: int | None = None,
     more: Queries | None = None,
+    also: Trainer | None = None,
 ) -> dict[str, Held]:
     """Those of `kinds`, else all: with a converter `prior` also what it gives, and what its
-    correction by the other folds' pairs gives. Other arguments and errors: as `cross_fitted`."""
+    correction by the other folds' pairs gives; with a trainer `also` a residual map. Other
+    arguments and errors: as `cross_fitted`."""
     foreign = () if prior is None else (CORRECTED, CONVERTER)
-    wanted = (*KINDS, *foreign) if kinds is None else kinds
+    learnt = () if also is None else (RESIDUAL,)
+    wanted = (*KINDS, *learnt, *foreign) if kinds is None else kinds
     found: dict[str, Held] = {}
-    if own := [kind for kind in wanted if kind in KINDS]:
-        found = cross_fitted(pairs, asked, own, subset=subset, folds=folds, more=more)
+    if own := [kind for kind in wanted if kind in (*KINDS, RESIDUAL)]:
+        found = cross_fitted(pairs, asked, own, subset=subset, folds=folds, more=more, also=also)
     if prior is not None and CORRECTED in wanted:
         found[CORRECTED] = cross_fitted(
             pairs, asked, ["affine"], prior=prior, subset=subset, folds=folds
@@ -88,14 +92,16 @@ def cross_fitted(
     subset: float = 1.0,
     folds: int | None = None,
     more: Queries | None = None,
+    also: Trainer | None = None,
 ) -> dict[str, Held]:
     """Each kind of map, for each set of queries `asked`. All that its maps share is their strength,
     which is chosen by leave-one-out.
 
     `prior`: a converter to which maps of what it leaves over are added. `subset`: the share of the
     other folds' pairs that is fitted on, for the learning curve. `folds`: `folds_of` the pairs by
-    default. `more`: queries that are fitted on, too, each left out with its item. Raises
-    InvalidInputError for fewer than 10 pairs.
+    default. `more`: queries that are fitted on, too, each left out with its item. `also`: who
+    trains "residual", where that is among `kinds`. Raises InvalidInputError for fewer than 10
+    pairs.
     """
     folds = folds_of(pairs) if folds is None else folds
     if len(pairs) < LEAST:
@@ -123,7 +129,12 @@ def cross_fitted(
         rows = np.flatnonzero((fold == one) | (fold == other))
         within = [np.flatnonzero(np.isin(queries.rows, rows)) for queries in asked]
         rest = Solver(whole.without(parts[one]).without(parts[other]))
-        for kind, mapping in rest.maps(chosen, unit, kinds).items():
+        maps = rest.maps(chosen, unit, [kind for kind in kinds if kind in KINDS])
+        if also is not None and RESIDUAL in kinds:
+            own = used[~np.isin(item[used], rows)]
+            straight = rest.maps(chosen, unit, ["affine"])["affine"]
+            maps[RESIDUAL] = trained(straight, fitted.old[own], fitted.new[own], also)
+        for kind, mapping in maps.items():
             carried = mapping(pairs.old[rows])
             if prior is not None:
                 carried = added(prior, pairs.old[rows], carried)

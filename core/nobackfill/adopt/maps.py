@@ -15,8 +15,8 @@ from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.ridge import Floats
 from nobackfill.vectors import Vectors, check_vectors
 
-# Of the file.
-FORMAT = 1
+# Of the file; the second has layers, which a reader of the first would pass over.
+FORMAT, LAYERED = 1, 2
 # Facts of a map that was made from vectors whose models are known.
 OLD_MODEL, NEW_MODEL = "old_model", "new_model"
 # Vectors that differ less from norm 1 came from a model that normalises.
@@ -27,7 +27,9 @@ UNIT_TOLERANCE = 1e-3
 class Map:
     """x -> weight x + bias, then divided by its norm with `unit`; weight [b, a], bias [b].
 
-    `facts`: what the file says of its origin: pairs, penalty, the two models.
+    `facts`: what the file says of its origin: pairs, penalty, the two models. `layers`: of a
+    network of x whose output is added before the norm, weight [out, in] and bias [out] each, ReLU
+    between them.
     """
 
     kind: str
@@ -35,6 +37,7 @@ class Map:
     bias: Vectors
     unit: bool
     facts: dict[str, str] = field(default_factory=dict)
+    layers: tuple[tuple[Vectors, Vectors], ...] = ()
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -49,14 +52,22 @@ class Map:
     @property
     def digest(self) -> str:
         """What vectors that were made by it are known by."""
-        parts = (str(self.unit).encode(), self.weight.tobytes(), self.bias.tobytes())
+        arrays = (self.weight, self.bias, *(part for layer in self.layers for part in layer))
+        parts = (str(self.unit).encode(), *(array.tobytes() for array in arrays))
         return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
     def __call__(self, vectors: Vectors) -> Vectors:
         """[n, a] -> [n, b]. Raises InvalidInputError for another dimension than a, and NaN."""
         checked = check_vectors(vectors, self.dims[0], what="old vectors")
         mapped = checked @ self.weight.T + self.bias
+        if self.layers:
+            mapped = mapped + self._network(checked)
         return normalised(mapped) if self.unit else mapped
+
+    def _network(self, hidden: Vectors) -> Vectors:
+        for number, (weight, bias) in enumerate(self.layers):
+            hidden = (np.maximum(hidden, 0) if number else hidden) @ weight.T + bias
+        return hidden
 
 
 def normalised(vectors: Vectors) -> Vectors:
@@ -75,9 +86,14 @@ def is_unit(vectors: Floats) -> bool:
 def save_map(path: Path, found: Map) -> None:
     """Write a map as arrays and a line of JSON. Raises CannotWriteError."""
     header = {"format": FORMAT, "kind": found.kind, "unit": found.unit, "facts": found.facts}
+    arrays = {"weight": found.weight, "bias": found.bias}
+    if found.layers:
+        header |= {"format": LAYERED, "layers": len(found.layers)}
+    for number, (weight, bias) in enumerate(found.layers):
+        arrays |= {f"weight_{number}": weight, f"bias_{number}": bias}
     buffer = io.BytesIO()
     text = np.array(json.dumps(header, sort_keys=True))
-    np.savez(buffer, header=text, weight=found.weight, bias=found.bias)
+    np.savez(buffer, header=text, **arrays)  # type: ignore[arg-type]
     write_file(path, buffer.getvalue())
 
 
@@ -89,15 +105,19 @@ def load_map(path: Path) -> Map:
         # From memory: numpy leaves a file open that it cannot read.
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
             header = json.loads(str(arrays["header"]))
-            weight, bias = arrays["weight"], arrays["bias"]
-        if header["format"] != FORMAT:
-            raise ValueError(f"format {header['format']}")
-        if bias.ndim != 1 or weight.shape[:1] != bias.shape:
-            raise ValueError(f"shapes {weight.shape} and {bias.shape}")
-        checked = check_vectors(weight, weight.shape[1], what="weight")
-        shift = check_vectors(bias[None], len(bias), what="bias")[0]
+            if header["format"] not in (FORMAT, LAYERED):
+                raise ValueError(f"format {header['format']}")
+            count = int(header.get("layers", 0))
+            weight, bias = _linear(arrays["weight"], arrays["bias"])
+            layers = tuple(
+                _linear(arrays[f"weight_{number}"], arrays[f"bias_{number}"])
+                for number in range(count)
+            )
+        ends = [weight.shape[1], *(len(one) for _, one in layers)]
+        if layers and ([one.shape[1] for one, _ in layers], ends[-1]) != (ends[:-1], len(bias)):
+            raise ValueError("layers that do not fit one another")
         facts = {str(key): str(value) for key, value in header["facts"].items()}
-        return Map(str(header["kind"]), checked, shift, bool(header["unit"]), facts)
+        return Map(str(header["kind"]), weight, bias, bool(header["unit"]), facts, layers)
     except (
         ValueError,
         KeyError,
@@ -115,3 +135,10 @@ def load_map(path: Path) -> Map:
         ) from error
     except InvalidInputError as error:
         raise InvalidInputError(f"{path}: {error}") from error
+
+
+def _linear(weight: Vectors, bias: Vectors) -> tuple[Vectors, Vectors]:
+    if bias.ndim != 1 or weight.shape[:1] != bias.shape:
+        raise ValueError(f"shapes {weight.shape} and {bias.shape}")
+    checked = check_vectors(weight, weight.shape[1], what="weight")
+    return checked, check_vectors(bias[None], len(bias), what="bias")[0]

@@ -18,7 +18,19 @@ def graph_of(mapping: Map) -> bytes:
     a, b = mapping.dims
     constants = {"weight": mapping.weight, "bias": mapping.bias}
     mapped = "mapped" if mapping.unit else "upgraded"
-    nodes = [helper.make_node("Gemm", ["embedding", "weight", "bias"], [mapped], transB=1)]
+    straight = "straight" if mapping.layers else mapped
+    nodes = [helper.make_node("Gemm", ["embedding", "weight", "bias"], [straight], transB=1)]
+    hidden = "embedding"
+    for number, (weight, bias) in enumerate(mapping.layers):
+        names = [f"weight_{number}", f"bias_{number}"]
+        constants |= dict(zip(names, (weight, bias), strict=True))
+        if number:
+            nodes.append(helper.make_node("Relu", [hidden], [f"hidden_{number}"]))
+            hidden = f"hidden_{number}"
+        nodes.append(helper.make_node("Gemm", [hidden, *names], [f"layer_{number}"], transB=1))
+        hidden = f"layer_{number}"
+    if mapping.layers:
+        nodes.append(helper.make_node("Add", [straight, hidden], [mapped]))
     if mapping.unit:
         constants["least"] = np.array(_LEAST_NORM, np.float32)
         nodes += [

@@ -18,6 +18,7 @@ from nobackfill.adopt.joining import Joining
 from nobackfill.adopt.judgement import Gallery
 from nobackfill.adopt.maps import Map
 from nobackfill.adopt.pairs import Pairs
+from nobackfill.adopt.residual import RESIDUAL, Trainer
 from nobackfill.metrics.bootstrap import paired_bootstrap
 
 # A way that keeps this share of what embedding everything again brings is as good as that.
@@ -91,18 +92,19 @@ def decide(
     *,
     items_there: bool = True,
     prior: Map | None = None,
+    also: Trainer | None = None,
 ) -> Verdict:
     """Fit the candidates, judge each way on pairs that its map has not seen, and choose.
 
     `queries`: with known answers among the pairs; without any, the verdict holds for similar things
     only. `items_there`: whether the items themselves can still be embedded. `prior`: a converter of
-    these two models, a candidate as it is and corrected by the pairs. Raises InvalidInputError for
-    fewer than 10 pairs.
+    these two models, a candidate as it is and corrected by the pairs. `also`: who trains a residual
+    map, one more candidate. Raises InvalidInputError for fewer than 10 pairs.
     """
     alike = judgement.among_items(pairs)
     asked = alike if queries is None else judgement.sampled(queries, len(pairs))
     judged_by = "agreement@10" if asked.own else "MRR"
-    choice = choose(pairs, [asked] if asked.own else [asked, alike], prior)
+    choice = choose(pairs, [asked] if asked.own else [asked, alike], prior, also)
     apart = choice.held.apart
     gallery = Gallery(pairs.old, choice.held.vectors, pairs.new)
     judged = judgement.judge(gallery, asked, apart[0])
@@ -193,10 +195,10 @@ def _curve(
     pairs: Pairs, asked: Queries, choice: Choice, judged_by: str, prior: Map | None
 ) -> list[Point]:
     """The figure with an eighth, a quarter and a half of the pairs, and with all; none of a
-    converter as it is, which no pairs change."""
+    converter as it is, which no pairs change, and of a trained map, which takes as long again."""
     points: list[Point] = []
     kind = choice.kind
-    if kind == CONVERTER:
+    if kind in (CONVERTER, RESIDUAL):
         return points
     seen = crossfit.seen(crossfit.folds_of(pairs))
     fitted = seen * len(pairs)

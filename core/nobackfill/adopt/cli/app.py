@@ -194,6 +194,13 @@ def fit(
         str | None, typer.Option(help="A published map of these two models, to be improved.")
     ] = None,
     root: Root = None,
+    also: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Who trains one more map: nobackfill.training.pairs:residual. Takes minutes.",
+        ),
+    ] = None,
     publish: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Sign and publish the map there.")
     ] = None,
@@ -208,7 +215,9 @@ def fit(
     from nobackfill.adopt.cli.fitting import Files, run
 
     files = Files(out, onnx, joining, report, publish, card, converter, root)
-    found = run(old, new, files, queries_old, queries_new, not items_gone, key=key, vector=vector)
+    found = run(
+        old, new, files, queries_old, queries_new, not items_gone, also=also, key=key, vector=vector
+    )
     _answer(as_json, found.answer, found.lines)
 
 

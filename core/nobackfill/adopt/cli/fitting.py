@@ -15,6 +15,7 @@ from nobackfill.adopt.joining import save_joining
 from nobackfill.adopt.maps import Map, save_map
 from nobackfill.adopt.page import duration, render
 from nobackfill.adopt.pairs import WINDOW, Matched, Pairs, match
+from nobackfill.adopt.residual import open_trainer
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import ParquetSource
 from nobackfill.adopt.sources.source import Source, same_model
@@ -59,12 +60,16 @@ def run(
     queries_new: str | None,
     items_there: bool,
     *,
+    also: str | None = None,
     key: str | None,
     vector: str | None,
 ) -> Fitted:
     """Raises InvalidInputError for pairs and queries that do not fit, and what sources raise."""
     if (files.publication is None) != (files.card is None):
         raise InvalidInputError("expected --publish and --card together")
+    if files.publication is not None and also is not None:
+        raise InvalidInputError("expected --publish without --also: a converter is linear")
+    trainer = None if also is None else open_trainer(also)
     for path in (files.out, files.onnx, files.joining, files.report):
         if path is not None and not path.parent.is_dir():
             # Before it takes minutes.
@@ -97,7 +102,12 @@ def run(
     prior = _converter(files, models)
     cost = Cost(stored.count(), old_seconds, _seconds(made), _map_seconds(pairs), new_seconds)
     verdict = decide(
-        pairs, cost, queries, items_there=items_there, prior=prior.mapping if prior else None
+        pairs,
+        cost,
+        queries,
+        items_there=items_there,
+        prior=prior.mapping if prior else None,
+        also=trainer,
     )
     verdict = replace(verdict, notes=[*_sides(stored, made, matched), *verdict.notes])
     lines = ([] if prior is None else [prior.sentence]) + _lines(verdict)
