@@ -156,7 +156,7 @@ def test_fit_and_carry_by_a_trained_map(
     source = open_source(str(old))
     target = Target("new", 16, mapping.digest, "cosine", None)
     assert carry(source, target, mapping).written == 500
-    rows = {}
+    rows: dict[str, list[float]] = {}
     for path in set(tmp_path.rglob("*.parquet")) - {old, new}:
         part = pq.read_table(path).to_pydict()
         rows |= dict(zip(part["id"], part["new"], strict=True))

@@ -34,6 +34,11 @@ class Strength:
     penalty: float
     turned: float
 
+    @property
+    def straight(self) -> "Strength":
+        """Of ridge alone: what a converter leaves over is shrunk, and not turned."""
+        return Strength(self.penalty / LESS, 0.0)
+
 
 def fit_maps(
     old: Vectors, new: Vectors, *, kinds: Collection[str] = KINDS, together: int = 1

@@ -14,7 +14,7 @@ from itertools import combinations
 
 import numpy as np
 
-from nobackfill.adopt.closed_form import KINDS, LESS, Solver, Strength, needs_strength
+from nobackfill.adopt.closed_form import KINDS, Solver, Strength, needs_strength
 from nobackfill.adopt.correction import CONVERTER, CORRECTED, added, left_over
 from nobackfill.adopt.figures import Queries, blocked
 from nobackfill.adopt.joining import Block
@@ -100,8 +100,7 @@ def cross_fitted(
     `prior`: a converter to which maps of what it leaves over are added. `subset`: the share of the
     other folds' pairs that is fitted on, for the learning curve. `folds`: `folds_of` the pairs by
     default. `more`: queries that are fitted on, too, each left out with its item. `also`: who
-    trains "residual", where that is among `kinds`. Raises InvalidInputError for fewer than 10
-    pairs.
+    trains "residual", if among `kinds`. Raises InvalidInputError for fewer than 10 pairs.
     """
     folds = folds_of(pairs) if folds is None else folds
     if len(pairs) < LEAST:
@@ -117,8 +116,7 @@ def cross_fitted(
     whole = Moments.of(blocks())
     chosen = strength(fitted, used[used < len(pairs)], whole) if needs_strength(kinds) else None
     if prior is not None and chosen is not None:
-        # Towards the converter, and no rotation of what it leaves over.
-        chosen = replace(chosen, penalty=chosen.penalty / LESS, turned=0)
+        chosen = chosen.straight
     unit = prior is None and is_unit(pairs.new)
     parts = [Moments(whole) for _ in range(folds)]
     for number, part in enumerate(parts):
@@ -129,11 +127,11 @@ def cross_fitted(
         rows = np.flatnonzero((fold == one) | (fold == other))
         within = [np.flatnonzero(np.isin(queries.rows, rows)) for queries in asked]
         rest = Solver(whole.without(parts[one]).without(parts[other]))
-        maps = rest.maps(chosen, unit, [kind for kind in kinds if kind in KINDS])
+        maps = rest.maps(chosen, unit, [kind for kind in kinds if kind != RESIDUAL])
         if also is not None and RESIDUAL in kinds:
-            own = used[~np.isin(item[used], rows)]
+            others = used[~np.isin(item[used], rows)]
             straight = rest.maps(chosen, unit, ["affine"])["affine"]
-            maps[RESIDUAL] = trained(straight, fitted.old[own], fitted.new[own], also)
+            maps[RESIDUAL] = trained(straight, fitted.old[others], fitted.new[others], also)
         for kind, mapping in maps.items():
             carried = mapping(pairs.old[rows])
             if prior is not None:

@@ -75,10 +75,12 @@ def match(old: Source, new: Source, *, least: int = 20) -> Matched:
     known = set(stored.ids)
     lost = [name for name in made.ids if name not in known]
     if len(stored) < least:
+        why = "embed more of them by the new model"
+        if lost:
+            missing = few(map(repr, lost))
+            why = f"{old.facts().name} has none for {missing}; are the ids of both sides the same?"
         raise InvalidInputError(
-            f"expected at least {least} items with both vectors, found {len(stored)}: "
-            f"{old.facts().name} has none for {few(map(repr, lost)) or 'any'}; are the ids of both "
-            "sides the same?"
+            f"expected at least {least} items with both vectors, found {len(stored)}: {why}"
         )
     pairs = Pairs(stored.ids, stored.vectors, made.vectors[order])
     for side, vectors in ((old, pairs.old), (new, pairs.new)):

@@ -48,10 +48,12 @@ class Covered:
     @property
     def sentence(self) -> str:
         nearer = 1 - self.chosen / self.at_random if self.at_random > 0 else 0.0
+        word = "nearer" if nearer >= 0 else "farther"
         return (
             f"an item lies {self.chosen:.3f} from the nearest of them on average (cosine "
-            f"distance), {self.at_random:.3f} from the nearest of as many at random: {nearer:.1%} "
-            "nearer; maps of six pairs of models were measurably no better for it"
+            f"distance), {self.at_random:.3f} from the nearest of as many at random: "
+            f"{abs(nearer):.1%} {word}; maps of three pairs of text models were measurably no "
+            "better for it"
         )
 
 

@@ -65,15 +65,8 @@ def run(
     vector: str | None,
 ) -> Fitted:
     """Raises InvalidInputError for pairs and queries that do not fit, and what sources raise."""
-    if (files.publication is None) != (files.card is None):
-        raise InvalidInputError("expected --publish and --card together")
-    if files.publication is not None and also is not None:
-        raise InvalidInputError("expected --publish without --also: a converter is linear")
+    _check(files, also)
     trainer = None if also is None else open_trainer(also)
-    for path in (files.out, files.onnx, files.joining, files.report):
-        if path is not None and not path.parent.is_dir():
-            # Before it takes minutes.
-            raise CannotWriteError(f"{path}: cannot be written, there is no folder {path.parent}")
     card = None if files.card is None else read_card(files.card)
     stored = open_items(old, "--old", key=key, vector=vector)
     made = open_items(new, "--new")
@@ -119,6 +112,17 @@ def run(
     answer |= {"chosen": verdict.chosen.kind, "weight": verdict.joining.weight}
     del answer["joining"]
     return Fitted(answer | {"map": str(files.out), "without_old": matched.without_old}, lines)
+
+
+def _check(files: Files, also: str | None) -> None:
+    """What needs no vectors, before it takes minutes."""
+    if (files.publication is None) != (files.card is None):
+        raise InvalidInputError("expected --publish and --card together")
+    if files.publication is not None and also is not None:
+        raise InvalidInputError("expected --publish without --also: a converter is linear")
+    for path in (files.out, files.onnx, files.joining, files.report):
+        if path is not None and not path.parent.is_dir():
+            raise CannotWriteError(f"{path}: cannot be written, there is no folder {path.parent}")
 
 
 def _sides(old: Source, new: Source, matched: Matched) -> list[str]:
