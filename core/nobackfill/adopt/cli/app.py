@@ -116,8 +116,7 @@ def sample(
         write_file(out, text.encode())
         print(visible(f"{len(ids)} of {len(rows)} ids in {out}"))
     # Beside the ids, which may go into a pipe.
-    said = sys.stderr if out is None else sys.stdout
-    print(sampling.covered(rows, ids, seed).sentence, file=said)
+    print(sampling.covered(rows, ids, seed).sentence, file=sys.stdout if out else sys.stderr)
 
 
 @app.command()
@@ -196,10 +195,7 @@ def fit(
     root: Root = None,
     also: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="Who trains one more map: nobackfill.training.pairs:residual. Takes minutes.",
-        ),
+        typer.Option(metavar="MODULE:FUNCTION", help="Who trains one more map; takes minutes."),
     ] = None,
     publish: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Sign and publish the map there.")
