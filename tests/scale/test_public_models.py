@@ -1,16 +1,19 @@
-"""Models of timm and open_clip become releases as they are, or begin a training.
+"""Models of timm, open_clip and torchvision become releases as they are, or begin a training.
 
 Drawn at random and saved as those packages save them: no hub is asked.
 """
 
+import hashlib
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torchvision
 import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -22,6 +25,7 @@ from nobackfill.release.trust.publication import read_publication
 from nobackfill.training.cli import export, train
 from nobackfill.training.loop.run import CHECKPOINT
 from nobackfill.training.networks.public_models import open_public
+from nobackfill.training.networks.torchvision_model import open_torchvision
 from tests.training.life import invoke
 
 pytestmark = [pytest.mark.scale, pytest.mark.filterwarnings("default")]
@@ -134,6 +138,52 @@ def test_a_model_of_open_clip_is_published_as_it_is(
     np.testing.assert_allclose(vectors, expected, atol=5e-3)
     assert manifest.embedder.dim == 16 and manifest.embedder.interpolation == "bicubic"
     assert str(tmp_path) not in manifest.model_dump_json()
+
+
+@pytest.fixture
+def enumerated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torchvision's own entry of a model, its weights drawn at random: their file is in the folder
+    of downloads under a name with its digest."""
+    torch.manual_seed(3)
+    model = torchvision.models.shufflenet_v2_x0_5(weights=None)
+    plain = tmp_path / "home" / "hub" / "checkpoints" / "plain.pth"
+    plain.parent.mkdir(parents=True)
+    torch.save(model.state_dict(), plain)
+    digest = hashlib.sha256(plain.read_bytes()).hexdigest()[:8]
+    plain.rename(plain.with_name(f"shuffle-{digest}.pth"))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    weights = torchvision.models.ShuffleNet_V2_X0_5_Weights.IMAGENET1K_V1
+    address = replace(weights.value, url=f"https://download.invalid/shuffle-{digest}.pth")
+    monkeypatch.setattr(weights, "_value_", address)
+    model.fc = torch.nn.Identity()
+    return weights, model.eval()
+
+
+def test_a_model_of_torchvision_is_published_as_it_is(
+    enumerated: Any, photographs: Path, tmp_path: Path
+) -> None:
+    weights, model = enumerated
+    name = "torchvision:shufflenet_v2_x0_5/DEFAULT"
+    manifest, vectors = published(tmp_path / "repo", name, photographs)
+    expected = theirs(photographs, weights.transforms(), model)
+    np.testing.assert_allclose(vectors, expected, atol=5e-3)
+    assert (manifest.embedder.fit, manifest.embedder.shortest) == ("crop", 256)
+    assert (manifest.embedder.height, manifest.embedder.dim) == (224, 1024)
+    assert manifest.recipe["weights"] == name
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("torchvision:resnet1888/DEFAULT", "near: .*resnet18"),
+        ("torchvision:resnet18", "known: IMAGENET1K_V1"),
+        ("torchvision:inception_v3/DEFAULT", "take timm's"),
+        ("torchvision:squeezenet1_1/DEFAULT", "take timm's"),
+    ],
+)
+def test_what_torchvision_has_not_gets_a_sentence(name: str, why: str) -> None:
+    with pytest.raises(ConfigurationError, match=why):
+        open_torchvision(name)
 
 
 def test_a_training_begins_with_them(

@@ -19,7 +19,8 @@ PublicWeights = Annotated[
     typer.Option(
         "--weights",
         metavar="NAME",
-        help="or a public one as it is: timm:NAME.TAG, open_clip:NAME/TAG",
+        help="or a public one as it is: timm:NAME.TAG, open_clip:NAME/TAG, "
+        "torchvision:NAME/WEIGHTS",
     ),
 ]
 Mean = Annotated[

@@ -12,8 +12,8 @@ from nobackfill.training.export.assembly import (
 )
 from nobackfill.training.export.drafting import Release
 from nobackfill.training.export.onnx_upgrade import SUFFIX, add_onnx_upgrade
+from nobackfill.training.export.public_embedder import can_be_public
 from nobackfill.training.export.text_encoder import add_text_encoder
-from nobackfill.training.networks.public_models import is_public
 
 
 class Runs(NamedTuple):
@@ -42,10 +42,10 @@ def check_models(
                 f"--upgrade {one}: expected a run's folder, or FILE{SUFFIX} as `nobackfill fit "
                 "--onnx` writes it"
             )
-    if weights is not None and not is_public(weights):
+    if weights is not None and not can_be_public(weights):
         raise ConfigurationError(
-            f"--weights {weights}: expected timm:NAME.TAG or open_clip:NAME/TAG; train.py takes "
-            "other weights"
+            f"--weights {weights}: expected timm:NAME.TAG, open_clip:NAME/TAG or "
+            "torchvision:NAME/WEIGHTS; train.py takes other weights"
         )
     text = runs.text_encoder
     if runs.query_encoder is not None and text is None:

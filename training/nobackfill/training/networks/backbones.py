@@ -131,7 +131,8 @@ _SMALL = {
     "small_vit": small_vit,
     "small_swin": small_swin,
 }
-_AUXILIARY = ("googlenet", "inception_v3")
+# Trained with a second classifier, on pixels that they scale themselves.
+AUXILIARY = ("googlenet", "inception_v3")
 
 
 def backbone_names() -> list[str]:
@@ -187,7 +188,7 @@ def _torchvision(name: str, embedding_dim: int, pooling: str, image_size: int) -
     import torchvision
 
     # These two would answer with auxiliary classifiers' logits as well while they are trained.
-    plain = {"aux_logits": False, "init_weights": True} if name in _AUXILIARY else {}
+    plain = {"aux_logits": False, "init_weights": True} if name in AUXILIARY else {}
     network: nn.Module = torchvision.models.get_model(name, weights=None, **plain)
     linear = linear_layers(network)
     if not linear:

@@ -87,7 +87,7 @@ def read_weights(name: str, backbone: str) -> Weights:
     if is_public(name):
         tensors = open_public(name).network.state_dict()
         return Weights(name, {f"0.{key}": tensor for key, tensor in tensors.items()})
-    return replace(read_file(download(_torchvision(name, backbone).url)), name=name)
+    return replace(read_file(download(of_torchvision(name, backbone).url)), name=name)
 
 
 def normalisation(name: str, backbone: str) -> Normalisation | None:
@@ -100,7 +100,7 @@ def normalisation(name: str, backbone: str) -> Normalisation | None:
     if is_public(name):
         pixels = open_public(name, weights=False).pixels
         return Normalisation(pixels.mean, pixels.std)
-    transforms = _torchvision(name, backbone).transforms()
+    transforms = of_torchvision(name, backbone).transforms()
     return Normalisation(tuple(transforms.mean), tuple(transforms.std))
 
 
@@ -179,8 +179,9 @@ def _state_dict(saved: object, path: Path) -> dict[str, Tensor]:
     return {str(key): value for key, value in tensors.items()}
 
 
-def _torchvision(name: str, backbone: str) -> "WeightsEnum":
-    """`DEFAULT`, `IMAGENET1K_V2` or `ResNet50_Weights.IMAGENET1K_V2` of the backbone."""
+def of_torchvision(name: str, backbone: str) -> "WeightsEnum":
+    """`DEFAULT`, `IMAGENET1K_V2` or `ResNet50_Weights.IMAGENET1K_V2` of the backbone. Raises
+    ConfigurationError."""
     import torchvision
 
     try:
