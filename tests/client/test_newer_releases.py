@@ -8,13 +8,14 @@ import pytest
 from nobackfill.client.device import Device
 from nobackfill.errors import UnfitError
 from nobackfill.release import paths
+from nobackfill.release.image_model import NEWEST_FORMAT
 from nobackfill.release.publishing.inspection import list_releases
 from nobackfill.release.trust.trust import TrustedFolder
 from tests.support import blocks, edge
 from tests.support.edge import Setting
 from tests.support.publication import publish_manifest
 
-NEWER = b'{"format": 4, "everything": "else"}'
+NEWER = b'{"format": %d, "everything": "else"}' % (NEWEST_FORMAT + 1)
 
 
 def unknown_key(repo: Path) -> bytes:
@@ -32,7 +33,7 @@ def taking_a_file_of_ours(repo: Path) -> bytes:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (lambda _: NEWER, "release 3 needs a newer nobackfill: its manifest is of format 4, not 3"),
+        (lambda _: NEWER, "release 3 needs a newer nobackfill: its manifest is of format 5, not 4"),
         (unknown_key, "release 3 needs a newer nobackfill: its manifest has the new keys surprise"),
         (taking_a_file_of_ours, "release 3: its manifest cannot be used"),
         (lambda _: b"\xff", "release 3: its manifest cannot be used"),

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import CannotWriteError, VerificationError
+from nobackfill.release.image_model import NEWEST_FORMAT
 from nobackfill.release.trust.trust import TrustedFolder
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.grpc.metrics import Metrics
@@ -16,7 +17,7 @@ from tests.support.waiting import wait_until
 def test_a_release_for_newer_versions_is_not_the_newest(tmp_path: Path) -> None:
     repo = tmp_path / "repo"
     blocks.publish_block_release(repo, 1)
-    publish_manifest(repo, 2, b'{"format": 4}')
+    publish_manifest(repo, 2, b'{"format": %d}' % (NEWEST_FORMAT + 1))
     catalog = Catalog(repo, tmp_path / "state", None, Metrics())
     catalog.refresh()
     assert catalog.newest() == 1
