@@ -21,6 +21,7 @@ from nobackfill.errors import VerificationError
 from nobackfill.release.models import Session
 from nobackfill.release.onnx_rules import RefusedError, inspect
 from nobackfill.release.tensors import Tensor
+from tests.support.crash import fork
 from tests.support.fuzzed import DIM, fuzzed
 
 INPUTS: tuple[Tensor, ...] = (("embedding", "float32", (DIM,)),)
@@ -74,7 +75,7 @@ def outcomes(seeds: range) -> Iterator[tuple[int, str]]:
     with tempfile.TemporaryDirectory() as folder:
         while at < seeds.stop:
             reader, writer = os.pipe()
-            pid = os.fork()
+            pid = fork()
             if pid == 0:
                 child(range(at, seeds.stop), writer, Path(folder))
             os.close(writer)

@@ -1,5 +1,6 @@
 """Running an action in a forked child with a fault armed: what a crash sweep is made of."""
 
+import gc
 import json
 import os
 import traceback
@@ -25,6 +26,16 @@ class Outcome:
     error: str
 
 
+def fork() -> int:
+    """`os.fork`, and no collection of garbage in the child: among what a test left may be a session
+    of onnxruntime, whose end waits for threads that the parent alone has."""
+    gc.disable()
+    child = os.fork()
+    if child:
+        gc.enable()
+    return child
+
+
 def run_with_fault(spec: str | None, action: Callable[[], object]) -> Outcome:
     """Fork, arm `spec` (see nobackfill.faults), run `action`.
 
@@ -32,7 +43,7 @@ def run_with_fault(spec: str | None, action: Callable[[], object]) -> Outcome:
     fault may show as a traceback.
     """
     reader, writer = os.pipe()
-    child = os.fork()
+    child = fork()
     if child == 0:
         os.close(reader)
         _child(writer, spec, action)

@@ -16,7 +16,7 @@ from nobackfill.client.device import Device
 from nobackfill.client.maintenance import verify
 from nobackfill.client.photos.search import Search
 from tests.support import edge
-from tests.support.crash import KILLED
+from tests.support.crash import KILLED, fork
 
 KILLS = int(os.environ.get("KILLS", "200"))
 
@@ -71,7 +71,7 @@ class Scene:
 
 def begin(action: Callable[[], object]) -> int:
     """Run it in a child: gRPC and a kill are its own affair; the child's id."""
-    child = os.fork()
+    child = fork()
     if child == 0:
         try:
             action()
