@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from bench.adoption.against import compared
 from bench.adoption.backfilling import turned_back
 from bench.adoption.rivals import local, nearly_orthogonal
 from bench.adoption.trial import Trial
 from bench.adoption.unpaired import without_pairs
-from bench.harness import Row, Value
+from bench.harness import Row
 from nobackfill.adopt.choice import choose
 from nobackfill.adopt.closed_form import fit_maps
 from nobackfill.adopt.crossfit import MANY_DIMS
@@ -16,12 +17,9 @@ from nobackfill.adopt.figures import Figures, Queries, blocked, measure
 from nobackfill.adopt.joining import Block
 from nobackfill.adopt.maps import Map
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.metrics.bootstrap import paired_bootstrap
 from nobackfill.vectors import Vectors
 
 DRAWS = 2
-FIGURES = ("agreement@10", "R@1", "R@10")
-OURS = "affine"
 NOTE = (
     "In %, of items and queries that chose nothing; means of `draws` of pairs. `against`: whether "
     "agreement@10, R@1 and R@10 are measurably better (+) or worse (-) than affine's, by "
@@ -52,7 +50,7 @@ def beside(trial: Trial, count: int, draws: int = DRAWS) -> list[Row]:
             both = _figures(search, gallery, asked) | _figures(search, gallery, alike)
             found.setdefault(way, []).append(both)
     named: Row = {"pair": trial.name, "pairs": count, "draws": len(starts)}
-    return [_row(named, way, found) for way in found]
+    return [compared(named, way, found) for way in found]
 
 
 def _fitted(pairs: Pairs, asked: Queries) -> Map:
@@ -82,15 +80,3 @@ def _by(carried: Vectors) -> Search:
 def _figures(search: Search, gallery: Pairs, asked: Queries) -> Figures:
     found = measure(blocked(asked.new, gallery.new), asked)[0](search(asked, gallery))
     return found if asked.own else {name: found[name] for name in ("R@1", "R@10")}
-
-
-def _row(named: Row, way: str, found: dict[str, list[Figures]]) -> Row:
-    row: dict[str, Value] = {**named, "way": way}
-    signs = ""
-    for figure in FIGURES:
-        mine, ours = ([one[figure] for one in found[which]] for which in (way, OURS))
-        row[figure] = 100 * float(np.mean(mine))
-        if way != OURS:
-            apart = paired_bootstrap(mine, ours)
-            signs += "+" if apart.low > 0 else "-" if apart.high < 0 else "="
-    return {**row, "against": signs or None}

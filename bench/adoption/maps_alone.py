@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from bench.adoption.against import OURS, compared
 from bench.adoption.trial import Trial
-from bench.harness import Row, Value
+from bench.harness import Row
 from nobackfill import ridge
 from nobackfill.adopt.closed_form import LEFT_OUT, fit_maps
 from nobackfill.adopt.crossfit import MANY_DIMS
@@ -12,15 +13,12 @@ from nobackfill.adopt.joining import CROWD, Block, hubs
 from nobackfill.adopt.judgement import figure_of
 from nobackfill.adopt.maps import is_unit, normalised
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.metrics.bootstrap import paired_bootstrap
 from nobackfill.ridge import Floats, in_blocks
 from nobackfill.vectors import Vectors
 
 COUNTS = (100, 250, 500, 1000, 2000, 5000)
 # Draws of pairs: of fewer there are more, where a map does not take seconds.
 DRAWS, DRAWS_OF_MANY_DIMS = 5, 2
-FIGURES = ("agreement@10", "R@1", "R@10")
-OURS = "affine"
 NOTE = (
     "In %, of items and queries that chose nothing; means of `draws` of pairs. `against`: whether "
     "agreement@10, R@1 and R@10 are measurably better (+) or worse (-) than affine's, by a paired "
@@ -51,7 +49,7 @@ def maps_alone(trial: Trial) -> list[Row]:
             for way, figures in _ways(pairs, gallery, asked, alike, crowd).items():
                 found.setdefault(way, []).append(figures)
         named: Row = {"pair": trial.name, "pairs": count, "draws": draws}
-        rows += [_row(named, way, found) for way in found]
+        rows += [compared(named, way, found) for way in found]
     return rows
 
 
@@ -102,15 +100,3 @@ def _judged(block: Block, gallery: Pairs, queries: Queries) -> Figures:
 
 def _known(asked: Figures, alike: Figures) -> Figures:
     return {"agreement@10": alike["agreement@10"], "R@1": asked["R@1"], "R@10": asked["R@10"]}
-
-
-def _row(named: Row, way: str, found: dict[str, list[Figures]]) -> Row:
-    row: dict[str, Value] = {**named, "way": way}
-    signs = ""
-    for figure in FIGURES:
-        mine, ours = ([one[figure] for one in found[which]] for which in (way, OURS))
-        row[figure] = 100 * float(np.mean(mine))
-        if way != OURS:
-            apart = paired_bootstrap(mine, ours)
-            signs += "+" if apart.low > 0 else "-" if apart.high < 0 else "="
-    return {**row, "against": signs or None}

@@ -5,19 +5,16 @@ A few of them over every rollout: tests/scale/test_gateway_kills.py.
 """
 
 import os
-import random
-import shutil
 import time
 from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.server.conftest import Stages, make_direct_stages, make_stages, publish_stage
+from tests.server.conftest import Stages, make_direct_stages, make_stages
 from tests.server.crowd import Crowd
 from tests.server.fleet import Fleet
-from tests.server.support import Client, images
+from tests.server.support import images
 from tests.support.blocks import manifest
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
@@ -45,18 +42,11 @@ def test_swaps_while_gateways_are_killed(
     stages: Stages, direct_stages: Stages, tmp_path: Path, postgres: Server, rollout: str
 ) -> None:
     published = direct_stages if rollout == "direct" else stages
-    repo = tmp_path / "repo"
-    shutil.copytree(published[1], repo)
-    seed = int(os.environ.get("SEED", random.randrange(10**6)))
-    print(f"SEED={seed}")
     swaps = 0
-    with postgres.database() as url, ExitStack() as closing:
-        fleet = Fleet(tmp_path, repo, url, random.Random(seed))
-        closing.callback(fleet.stop)
-        with Client(fleet.addresses[0]) as client:
-            client.create_gallery("g")
-            client.put_images(PICTURES)
-        publish_stage(repo, published[2])
+    with (
+        postgres.database() as url,
+        Fleet.serving(tmp_path, url, published[1], published[2], PICTURES) as (fleet, repo),
+    ):
         both = [manifest(repo, number) for number in (1, 2)]
         with Crowd(fleet.addresses, PICTURES, both).asking(4, 0.0) as crowd:
             began = time.monotonic()

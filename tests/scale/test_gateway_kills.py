@@ -1,20 +1,17 @@
 """Three gateways with one database, a swap in each rollout, and kill -9 of any of them at random
 moments: no call fails, no answer is mixed. More of both: tests/faults/test_gateways.py."""
 
-import os
-import random
 import shutil
 import time
 from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.server.conftest import Stages, publish_stage
+from tests.server.conftest import Stages
 from tests.server.crowd import Crowd
 from tests.server.fleet import Fleet
-from tests.server.support import Client, images
+from tests.server.support import images
 from tests.support import trials
 from tests.support.blocks import manifest, publish_block_release
 from tests.support.postgres import Server
@@ -40,18 +37,10 @@ def stages(tmp_path: Path) -> Stages:
 def test_swaps_in_each_rollout_while_gateways_are_killed(
     stages: Stages, tmp_path: Path, postgres: Server
 ) -> None:
-    repo = tmp_path / "repo"
-    shutil.copytree(stages[1], repo)
-    seed = int(os.environ.get("SEED", random.randrange(10**6)))
-    # Shown where it fails.
-    print(f"SEED={seed}")
-    with postgres.database() as url, ExitStack() as closing:
-        fleet = Fleet(tmp_path, repo, url, random.Random(seed))
-        closing.callback(fleet.stop)
-        with Client(fleet.addresses[0]) as client:
-            client.create_gallery("g")
-            client.put_images(PICTURES)
-        publish_stage(repo, stages[3])
+    with (
+        postgres.database() as url,
+        Fleet.serving(tmp_path, url, stages[1], stages[3], PICTURES) as (fleet, repo),
+    ):
         manifests = [manifest(repo, number) for number in (1, 2, 3)]
         with Crowd(fleet.addresses, PICTURES, manifests).asking() as crowd:
             began = time.monotonic()

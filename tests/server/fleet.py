@@ -1,16 +1,20 @@
 """Three gateway processes with one database, killed at random moments."""
 
+import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from nobackfill.errors import NobackfillError, UnavailableError
+from nobackfill.images import Pixels
 from tests.server import process
+from tests.server.conftest import publish_stage
 from tests.server.support import Client
 from tests.support.ports import free_port
 
@@ -29,6 +33,27 @@ class Fleet:
         self._asking, self._killing = (random.Random(chance.random()) for _ in range(2))
         self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(_GATEWAYS)]
         self._served = [self._start(number) for number in range(_GATEWAYS)]
+
+    @classmethod
+    @contextmanager
+    def serving(
+        cls, folder: Path, url: str, first: Path, newest: Path, pictures: Pixels
+    ) -> Iterator[tuple["Fleet", Path]]:
+        """Three with a gallery of `pictures` by the publication `first`, when `newest` has come,
+        and their repository. Who is killed is by SEED, else by one that is drawn."""
+        repo = folder / "repo"
+        shutil.copytree(first, repo)
+        seed = int(os.environ.get("SEED", random.randrange(10**6)))
+        # Shown where a test fails.
+        print(f"SEED={seed}")
+        with ExitStack() as closing:
+            fleet = cls(folder, repo, url, random.Random(seed))
+            closing.callback(fleet.stop)
+            with Client(fleet.addresses[0]) as client:
+                client.create_gallery("g")
+                client.put_images(pictures)
+            publish_stage(repo, newest)
+            yield fleet, repo
 
     def _start(self, number: int) -> process.Served:
         options = [f"--store={self._url}", f"--address={self.addresses[number]}"]

@@ -56,9 +56,9 @@ def _timm(name: str, weights: bool) -> PublicModel:
     if not wanted.startswith(_BY_PLACE):
         architecture, _, tag = wanted.partition(".")
         if architecture not in timm.list_models():
-            raise _unknown(name, "timm", wanted, [*timm.list_models(), *timm.list_pretrained()])
+            raise unknown(name, "timm", wanted, [*timm.list_models(), *timm.list_pretrained()])
         if tag and wanted not in (known := timm.list_pretrained(f"{architecture}.*")):
-            raise _unknown(name, "timm", wanted, known)
+            raise unknown(name, "timm", wanted, known)
     network = _made(name, lambda: timm.create_model(wanted, pretrained=weights, num_classes=0))
     pixels = _read(name, lambda: read_timm(dict(timm.data.resolve_model_data_config(network))))
     return PublicModel(name, network.eval(), int(network.num_features), pixels)
@@ -71,11 +71,11 @@ def _open_clip(name: str, weights: bool) -> PublicModel:
     if not wanted.startswith(_BY_PLACE):
         wanted, _, tag = wanted.partition("/")
         if wanted not in open_clip.list_models():
-            raise _unknown(name, "open_clip", wanted, open_clip.list_models())
+            raise unknown(name, "open_clip", wanted, open_clip.list_models())
         known = open_clip.list_pretrained_tags_by_model(wanted)
         if not tag or (tag not in known and "/" not in tag and "." not in tag):
             tags = [f"{wanted}/{one}" for one in known]
-            raise _unknown(name, "open_clip", f"{wanted}/{tag}", tags)
+            raise unknown(name, "open_clip", f"{wanted}/{tag}", tags)
     model = _made(
         name,
         lambda: open_clip.create_model(
@@ -100,7 +100,8 @@ def _package(name: str, package: str, install: str) -> Iterator[None]:
         ) from error
 
 
-def _unknown(name: str, package: str, wanted: str, known: list[str]) -> ConfigurationError:
+def unknown(name: str, package: str, wanted: str, known: list[str]) -> ConfigurationError:
+    """Of weights `name`: `package` does not know `wanted`; near ones are named."""
     near = difflib.get_close_matches(wanted, known, 5, 0.4) or known[:5]
     return ConfigurationError(
         f"{name}: {package} has no {wanted}; near: {', '.join(near) or 'none'}"

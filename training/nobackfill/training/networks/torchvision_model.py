@@ -1,14 +1,12 @@
 """Models of torchvision as they were published: `torchvision:NAME/WEIGHTS`, weights by the names
 that `train.py --weights` takes, without their classifier."""
 
-import difflib
-
 from torch import nn
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.release.publishing.preprocessing import Preprocessing
 from nobackfill.training.networks.backbones import AUXILIARY, linear_layers, replace_layer
-from nobackfill.training.networks.public_models import PublicModel
+from nobackfill.training.networks.public_models import PublicModel, unknown
 from nobackfill.training.networks.weights import of_torchvision, read_weights
 
 TORCHVISION = "torchvision:"
@@ -26,8 +24,7 @@ def open_torchvision(name: str) -> PublicModel:
     architecture, _, tag = name.removeprefix(TORCHVISION).partition("/")
     known = torchvision.models.list_models(module=torchvision.models)
     if architecture not in known:
-        near = difflib.get_close_matches(architecture, known, 5, 0.4) or known[:5]
-        raise ConfigurationError(f"{name}: torchvision has no {architecture}; near: {near}")
+        raise unknown(name, "torchvision", architecture, known)
     pixels = _pixels(of_torchvision(tag, architecture).transforms())
     plain = architecture not in AUXILIARY
     network = torchvision.models.get_model(architecture, weights=None) if plain else nn.Module()
