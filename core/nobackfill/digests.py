@@ -9,6 +9,9 @@ from types import MappingProxyType
 from nobackfill.errors import InvalidInputError
 from nobackfill.vectors import Metric
 
+# What the id of a release's space begins with; no other digest does.
+SPACE = "sp-"
+
 
 def sha256_file(path: Path) -> str:
     """Hex SHA-256 of a regular file. Raises OSError."""
@@ -40,7 +43,7 @@ def space_id(
     fields: dict[str, str | int | bool] = {"dim": dim, "metric": metric, "unit": unit, **more}
     if embedder_sha256 is not None and height is not None and width is not None:
         fields |= {"embedder": _hex64(embedder_sha256), "height": height, "width": width}
-    return "sp-" + _digest(fields)
+    return SPACE + _digest(fields)
 
 
 def side_space_id(encoder_sha256: str) -> str:

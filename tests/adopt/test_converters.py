@@ -125,12 +125,15 @@ def test_what_does_not_belong_together_is_refused(
     write(tmp_path / "unsaid.parquet", stored.vectors, None)
     rest = ("--to", "carried", "--release", "maps", *ROOT)
     assert "only 1: old model to new model" in no("carry", "other.parquet", *rest)
-    assert "nothing says which model" in no("carry", "unsaid.parquet", *rest)
+    write(tmp_path / "release.parquet", stored.vectors, f"sp-{'e' * 64}")
+    for unsaid in ("unsaid.parquet", "release.parquet"):
+        assert "nothing says which model" in no("carry", unsaid, *rest)
+        assert "nothing says which model" in no(
+            "fit", "--old", unsaid, "--new", "new.parquet", *PUBLISH[-4:]
+        )
     assert "one model" in no("carry", "old.parquet", *rest, "--model", "new/model.onnx")
-    run("carry", "unsaid.parquet", *rest, "--model", "old/model.onnx")
-    assert "nothing says which model" in no(
-        "fit", "--old", "unsaid.parquet", "--new", "new.parquet", *PUBLISH[-4:]
-    )
+    for unsaid in ("unsaid.parquet", "release.parquet"):
+        run("carry", unsaid, *rest, "--model", "old/model.onnx")
     assert "one model" in no("fit", "--old", "new.parquet", "--new", "old.parquet", *PUBLISH[-4:])
     assert "only 1" in no(*CARRY[:-1], "maps#7", code=66)
     for strange in ("maps#x", "#1", ""):

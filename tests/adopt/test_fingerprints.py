@@ -1,6 +1,7 @@
 """Vectors know the model that made them: the same dimension is not the same space."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,18 @@ from nobackfill.adopt.maps import load_map
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import MODEL, table_bytes
+from nobackfill.digests import space_id
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.writing import NewVectors
 from nobackfill.serve import Dual
+from nobackfill.server.export import export
 from nobackfill.vectors import Vectors
 from tests.adopt.made import world, write_parquet
 from tests.adopt.models import expected, image_model, text_model, texts
 from tests.adopt.test_refusals import refused
+from tests.gallery import making
 from tests.serve.shop import NewModel, loaded
 from tests.support.documents import run_command
 
@@ -161,3 +168,72 @@ def test_sides_that_name_no_model_are_told_apart_by_what_they_are(
     assert not any("wrong way round" in note for note in right)
     (warned,) = (note for note in notes(again, gallery) if "wrong way round" in note)
     assert "60 items more than --old" in warned
+
+
+def spaces(dim: int, weights: str) -> SpaceSpec:
+    """That of a release whose model has these weights."""
+    named = space_id(weights * 64, height=8, width=8, dim=dim, metric="cosine", unit=True)
+    spec = making.spec(1, dim=dim, metric="cosine", unit=True)
+    return replace(spec, space=named, side_space=None, side_dim=0)
+
+
+def exported(folder: Path, vectors: Vectors, weights: str) -> str:
+    """What `gateway export` writes of a gallery with these items."""
+    spec = spaces(vectors.shape[1], weights)
+    folder.mkdir()
+    store = SqliteGallery.create(folder / "gallery.sqlite", spec)
+    try:
+        store.put([f"item-{row}" for row in range(len(vectors))], [NewVectors(spec.space, vectors)])
+        export(store, folder / "out")
+    finally:
+        store.close()
+    return str(folder / "out" / "release-1.parquet")
+
+
+def test_an_export_of_a_gallery_is_known_by_its_releases_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    old, new = (
+        exported(tmp_path / name, vectors, name)
+        for name, vectors in (("a", MADE.old), ("b", MADE.new))
+    )
+    other = exported(tmp_path / "c", MADE.old, "c")
+    run_command(main, ["nobackfill", "fit", "--old", old, "--new", new], monkeypatch)
+    facts = load_map(tmp_path / "map.npz").facts
+    assert (facts["old_model"], facts["new_model"]) == (
+        spaces(24, "a").space, spaces(32, "b").space,
+    )  # fmt: skip
+    carry = ["--map", "map.npz", "--to", "carried"]
+    assert "one model" in refused(["carry", other, *carry], 65, monkeypatch, capsys)
+    assert not list((tmp_path / "c" / "out").glob("_*"))
+    run_command(main, ["nobackfill", "carry", old, *carry], monkeypatch)
+    carried = tmp_path / "a" / "out" / "_release-1.carried"
+    assert open_source(str(carried)).facts().model == spaces(32, "b").space
+    # Queries of another release, though of its dimension, and releases mixed in one folder.
+    asked = ["--queries-old", other, "--queries-new", new]
+    said = refused(["fit", "--old", old, "--new", new, *asked], 65, monkeypatch, capsys)
+    assert "--old and --queries-old: expected vectors of one model" in said
+    (tmp_path / "c" / "out" / "release-2.parquet").write_bytes(Path(old).read_bytes())
+    said = refused(["inspect", str(tmp_path / "c" / "out")], 65, monkeypatch, capsys)
+    assert "release-1.parquet and" in said and "one model" in said
+
+
+def test_a_space_does_not_contradict_the_files_that_it_may_be_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A release's space and the digest of an ONNX file name one model in two ways."""
+    monkeypatch.chdir(tmp_path)
+    old = exported(tmp_path / "a", MADE.old, "a")
+    new = written(tmp_path / "new.parquet", MADE.new, "d" * 64)
+    asked_old = written(tmp_path / "qo.parquet", MADE.queries_old, "e" * 64, MADE.answers.tolist())
+    asked_new = written(tmp_path / "qn.parquet", MADE.queries_new, "d" * 64, MADE.answers.tolist())
+    asked = ["--queries-old", asked_old, "--queries-new", asked_new]
+    run_command(main, ["nobackfill", "fit", "--old", old, "--new", new, *asked], monkeypatch)
+    facts = load_map(tmp_path / "map.npz").facts
+    assert (facts["old_model"], facts["new_model"]) == (spaces(24, "a").space, "d" * 64)
+    stranger = written(tmp_path / "stranger.parquet", MADE.old, "e" * 64)
+    for source in (old, stranger):
+        carry = ["nobackfill", "carry", source, "--map", "map.npz", "--to", "carried"]
+        run_command(main, carry, monkeypatch)
+    capsys.readouterr()

@@ -232,9 +232,29 @@ def test_a_map_that_names_no_model_leads_from_no_withdrawn_release(tmp_path: Pat
     assert [upgrade.from_release for upgrade in made.upgrades] == [1]
 
 
-def narrow(a: int, b: int, old: str | None = None) -> bytes:
+def test_a_map_fitted_on_exports_names_its_releases_by_their_spaces(tmp_path: Path) -> None:
+    repo, file = tmp_path / "repo", tmp_path / "map.onnx"
+    first, _ = (
+        export(repo, number, "--text-encoder", text_model(tmp_path / "m", number, 16), "--force")
+        for number in (1, 2)
+    )
+    words = ("--text-encoder", text_model(tmp_path / "m", 3, 16), "--upgrade", file, "--force")
+    # By its dimension alone it would lead from the second.
+    for old, new, sentence in (
+        (f"sp-{'0' * 64}", None, "no published release"),
+        (first.space, first.space, "was fitted on vectors of another new model"),
+    ):
+        file.write_bytes(narrow(16, 16, old, new))
+        refused = run_export(repo, 3, *words)
+        assert refused.exit_code == 78 and sentence in refused.output
+    file.write_bytes(narrow(16, 16, first.space))
+    made = export(repo, 3, *words)
+    assert [upgrade.from_release for upgrade in made.upgrades] == [1]
+
+
+def narrow(a: int, b: int, old: str | None = None, new: str | None = None) -> bytes:
     made = Map("affine", np.ones((b, a), np.float32), np.ones(b, np.float32), unit=True)
-    return upgrade_of(made.of_models(old, None))
+    return upgrade_of(made.of_models(old, new))
 
 
 def test_texts_are_not_left_behind_by_images(tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ def model_card(said: _Model, vectors: Vectors, made_by: str | None, where: str) 
     """
     if made_by is None:
         raise IncompatibleSpaceError(
-            f"{where}: nothing says which model made them; embed them with `nobackfill embed`, or "
-            "give --queries-old, whose model is known"
+            f"{where}: nothing says which model made them (the space of a release does not); embed "
+            "them with `nobackfill embed`, or give --queries-old, whose model is known"
         )
     embedder = open_embedder(said.model, name=said.model_name)
     same_model(embedder.fingerprint, made_by, f"{said.model} and {where}")

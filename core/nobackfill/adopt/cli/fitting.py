@@ -18,7 +18,7 @@ from nobackfill.adopt.pairs import WINDOW, Matched, Pairs, match
 from nobackfill.adopt.residual import open_trainer
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import ParquetSource
-from nobackfill.adopt.sources.source import Source, same_model
+from nobackfill.adopt.sources.source import Source, fingerprint_of, same_model
 from nobackfill.adopt.transform import upgrade_of
 from nobackfill.adopt.verdict import Cost, Verdict, decide
 from nobackfill.durable import write_file
@@ -26,6 +26,8 @@ from nobackfill.errors import CannotWriteError, InvalidInputError, few
 
 # Of a map's facts: the way that was best when it was fitted.
 VERDICT = "verdict"
+# What is known of the old and of the new one.
+_Models = tuple[str | None, str | None]
 
 
 @dataclass(frozen=True)
@@ -77,22 +79,24 @@ def run(
             "--new: expected the items' vectors by the new model, got those of --old themselves"
         )
     queries = None
-    old_model = stored.facts().model
-    old_seconds = new_seconds = None
+    old_model, new_model = stored.facts().model, made.facts().model
+    asked_model = old_seconds = new_seconds = None
     if (queries_old is None) != (queries_new is None):
         raise InvalidInputError("expected --queries-old and --queries-new together: both models'")
     if queries_old is not None and queries_new is not None:
         asked_old, asked_new = open_source(queries_old), open_source(queries_new)
-        same_model(made.facts().model, asked_new.facts().model, "--new and --queries-new")
-        same_model(stored.facts().model, asked_old.facts().model, "--old and --queries-old")
+        same_model(new_model, asked_new.facts().model, "--new and --queries-new")
+        asked_model = asked_old.facts().model
+        same_model(old_model, asked_model, "--old and --queries-old")
         for option, asked in (("--queries-old", asked_old), ("--queries-new", asked_new)):
             otherwise = "their model reads queries otherwise, and these were read as items"
             not_read_as(asked, DOCUMENTS, f"{option}: {otherwise}; embed them with --queries")
-        old_model = old_model or asked_old.facts().model
         queries = known_items(pairs, asked_old, asked_new)
         old_seconds, new_seconds = _seconds(asked_old), _seconds(asked_new)
-    models = (old_model, made.facts().model)
-    prior = _converter(files, models)
+    models = old_model or asked_model, new_model
+    # Converters are of models by their fingerprints, which a release's space is not.
+    public = fingerprint_of(old_model, asked_model), fingerprint_of(new_model)
+    prior = _converter(files, public)
     cost = Cost(stored.count(), old_seconds, _seconds(made), _map_seconds(pairs), new_seconds)
     verdict = decide(
         pairs,
@@ -104,12 +108,10 @@ def run(
     )
     verdict = replace(verdict, notes=[*_sides(stored, made, matched), *verdict.notes])
     lines = ([] if prior is None else [prior.sentence]) + _lines(verdict)
-    lines += _written(files, verdict, pairs, models, card)
-    if matched.without_old:
-        lost = matched.without_old
+    lines += _written(files, verdict, pairs, models, public, card)
+    if lost := matched.without_old:
         lines.append(f"passed over: {len(lost)} items have no old vector ({few(lost)})")
-    answer = asdict(verdict)
-    answer |= {"chosen": verdict.chosen.kind, "weight": verdict.joining.weight}
+    answer = asdict(verdict) | {"chosen": verdict.chosen.kind, "weight": verdict.joining.weight}
     del answer["joining"]
     return Fitted(answer | {"map": str(files.out), "without_old": matched.without_old}, lines)
 
@@ -142,7 +144,7 @@ def _sides(old: Source, new: Source, matched: Matched) -> list[str]:
     return said
 
 
-def _converter(files: Files, models: tuple[str | None, str | None]) -> Opened | None:
+def _converter(files: Files, models: _Models) -> Opened | None:
     if files.converter is None:
         return None
     return open_converter(files.converter, root=files.root, old=models[0], new=models[1])
@@ -152,7 +154,8 @@ def _written(
     files: Files,
     verdict: Verdict,
     pairs: Pairs,
-    models: tuple[str | None, str | None],
+    models: _Models,
+    public: _Models,
     card: Card | None,
 ) -> list[str]:
     """Write what is wanted; a line for each."""
@@ -169,7 +172,7 @@ def _written(
         write_file(files.report, render(verdict).encode())
         lines.append(f"report: {files.report}")
     if files.publication is not None and card is not None:
-        made = publish(files.publication, verdict, pairs, models, card)
+        made = publish(files.publication, verdict, pairs, public, card)
         lines.append(
             f"published: converter {made.converter} in {files.publication}; who uses it needs "
             f"{files.publication / '1.root.json'} by another way than the publication itself"

@@ -18,6 +18,7 @@ from nobackfill.adopt.sources.source import (
     Window,
     file_name,
     read_mark,
+    same_model,
 )
 from nobackfill.durable import make_dir, remove_tree, sweep, write_file
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, few
@@ -29,7 +30,8 @@ with extra("adopt"):
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-MODEL = b"nobackfill.model"
+# What made the vectors: a model's fingerprint, or, in an export of a gateway, a release's space.
+MODEL, SPACE = b"nobackfill.model", b"nobackfill.space"
 SECONDS = b"nobackfill.seconds_per_item"
 READS = b"nobackfill.reads"
 _MARK = "carried.json"
@@ -74,11 +76,10 @@ class ParquetSource:
 
     def facts(self) -> Facts:
         others = tuple(name for name in self._schema.names if name not in (self._key, self._vector))
-        metadata = self._schema.metadata or {}
         kind = self._schema.field(self._vector).type
         dim = kind.list_size if pa.types.is_fixed_size_list(kind) else None
-        model = metadata[MODEL].decode() if MODEL in metadata else None
-        return Facts(f"{self._path}#{self._vector}", dim, None, model, others)
+        name = f"{self._path}#{self._vector}"
+        return Facts(name, dim, None, _model(self._schema), others)
 
     def seconds_per_item(self) -> float | None:
         """What `nobackfill embed` measured, where it wrote the file."""
@@ -96,7 +97,10 @@ class ParquetSource:
     def windows(self, rows: int) -> Iterator[Window]:
         del rows  # A row group is what can be read alone.
         for file in self._files:
-            for group in range(_opened(file).num_row_groups):
+            opened = _opened(file)
+            first = self._files[0].name
+            same_model(_model(self._schema), _model(opened.schema_arrow), f"{first} and {file}")
+            for group in range(opened.num_row_groups):
                 yield Window(file.name, group)
 
     def read(self, window: Window) -> Rows:
@@ -215,6 +219,12 @@ def _opened(path: Path) -> Any:
         return pq.ParquetFile(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise InvalidInputError(f"{path}: cannot be read as Parquet ({error})") from error
+
+
+def _model(schema: Any) -> str | None:
+    metadata = schema.metadata or {}
+    found = metadata.get(MODEL, metadata.get(SPACE))
+    return None if found is None else str(found.decode())
 
 
 def _is_vector(kind: Any) -> bool:

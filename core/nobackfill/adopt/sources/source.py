@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from nobackfill.digests import SPACE
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError, few
 from nobackfill.vectors import Metric, Vectors
 
@@ -15,7 +16,8 @@ from nobackfill.vectors import Metric, Vectors
 @dataclass(frozen=True)
 class Facts:
     """What a store says about its vectors. `metric` None: it does not say. `model`: the one that
-    its metadata name, if any. `columns`: what else an item holds there.
+    its metadata name, if any, by its fingerprint or a release's space. `columns`: what else an
+    item holds there.
     `directions`: it keeps no norms, but brings every vector to 1. `at_once`: windows that may be
     carried at the same time, each by a thread."""
 
@@ -139,10 +141,23 @@ class Searchable(Source, Protocol):
         """Let go of what searches keep open."""
 
 
+def fingerprint_of(*models: str | None) -> str | None:
+    """The first that is a model's fingerprint, and no release's space."""
+    return next((one for one in models if one is not None and not one.startswith(SPACE)), None)
+
+
+def apart(first: str | None, second: str | None) -> bool:
+    """Whether two models are known to be two. The space of a release and the fingerprint of the
+    files that it was made of name one model in two ways, so that neither contradicts the other."""
+    if first is None or second is None or first.startswith(SPACE) != second.startswith(SPACE):
+        return False
+    return first != second
+
+
 def same_model(first: str | None, second: str | None, what: str) -> None:
-    """Equal dimensions are not equal spaces. Raises IncompatibleSpaceError where both fingerprints
-    are known and differ."""
-    if first is not None and second is not None and first != second:
+    """Equal dimensions are not equal spaces. Raises IncompatibleSpaceError where the two are
+    `apart`."""
+    if first is not None and second is not None and apart(first, second):
         raise IncompatibleSpaceError(
             f"{what}: expected vectors of one model, got {first[:12]}… and {second[:12]}…; the "
             "same dimension is not the same space (or this model was declared otherwise)"

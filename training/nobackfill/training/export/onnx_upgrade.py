@@ -11,8 +11,9 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
-from nobackfill.digests import sha256_file
+from nobackfill.digests import SPACE, sha256_file
 from nobackfill.errors import ConfigurationError, InvalidInputError, VerificationError
+from nobackfill.release.encoders import space_of
 from nobackfill.release.manifest import Embedder, Manifest, Upgrade
 from nobackfill.release.paths import upgrade_int8_path, upgrade_path
 from nobackfill.training.export.drafting import Recipe, Release
@@ -35,11 +36,12 @@ def add_onnx_upgrade(release: Release, source: Path) -> None:
     model = _loaded(source)
     facts = {one.key: one.value for one in model.metadata_props}
     dims = _dims(model, source)
-    made = _text_model(release.embedder, release.recipe)
+    space = space_of(release.embedder, release.text_encoder)
+    made = _named(space, release.embedder, release.recipe, facts.get("new_model"))
     if made is not None and facts.get("new_model", made) != made:
         raise ConfigurationError(
             f"--upgrade {source}: was fitted on vectors of another new model than the one being "
-            "published; fit it again with vectors that --text-encoder's model makes"
+            "published; fit it again with vectors that this release's model makes"
         )
     old = _source(release, source, facts.get("old_model"), dims[0])
     if dims[1] != release.embedder.dim:
@@ -96,9 +98,11 @@ def _dims(model: onnx.ModelProto, source: Path) -> tuple[int, int]:
     return shapes[0][1], shapes[1][1]
 
 
-def _text_model(embedder: Embedder, recipe: Recipe) -> str | None:
-    """The fingerprint of what made all vectors of a release, None where that is not known: pictures
-    are of another model."""
+def _named(space: str, embedder: Embedder, recipe: Recipe, model: str | None) -> str | None:
+    """A release's own name of what made its vectors, as `model` names it: by the space, or by the
+    text model's fingerprint, None where that is not known: pictures are of another model."""
+    if model is not None and model.startswith(SPACE):
+        return space
     made = recipe.get(TEXT_MODEL)
     return made if isinstance(made, str) and embedder.file is None else None
 
@@ -107,8 +111,10 @@ def _source(release: Release, path: Path, model: str | None, dim: int) -> Manife
     """The published release whose vectors it takes."""
     found = list(release.published.values())
     if model is not None:
-        named = [one for one in found if one.recipe.get(TEXT_MODEL) == model]
-        found = named or [one for one in found if _text_model(one.embedder, one.recipe) is None]
+        named = [one for one in found if model in (one.space, one.recipe.get(TEXT_MODEL))]
+        found = named or [
+            one for one in found if _named(one.space, one.embedder, one.recipe, model) is None
+        ]
     fitting = [one for one in found if one.embedder.dim == dim]
     if not fitting:
         raise ConfigurationError(
