@@ -34,11 +34,13 @@ def publish_block_release(
     gate: GateVerdict | None = None,
     middle: float = graphs.MIDDLE,
     scale: tuple[float, float] | None = None,
+    both: tuple[float, float, float] | None = None,
 ) -> Manifest:
     """Publish release `number` with upgrades from published releases; keys lie beside `repo`.
 
     `directly`: releases whose vectors its queries may meet as they are (it shares the first one's
-    block). `middle` and `scale`: see releases.draft. What it is made of stays in `<repo>.drafts`.
+    block). `middle`, `scale`, `both`: see releases.draft. What it is made of stays in
+    `<repo>.drafts`.
     """
     draft = releases.draft(
         repo.with_name(f"{repo.name}.drafts"),
@@ -50,6 +52,7 @@ def publish_block_release(
         gate=gate,
         middle=middle,
         scale=scale,
+        both=both,
     )
     publish(repo, draft)
     return draft.manifest

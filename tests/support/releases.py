@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from nobackfill.digests import side_space_id
 from nobackfill.release import paths
+from nobackfill.release.evidence import BothEvidence
 from nobackfill.release.manifest import (
     Calibration,
     Embedder,
@@ -49,6 +50,7 @@ def draft(
     ways: Mapping[int, Way] | None = None,
     middle: float = graphs.MIDDLE,
     scale: tuple[float, float] | None = None,
+    both: tuple[float, float, float] | None = None,
 ) -> Draft:
     """Release `number` with an upgrade from each of `sources`, its files below `folder`/NUMBER.
 
@@ -56,7 +58,7 @@ def draft(
     block. `side`: each release has its own side encoder and upgrades map into it; or it keeps the
     encoder of the first source; or there is none. `ways`: what the upgrade from a source does with
     side-information, where it is not that. `middle`: see graphs.encoder. `scale`: of carried
-    vectors beside native ones.
+    vectors beside native ones; `both`: weights of both models.
     """
     folder = folder / str(number)
     files = {paths.embedder_path(number): folder / paths.embedder_path(number)}
@@ -91,7 +93,9 @@ def draft(
         upgrades=upgrades,
         searches_directly=tuple(m.space for m in directly),
         routes=tuple(
-            RouteEvidence(releases=(s.release, number), map=0.9, cmc1=0.9, kept=0.95)
+            RouteEvidence(
+                releases=(s.release, number), map=0.9, cmc1=0.9, kept=0.95, both=_both(both)
+            )
             for s in sources
         ),
         calibration=_calibration(space, sources, directly, scale),
@@ -106,6 +110,15 @@ def draft(
         created=CREATED,
     )
     return _with_probes(folder, manifest, files, {s.release: block_of(s) for s in sources})
+
+
+def _both(joint: tuple[float, float, float] | None) -> BothEvidence | None:
+    if joint is None:
+        return None
+    new, old, offset = joint
+    return BothEvidence(
+        new=new, old=old, offset=offset, map=0.9, cmc1=0.9, map_gain_low=0, cmc1_gain_low=0
+    )
 
 
 def _way(source: Manifest, side: str) -> Way:

@@ -16,6 +16,7 @@ from nobackfill.class_folders import Listing
 from nobackfill.metrics.backfill import AS_THEY_ARE, Line
 from nobackfill.metrics.retrieval import mean
 from nobackfill.quality.backfill import healing_evidence
+from nobackfill.quality.both import Asked, both_evidence
 from nobackfill.quality.calibrate import fit_calibration, same_scale
 from nobackfill.quality.cells import CellName, alone, served_cells
 from nobackfill.quality.embedded import Published
@@ -227,6 +228,12 @@ def _route(gate: Measuring, calibrating: Measuring, name: CellName) -> tuple[Rou
     healing, line = healing_evidence(
         name, gate.asked, gate.embedded, gate.relevance, scale, int8=gate.quantised(name)
     )
+    both = both_evidence(
+        name,
+        Asked(calibrating.asked, calibrating.embedded, calibrating.relevance),
+        Asked(gate.asked, gate.embedded, gate.relevance),
+        int8=gate.quantised(name),
+    )
     evidence = RouteEvidence(
         releases=name.gallery,
         map=mean(exact.map),
@@ -234,6 +241,7 @@ def _route(gate: Measuring, calibrating: Measuring, name: CellName) -> tuple[Rou
         int8_map=served if gate.quantised(name) else None,
         kept=served / upper if upper > 0 else 0.0,
         healing=healing,
+        both=both,
     )
     return evidence, line
 

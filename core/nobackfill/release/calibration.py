@@ -48,6 +48,20 @@ class Scale(NamedTuple):
         return np.asarray(self.slope * values + self.offset, np.float64)
 
 
+class Joint(NamedTuple):
+    """The distance at which a native vector is as likely a match as what was carried: `new` * the
+    distance to its carried vector + `old` * the older model's own distance + `offset`."""
+
+    new: float
+    old: float
+    offset: float
+
+    def __call__(self, carried: ArrayLike, stayed: ArrayLike) -> NDArray[np.float64]:
+        """Of both distances of the same items, in float64."""
+        joined = self.new * np.asarray(carried, np.float64) + self.old * np.asarray(stayed)
+        return np.asarray(joined + self.offset, np.float64)
+
+
 class Scorer:
     """A calibration made ready to be applied many times."""
 

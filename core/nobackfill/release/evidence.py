@@ -32,6 +32,23 @@ def _fall(curve: tuple[float, ...]) -> float:
     return max(0.0, min(curve[0], curve[-1]) - min(curve))
 
 
+class BothEvidence(Strict):
+    """How both models together rank what a route has carried, where that is worse than neither.
+
+    Numbers of `nobackfill.release.calibration.Joint`, fitted on one half of the held-out items;
+    shares of the other, of queries by both models, with the lower bounds of the paired bootstrap of
+    what they gain over staying (old/old).
+    """
+
+    new: float = Field(ge=0)
+    old: float = Field(gt=0)
+    offset: float
+    map: float = Field(ge=0, le=1)
+    cmc1: float = Field(ge=0, le=1)
+    map_gain_low: float
+    cmc1_gain_low: float
+
+
 class RouteEvidence(Strict):
     """What a route into this release keeps, measured on the exported files."""
 
@@ -45,6 +62,7 @@ class RouteEvidence(Strict):
     # Share of new/new mAP that is left as it is served: with int8 files, where they exist.
     kept: float = Field(ge=0)
     healing: HealingEvidence | None = Field(None, exclude_if=lambda healing: healing is None)
+    both: BothEvidence | None = Field(None, exclude_if=lambda both: both is None)
 
 
 class Unlabelled(Strict):

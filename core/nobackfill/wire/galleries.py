@@ -53,12 +53,13 @@ class Galleries(Connection):
 
     def update_gallery(
         self, gallery: str, *, exact_distances: bool | None = None,
-        source: pb.ItemSource | None = None,
+        source: pb.ItemSource | None = None, both_models: bool | None = None,
     ) -> pb.Gallery:  # fmt: skip
-        """Change whether a gallery answers with distances as they were computed, and where its
-        images can be had again (an empty address: nowhere). None: left as it is."""
+        """Change whether a gallery answers with distances as they were computed, where its images
+        can be had again (an empty address: nowhere), and whether the model before ranks what was
+        carried, too. None: left as it is."""
         request = pb.UpdateGalleryRequest(
-            name=gallery, exact_distances=exact_distances, source=source
+            name=gallery, exact_distances=exact_distances, source=source, both_models=both_models
         )
         return self._again(lambda t: self._galleries.UpdateGallery(request, timeout=t)).gallery
 

@@ -59,7 +59,7 @@ class IndexInfo(_message.Message):
     def __init__(self, in_graph: _Optional[int] = ..., compared: _Optional[int] = ..., delta: _Optional[int] = ..., due: _Optional[bool] = ...) -> None: ...
 
 class Gallery(_message.Message):
-    __slots__ = ("name", "items", "release", "spaces", "note", "created", "exact_distances", "set_aside", "source")
+    __slots__ = ("name", "items", "release", "spaces", "note", "created", "exact_distances", "set_aside", "source", "both_models", "both_with")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,8 @@ class Gallery(_message.Message):
     EXACT_DISTANCES_FIELD_NUMBER: _ClassVar[int]
     SET_ASIDE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    BOTH_MODELS_FIELD_NUMBER: _ClassVar[int]
+    BOTH_WITH_FIELD_NUMBER: _ClassVar[int]
     name: str
     items: int
     release: int
@@ -78,7 +80,9 @@ class Gallery(_message.Message):
     exact_distances: bool
     set_aside: str
     source: ItemSource
-    def __init__(self, name: _Optional[str] = ..., items: _Optional[int] = ..., release: _Optional[int] = ..., spaces: _Optional[_Iterable[_Union[SpaceInfo, _Mapping]]] = ..., note: _Optional[str] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., exact_distances: _Optional[bool] = ..., set_aside: _Optional[str] = ..., source: _Optional[_Union[ItemSource, _Mapping]] = ...) -> None: ...
+    both_models: bool
+    both_with: int
+    def __init__(self, name: _Optional[str] = ..., items: _Optional[int] = ..., release: _Optional[int] = ..., spaces: _Optional[_Iterable[_Union[SpaceInfo, _Mapping]]] = ..., note: _Optional[str] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., exact_distances: _Optional[bool] = ..., set_aside: _Optional[str] = ..., source: _Optional[_Union[ItemSource, _Mapping]] = ..., both_models: _Optional[bool] = ..., both_with: _Optional[int] = ...) -> None: ...
 
 class ItemSource(_message.Message):
     __slots__ = ("address", "hits", "patience", "bytes_a_query", "concurrency", "items_a_day")
@@ -111,14 +115,16 @@ class CreateGalleryResponse(_message.Message):
     def __init__(self, gallery: _Optional[_Union[Gallery, _Mapping]] = ...) -> None: ...
 
 class UpdateGalleryRequest(_message.Message):
-    __slots__ = ("name", "exact_distances", "source")
+    __slots__ = ("name", "exact_distances", "source", "both_models")
     NAME_FIELD_NUMBER: _ClassVar[int]
     EXACT_DISTANCES_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    BOTH_MODELS_FIELD_NUMBER: _ClassVar[int]
     name: str
     exact_distances: bool
     source: ItemSource
-    def __init__(self, name: _Optional[str] = ..., exact_distances: _Optional[bool] = ..., source: _Optional[_Union[ItemSource, _Mapping]] = ...) -> None: ...
+    both_models: bool
+    def __init__(self, name: _Optional[str] = ..., exact_distances: _Optional[bool] = ..., source: _Optional[_Union[ItemSource, _Mapping]] = ..., both_models: _Optional[bool] = ...) -> None: ...
 
 class UpdateGalleryResponse(_message.Message):
     __slots__ = ("gallery",)

@@ -1,4 +1,4 @@
-"""`gateway update-gallery`: where a gallery's images or texts can be had again."""
+"""`gateway update-gallery`: how a gallery answers after an upgrade."""
 
 from typing import Annotated
 
@@ -26,16 +26,23 @@ def update_gallery(
     bytes_a_query: Annotated[int, typer.Option(help="what it may read (64 MiB)")] = 0,
     concurrency: Annotated[int, typer.Option(help="batches at once (2)")] = 0,
     a_day: Annotated[int, typer.Option(help="items of a day (100000)")] = 0,
+    both: Annotated[
+        bool | None,
+        typer.Option("--both/--no-both", help="the model before ranks carried items, too"),
+    ] = None,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
     """Register where a gallery's images or texts are: hits that an upgrade has carried are
-    embedded again from there as people look. Without --source: show it."""
+    embedded again from there as people look. Or have both models rank what was carried, by weights
+    that the release measured. Without --source or --both: show it."""
     if source is None and (hits or seconds or bytes_a_query or concurrency or a_day):
         raise typer.BadParameter("expected --source with what it may cost")
     with exit_codes(), Gateway(server, retries=False) as gateway:
-        if source is None:
+        if source is None and both is None:
             answer = gateway.get_gallery(gallery)
+        elif source is None:
+            answer = gateway.update_gallery(gallery, both_models=both)
         else:
             patience = Duration()
             numbers = (hits, bytes_a_query, concurrency, a_day, seconds)
@@ -46,15 +53,17 @@ def update_gallery(
                 address="" if source == "none" else source, hits=hits, patience=patience,
                 bytes_a_query=bytes_a_query, concurrency=concurrency, items_a_day=a_day,
             )  # fmt: skip
-            answer = gateway.update_gallery(gallery, source=message)
+            answer = gateway.update_gallery(gallery, source=message, both_models=both)
     found = answer.source
-    rows = [["gallery", "source", "hits", "seconds", "bytes a query", "at once", "a day"]]
+    rows = [["gallery", "both", "source", "hits", "seconds", "bytes a query", "at once", "a day"]]
+    beside = f"with release {answer.both_with}" if answer.both_with else "none at present"
+    asked = beside if answer.both_models else ""
     if answer.HasField("source"):
         rows.append([
-            answer.name, found.address, str(found.hits),
+            answer.name, asked, found.address, str(found.hits),
             f"{found.patience.ToTimedelta().total_seconds():g}", str(found.bytes_a_query),
             str(found.concurrency), str(found.items_a_day),
         ])  # fmt: skip
     else:
-        rows.append([answer.name, "none", "", "", "", "", ""])
+        rows.append([answer.name, asked, "none", "", "", "", "", ""])
     show(as_json, plain(answer), rows)

@@ -24,7 +24,7 @@ from nobackfill.server.galleries.initial_index import beginning
 from nobackfill.server.galleries.items import ItemCache
 from nobackfill.server.galleries.lock_order import Level
 from nobackfill.server.galleries.origins import Origins
-from nobackfill.server.galleries.plan import SOURCE, Filling, Part, Plan, entered, make_plan
+from nobackfill.server.galleries.plan import BOTH, SOURCE, Filling, Part, Plan, entered, make_plan
 from nobackfill.server.galleries.speed import Speed
 from nobackfill.server.galleries.users import Users
 from nobackfill.server.galleries.write_lock import WriteLock
@@ -107,8 +107,8 @@ class Hosted:
                 f"gallery {self.name!r} lives in release {max(missing)}, which is not published "
                 "here; give the publication folder it was made with"
             )
-        source = self.state(SOURCE) is not None
-        new = make_plan(spaces, state, manifests, rollout, epoch, source=source)
+        source, both = self.state(SOURCE) is not None, bool(self.state(BOTH))
+        new = make_plan(spaces, state, manifests, rollout, epoch, source=source, both=both)
         before(new)
         if self._views:
             self._wake(new)

@@ -73,7 +73,7 @@ class ImageAnswers:
         self._queue.add(Waiting(asked, part.query, image, call.deadline, call.is_wanted))
 
     def _part(self, hosted: Hosted, plan: Plan) -> Part | None:
-        one = len(plan.parts) == 1 and plan.canary is None
+        one = len(plan.parts) == 1 and plan.canary is None and plan.both is None
         return (
             plan.parts[0] if one and not self._healing.heals(hosted, plan.parts[0].space) else None
         )

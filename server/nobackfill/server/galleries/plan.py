@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nobackfill.gallery.spec import Origin, SpaceInfo
-from nobackfill.release.calibration import Scale, Scorer, find
+from nobackfill.release.calibration import Joint, Scale, Scorer, find
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries.lock_order import Level
 from nobackfill.server.galleries.users import Users
@@ -15,6 +15,8 @@ from nobackfill.server.state import RolloutName, State
 CANARY = "canary"
 # What it remembers of the source of its images, if it has one.
 SOURCE = "source"
+# Whether both models rank what is carried, where a release has weights for that.
+BOTH = "both"
 Filling = RolloutName | Literal["canary"]
 
 
@@ -36,6 +38,14 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
+class Both:
+    """The space before, whose model has its say in how carried items are ranked."""
+
+    part: Part
+    joint: Joint
+
+
+@dataclass(frozen=True, eq=False)
 class Plan:
     """Every item is answered for by the first of `parts` that has it.
 
@@ -44,6 +54,7 @@ class Plan:
     `accepts`: spaces in which bare embeddings may be put. `canary`: the release on trial in its own
     space, which is whole; None at nearly all times. `heals`: the space whose carried vectors are
     made anew from their images as people look; None without a source, and while another is filled.
+    `both`: asked beside the active space; None where nobody wishes it, or no release has weights.
     `epoch`: of what it was made of, where other gateways change that, too.
     """
 
@@ -54,6 +65,7 @@ class Plan:
     canary: Part | None = None
     epoch: int = 0
     heals: str | None = None
+    both: Both | None = None
     users: Users = field(default_factory=lambda: Users(Level.PLAN))
 
     @property
@@ -118,9 +130,10 @@ def make_plan(
     epoch: int = 0,
     *,
     source: bool = False,
+    both: bool = False,
 ) -> Plan:
     """The plan of a gallery with these `spaces`; `rollout` is how it came to its staging space, and
-    CANARY once that is whole. `source`: its items can be had again.
+    CANARY once that is whole. `source`: its items can be had again; `both`: both models are asked.
 
     While an item of the active release may still be missing from its space, direct and dual search
     two spaces. With cutover the old space answers until the gallery is flipped.
@@ -146,7 +159,18 @@ def make_plan(
     canary = staged if rollout == CANARY and len(parts) == 1 and _on_trial(state, staged) else None
     embeds = native.query.embedder.vectors_of is None
     heals = native.space if source and embeds and staged is None else None
-    return Plan(parts, alone, writes, accepts, canary, epoch, heals)
+    before = _both(native.query, kept[1:]) if both and staged is None and heals is None else None
+    return Plan(parts, alone, writes, accepts, canary, epoch, heals, before)
+
+
+def _both(new: Manifest, previous: Sequence[Part]) -> Both | None:
+    """The newest space before that `new` has weights for; by the route that keeps most."""
+    for part in sorted(previous, key=lambda part: -part.release):
+        routes = [route for route in new.routes if route.releases[0] == part.release]
+        for route in sorted(routes, key=lambda route: -route.kept):
+            if found := route.both:
+                return Both(part, Joint(found.new, found.old, found.offset))
+    return None
 
 
 def _on_trial(state: State, staged: Part | None) -> bool:

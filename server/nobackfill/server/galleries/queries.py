@@ -10,19 +10,23 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.matches import Matches
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.plan import Part
+from nobackfill.server.galleries.plan import Both, Part
 from nobackfill.vectors import Vectors
 
 
 @dataclass(frozen=True)
 class Question:
-    """A query's vectors float32 [1,dim], one for each of `parts`; `ef` as in Index.search."""
+    """A query's vectors float32 [1,dim], one for each of `parts`; `ef` as in Index.search.
+
+    `before`: its vector [1,dim] in the space before, where both models rank what is carried.
+    """
 
     hosted: Hosted
     parts: tuple[Part, ...]
     vectors: tuple[Vectors, ...]
     k: int
     ef: int
+    before: tuple[Both, Vectors] | None = None
 
 
 # The whole answer's bytes to a question that needs no more; None: it does.

@@ -1,29 +1,24 @@
 """Searching one gallery: one plan and one snapshot a search, one ranking over all its spaces."""
 
-import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from nobackfill.errors import (
-    IncompatibleSpaceError,
-    InvalidInputError,
-    NeedsImageError,
-    NotFoundError,
-    ReleaseRetiredError,
-)
+from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.gallery.filters import Filter
 from nobackfill.gallery.matches import Matches
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.batching import Batcher
 from nobackfill.server.embedding.embedding import Embedding
+from nobackfill.server.galleries import both_answers
 from nobackfill.server.galleries.answers import allowed, found, found_or_refused, lost
-from nobackfill.server.galleries.asked import Asked, ByEmbedding, Canary, Found, Heals, Query
+from nobackfill.server.galleries.asked import Asked, Canary, Found, Heals, Query
+from nobackfill.server.galleries.choosing import Choosing, asked_beside, parts_of
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.plan import Part, Plan, direct_part
+from nobackfill.server.galleries.plan import Both, Part, Plan
 from nobackfill.server.galleries.queries import Answer, Question, Shortcut, run
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.metrics import Metrics
@@ -49,7 +44,7 @@ class Searching:
         self._canary = canary
         self._healing = healing
         self._embedding = embedding
-        self._catalog = catalog
+        self._choosing = Choosing(catalog, state)
         self._state = state
         self._searches = {kind: metrics.searches.labels(kind) for kind in ("exact", "graph")}
         self._observe = metrics.batch_size.labels("search").observe
@@ -90,7 +85,8 @@ class Searching:
             if plan.canary is not None:
                 return self._canary.search(asked, plan, plan.canary, self._search)
             question = self._question(asked.hosted, plan, asked.query, asked.k, asked.ef, None)
-            return shortcut(question) or self._answered(question, asked.filtered)
+            quick = shortcut(question) if question.before is None else None
+            return quick or self._answered(question, asked.filtered)
 
     def _search(self, asked: Asked, plan: Plan, on_trial: Part | None = None) -> Found:
         if asked.aside:
@@ -105,6 +101,9 @@ class Searching:
             if isinstance(healed, InvalidInputError):
                 raise healed
             return healed
+        if question.before is not None:
+            with calls.part("search"):
+                return both_answers.found(question, allowed(question.hosted, filtered))
         with calls.part("search"):
             for _ in range(_TRIES):
                 answer = self._answer(question, filtered)
@@ -119,7 +118,7 @@ class Searching:
         return own and self._healing.heals(question.hosted, part.space)
 
     def _search_aside(self, asked: Asked, plan: Plan, on_trial: Part | None) -> Found:
-        hosted, parts = asked.hosted, _parts_of(plan, on_trial)
+        hosted, parts = asked.hosted, parts_of(plan, on_trial)
         if isinstance(asked.query, bytes | str):
             (made,) = self._embedding.queries([part.query for part in parts], [asked.query])
             if isinstance(made, InvalidInputError):
@@ -196,27 +195,32 @@ class Searching:
         if any(healed):
             # Queries of several spaces in one call: each for itself.
             return [one for q in questions for one in self._together([q], passing, heal=heal)]
-        answers = run(questions, passing) if questions else ()
-        return [found_or_refused(q, answer) for q, answer in zip(questions, answers, strict=True)]
+        near = [question for question in questions if question.before is None]
+        answers = iter(run(near, passing) if near else ())
+        return [
+            found_or_refused(q, next(answers)) if q.before is None else _by_both(q, passing)
+            for q in questions
+        ]
 
     def _questions(
         self, hosted: Hosted, plan: Plan, queries: Sequence[Query], k: int, ef: int,
         on_trial: Part | None,
     ) -> list[Question | InvalidInputError]:  # fmt: skip
         items = [query for query in queries if isinstance(query, bytes | str)]
-        parts = _parts_of(plan, on_trial)
+        parts = parts_of(plan, on_trial)
         made = iter(self._embedding.queries([part.query for part in parts], items))
+        before = iter(self._before(plan, parts, items))
         questions: list[Question | InvalidInputError] = []
         for query in queries:
             try:
                 if not isinstance(query, bytes | str):
                     questions.append(self._question(hosted, plan, query, k, ef, on_trial))
                     continue
-                vectors = next(made)
+                vectors, beside = next(made), next(before)
                 questions.append(
                     vectors
                     if isinstance(vectors, InvalidInputError)
-                    else Question(hosted, parts, vectors, k, ef)
+                    else Question(hosted, parts, vectors, k, ef, beside)
                 )
             except InvalidInputError as error:
                 questions.append(error)
@@ -225,67 +229,48 @@ class Searching:
     def _question(
         self, hosted: Hosted, plan: Plan, query: Query, k: int, ef: int, on_trial: Part | None
     ) -> Question:
-        parts = _parts_of(plan, on_trial)
+        parts = parts_of(plan, on_trial)
         if isinstance(query, bytes | str):
+            both = asked_beside(plan, parts, query)
+            asked = [*parts, both.part] if both else parts
             made = {
                 manifest.release: self._embedding.query(manifest, query)
-                for manifest in {part.query.release: part.query for part in parts}.values()
+                for manifest in {part.query.release: part.query for part in asked}.values()
             }
             vectors = tuple(made[part.query.release] for part in parts)
-            return Question(hosted, parts, vectors, k, ef)
+            before = (both, made[both.part.query.release]) if both else None
+            return Question(hosted, parts, vectors, k, ef, before)
         if on_trial is None or on_trial.query.space not in query:
-            parts = self._parts(plan, query)
+            parts = self._choosing.parts(plan, query)
         vectors = tuple(_read(part.query, query[part.query.space]) for part in parts)
-        return Question(hosted, parts, vectors, k, ef)
+        both = asked_beside(plan, parts, query)
+        if both is None:
+            return Question(hosted, parts, vectors, k, ef)
+        old = _read(both.part.query, query[both.part.query.space])
+        return Question(hosted, parts, vectors, k, ef, (both, old))
 
-    def _parts(self, plan: Plan, query: ByEmbedding) -> tuple[Part, ...]:
-        """What a query by embedding may be compared with, in the spaces that it brings."""
-        if all(part.query.space in query for part in plan.parts):
-            return plan.parts
-        for space, part in plan.alone.items():
-            if space in query:
-                self._refuse_ended(space, part.query)
-                return (part,)
-        if plan.query.space in query:
-            missing = [p.query for p in plan.parts if p.query.space not in query]
-            raise NeedsImageError(
-                "the gallery is being upgraded and lives in two spaces; send the image, or an "
-                f"embedding of each of releases {plan.query.release} and "
-                f"{', '.join(str(m.release) for m in missing)}"
-            )
-        active, spaces = plan.parts[-1], self._catalog.spaces
-        for space in query:
-            manifest = spaces.get(space)
-            if manifest is not None and manifest.searches(active.space):
-                return (direct_part(manifest, spaces[active.space]),)
-        raise self._incompatible(plan, query)
-
-    def _refuse_ended(self, space: str, manifest: Manifest) -> None:
-        end = self._state.now.ends.get(space)
-        if end is not None and time.time() >= end:
-            raise _retired(manifest.release)
-
-    def _incompatible(self, plan: Plan, query: ByEmbedding) -> Exception:
-        spaces = self._catalog.spaces
-        known = [spaces[space].release for space in query if space in spaces]
-        if known and max(known) in self._state.now.retired:
-            return _retired(max(known))
-        sent = f"release {max(known)}" if known else "no release known here"
-        return IncompatibleSpaceError(
-            f"the gallery answers queries of release {plan.query.release}, the embedding is of "
-            f"{sent}; embed the query with release {plan.query.release}, or send the image"
-        )
+    def _before(
+        self, plan: Plan, parts: tuple[Part, ...], items: Sequence[bytes | str]
+    ) -> list[tuple[Both, Vectors] | None]:
+        """What the model before makes of images and texts, in order, where it is asked."""
+        asked = [asked_beside(plan, parts, item) for item in items]
+        some = [item for item, both in zip(items, asked, strict=True) if both is not None]
+        models = [] if plan.both is None else [plan.both.part.query]
+        made = iter(self._embedding.queries(models, some) if some else ())
+        found: list[tuple[Both, Vectors] | None] = []
+        for both in asked:
+            vectors = None if both is None else next(made)
+            # What it cannot read is ranked by the model that can.
+            found.append((both, vectors[0]) if both and isinstance(vectors, tuple) else None)
+        return found
 
 
-def _parts_of(plan: Plan, on_trial: Part | None) -> tuple[Part, ...]:
-    """What an image, or a text, is compared with."""
-    return plan.parts if on_trial is None else (on_trial,)
-
-
-def _retired(release: int) -> ReleaseRetiredError:
-    return ReleaseRetiredError(
-        f"queries of release {release} are no longer answered; embed with the active release"
-    )
+def _by_both(question: Question, passing: Matches | None) -> Found | InvalidInputError:
+    calls.current().check()
+    try:
+        return both_answers.found(question, passing)
+    except InvalidInputError as error:
+        return error
 
 
 def _read(manifest: Manifest, values: bytes) -> Vectors:

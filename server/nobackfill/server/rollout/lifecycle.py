@@ -11,7 +11,7 @@ from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.plan import SOURCE
+from nobackfill.server.galleries.plan import BOTH, SOURCE
 from nobackfill.server.healing.healer import Progress
 from nobackfill.server.healing.healing import Healing
 from nobackfill.server.healing.registration import Source
@@ -102,6 +102,13 @@ class Lifecycle:
             self._healing.places.open(source)
         with hosted.write_lock.exclusive():
             hosted.remember({SOURCE: None if source is None else source.to_state()})
+            self._serving.replan_one(hosted)
+
+    def ask_both(self, hosted: Hosted, wished: bool) -> None:
+        """From now on carried items are ranked by the model before, too, or no longer, where its
+        space is kept and the release has weights. Raises CannotWriteError, UnavailableError."""
+        with hosted.write_lock.exclusive():
+            hosted.remember({BOTH: wished or None})
             self._serving.replan_one(hosted)
 
     def healing(self, name: str) -> Progress | None:

@@ -9,7 +9,7 @@ from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.server.galleries.contents import Bare, Put
 from nobackfill.server.galleries.galleries import CREATED, Galleries
 from nobackfill.server.galleries.hosted import NOTE, Hosted
-from nobackfill.server.galleries.plan import SOURCE
+from nobackfill.server.galleries.plan import BOTH, SOURCE
 from nobackfill.server.galleries.puts import Putting
 from nobackfill.server.galleries.quotas import Quotas
 from nobackfill.server.galleries.sizes import searched
@@ -66,6 +66,9 @@ class GalleryService(GalleryServiceServicer):
             if request.HasField("source"):
                 self._lifecycle.register(hosted, from_source(request.source))
                 self._audit("register a source of", f"gallery {request.name}")
+            if request.HasField("both_models"):
+                self._lifecycle.ask_both(hosted, request.both_models)
+                self._audit("set both models of", f"gallery {request.name}")
             return pb.UpdateGalleryResponse(gallery=self._gallery(hosted))
 
     def GetGallery(  # noqa: N802
@@ -195,6 +198,8 @@ def _gallery(hosted: Hosted, ends: Mapping[str, float]) -> pb.Gallery:
         release=hosted.plan.query.release,
         note=str(hosted.state(NOTE) or ""),
         exact_distances=hosted.exact,
+        both_models=bool(hosted.state(BOTH)),
+        both_with=hosted.plan.both.part.release if hosted.plan.both else 0,
     )
     if kept := hosted.state(SOURCE):
         told = calls.current().principal.role is Role.ADMIN
