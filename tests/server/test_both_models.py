@@ -107,6 +107,20 @@ def test_both_models_rank_what_was_carried(
         check(client, known)
         batches(client, known)
 
+        # While the next release is carried, too, until its space answers.
+        with trials.near():
+            publish_block_release(repo, 3, [2], middle=MIDDLE)
+        client.pause_upgrade("g")
+        events = client.begin(3, "cutover")
+        assert client.get_gallery("g").both_with == 1
+        check(client, known)
+        client.start_upgrade("g", 0)
+        assert list(events)
+        assert client.get_gallery("g").both_with == 0
+        client.rollback(confirm=True)
+        assert client.get_gallery("g").both_with == 1
+        check(client, known)
+
         assert not client.update_gallery("g", both_models=False).both_models
         query = images(1, seed=9)[0]
         assert ids(client.find(query, k=ALL)) == known.order(None, by_new(query))

@@ -159,7 +159,8 @@ def make_plan(
     canary = staged if rollout == CANARY and len(parts) == 1 and _on_trial(state, staged) else None
     embeds = native.query.embedder.vectors_of is None
     heals = native.space if source and embeds and staged is None else None
-    before = _both(native.query, kept[1:]) if both and staged is None and heals is None else None
+    asks = both and len(parts) == 1 and canary is None and heals is None
+    before = _both(native.query, kept[1:]) if asks else None
     return Plan(parts, alone, writes, accepts, canary, epoch, heals, before)
 
 
