@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from nobackfill.errors import InvalidInputError
 from nobackfill.release.manifest import Manifest
 from nobackfill.v1 import search_pb2
+from nobackfill.wire.values import to_value
 from tests.server.conftest import Stages
 from tests.server.support import Client, ids, images, refused, running, vector
 from tests.support import graphs, trials
@@ -106,6 +107,10 @@ def test_both_models_rank_what_was_carried(
         known.native |= {0, 1}
         check(client, known)
         batches(client, known)
+        nobody = search_pb2.SearchRequest(gallery="g", k=5)
+        nobody.query.image = png(images(1, seed=9)[0])
+        nobody.filter.conditions.add(key="shelf", equals=to_value("none"))
+        assert not client.raw.searches.Search(nobody).hits
 
         # While the next release is carried, too, until its space answers.
         with trials.near():
@@ -125,6 +130,10 @@ def test_both_models_rank_what_was_carried(
         query = images(1, seed=9)[0]
         assert ids(client.find(query, k=ALL)) == known.order(None, by_new(query))
         assert client.update_gallery("g", both_models=True).both_with == 1
+        # When nothing is left that was carried, the new model alone ranks.
+        client.put_images(images(ALL))
+        known.native = set(range(ALL))
+        check(client, known)
         # With the space before gone, the new model is alone.
         client.retire()
         wait_until(lambda: client.get_gallery("g").both_with == 0, "asked after its end")

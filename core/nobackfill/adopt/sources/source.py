@@ -146,18 +146,13 @@ def fingerprint_of(*models: str | None) -> str | None:
     return next((one for one in models if one is not None and not one.startswith(SPACE)), None)
 
 
-def apart(first: str | None, second: str | None) -> bool:
-    """Whether two models are known to be two. The space of a release and the fingerprint of the
-    files that it was made of name one model in two ways, so that neither contradicts the other."""
-    if first is None or second is None or first.startswith(SPACE) != second.startswith(SPACE):
-        return False
-    return first != second
-
-
 def same_model(first: str | None, second: str | None, what: str) -> None:
-    """Equal dimensions are not equal spaces. Raises IncompatibleSpaceError where the two are
-    `apart`."""
-    if first is not None and second is not None and apart(first, second):
+    """Equal dimensions are not equal spaces. Raises IncompatibleSpaceError where two models are
+    known to be two: the space of a release and the fingerprint of the files that it was made of
+    name one model in two ways, so that neither contradicts the other."""
+    if first is None or second is None or first.startswith(SPACE) != second.startswith(SPACE):
+        return
+    if first != second:
         raise IncompatibleSpaceError(
             f"{what}: expected vectors of one model, got {first[:12]}… and {second[:12]}…; the "
             "same dimension is not the same space (or this model was declared otherwise)"

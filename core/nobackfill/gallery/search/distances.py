@@ -37,3 +37,9 @@ def between(metric: Metric, queries: Vectors, candidates: Vectors) -> Vectors:
         found = np.maximum(1 - np.vecdot(wide, queries.astype(np.float64)[:, None, :]), 0)
     rounded: Vectors = found.astype(np.float32)
     return rounded
+
+
+def to_one(metric: Metric, query: Vectors, vectors: Vectors) -> Vectors:
+    """Distances float32 [n] from one query [1, dim] to vectors [n, dim], as they were stored."""
+    found: Vectors = between(metric, prepare(metric, query), prepare(metric, vectors)[None])[0]
+    return found

@@ -52,7 +52,5 @@ def _apart(
     """Those of `labels` (increasing) that have a vector there, their distances to a query [1, dim],
     and which of them were carried."""
     stored = hosted.store.stored(labels, part.space)
-    metric = part.query.embedder.metric
-    vectors = distances.prepare(metric, stored.embedding)
-    apart = distances.between(metric, distances.prepare(metric, query), vectors[None])[0]
+    apart = distances.to_one(part.query.embedder.metric, query, stored.embedding)
     return stored.labels, apart, np.array([one == "upgraded" for one in stored.origins], np.bool_)

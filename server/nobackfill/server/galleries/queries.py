@@ -13,12 +13,15 @@ from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Both, Part
 from nobackfill.vectors import Vectors
 
+# The space before, and a query's vector [1,dim] there.
+Before = tuple[Both, Vectors]
+
 
 @dataclass(frozen=True)
 class Question:
     """A query's vectors float32 [1,dim], one for each of `parts`; `ef` as in Index.search.
 
-    `before`: its vector [1,dim] in the space before, where both models rank what is carried.
+    `before`: where both models rank what is carried.
     """
 
     hosted: Hosted
@@ -26,7 +29,7 @@ class Question:
     vectors: tuple[Vectors, ...]
     k: int
     ef: int
-    before: tuple[Both, Vectors] | None = None
+    before: Before | None = None
 
 
 # The whole answer's bytes to a question that needs no more; None: it does.

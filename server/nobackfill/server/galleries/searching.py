@@ -18,8 +18,8 @@ from nobackfill.server.galleries.answers import allowed, found, found_or_refused
 from nobackfill.server.galleries.asked import Asked, Canary, Found, Heals, Query
 from nobackfill.server.galleries.choosing import Choosing, asked_beside, parts_of
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.plan import Both, Part, Plan
-from nobackfill.server.galleries.queries import Answer, Question, Shortcut, run
+from nobackfill.server.galleries.plan import Part, Plan
+from nobackfill.server.galleries.queries import Answer, Before, Question, Shortcut, run
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import GatewayState, OutdatedError
@@ -208,20 +208,18 @@ class Searching:
     ) -> list[Question | InvalidInputError]:  # fmt: skip
         items = [query for query in queries if isinstance(query, bytes | str)]
         parts = parts_of(plan, on_trial)
-        made = iter(self._embedding.queries([part.query for part in parts], items))
-        before = iter(self._before(plan, parts, items))
+        made = iter(self._made(plan, parts, items))
         questions: list[Question | InvalidInputError] = []
         for query in queries:
             try:
                 if not isinstance(query, bytes | str):
                     questions.append(self._question(hosted, plan, query, k, ef, on_trial))
                     continue
-                vectors, beside = next(made), next(before)
-                questions.append(
-                    vectors
-                    if isinstance(vectors, InvalidInputError)
-                    else Question(hosted, parts, vectors, k, ef, beside)
-                )
+                found = next(made)
+                if isinstance(found, InvalidInputError):
+                    raise found
+                vectors, before = found
+                questions.append(Question(hosted, parts, vectors, k, ef, before))
             except InvalidInputError as error:
                 questions.append(error)
         return questions
@@ -249,20 +247,29 @@ class Searching:
         old = _read(both.part.query, query[both.part.query.space])
         return Question(hosted, parts, vectors, k, ef, (both, old))
 
-    def _before(
+    def _made(
         self, plan: Plan, parts: tuple[Part, ...], items: Sequence[bytes | str]
-    ) -> list[tuple[Both, Vectors] | None]:
-        """What the model before makes of images and texts, in order, where it is asked."""
+    ) -> list[tuple[tuple[Vectors, ...], Before | None] | InvalidInputError]:
+        """Of each image or text the vectors of its parts, and that of the model before where it is
+        asked; what that one cannot read is ranked by the others."""
         asked = [asked_beside(plan, parts, item) for item in items]
-        some = [item for item, both in zip(items, asked, strict=True) if both is not None]
-        models = [] if plan.both is None else [plan.both.part.query]
-        made = iter(self._embedding.queries(models, some) if some else ())
-        found: list[tuple[Both, Vectors] | None] = []
-        for both in asked:
-            vectors = None if both is None else next(made)
-            # What it cannot read is ranked by the model that can.
-            found.append((both, vectors[0]) if both and isinstance(vectors, tuple) else None)
-        return found
+        models = [part.query for part in parts]
+        made: dict[int, tuple[Vectors, ...]] = {}
+        if plan.both is not None:
+            rows = [row for row, both in enumerate(asked) if both is not None]
+            beside = [*models, plan.both.part.query]
+            found = self._embedding.queries(beside, [items[row] for row in rows])
+            made = {r: v for r, v in zip(rows, found, strict=True) if isinstance(v, tuple)}
+        left = [item for row, item in enumerate(items) if row not in made]
+        rest = iter(self._embedding.queries(models, left))
+        told: list[tuple[tuple[Vectors, ...], Before | None] | InvalidInputError] = []
+        for row, both in enumerate(asked):
+            if row in made and both is not None:
+                told.append((made[row][:-1], (both, made[row][-1])))
+                continue
+            alone = next(rest)
+            told.append(alone if isinstance(alone, InvalidInputError) else (alone, None))
+        return told
 
 
 def _by_both(question: Question, passing: Matches | None) -> Found | InvalidInputError:

@@ -67,9 +67,7 @@ def found(question: Question, near: Candidates, stored: StoredVectors) -> Found:
     hosted, part = question.hosted, question.parts[0]
     spec = space_of(hosted.spaces(), part.space).spec
     rows = np.flatnonzero(np.isin(stored.labels, list(near)))
-    vectors = distances.prepare(spec.metric, stored.embedding[rows])
-    query = distances.prepare(spec.metric, question.vectors[0])
-    apart = distances.between(spec.metric, query, vectors[None])[0]
+    apart = distances.to_one(spec.metric, question.vectors[0], stored.embedding[rows])
     order = np.lexsort((stored.labels[rows], apart))
     labels = stored.labels[rows][order]
     origins = {int(stored.labels[row]): stored.origins[row] for row in rows.tolist()}
