@@ -38,14 +38,23 @@ def carried(one: Manifest, image: NDArray[np.uint8]) -> NDArray[np.float64]:
     return np.roll(vector(one, image).astype(np.float64), graphs.BLOCK)
 
 
-@pytest.fixture(params=["file", "postgresql"])
-def store(request: pytest.FixtureRequest) -> Iterator[str | None]:
+@pytest.fixture(params=["file", "postgresql", pytest.param("milvus", marks=pytest.mark.scale)])
+def store(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str | None]:
     if request.param == "file":
         yield None
         return
     server: servers.Server = request.getfixturevalue("postgres")
+    vectors = ""
+    if request.param == "milvus":
+        vectors = f"&vectors={request.getfixturevalue('milvus_address')}"
+        from nobackfill.server.stores.milvus import candidates
+
+        # So that Milvus is asked, for all that there are few.
+        monkeypatch.setattr(candidates, "SMALL", 10)
     with server.database() as url:
-        yield url
+        yield f"{url}{vectors}"
 
 
 @pytest.fixture

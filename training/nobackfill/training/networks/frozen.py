@@ -39,6 +39,9 @@ from nobackfill.training.networks.heads import Head, build_head
 
 Floats = NDArray[np.float32]
 
+# Images at a time. On a processor more of them leave its caches: 32 pixels took 1.7 times as long.
+_AT_ONCE = {"cpu": 64, "cuda": CHUNK}
+
 
 @dataclass(frozen=True)
 class FrozenEncoder:
@@ -94,12 +97,13 @@ def of_run(run_dir: Path, kind: str) -> FrozenEncoder:
         )
     device = _device()
     encoder.to(device)
+    size = _AT_ONCE[device.type]
 
     def run(images: NDArray[np.uint8]) -> Floats:
         parts = []
         with torch.no_grad():
-            for start in range(0, len(images), CHUNK):
-                chunk = torch.from_numpy(images[start : start + CHUNK]).to(device)
+            for start in range(0, len(images), size):
+                chunk = torch.from_numpy(images[start : start + size]).to(device)
                 parts.append(encoder(chunk).cpu().numpy())
         return np.concatenate(parts)
 
