@@ -17,6 +17,7 @@ from nobackfill.training.config_file import load_config
 from nobackfill.training.data.folders import hold_out, readable, require_classes
 from nobackfill.training.data.pictures import open_pictures, reading, streams
 from nobackfill.training.loop.loop import fit, resumable
+from nobackfill.training.loop.memory import keep_freed_memory
 from nobackfill.training.loop.objective import Objective
 from nobackfill.training.loop.progress import Progress
 from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, read_finished
@@ -87,6 +88,7 @@ def main(
 
 def train(config: Config, progress: Progress) -> Checkpoint:
     """Train what the configuration says; see the errors of the parts. A finished run is kept."""
+    keep_freed_memory()
     config = _normalised(config)
     _check_names(config)
     listing = _usable(list_images(config.images, config.classes, config.class_list), config)
