@@ -39,9 +39,7 @@ def carried(one: Manifest, image: NDArray[np.uint8]) -> NDArray[np.float64]:
 
 
 @pytest.fixture(params=["file", "postgresql", pytest.param("milvus", marks=pytest.mark.scale)])
-def store(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str | None]:
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str | None]:
     if request.param == "file":
         yield None
         return
