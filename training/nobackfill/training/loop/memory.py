@@ -10,7 +10,7 @@ _LARGEST = 1 << 30
 
 def keep_freed_memory() -> None:
     """What a step frees is kept for the next one. glibc gives blocks of some megabytes back to the
-    system, which clears every page of them anew: an eighth of a small network's time.
+    system, which clears every page of them anew: a seventh of a small network's time.
 
     For the whole process; where the C library is another one, nothing is done.
     """
