@@ -285,9 +285,8 @@ def test_mixbct_classifies_old_embeddings_in_the_stead_of_new_ones(
     is_old = torch.stack([(one - then).abs().amax(1) < 1e-5 for one in met])
     # Of each class the half nearest to its mean, and of these as often as asked.
     every = encode_all(old.encoder, inputs.images).numpy()
-    labels = inputs.labels.numpy()
     for row in range(16):
-        mates = np.flatnonzero(labels == labels[row])
+        mates = np.flatnonzero((inputs.labels == inputs.labels[row]).numpy())
         own = every[mates]
         apart = np.linalg.norm(own - own.mean(0), axis=1)
         trusted = bool(apart[mates == row] <= np.sort(apart)[len(own) // 2 - 1])
