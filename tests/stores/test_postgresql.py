@@ -26,6 +26,7 @@ from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from tests.gallery.making import ids, spec, vectors
 from tests.support.postgres import Server
+from tests.support.waiting import wait_until
 
 ONE = spec().space
 
@@ -102,12 +103,7 @@ def test_what_was_acknowledged_outlives_a_server_that_crashes() -> None:
         def work() -> None:
             while not stopping.is_set():
                 name = f"item-{len(acknowledged)}"
-                try:
-                    put(store, name)
-                except UnavailableError as error:
-                    # Killed in the middle of its commit: nobody can know, and again is right.
-                    assert "whether it did is not known" in str(error)
-                    put(store, name)
+                put(store, name)
                 acknowledged.append(name)
 
         thread = threading.Thread(target=work)
@@ -132,6 +128,45 @@ def test_what_was_acknowledged_outlives_a_server_that_crashes() -> None:
             quick.open(schema.prepare)
         server.start()
         database.close()
+
+
+def test_what_a_server_forgot_in_a_crash_is_written_again() -> None:
+    """Killed during a commit of which nothing is on its disk: it knows the transaction no more."""
+    from tests.support.postgres import running
+
+    with running({"wal_writer_delay": "10s"}) as server, server.database() as url:
+        database = Database(url, wait_s=20.0)
+        database.open(schema.prepare)
+        with database.connect() as connection:
+            connection.execute(_SLOW_COMMIT)
+        tries: list[int] = []
+
+        def work(connection: Connection) -> None:
+            tries.append(len(tries))
+            run(connection, "INSERT INTO kept VALUES (1)")
+
+        writing = threading.Thread(target=database.write, args=(work,))
+        writing.start()
+        try:
+            with database.connect() as other:
+                wait_until(lambda: run(other, _COMMITTING).fetchone()[0] == 1, what="it commits")
+                server.stop(signal.SIGQUIT)
+        finally:
+            server.start()
+            writing.join()
+        assert tries == [0, 1]
+        assert database.read(lambda c: run(c, "SELECT count(*) FROM kept").fetchone()) == (1,)
+        database.close()
+
+
+_SLOW_COMMIT = """
+CREATE TABLE IF NOT EXISTS kept (number int);
+CREATE OR REPLACE FUNCTION slowly() RETURNS trigger LANGUAGE plpgsql AS
+'BEGIN PERFORM pg_sleep(1); RETURN NULL; END';
+CREATE CONSTRAINT TRIGGER slowly AFTER INSERT ON kept DEFERRABLE INITIALLY DEFERRED
+FOR EACH ROW EXECUTE FUNCTION slowly()
+"""
+_COMMITTING = "SELECT count(*) FROM pg_stat_activity WHERE state = 'active' AND query = 'COMMIT'"
 
 
 def test_calls_that_find_no_connection_say_so(database: Database, store: PostgresqlGallery) -> None:

@@ -33,6 +33,7 @@ _WAIT_S = 5.0
 _STATEMENT_S = 60
 # A transaction that met another, or a connection that breaks, is tried again so often.
 _TRIES = 8
+_STATUS = "SELECT pg_xact_status(%s::xid8)"
 # Candidates of a graph that are looked at, unless a search asks for more.
 EF = 100
 
@@ -198,7 +199,11 @@ class Database:
         end = time.monotonic() + self._wait_s
         while time.monotonic() < end:
             with suppress(psycopg.Error, UnavailableError), self.connect() as connection:
-                row = run(connection, "SELECT pg_xact_status(%s::xid8)", [transaction]).fetchone()
+                try:
+                    row = run(connection, _STATUS, [transaction]).fetchone()
+                except psycopg.errors.InvalidParameterValue:
+                    # "In the future": it crashed before anything of it was on its disk.
+                    return False
                 if row[0] != "in progress":
                     return bool(row[0] == "committed")
             time.sleep(0.05)
