@@ -130,8 +130,10 @@ def test_what_was_acknowledged_outlives_a_server_that_crashes() -> None:
         database.close()
 
 
-def test_what_a_server_forgot_in_a_crash_is_written_again() -> None:
-    """Killed during a commit of which nothing is on its disk: it knows the transaction no more."""
+@pytest.mark.parametrize("others", [0, 3], ids=["forgotten", "number given to another"])
+def test_what_a_server_forgot_in_a_crash_is_written_again(others: int) -> None:
+    """Killed during a commit of which nothing is on its disk: it knows the transaction no more, or
+    takes another for it."""
     from tests.support.postgres import running
 
     with running({"wal_writer_delay": "10s"}) as server, server.database() as url:
@@ -151,6 +153,7 @@ def test_what_a_server_forgot_in_a_crash_is_written_again() -> None:
             with database.connect() as other:
                 wait_until(lambda: run(other, _COMMITTING).fetchone()[0] == 1, what="it commits")
                 server.stop(signal.SIGQUIT)
+            server.alone(*["SELECT pg_current_xact_id()"] * others)
         finally:
             server.start()
             writing.join()

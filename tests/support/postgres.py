@@ -48,6 +48,15 @@ class Server:
             )  # fmt: skip
         wait_until(self._answers, seconds=60, what="PostgreSQL answers")
 
+    def alone(self, *statements: str) -> None:
+        """Run statements on what is stopped, each as a transaction, before anyone can connect."""
+        subprocess.run(
+            [str(self._bin / "postgres"), "--single", "-D", str(self._data), "postgres"],
+            input="".join(f"{statement}\n" for statement in statements).encode(), user=USER,
+            cwd=self._folder, capture_output=True, check=True,
+            env={"PATH": "/usr/bin:/bin", "TZ": "UTC"},
+        )  # fmt: skip
+
     def _answers(self) -> bool:
         assert self._process is not None and self._process.poll() is None, "PostgreSQL ended"
         try:

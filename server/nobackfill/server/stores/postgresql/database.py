@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from itertools import count
 from typing import Any, TypeAlias, TypeVar
+from uuid import uuid4
 
 import psycopg
 from pgvector.psycopg import register_vector
@@ -22,6 +23,7 @@ from psycopg_pool import ConnectionPool, PoolTimeout
 
 from nobackfill.errors import BusyError, UnavailableError
 from nobackfill.server.stores.postgresql.address import bounded, check_url, in_the_clear, is_local
+from nobackfill.server.stores.postgresql.commits import Signature, committed, sign
 from nobackfill.server.stores.postgresql.failures import COLLISIONS, lost, refusal
 
 Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
@@ -33,7 +35,6 @@ _WAIT_S = 5.0
 _STATEMENT_S = 60
 # A transaction that met another, or a connection that breaks, is tried again so often.
 _TRIES = 8
-_STATUS = "SELECT pg_xact_status(%s::xid8)"
 # Candidates of a graph that are looked at, unless a search asks for more.
 EF = 100
 
@@ -174,7 +175,7 @@ class Database:
         run(connection, "BEGIN")
         try:
             result = work(connection)
-            name = run(connection, "SELECT pg_current_xact_id_if_assigned()::text").fetchone()[0]
+            signature = sign(connection, self._own.writer)
         except COLLISIONS as error:
             run(connection, "ROLLBACK")
             raise _MetAnotherError from error
@@ -190,22 +191,20 @@ class Database:
         except psycopg.Error as error:
             if not lost(error):
                 raise
-            if name is not None and not self._happened(name):
+            # What the lost connection did may go on, and hold the writer's row.
+            self._own.writer = uuid4()
+            if signature is not None and not self._happened(signature):
                 raise
         return result
 
-    def _happened(self, transaction: str) -> bool:
+    def _happened(self, signature: Signature) -> bool:
         """Whether a transaction was committed whose connection broke. Raises UnavailableError."""
         end = time.monotonic() + self._wait_s
         while time.monotonic() < end:
             with suppress(psycopg.Error, UnavailableError), self.connect() as connection:
-                try:
-                    row = run(connection, _STATUS, [transaction]).fetchone()
-                except psycopg.errors.InvalidParameterValue:
-                    # "In the future": it crashed before anything of it was on its disk.
-                    return False
-                if row[0] != "in progress":
-                    return bool(row[0] == "committed")
+                found = committed(connection, signature)
+                if found is not None:
+                    return found
             time.sleep(0.05)
         raise UnavailableError(
             "the database ended the connection while it was told to keep this; whether it did is "
@@ -266,10 +265,12 @@ class Database:
 
 
 class _Own(threading.local):
-    """The transaction of a thread that is in `together`, and what is done after its commit."""
+    """The transaction of a thread that is in `together`, and what is done after its commit; by what
+    name the thread's transactions are told from others."""
 
     def __init__(self) -> None:
         self.connection: Connection | None = None
+        self.writer = uuid4()
         self.endings: list[Callable[[], None]] = []
 
 

@@ -6,6 +6,7 @@ Each version of this code reads one format, and goes from the one before to it a
 from dataclasses import dataclass
 
 from nobackfill.errors import BusyError, ConfigurationError
+from nobackfill.server.stores.postgresql import commits
 from nobackfill.server.stores.postgresql.database import Connection, run
 
 FORMAT = 3
@@ -84,6 +85,8 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
     run(connection, "SELECT pg_advisory_xact_lock(hashtext('nobackfill'))")
     for statement in _FIRST.split(";"):
         run(connection, statement)
+    # Of no format: a version that does not know it is not disturbed, nor left with it.
+    run(connection, commits.TABLE if to == FORMAT else commits.DROP)
     row = run(connection, "SELECT version FROM nobackfill.format").fetchone()
     if row is None:
         run(connection, "INSERT INTO nobackfill.format VALUES (1)")

@@ -4,6 +4,7 @@
     nobackfill.gateway(value, epoch, term)     one row: what gateways remember, and who leads
     nobackfill.galleries(number, name, epoch)
     nobackfill.jobs(gallery, value)            the last upgrade of each gallery
+    nobackfill.commits(writer, mark, at)       the last transaction of each thread that writes
     nobackfill_<number>.items(label, id, digest, metadata, facets)
     nobackfill_<number>.spaces(number, space, release, …, state)
     nobackfill_<number>.vectors_<number>(label, origin, uncertainty, embedding, side)
@@ -17,6 +18,7 @@ statement that removes items removes theirs, with the rows locked.
 
 from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.gallery.spec import SpaceSpec, State
+from nobackfill.server.stores.postgresql import commits
 from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.migrations import migrate
 
@@ -76,6 +78,7 @@ def prepare(connection: Connection) -> None:
                 "run ALTER EXTENSION vector UPDATE"
             )
         migrate(connection)
+        commits.forget(connection)
 
 
 def schema_of(number: int) -> str:
