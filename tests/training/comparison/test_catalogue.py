@@ -18,10 +18,11 @@ from nobackfill.training.comparison.presets import (
     folder_preset,
     preset_named,
 )
-from nobackfill.training.comparison.recipe import Place
+from nobackfill.training.comparison.recipe import Place, Run
 from nobackfill.training.comparison.rows import learned
-from nobackfill.training.comparison.scheduler import tasks
+from nobackfill.training.comparison.scheduler import Features, tasks, train_run
 from nobackfill.training.config_file import parse_config
+from nobackfill.training.loop.run import CHECKPOINT
 
 
 def place(tmp_path: Path, split: int = 0) -> Place:
@@ -43,13 +44,34 @@ def test_every_row_is_a_configuration_that_training_accepts(tmp_path: Path) -> N
 
 def test_a_run_comes_after_all_that_it_reads(tmp_path: Path) -> None:
     here = place(tmp_path)
-    seen: set[Path] = set()
+    seen: set[object] = set()
     for task in tasks([(here, rows_of(here, tuple(GROUPS)))]):
         assert task.needs <= seen
         if task.made is not None:
             assert task.made not in seen
             seen.add(task.made)
     assert len(seen) > 60
+
+
+def test_features_that_upgrades_share_are_made_once(tmp_path: Path) -> None:
+    here = place(tmp_path)
+    # Both are of one old model and one new one; the second reads side-information, too.
+    names = ("affine", "residual_simclr")
+    made = [task.made for task in tasks([(here, rows_of(here, names))])]
+    features = [one for one in made if isinstance(one, Features)]
+    assert len(features) == len(set(features))
+    by = [one.by.name for one in features]
+    for task in tasks([(here, rows_of(here, names))]):
+        run = task.arguments[0]
+        if task.work is train_run and isinstance(run, Run) and run.values["kind"] == "upgrade":
+            assert len([one for one in task.needs if isinstance(one, Features)]) >= 2, by
+    # What is trained reads them no more.
+    for row in rows_of(here, names):
+        for run in row.runs:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            (run.folder / CHECKPOINT).touch()
+    again = tasks([(here, rows_of(here, names))])
+    assert not any(isinstance(task.made, Features) for task in again)
 
 
 def test_rivals_start_from_the_same_seed_and_seeds_differ(tmp_path: Path) -> None:

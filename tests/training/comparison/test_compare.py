@@ -20,7 +20,13 @@ from nobackfill.training.comparison.data import link, train_and_test, with_label
 from nobackfill.training.comparison.presets import DIGITS
 from nobackfill.training.comparison.recipe import Place
 from nobackfill.training.comparison.results import Results, read_results, write_results
-from nobackfill.training.comparison.scheduler import do
+from nobackfill.training.comparison.scheduler import (
+    do,
+    make_features,
+    measure_row,
+    tasks,
+    train_run,
+)
 from nobackfill.training.comparison.tables import whole
 from nobackfill.training.loop.loop import DivergedError
 
@@ -72,6 +78,21 @@ def test_two_processes_find_what_one_does(
     assert set(shared.main.rows) == set(names)
     for name in names:
         assert shared.main.rows[name].cells["new/served"] == alone[name].cells["new/served"]
+
+
+def test_an_upgrade_whose_features_are_made_computes_none(digits: Path, tmp_path: Path) -> None:
+    """Neither of its training images nor of those held out."""
+    train_and_test(digits, tmp_path / "data", 0.4, 0)
+    place = Place(FEW, FEW.splits[0], 0, tmp_path / "data", tmp_path / "runs", SHORT)
+    planned = tasks([(place, rows_of(place, ("residual_simclr",)))])
+    cache = tmp_path / "runs" / "features"
+    for task in planned:
+        before = set(cache.glob("*"))
+        if task.work is not measure_row:
+            task.work(*task.arguments)
+        new = set(cache.glob("*")) - before
+        assert bool(new) == (task.work is make_features), task
+    assert {task.work for task in planned} == {train_run, make_features, measure_row}
 
 
 def test_a_training_that_fails_in_a_process_ends_the_comparison(

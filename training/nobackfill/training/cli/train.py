@@ -91,17 +91,22 @@ def train(config: Config, progress: Progress) -> Checkpoint:
     keep_freed_memory()
     config = _normalised(config)
     _check_names(config)
-    listing = _usable(list_images(config.images, config.classes, config.class_list), config)
-    # What reads no labels asks for no classes.
-    require_classes(listing, 1 if isinstance(config, UpgradeConfig) else 2)
-    train_rows, held_rows = hold_out(listing, config.held_out, config.split_seed)
-    chosen, held_out = listing.select(train_rows), listing.select(held_rows)
+    chosen, held_out = split_images(config)
     if isinstance(config, UpgradeConfig):
         return train_upgrade(config, chosen, held_out, progress)
     done = resumable(config)
     if done is not None and done.finished:
         return done
     return _train_network(config, chosen, progress)
+
+
+def split_images(config: Config) -> tuple[Listing, Listing]:
+    """The images to train on and those held out; see the errors of the parts."""
+    listing = _usable(list_images(config.images, config.classes, config.class_list), config)
+    # What reads no labels asks for no classes.
+    require_classes(listing, 1 if isinstance(config, UpgradeConfig) else 2)
+    train_rows, held_rows = hold_out(listing, config.held_out, config.split_seed)
+    return listing.select(train_rows), listing.select(held_rows)
 
 
 def _normalised(config: Config) -> Config:

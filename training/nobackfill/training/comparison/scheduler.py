@@ -16,23 +16,37 @@ from nobackfill.class_folders import Listing, list_images
 from nobackfill.digests import sha256_file
 from nobackfill.extras import extra
 from nobackfill.ray_cluster import join
+from nobackfill.training.cli.train import split_images
 from nobackfill.training.comparison.cells import evaluation, read_cells, row_cells, write_cells
 from nobackfill.training.comparison.recipe import Place, Run, ensure
 from nobackfill.training.comparison.rows import TEST, Row
 from nobackfill.training.comparison.settings import prepare
+from nobackfill.training.config import UpgradeConfig
+from nobackfill.training.config_file import parse_config
+from nobackfill.training.loop.memory import keep_freed_memory
 from nobackfill.training.loop.run import CHECKPOINT
+from nobackfill.training.loop.upgrade import keep_features
 
 Planned = Sequence[tuple[Place, Sequence[Row]]]
 
 
 @dataclass(frozen=True)
+class Features:
+    """Of the frozen model `by` over the views that an upgrade is trained on."""
+
+    by: Path
+    views: str
+
+
+@dataclass(frozen=True)
 class Task:
-    """`work(*arguments)`, once the trainings in `needs` are there; a training makes `made`."""
+    """`work(*arguments)`, once what `needs` names is there; a training makes its folder, features
+    have a name of their own."""
 
     work: Callable[..., None]
     arguments: tuple[object, ...]
-    needs: frozenset[Path]
-    made: Path | None = None
+    needs: frozenset[Path | Features]
+    made: Path | Features | None = None
 
 
 # Hands a task to a process.
@@ -77,7 +91,11 @@ def _nodes(address: str) -> Iterator[tuple[Submit, int]]:
 
 
 def tasks(planned: Planned) -> list[Task]:
-    """Every training once, after those that it reads, and then every row's measurement."""
+    """Every training once, after those that it reads, and then every row's measurement.
+
+    Features that upgrades share are tasks of their own: upgrades that begin together would each
+    compute them.
+    """
     depths: dict[Path, tuple[int, Run]] = {}
 
     def depth(run: Run) -> int:
@@ -91,14 +109,52 @@ def tasks(planned: Planned) -> list[Task]:
                 depth(run)
     # Many trainings wait for those of little depth.
     runs = [run for _, run in sorted(depths.values(), key=lambda found: found[0])]
-    trainings = [Task(train_run, (run,), _folders(run.needs), run.folder) for run in runs]
+    trainings: list[Task] = []
+    shared: set[Features] = set()
+    for run in runs:
+        needs: frozenset[Path | Features] = _folders(run.needs)
+        read = _features(run)
+        new = [(name, made) for name, made in read.items() if made not in shared]
+        trainings += [Task(make_features, (run, name), needs, made) for name, made in new]
+        shared.update(read.values())
+        trainings.append(Task(train_run, (run,), needs | set(read.values()), run.folder))
     rows_of_all = [(place, row) for place, rows in planned for row in rows]
     measurements = [Task(measure_row, (p, row), _folders(row.runs)) for p, row in rows_of_all]
     return trainings + measurements
 
 
-def _folders(runs: Sequence[Run]) -> frozenset[Path]:
+def _folders(runs: Sequence[Run]) -> frozenset[Path | Features]:
     return frozenset(run.folder for run in runs)
+
+
+def _features(run: Run) -> dict[str, Features]:
+    """What an upgrade that is not trained yet reads of frozen models, by the features' name."""
+    if run.values["kind"] != "upgrade" or (run.folder / CHECKPOINT).is_file():
+        return {}
+    config = _upgrade_config(run)
+    named = {
+        "old": config.old,
+        "side": config.old_side if config.reads_side else None,
+        "new": config.new,
+        "new_side": config.new_side if config.side == "maps" else None,
+    }
+    # Views are made at the largest size that a model reads.
+    size = max(int(str(needed.values.get("image_size", 0))) for needed in run.needs)
+    views = " ".join([f"image_size={size}", *(f"{key}={getattr(config, key)}" for key in _VIEWS)])
+    return {name: Features(by, views) for name, by in named.items() if isinstance(by, Path)}
+
+
+# The keys of an upgrade that decide which pictures its models read.
+_VIEWS = (
+    "images", "classes", "class_list", "held_out", "split_seed", "views", "mixed_views",
+    "augmentation",
+)  # fmt: skip
+
+
+def _upgrade_config(run: Run) -> UpgradeConfig:
+    config = parse_config(dict(run.values), str(run.folder))
+    assert isinstance(config, UpgradeConfig), "its kind says so"
+    return config
 
 
 def _share(waiting: list[Task], jobs: int, submit: Submit) -> None:
@@ -107,7 +163,7 @@ def _share(waiting: list[Task], jobs: int, submit: Submit) -> None:
     No more are handed out than processes, so that a failure is raised as soon as what is in hand
     ends.
     """
-    made: set[Path] = set()
+    made: set[Path | Features] = set()
     running: dict[Future[None], Task] = {}
     while waiting or running:
         ready = [task for task in waiting if task.needs <= made][: jobs - len(running)]
@@ -117,9 +173,19 @@ def _share(waiting: list[Task], jobs: int, submit: Submit) -> None:
         ended, _ = wait(running, return_when=FIRST_COMPLETED)
         for future in ended:
             future.result()
-            folder = running.pop(future).made
-            if folder is not None:
-                made.add(folder)
+            there = running.pop(future).made
+            if there is not None:
+                made.add(there)
+
+
+def make_features(run: Run, name: str) -> None:
+    """What an upgrade reads of one frozen model, into the cache."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    started = time.monotonic()
+    config = _upgrade_config(run)
+    keep_features(config, *split_images(config), name)
+    _tell(f"made features of {name} for {run.folder}", started)
 
 
 def train_run(run: Run) -> None:

@@ -91,20 +91,42 @@ def upgrade_rows(
     """Features `old`, `side`, `new`, `new_side` [n,views + mixed_views,dim], where there are such,
     and `labels`.
     """
-    encoders = sources.encoders()
+    rows = _rows_by(sources, sources.encoders(), listing, config, views, mixed_views)
+    if sources.stored is not None:
+        rows["old"] = torch.from_numpy(read_stored(sources.stored, listing))[:, None]
+    return {**rows, "labels": torch.from_numpy(listing.labels)}
+
+
+def _rows_by(
+    sources: Sources,
+    encoders: Mapping[str, FrozenEncoder],
+    listing: Listing,
+    config: UpgradeConfig,
+    views: int,
+    mixed_views: int = 0,
+) -> dict[str, Tensor]:
+    """The features by some of the encoders; all of them tell the size that views are made at."""
     cache = config.run_dir.parent / "features"
     columns: dict[str, list[np.ndarray]] = {name: [] for name in encoders}
-    sizes = tuple(encoder.image_size for encoder in encoders.values())
+    sizes = tuple(encoder.image_size for encoder in sources.encoders().values())
     read = reading(config)
     for images in augmented_views(
         listing, sizes, views, config.augmentation, config.split_seed, read, mixed_views
     ):
         for name, encoder in encoders.items():
             columns[name].append(features(encoder, images[encoder.image_size], cache))
-    rows = {name: torch.from_numpy(np.stack(parts, 1)) for name, parts in columns.items()}
-    if sources.stored is not None:
-        rows["old"] = torch.from_numpy(read_stored(sources.stored, listing))[:, None]
-    return {**rows, "labels": torch.from_numpy(listing.labels)}
+    return {name: torch.from_numpy(np.stack(parts, 1)) for name, parts in columns.items()}
+
+
+def keep_features(config: UpgradeConfig, train: Listing, held_out: Listing, name: str) -> None:
+    """Compute what `train_upgrade` reads by the encoder `name` (`old`, `side`, `new`, `new_side`),
+    into the cache where it finds it. Without such an encoder nothing is done."""
+    sources = open_sources(config)
+    one = {known: e for known, e in sources.encoders().items() if known == name}
+    if one:
+        _rows_by(sources, one, train, config, config.views, config.mixed_views)
+        if len(held_out):
+            _rows_by(sources, one, held_out, config, 1)
 
 
 def repeat_unseen(
