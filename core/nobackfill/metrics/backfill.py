@@ -12,7 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from nobackfill.metrics.distances import Floats, Metric, distance_blocks
 from nobackfill.metrics.neighbours import nearest
-from nobackfill.metrics.ranking import Ints, Ranking, Relevance, rank_block
+from nobackfill.metrics.ranking import Ints, Ranking, Relevance
+from nobackfill.metrics.replaced import rank_steps
 from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc, mean
 
 TENTHS = np.linspace(0, 1, 11)
@@ -118,8 +119,6 @@ def backfill_curve(
     differ (BCT's first K elements); otherwise `queries` meets both. The distances of both kinds are
     ranked together, those of served items along `line`.
     """
-    places = np.empty(len(order), np.int64)
-    places[order] = np.arange(len(order))
     if not np.array_equal(np.sort(order), np.arange(len(backfilled))):
         raise ValueError(f"expected an order of all {len(backfilled)} items")
     points = np.asarray(shares, np.float64)
@@ -132,9 +131,9 @@ def backfill_curve(
         strict=True,
     ):
         carried = line.slope * old + line.offset
-        for done, collected in zip(counts, ranks, strict=True):
-            mixed = np.where(places < done, new, carried)
-            collected.extend(rank_block(mixed, first, relevance))
+        steps = rank_steps(carried, new, first, order, counts, relevance)
+        for collected, step in zip(ranks, steps, strict=True):
+            collected.extend(step)
     rankings = [Ranking(r, np.array([len(one) for one in r], np.int64)) for r in ranks]
     cmc1 = np.stack([cmc(ranking, 1) for ranking in rankings])
     precision = np.stack([average_precision(ranking) for ranking in rankings])
