@@ -1,6 +1,9 @@
 """What a broken connection's transaction came to, asked of a real server."""
 
-from uuid import uuid4
+import threading
+
+import psycopg
+import pytest
 
 from nobackfill.server.stores.postgresql import commits, schema
 from nobackfill.server.stores.postgresql.database import Database, run
@@ -15,7 +18,7 @@ def test_a_transaction_is_under_way_then_committed_or_not(postgres: Server) -> N
             for ending, expected in (("COMMIT", True), ("ROLLBACK", False), ("COMMIT", True)):
                 run(one, "BEGIN")
                 run(one, "SELECT pg_current_xact_id()")
-                signature = commits.sign(one, uuid4())
+                signature = commits.sign(one, None)
                 assert signature is not None
                 assert commits.committed(other, signature) is None
                 run(one, ending)
@@ -27,22 +30,55 @@ def test_what_wrote_nothing_leaves_no_mark_and_old_marks_go(postgres: Server) ->
     with postgres.database() as url:
         database = Database(url)
         database.open(schema.prepare)
-        writer = uuid4()
         with database.connect() as connection:
             run(connection, "DELETE FROM nobackfill.commits")
             run(connection, "BEGIN")
-            assert commits.sign(connection, writer) is None
+            assert commits.sign(connection, None) is None
             run(connection, "SELECT pg_current_xact_id()")
-            first = commits.sign(connection, writer)
-            # Its next transaction takes the row.
-            second = commits.sign(connection, writer)
+            first = commits.sign(connection, None)
             run(connection, "COMMIT")
-            assert first is not None and second is not None
+            assert first is not None and commits.committed(connection, first) is True
+            run(connection, "BEGIN")
+            assert commits.sign(connection, first.mark) is None
+            run(connection, "SELECT pg_current_xact_id()")
+            second = commits.sign(connection, first.mark)
+            run(connection, "COMMIT")
+            assert second is not None and commits.committed(connection, second) is True
             assert commits.committed(connection, first) is False
+            run(connection, "UPDATE nobackfill.commits SET at = at - interval '23 hours'")
+            schema.prepare(connection)
             assert commits.committed(connection, second) is True
-            commits.forget(connection)
-            assert commits.committed(connection, second) is True
-            run(connection, "UPDATE nobackfill.commits SET at = at - interval '25 hours'")
+            run(connection, "UPDATE nobackfill.commits SET at = at - interval '2 hours'")
             schema.prepare(connection)
             assert commits.committed(connection, second) is False
+        database.close()
+
+
+def test_a_thread_that_writes_leaves_one_mark(postgres: Server) -> None:
+    """However often; another thread, another one; one that fails or
+    writes nothing leaves the mark before."""
+    with postgres.database() as url:
+        database = Database(url, most=2)
+        database.open(schema.prepare)
+        database.write(lambda c: run(c, "CREATE TABLE kept (number int CHECK (number < 9))"))
+
+        def write(number: int = 1) -> None:
+            database.write(lambda c: run(c, f"INSERT INTO kept VALUES ({number})"))
+
+        def marks() -> int:
+            found = database.read(lambda c: run(c, "SELECT count(*) FROM nobackfill.commits"))
+            return int(found.fetchone()[0])
+
+        for _ in range(3):
+            write()
+        assert marks() == 1
+        other = threading.Thread(target=write)
+        other.start()
+        other.join()
+        assert marks() == 2
+        with pytest.raises(psycopg.errors.CheckViolation):
+            write(9)
+        database.write(lambda c: run(c, "SELECT 1"))
+        write()
+        assert marks() == 2
         database.close()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from itertools import count
 from typing import Any, TypeAlias, TypeVar
-from uuid import uuid4
+from uuid import UUID
 
 import psycopg
 from pgvector.psycopg import register_vector
@@ -175,12 +175,15 @@ class Database:
         run(connection, "BEGIN")
         try:
             result = work(connection)
-            signature = sign(connection, self._own.writer)
+            signature = sign(connection, self._own.mark)
         except COLLISIONS as error:
             run(connection, "ROLLBACK")
             raise _MetAnotherError from error
         except BaseException:
-            if not connection.closed:
+            if connection.closed:
+                # The server may hold the row of the mark before for a while.
+                self._own.mark = None
+            else:
                 with suppress(psycopg.Error):
                     run(connection, "ROLLBACK")
             raise
@@ -191,10 +194,11 @@ class Database:
         except psycopg.Error as error:
             if not lost(error):
                 raise
-            # What the lost connection did may go on, and hold the writer's row.
-            self._own.writer = uuid4()
+            self._own.mark = None
             if signature is not None and not self._happened(signature):
                 raise
+        if signature is not None:
+            self._own.mark = signature.mark
         return result
 
     def _happened(self, signature: Signature) -> bool:
@@ -265,12 +269,12 @@ class Database:
 
 
 class _Own(threading.local):
-    """The transaction of a thread that is in `together`, and what is done after its commit; by what
-    name the thread's transactions are told from others."""
+    """The transaction of a thread that is in `together`, and what is done after its commit; the
+    mark that its last transaction left."""
 
     def __init__(self) -> None:
         self.connection: Connection | None = None
-        self.writer = uuid4()
+        self.mark: UUID | None = None
         self.endings: list[Callable[[], None]] = []
 
 

@@ -4,7 +4,7 @@
     nobackfill.gateway(value, epoch, term)     one row: what gateways remember, and who leads
     nobackfill.galleries(number, name, epoch)
     nobackfill.jobs(gallery, value)            the last upgrade of each gallery
-    nobackfill.commits(writer, mark, at)       the last transaction of each thread that writes
+    nobackfill.commits(mark, at)               the last transaction of each thread that writes
     nobackfill_<number>.items(label, id, digest, metadata, facets)
     nobackfill_<number>.spaces(number, space, release, …, state)
     nobackfill_<number>.vectors_<number>(label, origin, uncertainty, embedding, side)
