@@ -86,7 +86,8 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
     for statement in _FIRST.split(";"):
         run(connection, statement)
     # Of no format: a version that does not know it is not disturbed, nor left with it.
-    run(connection, commits.TABLE if to == FORMAT else commits.DROP)
+    if to == FORMAT:
+        run(connection, commits.TABLE)
     row = run(connection, "SELECT version FROM nobackfill.format").fetchone()
     if row is None:
         run(connection, "INSERT INTO nobackfill.format VALUES (1)")
@@ -109,5 +110,7 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
     for statements in steps:
         for statement in statements:
             run(connection, statement)
+    if to < FORMAT:
+        run(connection, commits.DROP)
     run(connection, "UPDATE nobackfill.format SET version = %s", [to])
     return 0 if row is None else found
