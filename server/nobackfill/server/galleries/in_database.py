@@ -85,7 +85,13 @@ class HostedInDatabase(Hosted):
         now = time.monotonic()
         if now - self._counted > _COUNTED_S:
             self._counts, self._counted = {}, now
-        return super()._count(space)
+        try:
+            return super()._count(space)
+        except (IncompatibleSpaceError, NotFoundError):
+            if space is None:
+                raise
+            # Another gateway has dropped it since the spaces were read: nothing is in it.
+            return 0
 
     def _wake(self, plan: Plan) -> None:
         """Nothing is read before it is asked for."""

@@ -1,0 +1,34 @@
+"""A space that another gateway drops between two readings of this one."""
+
+from pathlib import Path
+
+import pytest
+
+from nobackfill.errors import NotFoundError
+from nobackfill.gallery.writing import NewVectors
+from nobackfill.server.galleries.in_database import HostedInDatabase
+from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
+from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
+from tests.gallery.making import ids, spec, vectors
+
+ONE, TWO = spec().space, spec(release=2).space
+
+
+def test_it_counts_as_empty(empty: PostgresqlGallery, tmp_path: Path) -> None:
+    """A gateway that started meanwhile set the gallery aside, and ended if it had no other."""
+    empty.put(ids(3), [NewVectors(ONE, vectors(3, 1))])
+    empty.begin(spec(release=2))
+    hosted = HostedInDatabase("g", tmp_path, empty)
+    assert hosted.sizes() == {ONE: 3, TWO: 0}
+    hosted._counts = {}
+    PostgresqlGallery(empty.database, empty.number).drop(TWO)
+    assert [info.spec.space for info in hosted.spaces()] == [ONE, TWO]
+    assert hosted.sizes() == {ONE: 3, TWO: 0}
+    assert hosted.count() == 3
+
+
+def test_a_gallery_that_is_gone_has_no_count(empty: PostgresqlGallery, tmp_path: Path) -> None:
+    hosted = HostedInDatabase("g", tmp_path, empty)
+    PostgresqlGalleries(empty.database).delete("g")
+    with pytest.raises(NotFoundError):
+        hosted.count()
