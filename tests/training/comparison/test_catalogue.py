@@ -57,11 +57,11 @@ def test_features_that_upgrades_share_are_made_once(tmp_path: Path) -> None:
     here = place(tmp_path)
     # Both are of one old model and one new one; the second reads side-information, too.
     names = ("affine", "residual_simclr")
-    made = [task.made for task in tasks([(here, rows_of(here, names))])]
-    features = [one for one in made if isinstance(one, Features)]
+    planned = tasks([(here, rows_of(here, names))])
+    features = [task.made for task in planned if isinstance(task.made, Features)]
     assert len(features) == len(set(features))
     by = [one.by.name for one in features]
-    for task in tasks([(here, rows_of(here, names))]):
+    for task in planned:
         run = task.arguments[0]
         if task.work is train_run and isinstance(run, Run) and run.values["kind"] == "upgrade":
             assert len([one for one in task.needs if isinstance(one, Features)]) >= 2, by

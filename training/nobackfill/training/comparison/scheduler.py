@@ -25,7 +25,7 @@ from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.config_file import parse_config
 from nobackfill.training.loop.memory import keep_freed_memory
 from nobackfill.training.loop.run import CHECKPOINT
-from nobackfill.training.loop.upgrade import keep_features
+from nobackfill.training.loop.upgrade import keep_features, runs_read
 
 Planned = Sequence[tuple[Place, Sequence[Row]]]
 
@@ -132,22 +132,16 @@ def _features(run: Run) -> dict[str, Features]:
     if run.values["kind"] != "upgrade" or (run.folder / CHECKPOINT).is_file():
         return {}
     config = _upgrade_config(run)
-    named = {
-        "old": config.old,
-        "side": config.old_side if config.reads_side else None,
-        "new": config.new,
-        "new_side": config.new_side if config.side == "maps" else None,
-    }
     # Views are made at the largest size that a model reads.
     size = max(int(str(needed.values.get("image_size", 0))) for needed in run.needs)
     views = " ".join([f"image_size={size}", *(f"{key}={getattr(config, key)}" for key in _VIEWS)])
-    return {name: Features(by, views) for name, by in named.items() if isinstance(by, Path)}
+    return {name: Features(by, views) for name, by in runs_read(config).items()}
 
 
 # The keys of an upgrade that decide which pictures its models read.
 _VIEWS = (
-    "images", "classes", "class_list", "held_out", "split_seed", "views", "mixed_views",
-    "augmentation",
+    "images", "classes", "class_list", "skip_corrupt", "held_out", "split_seed", "views",
+    "mixed_views", "augmentation",
 )  # fmt: skip
 
 

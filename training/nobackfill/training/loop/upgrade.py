@@ -85,6 +85,17 @@ def open_sources(config: UpgradeConfig) -> Sources:
     )
 
 
+def runs_read(config: UpgradeConfig) -> dict[str, Path]:
+    """Run folders among the sources, by the name of their encoder's features."""
+    named = {
+        "old": config.old,
+        "side": config.old_side if config.reads_side else None,
+        "new": config.new,
+        "new_side": config.new_side if config.side == "maps" else None,
+    }
+    return {name: run for name, run in named.items() if isinstance(run, Path)}
+
+
 def upgrade_rows(
     sources: Sources, listing: Listing, config: UpgradeConfig, views: int, mixed_views: int = 0
 ) -> dict[str, Tensor]:
@@ -120,13 +131,12 @@ def _rows_by(
 
 def keep_features(config: UpgradeConfig, train: Listing, held_out: Listing, name: str) -> None:
     """Compute what `train_upgrade` reads by the encoder `name` (`old`, `side`, `new`, `new_side`),
-    into the cache where it finds it. Without such an encoder nothing is done."""
+    into the cache where it finds it."""
     sources = open_sources(config)
-    one = {known: e for known, e in sources.encoders().items() if known == name}
-    if one:
-        _rows_by(sources, one, train, config, config.views, config.mixed_views)
-        if len(held_out):
-            _rows_by(sources, one, held_out, config, 1)
+    one = {name: sources.encoders()[name]}
+    _rows_by(sources, one, train, config, config.views, config.mixed_views)
+    if len(held_out):
+        _rows_by(sources, one, held_out, config, 1)
 
 
 def repeat_unseen(
