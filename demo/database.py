@@ -22,15 +22,13 @@ def start(children: Children, folder: Path) -> str:
     programs = make(folder)
     _wait_for_the_last(folder / "data" / "postmaster.pid")
     sockets = children.folder("pg-")
-    drops: list[str] = []
     if USER:
         shutil.chown(sockets, USER)
-        drops = ["--reuid", USER, "--regid", str(pwd.getpwnam(USER).pw_gid), "--clear-groups"]
     child = children.start(
         "postgresql",
         [
             # Another user's process ends with ours only where it says so itself.
-            *("setpriv", *drops, "--pdeathsig", "INT"),
+            *("setpriv", *_drops(), "--pdeathsig", "INT"),
             *(programs / "postgres", "-D", folder / "data", "-k", sockets),
             *("-c", "listen_addresses=", "-c", "max_connections=100"),
         ],
@@ -66,16 +64,29 @@ def make(folder: Path) -> Path:
         shutil.chown(folder, USER)
     done = subprocess.run(
         [
-            *(str(programs / "initdb"), "-D", str(aside), "-U", "postgres", "-A", "trust"),
+            *(*as_user(), str(programs / "initdb"), "-D", str(aside)),
+            *("-U", "postgres", "-A", "trust"),
             *("-E", "UTF8", "--locale=C", "--no-sync", "--no-instructions"),
         ],
-        check=False, user=USER, capture_output=True, text=True, cwd=folder,
+        check=False, capture_output=True, text=True, cwd=folder,
         env={"PATH": "/usr/bin:/bin", "TZ": "UTC"},
     )  # fmt: skip
     if done.returncode:
         raise UnavailableError(f"PostgreSQL cannot start here: {done.stderr.strip()}")
     aside.rename(data)
     return programs
+
+
+def as_user() -> list[str]:
+    """What a command begins with that USER is to run. `subprocess` can do it, too, by a fork of its
+    own, in which gRPC's threads meet the files that it closes, and end it."""
+    return ["setpriv", *_drops()] if USER else []
+
+
+def _drops() -> list[str]:
+    if not USER:
+        return []
+    return ["--reuid", USER, "--regid", str(pwd.getpwnam(USER).pw_gid), "--clear-groups"]
 
 
 def _programs(folder: Path) -> Path:

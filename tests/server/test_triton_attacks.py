@@ -119,7 +119,11 @@ def test_another_user_reads_no_pixels(served: Served) -> None:
     assert modes == {0}
     for path in memory:
         done = subprocess.run(
-            ["cat", str(path)], user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True
+            [
+                *("setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"),
+                *("cat", str(path)),
+            ],
+            capture_output=True,
         )
         assert b"ermission denied" in done.stderr
         assert not done.stdout

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.errors import CancelledError
+from nobackfill.errors import BusyError, CancelledError
 from nobackfill.server.galleries import graph_wait
 from nobackfill.server.galleries.hosted import NOTE
 from nobackfill.server.galleries.in_database import HostedInDatabase
@@ -156,6 +156,28 @@ def test_what_happens_meanwhile_is_outlived(
     assert not thread.is_alive()
     # Where it went after it had been measured.
     hosted.make_ready(SPACE, lambda: None)
+    assert is_good(empty)
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_a_look_that_is_refused_is_tried_again(
+    hosted: HostedInDatabase, empty: PostgresqlGallery, monkeypatch: pytest.MonkeyPatch,
+    refused: int,
+) -> None:  # fmt: skip
+    """The first, and the one after the graph was found good."""
+    looks = 0
+    look_ahead = empty.look_ahead
+
+    def refusing(space: str) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == refused:
+            raise BusyError("a timeout")
+        look_ahead(space)
+
+    monkeypatch.setattr(empty, "look_ahead", refusing)
+    hosted.make_ready(SPACE, lambda: None)
+    assert looks > 2
     assert is_good(empty)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psycopg
 
-from demo.database import USER, make
+from demo.database import as_user, make
 from tests.support.waiting import wait_until
 
 # Nothing survives a power cut here, and nothing has to; a killed server loses nothing.
@@ -41,9 +41,9 @@ class Server:
         options = [word for name, value in settings for word in ("-c", f"{name}={value}")]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [str(self._bin / "postgres"), "-D", str(self._data), "-k", str(self._folder),
-                 *options],
-                user=USER, stdout=log, stderr=log, cwd=self._folder,
+                [*as_user(), str(self._bin / "postgres"), "-D", str(self._data),
+                 "-k", str(self._folder), *options],
+                stdout=log, stderr=log, cwd=self._folder,
                 env={"PATH": "/usr/bin:/bin", "TZ": "UTC"},
             )  # fmt: skip
         wait_until(self._answers, seconds=60, what="PostgreSQL answers")
@@ -51,8 +51,9 @@ class Server:
     def alone(self, *statements: str) -> None:
         """Run statements on what is stopped, each as a transaction, before anyone can connect."""
         subprocess.run(
-            [str(self._bin / "postgres"), "--single", "-D", str(self._data), "postgres"],
-            input="".join(f"{statement}\n" for statement in statements).encode(), user=USER,
+            [*as_user(), str(self._bin / "postgres"), "--single", "-D", str(self._data),
+             "postgres"],
+            input="".join(f"{statement}\n" for statement in statements).encode(),
             cwd=self._folder, capture_output=True, check=True,
             env={"PATH": "/usr/bin:/bin", "TZ": "UTC"},
         )  # fmt: skip

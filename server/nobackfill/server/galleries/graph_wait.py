@@ -22,7 +22,10 @@ WIDTHS = "widths"
 class GraphWait:
     """Of one space. A graph is built where there is none, beside puts and searches, and anew where
     it finds too little as wide as it can be searched; if the new one does, too, somebody has to
-    make it denser, is told so, and waited for."""
+    make it denser, is told so, and waited for.
+
+    Before and after, it is looked which items the space has, so that searches meanwhile, and the
+    flip, look at later ones alone; a look that the database refuses is tried again, too."""
 
     def __init__(
         self, hosted: Hosted, gallery: PostgresqlGallery, info: SpaceInfo,
@@ -42,6 +45,7 @@ class GraphWait:
             self._hosted.remember({NOTE: None})
 
     def _ready(self) -> bool:
+        self._gallery.look_ahead(self._info.spec.space)
         there = has_graph(self._gallery.database, self._gallery.schema, self._info)
         if not there or (self._recall < RECALL and not self._built):
             self._log.info("building a graph", there_is_one=there, recall=self._recall)
@@ -59,6 +63,7 @@ class GraphWait:
         self._width, self._recall = width, recall
         if recall >= RECALL:
             self._remember_width()
+            self._gallery.look_ahead(self._info.spec.space)
         return recall
 
     def _remember_width(self) -> None:

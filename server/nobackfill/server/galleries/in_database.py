@@ -148,14 +148,10 @@ class HostedInDatabase(Hosted):
         self._gallery.look_ahead(space)
 
     def make_ready(self, space: str, between: Callable[[], None]) -> None:
-        """Build the graph of a space beside all else, unless it has a good one, wait until it finds
-        what is there, and look which items the space has: searches meanwhile, and the flip, look at
-        later ones."""
+        """Build the graph of a space beside all else, unless it has a good one, and wait until it
+        finds what is there."""
         between()
-        info = self._gallery.space(space)
-        self._gallery.look_ahead(space)
-        GraphWait(self, self._gallery, info, between).wait()
-        self._gallery.look_ahead(space)
+        GraphWait(self, self._gallery, self._gallery.space(space), between).wait()
 
 
 class InDatabase:

@@ -40,7 +40,6 @@ class HostedInMilvus(HostedInDatabase):
             lambda: self._feeder.feed(self._gallery.schema),
             between,
         )
-        self._gallery.look_ahead(space)
 
 
 class InMilvus(InDatabase):

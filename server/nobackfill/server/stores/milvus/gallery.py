@@ -61,7 +61,8 @@ def wait_for_milvus(
     gallery: PostgresqlGallery, info: SpaceInfo, candidates: Candidates,
     feed: Callable[[], int], between: Callable[[], None],
 ) -> None:  # fmt: skip
-    """Until Milvus finds, of a space, what is there (recall.py).
+    """Until Milvus finds, of a space, what is there (recall.py); then it is looked which items the
+    space has, for the flip to look at later ones alone.
 
     `feed` tells it what is pending; `between` is called again and again, and may raise.
     """
@@ -86,6 +87,7 @@ def wait_for_milvus(
         share = probes.recall([_found(gallery, info, candidates, one) for one in probes.queries])
         if share >= RECALL:
             log.info("Milvus answers", release=info.spec.release, recall=share)
+            gallery.look_ahead(info.spec.space)
         return share
 
     def tell(share: float) -> None:
