@@ -46,7 +46,12 @@ def run(bench: Bench) -> list[Table]:
     rng = np.random.default_rng(0)
     weight = np.linalg.qr(rng.standard_normal((DIM, DIM)))[0].astype(np.float32)
     mapping = Map("procrustes", weight, np.zeros(DIM, np.float32), unit=True)
-    ways: dict[str, Way] = {"COPY": _copied, "UPDATE": _updated, "carry": _carried}
+    ways: dict[str, Way] = {
+        "COPY": _copied,
+        "UPDATE": _updated,
+        "carry": _carried,
+        "carry, table beside": _carried_beside,
+    }
     with (
         running(_MEMORY) as server,
         server.database() as address,
@@ -79,7 +84,7 @@ def _fill(connection: Connection, size: int, rng: np.random.Generator) -> None:
 
 def _fresh(connection: Connection) -> None:
     for statement in (
-        "DROP TABLE IF EXISTS items, fresh",
+        "DROP TABLE IF EXISTS items, fresh, beside CASCADE",
         "CREATE TABLE items (id bigint PRIMARY KEY, body text, embedding vector(384))",
         "INSERT INTO items SELECT id, 'a text of some words', embedding FROM original",
         "VACUUM ANALYZE items",
@@ -103,11 +108,19 @@ def _updated(address: str, connection: Connection, size: int, window: int, mappi
             _run(connection, "UPDATE items t SET new = w.new FROM w WHERE t.id = w.id")
 
 
-def _carried(address: str, connection: Connection, size: int, window: int, mapping: Map) -> None:
+def _carried(
+    address: str, connection: Connection, size: int, window: int, mapping: Map, to: str = "new"
+) -> None:
     source = open_source(f"{address}#items")
-    done = carry(source, Target("new", DIM, mapping.digest), mapping, window=window)
+    done = carry(source, Target(to, DIM, mapping.digest), mapping, window=window)
     if done.total != size:
         raise RuntimeError(f"{done.total} of {size} are carried")
+
+
+def _carried_beside(
+    address: str, connection: Connection, size: int, window: int, mapping: Map
+) -> None:
+    _carried(address, connection, size, window, mapping, "table:beside")
 
 
 def _mapped(connection: Connection, size: int, window: int, mapping: Map) -> Iterator[Rows]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import LiteralString, Protocol
@@ -14,7 +14,8 @@ from qdrant_client import QdrantClient, models
 
 from nobackfill.adopt.sources import qdrant_place
 from nobackfill.adopt.sources.opening import open_searchable, open_source
-from nobackfill.adopt.sources.source import Searchable, Source
+from nobackfill.adopt.sources.pgvector import PgvectorSource
+from nobackfill.adopt.sources.source import Beside, Searchable, Source, Target
 from nobackfill.vectors import Vectors
 from tests.adopt.copies import Chroma, Milvus
 from tests.adopt.made import World, world, write_parquet
@@ -130,6 +131,25 @@ class Pgvector:
         return open_searchable(f"{self.address}#Documents")
 
 
+class _InTables(PgvectorSource):
+    """Its new vectors go into tables of their own."""
+
+    def beside(self, target: Target) -> Beside:
+        return super().beside(replace(target, name=f"table:{target.name}"))
+
+    def rollback(self, name: str) -> bool:
+        return super().rollback(f"table:{name}")
+
+
+class PgvectorTable(Pgvector):
+    """The same table, whose new vectors go into others beside it."""
+
+    def open(self, vector: str | None = None) -> Source:
+        if vector is not None:
+            return open_source(f"{self.address}#{vector}")
+        return _InTables(self.address, "Documents")
+
+
 class Qdrant:
     """A collection with one named vector, in a folder."""
 
@@ -170,10 +190,10 @@ class Qdrant:
 @contextmanager
 def opened(kind: str, request: pytest.FixtureRequest, folder: Path) -> Iterator[Store]:
     """The store of a kind, filled."""
-    if kind == "pgvector":
+    if kind in ("pgvector", "pgvector-table"):
         server: Server = request.getfixturevalue("postgres")
         with server.connected() as (address, connection):
-            yield Pgvector(address, connection)
+            yield (Pgvector if kind == "pgvector" else PgvectorTable)(address, connection)
     elif kind == "qdrant":
         # In memory, where there is such a folder: it commits each point to the disk on its own.
         memory = Path("/dev/shm")

@@ -29,7 +29,7 @@ def test_a_stranger_gets_from_the_table_to_a_flipped_column(
     (tmp_path / "queries.jsonl").write_text("\n".join(map(json.dumps, asked)))
     with postgres.connected() as (address, connection):
         fill(connection, bodies, old)
-        *steps, rollback, publish, foreign = [content for _, content in blocks(PAGE, "sh")]
+        *steps, rollback, table, publish, foreign = [content for _, content in blocks(PAGE, "sh")]
         first, count = re.subn(r"^export SOURCE=.*$", f"export SOURCE='{address}#documents'",
                                "".join(steps), flags=re.MULTILINE)  # fmt: skip
         assert count == 1
@@ -46,6 +46,13 @@ def test_a_stranger_gets_from_the_table_to_a_flipped_column(
         said_by_map = check_publishing(publish + foreign, address, tmp_path)
         assert f"{ITEMS} written" in said_by_map and "embedding_foreign: removed" in said_by_map
         check_rollback_and_again(connection, rollback, address, tmp_path, steps[-1])
+        given = {"SOURCE": f"{address}#documents"}
+        flip(connection, run_script(table, tmp_path, given, 60))
+        joined = connection.execute(
+            "SELECT n.embedding::text FROM documents_new n JOIN documents USING (id) ORDER BY id"
+        )
+        found = np.array([json.loads(vector) for (vector,) in joined], np.float32)
+        np.testing.assert_array_equal(found, vectors)
         flip(connection, said)
         flipped = connection.execute("SELECT embedding::text FROM documents ORDER BY id")
         found = np.array([json.loads(vector) for (vector,) in flipped], np.float32)

@@ -29,7 +29,7 @@ def target(mapping: Map = MAP, name: str = "vector_new") -> Target:
 
 COPIES = ("chroma", "milvus-lite", "milvus")
 COPIED = [pytest.param(name, marks=pytest.mark.scale) for name in COPIES]
-STORES = ["parquet", "arrays", "pgvector", "qdrant", *COPIED]
+STORES = ["parquet", "arrays", "pgvector", "pgvector-table", "qdrant", *COPIED]
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 
 every = pytest.mark.parametrize("store", STORES, indirect=True)
-writable = pytest.mark.parametrize("store", ["pgvector", *COPIED], indirect=True)
+writable = pytest.mark.parametrize("store", ["pgvector", "pgvector-table", *COPIED], indirect=True)
 on_pgvector = pytest.mark.parametrize("store", ["pgvector"], indirect=True)
 
 
@@ -134,7 +134,9 @@ def test_rollback_removes_what_was_carried_and_nothing_else(store: Store) -> Non
     assert carry(store.open(), target(other), other, window=WINDOW).written == 230
 
 
-@pytest.mark.parametrize("store", ["arrays", "pgvector", "qdrant", *COPIED], indirect=True)
+@pytest.mark.parametrize(
+    "store", ["arrays", "pgvector", "pgvector-table", "qdrant", *COPIED], indirect=True
+)
 def test_carried_vectors_name_their_model(store: Store) -> None:
     named = Target("vector_new", MAP.dims[1], MAP.digest, model="the new model")
     carry(store.open(), named, MAP, window=300)
@@ -197,7 +199,7 @@ def test_threads_that_have_ended_keep_no_connection(store: Pgvector) -> None:
             one.join()
         ours = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
         # This one, and the last that searched; what is closed ends on the server a moment later.
-        wait_until(lambda: store.run(ours) == [(2,)], seconds=30, what="two connections are left")
+        wait_until(lambda: store.run(ours) == [(3,)], seconds=30, what="three connections are left")
 
 
 class Interrupted:
@@ -230,7 +232,8 @@ class Interrupted:
 
 @pytest.mark.parametrize(
     ("store", "seed"),
-    [("pgvector", 0), ("pgvector", 1), ("pgvector", 2), ("qdrant", 0)]
+    [(name, seed) for name in ("pgvector", "pgvector-table") for seed in range(3)]
+    + [("qdrant", 0)]
     + [pytest.param(name, 0, marks=pytest.mark.scale) for name in COPIES],
     indirect=["store"],
 )

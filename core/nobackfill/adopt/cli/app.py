@@ -220,7 +220,7 @@ def fit(
 @app.command()
 def carry(
     source: SourceArgument,
-    to: Annotated[str, typer.Option(help="Name of the new vectors beside the old.")],
+    to: Annotated[str, typer.Option(help="Name of the new vectors; PostgreSQL: also table:NAME.")],
     mapping: Annotated[
         Path | None, typer.Option("--map", help="What `nobackfill fit` wrote.")
     ] = None,

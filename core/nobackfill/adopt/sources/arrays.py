@@ -121,6 +121,8 @@ class ArraySource:
 class ArrayBeside:
     """A file a window until `finish` joins them."""
 
+    at_once = 1
+
     def __init__(
         self, source: ArraySource, folder: Path, parts: Path, final: Path, target: Target
     ) -> None:

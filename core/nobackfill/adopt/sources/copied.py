@@ -157,6 +157,8 @@ class CopiedSource:
 class CopiedBeside:
     """The copy. See Beside."""
 
+    at_once = 1
+
     def __init__(self, store: Store, source: Collection, copy: Collection) -> None:
         self._store, self._source, self._copy = store, source, copy
 

@@ -164,6 +164,8 @@ class ParquetSource:
 class ParquetBeside:
     """Files `_NAME/FILE.GROUP.parquet` with the same keys and column name as the source's."""
 
+    at_once = 1
+
     def __init__(self, source: ParquetSource, folder: Path, target: Target, key: str) -> None:
         self._source, self._folder, self._target, self._key = source, folder, target, key
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from nobackfill.adopt.sources.postgres_rows import parsed
-from nobackfill.adopt.sources.source import Column, Facts, Rows, Target, Window, even
+from nobackfill.adopt.sources.source import Beside, Column, Facts, Rows, Target, Window, even
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, few
 from nobackfill.extras import extra
 from nobackfill.vectors import Metric, Vectors
@@ -17,7 +17,9 @@ from nobackfill.vectors import Metric, Vectors
 with extra("adopt"):
     from psycopg import sql
 
+    from nobackfill.adopt.sources import pgvector_table_made
     from nobackfill.adopt.sources.pgvector_column import PgvectorBeside
+    from nobackfill.adopt.sources.pgvector_table import PgvectorTable
     from nobackfill.adopt.sources.postgres_table import Table
 
 _METRICS: dict[str, Metric] = {"vector_cosine_ops": "cosine", "vector_l2_ops": "squared_l2"}
@@ -54,20 +56,19 @@ class PgvectorSource:
         dim = int(kind.split("(")[1][:-1]) if "(" in kind else None
         others = tuple(name for name in table.columns if name not in (table.key, vector))
         model = table.said(vector).get("model")
-        # Two transactions side by side keep each other's dead rows, and an index of vectors costs
-        # more than the second one brings.
-        at_once = 1 if self._classes else 2
-        name = f"{table.name}.{vector}"
-        return Facts(name, dim, self._metric, model, others, at_once=at_once)
-
-    @cached_property
-    def _classes(self) -> list[str]:
-        return self._table.operator_classes(self.vector)
+        return Facts(f"{table.name}.{vector}", dim, self._metric, model, others)
 
     @cached_property
     def _metric(self) -> Metric | None:
         """Of the old column's index; a search has no time to ask for it."""
-        return next((_METRICS[name] for name in self._classes if name in _METRICS), None)
+        return next(
+            (
+                _METRICS[name]
+                for name in self._table.operator_classes(self.vector)
+                if name in _METRICS
+            ),
+            None,
+        )
 
     def count(self) -> int:
         return self.filled(self.vector)
@@ -76,8 +77,8 @@ class PgvectorSource:
         after: object = None
         while True:
             last = self._table.one(
-                "SELECT {key} FROM {table} WHERE {above} ORDER BY {key} OFFSET {skipped} LIMIT 1",
-                above=self._within(Window(after)),
+                "SELECT {key} FROM {table} t WHERE {above} ORDER BY {key} OFFSET {skipped} LIMIT 1",
+                above=self._table.within(Window(after), "t"),
                 skipped=rows - 1,
             )
             # The last window is open: it holds what comes while the others are carried.
@@ -96,21 +97,27 @@ class PgvectorSource:
             "SELECT {key}::text, {name}::text FROM {table} t WHERE {name} IS NOT NULL AND {within} "
             "ORDER BY t.{key}",
             name=sql.Identifier(name),
-            within=self._within(window),
+            within=self._table.within(window, "t"),
         )
         return Column([key for key, _ in found], [value for _, value in found])
 
     def nearest(self, vector: Vectors, count: int, beside: str | None = None) -> list[str]:
         """By an index where there is one, told to look at no fewer than `count` candidates."""
-        column = beside or self.vector
-        if column not in self._table.columns:
+        relation: sql.Composable = self._table.composed("{table}")
+        column, kind = beside or self.vector, "vector"
+        if column.startswith(pgvector_table_made.PREFIX):
+            names = pgvector_table_made.names_of(self._table, self.vector, column)
+            relation, column = names["beside"], self.vector
+        elif column in self._table.columns:
+            kind = self._table.columns[column]
+        else:
             raise InvalidInputError(f"{self._table.name}: no column {column!r}")
-        kind = self._table.columns[column]
         sign = "<->" if self._metric == "squared_l2" else "<=>"
         found = self._table.searched(
-            "SELECT {key}::text FROM {table} t WHERE {column} IS NOT NULL "
+            "SELECT {key}::text FROM {relation} t WHERE {column} IS NOT NULL "
             "ORDER BY {column} {sign} {value}::{kind} LIMIT {count}",
             "SET LOCAL hnsw.ef_search = {candidates}",
+            relation=relation,
             column=sql.Identifier(column),
             sign=sql.SQL(sign),
             kind=sql.SQL(kind),
@@ -147,12 +154,16 @@ class PgvectorSource:
     def close(self) -> None:
         self._table.close()
 
-    def beside(self, target: Target) -> PgvectorBeside:
-        if len(target.name.encode("utf-8", "surrogateescape")) > _MOST_NAME:
+    def beside(self, target: Target) -> Beside:
+        name = target.name.removeprefix(pgvector_table_made.PREFIX)
+        if len(name.encode("utf-8", "surrogateescape")) > _MOST_NAME:
             raise InvalidInputError(
                 f"--to: expected at most {_MOST_NAME} bytes, which is what PostgreSQL keeps of a "
-                f"name, got {target.name!r}"
+                f"name, got {name!r}"
             )
+        if name != target.name:
+            pgvector_table_made.make(self._table, self.vector, target)
+            return PgvectorTable(self._table, self.vector, target)
         with self._table.changing() as changes:
             made = self._table.mark(target.name)
             # Also one that somebody else has made since the table was looked at.
@@ -189,6 +200,8 @@ class PgvectorSource:
         return PgvectorBeside(self, self._table, self._names(target.name), target)
 
     def rollback(self, name: str) -> bool:
+        if name.startswith(pgvector_table_made.PREFIX):
+            return pgvector_table_made.remove(self._table, self.vector, name)
         names = self._names(name)
         with self._table.changing() as changes:
             if self._table.mark(name) is None:
@@ -223,23 +236,13 @@ class PgvectorSource:
     def rows(self, column: str, window: Window, missing: str | None = None) -> Rows:
         """Rows of a window by key that have a vector in `column`, and none in `missing`."""
         found = self._table.copied(
-            "SELECT t.ctid, t.xmin, t.tableoid, t.{key}::text, {column}::vector "
+            "SELECT t.{key}::text, {column}::vector, t.ctid, t.xmin, t.tableoid "
             "FROM {table} t WHERE {column} IS NOT NULL AND {condition} AND {within} "
             "ORDER BY t.{key}",
             column=sql.Identifier(column),
             condition=sql.SQL("true")
             if missing is None
             else sql.SQL("{} IS NULL").format(sql.Identifier(missing)),
-            within=self._within(window),
+            within=self._table.within(window, "t"),
         )
         return parsed(found, self._table.name)
-
-    def _within(self, window: Window) -> sql.Composable:
-        bounds = [(sql.SQL(">"), window.after), (sql.SQL("<="), window.last)]
-        key = sql.Identifier(self._table.key)
-        conditions = [
-            sql.SQL("{} {} {}").format(key, sign, bound)
-            for sign, bound in bounds
-            if bound is not None
-        ]
-        return sql.SQL(" AND ").join([sql.SQL("true"), *conditions])

@@ -3,10 +3,10 @@
 import json
 from typing import Protocol
 
-from nobackfill.adopt.sources.postgres_rows import written
+from nobackfill.adopt.sources.postgres_rows import products_of, written
 from nobackfill.adopt.sources.source import Facts, Rows, Target, Window
 from nobackfill.extras import extra
-from nobackfill.vectors import Vectors
+from nobackfill.vectors import Metric, Vectors
 
 with extra("adopt"):
     from psycopg import sql
@@ -32,6 +32,12 @@ class Columns(Protocol):
 class PgvectorBeside:
     """See Beside; `names`: both columns, the trigger and its function, quoted."""
 
+    @property
+    def at_once(self) -> int:
+        """Two transactions side by side keep each other's dead rows, and an index of vectors costs
+        more than the second one brings."""
+        return 1 if self._table.operator_classes(self._source.vector) else 2
+
     def __init__(
         self, source: Columns, table: Table, names: dict[str, sql.Identifier], target: Target
     ) -> None:
@@ -42,14 +48,15 @@ class PgvectorBeside:
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
         """Into rows that nobody has written since they were read. In passes: see PASSES."""
-        packed, passes = written(rows.seen, vectors)
+        rows_of_window, passes = written(rows.seen, vectors)
         kind = sql.SQL(self._table.key_type)
         with self._table.connected() as changes:
+            changes.run("DROP TABLE IF EXISTS pg_temp.nobackfill_window")
             changes.run(
                 "CREATE TEMPORARY TABLE nobackfill_window "
                 "(place tid, writer xid, relation oid, pass int2, new vector)"
             )
-            changes.copy("nobackfill_window", packed)
+            changes.copy(sql.Identifier("nobackfill_window"), rows_of_window)
             for number in range(passes):
                 with changes.transaction():
                     # Through the key's index, which clears pages of what is dead as it goes; the
@@ -70,16 +77,22 @@ class PgvectorBeside:
     def read(self, window: Window) -> Rows:
         return self._source.rows(self._target.name, window)
 
+    def products(self, window: Window, probe: Vectors) -> tuple[list[str], Vectors]:
+        return products_of(
+            self._table.copied(
+                "SELECT t.{key}::text, t.{new} <#> {probe}::vector FROM {table} t "
+                "WHERE t.{new} IS NOT NULL AND {within} ORDER BY t.{key}",
+                probe=str(probe.tolist()),
+                within=self._table.within(window, "t"),
+                **self._names,
+            )
+        )
+
     def count(self) -> int:
         return self._source.filled(self._target.name)
 
     def finish(self) -> list[str]:
-        facts = self._source.facts()
-        kind = "vector" if self._target.dim <= _INDEXED_DIM else "halfvec"
-        operators = "l2" if facts.metric == "squared_l2" else "cosine"
-        dim, index = sql.SQL(str(self._target.dim)), sql.SQL(f"{kind}_{operators}_ops")
-        indexed = self._names["new"] if kind == "vector" else None
-        column = indexed or sql.SQL("({}::halfvec({}))").format(self._names["new"], dim)
+        metric = self._source.facts().metric or "cosine"
         # Whose vectors they are stays known.
         said = json.dumps({"model": self._target.model}) if self._target.model else None
         swap = (
@@ -99,9 +112,8 @@ class PgvectorBeside:
             )
         return [
             self._table.text(
-                "CREATE INDEX CONCURRENTLY ON {table} USING hnsw ({column} {index})",
-                column=column,
-                index=index,
+                "CREATE INDEX CONCURRENTLY ON {table} USING hnsw {index}",
+                index=index_of(self._names["new"], self._target.dim, metric),
             ),
             "switch the queries to the new model, and in the same moment:",
             self._table.text(
@@ -112,3 +124,13 @@ class PgvectorBeside:
                 **self._names,
             ),
         ]
+
+
+def index_of(column: sql.Identifier, dim: int, metric: Metric) -> sql.Composed:
+    """What an HNSW index is on, in brackets."""
+    kind = "vector" if dim <= _INDEXED_DIM else "halfvec"
+    operators = "l2" if metric == "squared_l2" else "cosine"
+    indexed: sql.Composable = column
+    if kind == "halfvec":
+        indexed = sql.SQL("({}::halfvec({}))").format(column, sql.SQL(str(dim)))
+    return sql.SQL("({} {})").format(indexed, sql.SQL(f"{kind}_{operators}_ops"))

@@ -1,26 +1,18 @@
 """One table of PostgreSQL: its columns, its key, and statements whose names are quoted."""
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, LiteralString
 
-from nobackfill.errors import (
-    BusyError,
-    CannotWriteError,
-    InvalidInputError,
-    NobackfillError,
-    NotFoundError,
-    NotPermittedError,
-    UnavailableError,
-)
+from nobackfill.adopt.sources.source import Window
+from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.extras import extra
 
 with extra("adopt"):
-    import psycopg
-    from psycopg import errors as states
     from psycopg import sql
+
+    from nobackfill.adopt.sources.postgres_connections import Connections
 
 # A table that others use is locked for a moment, or not at all.
 _LOCK_WAIT = "5s"
@@ -39,10 +31,7 @@ class Table:
 
     def __init__(self, address: str, name: str, key: str | None) -> None:
         self.name = name
-        # Connections of threads that search.
-        self._open: dict[threading.Thread, Any] = {}
-        self._lock = threading.Lock()
-        self._address = address
+        self._connections = Connections(address, name)
         self._known: dict[str, Any] = {"table": sql.Identifier(*name.split("."))}
         self._quoted = self._known["table"].as_string()
         self.columns = self._columns()
@@ -123,11 +112,27 @@ class Table:
             quoted=self._quoted,
             column=column,
         )
-        try:
-            found = json.loads(str(said))
-            return {name: str(found[name]) for name in ("nobackfill", "model") if name in found}
-        except (ValueError, TypeError):
-            return {}
+        return _ours(said)
+
+    def said_beside(self, other: sql.Identifier) -> dict[str, str] | None:
+        """The same of another table: also whose new vectors it has. None where there is none."""
+        found = self.all(
+            "SELECT obj_description(to_regclass({quoted}), 'pg_class') "
+            "WHERE to_regclass({quoted}) IS NOT NULL",
+            quoted=other.as_string(),
+        )
+        return _ours(found[0][0]) if found else None
+
+    def within(self, window: Window, of: str) -> sql.Composable:
+        """The condition of a window on the key of a table that the statement calls `of`."""
+        bounds = [(sql.SQL(">"), window.after), (sql.SQL("<="), window.last)]
+        key = sql.Identifier(of, self.key)
+        conditions = [
+            sql.SQL("{} {} {}").format(key, sign, bound)
+            for sign, bound in bounds
+            if bound is not None
+        ]
+        return sql.SQL(" AND ").join([sql.SQL("true"), *conditions])
 
     def composed(self, query: LiteralString, **parts: object) -> sql.Composed:
         """A statement; what is no part of SQL becomes a literal."""
@@ -140,49 +145,30 @@ class Table:
     def searched(
         self, query: LiteralString, setting: LiteralString | None = None, **parts: object
     ) -> list[Any]:
-        """All rows, by a connection that the thread keeps: a search has no time to make one.
-        `setting`: a statement before it, in the same transaction."""
-        for attempt in (1, 2):
-            connection = self._lasting()
-            try:
-                with refused(self.name), connection.transaction():
-                    if setting is not None:
-                        connection.execute(self.composed(setting, **parts))
-                    found: list[Any] = connection.execute(self.composed(query, **parts)).fetchall()
-                    return found
-            except UnavailableError:
-                # The server may have been started again since.
-                connection.close()
-                if attempt == 2:
-                    raise
-        raise AssertionError("unreachable")
+        """All rows. `setting`: a statement before it, in the same transaction."""
 
-    def _lasting(self) -> Any:
-        """This thread's connection; a new one ends those of threads that have ended."""
-        thread = threading.current_thread()
-        with self._lock:
-            kept = self._open.get(thread)
-        if kept is None or kept.closed:
-            with refused(self.name):
-                kept = psycopg.connect(self._address, autocommit=True)
-            with self._lock:
-                for ended in [one for one in self._open if not one.is_alive()]:
-                    self._open.pop(ended).close()
-                self._open[thread] = kept
-        return kept
+        def ask(connection: Any) -> list[Any]:
+            with connection.transaction():
+                if setting is not None:
+                    connection.execute(self.composed(setting, **parts))
+                found: list[Any] = connection.execute(self.composed(query, **parts)).fetchall()
+                return found
+
+        return self._connections.read(ask)
 
     def close(self) -> None:
-        """End the connections that searches keep."""
-        with self._lock:
-            for connection in self._open.values():
-                connection.close()
-            self._open = {}
+        """End the connections."""
+        self._connections.close()
 
     def all(self, query: LiteralString, *, binary: bool = False, **parts: object) -> list[Any]:
         """All rows."""
-        with self._connected() as connection, connection.cursor(binary=binary) as cursor:
-            rows: list[Any] = cursor.execute(self.composed(query, **parts)).fetchall()
-            return rows
+
+        def ask(connection: Any) -> list[Any]:
+            with connection.cursor(binary=binary) as cursor:
+                rows: list[Any] = cursor.execute(self.composed(query, **parts)).fetchall()
+                return rows
+
+        return self._connections.read(ask)
 
     def copied(self, query: LiteralString, **parts: object) -> bytes:
         """All rows in COPY's binary form, without its head and end: without a value of Python for
@@ -190,21 +176,12 @@ class Table:
         statement = sql.SQL("COPY ({}) TO STDOUT (FORMAT BINARY)").format(
             self.composed(query, **parts)
         )
-        with (
-            self._connected() as connection,
-            connection.cursor() as cursor,
-            cursor.copy(statement) as copy,
-        ):
-            return b"".join(copy)[len(_HEAD) : -len(_END)]
 
-    @contextmanager
-    def _connected(self) -> Iterator[Any]:
-        """One of its own for each use: nothing stays open, or waits for a server that has gone."""
-        with (
-            refused(self.name),
-            psycopg.connect(self._address, autocommit=True, client_encoding="UTF8") as connection,
-        ):
-            yield connection
+        def ask(connection: Any) -> bytes:
+            with connection.cursor() as cursor, cursor.copy(statement) as copy:
+                return b"".join(copy)[len(_HEAD) : -len(_END)]
+
+        return self._connections.read(ask)
 
     def one(self, query: LiteralString, **parts: object) -> Any:
         """The first value of the first row, None where there is none."""
@@ -221,7 +198,7 @@ class Table:
     @contextmanager
     def connected(self) -> Iterator["Changes"]:
         """Several transactions of one connection, which touch no columns."""
-        with self._connected() as connection:
+        with self._connections.held() as connection:
             yield Changes(self, connection)
 
 
@@ -232,51 +209,27 @@ class Changes:
         self._table, self._connection = table, connection
 
     @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """To the end of the block. Raises BusyError as `Table.changing`."""
+    def transaction(self, wait: str = _LOCK_WAIT) -> Iterator[None]:
+        """To the end of the block. Raises BusyError as `Table.changing`, after `wait`."""
         with self._connection.transaction():
-            self.run("SET LOCAL lock_timeout = {wait}", wait=_LOCK_WAIT)
+            self.run("SET LOCAL lock_timeout = {wait}", wait=wait)
             yield
 
     def run(self, query: LiteralString, **parts: object) -> None:
         self._connection.execute(self._table.composed(query, **parts))
 
-    def copy(self, into: str, rows: bytes) -> None:
+    def copy(self, into: sql.Identifier, rows: bytes) -> None:
         """Fill a table by COPY from rows in its binary form."""
-        statement = sql.SQL("COPY {} FROM STDIN (FORMAT BINARY)").format(sql.Identifier(into))
+        statement = sql.SQL("COPY {} FROM STDIN (FORMAT BINARY)").format(into)
         with self._connection.cursor() as cursor, cursor.copy(statement) as copy:
             # At once: a call of psycopg's a row takes longer than the server does.
             copy.write(_HEAD + rows + _END)
 
 
-# What PostgreSQL says, by its classes of errors, and what that is to us.
-_CLASSES: list[tuple[type[Exception], type[NobackfillError]]] = [
-    (states.LockNotAvailable, BusyError),
-    (states.DeadlockDetected, BusyError),
-    (states.SerializationFailure, BusyError),
-    (states.InsufficientPrivilege, NotPermittedError),
-    (states.InvalidPassword, NotPermittedError),
-    (states.DiskFull, CannotWriteError),
-    (states.ReadOnlySqlTransaction, CannotWriteError),
-    (states.UndefinedTable, NotFoundError),
-    (states.InvalidCatalogName, NotFoundError),
-    (psycopg.OperationalError, UnavailableError),
-    (psycopg.Error, InvalidInputError),
-]
-
-
-@contextmanager
-def refused(name: str) -> Iterator[None]:
-    """Errors of PostgreSQL in the block become ours, with its own first line."""
+def _ours(comment: object) -> dict[str, str]:
+    """What a comment says to us; nothing where somebody else wrote it."""
     try:
-        yield
-    except psycopg.Error as error:
-        ours = next(ours for theirs, ours in _CLASSES if isinstance(error, theirs))
-        if isinstance(error, psycopg.ProgrammingError) and error.sqlstate is None:
-            # libpq repeats what it cannot read of an address, a password too.
-            raise InvalidInputError(
-                f"{name}: expected postgresql://USER@HOST/DATABASE before #TABLE, other signs than "
-                "letters and digits as %XX, and the password in ~/.pgpass or PGPASSWORD"
-            ) from None
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise ours(f"{name}: PostgreSQL says: {said[0]}") from error
+        found = json.loads(str(comment))
+        return {name: str(found[name]) for name in ("nobackfill", "model", "of") if name in found}
+    except (ValueError, TypeError):
+        return {}

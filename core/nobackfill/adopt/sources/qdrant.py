@@ -209,6 +209,8 @@ class QdrantSource:
 class QdrantBeside:
     """The named vector."""
 
+    at_once = 1
+
     def __init__(
         self, source: QdrantSource, client: QdrantClient, collection: str, target: Target
     ) -> None:

@@ -18,8 +18,7 @@ class Facts:
     """What a store says about its vectors. `metric` None: it does not say. `model`: the one that
     its metadata name, if any, by its fingerprint or a release's space. `columns`: what else an
     item holds there.
-    `directions`: it keeps no norms, but brings every vector to 1. `at_once`: windows that may be
-    carried at the same time, each by a thread."""
+    `directions`: it keeps no norms, but brings every vector to 1."""
 
     name: str
     dim: int | None
@@ -27,7 +26,6 @@ class Facts:
     model: str | None = None
     columns: tuple[str, ...] = ()
     directions: bool = False
-    at_once: int = 1
 
 
 @dataclass(frozen=True)
@@ -81,6 +79,10 @@ class Beside(Protocol):
     """The place for new vectors in a store; made, or found again, by `Source.beside`. An item that
     goes from the source takes its new vector along."""
 
+    @property
+    def at_once(self) -> int:
+        """Windows that may be carried at the same time, each by a thread."""
+
     def pending(self, window: Window) -> Rows:
         """Rows of a window that have no vector here, or one of an old vector that has changed."""
 
@@ -95,6 +97,15 @@ class Beside(Protocol):
 
     def finish(self) -> list[str]:
         """Close the writing; the steps by which the owner flips to the new vectors."""
+
+
+@runtime_checkable
+class Multiplied(Beside, Protocol):
+    """A place that tells its vectors from others without sending them."""
+
+    def products(self, window: Window, probe: Vectors) -> tuple[list[str], Vectors]:
+        """The inner product of each new vector of a window with `probe` [dim], as float32 [n], and
+        whose it is, in the order of `pending`."""
 
 
 class Source(Protocol):

@@ -1,0 +1,182 @@
+"""New vectors in a table of their own beside the one that has the old: no row of that is written,
+whatever indexes it has.
+
+Whoever writes to a key there leaves an empty vector for that key here, by a trigger. The unique key
+has him and the carrying wait for one another, so that one comes first: carrying fills what is not
+here, and what is empty and has not been emptied again since it was read.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from nobackfill.adopt.sources.postgres_rows import packed, parsed, products_of
+from nobackfill.adopt.sources.source import Rows, Target, Window
+from nobackfill.errors import BusyError
+from nobackfill.extras import extra
+from nobackfill.vectors import Vectors
+
+with extra("adopt"):
+    from psycopg import errors as states
+    from psycopg import sql
+
+    from nobackfill.adopt.sources.pgvector_column import index_of
+    from nobackfill.adopt.sources.pgvector_table_made import names_of
+    from nobackfill.adopt.sources.postgres_table import Table
+
+# Shorter than the second after which PostgreSQL looks for a deadlock and ends either: carrying
+# gives way, and tries again in the next sweep.
+_WAIT = "500ms"
+# A row's place (tid) and its writer (xid), in binary; that of one that is not here.
+_SEEN = 10
+_NOWHERE = bytes(_SEEN)
+
+
+class PgvectorTable:
+    """See Beside. A table with the key and the column of vectors by their names in the old one."""
+
+    # No index of the old table's learns of it.
+    at_once = 2
+
+    def __init__(self, table: Table, vector: str, target: Target) -> None:
+        self._table, self._target = table, target
+        self._names = names_of(table, vector, target.name)
+        # Windows that were read to be written: what has come since was emptied first.
+        self._whole: set[str] = set()
+
+    def pending(self, window: Window) -> Rows:
+        whole = repr(window) in self._whole
+        self._whole.add(repr(window))
+        if not whole and not self._any(window):
+            # Looked for before the vectors are read: what is emptied after that is met by writing.
+            rows = parsed(
+                self._table.copied(
+                    "SELECT t.{key}::text, t.{old}::vector, t.{key} FROM {table} t "
+                    "WHERE t.{old} IS NOT NULL AND {within} ORDER BY t.{key}",
+                    within=self._table.within(window, "t"),
+                    **self._names,
+                ),
+                self._table.name,
+            )
+            return replace(rows, seen=[one + _NOWHERE for one in _bytes(rows.seen)])
+        found = self._table.copied(
+            "SELECT t.{key}::text, t.{old}::vector, t.{key}, "
+            "coalesce(b.place, '(0,0)'), coalesce(b.writer, '0') FROM {table} t {join} JOIN "
+            "(SELECT {key} AS key, ctid AS place, xmin AS writer, {old} IS NULL AS empty "
+            "FROM {beside} b WHERE {which} AND {within_beside}) b ON b.key = t.{key} "
+            "WHERE t.{old} IS NOT NULL AND b.empty IS NOT FALSE AND {within} ORDER BY t.{key}",
+            # Of a window that was carried, only what has been emptied since.
+            join=sql.SQL("INNER" if whole else "LEFT"),
+            which=sql.SQL("{} IS NULL" if whole else "true").format(self._names["old"]),
+            within=self._table.within(window, "t"),
+            within_beside=self._table.within(window, "b"),
+            **self._names,
+        )
+        return parsed(found, self._table.name)
+
+    def _any(self, window: Window) -> bool:
+        query = "SELECT EXISTS (SELECT FROM {beside} b WHERE {within})"
+        within = self._table.within(window, "b")
+        return bool(self._table.one(query, within=within, **self._names))
+
+    def write(self, rows: Rows, vectors: Vectors) -> None:
+        seen = _bytes(rows.seen)
+        keys, places = [one[:-_SEEN] for one in seen], [one[-_SEEN:] for one in seen]
+        try:
+            if all(place == _NOWHERE for place in places) and self._filled(keys, vectors):
+                return
+            self._fill_some(keys, places, vectors)
+        except BusyError:
+            # A transaction is open that wrote to one of them: all stay pending.
+            self._whole.clear()
+
+    def _filled(self, keys: list[bytes], vectors: Vectors) -> bool:
+        """At once, unless somebody has written to one of the keys since they were read."""
+        with self._table.connected() as changes:
+            try:
+                with changes.transaction(_WAIT):
+                    changes.copy(self._names["beside"], packed(keys, vectors))
+            except states.UniqueViolation:
+                return False
+        return True
+
+    def _fill_some(self, keys: list[bytes], places: list[bytes], vectors: Vectors) -> None:
+        """Those that nobody has written to since."""
+        seen = [place[:6] for place in places], [place[6:] for place in places]
+        with self._table.connected() as changes, changes.transaction(_WAIT):
+            changes.run(
+                "CREATE TEMPORARY TABLE nobackfill_window ON COMMIT DROP AS SELECT {key} AS key, "
+                "{old} AS new, ctid AS place, xmin AS writer FROM {beside} WITH NO DATA",
+                **self._names,
+            )
+            changes.copy(sql.Identifier("nobackfill_window"), packed(keys, vectors, *seen))
+            changes.run(
+                "INSERT INTO {beside} SELECT key, new FROM nobackfill_window "
+                "WHERE place = '(0,0)' ORDER BY key ON CONFLICT DO NOTHING",
+                **self._names,
+            )
+            changes.run(
+                "UPDATE {beside} b SET {old} = w.new FROM nobackfill_window w "
+                "WHERE b.{key} = w.key AND b.ctid = w.place AND b.xmin = w.writer",
+                **self._names,
+            )
+
+    def read(self, window: Window) -> Rows:
+        found = self._table.copied(
+            "SELECT b.{key}::text, b.{old}::vector FROM {beside} b "
+            "WHERE b.{old} IS NOT NULL AND {within} ORDER BY b.{key}",
+            within=self._table.within(window, "b"),
+            **self._names,
+        )
+        return parsed(found, self._table.name)
+
+    def products(self, window: Window, probe: Vectors) -> tuple[list[str], Vectors]:
+        return products_of(
+            self._table.copied(
+                "SELECT b.{key}::text, b.{old} <#> {probe}::vector FROM {beside} b "
+                "WHERE b.{old} IS NOT NULL AND {within} ORDER BY b.{key}",
+                probe=str(probe.tolist()),
+                within=self._table.within(window, "b"),
+                **self._names,
+            )
+        )
+
+    def count(self) -> int:
+        query = "SELECT count(*) FROM {beside} WHERE {old} IS NOT NULL"
+        return int(self._table.one(query, **self._names))
+
+    def finish(self) -> list[str]:
+        with self._table.connected() as changes:
+            # Of rows that went without a word to the trigger, as with a partition.
+            changes.run(
+                "DELETE FROM {beside} b WHERE {old} IS NOT NULL "
+                "AND NOT EXISTS (SELECT FROM {table} t WHERE t.{key} = b.{key})",
+                **self._names,
+            )
+        said = json.dumps({"model": self._target.model}) if self._target.model else None
+        return [
+            self._table.text(
+                "CREATE INDEX CONCURRENTLY ON {beside} USING hnsw {index}",
+                index=index_of(self._names["old"], self._target.dim, self._target.metric),
+                **self._names,
+            ),
+            self._table.text(
+                "switch the queries to the new model, FROM {beside} JOIN {table} USING ({key}), "
+                "and in the same moment:",
+                **self._names,
+            ),
+            self._table.text(
+                "BEGIN; DROP FUNCTION {function}() CASCADE; DROP INDEX {empty}; "
+                "DELETE FROM {beside} WHERE {old} IS NULL; "
+                "ALTER TABLE {beside} ALTER COLUMN {old} SET NOT NULL, "
+                "ADD FOREIGN KEY ({key}) REFERENCES {table} ({key}) "
+                "ON UPDATE CASCADE ON DELETE CASCADE; "
+                "COMMENT ON TABLE {beside} IS {said}; COMMIT",
+                said=said,
+                **self._names,
+            ),
+        ]
+
+
+def _bytes(seen: Sequence[object]) -> list[bytes]:
+    return [one for one in seen if isinstance(one, bytes)]
