@@ -20,12 +20,13 @@ from tests.support.postgres import running
 DIM = 384
 NOTE = (
     "Rows a second, {dim} to {dim} dims, a table (id bigint PRIMARY KEY, body text, embedding), "
-    "windows of {window:,}, one connection. `COPY` reads by COPY, maps, and copies into a fresh "
+    "windows of {window:,}. `COPY` reads by COPY, maps, and copies into a fresh "
     "table without a key: no old row is written, and no one else may write. `UPDATE` does the same "
     "by way of a temporary table into a new column: PostgreSQL writes a whole new row for each, "
     "which is what a column in place costs. `carry` also tells rows that others wrote meanwhile, "
-    "reads every new vector back and compares it, and sweeps once more. The server is that of the "
-    "tests (fsync off), with 1 GB of shared buffers."
+    "compares what each new vector gives there with what was written, and sweeps once more; two "
+    "windows at a time. `beside`: into a table of their own. The server is that of the tests "
+    "(fsync off), with 1 GB of shared buffers."
 )
 _MEMORY = {"shared_buffers": "1GB", "maintenance_work_mem": "1GB", "max_wal_size": "8GB"}
 # A row of COPY's binary form: its fields' number, and each field after its length.
@@ -50,7 +51,7 @@ def run(bench: Bench) -> list[Table]:
         "COPY": _copied,
         "UPDATE": _updated,
         "carry": _carried,
-        "carry, table beside": _carried_beside,
+        "carry, beside": _carried_beside,
     }
     with (
         running(_MEMORY) as server,

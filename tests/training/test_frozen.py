@@ -1,4 +1,5 @@
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ from nobackfill.release.trust.publication import read_publication
 from nobackfill.training.config import Augmentation, StoredVectors
 from nobackfill.training.data.pictures import Reading, Source, chunks
 from nobackfill.training.data.stored import read_stored
+from nobackfill.training.loop.run import read_checkpoint, write_checkpoint
 from nobackfill.training.networks.frozen import (
+    AugmentedView,
     FrozenEncoder,
     augmented_views,
     features,
@@ -45,6 +48,48 @@ def test_features_are_computed_once(images: Images, tmp_path: Path) -> None:
     features(FrozenEncoder("test", run, 3, SIZE, False, "other"), pixels, tmp_path)
     assert len(calls) == 3
     assert len(list(tmp_path.glob("*.npy"))) == 3
+
+
+def test_views_are_read_in_fewer_digits_and_kept_apart(images: Images, tmp_path: Path) -> None:
+    """What is stored of a gallery's own pictures has all digits."""
+
+    def first(batch: Images) -> np.ndarray:
+        return batch.reshape(len(batch), -1)[:, :3].astype(np.float32)
+
+    def rounded(batch: Images) -> np.ndarray:
+        return np.round(first(batch))
+
+    encoder = FrozenEncoder("test", first, 3, SIZE, False, "digest", quick=rounded)
+    plain = FrozenEncoder("test", lambda batch: first(batch) + 0.25, 3, SIZE, False, "digest")
+    pixels = torch.from_numpy(images)
+    view = AugmentedView(pixels, SIZE, Augmentation(), seed=1)
+    of_view = features(encoder, view, tmp_path)
+    assert np.array_equal(of_view, np.round(of_view))
+    assert np.array_equal(features(encoder, pixels, tmp_path), first(images))
+    # A model that is read with all digits finds none of the others'.
+    assert np.array_equal(features(plain, view, tmp_path), of_view + 0.25)
+
+
+@pytest.mark.parametrize(("precision", "quick"), [("auto", True), ("32-true", False)])
+def test_models_that_bf16_trained_read_views_in_it(
+    precision: str,
+    quick: bool,
+    runs: Path,
+    images: Images,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    checkpoint = read_checkpoint(runs / "embedder-1")
+    config = checkpoint.config.model_copy(update={"precision": precision, "run_dir": tmp_path})
+    write_checkpoint(tmp_path, replace(checkpoint, config=config))
+    encoder = of_run(tmp_path, "embedder")
+    assert (encoder.quick is not None) is quick
+    if encoder.quick is not None:
+        exact, near = encoder.run(images[:20]), encoder.quick(images[:20])
+        assert near.dtype == np.float32
+        assert not np.array_equal(exact, near)
+        assert (exact * near).sum(1).min() > 0.999
 
 
 def test_frozen_models_neither_learn_nor_drift(runs: Path, images: Images) -> None:

@@ -4,7 +4,8 @@ BCT's supplement (section 2) goes by class in steps of 2 %; FastFill orders item
 uncertainty and reports the mean over the curve.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from nobackfill.metrics.distances import Floats, Metric, distance_blocks
 from nobackfill.metrics.neighbours import nearest
 from nobackfill.metrics.ranking import Ints, Ranking, Relevance
-from nobackfill.metrics.replaced import rank_steps
+from nobackfill.metrics.replaced import Steps, rank_steps
 from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc, mean
 
 TENTHS = np.linspace(0, 1, 11)
@@ -100,6 +101,14 @@ def class_shares(labels: ArrayLike, order: Ints, step: float = 0.02) -> NDArray[
     return shares
 
 
+@dataclass(frozen=True)
+class Order:
+    """Items in the order in which they are re-embedded, and the shares at which is measured."""
+
+    items: Ints
+    shares: ArrayLike = field(default_factory=lambda: TENTHS)
+
+
 def backfill_curve(
     queries: Floats,
     served: Floats,
@@ -119,28 +128,60 @@ def backfill_curve(
     differ (BCT's first K elements); otherwise `queries` meets both. The distances of both kinds are
     ranked together, those of served items along `line`.
     """
-    if not np.array_equal(np.sort(order), np.arange(len(backfilled))):
-        raise ValueError(f"expected an order of all {len(backfilled)} items")
-    points = np.asarray(shares, np.float64)
-    counts = np.round(points * len(order)).astype(np.int64)
-    ranks: list[list[Ints]] = [[] for _ in counts]
+    orders = {"": Order(order, shares)}
+    return curves_by_order(
+        queries, served, backfilled, orders, relevance,
+        metric=metric, served_queries=served_queries, line=line,
+    )[""]  # fmt: skip
+
+
+def curves_by_order(
+    queries: Floats,
+    served: Floats,
+    backfilled: Floats,
+    orders: Mapping[str, Order],
+    relevance: Relevance,
+    *,
+    metric: Metric = "l2",
+    served_queries: Floats | None = None,
+    line: Line = AS_THEY_ARE,
+) -> dict[str, BackfillCurve]:
+    """`backfill_curve` of each order, by name: distances are looked at once for all."""
+    points = {name: np.asarray(order.shares, np.float64) for name, order in orders.items()}
+    ways = []
+    for name, order in orders.items():
+        if not np.array_equal(np.sort(order.items), np.arange(len(backfilled))):
+            raise ValueError(f"expected an order of all {len(backfilled)} items")
+        counts = np.round(points[name] * len(order.items)).astype(np.int64)
+        ways.append(Steps(order.items, counts))
     meets_served = queries if served_queries is None else served_queries
+    # By order, of each block: at each step, of each query.
+    cmc1: list[list[NDArray[np.float64]]] = [[] for _ in ways]
+    precision: list[list[NDArray[np.float64]]] = [[] for _ in ways]
     for (first, old), (_, new) in zip(
         distance_blocks(meets_served, served, metric),
         distance_blocks(queries, backfilled, metric),
         strict=True,
     ):
         carried = line.slope * old + line.offset
-        steps = rank_steps(carried, new, first, order, counts, relevance)
-        for collected, step in zip(ranks, steps, strict=True):
-            collected.extend(step)
-    rankings = [Ranking(r, np.array([len(one) for one in r], np.int64)) for r in ranks]
-    cmc1 = np.stack([cmc(ranking, 1) for ranking in rankings])
-    precision = np.stack([average_precision(ranking) for ranking in rankings])
+        for number, steps in enumerate(rank_steps(carried, new, first, ways, relevance)):
+            rankings = [Ranking(r, np.array([len(one) for one in r], np.int64)) for r in steps]
+            cmc1[number].append(np.stack([cmc(ranking, 1) for ranking in rankings]))
+            precision[number].append(np.stack([average_precision(one) for one in rankings]))
+    return {
+        name: _curve(points[name], np.concatenate(firsts, axis=1), np.concatenate(areas, axis=1))
+        for name, firsts, areas in zip(orders, cmc1, precision, strict=True)
+    }
+
+
+def _curve(
+    shares: NDArray[np.float64], cmc1: NDArray[np.float64], precision: NDArray[np.float64]
+) -> BackfillCurve:
+    """Of figures [steps, queries]."""
     return BackfillCurve(
-        points,
+        shares,
         np.array([mean(values) for values in cmc1]),
         np.array([mean(values) for values in precision]),
-        np.asarray(np.trapezoid(cmc1, points, axis=0)),
-        np.asarray(np.trapezoid(precision, points, axis=0)),
+        np.asarray(np.trapezoid(cmc1, shares, axis=0)),
+        np.asarray(np.trapezoid(precision, shares, axis=0)),
     )

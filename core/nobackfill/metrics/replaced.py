@@ -1,9 +1,10 @@
-"""Ranks in a gallery whose items are replaced step by step, from one sort of both kinds of
-distances: a sort for each step was two thirds of a backfill curve's time.
+"""Ranks in a gallery whose items are replaced step by step, in several orders, from one look at
+both kinds of distances: a sort for each step and order was two thirds of a curve's time.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -11,50 +12,76 @@ from nobackfill.metrics.distances import Floats
 from nobackfill.metrics.ranking import Ints, Relevance
 
 
+@dataclass(frozen=True)
+class Steps:
+    """At each of `counts`, that many items, the first of `order`, are replaced."""
+
+    order: Ints
+    counts: Ints
+
+    @cached_property
+    def places(self) -> Ints:
+        """Of each item in the order."""
+        places = np.empty(len(self.order), np.int64)
+        places[self.order] = np.arange(len(self.order))
+        return places
+
+    @cached_property
+    def bounds(self) -> Ints:
+        """Between which places items are replaced together, from 0 to all."""
+        return np.unique(np.concatenate([[0], self.counts, [len(self.order)]]))
+
+    @cached_property
+    def parts(self) -> Ints:
+        """Of each item, with which others it is replaced."""
+        return np.searchsorted(self.bounds, self.places, "right") - 1
+
+
 def rank_steps(
-    before: Floats, after: Floats, first: int, order: Ints, counts: Ints, relevance: Relevance
-) -> list[list[Ints]]:
-    """For each of `counts`, ranks as `rank_block` gives them where that many items, the
-    first of `order`, are at the distances `after`, the others at `before` (both [b, g])."""
-    places = np.empty(len(order), np.int64)
-    places[order] = np.arange(len(order))
-    # By place, so that what a step replaces lies side by side.
-    old, new = before[:, order], after[:, order]
-    found = []
-    for i in range(len(old)):
-        old[i, places[relevance.ignored[first + i]]] = np.inf
-        new[i, places[relevance.ignored[first + i]]] = np.inf
-        relevant = places[relevance.relevant[first + i]]
-        relevant = relevant[np.isfinite(old[i, relevant]) & np.isfinite(new[i, relevant])]
-        found.append((relevant, old[i, relevant], new[i, relevant]))
-    bounds = np.unique(np.concatenate([[0], counts, [len(order)]])).tolist()
-    parts = [slice(begin, end) for begin, end in pairwise(bounds)]
-    for part in parts:
-        old[:, part].sort(axis=1)
-        new[:, part].sort(axis=1)
-    replaced = np.searchsorted(bounds, counts)
-    steps: list[list[Ints]] = [[] for _ in counts]
-    for i, (relevant, olds, news) in enumerate(found):
-        values = np.concatenate([olds, news])
+    before: Floats, after: Floats, first: int, ways: Sequence[Steps], relevance: Relevance
+) -> list[list[list[Ints]]]:
+    """For each of `ways` and each of its counts, ranks as `rank_block` gives them where that many
+    items are at the distances `after`, the others at `before` (both [b, g])."""
+    found: list[list[list[Ints]]] = [[[] for _ in way.counts] for way in ways]
+    for i, (old, new) in enumerate(zip(before, after, strict=True)):
+        ignored = np.zeros(len(old), bool)
+        ignored[relevance.ignored[first + i]] = True
+        relevant = relevance.relevant[first + i]
+        kept = ~ignored & np.isfinite(old) & np.isfinite(new)
+        relevant = relevant[kept[relevant]]
+        values = np.concatenate([old[relevant], new[relevant]])
         ascending = np.argsort(values)
         keys, standing = values[ascending], np.empty(len(values), np.int64)
         standing[ascending] = np.arange(len(values))
-        within = _within([old[i, part] for part in parts], [new[i, part] for part in parts], keys)
-        # Of both values of each relevant item, the one that it has at each step.
-        kind = relevant < counts[:, None]
-        at = np.sort(standing[np.arange(len(relevant)) + len(relevant) * kind], axis=1)
-        ranks = _ranks(keys[at], np.take_along_axis(within[replaced], at, axis=1))
-        for step, row in zip(steps, ranks, strict=True):
-            step.append(row)
-    return steps
+        nearer = [_among(keys, np.where(ignored, np.inf, kind)) for kind in (old, new)]
+        for steps, way in zip(found, ways, strict=True):
+            within = _within(nearer, way.parts, len(way.bounds) - 1, len(keys))
+            # Of both values of each relevant item, the one that it has at each step.
+            kind = way.places[relevant] < way.counts[:, None]
+            at = np.sort(standing[np.arange(len(relevant)) + len(relevant) * kind], axis=1)
+            replaced = np.searchsorted(way.bounds, way.counts)
+            ranks = _ranks(keys[at], np.take_along_axis(within[replaced], at, axis=1))
+            for step, row in zip(steps, ranks, strict=True):
+                step.append(row)
+    return found
 
 
-def _within(old: Sequence[Floats], new: Sequence[Floats], keys: Floats) -> Ints:
-    """How many of all items are as near as each of the ascending keys [parts + 1, keys] where the
-    first 0, 1, … of the parts, each sorted, are new."""
-    nearer = [np.stack([part.searchsorted(keys, "right") for part in p]) for p in (old, new)]
-    begin = nearer[0].sum(axis=0)[None]
-    return np.concatenate([begin, begin + np.cumsum(nearer[1] - nearer[0], axis=0)])
+def _among(keys: Floats, distances: Floats) -> Ints:
+    """Of each distance, the first of the ascending keys that is as far; their number for none."""
+    return np.searchsorted(keys, distances, "left")
+
+
+def _within(nearer: Sequence[Ints], parts: Ints, count: int, keys: int) -> Ints:
+    """How many of all items are as near as each key [count + 1, keys] where the first 0, 1, … parts
+    are new; `nearer`: by `_among`, of old distances and of new ones."""
+    old, new = (
+        np.bincount(parts * (keys + 1) + kind, minlength=count * (keys + 1))
+        .reshape(count, keys + 1)[:, :-1]
+        .cumsum(axis=1)
+        for kind in nearer
+    )
+    begin = old.sum(axis=0)[None]
+    return np.concatenate([begin, begin + np.cumsum(new - old, axis=0)])
 
 
 def _ranks(distances: Floats, within: Ints) -> Ints:

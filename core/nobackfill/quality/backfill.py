@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 
 from nobackfill.metrics.backfill import (
     AS_THEY_ARE,
-    TENTHS,
     BackfillCurve,
     Line,
-    backfill_curve,
+    Order,
     class_order,
     class_shares,
+    curves_by_order,
     gain_order,
     oracle_order,
     random_order,
@@ -55,25 +55,24 @@ def backfill_curves(
         made["uncertainty"] = lambda: uncertainty_order(uncertainty)
         metric = queries.metric(cell.query)
         made["gain"] = lambda: gain_order(served.embedding, uncertainty, metric)
-    curves = {}
+    wanted = {}
     for name in orders:
-        if name not in made:
-            continue
-        order, shares = made[name](), TENTHS
-        if name == "class":
-            shares = class_shares(gallery.listing.labels, order)
-        curves[name] = backfill_curve(
-            queries.native(cell.query),
-            served.embedding,
-            whole,
-            order,
-            relevance,
-            shares=shares,
-            metric=queries.metric(cell.query),
-            served_queries=meets_served,
-            line=line,
-        )
-    return curves
+        if name in made:
+            order = made[name]()
+            labels = gallery.listing.labels
+            wanted[name] = (
+                Order(order, class_shares(labels, order)) if name == "class" else Order(order)
+            )
+    return curves_by_order(
+        queries.native(cell.query),
+        served.embedding,
+        whole,
+        wanted,
+        relevance,
+        metric=queries.metric(cell.query),
+        served_queries=meets_served,
+        line=line,
+    )
 
 
 def served_line(cell: CellName, queries: Embedded) -> Line:

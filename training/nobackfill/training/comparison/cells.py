@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.class_folders import Listing, list_images
+from nobackfill.digests import sha256_file
 from nobackfill.durable import write_file
 from nobackfill.metrics.backfill import AS_THEY_ARE, BackfillCurve, Line
 from nobackfill.metrics.cka import linear_cka
@@ -28,7 +30,7 @@ from nobackfill.training.comparison.serve import NEW, OLD, Trained
 from nobackfill.training.config_file import load_config
 from nobackfill.training.data.folders import hold_out
 from nobackfill.training.data.pictures import Reading, open_pictures
-from nobackfill.training.loop.run import CONFIG
+from nobackfill.training.loop.run import CHECKPOINT, CONFIG
 from nobackfill.training.networks.frozen import features, of_run
 
 Floats = NDArray[np.float32]
@@ -43,12 +45,18 @@ class Evaluation:
     relevance: Relevance
     metric: Metric
     cache: Path
+    # Vectors by their model's digest: rows share models, and images are decoded to tell vectors'
+    # files.
+    _known: dict[str, Floats] = field(default_factory=dict)
 
     def features(self, run_dir: Path, kind: str) -> Floats:
         """Vectors [n,dim] of the test images by a run's encoder."""
-        encoder = of_run(run_dir, kind)
-        images = open_pictures(self.listing, encoder.image_size, Reading())
-        return features(encoder, images, self.cache)
+        model = sha256_file(run_dir / CHECKPOINT)
+        if model not in self._known:
+            encoder = of_run(run_dir, kind)
+            images = open_pictures(self.listing, encoder.image_size, Reading())
+            self._known[model] = features(encoder, images, self.cache)
+        return self._known[model]
 
 
 def evaluation(listing: Listing, metric: Metric, cache: Path) -> Evaluation:
@@ -125,11 +133,12 @@ def _line(row: Row, served: CellName, test: Evaluation) -> Line:
     """What carried distances are worth, by the images that neither the row's models nor its
     upgrade trained on."""
     config = load_config(row.route[-1].folder / CONFIG)
-    whole = list_images(config.images, config.classes, config.class_list)
-    _, rows = hold_out(whole, config.held_out, config.split_seed)
-    if not len(rows):
+    held_out = _held_out(
+        config.images, config.classes, config.class_list, config.held_out, config.split_seed,
+        test.metric, test.cache,
+    )  # fmt: skip
+    if held_out is None:
         return AS_THEY_ARE
-    held_out = evaluation(whole.select(rows), test.metric, test.cache)
     images = _embedded(row, held_out)
     carried, embedded = (
         measure_cell(
@@ -138,6 +147,22 @@ def _line(row: Row, served: CellName, test: Evaluation) -> Line:
         for cell in (served, alone(NEW))
     )
     return same_scale(carried, embedded, held_out.relevance)
+
+
+@lru_cache(maxsize=2)
+def _held_out(
+    root: Path,
+    classes: int | None,
+    class_list: Path | None,
+    share: float,
+    seed: int,
+    metric: Metric,
+    cache: Path,
+) -> Evaluation | None:
+    """Those that trainings left out; None where they leave none."""
+    whole = list_images(root, classes, class_list)
+    _, rows = hold_out(whole, share, seed)
+    return evaluation(whole.select(rows), metric, cache) if len(rows) else None
 
 
 def by_query(measured: Measured) -> dict[str, PerQuery]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -15,9 +16,17 @@ import torch
 from nobackfill.class_folders import Listing, list_images
 from nobackfill.digests import sha256_file
 from nobackfill.extras import extra
+from nobackfill.metrics.distances import Metric
 from nobackfill.ray_cluster import join
 from nobackfill.training.cli.train import split_images
-from nobackfill.training.comparison.cells import evaluation, read_cells, row_cells, write_cells
+from nobackfill.training.comparison.cells import (
+    Evaluation,
+    evaluation,
+    read_cells,
+    row_cells,
+    write_cells,
+)
+from nobackfill.training.comparison.presets import Split
 from nobackfill.training.comparison.recipe import Place, Run, ensure
 from nobackfill.training.comparison.rows import TEST, Row
 from nobackfill.training.comparison.settings import prepare
@@ -176,10 +185,10 @@ def make_features(run: Run, name: str) -> None:
     """What an upgrade reads of one frozen model, into the cache."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    started = time.monotonic()
+    began = _clocks()
     config = _upgrade_config(run)
     keep_features(config, *split_images(config), name)
-    _tell(f"made features of {name} for {run.folder}", started)
+    _tell(f"made features of {name} for {run.folder}", began)
 
 
 def train_run(run: Run) -> None:
@@ -188,9 +197,9 @@ def train_run(run: Run) -> None:
     if (run.folder / CHECKPOINT).is_file():
         ensure(run, {needed.folder for needed in run.needs})
         return
-    started = time.monotonic()
+    began = _clocks()
     ensure(run, {needed.folder for needed in run.needs})
-    _tell(f"trained {run.folder}", started)
+    _tell(f"trained {run.folder}", began)
 
 
 def measure_row(place: Place, row: Row) -> None:
@@ -199,18 +208,29 @@ def measure_row(place: Place, row: Row) -> None:
     path, key = cells_path(place, row), _key(row)
     if read_cells(path, key) is not None:
         return
-    started = time.monotonic()
-    test = evaluation(images_of(place, row), place.preset.metric, place.runs / "features")
+    began = _clocks()
+    test = _test(
+        place.images, row.tested, place.split, place.preset.metric, place.runs / "features"
+    )
     write_cells(path, row_cells(row, test), key)
-    _tell(f"measured {row.name}, {place.split.name}, seed {place.seed}", started)
+    _tell(f"measured {row.name}, {place.split.name}, seed {place.seed}", began)
+
+
+@lru_cache(maxsize=2)
+def _test(images: Path, tested: str, split: Split, metric: Metric, cache: Path) -> Evaluation:
+    """What a row is measured on: many rows on the same, one after the other."""
+    return evaluation(_shown(images, tested, split), metric, cache)
 
 
 def images_of(place: Place, row: Row) -> Listing:
     """Queries and gallery of a row: the split's classes, or a folder of its own."""
-    listing = list_images(place.images / row.tested)
-    if row.tested != TEST:
+    return _shown(place.images, row.tested, place.split)
+
+
+def _shown(images: Path, tested: str, split: Split) -> Listing:
+    listing = list_images(images / tested)
+    if tested != TEST:
         return listing
-    split = place.split
     shown = (listing.labels >= split.tested_first) & (listing.labels < split.tested_end)
     return listing.select(shown.nonzero()[0])
 
@@ -226,5 +246,12 @@ def _key(row: Row) -> str:
     return " ".join([*digests, f"int8={row.int8}", *elsewhere])
 
 
-def _tell(what: str, started: float) -> None:
-    print(f"{what}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+def _clocks() -> tuple[float, float]:
+    """Seconds by the clock and of this process' processor: beside other work they part."""
+    return time.monotonic(), time.process_time()
+
+
+def _tell(what: str, began: tuple[float, float]) -> None:
+    clock, processor = (now - then for now, then in zip(_clocks(), began, strict=True))
+    told = f"{what}: {clock:.1f} s, {processor:.1f} s of a processor"
+    print(told, file=sys.stderr, flush=True)

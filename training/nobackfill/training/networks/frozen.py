@@ -32,6 +32,7 @@ from nobackfill.training.data.pictures import (
     digest_of,
     open_pictures,
 )
+from nobackfill.training.loop.precision import reads_views_in_bf16
 from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, load_part, read_finished
 from nobackfill.training.method import Classifier
 from nobackfill.training.networks.embedder import ImageEncoder, build_encoder, to_pixels
@@ -54,6 +55,8 @@ class FrozenEncoder:
     unit: bool
     # sha256 of the checkpoint or the ONNX file.
     digest: str
+    # The same in fewer digits, for views; None: as it is.
+    quick: Callable[[NDArray[np.uint8]], Floats] | None = None
 
 
 def load_encoder(run_dir: Path) -> tuple[ImageEncoder, Checkpoint]:
@@ -104,18 +107,31 @@ def of_run(run_dir: Path, kind: str) -> FrozenEncoder:
         with torch.no_grad():
             for start in range(0, len(images), size):
                 chunk = torch.from_numpy(images[start : start + size]).to(device)
-                parts.append(encoder(chunk).cpu().numpy())
+                parts.append(encoder(chunk).float().cpu().numpy())
         return np.concatenate(parts)
 
-    digest = sha256_file(run_dir / CHECKPOINT)
-    return FrozenEncoder(str(run_dir), run, encoder.dim, encoder.image_size, encoder.unit, digest)
+    def quick(images: NDArray[np.uint8]) -> Floats:
+        with torch.autocast(device.type, torch.bfloat16):
+            return run(images)
+
+    return FrozenEncoder(
+        str(run_dir),
+        run,
+        encoder.dim,
+        encoder.image_size,
+        encoder.unit,
+        sha256_file(run_dir / CHECKPOINT),
+        quick if reads_views_in_bf16(checkpoint.config) else None,
+    )
 
 
 def features(encoder: FrozenEncoder, images: Tensor | Source, cache: Path) -> Floats:
     """Vectors [n,dim] of images uint8 [n,size,size,3], computed once and kept in the folder
     `cache`.
     """
-    key = hashlib.sha256(f"{encoder.digest} {digest_of(images)}".encode())
+    quick = encoder.quick if isinstance(images, AugmentedView) else None
+    numbers = " bf16" if quick else ""
+    key = hashlib.sha256(f"{encoder.digest} {digest_of(images)}{numbers}".encode())
     path = cache / f"{key.hexdigest()[:32]}.npy"
     if path.is_file():
         stored: Floats = np.load(path, allow_pickle=False)
@@ -123,7 +139,7 @@ def features(encoder: FrozenEncoder, images: Tensor | Source, cache: Path) -> Fl
     vectors = np.empty((len(images), encoder.dim), np.float32)
     done = 0
     for part in chunks(images):
-        vectors[done : done + len(part)] = encoder.run(part.numpy())
+        vectors[done : done + len(part)] = (quick or encoder.run)(part.numpy())
         done += len(part)
     data = io.BytesIO()
     np.save(data, vectors, allow_pickle=False)
