@@ -57,17 +57,17 @@ def test_views_are_read_in_fewer_digits_and_kept_apart(images: Images, tmp_path:
         return batch.reshape(len(batch), -1)[:, :3].astype(np.float32)
 
     def rounded(batch: Images) -> np.ndarray:
-        return np.round(first(batch))
+        return np.round(first(batch) / 100) * 100
 
     encoder = FrozenEncoder("test", first, 3, SIZE, False, "digest", quick=rounded)
-    plain = FrozenEncoder("test", lambda batch: first(batch) + 0.25, 3, SIZE, False, "digest")
+    plain = FrozenEncoder("test", first, 3, SIZE, False, "digest")
     pixels = torch.from_numpy(images)
     view = AugmentedView(pixels, SIZE, Augmentation(), seed=1)
     of_view = features(encoder, view, tmp_path)
-    assert np.array_equal(of_view, np.round(of_view))
+    assert (of_view % 100 == 0).all()
     assert np.array_equal(features(encoder, pixels, tmp_path), first(images))
     # A model that is read with all digits finds none of the others'.
-    assert np.array_equal(features(plain, view, tmp_path), of_view + 0.25)
+    assert not np.array_equal(features(plain, view, tmp_path), of_view)
 
 
 @pytest.mark.parametrize(("precision", "quick"), [("auto", True), ("32-true", False)])
