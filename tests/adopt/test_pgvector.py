@@ -105,6 +105,28 @@ def test_rows_of_partitions_are_told_apart(postgres: Server) -> None:
         assert not wrong
 
 
+def test_columns_may_be_called_as_the_trigger_calls_its_rows(postgres: Server) -> None:
+    with postgres.connected() as (address, connection):
+        connection.execute("CREATE EXTENSION vector")
+        connection.execute(
+            'CREATE TABLE "Old" ("new" int PRIMARY KEY, "old" vector(24)) PARTITION BY HASH ("new")'
+        )
+        connection.execute(
+            'CREATE TABLE part PARTITION OF "Old" FOR VALUES WITH (MODULUS 1, REMAINDER 0)'
+        )
+        put = 'INSERT INTO "Old" VALUES (%s, %s) ON CONFLICT ("new") DO UPDATE SET "old" = %s'
+        for key in range(5):
+            vectors = [str(MADE.old[n].tolist()) for n in (key, key + 1)]
+            connection.execute(put, (key, *vectors))
+        to = Target("table:beside", MAP.dims[1], MAP.digest)
+        assert carry(open_source(f"{address}#Old"), to, MAP).written == 5
+        connection.execute(put, (3, *[str(MADE.old[9].tolist())] * 2))
+        connection.execute('DELETE FROM "Old" WHERE "new" = 1')
+        assert carry(open_source(f"{address}#Old"), to, MAP).total == 4
+        found = connection.execute('SELECT "old"::real[] FROM beside WHERE "new" = 3').fetchall()
+        np.testing.assert_allclose(MAP(MADE.old[9:10]), np.array(found[0], np.float32), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "keys"),
     [

@@ -190,6 +190,21 @@ def test_somebody_elses_table_is_left_alone(table: tuple[str, Connection]) -> No
     assert not open_source(f"{address}#t").rollback("table:beside")
 
 
+@pytest.mark.parametrize("gone", ["ALTER TABLE t DISABLE TRIGGER ALL", "DROP TABLE t"])
+def test_a_table_that_nothing_watches_is_refused(table: tuple[str, Connection], gone: str) -> None:
+    address, connection = table
+    carried(address)
+    connection.execute(gone.encode())
+    if gone.startswith("DROP"):
+        connection.execute("CREATE TABLE t (id int PRIMARY KEY, v vector(24))")
+    put(connection, range(10), drawn(6, 10))
+    with pytest.raises(AlreadyExistsError, match="triggers"):
+        carried(address)
+    assert open_source(f"{address}#t").rollback("table:beside")
+    carried(address)
+    assert stale(connection) == 0
+
+
 def test_the_flip_leaves_a_table_that_goes_with_the_old_one(table: tuple[str, Connection]) -> None:
     address, connection = table
     steps = carry(open_source(f"{address}#t"), TARGET, MAP).steps

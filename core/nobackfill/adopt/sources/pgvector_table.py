@@ -7,6 +7,7 @@ here, and what is empty and has not been emptied again since it was read.
 """
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,9 +25,11 @@ with extra("adopt"):
     from nobackfill.adopt.sources.pgvector_table_made import names_of
     from nobackfill.adopt.sources.postgres_table import Table
 
-# Shorter than the second after which PostgreSQL looks for a deadlock and ends either: carrying
-# gives way, and tries again in the next sweep.
-_WAIT = "500ms"
+# As long as carrying waits while it holds keys that others may wait for: a second after they began,
+# PostgreSQL would look for a deadlock, and end one of both.
+_WAIT = "50ms"
+# Then it lets go for so many seconds, and what is pending is the next sweep's.
+_LET_GO = 0.5
 # A row's place (tid) and its writer (xid), in binary; that of one that is not here.
 _SEEN = 10
 _NOWHERE = bytes(_SEEN)
@@ -89,6 +92,7 @@ class PgvectorTable:
         except BusyError:
             # A transaction is open that wrote to one of them: all stay pending.
             self._whole.clear()
+            time.sleep(_LET_GO)
 
     def _filled(self, keys: list[bytes], vectors: Vectors) -> bool:
         """At once, unless somebody has written to one of the keys since they were read."""

@@ -31,6 +31,12 @@ def make(table: Table, vector: str, target: Target) -> None:
             )
         if made is None:
             _make(table, changes, names, target, mark)
+        elif not _watched(table, names):
+            raise AlreadyExistsError(
+                f"{table.name}: nothing has emptied what is stale in table "
+                f"{target.name.removeprefix(PREFIX)!r} since its triggers are gone or disabled; "
+                "remove it with --rollback and carry again"
+            )
 
 
 def _make(
@@ -65,6 +71,7 @@ def _make(
 
 # A literal in its function: no name can end it.
 _BODY: LiteralString = """
+#variable_conflict use_column
 BEGIN
   IF TG_OP = 'TRUNCATE' THEN
     TRUNCATE {beside};
@@ -88,6 +95,17 @@ _EVENTS: tuple[LiteralString, ...] = (
     "CREATE TRIGGER {emptied} AFTER TRUNCATE ON {table} "
     "FOR EACH STATEMENT EXECUTE FUNCTION {function}()",
 )
+
+
+def _watched(table: Table, names: dict[str, sql.Identifier]) -> bool:
+    """Whether all triggers are there: a table that was made anew under its name has none."""
+    found = table.one(
+        "SELECT count(*) FROM pg_trigger WHERE tgrelid = to_regclass({relation}) "
+        "AND tgfoid = to_regproc({maker}) AND tgenabled <> 'D'",
+        relation=table.composed("{table}").as_string(),
+        maker=names["function"].as_string(),
+    )
+    return bool(found == len(_EVENTS))
 
 
 def remove(table: Table, vector: str, name: str) -> bool:
