@@ -11,6 +11,9 @@ import numpy as np
 from nobackfill.metrics.distances import Floats
 from nobackfill.metrics.ranking import Ints, Relevance
 
+# Into which the distances of one query are sorted.
+CELLS = 4096
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -67,8 +70,23 @@ def rank_steps(
 
 
 def _among(keys: Floats, distances: Floats) -> Ints:
-    """Of each distance, the first of the ascending keys that is as far; their number for none."""
-    return np.searchsorted(keys, distances, "left")
+    """Of each distance, the first of the ascending keys that is as far; their number for none. As
+    np.searchsorted, in a third of its time: the line is cut into cells, and a distance in a cell
+    without a key needs no search."""
+    width = float(keys[-1]) - float(keys[0]) if len(keys) else 0.0
+    if not 1e-30 < width < 1e30:
+        return np.searchsorted(keys, distances)
+    # Monotone, so that a key of a cell before is nearer, and one of a cell behind is farther.
+    cells, of_keys = (
+        np.clip((values - keys[0]) * (CELLS / width), 0, CELLS).astype(np.int64)
+        for values in (distances, keys)
+    )
+    held = np.bincount(of_keys, minlength=CELLS + 1)
+    before = np.cumsum(held) - held
+    found: Ints = before[cells]
+    unsure = np.flatnonzero(held[cells])
+    found[unsure] = np.searchsorted(keys, distances[unsure])
+    return found
 
 
 def _within(nearer: Sequence[Ints], parts: Ints, count: int, keys: int) -> Ints:
