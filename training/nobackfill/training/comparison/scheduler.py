@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from nobackfill.class_folders import Listing, list_images
 from nobackfill.digests import sha256_file
@@ -77,8 +78,14 @@ def do(planned: Planned, jobs: int, cluster: str | None = None) -> None:
         for task in tasks(planned):
             task.work(*task.arguments)
     else:
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(jobs, spawn, initializer=_one_thread) as pool:
             _share(tasks(planned), jobs, pool.submit)
+
+
+def _one_thread() -> None:
+    """Of numpy's products: each process would have a thread a core, and theirs wait by spinning."""
+    threadpool_limits(1)
 
 
 @contextmanager
