@@ -27,6 +27,8 @@ MOST_SWEEPS = 20
 # Largest difference between a vector that is read back and the one that was written: halves are
 # rounded to 11 bits.
 TOLERANCE = 2e-3
+# Looks after the first at what seems wrong, while others write.
+LOOKS = 3
 # Largest difference of two sums of one product, of the product of both norms.
 PRODUCTS_DIFFER = 1e-5
 
@@ -132,20 +134,32 @@ def _verify(
         here = np.array([places.get(name, -1) for name in new.ids], np.int64)
     if len(new) and (here >= 0).all() and not _far(mapped[here], new.vectors).any():
         return
-    # Others were there, or somebody has changed an item in between: the window again, whole.
+    # Others were there, or somebody has changed an item in between: the window again, whole. Both
+    # are not read in one moment, and another carrying may fill what has just changed.
+    wrong = _wrong(source, beside, mapping, range_)
+    for _ in range(LOOKS):
+        if not wrong:
+            return
+        wrong &= _wrong(source, beside, mapping, range_)
+    if wrong:
+        raise VerificationError(
+            f"{source.facts().name}: {len(wrong)} of {len(beside.read(range_))} new vectors are "
+            f"not what the map gives, the first in {min(wrong)!r}; take them back with --rollback "
+            "and carry again"
+        )
+
+
+def _wrong(source: Source, beside: Beside, mapping: Map, range_: Window) -> set[str]:
+    """Items of a window whose new vectors are not those of the old ones, and are not pending."""
     old, new = source.read(range_), beside.read(range_)
     places = {name: row for row, name in enumerate(old.ids)}
     there = [row for row, name in enumerate(new.ids) if name in places]
     if not there:
-        return
+        return set()
     here = np.array([places[new.ids[row]] for row in there], np.int64)
     far = _far(mapping(old.vectors[here]), new.vectors[there])
-    wrong = [new.ids[there[row]] for row in np.flatnonzero(far)]
-    if wrong and set(wrong) - set(beside.pending(range_).ids):
-        raise VerificationError(
-            f"{source.facts().name}: {len(wrong)} of {len(there)} new vectors are not what the map "
-            f"gives, the first in {wrong[0]!r}; take them back with --rollback and carry again"
-        )
+    wrong = {new.ids[there[row]] for row in np.flatnonzero(far)}
+    return wrong - set(beside.pending(range_).ids) if wrong else wrong
 
 
 def _same_products(beside: Multiplied, range_: Window, ids: list[str], mapped: Vectors) -> bool:

@@ -7,6 +7,7 @@ here, and what is empty and has not been emptied again since it was read.
 """
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,12 +45,14 @@ class PgvectorTable:
     def __init__(self, table: Table, vector: str, target: Target) -> None:
         self._table, self._target = table, target
         self._names = names_of(table, vector, target.name)
-        # Windows that were read to be written: what has come since was emptied first.
+        # Windows that were written whole: what has come since was emptied first. And the one that
+        # each thread has read last.
         self._whole: set[str] = set()
+        self._last: dict[threading.Thread, str] = {}
 
     def pending(self, window: Window) -> Rows:
         whole = repr(window) in self._whole
-        self._whole.add(repr(window))
+        self._last[threading.current_thread()] = repr(window)
         if not whole and not self._any(window):
             # Looked for before the vectors are read: what is emptied after that is met by writing.
             rows = parsed(
@@ -86,13 +89,14 @@ class PgvectorTable:
         seen = _bytes(rows.seen)
         keys, places = [one[:-_SEEN] for one in seen], [one[-_SEEN:] for one in seen]
         try:
-            if all(place == _NOWHERE for place in places) and self._filled(keys, vectors):
-                return
-            self._fill_some(keys, places, vectors)
+            absent = all(place == _NOWHERE for place in places)
+            if not (absent and self._filled(keys, vectors)):
+                self._fill_some(keys, places, vectors)
         except BusyError:
             # A transaction is open that wrote to one of them: all stay pending.
-            self._whole.clear()
             time.sleep(_LET_GO)
+            return
+        self._whole.add(self._last[threading.current_thread()])
 
     def _filled(self, keys: list[bytes], vectors: Vectors) -> bool:
         """At once, unless somebody has written to one of the keys since they were read."""
