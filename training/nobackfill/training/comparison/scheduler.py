@@ -78,13 +78,14 @@ def do(planned: Planned, jobs: int, cluster: str | None = None) -> None:
         for task in tasks(planned):
             task.work(*task.arguments)
     else:
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(jobs, spawn, initializer=_one_thread) as pool:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
             _share(tasks(planned), jobs, pool.submit)
 
 
 def _one_thread() -> None:
-    """Of numpy's products: each process would have a thread a core, and theirs wait by spinning."""
+    """Of torch and of numpy, in a process a core, of a pool or a cluster's node: with more, those
+    of numpy wait by spinning."""
+    torch.set_num_threads(1)
     threadpool_limits(1)
 
 
@@ -190,7 +191,7 @@ def _share(waiting: list[Task], jobs: int, submit: Submit) -> None:
 
 def make_features(run: Run, name: str) -> None:
     """What an upgrade reads of one frozen model, into the cache."""
-    torch.set_num_threads(1)
+    _one_thread()
     keep_freed_memory()
     began = _clocks()
     config = _upgrade_config(run)
@@ -200,7 +201,7 @@ def make_features(run: Run, name: str) -> None:
 
 def train_run(run: Run) -> None:
     """One training, its needs being there."""
-    torch.set_num_threads(1)
+    _one_thread()
     if (run.folder / CHECKPOINT).is_file():
         ensure(run, {needed.folder for needed in run.needs})
         return
@@ -211,7 +212,7 @@ def train_run(run: Run) -> None:
 
 def measure_row(place: Place, row: Row) -> None:
     """The cells of one row, unless they are kept from the same models."""
-    torch.set_num_threads(1)
+    _one_thread()
     path, key = cells_path(place, row), _key(row)
     if read_cells(path, key) is not None:
         return
