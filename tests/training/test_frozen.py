@@ -1,4 +1,4 @@
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from nobackfill.training.networks.frozen import (
     FrozenEncoder,
     augmented_views,
     features,
+    features_of,
     load_encoder,
     of_run,
 )
@@ -48,6 +49,43 @@ def test_features_are_computed_once(images: Images, tmp_path: Path) -> None:
     features(FrozenEncoder("test", run, 3, SIZE, False, "other"), pixels, tmp_path)
     assert len(calls) == 3
     assert len(list(tmp_path.glob("*.npy"))) == 3
+
+
+def test_a_view_is_made_once_for_all_models_that_have_no_features_of_it(
+    images: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sums(batch: Images) -> np.ndarray:
+        colours: np.ndarray = batch.reshape(len(batch), -1, 3).sum(1)
+        return colours.astype(np.float32)
+
+    def model(name: str, times: int) -> FrozenEncoder:
+        return FrozenEncoder(
+            name, lambda batch: sums(batch) * np.float32(times), 3, SIZE, False, name
+        )
+
+    view = AugmentedView(torch.from_numpy(images), SIZE, Augmentation(translate=0.2), 1, mixed=True)
+    passes = []
+    make = AugmentedView.chunks
+
+    def counted(self: AugmentedView) -> Iterator[torch.Tensor]:
+        passes.append(self.seed)
+        return make(self)
+
+    monkeypatch.setattr(AugmentedView, "chunks", counted)
+    old, side, new, later = (model(name, n) for n, name in enumerate(("a", "b", "c", "d"), 1))
+    of_old = features(old, view, tmp_path)
+    assert np.array_equal(of_old, sums(torch.cat(list(make(view))).numpy()))
+    # One of them is known, and one asked twice.
+    found = features_of([new, old, side, side], view, tmp_path)
+    assert len(passes) == 2
+    for vectors, times in zip(found, (3, 1, 2, 2), strict=True):
+        np.testing.assert_allclose(vectors, of_old * times, rtol=1e-6)
+    again = features_of([old, side, new], view, tmp_path)
+    assert len(passes) == 2
+    assert all(map(np.array_equal, again, (found[1], found[2], found[0])))
+    # Another model's share of the pass is its own.
+    np.testing.assert_allclose(features(later, view, tmp_path), of_old * 4, rtol=1e-6)
+    assert len(list(tmp_path.glob("*.npy"))) == 4
 
 
 def test_views_are_read_in_fewer_digits_and_kept_apart(images: Images, tmp_path: Path) -> None:

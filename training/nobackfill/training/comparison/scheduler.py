@@ -51,12 +51,12 @@ class Features:
 @dataclass(frozen=True)
 class Task:
     """`work(*arguments)`, once what `needs` names is there; a training makes its folder, features
-    have a name of their own."""
+    have names of their own."""
 
     work: Callable[..., None]
     arguments: tuple[object, ...]
     needs: frozenset[Path | Features]
-    made: Path | Features | None = None
+    made: frozenset[Path | Features] = frozenset()
 
 
 # Hands a task to a process.
@@ -131,10 +131,13 @@ def tasks(planned: Planned) -> list[Task]:
     for run in runs:
         needs: frozenset[Path | Features] = _folders(run.needs)
         read = _features(run)
-        new = [(name, made) for name, made in read.items() if made not in shared]
-        trainings += [Task(make_features, (run, name), needs, made) for name, made in new]
-        shared.update(read.values())
-        trainings.append(Task(train_run, (run,), needs | set(read.values()), run.folder))
+        new = {name: made for name, made in read.items() if made not in shared}
+        if new:
+            made = frozenset(new.values())
+            trainings.append(Task(make_features, (run, tuple(new)), needs, made))
+        shared.update(new.values())
+        needs |= set(read.values())
+        trainings.append(Task(train_run, (run,), needs, frozenset([run.folder])))
     rows_of_all = [(place, row) for place, rows in planned for row in rows]
     measurements = [Task(measure_row, (p, row), _folders(row.runs)) for p, row in rows_of_all]
     return trainings + measurements
@@ -184,19 +187,17 @@ def _share(waiting: list[Task], jobs: int, submit: Submit) -> None:
         ended, _ = wait(running, return_when=FIRST_COMPLETED)
         for future in ended:
             future.result()
-            there = running.pop(future).made
-            if there is not None:
-                made.add(there)
+            made |= running.pop(future).made
 
 
-def make_features(run: Run, name: str) -> None:
-    """What an upgrade reads of one frozen model, into the cache."""
+def make_features(run: Run, names: Sequence[str]) -> None:
+    """What an upgrade reads of some frozen models, into the cache."""
     _one_thread()
     keep_freed_memory()
     began = _clocks()
     config = _upgrade_config(run)
-    keep_features(config, *split_images(config), name)
-    _tell(f"made features of {name} for {run.folder}", began)
+    keep_features(config, *split_images(config), names)
+    _tell(f"made features of {', '.join(names)} for {run.folder}", began)
 
 
 def train_run(run: Run) -> None:

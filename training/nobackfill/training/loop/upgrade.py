@@ -26,7 +26,7 @@ from nobackfill.training.methods import upgrade_method
 from nobackfill.training.networks.frozen import (
     FrozenEncoder,
     augmented_views,
-    features,
+    features_of,
     load_classifier,
     of_run,
 )
@@ -124,19 +124,24 @@ def _rows_by(
     for images in augmented_views(
         listing, sizes, views, config.augmentation, config.split_seed, read, mixed_views
     ):
-        for name, encoder in encoders.items():
-            columns[name].append(features(encoder, images[encoder.image_size], cache))
+        for size, shown in images.items():
+            named = {name: one for name, one in encoders.items() if one.image_size == size}
+            found = features_of(list(named.values()), shown, cache)
+            for name, vectors in zip(named, found, strict=True):
+                columns[name].append(vectors)
     return {name: torch.from_numpy(np.stack(parts, 1)) for name, parts in columns.items()}
 
 
-def keep_features(config: UpgradeConfig, train: Listing, held_out: Listing, name: str) -> None:
-    """Compute what `train_upgrade` reads by the encoder `name` (`old`, `side`, `new`, `new_side`),
-    into the cache where it finds it."""
+def keep_features(
+    config: UpgradeConfig, train: Listing, held_out: Listing, names: Collection[str]
+) -> None:
+    """Compute what `train_upgrade` reads by the encoders `names` (`old`, `side`, `new`,
+    `new_side`), into the cache where it finds it."""
     sources = open_sources(config)
-    one = {name: sources.encoders()[name]}
-    _rows_by(sources, one, train, config, config.views, config.mixed_views)
+    some = {name: one for name, one in sources.encoders().items() if name in names}
+    _rows_by(sources, some, train, config, config.views, config.mixed_views)
     if len(held_out):
-        _rows_by(sources, one, held_out, config, 1)
+        _rows_by(sources, some, held_out, config, 1)
 
 
 def repeat_unseen(

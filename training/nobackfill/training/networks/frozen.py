@@ -7,7 +7,7 @@ trainings over the same images share it, and nothing stale is ever read.
 
 import hashlib
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,23 +129,36 @@ def features(encoder: FrozenEncoder, images: Tensor | Source, cache: Path) -> Fl
     """Vectors [n,dim] of images uint8 [n,size,size,3], computed once and kept in the folder
     `cache`.
     """
-    quick = encoder.quick if isinstance(images, AugmentedView) else None
-    numbers = " bf16" if quick else ""
-    key = hashlib.sha256(f"{encoder.digest} {digest_of(images)}{numbers}".encode())
-    path = cache / f"{key.hexdigest()[:32]}.npy"
-    if path.is_file():
-        stored: Floats = np.load(path, allow_pickle=False)
-        return stored
-    vectors = np.empty((len(images), encoder.dim), np.float32)
+    return features_of([encoder], images, cache)[0]
+
+
+def features_of(
+    encoders: Sequence[FrozenEncoder], images: Tensor | Source, cache: Path
+) -> list[Floats]:
+    """`features` by each of the encoders, of images that are read, or made, once for all."""
+    view, shown = isinstance(images, AugmentedView), digest_of(images)
+    paths, computed = [], {}
+    for encoder in encoders:
+        run, numbers = (encoder.quick, " bf16") if view and encoder.quick else (encoder.run, "")
+        key = hashlib.sha256(f"{encoder.digest} {shown}{numbers}".encode())
+        path = cache / f"{key.hexdigest()[:32]}.npy"
+        paths.append(path)
+        if not path.is_file():
+            computed[path] = (run, np.empty((len(images), encoder.dim), np.float32))
     done = 0
-    for part in chunks(images):
-        vectors[done : done + len(part)] = (quick or encoder.run)(part.numpy())
+    for part in chunks(images) if computed else ():
+        for run, vectors in computed.values():
+            vectors[done : done + len(part)] = run(part.numpy())
         done += len(part)
-    data = io.BytesIO()
-    np.save(data, vectors, allow_pickle=False)
     make_dir(cache)
-    write_file(path, data.getvalue())
-    return vectors
+    for path, (_, vectors) in computed.items():
+        data = io.BytesIO()
+        np.save(data, vectors, allow_pickle=False)
+        write_file(path, data.getvalue())
+    return [
+        computed[path][1] if path in computed else np.load(path, allow_pickle=False)
+        for path in paths
+    ]
 
 
 @dataclass(frozen=True)
