@@ -27,8 +27,6 @@ MOST_SWEEPS = 20
 # Largest difference between a vector that is read back and the one that was written: halves are
 # rounded to 11 bits.
 TOLERANCE = 2e-3
-# Looks after the first at what seems wrong, while others write.
-LOOKS = 3
 # Largest difference of two sums of one product, of the product of both norms.
 PRODUCTS_DIFFER = 1e-5
 
@@ -134,13 +132,12 @@ def _verify(
         here = np.array([places.get(name, -1) for name in new.ids], np.int64)
     if len(new) and (here >= 0).all() and not _far(mapped[here], new.vectors).any():
         return
-    # Others were there, or somebody has changed an item in between: the window again, whole. Both
-    # are not read in one moment, and another carrying may fill what has just changed.
+    # Others were there, or somebody has changed an item in between: the window again, whole. Old
+    # and new are not read in one moment, and another carrying may fill what has just changed: what
+    # is wrong is so twice, with the same vectors.
     wrong = _wrong(source, beside, mapping, range_)
-    for _ in range(LOOKS):
-        if not wrong:
-            return
-        wrong &= _wrong(source, beside, mapping, range_)
+    if wrong:
+        wrong = dict(wrong.items() & _wrong(source, beside, mapping, range_).items())
     if wrong:
         raise VerificationError(
             f"{source.facts().name}: {len(wrong)} of {len(beside.read(range_))} new vectors are "
@@ -149,17 +146,24 @@ def _verify(
         )
 
 
-def _wrong(source: Source, beside: Beside, mapping: Map, range_: Window) -> set[str]:
-    """Items of a window whose new vectors are not those of the old ones, and are not pending."""
+def _wrong(
+    source: Source, beside: Beside, mapping: Map, range_: Window
+) -> dict[str, tuple[bytes, bytes]]:
+    """Items of a window, with old and new vectors, whose new ones are not those of the old ones and
+    that are not pending."""
     old, new = source.read(range_), beside.read(range_)
     places = {name: row for row, name in enumerate(old.ids)}
     there = [row for row, name in enumerate(new.ids) if name in places]
     if not there:
-        return set()
+        return {}
     here = np.array([places[new.ids[row]] for row in there], np.int64)
-    far = _far(mapping(old.vectors[here]), new.vectors[there])
-    wrong = {new.ids[there[row]] for row in np.flatnonzero(far)}
-    return wrong - set(beside.pending(range_).ids) if wrong else wrong
+    far = np.flatnonzero(_far(mapping(old.vectors[here]), new.vectors[there]))
+    wrong = {
+        new.ids[there[one]]: (old.vectors[here[one]].tobytes(), new.vectors[there[one]].tobytes())
+        for one in far
+    }
+    pending = set(beside.pending(range_).ids) if wrong else set()
+    return {name: pair for name, pair in wrong.items() if name not in pending}
 
 
 def _same_products(beside: Multiplied, range_: Window, ids: list[str], mapped: Vectors) -> bool:
