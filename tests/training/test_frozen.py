@@ -18,9 +18,9 @@ from nobackfill.training.networks.frozen import (
     FrozenEncoder,
     augmented_views,
     features,
-    features_of,
     load_encoder,
     of_run,
+    training_features,
 )
 from nobackfill.training.networks.published import of_manifest
 from tests.training.life import SIZE, Life
@@ -76,11 +76,11 @@ def test_a_view_is_made_once_for_all_models_that_have_no_features_of_it(
     of_old = features(old, view, tmp_path)
     assert np.array_equal(of_old, sums(torch.cat(list(make(view))).numpy()))
     # One of them is known, and one asked twice.
-    found = features_of([new, old, side, side], view, tmp_path)
+    found = training_features([new, old, side, side], view, tmp_path)
     assert len(passes) == 2
     for vectors, times in zip(found, (3, 1, 2, 2), strict=True):
         np.testing.assert_allclose(vectors, of_old * times, rtol=1e-6)
-    again = features_of([old, side, new], view, tmp_path)
+    again = training_features([old, side, new], view, tmp_path)
     assert len(passes) == 2
     assert all(map(np.array_equal, again, (found[1], found[2], found[0])))
     # Another model's share of the pass is its own.
@@ -88,7 +88,9 @@ def test_a_view_is_made_once_for_all_models_that_have_no_features_of_it(
     assert len(list(tmp_path.glob("*.npy"))) == 4
 
 
-def test_views_are_read_in_fewer_digits_and_kept_apart(images: Images, tmp_path: Path) -> None:
+def test_what_is_trained_on_is_read_in_fewer_digits_and_kept_apart(
+    images: Images, tmp_path: Path
+) -> None:
     """What is stored of a gallery's own pictures has all digits."""
 
     def first(batch: Images) -> np.ndarray:
@@ -101,16 +103,17 @@ def test_views_are_read_in_fewer_digits_and_kept_apart(images: Images, tmp_path:
     encoder = FrozenEncoder("test", first, 3, SIZE, False, "digest", quick=rounded)
     plain = FrozenEncoder("test", first, 3, SIZE, False, "digest")
     pixels = torch.from_numpy(images)
-    view = AugmentedView(pixels, SIZE, Augmentation(), seed=1)
-    of_view = features(encoder, view, tmp_path)
-    assert (of_view % 100 == 0).all()
+    for shown in (pixels, AugmentedView(pixels, SIZE, Augmentation(), seed=1)):
+        near, whole = training_features([encoder, plain], shown, tmp_path)
+        assert (near % 100 == 0).all()
+        assert not np.array_equal(near, whole)
+        # All digits were kept by a model that has none fewer: it is the same one.
+        assert np.array_equal(features(encoder, shown, tmp_path), whole)
     assert np.array_equal(features(encoder, pixels, tmp_path), first(images))
-    # A model that is read with all digits finds none of the others'.
-    assert not np.array_equal(features(plain, view, tmp_path), of_view)
 
 
 @pytest.mark.parametrize(("precision", "quick"), [("auto", True), ("32-true", False)])
-def test_models_that_bf16_trained_read_views_in_it(
+def test_models_that_bf16_trained_read_in_it(
     precision: str,
     quick: bool,
     runs: Path,

@@ -27,10 +27,9 @@ def precision_of(config: Config) -> Precision:
     return config.precision
 
 
-def reads_views_in_bf16(config: Config) -> bool:
-    """Whether a model that this configuration trained reads the views that an upgrade is trained on
-    in bf16: where it was trained so, and this device multiplies in it. They are made up anyway, and
-    take half of the time.
+def reads_in_bf16(config: Config) -> bool:
+    """Whether a model that this configuration trained reads what an upgrade is trained on in bf16:
+    where it was trained so, and this device multiplies in it. It takes half of the time.
     """
     return config.precision in ("auto", "bf16-mixed") and _multiplies_bf16(config)
 

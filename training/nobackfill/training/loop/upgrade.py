@@ -26,9 +26,9 @@ from nobackfill.training.methods import upgrade_method
 from nobackfill.training.networks.frozen import (
     FrozenEncoder,
     augmented_views,
-    features_of,
     load_classifier,
     of_run,
+    training_features,
 )
 from nobackfill.training.networks.published import of_release
 from nobackfill.training.networks.transform import Upgrade
@@ -126,7 +126,7 @@ def _rows_by(
     ):
         for size, shown in images.items():
             named = {name: one for name, one in encoders.items() if one.image_size == size}
-            found = features_of(list(named.values()), shown, cache)
+            found = training_features(list(named.values()), shown, cache)
             for name, vectors in zip(named, found, strict=True):
                 columns[name].append(vectors)
     return {name: torch.from_numpy(np.stack(parts, 1)) for name, parts in columns.items()}

@@ -32,7 +32,7 @@ from nobackfill.training.data.pictures import (
     digest_of,
     open_pictures,
 )
-from nobackfill.training.loop.precision import reads_views_in_bf16
+from nobackfill.training.loop.precision import reads_in_bf16
 from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, load_part, read_finished
 from nobackfill.training.method import Classifier
 from nobackfill.training.networks.embedder import ImageEncoder, build_encoder, to_pixels
@@ -55,7 +55,7 @@ class FrozenEncoder:
     unit: bool
     # sha256 of the checkpoint or the ONNX file.
     digest: str
-    # The same in fewer digits, for views; None: as it is.
+    # The same in fewer digits, to train on; None: as it is.
     quick: Callable[[NDArray[np.uint8]], Floats] | None = None
 
 
@@ -121,26 +121,34 @@ def of_run(run_dir: Path, kind: str) -> FrozenEncoder:
         encoder.image_size,
         encoder.unit,
         sha256_file(run_dir / CHECKPOINT),
-        quick if reads_views_in_bf16(checkpoint.config) else None,
+        quick if reads_in_bf16(checkpoint.config) else None,
     )
 
 
 def features(encoder: FrozenEncoder, images: Tensor | Source, cache: Path) -> Floats:
-    """Vectors [n,dim] of images uint8 [n,size,size,3], computed once and kept in the folder
-    `cache`.
+    """Vectors [n,dim] of images uint8 [n,size,size,3] in all digits, computed once and kept in the
+    folder `cache`.
     """
-    return features_of([encoder], images, cache)[0]
+    return _features([encoder], images, cache, quick=False)[0]
 
 
-def features_of(
+def training_features(
     encoders: Sequence[FrozenEncoder], images: Tensor | Source, cache: Path
 ) -> list[Floats]:
-    """`features` by each of the encoders, of images that are read, or made, once for all."""
-    view, shown = isinstance(images, AugmentedView), digest_of(images)
+    """By each of the encoders what an upgrade is trained on: in bf16 by those that bf16 trained.
+    The images are read, or made, once for all.
+    """
+    return _features(encoders, images, cache, quick=True)
+
+
+def _features(
+    encoders: Sequence[FrozenEncoder], images: Tensor | Source, cache: Path, *, quick: bool
+) -> list[Floats]:
+    shown = digest_of(images)
     paths, computed = [], {}
     for encoder in encoders:
-        run, numbers = (encoder.quick, " bf16") if view and encoder.quick else (encoder.run, "")
-        key = hashlib.sha256(f"{encoder.digest} {shown}{numbers}".encode())
+        run, digits = (encoder.quick, " bf16") if quick and encoder.quick else (encoder.run, "")
+        key = hashlib.sha256(f"{encoder.digest} {shown}{digits}".encode())
         path = cache / f"{key.hexdigest()[:32]}.npy"
         paths.append(path)
         if not path.is_file():
