@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +17,9 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from nobackfill.class_folders import Listing, list_images
 from nobackfill.digests import sha256_file
+from nobackfill.errors import NobackfillError
 from nobackfill.extras import extra
+from nobackfill.leash import end_with_parent
 from nobackfill.metrics.distances import Metric
 from nobackfill.ray_cluster import join
 from nobackfill.training.cli.train import split_images
@@ -78,8 +81,15 @@ def do(planned: Planned, jobs: int, cluster: str | None = None) -> None:
         for task in tasks(planned):
             task.work(*task.arguments)
     else:
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-            _share(tasks(planned), jobs, pool.submit)
+        spawned = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(jobs, spawned, initializer=end_with_parent) as pool:
+            try:
+                _share(tasks(planned), jobs, pool.submit)
+            except BrokenProcessPool as error:
+                raise NobackfillError(
+                    "a process of the comparison was ended: give the machine or its container more "
+                    "memory, or fewer --jobs; run it again, it goes on after what is kept"
+                ) from error
 
 
 def _one_thread() -> None:

@@ -5,12 +5,13 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import get_context
 
 import structlog
 
 from nobackfill.errors import UnavailableError
 from nobackfill.gallery.search.index import Labels
+from nobackfill.leash import end_with_parent
 from nobackfill.server.upgrades.workers.window import Piece, Work, carry_piece
 from nobackfill.server.upgrades.workers.workers import AHEAD, TRIES
 
@@ -88,11 +89,4 @@ class Processes:
 def _begin() -> None:
     """In a worker: searches go first, and a gateway that is killed takes it along."""
     os.nice(_NICE)
-    gateway = parent_process()
-    assert gateway is not None, "started by a gateway"
-
-    def end_with_it() -> None:
-        connection.wait([gateway.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=end_with_it, name="leash", daemon=True).start()
+    end_with_parent()
