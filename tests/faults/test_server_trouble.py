@@ -22,11 +22,12 @@ from nobackfill.errors import CancelledError, NobackfillError, UnavailableError
 from nobackfill.release.manifest import Manifest
 from nobackfill.v1 import release_pb2, search_pb2
 from tests.server.conftest import Stages, make_stages, publish_stage
-from tests.server.process import Served, children, serving, triton_venv
+from tests.server.process import Served, serving, triton_venv
 from tests.server.support import Client, embedding, ids, images
 from tests.server.test_rules import METHODS
 from tests.server.test_triton import triton_pid, wait_healed
 from tests.support.blocks import manifest, png
+from tests.support.processes import children
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 

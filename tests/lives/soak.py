@@ -21,9 +21,10 @@ import numpy as np
 
 from demo.load import SEARCH, Load, Run
 from nobackfill.v1 import release_pb2
-from tests.server.process import Served, children, serving, triton_venv
+from tests.server.process import Served, serving, triton_venv
 from tests.server.support import SEARCHED, Client, images, mixed_searches
 from tests.support.blocks import manifest, png, publish_block_release
+from tests.support.processes import children
 
 # A gallery of more items than this is searched by a graph.
 EXTRA = 2_500

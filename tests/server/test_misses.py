@@ -17,7 +17,8 @@ from nobackfill.server.triton.misses import Misses, group_processor_s
 from nobackfill.server.triton.models import TritonModels
 from nobackfill.server.triton.process import TritonProcess
 from tests.server.conftest import Stages
-from tests.server.process import alive, children, triton_venv
+from tests.server.process import triton_venv
+from tests.support.processes import alive, children
 from tests.support.waiting import wait_until
 
 # A child that works through a process below it, as Triton does.

@@ -21,16 +21,9 @@ from nobackfill.release.paths import embedder_model
 from nobackfill.server.triton import shared_memory as shared_memory_module
 from nobackfill.server.triton.client import TritonClient
 from tests.server.conftest import Stages, publish_stage
-from tests.server.process import (
-    Served,
-    alive,
-    children,
-    serving,
-    start,
-    triton_venv,
-    wait_until_gone,
-)
+from tests.server.process import Served, serving, start, triton_venv
 from tests.server.support import Client, embedding, ids, images, refused
+from tests.support.processes import alive, children, wait_until_gone
 
 pytestmark = pytest.mark.skipif(triton_venv() is None, reason="no Triton here: run make setup")
 

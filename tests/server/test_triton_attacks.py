@@ -19,9 +19,10 @@ from nobackfill.server.settings import load_settings
 from nobackfill.server.triton.client import TritonClient, remote_client
 from nobackfill.server.triton.configuration import model_config
 from tests.server.conftest import Stages
-from tests.server.process import ROOT, Served, children, serving, triton_venv
+from tests.server.process import ROOT, Served, serving, triton_venv
 from tests.server.support import Client, images
 from tests.support.ports import free_port
+from tests.support.processes import children
 from tests.support.waiting import wait_until
 
 NOBODY = 65534

@@ -20,7 +20,7 @@ from nobackfill.training.comparison.presets import (
 )
 from nobackfill.training.comparison.recipe import Place, Run
 from nobackfill.training.comparison.rows import learned
-from nobackfill.training.comparison.scheduler import Features, tasks, train_run
+from nobackfill.training.comparison.tasks import Features, Task, tasks, train_run
 from nobackfill.training.config_file import parse_config
 from nobackfill.training.loop.run import CHECKPOINT
 
@@ -47,9 +47,8 @@ def test_a_run_comes_after_all_that_it_reads(tmp_path: Path) -> None:
     seen: set[object] = set()
     for task in tasks([(here, rows_of(here, tuple(GROUPS)))]):
         assert task.needs <= seen
-        if task.made is not None:
-            assert task.made not in seen
-            seen.add(task.made)
+        assert not task.made & seen
+        seen |= task.made
     assert len(seen) > 60
 
 
@@ -58,7 +57,7 @@ def test_features_that_upgrades_share_are_made_once(tmp_path: Path) -> None:
     # Both are of one old model and one new one; the second reads side-information, too.
     names = ("affine", "residual_simclr")
     planned = tasks([(here, rows_of(here, names))])
-    features = [task.made for task in planned if isinstance(task.made, Features)]
+    features = _features(planned)
     assert len(features) == len(set(features))
     by = [one.by.name for one in features]
     for task in planned:
@@ -71,7 +70,11 @@ def test_features_that_upgrades_share_are_made_once(tmp_path: Path) -> None:
             run.folder.mkdir(parents=True, exist_ok=True)
             (run.folder / CHECKPOINT).touch()
     again = tasks([(here, rows_of(here, names))])
-    assert not any(isinstance(task.made, Features) for task in again)
+    assert not _features(again)
+
+
+def _features(planned: list[Task]) -> list[Features]:
+    return [one for task in planned for one in task.made if isinstance(one, Features)]
 
 
 def test_rivals_start_from_the_same_seed_and_seeds_differ(tmp_path: Path) -> None:

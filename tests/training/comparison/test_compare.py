@@ -20,14 +20,9 @@ from nobackfill.training.comparison.data import link, train_and_test, with_label
 from nobackfill.training.comparison.presets import DIGITS
 from nobackfill.training.comparison.recipe import Place
 from nobackfill.training.comparison.results import Results, read_results, write_results
-from nobackfill.training.comparison.scheduler import (
-    do,
-    make_features,
-    measure_row,
-    tasks,
-    train_run,
-)
+from nobackfill.training.comparison.scheduler import do
 from nobackfill.training.comparison.tables import whole
+from nobackfill.training.comparison.tasks import make_features, measure_row, tasks, train_run
 from nobackfill.training.loop.loop import DivergedError
 
 SHORT: Mapping[str, Mapping[str, object]] = {

@@ -20,8 +20,9 @@ from nobackfill.training.comparison.domains import SHIFTS, write_foreign
 from nobackfill.training.comparison.presets import DIGITS
 from nobackfill.training.comparison.recipe import Place, Run
 from nobackfill.training.comparison.results import Made
-from nobackfill.training.comparison.scheduler import do, images_of
+from nobackfill.training.comparison.scheduler import do
 from nobackfill.training.comparison.summary import Measured, summarise
+from nobackfill.training.comparison.tasks import images_of
 from nobackfill.training.data.allocations import allocate
 from nobackfill.training.loop.run import CHECKPOINT, read_finished
 

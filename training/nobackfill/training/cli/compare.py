@@ -39,9 +39,10 @@ from nobackfill.training.comparison.presets import (
 from nobackfill.training.comparison.ranges import by_range, known_to_old
 from nobackfill.training.comparison.recipe import Place
 from nobackfill.training.comparison.results import MAIN, Made, Results, write_results
-from nobackfill.training.comparison.scheduler import Planned, cells_path, do, images_of
+from nobackfill.training.comparison.scheduler import do
 from nobackfill.training.comparison.summary import Measured, summarise
 from nobackfill.training.comparison.tables import whole
+from nobackfill.training.comparison.tasks import Planned, cells_path, images_of
 
 _EPILOG = """
 Trains every model and measures every row of the table, --jobs of them at a time. What is done is

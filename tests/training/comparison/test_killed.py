@@ -1,0 +1,65 @@
+"""compare.py as a process among processes, one of which is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nobackfill.training.comparison.data import write_digits
+from tests.support.processes import alive, children, wait_until_gone
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def comparison(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """With two trainings under way."""
+    write_digits(tmp_path / "digits")
+    asked = (
+        f"--data {tmp_path / 'digits'} --out {tmp_path / 'out'} --jobs 2 --seeds 1 --methods bct"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "training/compare.py", *asked.split()],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while len(list(tmp_path.rglob("stats.jsonl"))) < 2:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_its_processes_end_with_it(comparison: subprocess.Popen[str]) -> None:
+    """Or they would train on, into the folders of the one that is started next."""
+    below = children(comparison.pid)
+    assert len(below) >= 2
+    comparison.kill()
+    assert wait_until_gone(below) == set()
+
+
+def test_a_process_that_is_ended_is_a_sentence(comparison: subprocess.Popen[str]) -> None:
+    trains = [pid for pid in children(comparison.pid) if _spawned(pid)]
+    assert len(trains) == 2
+    os.kill(trains[0], signal.SIGKILL)
+    _, told = comparison.communicate(timeout=60)
+    assert comparison.returncode == 1
+    assert "a process of the comparison was ended" in told
+    assert "--jobs" in told
+    assert "Traceback" not in told
+    assert not any(map(alive, trains))
+
+
+def _spawned(pid: int) -> bool:
+    return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
