@@ -17,10 +17,12 @@ from nobackfill.errors import (
     OverloadedError,
     UnavailableError,
 )
+from nobackfill.gallery.filters import Exists, Filter, OneOf
 from nobackfill.gallery.writing import NewVectors
 from nobackfill.server.stores.postgresql import database as database_module
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.address import check_url
+from nobackfill.server.stores.postgresql.conditions import condition_of
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
 from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
@@ -215,18 +217,34 @@ def test_a_gallery_that_is_gone_is_not_found(database: Database, store: Postgres
             call()
 
 
-def test_a_filter_is_answered_from_its_index(database: Database, store: PostgresqlGallery) -> None:
-    metadata = [{"n": n, "even": bool(n % 2)} for n in range(3000)]
+@pytest.mark.parametrize(
+    ("filtered", "passing"),
+    [(OneOf("n", (7,)), 30), (OneOf("even", (True,)), 1500), (Exists("rare"), 3)],
+)
+def test_a_filter_meets_in_its_index_what_passes_alone(
+    filtered: Filter, passing: int, database: Database, store: PostgresqlGallery
+) -> None:
+    """Whatever other keys have the same value."""
+    metadata = [
+        {"n": n % 100, "m": 7, "even": bool(n % 2), "other": True} | ({"rare": 1} if n < 3 else {})
+        for n in range(3000)
+    ]
     store.put(ids(3000), [NewVectors(ONE, vectors(3000, 1))], metadata=metadata)
+    condition = condition_of(filtered)
     with database.connect() as connection:
+        run(connection, f"VACUUM ANALYZE {store.schema}.items")
         # Of a table as small as this one PostgreSQL would rather read every row.
         run(connection, "SET enable_seqscan = off")
-        rows = run(
+        (plan,) = run(
             connection,
-            f"EXPLAIN SELECT label FROM {store.schema}.items i WHERE i.facets @> %s::jsonb",
-            ['{"n":{"n":[7]}}'],
-        ).fetchall()
-    assert any("items_facets_idx" in row[0] for row in rows), rows
+            "EXPLAIN (ANALYZE, FORMAT JSON) "
+            f"SELECT label FROM {store.schema}.items i WHERE {condition.text}",
+            condition.values,
+        ).fetchone()
+    looked = plan[0]["Plan"]
+    assert looked["Node Type"] == "Bitmap Heap Scan", plan
+    assert looked["Actual Rows"] == passing
+    assert looked["Rows Removed by Index Recheck"] == 0
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,11 @@
     nobackfill_<number>.state(key, value)      small JSON values
     nobackfill_<number>.gate()                 no rows: its lock is the put gate
 
-`metadata` is JSON as it was put, `facets` the same for filters (conditions.py). No foreign keys: to
-make or drop one locks `items`, and searches with it. Vectors go with their items because every
-statement that removes items removes theirs, with the rows locked.
+`metadata` is JSON as it was put, `facets` the same for filters (conditions.py). One of its indexes
+finds a key, the other a key's value: by the first, which knows both apart, an equality meets every
+item that has the value in whatever key. No foreign keys: to make or drop one locks `items`, and
+searches with it. Vectors go with their items because every statement that removes items removes
+theirs, with the rows locked.
 """
 
 from nobackfill.errors import ConfigurationError, InvalidInputError
@@ -38,6 +40,7 @@ CREATE TABLE {schema}.items (
     facets jsonb NOT NULL DEFAULT '{{}}'
 );
 CREATE INDEX ON {schema}.items USING gin (facets);
+CREATE INDEX ON {schema}.items USING gin (facets jsonb_path_ops);
 CREATE TABLE {schema}.spaces (
     number integer PRIMARY KEY GENERATED ALWAYS AS IDENTITY,
     space text NOT NULL UNIQUE COLLATE "C",
