@@ -5,7 +5,8 @@ metrics.
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +15,8 @@ import typer
 from numpy.typing import NDArray
 
 from nobackfill.class_folders import list_images
-from nobackfill.durable import write_file
-from nobackfill.errors import ConfigurationError
+from nobackfill.durable import lock, write_file
+from nobackfill.errors import BusyError, ConfigurationError
 from nobackfill.training.cli.command import command_app
 from nobackfill.training.comparison.catalogue import rows_of
 from nobackfill.training.comparison.cells import read_cells
@@ -59,7 +60,8 @@ table with what was chosen. Its seeds are not the table's.
 
 --page writes the tables of README.md and its like from results that are there, and trains nothing.
 
-Exit codes: 0 done, 1 a training diverged, 65 refused data, 73 cannot write, 78 wrong configuration.
+Exit codes: 0 done, 1 a training diverged, 65 refused data, 73 cannot write, 75 another compare.py
+works in OUT, 78 wrong configuration.
 """
 
 
@@ -156,26 +158,41 @@ def compare(
     with the first seed alone.
 
     `changes` replace keys of the preset's configurations, by kind. `jobs` and `cluster`: as do.
+    Raises BusyError where another compares in `out`, and what the parts raise.
     """
     if cluster is not None:
         # Nodes work elsewhere.
         out, images = out.resolve(), images and images.resolve()
     root = out / preset.title
-    source = _source(preset, images, root)
-    planned = []
-    for seed in seeds:
-        for split in preset.splits:
-            place = _place(preset, split, seed, root, source, changes or {})
-            own = preset.groups if split.name == MAIN else preset.unseen_groups
-            further = once if seed == seeds[0] else ()
-            planned.append((place, rows_of(place, (*(wanted or own), *further))))
     started = time.monotonic()
-    do(planned, jobs, cluster)
+    with _alone(root):
+        source = _source(preset, images, root)
+        planned = []
+        for seed in seeds:
+            for split in preset.splits:
+                place = _place(preset, split, seed, root, source, changes or {})
+                own = preset.groups if split.name == MAIN else preset.unseen_groups
+                further = once if seed == seeds[0] else ()
+                planned.append((place, rows_of(place, (*(wanted or own), *further))))
+        do(planned, jobs, cluster)
     print(f"compare.py: {time.monotonic() - started:.0f} s", file=sys.stderr)
     # Of the first place: seeds and splits differ in weights, not in cost.
     told, rows = costs(planned[0][1]), _collect(planned)
     made = Made(command=command, machine=machine(), configured=digest(preset, rows))
     return summarise(preset.title, preset.metric, seeds, made, rows, CLAIMS, told)
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """Of two that train the same run one would write over what the other has finished."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(lock(root / "lock"))
+        except BusyError as error:
+            raise BusyError(
+                f"another compare.py works in {root}; wait for it, or choose another --out"
+            ) from error
+        yield
 
 
 def _source(preset: Preset, images: Path | None, root: Path) -> Path:
