@@ -107,7 +107,7 @@ def test_a_wider_search_is_tried_before_a_graph_is_refused(
 ) -> None:
     rng = np.random.default_rng(4)
     info = filled(empty, rng.standard_normal((3_000, 48)).astype(np.float32))
-    thin(empty, info, m=6, construction=12)
+    thin(empty, info, m=5, construction=10)
     assert shares_of_searches(empty, info, 0) < recall.RECALL
     width, found = measuring(info)
     assert EF < width <= 1000
