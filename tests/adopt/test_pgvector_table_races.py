@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -13,34 +12,10 @@ import pytest
 
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.sources.opening import open_source
-from nobackfill.adopt.sources.source import Rows, Source, Target, Window
+from nobackfill.adopt.sources.source import Rows, Window
 from nobackfill.errors import BusyError, VerificationError
-from nobackfill.vectors import Vectors
+from tests.adopt.racing import Racing
 from tests.adopt.table_beside import MAP, TARGET, Connection, carried, drawn, put, stale
-
-
-class Racing:
-    """A source between whose reading of a window and writing it `between` happens."""
-
-    def __init__(self, source: Source, between: Callable[[], None]) -> None:
-        self._source, self._between = source, between
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._source, name)
-
-    def windows(self, rows: int) -> Iterator[Window]:
-        return self._source.windows(rows)
-
-    def beside(self, target: Target) -> object:
-        beside = self._source.beside(target)
-        write = beside.write
-
-        def racing(rows: Rows, vectors: Vectors) -> None:
-            self._between()
-            write(rows, vectors)
-
-        beside.write = racing  # type: ignore[method-assign]
-        return beside
 
 
 def test_a_transaction_that_stays_open_is_given_way_to(table: tuple[str, Connection]) -> None:

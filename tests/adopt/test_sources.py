@@ -1,6 +1,7 @@
 """One suite of behaviour for all sources, and for those that others write to meanwhile."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from threading import Thread
@@ -12,9 +13,10 @@ from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.closed_form import fit_maps
 from nobackfill.adopt.maps import Map, normalised
 from nobackfill.adopt.pairs import read_all
-from nobackfill.adopt.sources.source import Beside, Rows, Source, Target, Window
+from nobackfill.adopt.sources.source import Beside, Rows, Target
 from nobackfill.errors import AlreadyExistsError, BusyError, VerificationError
 from nobackfill.vectors import Vectors
+from tests.adopt.racing import Racing
 from tests.adopt.stores import MADE, Pgvector, Store, Written, opened
 from tests.support.waiting import wait_until
 
@@ -202,34 +204,6 @@ def test_threads_that_have_ended_keep_no_connection(store: Pgvector) -> None:
         wait_until(lambda: store.run(ours) == [(3,)], seconds=30, what="three connections are left")
 
 
-class Interrupted:
-    """A source during whose carrying others write: `between` runs after each window's write."""
-
-    def __init__(self, source: Source, between: Callable[[int], None]) -> None:
-        self._source, self._between, self._calls = source, between, 0
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._source, name)
-
-    def windows(self, rows: int) -> Iterator[Window]:
-        return self._source.windows(rows)
-
-    def beside(self, target: Target) -> Beside:
-        beside = self._source.beside(target)
-        write = beside.write
-
-        def racing(rows: Rows, vectors: Vectors) -> None:
-            # Between reading the window and writing it, and then after it.
-            self._calls += 1
-            self._between(self._calls)
-            write(rows, vectors)
-            self._calls += 1
-            self._between(self._calls)
-
-        beside.write = racing  # type: ignore[method-assign]
-        return beside
-
-
 @pytest.mark.parametrize(
     ("store", "seed"),
     [(name, seed) for name in ("pgvector", "pgvector-table") for seed in range(3)]
@@ -241,7 +215,10 @@ def test_who_writes_meanwhile_loses_nothing(store: Written, seed: int) -> None:
     """Puts, changes and deletions at every moment: nothing lost, doubled, stale, or back again."""
     rng = np.random.default_rng(seed)
 
-    def others(call: int) -> None:
+    calls = itertools.count(1)
+
+    def others() -> None:
+        call = next(calls)
         if call > 12:
             return
         names = store.names()
@@ -254,7 +231,7 @@ def test_who_writes_meanwhile_loses_nothing(store: Written, seed: int) -> None:
             store.put(name, normalised(rng.normal(size=(1, 24)).astype(np.float32))[0])
         store.touch(store.names()[0])
 
-    done = carry(Interrupted(store.open(), others), target(), MAP, window=WINDOW)  # type: ignore[arg-type]
+    done = carry(Racing(store.open(), others, others), target(), MAP, window=WINDOW)  # type: ignore[arg-type]
     assert done.total == store.open().count()
     check(store)
     # Written after all was carried: the trigger empties what is stale, the next run fills it.
@@ -265,8 +242,10 @@ def test_who_writes_meanwhile_loses_nothing(store: Written, seed: int) -> None:
 
 @writable
 def test_writers_that_never_rest_are_not_followed_for_ever(store: Written) -> None:
-    def others(call: int) -> None:
-        store.put(MADE.ids[7], MADE.old[call % 200])
+    calls = itertools.count(1)
+
+    def others() -> None:
+        store.put(MADE.ids[7], MADE.old[next(calls) % 200])
 
     with pytest.raises(BusyError, match="quieter hour"):
-        carry(Interrupted(store.open(), others), target(), MAP, window=300)  # type: ignore[arg-type]
+        carry(Racing(store.open(), others, others), target(), MAP, window=300)  # type: ignore[arg-type]

@@ -9,24 +9,9 @@ import pytest
 
 from demo.children import Children
 from nobackfill.errors import NobackfillError
+from tests.support.processes import alive, wait_until_gone
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that ended and waits to be reaped does not."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rsplit(")", 1)[1].split()[0] != "Z"
-
-
-def gone(pid: int) -> bool:
-    deadline = time.monotonic() + 30
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not alive(pid)
 
 
 def test_run_gives_what_the_command_printed(tmp_path: Path) -> None:
@@ -47,7 +32,7 @@ def test_leaving_ends_what_still_runs(tmp_path: Path) -> None:
     with Children(tmp_path) as children:
         pid = children.start("sleeper", SLEEP).process.pid
         assert alive(pid)
-    assert gone(pid)
+    assert wait_until_gone({pid}, 30) == set()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the leash is Linux's")
@@ -67,4 +52,4 @@ def test_children_end_when_the_demo_is_killed(tmp_path: Path) -> None:
         time.sleep(0.02)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    assert gone(child)
+    assert wait_until_gone({child}, 30) == set()

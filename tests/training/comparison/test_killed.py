@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from nobackfill.training.cli.compare import compare
 from nobackfill.training.comparison.data import write_digits
 from nobackfill.training.comparison.presets import folder_preset
 from tests.support.processes import alive, children, wait_until_gone
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,10 +34,7 @@ def comparison(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         text=True,
     )
     try:
-        deadline = time.monotonic() + 120
-        while len(list(tmp_path.rglob("stats.jsonl"))) < 2:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: _two_train(process, tmp_path), "two trainings are under way", 120)
         yield process
     finally:
         process.kill()
@@ -66,6 +63,11 @@ def test_a_process_that_is_ended_is_a_sentence(comparison: subprocess.Popen[str]
     assert "--jobs" in told
     assert "Traceback" not in told
     assert not any(map(alive, trains))
+
+
+def _two_train(process: "subprocess.Popen[str]", folder: Path) -> bool:
+    assert process.poll() is None, "it ended"
+    return len(list(folder.rglob("stats.jsonl"))) >= 2
 
 
 def _spawned(pid: int) -> bool:

@@ -45,14 +45,14 @@ class PgvectorTable:
     def __init__(self, table: Table, vector: str, target: Target) -> None:
         self._table, self._target = table, target
         self._names = names_of(table, vector, target.name)
-        # Windows that were written whole: what has come since was emptied first. And the one that
-        # each thread has read last.
+        # Windows that were written whole: what has come since was emptied first. And, of each
+        # thread, the one that it has read last.
         self._whole: set[str] = set()
-        self._last: dict[threading.Thread, str] = {}
+        self._own = threading.local()
 
     def pending(self, window: Window) -> Rows:
-        whole = repr(window) in self._whole
-        self._last[threading.current_thread()] = repr(window)
+        self._own.window = repr(window)
+        whole = self._own.window in self._whole
         if not whole and not self._any(window):
             # Looked for before the vectors are read: what is emptied after that is met by writing.
             rows = parsed(
@@ -96,7 +96,7 @@ class PgvectorTable:
             # A transaction is open that wrote to one of them: all stay pending.
             time.sleep(_LET_GO)
             return
-        self._whole.add(self._last[threading.current_thread()])
+        self._whole.add(self._own.window)
 
     def _filled(self, keys: list[bytes], vectors: Vectors) -> bool:
         """At once, unless somebody has written to one of the keys since they were read."""

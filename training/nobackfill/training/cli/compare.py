@@ -164,7 +164,6 @@ def compare(
         # Nodes work elsewhere.
         out, images = out.resolve(), images and images.resolve()
     root = out / preset.title
-    started = time.monotonic()
     with _alone(root):
         source = _source(preset, images, root)
         planned = []
@@ -174,8 +173,9 @@ def compare(
                 own = preset.groups if split.name == MAIN else preset.unseen_groups
                 further = once if seed == seeds[0] else ()
                 planned.append((place, rows_of(place, (*(wanted or own), *further))))
+        started = time.monotonic()
         do(planned, jobs, cluster)
-    print(f"compare.py: {time.monotonic() - started:.0f} s", file=sys.stderr)
+        print(f"compare.py: {time.monotonic() - started:.0f} s", file=sys.stderr)
     # Of the first place: seeds and splits differ in weights, not in cost.
     told, rows = costs(planned[0][1]), _collect(planned)
     made = Made(command=command, machine=machine(), configured=digest(preset, rows))

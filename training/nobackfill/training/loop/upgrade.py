@@ -124,9 +124,9 @@ def _rows_by(
     for images in augmented_views(
         listing, sizes, views, config.augmentation, config.split_seed, read, mixed_views
     ):
-        for size, shown in images.items():
+        for size in {encoder.image_size for encoder in encoders.values()}:
             named = {name: one for name, one in encoders.items() if one.image_size == size}
-            found = training_features(list(named.values()), shown, cache)
+            found = training_features(list(named.values()), images[size], cache)
             for name, vectors in zip(named, found, strict=True):
                 columns[name].append(vectors)
     return {name: torch.from_numpy(np.stack(parts, 1)) for name, parts in columns.items()}

@@ -153,12 +153,13 @@ def _features(
         paths.append(path)
         if not path.is_file():
             computed[path] = (run, np.empty((len(images), encoder.dim), np.float32))
-    done = 0
-    for part in chunks(images) if computed else ():
-        for run, vectors in computed.values():
-            vectors[done : done + len(part)] = run(part.numpy())
-        done += len(part)
-    make_dir(cache)
+    if computed:
+        done = 0
+        for part in chunks(images):
+            for run, vectors in computed.values():
+                vectors[done : done + len(part)] = run(part.numpy())
+            done += len(part)
+        make_dir(cache)
     for path, (_, vectors) in computed.items():
         data = io.BytesIO()
         np.save(data, vectors, allow_pickle=False)
