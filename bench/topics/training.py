@@ -1,6 +1,8 @@
 """The training loop against a bare torch loop, the feature cache, and evaluation of whole sets."""
 
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,6 +13,7 @@ from bench.harness import Bench, Contender, Row, Table, compared, interleave
 from nobackfill.metrics import retrieval
 from nobackfill.metrics.ranking import same_label
 from nobackfill.training.config import Augmentation, EmbedderConfig
+from nobackfill.training.data.pictures import chunks
 from nobackfill.training.loop.loop import fit
 from nobackfill.training.loop.progress import Progress
 from nobackfill.training.networks.embedder import EmbedderObjective
@@ -95,10 +98,24 @@ def _loop(bench: Bench) -> Table:
     return compared("Training loop", "images/s", measured, "bare torch", LOOP)
 
 
+@dataclass(frozen=True)
+class _Held:
+    """Images of no files."""
+
+    images: torch.Tensor
+    digest: str = "held"
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        return chunks(self.images)
+
+
 def _cache(bench: Bench) -> Table:
     """Features of a frozen model: computed, and found again."""
     count = bench.size(256, 4096, 16384)
-    images = torch.from_numpy(data.images(count, PIXELS))
+    images = _Held(torch.from_numpy(data.images(count, PIXELS)))
     objective = EmbedderObjective(_config(bench, 0, Augmentation()), CLASSES)
     network = objective.embedder.eval()
 

@@ -21,6 +21,8 @@ from nobackfill.images import decode_file
 
 Labels = NDArray[np.int64]
 Images = NDArray[np.uint8]
+# Images that a thread decodes in its turn.
+_AT_ONCE = 64
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
@@ -171,8 +173,17 @@ def decode(
                 "leaves such files out"
             ) from error
 
+    def some(rows: range) -> None:
+        for row in rows:
+            one(row)
+
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        # Consumed, so that the first failure is raised here.
-        for _ in pool.map(one, range(len(listing))):
+        # Some at a time: of small images a thread's turn costs as much as one. Consumed, so that
+        # the first failure is raised here.
+        for _ in pool.map(some, _parts(len(listing))):
             pass
     return images
+
+
+def _parts(count: int) -> list[range]:
+    return [range(at, min(at + _AT_ONCE, count)) for at in range(0, count, _AT_ONCE)]

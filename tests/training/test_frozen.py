@@ -10,7 +10,7 @@ from nobackfill.class_folders import Images, decode, list_images
 from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.release.trust.publication import read_publication
 from nobackfill.training.config import Augmentation, StoredVectors
-from nobackfill.training.data.pictures import Reading, Source, chunks
+from nobackfill.training.data.pictures import Listed, Reading, Source
 from nobackfill.training.data.stored import read_stored
 from nobackfill.training.loop.run import read_checkpoint, write_checkpoint
 from nobackfill.training.networks.frozen import (
@@ -31,7 +31,12 @@ def images(digits: Path) -> Images:
     return decode(list_images(digits / "queries"), SIZE)
 
 
-def test_features_are_computed_once(images: Images, tmp_path: Path) -> None:
+@pytest.fixture
+def listed(digits: Path) -> Listed:
+    return Listed(list_images(digits / "queries"), SIZE, Reading())
+
+
+def test_features_are_computed_once(listed: Listed, tmp_path: Path) -> None:
     calls = []
 
     def run(batch: Images) -> np.ndarray:
@@ -39,20 +44,20 @@ def test_features_are_computed_once(images: Images, tmp_path: Path) -> None:
         return batch.reshape(len(batch), -1)[:, :3].astype(np.float32)
 
     encoder = FrozenEncoder("test", run, 3, SIZE, False, "digest")
-    pixels = torch.from_numpy(images)
-    first = features(encoder, pixels, tmp_path)
-    again = features(encoder, pixels, tmp_path)
+    first = features(encoder, listed, tmp_path)
+    again = features(encoder, listed, tmp_path)
     assert np.array_equal(first, again)
-    assert calls == [len(images)]
+    assert calls == [len(listed)]
     # Another picture, or another model, is another file.
-    features(encoder, pixels[1:], tmp_path)
-    features(FrozenEncoder("test", run, 3, SIZE, False, "other"), pixels, tmp_path)
+    fewer = listed.listing.select(np.arange(1, len(listed)))
+    features(encoder, replace(listed, listing=fewer), tmp_path)
+    features(FrozenEncoder("test", run, 3, SIZE, False, "other"), listed, tmp_path)
     assert len(calls) == 3
     assert len(list(tmp_path.glob("*.npy"))) == 3
 
 
 def test_a_view_is_made_once_for_all_models_that_have_no_features_of_it(
-    images: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    listed: Listed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sums(batch: Images) -> np.ndarray:
         colours: np.ndarray = batch.reshape(len(batch), -1, 3).sum(1)
@@ -63,7 +68,7 @@ def test_a_view_is_made_once_for_all_models_that_have_no_features_of_it(
             name, lambda batch: sums(batch) * np.float32(times), 3, SIZE, False, name
         )
 
-    view = AugmentedView(torch.from_numpy(images), SIZE, Augmentation(translate=0.2), 1, mixed=True)
+    view = AugmentedView(listed, SIZE, Augmentation(translate=0.2), 1, mixed=True)
     passes = []
     make = AugmentedView.chunks
 
@@ -89,7 +94,7 @@ def test_a_view_is_made_once_for_all_models_that_have_no_features_of_it(
 
 
 def test_what_is_trained_on_is_read_in_fewer_digits_and_kept_apart(
-    images: Images, tmp_path: Path
+    images: Images, listed: Listed, tmp_path: Path
 ) -> None:
     """What is stored of a gallery's own pictures has all digits."""
 
@@ -102,14 +107,13 @@ def test_what_is_trained_on_is_read_in_fewer_digits_and_kept_apart(
 
     encoder = FrozenEncoder("test", first, 3, SIZE, False, "digest", quick=rounded)
     plain = FrozenEncoder("test", first, 3, SIZE, False, "digest")
-    pixels = torch.from_numpy(images)
-    for shown in (pixels, AugmentedView(pixels, SIZE, Augmentation(), seed=1)):
+    for shown in (listed, AugmentedView(listed, SIZE, Augmentation(), seed=1)):
         near, whole = training_features([encoder, plain], shown, tmp_path)
         assert (near % 100 == 0).all()
         assert not np.array_equal(near, whole)
         # All digits were kept by a model that has none fewer: it is the same one.
         assert np.array_equal(features(encoder, shown, tmp_path), whole)
-    assert np.array_equal(features(encoder, pixels, tmp_path), first(images))
+    assert np.array_equal(features(encoder, listed, tmp_path), first(images))
 
 
 @pytest.mark.parametrize(("precision", "quick"), [("auto", True), ("32-true", False)])
@@ -158,9 +162,9 @@ def test_a_run_and_its_release_are_the_same_model(life: Life, images: Images) ->
         np.testing.assert_allclose(published.run(images), expected, atol=1e-4)
 
 
-def whole(view: Mapping[int, torch.Tensor | Source]) -> dict[int, Images]:
+def whole(view: Mapping[int, Source]) -> dict[int, Images]:
     """A view's images by size."""
-    return {size: torch.cat(list(chunks(images))).numpy() for size, images in view.items()}
+    return {size: torch.cat(list(images.chunks())).numpy() for size, images in view.items()}
 
 
 def test_views_begin_with_the_images_and_repeat_by_seed(digits: Path) -> None:

@@ -15,10 +15,10 @@ from nobackfill.class_folders import Listing, decode, list_images
 from nobackfill.errors import InvalidInputError, NobackfillError
 from nobackfill.training.config import EmbedderConfig
 from nobackfill.training.data.pictures import (
+    Listed,
     Pictures,
     Reading,
     chunks,
-    digest_of,
     in_batches,
     open_pictures,
 )
@@ -65,7 +65,6 @@ def test_a_choice_of_rows_reads_nothing_else(listing: Listing) -> None:
     pictures = opened(listing)
     mask = torch.arange(len(listing)) % 3 == 1
     assert np.array_equal(whole(pictures[mask]), decode(listing, SIZE)[mask.numpy()])
-    assert digest_of(pictures[mask]) != digest_of(pictures)
 
 
 @pytest.mark.parametrize("method", ["independent", "unibct", "bct_sys"])
@@ -104,25 +103,40 @@ def test_a_resumed_training_may_read_in_another_way(digits: Path, tmp_path: Path
     assert train_quietly(again).step == done.step
 
 
-def test_features_are_found_without_reading_a_picture(listing: Listing, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reading", [Reading(), STREAMED], ids=["held", "streamed"])
+def test_features_are_found_without_reading_a_picture(
+    reading: Reading, listing: Listing, tmp_path: Path
+) -> None:
     def run(batch: np.ndarray) -> np.ndarray:
         return batch.reshape(len(batch), -1)[:, :3].astype(np.float32)
 
     encoder = FrozenEncoder("test", run, 3, SIZE, False, "digest")
-    first = features(encoder, opened(listing), tmp_path)
+    first = features(encoder, Listed(listing, SIZE, reading), tmp_path)
     assert np.array_equal(first, run(decode(listing, SIZE)))
-    unread = opened(listing)
+    unread = Listed(listing, SIZE, reading)
     assert np.array_equal(features(encoder, unread, tmp_path), first)
-    assert "_loader" not in unread.__dict__
+    assert "opened" not in unread.__dict__
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_changed_file_is_another_digest(tmp_path: Path) -> None:
+def test_a_changed_file_a_size_and_other_files_are_another_digest(tmp_path: Path) -> None:
     listing = pictures_of(tmp_path, {"a/1.png": 10, "b/1.png": 20})
-    before = opened(listing).digest
-    assert opened(listing).digest == before
+
+    def digest(size: int = SIZE, of: Listing = listing) -> str:
+        return Listed(of, size, Reading()).digest
+
+    before = digest()
+    assert digest() == before
+    assert len({before, digest(16), digest(of=listing.select(np.array([1])))}) == 3
     os.utime(tmp_path / "a" / "1.png", ns=(1, 1))
-    assert opened(listing).digest != before
+    assert digest() != before
+
+
+def test_a_file_that_is_gone_is_named_before_features_are_looked_for(tmp_path: Path) -> None:
+    listing = pictures_of(tmp_path, {"a/1.png": 10, "b/1.png": 20})
+    (tmp_path / "b" / "1.png").unlink()
+    with pytest.raises(InvalidInputError, match=r"b/1\.png: cannot be read"):
+        Listed(listing, SIZE, Reading()).digest  # noqa: B018 - asked for its error
 
 
 def pictures_of(root: Path, greys: dict[str, int]) -> Listing:

@@ -10,7 +10,7 @@ from nobackfill.errors import ConfigurationError
 from nobackfill.release.trust.publication import read_publication
 from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.data.folders import hold_out
-from nobackfill.training.data.pictures import Reading, chunks
+from nobackfill.training.data.pictures import Reading
 from nobackfill.training.loop.upgrade import open_sources, read_upgrade, repeat_unseen, upgrade_rows
 from nobackfill.training.networks.frozen import augmented_views, of_run
 from tests.training.life import Life, copy_publication, run_export, train_quietly, upgrade_config
@@ -45,7 +45,7 @@ def test_features_of_one_row_are_of_one_view(runs: Path, digits: Path, tmp_path:
             ("side", "side-1", "side_encoder"),
             ("new", "embedder-2", "embedder"),
         ):
-            pixels = torch.cat(list(chunks(images[8]))).numpy()
+            pixels = torch.cat(list(images[8].chunks())).numpy()
             expected = of_run(runs / run, kind).run(pixels)
             assert np.allclose(rows[name][:, number].numpy(), expected, atol=1e-6)
 

@@ -20,7 +20,7 @@ from nobackfill.training.comparison.presets import (
 )
 from nobackfill.training.comparison.recipe import Place, Run
 from nobackfill.training.comparison.rows import learned
-from nobackfill.training.comparison.tasks import Features, Task, tasks, train_run
+from nobackfill.training.comparison.tasks import Views, make_features, tasks, train_run
 from nobackfill.training.config_file import parse_config
 from nobackfill.training.loop.run import CHECKPOINT
 
@@ -53,28 +53,47 @@ def test_a_run_comes_after_all_that_it_reads(tmp_path: Path) -> None:
 
 
 def test_features_that_upgrades_share_are_made_once(tmp_path: Path) -> None:
+    """In one task where they look at the same pictures: of several views, or of mixed ones."""
     here = place(tmp_path)
-    # Both are of one old model and one new one; the second reads side-information, too.
-    names = ("affine", "residual_simclr")
+    names = ("affine", "fct_simclr", "residual_none", "residual_simclr", "dmu_residual")
     planned = tasks([(here, rows_of(here, names))])
-    features = _features(planned)
-    assert len(features) == len(set(features))
-    by = [one.by.name for one in features]
-    for task in planned:
-        run = task.arguments[0]
-        if task.work is train_run and isinstance(run, Run) and run.values["kind"] == "upgrade":
-            assert len([one for one in task.needs if isinstance(one, Features)]) >= 2, by
-    # What is trained reads them no more.
-    for row in rows_of(here, names):
+    upgrades = {
+        task.arguments[0].folder.name.removeprefix("upgrade-"): task.needs
+        for task in planned
+        if task.work is train_run and isinstance(task.arguments[0], Run)
+        if task.arguments[0].values["kind"] == "upgrade"
+    }
+    assert set(upgrades) == set(names)
+    read = {name: _features(needs) for name, needs in upgrades.items()}
+    assert all(len(views) == 1 for views in read.values())
+    assert read["affine"] == read["fct_simclr"] != read["residual_none"]
+    assert read["residual_none"] == read["residual_simclr"] == read["dmu_residual"]
+    making = [task for task in planned if task.work is make_features]
+    assert [_features(task.made) for task in making] == [read["affine"], read["residual_none"]]
+    # Of a model that only one of them reads, too.
+    assert here.runs / "dmu" in making[1].needs and here.runs / "side-simclr" in making[0].needs
+
+
+def test_features_of_another_place_are_others(tmp_path: Path) -> None:
+    """Two seeds look at the same pictures by different models."""
+    here = place(tmp_path)
+    other = replace(here, runs=tmp_path / "others")
+    planned = tasks([(p, rows_of(p, ("affine",))) for p in (here, other)])
+    assert len([task for task in planned if task.work is make_features]) == 2
+
+
+def test_what_is_trained_reads_no_features(tmp_path: Path) -> None:
+    here = place(tmp_path)
+    rows = rows_of(here, ("affine", "residual_simclr"))
+    for row in rows:
         for run in row.runs:
             run.folder.mkdir(parents=True, exist_ok=True)
             (run.folder / CHECKPOINT).touch()
-    again = tasks([(here, rows_of(here, names))])
-    assert not _features(again)
+    assert all(not _features(task.needs | task.made) for task in tasks([(here, rows)]))
 
 
-def _features(planned: list[Task]) -> list[Features]:
-    return [one for task in planned for one in task.made if isinstance(one, Features)]
+def _features(names: frozenset[Path | Views]) -> set[Views]:
+    return {one for one in names if isinstance(one, Views)}
 
 
 def test_rivals_start_from_the_same_seed_and_seeds_differ(tmp_path: Path) -> None:

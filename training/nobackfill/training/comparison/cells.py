@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.class_folders import Listing, list_images
-from nobackfill.digests import sha256_file
 from nobackfill.durable import write_file
 from nobackfill.metrics.backfill import AS_THEY_ARE, BackfillCurve, Line
 from nobackfill.metrics.cka import linear_cka
@@ -29,8 +28,8 @@ from nobackfill.training.comparison.rows import Row
 from nobackfill.training.comparison.serve import NEW, OLD, Trained
 from nobackfill.training.config_file import load_config
 from nobackfill.training.data.folders import hold_out
-from nobackfill.training.data.pictures import Reading, open_pictures
-from nobackfill.training.loop.run import CHECKPOINT, CONFIG
+from nobackfill.training.data.pictures import Listed, Reading
+from nobackfill.training.loop.run import CONFIG
 from nobackfill.training.networks.frozen import features, of_run
 
 Floats = NDArray[np.float32]
@@ -45,18 +44,12 @@ class Evaluation:
     relevance: Relevance
     metric: Metric
     cache: Path
-    # Vectors by their model's digest: rows share models, and images are decoded to tell vectors'
-    # files.
-    _known: dict[str, Floats] = field(default_factory=dict)
 
     def features(self, run_dir: Path, kind: str) -> Floats:
         """Vectors [n,dim] of the test images by a run's encoder."""
-        model = sha256_file(run_dir / CHECKPOINT)
-        if model not in self._known:
-            encoder = of_run(run_dir, kind)
-            images = open_pictures(self.listing, encoder.image_size, Reading())
-            self._known[model] = features(encoder, images, self.cache)
-        return self._known[model]
+        encoder = of_run(run_dir, kind)
+        images = Listed(self.listing, encoder.image_size, Reading())
+        return features(encoder, images, self.cache)
 
 
 def evaluation(listing: Listing, metric: Metric, cache: Path) -> Evaluation:

@@ -13,7 +13,7 @@ from nobackfill.extras import extra
 from nobackfill.leash import end_with_parent
 from nobackfill.ray_cluster import join
 from nobackfill.training.comparison.settings import prepare
-from nobackfill.training.comparison.tasks import Features, Planned, Task, tasks
+from nobackfill.training.comparison.tasks import Planned, Task, Views, tasks
 
 # Hands a task to a process.
 Submit = Callable[..., Future[None]]
@@ -69,7 +69,7 @@ def _share(waiting: list[Task], jobs: int, submit: Submit) -> None:
     No more are handed out than processes, so that a failure is raised as soon as what is in hand
     ends.
     """
-    made: set[Path | Features] = set()
+    made: set[Path | Views] = set()
     running: dict[Future[None], Task] = {}
     while waiting or running:
         ready = [task for task in waiting if task.needs <= made][: jobs - len(running)]

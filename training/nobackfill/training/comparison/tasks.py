@@ -3,7 +3,7 @@ that name what they need."""
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,17 +29,18 @@ from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.config_file import parse_config
 from nobackfill.training.loop.memory import keep_freed_memory
 from nobackfill.training.loop.run import CHECKPOINT
-from nobackfill.training.loop.upgrade import keep_features, runs_read
+from nobackfill.training.loop.upgrade import keep_features
 
 Planned = Sequence[tuple[Place, Sequence[Row]]]
 
 
 @dataclass(frozen=True)
-class Features:
-    """Of the frozen model `by` over the views that an upgrade is trained on."""
+class Views:
+    """Features of frozen models over the pictures that upgrades are trained on: `shown` says which,
+    `runs` below which folder they are kept."""
 
-    by: Path
-    views: str
+    runs: Path
+    shown: str
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,15 @@ class Task:
 
     work: Callable[..., None]
     arguments: tuple[object, ...]
-    needs: frozenset[Path | Features]
-    made: frozenset[Path | Features] = frozenset()
+    needs: frozenset[Path | Views]
+    made: frozenset[Path | Views] = frozenset()
 
 
 def tasks(planned: Planned) -> list[Task]:
     """Every training once, after those that it reads, and then every row's measurement.
 
-    Features that upgrades share are tasks of their own: upgrades that begin together would each
-    compute them.
+    Features are tasks of their own, between models and upgrades, one for all upgrades that read
+    the same pictures: each would compute what they share, and make the pictures.
     """
     depths: dict[Path, tuple[int, Run]] = {}
 
@@ -72,36 +73,48 @@ def tasks(planned: Planned) -> list[Task]:
                 depth(run)
     # Many trainings wait for those of little depth.
     runs = [run for _, run in sorted(depths.values(), key=lambda found: found[0])]
-    trainings: list[Task] = []
-    shared: set[Features] = set()
-    for run in runs:
-        needs: frozenset[Path | Features] = _folders(run.needs)
-        read = _features(run)
-        new = {name: made for name, made in read.items() if made not in shared}
-        if new:
-            made = frozenset(new.values())
-            trainings.append(Task(make_features, (run, tuple(new)), needs, made))
-        shared.update(new.values())
-        needs |= set(read.values())
-        trainings.append(Task(train_run, (run,), needs, frozenset([run.folder])))
+    read = {run.folder: _views(run) for run in runs if run.values["kind"] == "upgrade"}
+    networks = [run for run in runs if run.folder not in read]
+    upgrades = [run for run in runs if run.folder in read]
+    asked: dict[Views, list[Run]] = {}
+    for run in upgrades:
+        if not (run.folder / CHECKPOINT).is_file():
+            asked.setdefault(read[run.folder], []).append(run)
     rows_of_all = [(place, row) for place, rows in planned for row in rows]
-    measurements = [Task(measure_row, (p, row), _folders(row.runs)) for p, row in rows_of_all]
-    return trainings + measurements
+    return [
+        *(Task(train_run, (run,), _folders(run.needs), _folders([run])) for run in networks),
+        *(
+            Task(make_features, (asking,), _needed(asking), frozenset([views]))
+            for views, asking in asked.items()
+        ),
+        *(
+            Task(
+                train_run,
+                (run,),
+                _folders(run.needs) | ({read[run.folder]} & asked.keys()),
+                _folders([run]),
+            )
+            for run in upgrades
+        ),
+        *(Task(measure_row, (place, row), _folders(row.runs)) for place, row in rows_of_all),
+    ]
 
 
-def _folders(runs: Sequence[Run]) -> frozenset[Path | Features]:
+def _folders(runs: Iterable[Run]) -> frozenset[Path | Views]:
     return frozenset(run.folder for run in runs)
 
 
-def _features(run: Run) -> dict[str, Features]:
-    """What an upgrade that is not trained yet reads of frozen models, by the features' name."""
-    if run.values["kind"] != "upgrade" or (run.folder / CHECKPOINT).is_file():
-        return {}
+def _needed(runs: Iterable[Run]) -> frozenset[Path | Views]:
+    return _folders(needed for run in runs for needed in run.needs)
+
+
+def _views(run: Run) -> Views:
+    """What an upgrade's frozen models look at."""
     config = _upgrade_config(run)
     # Views are made at the largest size that a model reads.
     size = max(int(str(needed.values.get("image_size", 0))) for needed in run.needs)
-    views = " ".join([f"image_size={size}", *(f"{key}={getattr(config, key)}" for key in _VIEWS)])
-    return {name: Features(by, views) for name, by in runs_read(config).items()}
+    shown = " ".join([f"image_size={size}", *(f"{key}={getattr(config, key)}" for key in _VIEWS)])
+    return Views(run.folder.parent, shown)
 
 
 # The keys of an upgrade that decide which pictures its models read.
@@ -124,14 +137,14 @@ def _one_thread() -> None:
     threadpool_limits(1)
 
 
-def make_features(run: Run, names: Sequence[str]) -> None:
-    """What an upgrade reads of some frozen models, into the cache."""
+def make_features(runs: Sequence[Run]) -> None:
+    """What upgrades read of frozen models, all of the same pictures, into the cache."""
     _one_thread()
     keep_freed_memory()
     began = _clocks()
-    config = _upgrade_config(run)
-    keep_features(config, *split_images(config), names)
-    _tell(f"made features of {', '.join(names)} for {run.folder}", began)
+    configs = [_upgrade_config(run) for run in runs]
+    keep_features(configs, *split_images(configs[0]))
+    _tell(f"made features for {', '.join(str(run.folder) for run in runs)}", began)
 
 
 def train_run(run: Run) -> None:

@@ -1,7 +1,8 @@
 """Images of a listing as a training reads them: few are held in memory, many stay on disk.
 
 `open_pictures` decides by their decoded size. Both answers are used alike: `len`, `images[rows]`,
-`in_batches` and `chunks`; with the same rows they give the same pixels.
+`in_batches` and `chunks`; with the same rows they give the same pixels. `Listed` opens them when
+they are first asked for.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ from nobackfill.errors import InvalidInputError, NobackfillError
 from nobackfill.training.config import Config
 from nobackfill.training.data.folders import identity
 from nobackfill.training.data.image_files import ImageFiles, Refused, processes
-from nobackfill.training.data.pixel_cache import PixelCache
+from nobackfill.training.data.pixel_cache import DECODER, PixelCache
 
 # Images that are embedded at a time.
 CHUNK = 256
@@ -51,11 +52,8 @@ class Pictures:
     One reader at a time. The processes start with the first batch and end with this object.
     """
 
-    def __init__(
-        self, files: ImageFiles, rows: NDArray[np.int64], source: str, workers: int
-    ) -> None:
-        """`source`: what tells the files from others, for `digest`."""
-        self._files, self._rows, self._source, self._workers = files, rows, source, workers
+    def __init__(self, files: ImageFiles, rows: NDArray[np.int64], workers: int) -> None:
+        self._files, self._rows, self._workers = files, rows, workers
         self._order = _Order()
 
     def __len__(self) -> int:
@@ -63,14 +61,7 @@ class Pictures:
 
     def __getitem__(self, rows: Tensor) -> "Pictures":
         """Those of `rows` (numbers, or a mask); nothing is read."""
-        return Pictures(self._files, self._rows[rows.numpy()], self._source, self._workers)
-
-    @cached_property
-    def digest(self) -> str:
-        """Of the files' names, lengths and times of change, of the rows and of the size."""
-        told = hashlib.sha256(f"{self._source} {self._files.size}".encode())
-        told.update(self._rows.tobytes())
-        return told.hexdigest()
+        return Pictures(self._files, self._rows[rows.numpy()], self._workers)
 
     def in_batches(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         """The images of each batch of rows, read ahead.
@@ -125,6 +116,34 @@ class Source(Protocol):
         """uint8 [c,size,size,3], at most CHUNK of them."""
 
 
+@dataclass(frozen=True)
+class Listed:
+    """The images of a listing at size x size, opened when they are first asked for: whoever finds
+    what was made of them needs none. Raises what `open_pictures` does, then."""
+
+    listing: Listing
+    size: int
+    reading: Reading
+
+    def __len__(self) -> int:
+        return len(self.listing)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the files' names, lengths and times of change, of their decoder and the size."""
+        told = f"{identity(self.listing)} {DECODER} {self.size}"
+        return hashlib.sha256(told.encode()).hexdigest()
+
+    @cached_property
+    def opened(self) -> Images:
+        """The images."""
+        return open_pictures(self.listing, self.size, self.reading)
+
+    def chunks(self) -> Iterator[Tensor]:
+        """All images in their order, at most CHUNK at a time."""
+        return chunks(self.opened)
+
+
 def open_pictures(listing: Listing, size: int, reading: Reading) -> Images:
     """The images at size x size. Raises InvalidInputError naming the first file that is no image,
     at once where they are held in memory; CannotWriteError for a cache that cannot be made.
@@ -137,7 +156,7 @@ def open_pictures(listing: Listing, size: int, reading: Reading) -> Images:
         _say_room(cache, _bytes(listing, size))
     workers = (os.cpu_count() or 1) if reading.workers is None else reading.workers
     files = ImageFiles(listing.root, listing.paths, size, cache)
-    return Pictures(files, np.arange(len(listing)), identity(listing), workers)
+    return Pictures(files, np.arange(len(listing)), workers)
 
 
 def streams(listing: Listing, size: int, reading: Reading) -> bool:
@@ -152,18 +171,9 @@ def in_batches(images: Images, batches: Sequence[Tensor]) -> Iterator[Tensor]:
     return (images[rows] for rows in batches)
 
 
-def chunks(images: Tensor | Source) -> Iterator[Tensor]:
+def chunks(images: Images) -> Iterator[Tensor]:
     """All images in their order, at most CHUNK at a time."""
-    return iter(torch.split(images, CHUNK)) if isinstance(images, Tensor) else images.chunks()
-
-
-def digest_of(images: Tensor | Source) -> str:
-    """What tells these images from others: of files their names and times, of pixels themselves."""
-    if not isinstance(images, Tensor):
-        return images.digest
-    key = hashlib.sha256(f"{tuple(images.shape)}".encode())
-    key.update(images.contiguous().numpy().data)
-    return key.hexdigest()
+    return images.chunks() if isinstance(images, Pictures) else iter(torch.split(images, CHUNK))
 
 
 class _Order:

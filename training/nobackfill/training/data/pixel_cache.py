@@ -18,8 +18,8 @@ import PIL
 from nobackfill.durable import make_dir
 from nobackfill.images import Pixels
 
-# What may change an image's pixels beside the file: named in every key.
-_DECODER = f"nobackfill-1 Pillow-{PIL.__version__}"
+# What may change an image's pixels beside the file: in the name of all that is kept of them.
+DECODER = f"nobackfill-1 Pillow-{PIL.__version__}"
 # Share of the disk that is left to others, checkpoints among them.
 RESERVE = 0.05
 _SUM_BYTES = 4
@@ -70,7 +70,7 @@ class PixelCache:
         """Named by the file's place, length and time of change: what was replaced is not found."""
         real = image.resolve()
         status = real.stat()
-        told = f"{_DECODER}\0{real}\0{status.st_size}\0{status.st_mtime_ns}\0{size}"
+        told = f"{DECODER}\0{real}\0{status.st_size}\0{status.st_mtime_ns}\0{size}"
         name = hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()[:40]
         return self.folder / name[:2] / name[2:]
 

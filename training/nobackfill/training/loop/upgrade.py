@@ -3,7 +3,7 @@
 `train_upgrade` is for a configuration; compare.py, which has features already, calls `fit_upgrade`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -85,63 +85,55 @@ def open_sources(config: UpgradeConfig) -> Sources:
     )
 
 
-def runs_read(config: UpgradeConfig) -> dict[str, Path]:
-    """Run folders among the sources, by the name of their encoder's features."""
-    named = {
-        "old": config.old,
-        "side": config.old_side if config.reads_side else None,
-        "new": config.new,
-        "new_side": config.new_side if config.side == "maps" else None,
-    }
-    return {name: run for name, run in named.items() if isinstance(run, Path)}
-
-
 def upgrade_rows(
     sources: Sources, listing: Listing, config: UpgradeConfig, views: int, mixed_views: int = 0
 ) -> dict[str, Tensor]:
     """Features `old`, `side`, `new`, `new_side` [n,views + mixed_views,dim], where there are such,
     and `labels`.
     """
-    rows = _rows_by(sources, sources.encoders(), listing, config, views, mixed_views)
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in sources.encoders()}
+    for read in _views_read(sources.encoders(), listing, config, views, mixed_views):
+        for name, vectors in read.items():
+            columns[name].append(vectors)
+    rows = {name: torch.from_numpy(np.stack(parts, 1)) for name, parts in columns.items()}
     if sources.stored is not None:
         rows["old"] = torch.from_numpy(read_stored(sources.stored, listing))[:, None]
     return {**rows, "labels": torch.from_numpy(listing.labels)}
 
 
-def _rows_by(
-    sources: Sources,
+def _views_read(
     encoders: Mapping[str, FrozenEncoder],
     listing: Listing,
     config: UpgradeConfig,
     views: int,
     mixed_views: int = 0,
-) -> dict[str, Tensor]:
-    """The features by some of the encoders; all of them tell the size that views are made at."""
+) -> Iterator[dict[str, NDArray[np.float32]]]:
+    """View by view the vectors by each of the encoders, from the cache or into it."""
     cache = config.run_dir.parent / "features"
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in encoders}
-    sizes = tuple(encoder.image_size for encoder in sources.encoders().values())
-    read = reading(config)
+    sizes = tuple(encoder.image_size for encoder in encoders.values())
     for images in augmented_views(
-        listing, sizes, views, config.augmentation, config.split_seed, read, mixed_views
+        listing, sizes, views, config.augmentation, config.split_seed, reading(config), mixed_views
     ):
-        for size in {encoder.image_size for encoder in encoders.values()}:
+        read: dict[str, NDArray[np.float32]] = {}
+        for size, source in images.items():
             named = {name: one for name, one in encoders.items() if one.image_size == size}
-            found = training_features(list(named.values()), images[size], cache)
-            for name, vectors in zip(named, found, strict=True):
-                columns[name].append(vectors)
-    return {name: torch.from_numpy(np.stack(parts, 1)) for name, parts in columns.items()}
+            found = training_features(list(named.values()), source, cache)
+            read |= zip(named, found, strict=True)
+        yield read
 
 
-def keep_features(
-    config: UpgradeConfig, train: Listing, held_out: Listing, names: Collection[str]
-) -> None:
-    """Compute what `train_upgrade` reads by the encoders `names` (`old`, `side`, `new`,
-    `new_side`), into the cache where it finds it."""
-    sources = open_sources(config)
-    some = {name: one for name, one in sources.encoders().items() if name in names}
-    _rows_by(sources, some, train, config, config.views, config.mixed_views)
+def keep_features(configs: Sequence[UpgradeConfig], train: Listing, held_out: Listing) -> None:
+    """Compute what `train_upgrade` reads of frozen models, into the cache where it finds it: each
+    view is made once for all of the configurations, which differ in models and methods alone."""
+    encoders: dict[str, FrozenEncoder] = {}
+    for config in configs:
+        encoders |= {one.digest: one for one in open_sources(config).encoders().values()}
+    shown = configs[0]
+    for _ in _views_read(encoders, train, shown, shown.views, shown.mixed_views):
+        pass
     if len(held_out):
-        _rows_by(sources, some, held_out, config, 1)
+        for _ in _views_read(encoders, held_out, shown, 1):
+            pass
 
 
 def repeat_unseen(

@@ -1,8 +1,8 @@
 """Models that are used, not trained: of a run or of a release, and their features cached on disk.
 
-A feature file is named by what it depends on: the model's digest, the digest of the pixels (of
-images that are read as they are needed: of their files' names, lengths and times of change). So two
-trainings over the same images share it, and nothing stale is ever read.
+A feature file is named by what it depends on: the model's digest, and the images' (of their files'
+names, lengths and times of change). So two trainings over the same images share it, none of the
+images is read where all is kept, and nothing stale is.
 """
 
 import hashlib
@@ -25,12 +25,10 @@ from nobackfill.training.config import Augmentation, EmbedderConfig, SideEncoder
 from nobackfill.training.data.augment import Augment, mixed
 from nobackfill.training.data.pictures import (
     CHUNK,
-    Images,
+    Listed,
     Reading,
     Source,
     chunks,
-    digest_of,
-    open_pictures,
 )
 from nobackfill.training.loop.precision import reads_in_bf16
 from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, load_part, read_finished
@@ -125,7 +123,7 @@ def of_run(run_dir: Path, kind: str) -> FrozenEncoder:
     )
 
 
-def features(encoder: FrozenEncoder, images: Tensor | Source, cache: Path) -> Floats:
+def features(encoder: FrozenEncoder, images: Source, cache: Path) -> Floats:
     """Vectors [n,dim] of images uint8 [n,size,size,3] in all digits, computed once and kept in the
     folder `cache`.
     """
@@ -133,7 +131,7 @@ def features(encoder: FrozenEncoder, images: Tensor | Source, cache: Path) -> Fl
 
 
 def training_features(
-    encoders: Sequence[FrozenEncoder], images: Tensor | Source, cache: Path
+    encoders: Sequence[FrozenEncoder], images: Source, cache: Path
 ) -> list[Floats]:
     """By each of the encoders what an upgrade is trained on: in bf16 by those that bf16 trained.
     The images are read, or made, once for all.
@@ -142,20 +140,19 @@ def training_features(
 
 
 def _features(
-    encoders: Sequence[FrozenEncoder], images: Tensor | Source, cache: Path, *, quick: bool
+    encoders: Sequence[FrozenEncoder], images: Source, cache: Path, *, quick: bool
 ) -> list[Floats]:
-    shown = digest_of(images)
     paths, computed = [], {}
     for encoder in encoders:
         run, digits = (encoder.quick, " bf16") if quick and encoder.quick else (encoder.run, "")
-        key = hashlib.sha256(f"{encoder.digest} {shown}{digits}".encode())
+        key = hashlib.sha256(f"{encoder.digest} {images.digest}{digits}".encode())
         path = cache / f"{key.hexdigest()[:32]}.npy"
         paths.append(path)
         if not path.is_file():
             computed[path] = (run, np.empty((len(images), encoder.dim), np.float32))
     if computed:
         done = 0
-        for part in chunks(images):
+        for part in images.chunks():
             for run, vectors in computed.values():
                 vectors[done : done + len(part)] = run(part.numpy())
             done += len(part)
@@ -176,7 +173,7 @@ class AugmentedView:
     the same view at every size.
     """
 
-    images: Images
+    images: Listed
     size: int
     config: Augmentation
     seed: int
@@ -190,19 +187,19 @@ class AugmentedView:
     def digest(self) -> str:
         """What tells this view from others, without making it."""
         drawn = f"{self.seed} {'mixed ' if self.mixed else ''}{self.config.model_dump_json()}"
-        what = f"{digest_of(self.images)} {self.size} {drawn}"
+        what = f"{self.images.digest} {self.size} {drawn}"
         return hashlib.sha256(f"{what} torch-{torch.__version__}".encode()).hexdigest()
 
     def chunks(self) -> Iterator[Tensor]:
         """All images in their order, some at a time."""
-        augment, device = Augment(self.config), _device()
+        augment, device, images = Augment(self.config), _device(), self.images.opened
         torch.manual_seed(self.seed)
         if not self.mixed:
-            for part in chunks(self.images):
+            for part in chunks(images):
                 yield _to_images(augment(to_pixels(part.to(device))), self.size).cpu()
             return
-        others = self.images[torch.randperm(len(self.images))]
-        for part, other in zip(chunks(self.images), chunks(others), strict=True):
+        others = images[torch.randperm(len(images))]
+        for part, other in zip(chunks(images), chunks(others), strict=True):
             pair = (augment(to_pixels(one.to(device))) for one in (part, other))
             yield _to_images(mixed(*pair), self.size).cpu()
 
@@ -215,13 +212,13 @@ def augmented_views(
     seed: int,
     reading: Reading,
     mixed_views: int = 0,
-) -> Iterator[Mapping[int, Tensor | Source]]:
+) -> Iterator[Mapping[int, Source]]:
     """`views` times the images of `listing` at each of `sizes`, by size; then `mixed_views` times.
 
     The first is the images as they are; the others are augmented at the largest size and scaled
     down, so that every model sees the same view.
     """
-    plain = {size: open_pictures(listing, size, reading) for size in set(sizes)}
+    plain = {size: Listed(listing, size, reading) for size in set(sizes)}
     yield plain
     largest = plain[max(sizes)]
     for view in range(1, views + mixed_views):
