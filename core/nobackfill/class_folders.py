@@ -173,17 +173,13 @@ def decode(
                 "leaves such files out"
             ) from error
 
-    def some(rows: range) -> None:
-        for row in rows:
+    def some(first: int) -> None:
+        for row in range(first, min(first + _AT_ONCE, len(listing))):
             one(row)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         # Some at a time: of small images a thread's turn costs as much as one. Consumed, so that
         # the first failure is raised here.
-        for _ in pool.map(some, _parts(len(listing))):
+        for _ in pool.map(some, range(0, len(listing), _AT_ONCE)):
             pass
     return images
-
-
-def _parts(count: int) -> list[range]:
-    return [range(at, min(at + _AT_ONCE, count)) for at in range(0, count, _AT_ONCE)]

@@ -84,7 +84,12 @@ def tasks(planned: Planned) -> list[Task]:
     return [
         *(Task(train_run, (run,), _folders(run.needs), _folders([run])) for run in networks),
         *(
-            Task(make_features, (asking,), _needed(asking), frozenset([views]))
+            Task(
+                make_features,
+                (asking,),
+                _folders(needed for run in asking for needed in run.needs),
+                frozenset([views]),
+            )
             for views, asking in asked.items()
         ),
         *(
@@ -102,10 +107,6 @@ def tasks(planned: Planned) -> list[Task]:
 
 def _folders(runs: Iterable[Run]) -> frozenset[Path | Views]:
     return frozenset(run.folder for run in runs)
-
-
-def _needed(runs: Iterable[Run]) -> frozenset[Path | Views]:
-    return _folders(needed for run in runs for needed in run.needs)
 
 
 def _views(run: Run) -> Views:

@@ -1,8 +1,8 @@
 """Models that are used, not trained: of a run or of a release, and their features cached on disk.
 
 A feature file is named by what it depends on: the model's digest, and the images' (of their files'
-names, lengths and times of change). So two trainings over the same images share it, none of the
-images is read where all is kept, and nothing stale is.
+names, lengths and times of change). So two trainings over the same images share it, and none of the
+images is read where all is kept. A file replaced by one alike in all three is not told from it.
 """
 
 import hashlib
