@@ -10,10 +10,12 @@ from PIL import Image
 
 from nobackfill import images
 from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import beside
 from nobackfill.client.photos import files
 from nobackfill.client.photos.adding import Added, add
 from nobackfill.client.photos.files import find_images
 from nobackfill.client.photos.search import Search
+from nobackfill.client.photos.thumbnails import Thumbnails
 from nobackfill.errors import InvalidInputError
 from tests.support import blocks, edge, pictures, releases
 from tests.support.edge import Setting
@@ -158,3 +160,27 @@ def test_folders_of_too_many_files_and_none_that_can_be_read(
     assert len(find_images([tmp_path / "a", tmp_path / "a"])) == 5
     with pytest.raises(InvalidInputError, match="cannot be read"):
         find_images([tmp_path / ("x" * 300)])
+
+
+def test_a_gallerys_own_small_copies_are_no_photos(setting: Setting, tmp_path: Path) -> None:
+    with Device(setting.gallery) as device:
+        assert Thumbnails(setting.gallery).of(device.store.listing(0, 1)[0])
+    copies = beside(setting.gallery, "thumbs")
+    assert any(copies.iterdir())
+    assert find_images([setting.gallery.parent]) == sorted(
+        path for path in find_images([setting.gallery.parent]) if copies not in path.parents
+    )
+    # A folder of that kind of name without a gallery is anybody's.
+    shutil.copytree(copies, tmp_path / "my.thumbs")
+    assert find_images([tmp_path / "my.thumbs"])
+
+
+def test_a_place_that_nobody_may_look_at_is_none(setting: Setting, tmp_path: Path) -> None:
+    # A name that is too long cannot be looked for, whoever asks: root may look into any folder.
+    (image,) = blocks.write_pngs(tmp_path / "here", 1, seed=5)
+    put(setting.gallery, image)
+    with Device(setting.gallery) as device:
+        item = device.store.listing(0, 100)[-1]
+        gone = {**item.metadata, "path": f"/{'x' * 300}/a.png"}
+        device.store.put([item.id], [], digests=[item.digest], metadata=[gone])
+    assert put(setting.gallery, image).added == [str(image)]

@@ -118,6 +118,9 @@ REFUSALS = [
     (["search", "TEXT"], 65, "text.png"),
     (["search", "--id", "x", "--where", "trip"], 2, "KEY=VALUE"),
     (["search", "--id", "x", "--where", "trip>alps"], 2, "a number, a date or a time"),
+    (["search", "IMAGE", "--sheet", "found.xbm"], 65, "ends in .png"),
+    (["list", "--after", f"{2**63}"], 2, "range"),
+    (["sync", "--backfill", f"{2**63}"], 2, "range"),
     (["remove", "x"], 66, "neither an id nor a path"),
     (["rollback"], 66, "nothing to return to"),
     (["init", "--from", "REPO"], 73, "exists already"),
@@ -146,6 +149,7 @@ def test_refusals_are_one_sentence_and_their_exit_code(
         "EMPTY": tmp_path / "empty",
         "TEXT": tmp_path / "text.png",
         "REPO": setting.repo,
+        "IMAGE": setting.images[0],
         "ROOT": setting.repo / "1.root.json",
     }
     names["EMPTY"].mkdir()

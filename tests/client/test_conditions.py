@@ -48,6 +48,13 @@ TYPED: list[tuple[str, Filter]] = [
     ("day>=2026-06-01", TimeRange("day", at_least=microseconds("2026-06-01"))),
     ("day<2026-06-01T12:00:00Z", TimeRange("day", less_than=microseconds("2026-06-01T12:00:00Z"))),
     ("trip exists", Exists("trip")),
+    # No numbers of JSON's: a postcode, a telephone number, a name, another script's digits.
+    ("zip=01234", OneOf("zip", ("01234",))),
+    ("phone=+4912", OneOf("phone", ("+4912",))),
+    ("batch=2024_01", OneOf("batch", ("2024_01",))),
+    ("n=\u0661\u0662", OneOf("n", ("\u0661\u0662",))),
+    ("serial=12345678901234567890", OneOf("serial", ("12345678901234567890",))),
+    ("n=1e3", OneOf("n", (1000.0,))),
 ]
 
 

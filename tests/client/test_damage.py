@@ -3,6 +3,9 @@
 import json
 import random
 import shutil
+import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +27,14 @@ COMMANDS = (
     "search IMAGE --json", "search --id ITEM --json", "list", "status", "verify", "gc", "sync",
     "remove ITEM", "rollback", "push", "pull --to FOLDER/out",
 )  # fmt: skip
+# Copies a gallery, changes it, and is killed before the log is written back.
+KILLED = """
+import os, shutil, signal, sys
+shutil.copy(*sys.argv[1:])
+from nobackfill.gallery.store import Store
+Store.open(__import__("pathlib").Path(sys.argv[2])).state_set({"a": 1})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 Run = Callable[..., tuple[int, str]]
 
 
@@ -214,3 +225,22 @@ def test_a_whole_gallery_is_rescued_whole(large: Setting, tmp_path: Path, here: 
     assert code == 0 and json.loads(said)["lost"] == 0
     assert here(saved, "verify") == here(large.gallery, "verify")
     check_rescued(large, saved)
+
+
+def test_no_gallery_is_made_under_the_log_of_another(
+    large: Setting, tmp_path: Path, here: Run
+) -> None:
+    """Its vectors would answer as the new one's."""
+    gallery = tmp_path / "gallery.sqlite"
+    left = subprocess.run([sys.executable, "-c", KILLED, large.gallery, gallery], check=False)
+    assert left.returncode == -signal.SIGKILL
+    gallery.unlink()
+    log = gallery.with_name("gallery.sqlite-wal")
+    kept = log.read_bytes()
+    assert kept
+    repo = ("--from", str(large.repo), "--root", str(large.repo / "1.root.json"))
+    assert here(gallery, "init", *repo)[0] == 73
+    assert here(large.gallery, "rescue", "--to", str(gallery))[0] == 73
+    assert log.read_bytes() == kept and not gallery.exists()
+    log.unlink()
+    assert here(gallery, "init", *repo)[0] == 0

@@ -261,6 +261,20 @@ def test_files_are_private_and_create_refuses_what_is_there(tmp_path: Path) -> N
     assert sorted(p.name for p in path.parent.iterdir()) == ["g.sqlite", "g.sqlite.lock"]
 
 
+@pytest.mark.parametrize("end", ["-wal", "-journal"])
+def test_the_log_of_a_gallery_that_is_gone_is_not_written_into_a_new_one(
+    end: str, tmp_path: Path
+) -> None:
+    path, log = tmp_path / "g.sqlite", tmp_path / f"g.sqlite{end}"
+    log.write_bytes(b"changes of another")
+    with pytest.raises(AlreadyExistsError, match=f"g.sqlite{end}: holds the last changes"):
+        Store.create(path, spec())
+    assert not path.exists() and log.read_bytes() == b"changes of another"
+    # SQLite leaves an empty one of a gallery that was closed.
+    log.write_bytes(b"")
+    Store.create(path, spec()).close()
+
+
 def test_create_says_where_it_cannot_write() -> None:
     with pytest.raises(CannotWriteError):
         Store.create(Path("/proc/nowhere/g.sqlite"), spec())

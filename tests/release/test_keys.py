@@ -134,6 +134,17 @@ def test_what_a_revoked_key_signs_is_refused_by_readers(repo: Path, tmp_path: Pa
     assert reader.releases() == {1: None}
 
 
+def test_keys_of_one_name_and_two_endings_get_a_new_one_each(tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys", {"root": tmp_path / "a.root", "targets": tmp_path / "a.targets"})
+    repo = tmp_path / "repo"
+    publish(repo, draft(tmp_path / "drafts", 1), keys)
+    rotate(repo, ["targets", "root"], keys)
+    ids = keyids(repo)
+    assert len({of_role[0] for of_role in ids.values()}) == len(ROLES)
+    root = require_ledger(repo).root
+    assert all(keys.find(role, root) is not None for role in ROLES)
+
+
 def test_rotation_needs_the_root_key(repo: Path, tmp_path: Path) -> None:
     (tmp_path / "repo.keys" / "root.pem").rename(tmp_path / "root.pem")
     with pytest.raises(ConfigurationError, match="--root-key"):

@@ -246,5 +246,6 @@ def test_withdrawing_is_news_once(tmp_path: Path) -> None:
     assert trust.manifest(2).release == 2
     with pytest.raises(NotFoundError):
         withdraw(repo, 7, "why not")
-    with pytest.raises(PreconditionError):
-        withdraw(repo, 1, "  ")
+    for reason in ("  ", "a bell\a", "half a character \udcff"):
+        with pytest.raises(PreconditionError):
+            withdraw(repo, 1, reason)

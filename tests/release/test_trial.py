@@ -115,6 +115,18 @@ def test_the_child_runs_rules_and_probes(first: Draft) -> None:
         tried(with_embedder(first, smallest_by_minus_one))
 
 
+def test_files_of_the_folder_at_hand_are_none_of_its_modules(
+    first: Draft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "downloads"
+    here.mkdir()
+    for name in ("json", "onnx"):
+        (here / f"{name}.py").write_text(f"open({str(here / 'ran')!r}, 'w'); 1 / 0")
+    monkeypatch.chdir(here)
+    try_release(first.files, first.manifest)
+    assert not (here / "ran").exists()
+
+
 @pytest.mark.usefixtures("no_rules")
 def test_a_graph_that_kills_its_loader_is_refused_with_the_signal(first: Draft) -> None:
     def bomb(model: onnx.ModelProto) -> None:

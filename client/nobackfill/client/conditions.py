@@ -22,6 +22,8 @@ from nobackfill.gallery.filters import (
 _CONDITION = re.compile(r"(.+?)(!=|>=|<=|=|>|<)(.*)", re.DOTALL)
 _BOUNDS = {">": "greater_than", ">=": "at_least", "<": "less_than", "<=": "at_most"}
 _EXISTS = " exists"
+# As JSON writes them: what begins with a zero or a plus is a postcode or a telephone number.
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 # No more digits than 64 bits have: Python refuses to read thousands.
 _WHOLE = re.compile(r"-?[0-9]{1,19}")
 
@@ -46,6 +48,9 @@ def _read(text: str) -> Filter:
     if sign in ("=", "!="):
         equal = OneOf(key, (value,))
         return equal if sign == "=" else Not(equal)
+    bound = _number(text)
+    if bound is not None:
+        return Range(key, **{_BOUNDS[sign]: bound})
     if isinstance(value, str):
         moment = microseconds(value)
         if moment is None:
@@ -53,19 +58,24 @@ def _read(text: str) -> Filter:
                 f"expected a number, a date or a time after {sign} in {text!r}, got {value!r}"
             )
         return TimeRange(key, **{_BOUNDS[sign]: moment})
-    if isinstance(value, bool):
-        raise InvalidInputError(f"true and false have no order; expected = or != in {text!r}")
-    return Range(key, **{_BOUNDS[sign]: value})
+    raise InvalidInputError(f"true and false have no order; expected = or != in {text!r}")
 
 
 def value_of(text: str) -> Scalar:
-    """Numbers, true and false are written as in JSON; the rest is text."""
+    """Numbers, true and false are written as in JSON; the rest is text, as are whole numbers beyond
+    64 bits, which would lose digits."""
     if text in ("true", "false"):
         return text == "true"
-    try:
-        if _WHOLE.fullmatch(text) and LEAST_INTEGER <= int(text) <= LARGEST_INTEGER:
-            return int(text)
-        number = float(text)
-    except ValueError:
+    number = _number(text)
+    if number is None or (isinstance(number, float) and text.lstrip("-").isdigit()):
         return text
-    return number if math.isfinite(number) else text
+    return number
+
+
+def _number(text: str) -> int | float | None:
+    if not _NUMBER.fullmatch(text):
+        return None
+    if _WHOLE.fullmatch(text) and LEAST_INTEGER <= int(text) <= LARGEST_INTEGER:
+        return int(text)
+    number = float(text)
+    return number if math.isfinite(number) else None

@@ -13,6 +13,7 @@ from nobackfill.client.output import Output
 from nobackfill.client.sync import installation, sources
 from nobackfill.client.sync.plan import embedding_files
 from nobackfill.errors import AlreadyExistsError, NotFoundError
+from nobackfill.gallery.creation import refuse_leftovers
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Store
 from nobackfill.release.publishing.metadata import verified
@@ -32,6 +33,7 @@ def init(
     """
     if path.exists():
         raise AlreadyExistsError(f"{path}: exists already; name another file with --gallery")
+    refuse_leftovers(path)
     source = sources.normalised(source)
     models = beside(path, "models")
     draft = path.with_name(f"{durable.TEMPORARY}{path.name}")

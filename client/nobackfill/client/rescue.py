@@ -9,6 +9,7 @@ from nobackfill import durable
 from nobackfill.client.gallery_file import beside
 from nobackfill.client.vault.queue import TABLE
 from nobackfill.errors import AlreadyExistsError, NotFoundError
+from nobackfill.gallery.creation import refuse_leftovers
 from nobackfill.gallery.rescue import rescue as save
 
 # Private: the secret key and the ciphertext that waits for the vault.
@@ -27,6 +28,7 @@ def rescue(path: Path, to: Path) -> dict[str, Any]:
         raise NotFoundError(f"{path}: no gallery there; name the damaged one with --gallery")
     if to.exists():
         raise AlreadyExistsError(f"{to}: exists already; name another file with --to")
+    refuse_leftovers(to)
     durable.make_dir(to.parent, mode=0o700)
     durable.sweep(to.parent, to.name)
     draft = to.with_name(f"{durable.TEMPORARY}{to.name}-{uuid.uuid4().hex}")

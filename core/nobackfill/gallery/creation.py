@@ -24,6 +24,7 @@ def create_file(path: Path, spec: SpaceSpec) -> None:
     with durable.lock(lock_path(path)):
         if path.exists():
             raise AlreadyExistsError(f"{path}: exists already; choose another name or open it")
+        refuse_leftovers(path)
         for stale in path.parent.glob(f"{durable.TEMPORARY}{path.name}-*"):
             durable.remove_tree(stale)
         temporary = path.parent / f"{durable.TEMPORARY}{path.name}-{uuid.uuid4().hex}"
@@ -32,6 +33,19 @@ def create_file(path: Path, spec: SpaceSpec) -> None:
             durable.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def refuse_leftovers(path: Path) -> None:
+    """Raises AlreadyExistsError where a log lies beside `path` and its gallery does not: SQLite
+    would write that gallery's last changes into whatever is put there.
+    """
+    for end in ("-wal", "-journal"):
+        log = path.with_name(path.name + end)
+        if log.exists() and log.stat().st_size:
+            raise AlreadyExistsError(
+                f"{log}: holds the last changes of a gallery that was called {path.name}; put it "
+                "back beside that gallery, remove it, or choose another name"
+            )
 
 
 def make_empty(path: Path, spec: SpaceSpec | None) -> None:

@@ -29,7 +29,8 @@ WALL_SECONDS = 120
 _MOST_THREADS = 4
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 _LOOK_SECONDS = 0.2
-_COMMAND = [sys.executable, "-m", "nobackfill.release.trial"]
+# -P: a file of the folder that a command runs in is none of its modules.
+_COMMAND = [sys.executable, "-P", "-m", "nobackfill.release.trial"]
 
 
 class _Request(BaseModel):

@@ -148,7 +148,9 @@ def search(
 
 def list_items(
     context: typer.Context,
-    after: Annotated[int, typer.Option(help="Begin after this item's label.")] = 0,
+    after: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Begin after this item's label.")
+    ] = 0,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="Items at most.")] = 1000,
     json: Json = False,
 ) -> None:

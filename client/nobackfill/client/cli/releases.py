@@ -13,6 +13,7 @@ Backfill = Annotated[
     int,
     typer.Option(
         min=0,
+        max=2**63 - 1,
         metavar="N",
         help="Embed the N least certain items anew, from their files or the vault.",
     ),

@@ -16,14 +16,18 @@ _THUMB = 128
 _MARGIN = 8
 _TEXT = 14
 _COLUMNS = 6
+_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 
 
 def write_sheet(device: Device, answers: Sequence[Answer], target: Path) -> None:
     """One row of pictures an answer, the query first; a grey tile where an image is gone.
 
-    The format follows the suffix. Raises InvalidInputError for a suffix that is no image's,
-    CannotWriteError.
+    The format follows the suffix. Raises InvalidInputError for another suffix than those of
+    `_FORMATS`, CannotWriteError.
     """
+    kind = _FORMATS.get(target.suffix.lower())
+    if kind is None:
+        raise InvalidInputError(f"{target}: expected a name that ends in {', '.join(_FORMATS)}")
     rows = [(answer, answer.hits[: _COLUMNS - 1]) for answer in answers]
     height = _THUMB + _TEXT + _MARGIN
     sheet = Image.new("RGB", (_COLUMNS * (_THUMB + _MARGIN), len(rows) * height), "white")
@@ -36,10 +40,7 @@ def write_sheet(device: Device, answers: Sequence[Answer], target: Path) -> None
             sheet.paste(_thumbnail(Path(path)), (x, y))
             draw.text((x, y + _THUMB), caption, fill="black")
     buffer = io.BytesIO()
-    try:
-        sheet.save(buffer, Image.registered_extensions()[target.suffix.lower()])
-    except KeyError as error:
-        raise InvalidInputError(f"{target}: expected a name that ends in .png or .jpg") from error
+    sheet.save(buffer, kind)
     durable.write_file(target, buffer.getvalue(), 0o600)
 
 

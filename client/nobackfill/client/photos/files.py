@@ -45,12 +45,18 @@ def _files(path: Path) -> Iterator[str]:
         raise InvalidInputError(f"{path}: cannot be read ({error.strerror})") from error
     unreadable: list[str] = []
     for folder, folders, files in os.walk(path, onerror=lambda e: unreadable.append(e.filename)):
-        folders.sort()
+        folders[:] = sorted(name for name in folders if not _small_copies(folder, name))
         for name in sorted(name for name in files if _suffix(name) in SUFFIXES):
             inside = os.path.join(folder, name)  # noqa: PTH118 - a Path each takes twice as long
             if os.path.isfile(inside):  # noqa: PTH113
                 yield inside
     yield from unreadable
+
+
+def _small_copies(folder: str, name: str) -> bool:
+    """Whether a gallery keeps its own copies of images there (thumbnails.py)."""
+    gallery, _, what = name.rpartition(".")
+    return what == "thumbs" and os.path.isfile(os.path.join(folder, gallery))  # noqa: PTH113, PTH118
 
 
 def _suffix(name: str) -> str:

@@ -48,7 +48,8 @@ class Keys:
 
     def next_path(self, role: Role) -> Path:
         """Where a role's new key lies while it is being rotated."""
-        return self.path(role).with_suffix(".next.pem")
+        path = self.path(role)
+        return path.with_name(f"{path.name.removesuffix('.pem')}.next.pem")
 
     def create(self) -> dict[Role, CryptoSigner]:
         """Make the four keys. Those that an interrupted run has made already are kept.

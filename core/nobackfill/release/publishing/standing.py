@@ -30,8 +30,8 @@ def withdraw(
     Its files stay, as galleries may still be in its space. Raises NotFoundError, BusyError,
     ConfigurationError (a key is missing), CannotWriteError.
     """
-    if not reason.strip():
-        raise PreconditionError("expected a reason that devices can show")
+    if not reason.strip() or not reason.isprintable():
+        raise PreconditionError(f"expected a reason that devices can show, got {reason!r}")
 
     def marked(path: str, target: TargetFile) -> TargetFile | None:
         if withdrawn(target) == reason:

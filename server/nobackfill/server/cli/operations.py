@@ -74,7 +74,7 @@ def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
 
 @app.command()
 def activate(
-    number: Annotated[int, typer.Argument(help="release to serve")],
+    number: Annotated[int, typer.Argument(min=1, max=2**31 - 1, help="release to serve")],
     rollout: Annotated[str, typer.Option(help="direct, dual or cutover")] = "unspecified",
     spare_cores: Annotated[float, typer.Option(help="share of cores left to searches")] = 0.0,
     old_space_seconds: Annotated[int, typer.Option(help="answer old queries so long")] = 0,
@@ -142,7 +142,7 @@ def retire(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
 @app.command()
 def estimate(
     gallery: Annotated[str, typer.Argument(help="gallery")],
-    number: Annotated[int, typer.Argument(help="release to carry it to")],
+    number: Annotated[int, typer.Argument(min=1, max=2**31 - 1, help="release to carry it to")],
     spare_cores: Annotated[float, typer.Option(help="share of cores left to searches")] = 0.0,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,

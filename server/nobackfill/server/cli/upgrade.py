@@ -21,7 +21,7 @@ _ROLLOUTS = ("direct", "dual", "cutover")
 
 @app.command()
 def upgrade(
-    number: Annotated[int, typer.Argument(help="release to serve")],
+    number: Annotated[int, typer.Argument(min=1, max=2**31 - 1, help="release to serve")],
     store: Annotated[str | None, typer.Option(help="postgresql://USER@HOST/DATABASE")] = None,
     model_repo: Annotated[Path | None, typer.Option(help="publication folder")] = None,
     workers: Annotated[int | None, typer.Option(help="processes that carry it")] = None,

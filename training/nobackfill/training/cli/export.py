@@ -120,6 +120,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Publish an embedder, its side encoder and upgrades into it as release N."""
+    devices = percent(share)
     runs = Runs(embedder, text_encoder, query_encoder, side_encoder, tuple(upgrade or ()))
     check_models(runs, onnx, weights, vectors_of)
     if side_encoder is not None and keep_side_encoder:
@@ -138,7 +139,7 @@ def main(
         add_runs(draft, runs, keep_side_encoder)
         manifest, evidence = _measured(draft, published, asked, int8_loss)
         manifest = _judged(manifest, evidence, learnt, force=force, first=first)
-        done = publish(model_repo, draft.finished(manifest), keys, dry_run, percent(share))
+        done = publish(model_repo, draft.finished(manifest), keys, dry_run, devices)
     _report(manifest, evidence, done, as_json)
 
 
