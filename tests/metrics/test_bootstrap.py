@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from scipy.stats import bootstrap as scipy_bootstrap
 
 from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
+
+Runs = list[NDArray[np.float64]]
 
 
 def test_one_run_agrees_with_scipys_percentile_bootstrap() -> None:
@@ -46,10 +49,86 @@ def test_disagreeing_runs_widen_the_interval() -> None:
     assert torn.verdict == "undecided"
 
 
-def test_no_difference_is_not_an_improvement() -> None:
+def test_no_difference_decides_nothing() -> None:
     same = np.ones(10)
     assert paired_bootstrap([same], [same]) == Difference(0, 0, 0)
-    assert paired_bootstrap([same], [same]).verdict == "fails"
+    assert paired_bootstrap([same], [same]).verdict == "undecided"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (-0.2, -0.1, "fails"),
+        (-0.2, 0.0, "undecided"),
+        (-0.2, -0.0, "undecided"),
+        (0.0, 0.0, "undecided"),
+        (0.0, 0.2, "undecided"),
+        (0.1, 0.2, "holds"),
+    ],
+)
+def test_an_interval_that_reaches_zero_decides_nothing(
+    low: float, high: float, verdict: str
+) -> None:
+    assert Difference((low + high) / 2, low, high).verdict == verdict
+
+
+def test_what_rounding_leaves_of_zero_is_on_no_side_of_it() -> None:
+    """Ten runs whose differences cancel but for the last bit."""
+    whole = [np.full(30, 0.1 + 0.2)] * 10
+    ours = paired_bootstrap(whole, [np.full(30, 0.3)] * 10)
+    assert ours.mean != 0
+    assert (ours.low, ours.high, ours.verdict) == (0, 0, "undecided")
+
+
+def runs_of_one_test(rng: np.random.Generator, runs: int, queries: int) -> Runs:
+    """Differences without a gain: what a query has in every run, what a run has, and the rest."""
+    common = rng.normal(0, 0.3, queries)
+    return [common + rng.normal(0, 0.005) + rng.normal(0, 0.15, queries) for _ in range(runs)]
+
+
+def test_runs_of_one_test_are_decided_wrongly_about_as_seldom_as_it_says() -> None:
+    """Were queries drawn for each run apart, about half of these would be decided."""
+    rng, zero = np.random.default_rng(3), np.zeros(200)
+    wrong = 0
+    for trial in range(150):
+        values = runs_of_one_test(rng, 10, 200)
+        found = paired_bootstrap(values, [zero] * 10, resamples=400, seed=trial)
+        wrong += found.verdict != "undecided"
+    assert wrong <= 0.12 * 150
+
+
+def test_runs_and_queries_are_drawn_crosswise_as_a_slow_loop_draws_them() -> None:
+    rng = np.random.default_rng(4)
+    values = np.stack(runs_of_one_test(rng, 4, 60)) + np.array([0.1, 0.0, 0.0, -0.1])[:, None]
+    means = []
+    for _ in range(8000):
+        runs, queries = rng.integers(4, size=4), rng.integers(60, size=60)
+        means.append(values[np.ix_(runs, queries)].mean())
+    ours = paired_bootstrap(list(values), [np.zeros(60)] * 4, resamples=8000)
+    assert ours.mean == pytest.approx(values.mean())
+    assert (ours.low, ours.high) == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=4e-3)
+    again = paired_bootstrap(list(values), [np.zeros(60)] * 4, resamples=8000)
+    assert again == ours
+
+
+def test_runs_of_other_tests_draw_queries_of_their_own() -> None:
+    """Told so, or seen by their number or by which are answerable."""
+    queries = 400
+    common = np.random.default_rng(5).normal(0, 0.3, queries)
+    values = [common] * 8
+
+    def width(runs: Runs, *, same_queries: bool = True) -> float:
+        found = paired_bootstrap(runs, [0 * run for run in runs], same_queries=same_queries)
+        return found.high - found.low
+
+    together, apart = width(values), width(values, same_queries=False)
+    assert apart == pytest.approx(together / np.sqrt(8), rel=0.1)
+    shorter = [common[: queries - run] for run in range(8)]
+    assert width(shorter) == pytest.approx(apart, rel=0.2)
+    unanswered = [np.where(np.arange(queries) == run, np.nan, common) for run in range(8)]
+    assert width(unanswered) == pytest.approx(apart, rel=0.2)
+    unanswered = [np.where(np.arange(queries) < 8, np.nan, common)] * 8
+    assert width(unanswered) == pytest.approx(together, rel=0.1)
 
 
 def test_unanswerable_queries_are_left_out_and_must_pair() -> None:

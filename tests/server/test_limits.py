@@ -14,7 +14,9 @@ import pytest
 
 from nobackfill.errors import InvalidInputError, NotFoundError, OutOfRangeError, TooLargeError
 from nobackfill.server.grpc.lanes import STREAMS
+from nobackfill.server.grpc.messages import LARGEST_COUNT
 from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.services import gallery as gallery_service
 from nobackfill.server.grpc.services.gallery import LISTED_ERRORS
 from nobackfill.server.grpc.stalls import Stalls
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
@@ -203,6 +205,24 @@ def test_a_message_of_too_many_parts_is_refused_before_it_is_read(
         list(put(iter([b"\x12\x00" * (15 * 2**20)]), timeout=60))
     with refused(TooLargeError, "10000 items"):
         search(nested, timeout=60)
+
+
+def test_one_item_too_many_is_refused_however_small(shared: Client, gallery: str) -> None:
+    """So few bytes that nobody counts their parts."""
+    items = [gallery_pb2.PutItem()] * LARGEST_COUNT
+    assert shared.raw.put(items, gallery).refused == LARGEST_COUNT
+    with refused(TooLargeError, "10000 items"):
+        shared.raw.put([*items, gallery_pb2.PutItem()], gallery)
+
+
+def test_nothing_is_made_of_items_for_no_gallery(
+    shared: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[gallery_pb2.PutItem] = []
+    monkeypatch.setattr(gallery_service, "_put", made.append)
+    with refused(NotFoundError):
+        shared.raw.put([gallery_pb2.PutItem(id="a")], "nothing")
+    assert not made
 
 
 def field(number: int, content: bytes) -> bytes:

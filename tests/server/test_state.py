@@ -1,5 +1,6 @@
 """The gateway's small state: what several threads change at once, each by what was there."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from nobackfill.errors import UnauthenticatedError
 from nobackfill.server.gateway import Gateway
-from nobackfill.server.state import StateFile
+from nobackfill.server.state import AUDIT, MOST_DEEDS, StateFile
 from tests.server.conftest import Stages, publish_stage
 from tests.server.guarded import tokens_file
 from tests.server.support import Client, images, refused, running
@@ -63,3 +64,41 @@ def test_deeds_are_kept_by_the_names_of_tokens(
         ]
         times = [deed["time"] for deed in found]
         assert times == sorted(times)
+
+
+def line_of(what: str, who: str = "ann", *, ascii_only: bool = True) -> bytes:
+    """A deed as it is kept, without the line's end."""
+    deed = {"time": 1.0, "who": who, "what": "delete", "of_what": what}
+    return json.dumps(deed, ensure_ascii=ascii_only).encode()
+
+
+@pytest.mark.parametrize("ascii_only", [True, False], ids=["now", "older versions"])
+def test_a_cut_line_costs_no_other_deed(tmp_path: Path, ascii_only: bool) -> None:
+    """Wherever a kill or a full disk has cut it, inside a character as well."""
+    state, file = StateFile(tmp_path / "state.json"), tmp_path / AUDIT
+    cut = line_of("gallery cut", "jürgen", ascii_only=ascii_only)
+    for length in range(1, len(cut)):
+        file.write_bytes(line_of("gallery first") + b"\n" + cut[:length])
+        assert [deed.of_what for deed in state.deeds()] == ["gallery first"]
+        state.audit("ann", "delete", "gallery next")
+        assert [deed.of_what for deed in state.deeds()] == ["gallery first", "gallery next"]
+
+
+def test_any_name_is_kept_in_ascii_and_on_one_line(tmp_path: Path) -> None:
+    state, file = StateFile(tmp_path / "state.json"), tmp_path / AUDIT
+    names = ["jürgen", "a\u2028b", "a\nb"]
+    for name in names:
+        state.audit(name, "delete", "gallery g")
+    assert [deed.who for deed in state.deeds()] == names
+    assert file.read_bytes().isascii()
+    assert len(file.read_bytes().splitlines()) == len(names)
+    file.write_bytes(line_of("gallery g", names[1], ascii_only=False) + b"\n")
+    assert [deed.who for deed in state.deeds()] == names[1:2]
+
+
+def test_of_very_many_deeds_the_latest_are_told(tmp_path: Path) -> None:
+    """Lines that say nothing do not count."""
+    state, file = StateFile(tmp_path / "state.json"), tmp_path / AUDIT
+    kept = [f"gallery g{i}" for i in range(MOST_DEEDS + 10)]
+    file.write_bytes(b"".join(line_of(what) + b"\n\xc3\n[]\n" for what in kept))
+    assert [deed.of_what for deed in state.deeds()] == kept[10:]

@@ -1,8 +1,9 @@
 """Where the relevant items of each query stand in the gallery: ranked metrics are made from it.
 
-The rule for ties: a relevant item stands behind every irrelevant item at the same distance. It
-does not depend on the order of the gallery, and an embedding that maps everything to one point
-scores the worst that is possible, not the best.
+The rule for ties: a relevant item stands behind every irrelevant item at the same distance,
+whatever the order of the gallery. It holds for distances that are equal as they were computed: a
+matrix product may round those of two equal vectors apart, so an embedding that maps everything to
+one point need not score the worst that is possible: rounding breaks its ties.
 """
 
 from collections.abc import Sequence

@@ -2,6 +2,7 @@
 several of them share it."""
 
 import json
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nobackfill import durable
 from nobackfill.errors import (
+    CannotWriteError,
     NobackfillError,
     PreconditionError,
     UnavailableError,
@@ -26,6 +28,8 @@ log = structlog.get_logger("server.state")
 Result = TypeVar("Result")
 # Of an audit that is read.
 MOST_DEEDS = 1000
+# Beside a state file: a line of JSON for each deed, which nothing but a backup copies.
+AUDIT = "audit.jsonl"
 RolloutName = Literal["direct", "dual", "cutover"]
 
 
@@ -223,22 +227,28 @@ class StateFile(GatewayState):
 
     @property
     def _deeds(self) -> Path:
-        return self._path.with_name("audit.jsonl")
+        return self._path.with_name(AUDIT)
 
     def _keep_deed(self, deed: Deed) -> None:
-        line = json.dumps(deed._asdict(), ensure_ascii=False)
+        # All ASCII: no cut is inside a character.
+        line = json.dumps(deed._asdict()).encode() + b"\n"
         with self._lock:
-            durable.append(self._deeds, line.encode() + b"\n", 0o600)
+            if _is_cut(self._deeds):
+                # A deed on the line of another would be lost with it.
+                line = b"\n" + line
+            durable.append(self._deeds, line, 0o600)
 
     def deeds(self) -> list[Deed]:
         if not self._deeds.exists():
             return []
-        found = []
-        for line in self._deeds.read_text(encoding="utf-8").splitlines()[-MOST_DEEDS:]:
-            # A line that a kill has cut says nothing.
+        found: list[Deed] = []
+        for line in reversed(self._deeds.read_bytes().split(b"\n")):
+            if len(found) == MOST_DEEDS:
+                break
+            # A line that a kill or a full disk has cut says nothing.
             with suppress(ValueError, TypeError):
                 found.append(Deed(**json.loads(line)))
-        return found
+        return found[::-1]
 
     def revise(self, values_of: Callable[[State], Mapping[str, object]]) -> State:
         with self._lock:
@@ -249,3 +259,20 @@ class StateFile(GatewayState):
             durable.write_file(self._path, content, 0o600)
             self._now = new
             return new
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether a file's last line lacks its end. Raises CannotWriteError where nobody can tell."""
+    try:
+        with path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) == 0:
+                return False
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise CannotWriteError(
+            f"{path}: cannot be read before it is written ({error.strerror}); check its "
+            "permissions and the disk"
+        ) from error

@@ -48,7 +48,8 @@ def reader(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _check_count(data: bytes, descriptor: Descriptor) -> None:
-    """Raises TooLargeError, early. What is cut off or garbled is left to parsing to refuse."""
+    """Raises TooLargeError, early, and InvalidInputError for a group, which no field of the
+    protocol is. What is cut off or garbled is left to parsing to refuse."""
     parts = 0
     most = LARGEST_COUNT + _OTHERS
     todo = [(0, len(data), descriptor)]
@@ -66,6 +67,11 @@ def _check_count(data: bytes, descriptor: Descriptor) -> None:
                     todo.append((start, min(start + length, end), inner))
             elif kind == 0:
                 start = _varint(data, start)[1]
+            elif kind in _GROUP:
+                raise InvalidInputError(
+                    f"expected fields of the protocol, got a group (field {tag >> 3}), which it "
+                    "has none of; use the .proto files"
+                )
             start += length
             parts += 1
             if parts > most:
@@ -78,8 +84,11 @@ def _check_count(data: bytes, descriptor: Descriptor) -> None:
         most = _PARTS
 
 
-# Bytes of a value by its wire type; groups are none of this protocol's.
+# Bytes of a value by its wire type; parsing ends at what is none.
 _WIDTHS: Mapping[int, int] = {0: 0, 1: 8, 5: 4}
+# Wire types of a group's begin and end. Parsing takes one of any number as an unknown field, and
+# reads on behind it.
+_GROUP = (3, 4)
 
 
 @cache

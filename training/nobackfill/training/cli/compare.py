@@ -24,7 +24,11 @@ from nobackfill.training.comparison.claims import CLAIMS
 from nobackfill.training.comparison.configured import digest
 from nobackfill.training.comparison.cost import costs
 from nobackfill.training.comparison.curve import draw, points
-from nobackfill.training.comparison.data import check_classes, write_digits
+from nobackfill.training.comparison.data import (
+    check_classes,
+    require_same_images,
+    write_digits,
+)
 from nobackfill.training.comparison.development import development_of, place_images, seeds_of
 from nobackfill.training.comparison.machine import machine
 from nobackfill.training.comparison.pages import refresh
@@ -48,7 +52,7 @@ from nobackfill.training.comparison.tasks import Planned, cells_path, images_of
 _EPILOG = """
 Trains every model and measures every row of the table, --jobs of them at a time. What is done is
 kept below OUT and not done again, so an interrupted comparison goes on where it stopped; remove a
-folder to train it anew.
+folder to train it anew. OUT/NAME belongs to the images it was begun with; others are refused.
 
 Writes OUT/NAME.json, OUT/NAME.md and OUT/NAME.svg. Groups of --methods and --once: core,
 core_unseen, core_unseen_compatible, bct_family, dmu_family, variants, new_data, arcface,
@@ -205,6 +209,7 @@ def _source(preset: Preset, images: Path | None, root: Path) -> Path:
         )
     needed = max(split.new for split in preset.splits)
     check_classes(images if preset.test_share is not None else images / "train", needed)
+    require_same_images(images, preset.test_share, root)
     return images
 
 

@@ -134,8 +134,7 @@ def main(
         draft = Release(
             release, folder, published.manifests, model_repo, withdrawn=published.withdrawn
         )
-        pixels = Pixels(mean, std, fit, shortest, interpolation)
-        _brought(draft, onnx, pixels, weights, vectors_of)
+        _brought(draft, onnx, Pixels(mean, std, fit, shortest, interpolation), weights, vectors_of)
         add_runs(draft, runs, keep_side_encoder)
         manifest, evidence = _measured(draft, published, asked, int8_loss)
         manifest = _judged(manifest, evidence, learnt, force=force, first=first)

@@ -1,7 +1,10 @@
 """`python training/train.py CONFIG.yaml`: train an embedder, a side encoder or an upgrade."""
 
+import errno
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -10,17 +13,18 @@ import typer
 
 from nobackfill.class_folders import Listing, list_images
 from nobackfill.digests import sha256_file
-from nobackfill.errors import InvalidInputError, few
+from nobackfill.durable import lock, remove_tree
+from nobackfill.errors import BusyError, InvalidInputError, few
 from nobackfill.training.cli.command import command_app
 from nobackfill.training.config import Config, EmbedderConfig, SideEncoderConfig, UpgradeConfig
 from nobackfill.training.config_file import load_config
 from nobackfill.training.data.folders import hold_out, readable, require_classes
 from nobackfill.training.data.pictures import open_pictures, reading, streams
-from nobackfill.training.loop.loop import fit, resumable
+from nobackfill.training.loop.loop import fit
 from nobackfill.training.loop.memory import keep_freed_memory
 from nobackfill.training.loop.objective import Objective
 from nobackfill.training.loop.progress import Progress
-from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, read_finished
+from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, read_finished, resumable
 from nobackfill.training.loop.upgrade import train_upgrade
 from nobackfill.training.method import EmbedderInputs
 from nobackfill.training.methods import embedder_method
@@ -51,8 +55,8 @@ images=photos/train
 python training/train.py configs/imagenet/embedder-2.yaml --weights IMAGENET1K_V2
 
 Exit codes: 0 done (or was done before), 1 the loss diverged, 65 refused data or another digest,
-66 no such file of weights, 69 a download without a network, 73 cannot write, 78 wrong
-configuration, 130 interrupted.
+66 no such file of weights, 69 a download without a network, 73 cannot write, 75 another training
+works in RUN_DIR, 78 wrong configuration, 130 interrupted.
 """
 
 
@@ -87,17 +91,55 @@ def main(
 
 
 def train(config: Config, progress: Progress) -> Checkpoint:
-    """Train what the configuration says; see the errors of the parts. A finished run is kept."""
+    """Train what the configuration says; a finished run is kept.
+
+    Raises BusyError where another process trains in the run folder, and what the parts raise.
+    """
     keep_freed_memory()
     config = _normalised(config)
     _check_names(config)
     chosen, held_out = split_images(config)
-    if isinstance(config, UpgradeConfig):
-        return train_upgrade(config, chosen, held_out, progress)
     done = resumable(config)
     if done is not None and done.finished:
         return done
-    return _train_network(config, chosen, progress)
+    with _alone(config.run_dir):
+        if isinstance(config, UpgradeConfig):
+            return train_upgrade(config, chosen, held_out, progress)
+        return _train_network(config, chosen, progress)
+
+
+@contextmanager
+def _alone(run_dir: Path) -> Iterator[None]:
+    """Of two trainings in one folder each would write over what the other wrote."""
+    path = run_dir / "lock"
+    with ExitStack() as held:
+        if _leads():
+            try:
+                held.enter_context(lock(path))
+            except BusyError as error:
+                raise BusyError(
+                    f"another training works in {run_dir}; wait for it, or choose another run_dir"
+                ) from error
+            except OSError as error:
+                # A network's file system may have no locks, and be all that a cluster has.
+                if error.errno not in _NO_LOCKS:
+                    raise
+        yield
+        if _leads():
+            # Only of a finished run, which nobody writes to: whoever waits on the removed file and
+            # whoever makes the next one would both hold theirs.
+            remove_tree(path)
+
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+
+def _leads() -> bool:
+    """Whether this is the first process of its training: it alone writes, and locks for all. As
+    lightning-fabric, torchrun and Slurm number them; the one that starts the others has no number.
+    """
+    ranks = (os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+    return next((rank for rank in ranks if rank is not None), "0") == "0"
 
 
 def split_images(config: Config) -> tuple[Listing, Listing]:

@@ -1,10 +1,12 @@
 """The cells of one row: figures by query, kept on disk with the digests of what made them."""
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,14 +191,20 @@ def write_cells(path: Path, cells: Cells, key: str) -> None:
 
 
 def read_cells(path: Path, key: str | None = None) -> Cells | None:
-    """The kept cells; None where there are none, or of another key."""
-    if not path.is_file() or not path.with_suffix(".json").is_file():
+    """The kept cells; None where there are none, damaged ones, or those of another key."""
+    try:
+        return _read_cells(path, key)
+    except (OSError, EOFError, ValueError, KeyError, BadZipFile, zlib.error):
         return None
+
+
+def _read_cells(path: Path, key: str | None) -> Cells | None:
     told = json.loads(path.with_suffix(".json").read_text("utf-8"))
     if key is not None and told["key"] != key:
         return None
     by_query: dict[str, dict[str, PerQuery]] = {}
-    with np.load(path, allow_pickle=False) as arrays:
+    # Opened here: numpy leaves a file open that is no archive.
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         for name in arrays.files:
             cell, _, figure = name.rpartition(":")
             by_query.setdefault(cell, {})[figure] = arrays[name]

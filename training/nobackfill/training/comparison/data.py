@@ -5,16 +5,18 @@ Copies are links to the images where they lie. Every folder is made whole under 
 then renamed, so a folder that exists is complete.
 """
 
+import hashlib
+import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_digits
 
-from nobackfill.class_folders import Listing, list_images
-from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.class_folders import Listing, digest, list_images
+from nobackfill.durable import make_dir, write_file
+from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
 from nobackfill.training.data.allocations import allocate
 from nobackfill.training.data.folders import hold_out
 
@@ -26,6 +28,9 @@ def write_digits(folder: Path) -> None:
     """
     if folder.is_dir():
         return
+    # Imported where used: it takes seconds.
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     whole = begin(folder)
     for number, (pixels, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
@@ -41,16 +46,67 @@ def train_and_test(images: Path, into: Path, share: float | None, seed: int) -> 
 
     With no share, IMAGES holds `train` and `test` itself. Raises NotFoundError where it does not.
     """
-    if share is None:
-        for part in ("train", "test"):
-            if not (images / part).is_dir():
-                raise NotFoundError(f"expected folders train and test in {images}")
-        listings = [list_images(images / part) for part in ("train", "test")]
-    else:
-        whole = list_images(images)
+    listings = _listed(images, share)
+    if share is not None:
+        (whole,) = listings
         listings = [whole.select(rows) for rows in hold_out(whole, share, seed)]
-    for part, listing in zip(("train", "test"), listings, strict=True):
+    for part, listing in zip(_PARTS, listings, strict=True):
         link(listing, (f"{name}" for name in _class_of(listing)), into / part)
+
+
+_PARTS = ("train", "test")
+
+
+def _listed(images: Path, share: float | None) -> list[Listing]:
+    """All images; with no share, those of `train` and those of `test`."""
+    if share is not None:
+        return [list_images(images)]
+    for part in _PARTS:
+        if not (images / part).is_dir():
+            raise NotFoundError(f"expected folders train and test in {images}")
+    return [list_images(images / part) for part in _PARTS]
+
+
+def require_same_images(images: Path, share: float | None, root: Path) -> None:
+    """Raise ConfigurationError where ROOT is the comparison of other images than those of IMAGES,
+    whose links and results would pass for theirs; `share` and errors as in `train_and_test`.
+
+    ROOT/images.json says which they are; without it, as older versions left it, they are taken to
+    be these.
+    """
+    note = root / "images.json"
+    told = json.dumps([_identity(listing) for listing in _listed(images, share)], indent=1)
+    if not note.is_file():
+        make_dir(root)
+        write_file(note, told.encode())
+    elif note.read_bytes() != told.encode():
+        raise ConfigurationError(
+            f"{root} holds a comparison of other images than those of {images} (their names, "
+            f"lengths or contents are not those of {note}); choose another --out, or remove {root}"
+        )
+
+
+def _identity(listing: Listing) -> dict[str, int | str]:
+    """Which images these are, wherever they lie: all names and lengths, and the content of one of
+    each class, as small images of equal length are common. Raises InvalidInputError for a file
+    that is not there.
+    """
+    known = hashlib.sha256()
+    before = -1
+    for path, label in zip(listing.paths, listing.labels.tolist(), strict=True):
+        file = listing.root / path
+        content = digest(file) if label != before else ""
+        before = label
+        try:
+            line = f"{path}\0{file.stat().st_size}\0{content}\n"
+        except OSError as error:
+            raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
+        known.update(line.encode("utf-8", "surrogateescape"))
+    return {
+        "classes": len(listing.class_names),
+        "images": len(listing),
+        "sha256": known.hexdigest(),
+    }
 
 
 def allocated(train: Path, name: str, into: Path, seed: int) -> None:

@@ -15,6 +15,7 @@ from nobackfill.metrics.compatibility import (
 from nobackfill.metrics.retrieval import PerQuery, mean
 from nobackfill.training.comparison.cells import Cells
 from nobackfill.training.comparison.cost import Cost
+from nobackfill.training.comparison.development import TABLE_SEEDS
 from nobackfill.training.comparison.results import (
     CostResult,
     Figure,
@@ -53,17 +54,19 @@ def summarise(
     costs: Mapping[str, Cost],
 ) -> Results:
     """All that is told of a comparison."""
+    # A development split tests other images with each seed, and none of its seeds is a table's.
+    same_test = min(seeds) >= TABLE_SEEDS
     return Results(
         data=data,
         metric=metric,
         seeds=tuple(seeds),
         made=made,
-        splits={name: _split(rows, claims) for name, rows in splits.items()},
+        splits={name: _split(rows, claims, same_test) for name, rows in splits.items()},
         costs={name: CostResult(**asdict(cost)) for name, cost in costs.items()},
     )
 
 
-def _split(rows: Mapping[str, Measured], claims: Sequence[Claim]) -> SplitResult:
+def _split(rows: Mapping[str, Measured], claims: Sequence[Claim], same_test: bool) -> SplitResult:
     bars = {name: held_to(name, rows) for name in rows}
     first = next(iter(rows.values()), None)
     told = {
@@ -76,7 +79,8 @@ def _split(rows: Mapping[str, Measured], claims: Sequence[Claim]) -> SplitResult
         )
         for name, one in rows.items()
     }
-    judged = judge(claims, {name: one.runs for name, one in rows.items()})
+    runs = {name: one.runs for name, one in rows.items()}
+    judged = judge(claims, runs, same_test=same_test)
     return SplitResult(rows=told, claims={text: outcomes(by) for text, by in judged.items()})
 
 

@@ -1,7 +1,7 @@
 """How a claim is judged: by the paired bootstrap, by CMC-1 and by mAP, each on its own.
 
 A claim is that one figure is larger than another on the same queries of the same seeds. Verdicts:
-holds (the whole interval above 0; for a claim of >=, none of it below), fails (the other side),
+holds (the whole interval above 0; for a claim of >=, none of it below), fails (all of it below 0),
 undecided. One seed decides nothing: its interval covers the choice of queries, not of weights.
 """
 
@@ -56,17 +56,20 @@ class Judged:
         return "fails" if self.difference.high < 0 else "undecided"
 
 
-def judge(claims: Sequence[Claim], rows: Rows) -> dict[str, dict[str, Judged]]:
+def judge(
+    claims: Sequence[Claim], rows: Rows, *, same_test: bool = True
+) -> dict[str, dict[str, Judged]]:
     """Each claim whose rows are there, by its text and figure.
 
     `rows` holds a row's cells of each seed, the same seeds in the same order for all rows; a row of
-    fewer seeds is compared on those that it has.
+    fewer seeds is compared on those that it has. `same_test`: all seeds test the same images, so
+    their queries are drawn together.
     """
-    judged = {claim.text: _judge(claim, rows) for claim in claims}
+    judged = {claim.text: _judge(claim, rows, same_test) for claim in claims}
     return {text: figures for text, figures in judged.items() if figures}
 
 
-def _judge(claim: Claim, rows: Rows) -> dict[str, Judged]:
+def _judge(claim: Claim, rows: Rows, same_test: bool) -> dict[str, Judged]:
     found = {}
     for figure in FIGURES:
         sides = [_strongest(side, rows, figure) for side in (claim.better, claim.worse)]
@@ -75,7 +78,7 @@ def _judge(claim: Claim, rows: Rows) -> dict[str, Judged]:
         seeds = min(len(runs) for _, runs in sides)
         (_, ours), (worse, theirs) = sides
         rival = None if isinstance(claim.worse[0], str) else worse
-        difference = paired_bootstrap(ours[:seeds], theirs[:seeds])
+        difference = paired_bootstrap(ours[:seeds], theirs[:seeds], same_queries=same_test)
         found[figure] = Judged(rival, difference, seeds, claim.or_equal)
     return found
 

@@ -10,28 +10,31 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import lightning_fabric
 import torch
 from torch import Tensor, nn
 
 from nobackfill.durable import append, make_dir, write_file
 from nobackfill.errors import ConfigurationError, NobackfillError, few
-from nobackfill.training.config import HOW_IMAGES_ARE_READ, Config
+from nobackfill.training.config import Config
 from nobackfill.training.data.pictures import Images, in_batches
 from nobackfill.training.loop.objective import Batch, Objective
 from nobackfill.training.loop.precision import precision_of
 from nobackfill.training.loop.progress import Progress
 from nobackfill.training.loop.run import (
-    CHECKPOINT,
     STATS,
     Checkpoint,
+    Facts,
     optimizer_tensors,
-    read_checkpoint,
     restore_optimizer,
+    resumable,
     write_checkpoint,
     write_config,
 )
+
+if TYPE_CHECKING:
+    import lightning_fabric
 
 
 class DivergedError(NobackfillError):
@@ -45,17 +48,17 @@ def fit(
     class_names: tuple[str, ...],
     *,
     progress: Progress,
-    facts: Mapping[str, str | int | float | bool] | None = None,
+    facts: Facts | None = None,
 ) -> Checkpoint:
     """Train `objective` on `rows` (of equal length, indexed by batch) into config.run_dir.
 
-    A finished run is returned as it is; an unfinished one with the same configuration goes on after
-    its last checkpoint. Raises ConfigurationError where the run folder holds another configuration
+    A finished run is returned as it is; an unfinished one with the same configuration and `facts`
+    goes on after its last checkpoint. Raises ConfigurationError where the run folder holds others
     or a batch does not fit, DivergedError at the first loss that is not finite.
     """
     n = len(next(iter(rows.values())))
     steps = n // config.batch_size or 1
-    done = resumable(config)
+    done = resumable(config, facts or {})
     if done is not None and done.finished:
         return done
     fabric = _fabric(config)
@@ -99,29 +102,11 @@ def fit(
     return checkpoint
 
 
-def resumable(config: Config) -> Checkpoint | None:
-    """The checkpoint in config.run_dir, None where there is none.
-
-    Raises ConfigurationError where it belongs to another configuration.
-    """
-    if not (config.run_dir / CHECKPOINT).is_file():
-        return None
-    done = read_checkpoint(config.run_dir)
-    before, now = (c.model_dump(exclude=HOW_IMAGES_ARE_READ) for c in (done.config, config))
-    if before != now:
-        keys = [key for key in now if before.get(key, now[key]) != now[key]] or ["kind"]
-        raise ConfigurationError(
-            f"{config.run_dir} holds a training of another configuration (different: "
-            f"{', '.join(keys)}); choose another run_dir, or remove that folder"
-        )
-    return done
-
-
 def finish(
     parts: Mapping[str, nn.Module],
     config: Config,
     class_names: tuple[str, ...],
-    facts: Mapping[str, str | int | float | bool],
+    facts: Facts,
 ) -> Checkpoint:
     """Write the run of what was solved in closed form: all epochs at once."""
     tensors = _tensors(nn.ModuleDict(parts), None, 0)
@@ -140,7 +125,11 @@ def learning_rate(config: Config, epoch: float) -> float:
     return config.lr * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
 
 
-def _fabric(config: Config) -> lightning_fabric.Fabric:
+def _fabric(config: Config) -> "lightning_fabric.Fabric":
+    # Imported where used: it brings torch's compiler, which takes seconds; a map that is solved,
+    # and who only asks for help, do without.
+    import lightning_fabric
+
     fabric = lightning_fabric.Fabric(
         accelerator=config.accelerator, devices=config.devices, precision=precision_of(config)
     )
@@ -174,7 +163,7 @@ def _seed(seed: int, epoch: int) -> None:
 
 
 def _batches(
-    rows: Mapping[str, Images], n: int, config: Config, fabric: lightning_fabric.Fabric
+    rows: Mapping[str, Images], n: int, config: Config, fabric: "lightning_fabric.Fabric"
 ) -> Iterator[Batch]:
     """Every row once, shuffled, the last short batch left out (BatchNorm meets no batch of one).
 
@@ -197,7 +186,9 @@ def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def _over_devices(fabric: lightning_fabric.Fabric, terms: Mapping[str, Tensor]) -> dict[str, float]:
+def _over_devices(
+    fabric: "lightning_fabric.Fabric", terms: Mapping[str, Tensor]
+) -> dict[str, float]:
     """`loss` and the terms, each the mean over the devices: all of them see the same figures, and
     so stop at the same step.
     """
@@ -250,7 +241,7 @@ def _tensors(
 
 
 def _begin(
-    fabric: lightning_fabric.Fabric,
+    fabric: "lightning_fabric.Fabric",
     trained: nn.ModuleDict,
     optimizer: torch.optim.Optimizer,
     config: Config,

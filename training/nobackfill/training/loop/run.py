@@ -5,6 +5,7 @@ is done, the optimiser's state, in one safetensors file whose metadata say what 
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +16,14 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from nobackfill.durable import write_file
-from nobackfill.errors import ConfigurationError, VerificationError
-from nobackfill.training.config import Config
+from nobackfill.errors import ConfigurationError, VerificationError, few
+from nobackfill.training.config import HOW_IMAGES_ARE_READ, Config
 from nobackfill.training.config_file import parse_config
 
 CHECKPOINT, CONFIG, STATS = "checkpoint.safetensors", "config.yaml", "stats.jsonl"
 _FORMAT = "nobackfill-checkpoint-1"
+
+Facts = Mapping[str, str | int | float | bool]
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,33 @@ def read_finished(run_dir: Path) -> Checkpoint:
             f"{checkpoint.config.epochs}; let python training/train.py {run_dir / CONFIG} finish"
         )
     return checkpoint
+
+
+def resumable(config: Config, facts: Facts | None = None) -> Checkpoint | None:
+    """The checkpoint in config.run_dir, None where there is none.
+
+    Raises ConfigurationError where it belongs to another configuration or, given the facts that a
+    training would end with, has others: a model replaced at its path leaves the configuration as
+    it was.
+    """
+    if not (config.run_dir / CHECKPOINT).is_file():
+        return None
+    done = read_checkpoint(config.run_dir)
+    before, now = (c.model_dump(exclude=HOW_IMAGES_ARE_READ) for c in (done.config, config))
+    if before != now:
+        keys = [key for key in now if before.get(key, now[key]) != now[key]] or ["kind"]
+        raise ConfigurationError(
+            f"{config.run_dir} holds a training of another configuration (different: "
+            f"{', '.join(keys)}); choose another run_dir, or remove that folder"
+        )
+    if facts is not None and done.facts != facts:
+        names = {*done.facts, *facts}
+        others = [name for name in names if done.facts.get(name) != facts.get(name)]
+        raise ConfigurationError(
+            f"{config.run_dir} holds a training begun with another model (different: "
+            f"{few(sorted(others))}); remove that folder to begin anew, or put the model back"
+        )
+    return done
 
 
 def load_part(module: nn.Module, checkpoint: Checkpoint, part: str) -> None:

@@ -18,9 +18,9 @@ from nobackfill.training.config import PublishedSource, StoredVectors, UpgradeCo
 from nobackfill.training.data.pictures import reading
 from nobackfill.training.data.stored import read_stored
 from nobackfill.training.loop.choice import check_choices, choose
-from nobackfill.training.loop.loop import finish, fit, resumable
+from nobackfill.training.loop.loop import finish, fit
 from nobackfill.training.loop.progress import Progress
-from nobackfill.training.loop.run import Checkpoint, load_part, read_finished
+from nobackfill.training.loop.run import Checkpoint, load_part, read_finished, resumable
 from nobackfill.training.method import UpgradeInputs, UpgradeShape
 from nobackfill.training.methods import upgrade_method
 from nobackfill.training.networks.frozen import (

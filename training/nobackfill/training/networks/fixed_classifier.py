@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from pytorch_metric_learning.losses import ArcFaceLoss
 from torch import Tensor, nn
 
 from nobackfill.errors import ConfigurationError
@@ -80,12 +79,7 @@ def of_head(head: Head) -> FixedClassifier:
 
 def form_of(head: Head) -> str:
     """The name of a head, as configurations say it."""
-    if not isinstance(head, AngularHead):
-        return "softmax"
-    if isinstance(head.loss, ArcFaceLoss):
-        return "arcface"
-    # A normalised softmax is CosFace's loss with margin 0, which its margin says.
-    return "cosface"
+    return head.form if isinstance(head, AngularHead) else "softmax"
 
 
 def gaussian_classifier(prototypes: Tensor, features: Tensor, labels: Tensor) -> FixedClassifier:

@@ -142,14 +142,18 @@ def training_features(
 def _features(
     encoders: Sequence[FrozenEncoder], images: Source, cache: Path, *, quick: bool
 ) -> list[Floats]:
-    paths, computed = [], {}
+    paths, kept, computed = [], {}, {}
     for encoder in encoders:
         run, digits = (encoder.quick, " bf16") if quick and encoder.quick else (encoder.run, "")
         key = hashlib.sha256(f"{encoder.digest} {images.digest}{digits}".encode())
         path = cache / f"{key.hexdigest()[:32]}.npy"
         paths.append(path)
-        if not path.is_file():
-            computed[path] = (run, np.empty((len(images), encoder.dim), np.float32))
+        shape = (len(images), encoder.dim)
+        found = _kept(path, shape)
+        if found is None:
+            computed[path] = (run, np.empty(shape, np.float32))
+        else:
+            kept[path] = found
     if computed:
         done = 0
         for part in images.chunks():
@@ -161,10 +165,19 @@ def _features(
         data = io.BytesIO()
         np.save(data, vectors, allow_pickle=False)
         write_file(path, data.getvalue())
-    return [
-        computed[path][1] if path in computed else np.load(path, allow_pickle=False)
-        for path in paths
-    ]
+    return [kept[path] if path in kept else computed[path][1] for path in paths]
+
+
+def _kept(path: Path, shape: tuple[int, int]) -> Floats | None:
+    """The vectors of a feature file; None where there is none, or a damaged one, as a full disk or
+    a copy that was broken off leaves it: they are computed anew.
+    """
+    try:
+        with path.open("rb") as file:
+            found = np.lib.format.read_array(file, allow_pickle=False)
+    except (ValueError, EOFError, OSError):
+        return None
+    return found if found.shape == shape and found.dtype == np.float32 else None
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ old classifier (pytorch-metric-learning keeps the transpose).
 
 import math
 from abc import abstractmethod
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from pytorch_metric_learning.losses import ArcFaceLoss, CosFaceLoss, NormalizedSoftmaxLoss
 from torch import Tensor, nn
 
 from nobackfill.errors import ConfigurationError
@@ -59,13 +59,15 @@ class SoftmaxHead(Head):
 
 
 class AngularHead(Head):
-    """A loss of pytorch-metric-learning on scaled cosines."""
+    """A loss of pytorch-metric-learning on scaled cosines, in one of their forms."""
 
     unit = True
 
-    def __init__(self, loss: nn.Module, scale: float, margin: float) -> None:
+    def __init__(
+        self, form: Literal["cosface", "arcface"], loss: nn.Module, scale: float, margin: float
+    ) -> None:
         super().__init__()
-        self.loss, self.scale, self.margin = loss, scale, margin
+        self.form, self.loss, self.scale, self.margin = form, loss, scale, margin
 
     def forward(self, embedding: Tensor, labels: Tensor) -> Tensor:
         # Autocast would multiply in bf16, below whose resolution a margin of a cosine vanishes.
@@ -103,14 +105,20 @@ def build_head(
         if margin is not None or scale is not None:
             raise ConfigurationError("head softmax has neither margin nor scale; remove them")
         return SoftmaxHead(classes, dim)
+    # Imported where used: it brings scipy's statistics, which take seconds.
+    from pytorch_metric_learning.losses import ArcFaceLoss, CosFaceLoss, NormalizedSoftmaxLoss
+
     default_margin, default_scale = _DEFAULTS[name]
     m = default_margin if margin is None else margin
     s = default_scale if scale is None else scale
     if name == "normalized_softmax":
         if m:
             raise ConfigurationError("head normalized_softmax has no margin; remove it")
-        return AngularHead(NormalizedSoftmaxLoss(classes, dim, temperature=1 / s), s, 0.0)
+        # CosFace with margin 0.
+        return AngularHead(
+            "cosface", NormalizedSoftmaxLoss(classes, dim, temperature=1 / s), s, 0.0
+        )
     if name == "cosface":
-        return AngularHead(CosFaceLoss(classes, dim, margin=m, scale=s), s, m)
+        return AngularHead("cosface", CosFaceLoss(classes, dim, margin=m, scale=s), s, m)
     # pytorch-metric-learning takes ArcFace's margin in degrees.
-    return AngularHead(ArcFaceLoss(classes, dim, margin=math.degrees(m), scale=s), s, m)
+    return AngularHead("arcface", ArcFaceLoss(classes, dim, margin=math.degrees(m), scale=s), s, m)

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import grpc
 
-from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.errors import InvalidInputError, NotFoundError, TooLargeError
 from nobackfill.server.galleries.contents import Bare, Put
 from nobackfill.server.galleries.galleries import CREATED, Galleries
 from nobackfill.server.galleries.hosted import NOTE, Hosted
@@ -15,6 +15,7 @@ from nobackfill.server.galleries.quotas import Quotas
 from nobackfill.server.galleries.sizes import searched
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.errors import without_folders
+from nobackfill.server.grpc.messages import LARGEST_COUNT
 from nobackfill.server.grpc.services import items
 from nobackfill.server.grpc.services.convert import to_end
 from nobackfill.server.grpc.services.healing import from_source, to_source
@@ -115,12 +116,9 @@ class GalleryService(GalleryServiceServicer):
             name = name or request.gallery
             if request.gallery not in ("", name):
                 raise InvalidInputError("expected one gallery a stream; open another stream")
-            puts, errors = [], []
-            for item in request.items:
-                try:
-                    puts.append(_put(item))
-                except InvalidInputError as error:
-                    errors.append(pb.ItemError(id=item.id[:256], message=str(error)))
+            # Before anything is made of the items.
+            self._galleries.get(name)
+            puts, errors = _puts(request)
             caller, ids = calls.current().principal, [put.id for put in puts]
             # Not kept open while the client makes its next message.
             with (
@@ -171,6 +169,22 @@ class GalleryService(GalleryServiceServicer):
 
     def _gallery(self, hosted: Hosted) -> pb.Gallery:
         return _gallery(hosted, self._state.now.ends)
+
+
+def _puts(request: pb.PutItemsRequest) -> tuple[list[Put], list[pb.ItemError]]:
+    """What is to be put, and which items are none. Raises TooLargeError for too many."""
+    if len(request.items) > LARGEST_COUNT:
+        raise TooLargeError(
+            f"expected at most {LARGEST_COUNT} items in a message, got {len(request.items)}; send "
+            "several messages"
+        )
+    puts, errors = [], []
+    for item in request.items:
+        try:
+            puts.append(_put(item))
+        except InvalidInputError as error:
+            errors.append(pb.ItemError(id=item.id[:256], message=str(error)))
+    return puts, errors
 
 
 def _put(item: pb.PutItem) -> Put:
