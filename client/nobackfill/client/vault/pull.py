@@ -15,15 +15,18 @@ from nobackfill.client.device import Device
 from nobackfill.client.gallery_file import beside
 from nobackfill.client.output import Output, size
 from nobackfill.client.vault import encryption
+from nobackfill.client.vault.address import connected
 from nobackfill.client.vault.identity import own_identity
-from nobackfill.client.vault.push import connected
 from nobackfill.client.vault.queue import Entry, VaultQueue
 from nobackfill.client.vault.transport import blobs, download
 from nobackfill.digests import sha256_file
 from nobackfill.errors import NotFoundError, VerificationError
+from nobackfill.gallery.store import Item
 from nobackfill.v1 import vault_pb2
 from nobackfill.wire.gateway import Gateway
 
+# Bytes; 255 with what a temporary file adds.
+_LONGEST_NAME = 200
 _SUFFIXES = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"RIFF": ".webp"}
 
 
@@ -70,12 +73,14 @@ class Vaulted:
         self._open.close()
 
     def image(self, item_id: str) -> bytes | None:
-        """The image of an item; None if the vault does not hold it.
+        """The image that an item was made from; None if the vault does not hold it.
 
         Raises VerificationError if it comes back as anything but what was pushed.
         """
-        entry = self.queue.of(item_id)
-        return None if entry is None or entry.state != "stored" else self.decrypted(entry)
+        entry, item = self.queue.of(item_id), self._device.store.get(item_id)
+        if entry is None or entry.state != "stored" or not _is_of(entry, item):
+            return None
+        return self.decrypted(entry)
 
     def decrypted(self, entry: Entry) -> bytes:
         """The image of a row. Raises VerificationError, UnavailableError, NotFoundError."""
@@ -169,10 +174,24 @@ def _entries(queue: VaultQueue, items: Sequence[str]) -> list[Entry]:
 
 def _restore(device: Device, vaulted: Vaulted, entry: Entry, folder: Path, report: Pulled) -> None:
     item = device.store.get(entry.item)
-    name = str(item.metadata.get("name", "")) if item is not None else ""
-    targets = [folder / Path(name or entry.item).name, folder / f"{entry.item}{entry.suffix}"]
-    target = _free(targets, entry.image_sha256)
+    own = str(item.metadata.get("name", "")) if item is not None else ""
+    digest = entry.image_sha256[:16]
+    # Names and ids are any text, and an item may have got another image since.
+    wished = (own, f"{entry.item}{entry.suffix}") if _is_of(entry, item) else ()
+    names = filter(_is_plain, (*wished, f"{digest}{entry.suffix}"))
+    target = _free([folder / name for name in (*names, digest)], entry.image_sha256)
     _write(target, lambda: vaulted.decrypted(entry), report)
+
+
+def _is_of(entry: Entry, item: Item | None) -> bool:
+    """Whether what was pushed is still the item's image, or its last where it is gone."""
+    return item is None or item.digest == entry.image_sha256
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a text can name a file in a folder, and nothing outside it."""
+    short = len(name.encode("utf-8", "replace")) <= _LONGEST_NAME
+    return short and name not in ("", ".", "..") and "/" not in name
 
 
 def _restore_unknown(image: bytes, folder: Path, report: Pulled) -> None:

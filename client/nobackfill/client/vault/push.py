@@ -3,7 +3,6 @@
 import hashlib
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from nobackfill.client.device import Device
 from nobackfill.client.gallery_file import beside
 from nobackfill.client.output import Output
 from nobackfill.client.photos.files import local_image
-from nobackfill.client.sync.sources import is_gateway
 from nobackfill.client.vault import encryption
+from nobackfill.client.vault.address import address_of, check_vault
 from nobackfill.client.vault.identity import identity_for_push
 from nobackfill.client.vault.queue import Entry, VaultQueue
 from nobackfill.client.vault.transport import upload
-from nobackfill.errors import ConfigurationError
 from nobackfill.gallery.store import Item
 from nobackfill.v1 import vault_pb2
 from nobackfill.wire.gateway import Gateway
@@ -45,18 +43,6 @@ class Pushed:
         return asdict(self)
 
 
-@contextmanager
-def connected(device: Device) -> Iterator[Gateway]:
-    """The gateway whose vault is this gallery's. Raises ConfigurationError where there is none."""
-    where = str(device.state("vault") or device.state("source"))
-    if not is_gateway(where):
-        raise ConfigurationError(
-            f"{where} holds no vault: name a gateway once, `push --vault grpc://HOST:PORT`"
-        )
-    with Gateway(where) as gateway:
-        yield gateway
-
-
 def push(
     device: Device,
     recipients: Sequence[str],
@@ -68,19 +54,20 @@ def push(
     """Upload every image that the vault does not hold, and delete there what was removed here.
 
     `recipients` (public keys age1...) can decrypt what is pushed from now on, beside this device's
-    own key; they and the vault at `where` are remembered. With `new_key` a lost key is given up:
-    what only that opened is pushed again while its file is there. A kill costs at most one chunk:
-    what was sealed is sent as it is. Raises ConfigurationError, UnavailableError, BusyError,
-    CannotWriteError.
+    own key; they and the vault at `where` are remembered once it has answered. With `new_key` a
+    lost key is given up: what only that opened is pushed again while its file is there. A kill
+    costs at most one chunk: what was sealed is sent as it is. Raises ConfigurationError (also for a
+    vault that lacks what was pushed before), UnavailableError, BusyError, CannotWriteError.
     """
     known = [*device.state("recipients", []), *recipients]
     keys = [encryption.recipient(text) for text in dict.fromkeys(known)]
     with device.vaulting():
-        state = {"recipients": list(dict.fromkeys(known)), "vault": where or device.state("vault")}
-        device.store.state_set(state)
         queue = VaultQueue(device.store)
         report = Pushed()
-        with connected(device) as gateway:
+        address = address_of(device, where)
+        with Gateway(address) as gateway:
+            check_vault(device, queue, gateway, address)
+            device.store.state_set({"recipients": list(dict.fromkeys(known)), "vault": address})
             identity = identity_for_push(device, queue, new_key)
             outbox = beside(device.path, "outbox")
             durable.make_dir(outbox, 0o700)
@@ -130,14 +117,16 @@ def _push_one(
 ) -> None:
     held = queue.of(item.id)
     readable = held is not None and held.key == str(keys[0])
-    if held is not None and held.state == "stored" and readable:
+    # An item may have got another image since.
+    same = held is not None and held.image_sha256 == item.digest
+    if held is not None and held.state == "stored" and readable and same:
         report.held += 1
         return
     entry = held
-    if held is None or not readable or not (outbox / held.blob).is_file():
+    if held is None or not (readable and same) or not (outbox / held.blob).is_file():
         entry = _seal(item, queue, outbox, keys)
     if entry is None:
-        stored = held is not None and held.state == "stored"
+        stored = held is not None and held.state == "stored" and same
         (report.unreadable if stored else report.skipped).append(item.id)
         return
     blob = vault_pb2.Blob(id=entry.blob, size=entry.size, sha256=entry.blob_sha256)
