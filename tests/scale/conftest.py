@@ -35,7 +35,11 @@ def two(stages: Stages) -> Manifest:
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Any]:
-    """A Ray cluster of two nodes of one processor each, on this machine."""
+    """A Ray cluster of two nodes of one processor each, on this machine.
+
+    Who kills one is the last test of its file: adding one in its place has failed on a busy
+    machine (Ray gives a new node 30 s).
+    """
     with cluster({"num_cpus": 1}, {"num_cpus": 1}) as made:
         yield made
 
@@ -54,13 +58,6 @@ def cluster(head: Mapping[str, Any], *others: Mapping[str, Any]) -> Iterator[Any
         yield made
     finally:
         made.shutdown()
-
-
-def whole(cluster: Any) -> None:
-    """Two nodes again, where a test has killed one."""
-    if not cluster.worker_nodes:
-        cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

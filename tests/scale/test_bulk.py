@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from nobackfill.server.bulk.filling import fill_by_ray
-from tests.scale.conftest import whole
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import command
 from tests.server.support import Client, images, running
@@ -23,38 +22,7 @@ COUNT = 300
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_folder_is_embedded_by_nodes_that_may_die(
-    two_nodes: Any, stages: Stages, tmp_path: Path
-) -> None:
-    whole(two_nodes)
-    pictures, folder = images(COUNT), tmp_path / "pictures"
-    folder.mkdir()
-    for number, picture in enumerate(pictures):
-        (folder / f"{number:03}.png").write_bytes(png(picture))
-    (folder / "bad.png").write_bytes(b"no picture")
-    told: list[int] = []
-
-    def on_stored(stored: int) -> None:
-        told.append(stored)
-        if len(told) == 5:
-            (other,) = two_nodes.worker_nodes
-            two_nodes.remove_node(other, allow_graceful=False)
-
-    with running(stages[1], tmp_path / "data") as gateway, Client(gateway.address) as client:
-        client.create_gallery("g")
-        done = fill_by_ray(
-            client, "g", str(folder), stages[1], two_nodes.address, on_stored, batch=10
-        )
-        assert done.stored == COUNT == told[-1] and list(done.refused) == ["bad.png"]
-        assert len(told) == COUNT // 10 + 1 and client.get_gallery("g").items == COUNT
-        for number in range(0, COUNT, 7):
-            (hit,) = client.find(pictures[number], k=1).hits
-            assert hit.id == f"{number:03}.png" and hit.distance < 1e-5
-
-
-@pytest.mark.filterwarnings("default")
 def test_a_file_of_texts_is_embedded_by_nodes(two_nodes: Any, tmp_path: Path) -> None:
-    whole(two_nodes)
     repo, file = tmp_path / "repo", tmp_path / "notes.jsonl"
     published(repo, 1, "texts")
     lines = [{"id": n, "text": f"w{n % 40} w{n // 40}", "tens": n // 10} for n in range(COUNT)]
@@ -77,7 +45,6 @@ def test_a_file_of_texts_is_embedded_by_nodes(two_nodes: Any, tmp_path: Path) ->
 def test_a_job_leads_an_activation_that_ray_carries(
     two_nodes: Any, stages: Stages, tmp_path: Path, postgres: Server
 ) -> None:
-    whole(two_nodes)
     repo = tmp_path / "repo"
     shutil.copytree(stages[1], repo)
     with (
@@ -103,3 +70,32 @@ def test_a_job_leads_an_activation_that_ray_carries(
         # Again there is nothing left to do.
         again = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
         assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_folder_is_embedded_by_nodes_that_may_die(
+    two_nodes: Any, stages: Stages, tmp_path: Path
+) -> None:
+    pictures, folder = images(COUNT), tmp_path / "pictures"
+    folder.mkdir()
+    for number, picture in enumerate(pictures):
+        (folder / f"{number:03}.png").write_bytes(png(picture))
+    (folder / "bad.png").write_bytes(b"no picture")
+    told: list[int] = []
+
+    def on_stored(stored: int) -> None:
+        told.append(stored)
+        if len(told) == 5:
+            (other,) = two_nodes.worker_nodes
+            two_nodes.remove_node(other, allow_graceful=False)
+
+    with running(stages[1], tmp_path / "data") as gateway, Client(gateway.address) as client:
+        client.create_gallery("g")
+        done = fill_by_ray(
+            client, "g", str(folder), stages[1], two_nodes.address, on_stored, batch=10
+        )
+        assert done.stored == COUNT == told[-1] and list(done.refused) == ["bad.png"]
+        assert len(told) == COUNT // 10 + 1 and client.get_gallery("g").items == COUNT
+        for number in range(0, COUNT, 7):
+            (hit,) = client.find(pictures[number], k=1).hits
+            assert hit.id == f"{number:03}.png" and hit.distance < 1e-5

@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 
 from nobackfill.training.cli.compare import compare
-from tests.scale.conftest import whole
 from tests.training.comparison.test_compare import FEW, SHORT
 from tests.training.comparison.test_compare import digits as digits
 
 
 @pytest.mark.filterwarnings("default")
 def test_nodes_find_what_one_process_does(two_nodes: Any, digits: Path, tmp_path: Path) -> None:
-    whole(two_nodes)
     rows = ("independent", "bct")
     alone = compare(FEW, digits, tmp_path / "one", [0], rows, 1, SHORT)
     shared = compare(FEW, digits, tmp_path / "two", [0], rows, 1, SHORT, cluster=two_nodes.address)

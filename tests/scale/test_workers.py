@@ -13,7 +13,6 @@ from nobackfill.gallery.upgrade import Progress
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.upgrades.workers.processes import Processes
 from nobackfill.server.upgrades.workers.window import PIECE
-from tests.scale.conftest import whole
 from tests.server.conftest import Stages
 from tests.support.carried import Carried
 from tests.support.ports import free_port
@@ -84,7 +83,6 @@ def test_a_node_killed_in_mid_run_loses_doubles_and_revives_nothing(
 
     from nobackfill.server.upgrades.workers.ray_cluster import RayCluster
 
-    whole(two_nodes)
     workers = RayCluster(two_nodes.address)
     with postgres.database() as url:
         carried = Carried(url, stages[2], one, two, COUNT)
