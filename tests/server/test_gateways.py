@@ -1,7 +1,7 @@
 """Several gateways with one database: none has state of its own, and each answer is whole."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,6 +175,29 @@ def test_a_gateway_that_has_heard_nothing_puts_nothing_where_it_is_not_found(
     assert clients[1].find(PICTURES[0]).hits[0].id == "i0"
     clients[0].delete("g", ["i60"])
     fleet.restart(1)
+
+
+def test_a_gallery_made_while_its_gateway_looks_is_kept(
+    fleet: Fleet, clients: list[Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    galleries, state = fleet.gateways[0].galleries, fleet.gateways[0].state
+    fleet.gateways[0].following.close()
+    look = state.look
+
+    def looked() -> Mapping[str, tuple[int, int]]:
+        seen = look()
+        galleries.create("late")
+        return seen
+
+    monkeypatch.setattr(state, "look", looked)
+    fleet.gateways[0].following.catch_up()
+    monkeypatch.undo()
+    made = galleries.at_hand("late")
+    assert made is not None
+    fleet.gateways[0].following.catch_up()
+    assert galleries.at_hand("late") is made
+    clients[0].delete_gallery("late")
+    fleet.restart(0)
 
 
 def test_another_leads_on_when_the_leader_is_killed(

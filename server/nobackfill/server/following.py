@@ -79,12 +79,11 @@ class Following:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        marks = self._state.look()
+        outdated = self._galleries.follow(
+            lambda plan: self._serving.load_for(plan.models(), check_models)
+        )
         now = self._state.now
         planned = _planned_by(now)
-        outdated = self._galleries.follow(
-            marks, lambda plan: self._serving.load_for(plan.models(), check_models)
-        )
         if planned != self._planned:
             outdated = list(self._galleries.all())
         old, trouble = list[Plan](), ""

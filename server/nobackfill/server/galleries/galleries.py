@@ -192,14 +192,15 @@ class Galleries:
             hosted = self._open(name)
             hosted.wake()
             with self._leaf:
-                self._hosted = {**self._hosted, name: hosted}
+                # The other gateways' follower may have found and opened it already.
+                self._hosted = {name: hosted, **self._hosted}
 
-    def follow(
-        self, marks: Mapping[str, tuple[int, int]], before: Callable[[Plan], None]
-    ) -> list[Hosted]:
-        """Open what other gateways have made, let go of what they have deleted; those whose plan is
-        outdated. `marks`: number and epoch, by name; `before` as in Hosted.replan."""
+    def follow(self, before: Callable[[Plan], None]) -> list[Hosted]:
+        """Look what there is, open what other gateways have made, let go of what they have deleted;
+        those whose plan is outdated. `before` as in Hosted.replan. Raises UnavailableError."""
+        # In this order: what is made here after the look is not in it, and stays.
         known = self._hosted
+        marks = self._state.look()
         gone = {
             name for name, one in known.items() if name not in marks or marks[name][0] != one.number
         }
