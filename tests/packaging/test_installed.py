@@ -130,7 +130,7 @@ def test_training_needs_what_it_declares(training: Environment, tmp_path: Path) 
             # compare.py asks for the extra `ray` where it is told to, --weights for public models.
             optional = {"ray", "timm", "open_clip"}
             assert packages(path) - optional <= there | sys.stdlib_module_names, path.name
-    names = ["training.cli.train", "training.config_file"]
+    names = ["training.cli.train", "training.loop.training"]
     assert "torch" in import_all(training, names, tmp_path)
 
 

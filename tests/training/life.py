@@ -12,11 +12,11 @@ from typer import Typer
 from typer.testing import CliRunner, Result
 
 from nobackfill.training.cli import evaluate, export
-from nobackfill.training.cli.train import train
 from nobackfill.training.config import Config
 from nobackfill.training.config_file import parse_config
 from nobackfill.training.loop.progress import Progress
 from nobackfill.training.loop.run import Checkpoint
+from nobackfill.training.loop.training import train
 
 # Images a class: enough for a small network to learn digits, and for the gate to be sure of it on
 # every processor, whose rounding makes another network of the same seed.

@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from nobackfill.durable import lock
-from nobackfill.training.cli import train
+from nobackfill.training.cli.train import app
 from nobackfill.training.config import Config
+from nobackfill.training.loop import training
 from nobackfill.training.loop.run import CHECKPOINT, CONFIG, STATS, read_checkpoint
 from tests.training.life import config_of, invoke, train_quietly
 from tests.training.test_loop import StopAfter
@@ -24,7 +25,7 @@ def config(digits: Path, tmp_path: Path) -> Config:
 def run(config: Config, tmp_path: Path) -> tuple[int, str]:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
-    result = invoke(train.app, file)
+    result = invoke(app, file)
     return result.exit_code, result.output
 
 
@@ -58,7 +59,7 @@ def test_a_training_holds_its_folder_until_it_is_stopped(config: Config, tmp_pat
             return super().bar(title, total, done)
 
     with pytest.raises(KeyboardInterrupt):
-        train.train(config, Meanwhile(1))
+        training.train(config, Meanwhile(1))
     assert codes == [75]
     assert read_checkpoint(config.run_dir).epoch == 1
     assert train_quietly(config).finished
@@ -104,7 +105,7 @@ def test_the_first_process_of_a_training_locks_for_the_others(
         monkeypatch.delenv(name, raising=False)
     for name, number in numbers.items():
         monkeypatch.setenv(name, number)
-    monkeypatch.setattr(train, "_train_network", lambda *_: read_checkpoint(config.run_dir))
+    monkeypatch.setattr(training, "_train_network", lambda *_: read_checkpoint(config.run_dir))
     with lock(config.run_dir / "lock"):
         # With no network trained there is no checkpoint to tell of.
         assert run(config, tmp_path)[0] == (75 if leads else 78)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from nobackfill.errors import CannotWriteError, ConfigurationError, VerificationError
 from nobackfill.faults import FAULTS
-from nobackfill.training.cli.train import train
 from nobackfill.training.config import Config
 from nobackfill.training.loop.loop import DivergedError, fit, learning_rate
 from nobackfill.training.loop.objective import Batch, Objective, Terms
 from nobackfill.training.loop.progress import Progress
 from nobackfill.training.loop.run import CHECKPOINT, STATS, read_checkpoint, read_finished
+from nobackfill.training.loop.training import train
 from tests.training.life import config_of, train_quietly, upgrade_config
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.training.cli.train import train
 from nobackfill.training.config import Config
 from nobackfill.training.loop.loop import fit
 from nobackfill.training.loop.progress import Progress
 from nobackfill.training.loop.run import CHECKPOINT, read_checkpoint, write_checkpoint
+from nobackfill.training.loop.training import train
 from tests.training.life import config_of, train_quietly, upgrade_config
 from tests.training.test_loop import Line, StopAfter, line_config, rows
 

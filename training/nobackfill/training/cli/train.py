@@ -1,38 +1,14 @@
 """`python training/train.py CONFIG.yaml`: train an embedder, a side encoder or an upgrade."""
 
-import errno
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from nobackfill.class_folders import Listing, list_images
-from nobackfill.digests import sha256_file
-from nobackfill.durable import lock, remove_tree
-from nobackfill.errors import BusyError, InvalidInputError, few
 from nobackfill.training.cli.command import command_app
-from nobackfill.training.config import Config, EmbedderConfig, SideEncoderConfig, UpgradeConfig
 from nobackfill.training.config_file import load_config
-from nobackfill.training.data.folders import hold_out, readable, require_classes
-from nobackfill.training.data.pictures import open_pictures, reading, streams
-from nobackfill.training.loop.loop import fit
-from nobackfill.training.loop.memory import keep_freed_memory
-from nobackfill.training.loop.objective import Objective
 from nobackfill.training.loop.progress import Progress
-from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, read_finished, resumable
-from nobackfill.training.loop.upgrade import train_upgrade
-from nobackfill.training.method import EmbedderInputs
-from nobackfill.training.methods import embedder_method
-from nobackfill.training.networks.embedder import EmbedderObjective, ImageEncoder
-from nobackfill.training.networks.frozen import load_classifier
-from nobackfill.training.networks.pretrained import load_pretrained
-from nobackfill.training.networks.weights import normalisation, read_weights
-from nobackfill.training.side_info.kinds import side_objective
 
 _EPILOG = """
 The configuration's `kind` says what is trained: `embedder` (phi), `side_encoder` (psi) or `upgrade`
@@ -80,6 +56,10 @@ def main(
     """
     changed = [*(overrides or ()), *([f"weights={weights}"] if weights else [])]
     loaded = [load_config(path, tuple(changed)) for path in configs]
+    # Imported where used: they bring torch, which takes seconds.
+    from nobackfill.training.loop.run import CHECKPOINT
+    from nobackfill.training.loop.training import train
+
     for config in loaded:
         checkpoint = train(config, Progress())
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -88,147 +68,6 @@ def main(
                 f"{checkpoint.step} steps",
                 flush=True,
             )
-
-
-def train(config: Config, progress: Progress) -> Checkpoint:
-    """Train what the configuration says; a finished run is kept.
-
-    Raises BusyError where another process trains in the run folder, and what the parts raise.
-    """
-    keep_freed_memory()
-    config = _normalised(config)
-    _check_names(config)
-    chosen, held_out = split_images(config)
-    done = resumable(config)
-    if done is not None and done.finished:
-        return done
-    with _alone(config.run_dir):
-        if isinstance(config, UpgradeConfig):
-            return train_upgrade(config, chosen, held_out, progress)
-        return _train_network(config, chosen, progress)
-
-
-@contextmanager
-def _alone(run_dir: Path) -> Iterator[None]:
-    """Of two trainings in one folder each would write over what the other wrote."""
-    path = run_dir / "lock"
-    with ExitStack() as held:
-        if _leads():
-            try:
-                held.enter_context(lock(path))
-            except BusyError as error:
-                raise BusyError(
-                    f"another training works in {run_dir}; wait for it, or choose another run_dir"
-                ) from error
-            except OSError as error:
-                # A network's file system may have no locks, and be all that a cluster has.
-                if error.errno not in _NO_LOCKS:
-                    raise
-        yield
-        if _leads():
-            # Only of a finished run, which nobody writes to: whoever waits on the removed file and
-            # whoever makes the next one would both hold theirs.
-            remove_tree(path)
-
-
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
-
-
-def _leads() -> bool:
-    """Whether this is the first process of its training: it alone writes, and locks for all. As
-    lightning-fabric, torchrun and Slurm number them; the one that starts the others has no number.
-    """
-    ranks = (os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
-    return next((rank for rank in ranks if rank is not None), "0") == "0"
-
-
-def split_images(config: Config) -> tuple[Listing, Listing]:
-    """The images to train on and those held out; see the errors of the parts."""
-    listing = _usable(list_images(config.images, config.classes, config.class_list), config)
-    # What reads no labels asks for no classes.
-    require_classes(listing, 1 if isinstance(config, UpgradeConfig) else 2)
-    train_rows, held_rows = hold_out(listing, config.held_out, config.split_seed)
-    return listing.select(train_rows), listing.select(held_rows)
-
-
-def _normalised(config: Config) -> Config:
-    """With torchvision's weights, their normalisation of pixels, unless one is given."""
-    if isinstance(config, UpgradeConfig) or config.weights is None:
-        return config
-    expected = normalisation(config.weights, config.backbone)
-    if expected is None or {"pixel_mean", "pixel_std"} & config.model_fields_set:
-        return config
-    return config.model_copy(update={"pixel_mean": expected.mean, "pixel_std": expected.std})
-
-
-def _usable(listing: Listing, config: Config) -> Listing:
-    """The images, with skip_corrupt without files that are no image.
-
-    Of a set that is read as it is needed all are looked at first: better now than in hours.
-    """
-    later = not isinstance(config, UpgradeConfig) and streams(
-        listing, config.image_size, reading(config)
-    )
-    if not config.skip_corrupt and not later:
-        return listing
-    left, skipped = readable(listing, config.run_dir.parent / "features")
-    if skipped and not config.skip_corrupt:
-        raise InvalidInputError(
-            f"{len(skipped)} of the {len(listing)} files of {listing.root} are no images: "
-            f"{few(skipped)}; remove them, or train with skip_corrupt: true, which leaves them out"
-        )
-    for path in skipped:
-        print(f"skipped, no image: {listing.root / path}", file=sys.stderr)
-    return left
-
-
-def _check_names(config: Config) -> None:
-    """What the configuration names must exist before images are read."""
-    if isinstance(config, EmbedderConfig):
-        embedder_method(config.method)
-        if config.init is not None:
-            read_finished(config.init)
-
-
-def _train_network(
-    config: EmbedderConfig | SideEncoderConfig, listing: Listing, progress: Progress
-) -> Checkpoint:
-    torch.manual_seed(config.seed)
-    labels = torch.from_numpy(listing.labels)
-    if len(listing) < config.batch_size:
-        raise InvalidInputError(
-            f"{listing.root}: {len(listing)} images to train on are fewer than batch_size "
-            f"{config.batch_size}; lower it with --set batch_size={max(2, len(listing) // 2)}"
-        )
-    if isinstance(config, SideEncoderConfig):
-        objective = side_objective(config, len(listing.class_names))
-        _begin_with(config, objective, listing.class_names)
-        images = open_pictures(listing, config.image_size, reading(config))
-        rows = {"labels": labels, "images": images}
-        return fit(objective, rows, config, listing.class_names, progress=progress)
-    method = embedder_method(config.method)
-    old = None if config.old is None else load_classifier(config.old)
-    images = open_pictures(listing, config.image_size, reading(config))
-    embedder = method.objective(EmbedderInputs(config, listing.class_names, images, labels, old))
-    _begin_with(config, embedder, listing.class_names)
-    if config.init is not None:
-        embedder.start_from(read_finished(config.init), listing.class_names)
-    facts = {} if config.old is None else {"old_digest": sha256_file(config.old / CHECKPOINT)}
-    rows = {"labels": labels, "images": images}
-    return fit(embedder, rows, config, listing.class_names, progress=progress, facts=facts)
-
-
-def _begin_with(
-    config: EmbedderConfig | SideEncoderConfig, objective: Objective, class_names: tuple[str, ...]
-) -> None:
-    """Load the pretrained weights that the configuration names."""
-    if config.weights is None or resumable(config) is not None:
-        return
-    encoder = objective.trained()["encoder"]
-    assert isinstance(encoder, ImageEncoder)
-    head = objective.head if isinstance(objective, EmbedderObjective) else None
-    weights = read_weights(config.weights, config.backbone)
-    load_pretrained(encoder, head, weights, config, class_names)
 
 
 app = command_app("train.py", main, _EPILOG)

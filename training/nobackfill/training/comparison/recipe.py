@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nobackfill.training.cli.train import train
 from nobackfill.training.comparison.presets import Preset, Split, Values
 from nobackfill.training.config_file import parse_config
 from nobackfill.training.loop.progress import Progress
+from nobackfill.training.loop.training import train
 
 # The method that the default recipe trains.
 OURS = "residual"

@@ -14,7 +14,6 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from nobackfill.class_folders import Listing, list_images
 from nobackfill.digests import sha256_file
 from nobackfill.metrics.distances import Metric
-from nobackfill.training.cli.train import split_images
 from nobackfill.training.comparison.cells import (
     Evaluation,
     evaluation,
@@ -29,6 +28,7 @@ from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.config_file import parse_config
 from nobackfill.training.loop.memory import keep_freed_memory
 from nobackfill.training.loop.run import CHECKPOINT
+from nobackfill.training.loop.training import split_images
 from nobackfill.training.loop.upgrade import keep_features
 
 Planned = Sequence[tuple[Place, Sequence[Row]]]
