@@ -5,7 +5,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx2
@@ -49,12 +49,14 @@ def digest(token: str) -> str:
 
 @contextmanager
 def browser(gateway: Gateway, token: str | None = None) -> Iterator[httpx2.Client]:
-    """Follows no redirects; what it sends comes from the console's own pages."""
+    """Follows no redirects; what it sends comes from the console's own pages, those of a session
+    where it has a token."""
     at = gateway.console_address
     with httpx2.Client(base_url=at, headers={"Origin": at.rstrip("/")}, timeout=30) as client:
         if token is not None:
             answer = client.post("/login", data={"token": token})
-            assert (answer.status_code, answer.headers["location"]) == (303, "/")
+            assert answer.status_code == 303
+            client.base_url = client.base_url.join(answer.headers["location"])
         yield client
 
 
@@ -71,18 +73,64 @@ def test_nobody_sees_anything_before_a_token(guarded: Gateway) -> None:
             assert "set-cookie" not in answer.headers
         nobody.cookies.set("nobackfill-console", "guessed")
         assert nobody.get("/").status_code == 303
+        assert nobody.get(f"/{'x' * 43}/").status_code == 303
 
 
 def test_a_session_is_a_cookie_that_no_script_and_no_other_site_has(guarded: Gateway) -> None:
     with browser(guarded) as client:
-        cookie = client.post("/login", data={"token": "reader"}).headers["set-cookie"].lower()
+        entered = client.post("/login", data={"token": "reader"})
+        cookie, path = entered.headers["set-cookie"].lower(), entered.headers["location"]
         assert "httponly" in cookie and "samesite=strict" in cookie and "reader" not in cookie
-        assert client.get("/").status_code == 200
-        client.post("/logout")
+        # Cookies go to all ports of a host; this one to addresses that nobody else knows.
+        assert len(path) > 40 and f"path={path.lower()}" in cookie
+        assert client.get(path).status_code == 200
+        # Nor does the cookie open another session's pages, nor its own path without it.
+        with browser(guarded, "admin") as other:
+            value = client.cookies["nobackfill-console"]
+            given = {"Cookie": f"nobackfill-console={value}"}
+            assert httpx2.get(other.base_url, headers=given).status_code == 303
+        assert httpx2.get(client.base_url.join(path)).status_code == 303
         assert client.get("/").status_code == 303
+        client.post(f"{path}logout")
+        assert client.get(path).status_code == 303
         elsewhere = {"Origin": "http://evil.example"}
         assert client.post("/login", data={"token": "admin"}, headers=elsewhere).status_code == 403
         assert client.get("/", headers={"Host": "evil.example"}).status_code == 403
+
+
+def test_a_token_has_so_many_sessions_and_live_pages(guarded: Gateway) -> None:
+    """Who logs in again and again puts nobody else out, nor does who leaves pages open."""
+    with browser(guarded, "admin") as admin, browser(guarded, "device") as first:
+        for _ in range(25):
+            with browser(guarded, "device") as device:
+                assert device.get("/").status_code == 200
+        assert admin.get("/").status_code == 200
+        assert first.get("/").status_code == 303
+        with ExitStack() as open_pages:
+            device = open_pages.enter_context(browser(guarded, "device"))
+            pages = [
+                open_pages.enter_context(device.stream("GET", "/live")).iter_text()
+                for _ in range(12)
+            ]
+            assert [bool(next(page, "")) for page in pages] == [True] * 10 + [False] * 2
+            with admin.stream("GET", "/live") as page:
+                assert next(page.iter_text(), "")
+
+
+def test_what_an_activation_says_is_for_those_who_may(guarded: Gateway) -> None:
+    with browser(guarded, "admin") as admin, browser(guarded, "device") as device:
+        begun = admin.post("/release/1/activate", data={"rollout": "cutover"})
+        assert begun.status_code == 303
+        assert "Release 1, rollout cutover" in text_of(admin.get("/"))
+        assert "rollout cutover" not in text_of(device.get("/"))
+        # What was refused to one is no activation that another would wait for.
+        refused = device.post("/release/1/activate", data={"rollout": "dual"})
+        assert refused.status_code == 403
+        assert "Release 1, rollout cutover" in text_of(admin.get("/"))
+
+
+def text_of(page: httpx2.Response) -> str:
+    return re.sub("<.*?>", "", page.text)
 
 
 def test_each_role_sees_and_does_what_its_calls_may(guarded: Gateway) -> None:
@@ -109,12 +157,16 @@ def test_each_role_sees_and_does_what_its_calls_may(guarded: Gateway) -> None:
 
 def test_what_cannot_be_asked_gets_a_sentence(guarded: Gateway) -> None:
     with browser(guarded, "admin") as client:
-        wrong = {"/release/99": 404, "/gallery/none": 404, "/gallery/%2e%2e": 404, "/nothing": 404}
+        wrong = {"/release/99": 404, "/gallery/none": 404, "/gallery/%2e%2e": 404, "/nothing": 404,
+                 "/release/4294967296": 404, f"/release/{'9' * 5000}/estimate": 404,
+                 "/release/one": 404}  # fmt: skip
         for path, status in wrong.items():
             answer = client.get(path)
             assert (answer.status_code, answer.text.count('role="alert"')) == (status, 1), path
         for body in ({"rollout": "sideways"}, {}):
             assert client.post("/release/1/activate", data=body).status_code == 422
+        beyond = client.post("/release/4294967296/activate", data={"rollout": "dual"})
+        assert beyond.status_code == 404
         assert client.post("/rollback", data={"to": "-1"}).status_code == 422
         assert client.post("/playground/search?gallery=g", content=b"none").status_code == 422
         assert client.post("/playground/search", content=b"none").status_code == 422
@@ -161,7 +213,7 @@ def test_the_matrix_is_that_of_the_manifest(two: Manifest) -> None:
     assert matrix(two.model_copy(update={"evidence": ()}), 1) == {}
 
 
-def test_the_load_is_that_of_the_last_seconds() -> None:
+def test_the_load_is_that_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = CollectorRegistry()
     call = ["grpc_service", "grpc_method"]
     seconds = Histogram("grpc_server_handling_seconds", "t", call, buckets=(0.01, 0.1, 1),
@@ -184,6 +236,10 @@ def test_the_load_is_that_of_the_last_seconds() -> None:
     assert load.failed == 3
     assert load.p50_ms == pytest.approx(10 * 50 / 98)
     assert load.p99_ms == pytest.approx(100 + 900 * 0.5)
+    # Who comes back after an hour is not told of that hour.
+    hour = time.monotonic() + 3600
+    monkeypatch.setattr("nobackfill.server.console.load.time.monotonic", lambda: hour)
+    assert (meter.now().failed, meter.now().p50_ms) == (0, None)
 
 
 def test_a_release_that_may_meet_old_vectors_is_asked_with_them(

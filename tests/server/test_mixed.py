@@ -13,7 +13,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from nobackfill.errors import BusyError, NeedsImageError, ReleaseRetiredError
+from nobackfill.errors import (
+    BusyError,
+    InvalidInputError,
+    NeedsImageError,
+    ReleaseRetiredError,
+)
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.cli import operations  # noqa: F401 - puts its commands into app
 from nobackfill.server.cli.app import app
@@ -194,6 +199,8 @@ def test_old_queries_are_answered_until_the_end(
     client.create_gallery("g")
     client.put_images(images(4))
     publish_stage(repo, stages[2])
+    with refused(InvalidInputError):
+        client.swap(2, old_space_seconds=10**12)
     client.swap(2, old_space_seconds=3600)
     old = embedding(one, images(4)[1])
     answer = client.find_by(old)
@@ -215,6 +222,9 @@ def test_old_queries_are_answered_until_the_end(
     assert end.strftime("%Y-%m-%d %H:%M") in shown.stdout
     client.put_images(images(5)[4:], first=4)
     assert client.find_by(embedding(one, images(5)[4])).hits[0].id == "i4"
+    # As a version that took any number has written it.
+    gateway.state.change(ends={one.space: 1e13})
+    assert {one.ends_at.ToDatetime(UTC).year for one in client.list_releases()} == {9999, 1970}
     gateway.state.change(ends={one.space: 1.0})
     with refused(ReleaseRetiredError):
         client.find_by(old)

@@ -28,7 +28,8 @@ def new_token() -> str:
 class Guard:
     """Lets requests through to `app` that name one of `hosts` and begin with /`token`.
 
-    `hosts`: HOST:PORT as browsers write them. `token` None: anybody may ask, for the app itself
+    `hosts`: HOST:PORT as browsers write them; a first label `*`, as certificates have it, is any
+    one. `token` None: anybody may ask, for the app itself
     asks who it is. `secure`: served with TLS. `images`: further sources that pictures may come
     from, as a content security policy names them.
     """
@@ -84,7 +85,8 @@ class Guard:
 
     def _host(self, headers: Headers) -> str | None:
         host = headers.get("host", "").lower()
-        return host if host in self._hosts else None
+        any_first = f"*.{host.partition('.')[2]}"
+        return host if host in self._hosts or any_first in self._hosts else None
 
     def _knows(self, path: str) -> bool:
         if self._token is None:

@@ -1,5 +1,6 @@
 """Serving pages: uvicorn on a thread of its own, on a socket whose port is known before."""
 
+import asyncio
 import contextlib
 import socket
 import ssl
@@ -10,12 +11,15 @@ from typing import Self
 import uvicorn
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.loopback import is_loopback
 
 # Connections at once; beyond, a browser is told to come again.
 _MOST_CONNECTIONS = 100
+# Within which a request's head has to come; looked at so often.
+_HEAD_SECONDS = 10.0
 # Until streams that a browser keeps open are cut off at the end.
 _GRACE_SECONDS = 3
 # In the scope of each request: an event, set once no more is to be answered.
@@ -30,6 +34,32 @@ def ending(request: Request) -> bool:
     """Whether a stream has to end, for the server does."""
     event = request.scope.get(ENDING)
     return event is not None and event.is_set()
+
+
+class _Impatient(H11Protocol):
+    """Closes connections that begin no request, or do not end its head: uvicorn waits for ever."""
+
+    # At the last look: the latest request, None before the first, and whether it was under way.
+    _seen: tuple[RequestResponseCycle | None, bool] = (None, False)
+    _next: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._next = self.loop.call_later(_HEAD_SECONDS, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._next is not None:
+            self._next.cancel()
+
+    def _look(self) -> None:
+        under_way = self.cycle is not None and not self.cycle.response_complete
+        if self._seen == (self.cycle, False):
+            # No head has come since.
+            self.transport.close()
+            return
+        self._seen = self.cycle, under_way
+        self._next = self.loop.call_later(_HEAD_SECONDS, self._look)
 
 
 class Listener:
@@ -88,6 +118,7 @@ class Listener:
             proxy_headers=False,
             lifespan="off",
             ws="none",
+            http=_Impatient,
             limit_concurrency=_MOST_CONNECTIONS,
             timeout_graceful_shutdown=_GRACE_SECONDS,
             ssl_certfile=certificate,

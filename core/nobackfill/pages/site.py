@@ -1,5 +1,6 @@
 """A site of pages: its routes, our static files, and errors as pages."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from urllib.parse import parse_qsl
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
@@ -46,8 +47,9 @@ _STATIC = {
     "htmx.min.js": (SHARED / "static", "text/javascript"),
     "htmx-sse.min.js": (SHARED / "static", "text/javascript"),
 }
-# What a link or a form may hold.
+# What a link or a form may hold, and how long a body may take to come.
 MOST_FORM_BYTES = 64 * 1024
+_BODY_SECONDS = 60.0
 
 Page = Callable[[Request], Response]
 # The same with the body of the request.
@@ -71,10 +73,18 @@ class Site:
         """Show `page` at `path`."""
         self._routes.append(Route(path, _threaded(page), methods=["GET"]))
 
-    def post(self, path: str, page: Action, most: int = MOST_FORM_BYTES) -> None:
-        """Do what `page` does at `path`, with a body of at most so many bytes."""
+    def post(
+        self,
+        path: str,
+        page: Action,
+        most: int = MOST_FORM_BYTES,
+        before: Callable[[Request], None] = lambda request: None,
+    ) -> None:
+        """Do what `page` does at `path`, with a body of at most so many bytes. `before` raises for
+        whom no body is read."""
 
         async def endpoint(request: Request) -> Response:
+            before(request)
             return await run_in_threadpool(page, request, await _body(request, most))
 
         self._routes.append(Route(path, endpoint, methods=["POST"]))
@@ -103,7 +113,11 @@ class Site:
 
     def app(self) -> Starlette:
         """All of it; errors of ours become pages of one sentence."""
-        handlers: dict[Any, Any] = {NobackfillError: self._refused, HTTPException: self._missing}
+        handlers: dict[Any, Any] = {
+            NobackfillError: self._refused,
+            HTTPException: self._missing,
+            ClientDisconnect: _gone,
+        }
         return Starlette(routes=self._routes, exception_handlers=handlers)
 
     def _refused(self, request: Request, error: Exception) -> Response:
@@ -131,13 +145,27 @@ def fields(body: bytes) -> dict[str, str]:
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """Raises TooLargeError as soon as it is longer than `most` bytes."""
+    """Raises TooLargeError as soon as it is longer than `most` bytes, InvalidInputError where it
+    does not come to an end."""
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > most:
-            raise TooLargeError(f"expected at most {most} bytes, got more; send a smaller copy")
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most:
+                    raise TooLargeError(
+                        f"expected at most {most} bytes, got more; send a smaller copy"
+                    )
+    except TimeoutError as error:
+        raise InvalidInputError(
+            f"{len(body)} bytes came within {_BODY_SECONDS:.0f} s and not all; send it again"
+        ) from error
     return bytes(body)
+
+
+def _gone(request: Request, error: Exception) -> Response:
+    """Who left before all was sent reads no answer."""
+    return Response(status_code=400)
 
 
 def _threaded(page: Page) -> Callable[[Request], Awaitable[Response]]:

@@ -7,7 +7,7 @@ from typing import Self
 
 from cryptography import x509
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from nobackfill.images import LARGEST_BYTES
 from nobackfill.pages import Guard, Listener, Site, new_token
@@ -15,7 +15,7 @@ from nobackfill.pages.site import fields
 from nobackfill.server.console.operations import Operations
 from nobackfill.server.console.playground import Embed, Playground
 from nobackfill.server.console.rollouts import Rollouts
-from nobackfill.server.console.sessions import Sessions
+from nobackfill.server.console.sessions import BelowSessions, Sessions
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.settings import Settings, split_address
 
@@ -44,7 +44,8 @@ class Console:
             site = _site(sessions, metrics, embed)
             names = () if settings.tls_cert is None else _names(settings.tls_cert, listener.port)
             # Pictures of hits come from where the operator keeps them; the browser fetches them.
-            app = Guard(site.app(), (*listener.hosts, *names), token, secure=tls is not None,
+            pages = BelowSessions(site.app()) if guarded else site.app()
+            app = Guard(pages, (*listener.hosts, *names), token, secure=tls is not None,
                         images="http: https:")  # fmt: skip
             listener.serve(app)
             self.address = f"{listener.address}/{token}/" if token else f"{listener.address}/"
@@ -75,25 +76,24 @@ def _site(sessions: Sessions, metrics: Metrics, embed: Embed) -> Site:
         return site.show(request, "login.html.j2")
 
     def enter(request: Request, body: bytes) -> Response:
-        response = site.go(request, "/")
-        sessions.begin(fields(body).get("token", "").strip(), response)
-        return response
+        token = fields(body).get("token", "").strip()
+        return sessions.begin(token, lambda path: RedirectResponse(f"{path}/", 303))
 
     def leave(request: Request, body: bytes) -> Response:
-        response = site.go(request, "/login")
+        response = RedirectResponse("/login", 303)
         sessions.end(request, response)
         return response
 
     site.get("/", operations.overview)
-    site.get("/release/{number:int}", operations.release)
-    site.get("/release/{number:int}/estimate", operations.estimate)
-    site.post("/release/{number:int}/activate", operations.activate)
+    site.get("/release/{number}", operations.release)
+    site.get("/release/{number}/estimate", operations.estimate)
+    site.post("/release/{number}/activate", operations.activate)
     site.get("/gallery/{name}", operations.gallery)
     site.get("/rollback", operations.before_rollback)
     site.post("/rollback", operations.rollback)
     site.stream("/live", operations.live)
     site.get("/playground", playground.show)
-    site.post("/playground/search", playground.search, LARGEST_BYTES)
+    site.post("/playground/search", playground.search, LARGEST_BYTES, before=sessions.check)
     if sessions.guarded:
         site.get("/login", login)
         site.post("/login", enter)
@@ -108,8 +108,9 @@ def _names(certificate: Path, port: int) -> Iterable[str]:
         names = first.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         return ()
+    addresses = names.get_values_for_type(x509.IPAddress)
     known = [
         *names.get_values_for_type(x509.DNSName),
-        *map(str, names.get_values_for_type(x509.IPAddress)),
+        *(f"[{one}]" if one.version == 6 else str(one) for one in addresses),
     ]
     return [name for one in known for name in (f"{one}:{port}", *([one] if port == 443 else []))]

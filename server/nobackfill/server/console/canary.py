@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nobackfill.errors import BusyError, NotPermittedError
+from nobackfill.errors import BusyError
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.wire import Gateway
 
@@ -23,11 +23,12 @@ class Shown:
 
 
 def look(gateway: Gateway) -> Shown | None:
-    """The last one since the gateway's start; None without one, for a role that may not watch it,
-    and while the gateway has no place for who watches: the rest of a page is shown then."""
+    """The last one since the gateway's start; None without one, and while the gateway has no place
+    for who watches: the rest of a page is shown then. Raises NotPermittedError for a role that may
+    not watch it."""
     try:
         found = next(gateway.watch_canary())
-    except (NotPermittedError, BusyError):
+    except BusyError:
         return None
     return shown(found) if found.release else None
 

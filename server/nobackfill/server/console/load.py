@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry
 
 # What is looked back on.
 _WINDOW_SECONDS = 10.0
+# As looks come about once a second, the oldest may be so much older.
+_LATE_SECONDS = 1.0
 _SEARCHES = ("Search", "SearchBatch")
 # Answers to mistakes of the caller.
 _CALLERS = ("INVALID_ARGUMENT", "NOT_FOUND", "UNAUTHENTICATED", "PERMISSION_DENIED", "CANCELLED")
@@ -25,6 +27,8 @@ class Load:
     p99_ms: float | None
     # Share of the running upgrade that is done, 0 to 1.
     ratio: float
+    # That answers; 0 without one.
+    release: int
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class _Look:
     buckets: Mapping[float, float]
     failed: float
     ratio: float
+    release: int
 
 
 class LoadMeter:
@@ -48,7 +53,8 @@ class LoadMeter:
         """The load between the oldest look of the window and now."""
         look = self._look()
         with self._lock:
-            while len(self._looks) > 1 and look.at - self._looks[1].at > _WINDOW_SECONDS:
+            # When nobody looked for a while, it begins anew.
+            while self._looks and look.at - self._looks[0].at > _WINDOW_SECONDS + _LATE_SECONDS:
                 self._looks.popleft()
             self._looks.append(look)
             first = self._looks[0]
@@ -61,15 +67,18 @@ class LoadMeter:
             p50_ms=_quantile(sorted(counts.items()), 0.5),
             p99_ms=_quantile(sorted(counts.items()), 0.99),
             ratio=look.ratio,
+            release=look.release,
         )
 
     def _look(self) -> _Look:
         buckets: dict[float, float] = {}
-        failed = ratio = 0.0
+        failed = ratio = release = 0.0
         for family in self._registry.collect():
             for sample in family.samples:
                 if sample.name == "nobackfill_upgrade_ratio":
                     ratio = sample.value
+                elif sample.name == "nobackfill_active_release":
+                    release = sample.value
                 elif sample.labels.get("grpc_method") not in _SEARCHES:
                     continue
                 elif sample.name == "grpc_server_handling_seconds_bucket":
@@ -78,7 +87,7 @@ class LoadMeter:
                 elif sample.name == "grpc_server_handled_total":
                     ours = sample.labels["grpc_code"] not in ("OK", *_CALLERS)
                     failed += sample.value if ours else 0.0
-        return _Look(time.monotonic(), buckets, failed, ratio)
+        return _Look(time.monotonic(), buckets, failed, ratio, int(release))
 
 
 def _quantile(counts: Sequence[tuple[float, float]], share: float) -> float | None:

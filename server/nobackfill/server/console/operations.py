@@ -10,12 +10,18 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nobackfill.errors import InvalidInputError, NobackfillError
+from nobackfill.errors import (
+    InvalidInputError,
+    NobackfillError,
+    NotFoundError,
+    NotPermittedError,
+)
 from nobackfill.pages import Site
 from nobackfill.pages.listener import ending
 from nobackfill.pages.site import fields
 from nobackfill.release.parsing import parse_manifest
 from nobackfill.server.console import canary, evidence
+from nobackfill.server.console.caller import Caller
 from nobackfill.server.console.load import LoadMeter
 from nobackfill.server.console.rollouts import Rollouts
 from nobackfill.server.console.sessions import Sessions
@@ -45,22 +51,23 @@ class Operations:
         """Releases, galleries, the load, and what is about to expire."""
         with self._sessions.calling(request) as gateway:
             releases = gateway.list_releases()
+            galleries, why = None, ""
             try:
                 galleries = list(gateway.list_galleries())
-            except NobackfillError:
-                # A role that may look at releases only.
-                galleries = None
-            tried = canary.look(gateway)
+            except NotPermittedError:
+                why = "Your role is not for galleries."
+            except NobackfillError as error:
+                why = str(error)
+            live = self._live(gateway)
         return self._site.show(
-            request, "overview.html.j2", releases=releases, galleries=galleries, state=_state,
-            space_state=_space_state, moment=_moment, expiries=self._expiries(),
-            run=self._rollouts.run, load=self._load.now(), guarded=self._sessions.guarded,
-            canary=tried, index=_index,
+            request, "overview.html.j2", releases=releases, galleries=galleries, why=why,
+            state=_state, space_state=_space_state, moment=_moment, expiries=self._expiries(),
+            guarded=self._sessions.guarded, index=_index, **live,
         )  # fmt: skip
 
     def release(self, request: Request) -> Response:
         """One release: its evidence, and activating it once the estimate was seen."""
-        number = request.path_params["number"]
+        number = _number(request)
         with self._sessions.calling(request) as gateway:
             release = gateway.get_release(number)
         manifest = parse_manifest(release.manifest.encode(), number)
@@ -72,7 +79,7 @@ class Operations:
 
     def estimate(self, request: Request) -> Response:
         """What activating a release would take, a line a gallery, measured now; then the form."""
-        number = request.path_params["number"]
+        number = _number(request)
         rows: list[tuple[str, Any, str]] = []
         with self._sessions.calling(request) as gateway:
             for gallery in gateway.list_galleries():
@@ -89,8 +96,7 @@ class Operations:
         rollout = fields(body).get("rollout", "")
         if rollout not in ROLLOUTS:
             raise InvalidInputError(f"rollout: expected one of {', '.join(ROLLOUTS)}")
-        caller = self._sessions.caller(request)
-        self._rollouts.begin(caller, request.path_params["number"], rollout)
+        self._rollouts.begin(self._sessions.caller(request), _number(request), rollout)
         return self._site.go(request, "/")
 
     def before_rollback(self, request: Request) -> Response:
@@ -102,7 +108,7 @@ class Operations:
     def rollback(self, request: Request, body: bytes) -> Response:
         """Return to the release that was shown, and to no other."""
         to = fields(body).get("to", "")
-        if not (to.isascii() and to.isdecimal() and len(to) < 10):
+        if not _is_number(to):
             raise InvalidInputError("expected the release that the page named; load it again")
         with self._sessions.calling(request) as gateway:
             gateway.rollback(confirm=True, to=int(to))
@@ -134,21 +140,31 @@ class Operations:
         return EventSourceResponse(self._reports(request, first))
 
     async def _reports(self, request: Request, text: str) -> AsyncIterator[ServerSentEvent]:
-        while not ending(request):
-            yield ServerSentEvent(text, event="live")
-            await asyncio.sleep(_REPORT_SECONDS)
-            try:
-                text = await run_in_threadpool(self._now, request)
-            except NobackfillError:
-                # The browser asks again: by then a page says why, as of a token that was revoked.
-                return
+        with self._sessions.watching(request) as place:
+            while place and not ending(request):
+                yield ServerSentEvent(text, event="live")
+                await asyncio.sleep(_REPORT_SECONDS)
+                try:
+                    text = await run_in_threadpool(self._now, request)
+                except NobackfillError:
+                    # The browser asks again: by then a page says why, as of a token that was
+                    # revoked.
+                    return
 
     def _now(self, request: Request) -> str:
         with self._sessions.calling(request) as gateway:
+            live = self._live(gateway)
+        return self._site.text(request, "live.html.j2", **live)
+
+    def _live(self, gateway: Caller) -> dict[str, Any]:
+        """What changes by the second: the load, and for a role that may watch a canary also that
+        and the activation, whose message names galleries."""
+        load = self._load.now()
+        try:
             tried = canary.look(gateway)
-        return self._site.text(
-            request, "live.html.j2", load=self._load.now(), run=self._rollouts.run, canary=tried
-        )
+        except NotPermittedError:
+            return {"load": load, "run": None, "canary": None}
+        return {"load": load, "run": self._rollouts.told(load), "canary": tried}
 
     def _expiries(self) -> list[tuple[str, str, bool]]:
         """What, when, and whether that is soon; the first to expire first."""
@@ -161,6 +177,18 @@ class Operations:
         now = datetime.now(UTC)
         order = sorted(ends.items(), key=lambda pair: pair[1])
         return [(name, f"{end:%d %B %Y}", end - now < _SOON) for name, end in order]
+
+
+def _number(request: Request) -> int:
+    """Of the release that an address names. Raises NotFoundError."""
+    text: str = request.path_params["number"]
+    if not _is_number(text):
+        raise NotFoundError(f"no release is called {text[:20]!r}")
+    return int(text)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 def _state(release: release_pb2.Release) -> str:

@@ -3,10 +3,12 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from nobackfill.errors import BusyError, NobackfillError
 from nobackfill.server.console.caller import Caller
+from nobackfill.server.console.load import Load
 from nobackfill.v1 import release_pb2 as pb
 
 
@@ -16,7 +18,6 @@ class Run:
 
     release: int
     rollout: str
-    began: float
     phase: str = "begins"
     done: int = 0
     total: int = 0
@@ -35,33 +36,34 @@ class Run:
 
 
 class Rollouts:
-    """The last activation, and beginning the next."""
+    """The last activation that began here, and beginning the next."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.run: Run | None = None
+        self._run: Run | None = None
+
+    def told(self, load: Load) -> Run | None:
+        """The last activation, unless what is going on now has left it behind."""
+        run = self._run
+        if run is None or not run.ended:
+            return run
+        elsewhere = 0 < load.ratio < 1
+        undone = not run.failed and run.release != load.release
+        return None if elsewhere or undone else run
 
     def begin(self, caller: Callable[[], Caller], release: int, rollout: str) -> None:
-        """Activate a release. Raises BusyError while another one that began here goes on, and what
-        the call raises at once, as NotPermittedError."""
-        with self._lock:
-            if self.run is not None and not self.run.ended:
-                raise BusyError(f"the activation of release {self.run.release} goes on")
-            before, run = self.run, Run(release, rollout, time.monotonic())
-            self.run = run
-        gateway = caller()
-        reports = gateway.activate(release, rollout=rollout)
-        try:
-            _take(run, next(reports))
-        except BaseException as error:
-            gateway.close()
-            with self._lock:
-                # Refused: nothing began.
-                run.ended = True
-                self.run = before
-            if isinstance(error, StopIteration):
+        """Activate a release. Raises what the call raises at once, as NotPermittedError, and
+        BusyError while another activation goes on."""
+        with ExitStack() as closing:
+            gateway = closing.enter_context(caller())
+            reports = gateway.activate(release, rollout=rollout)
+            run = Run(release, rollout)
+            try:
+                _take(run, next(reports))
+            except StopIteration as error:
                 raise BusyError("the gateway reported nothing; try again") from error
-            raise
+            # Only now it has begun.
+            self._run = run
+            closing.pop_all()
 
         def follow() -> None:
             with gateway:

@@ -38,7 +38,8 @@ class Metrics:
         self.expiries = Expiries()
         self.registry.register(self.expiries)
         self.upgrade_ratio = Gauge(
-            "nobackfill_upgrade_ratio", "Share of the running upgrade that is done, 0 to 1.",
+            "nobackfill_upgrade_ratio",
+            "Share of the running upgrade that is done, 0 to 1; 0 while none runs.",
             registry=self.registry,
         )  # fmt: skip
         self.swap_seconds = Histogram(

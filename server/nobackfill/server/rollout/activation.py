@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import structlog
 
-from nobackfill.errors import BusyError, NobackfillError, PreconditionError
+from nobackfill.errors import BusyError, InvalidInputError, NobackfillError, PreconditionError
 from nobackfill.gallery.search.aside import give_way
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.comparison import CanaryState
@@ -35,6 +35,8 @@ log = structlog.get_logger("server.activation")
 _BRIEF_S = 5.0
 # An activation that ended the gateway so many times after it was resumed is not resumed again.
 _MOST_RESUMED = 2
+# For which an old space may be announced to answer still.
+_LONGEST_S = 100 * 365 * 24 * 3600
 
 
 class Activations:
@@ -55,7 +57,12 @@ class Activations:
     ) -> Run:
         """Begin one. Raises NotFoundError, BusyError while another runs, PreconditionError for a
         release older than the active one, and for a canary where nothing is compared,
-        CannotWriteError."""
+        InvalidInputError, CannotWriteError."""
+        if old_space_seconds > _LONGEST_S:
+            raise InvalidInputError(
+                f"expected old_space_seconds of at most {_LONGEST_S} (100 years), got "
+                f"{old_space_seconds}"
+            )
         manifest = self._parts.catalog.find(release)
         with self.held(), self._leading("begin another activation") as lead:
             active = self._parts.state.now.active
@@ -67,7 +74,6 @@ class Activations:
             if canary is not None:
                 _refuse_canary(release, active, rollout)
                 rollout = "cutover"
-                self._parts.canaries.begin(release)
             record = Activation(
                 release=release,
                 rollout=rollout or self._choose(manifest),
@@ -83,6 +89,8 @@ class Activations:
                     "rolled_back": None,
                 }
             )
+            if canary is not None:
+                self._parts.canaries.begin(release)
             return self._launch(record, lead)
 
     def start_gallery(self, gallery: str, spare_cores: float) -> Run:
@@ -240,6 +248,7 @@ class Activations:
             # Where another gateway leads on, they go on.
             if ended or not state.shared or state.now.activation is None:
                 end_jobs(self._parts, phase, message)
+        self._parts.metrics.upgrade_ratio.set(0)
         if run.record.canary is not None:
             self._parts.canaries.end(CanaryState.ENDED, message)
         return phase, message

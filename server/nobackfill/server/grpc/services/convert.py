@@ -20,6 +20,9 @@ from nobackfill.gallery.writing import Metadata
 from nobackfill.v1 import types_pb2 as types
 from nobackfill.wire.values import Values, fill_value, from_scalar
 
+# The last second that a Timestamp can hold: the end of the year 9999, in Unix time.
+_LAST = 253_402_300_799
+
 
 def keys_of(fields: types.Fields | None) -> Collection[str] | None:
     """The keys that an answer shall bring; None: all."""
@@ -98,4 +101,4 @@ def _moments(bounds: types.Condition.TimeRange, key: str) -> dict[str, int]:
 def to_end(space: str, ends: Mapping[str, float], message: Timestamp) -> None:
     """Set when a space ends, where that is announced; `ends` in Unix time, by space."""
     if space in ends:
-        message.FromNanoseconds(int(ends[space] * 1e9))
+        message.FromNanoseconds(int(min(ends[space], _LAST) * 1e9))
