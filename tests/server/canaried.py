@@ -4,19 +4,44 @@ Release n embeds into its own orthogonal block: a query that met a vector of ano
 find it at squared distance 2, and an item asked for by its own image is found at distance 0.
 """
 
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from nobackfill.server.gateway import Gateway
 from nobackfill.shares import digest, in_share
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.wire import Answer, Hit
-from tests.server.support import TIMEOUT_S, Client, images
+from tests.server.conftest import Stages, publish_stage
+from tests.server.support import TIMEOUT_S, Client, images, running
 from tests.support.blocks import png
 
 ITEMS = 6
 SESSIONS = [f"session {n}" for n in range(24)]
+
+
+@contextmanager
+def two_published(stages: Stages, folder: Path) -> Iterator[tuple[Gateway, Client]]:
+    """A gateway in release 1 with a gallery, beside which release 2 is published."""
+    shutil.copytree(stages[1], folder / "repo")
+    with running(folder / "repo", folder / "data") as gateway, Client(gateway.address) as client:
+        client.create_gallery("g")
+        client.put_images(images(ITEMS))
+        publish_stage(folder / "repo", stages[2])
+        wait_for(lambda: 2 in client.states())
+        yield gateway, client
+
+
+def end(gateway: Gateway, client: Client) -> None:
+    """Release 1 answers all again."""
+    if gateway.state.now.active == 2 or gateway.state.now.activation is not None:
+        client.rollback(confirm=True, to=1)
+    wait_for(lambda: gateway.activations.running() is None)
+    assert client.states()[1] == "ACTIVE"
 
 
 def expected(session: str, share: float) -> int:

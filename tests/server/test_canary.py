@@ -1,13 +1,12 @@
 """A share of the callers meets a release first, and it is stopped where it is worse."""
 
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from typer.testing import CliRunner
 
 from nobackfill.errors import BusyError, InvalidInputError, PreconditionError, UnavailableError
@@ -17,9 +16,20 @@ from nobackfill.server.cli.app import app
 from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.v1 import search_pb2
-from tests.server.canaried import ITEMS, SESSIONS, ask, begin, expected, report, wait_for, whole
-from tests.server.conftest import Stages, publish_stage
-from tests.server.support import Client, embedding, images, refused, running, vectors_of
+from tests.server.canaried import (
+    ITEMS,
+    SESSIONS,
+    ask,
+    begin,
+    end,
+    expected,
+    report,
+    two_published,
+    wait_for,
+    whole,
+)
+from tests.server.conftest import Stages
+from tests.server.support import Client, embedding, images, refused, vectors_of
 from tests.support.blocks import png
 
 
@@ -27,15 +37,8 @@ from tests.support.blocks import png
 def served(
     stages: Stages, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Gateway, Client]]:
-    """A gateway in release 1 with a gallery, beside which release 2 is published."""
-    folder = tmp_path_factory.mktemp("canary")
-    shutil.copytree(stages[1], folder / "repo")
-    with running(folder / "repo", folder / "data") as gateway, Client(gateway.address) as client:
-        client.create_gallery("g")
-        client.put_images(images(ITEMS))
-        publish_stage(folder / "repo", stages[2])
-        wait_for(lambda: 2 in client.states())
-        yield gateway, client
+    with two_published(stages, tmp_path_factory.mktemp("canary")) as both:
+        yield both
 
 
 @pytest.fixture
@@ -47,10 +50,7 @@ def gateway(served: tuple[Gateway, Client]) -> Gateway:
 def client(served: tuple[Gateway, Client], near_gate: None) -> Iterator[Client]:
     """The same for each test: release 1 answers again when one has ended."""
     yield served[1]
-    if served[0].state.now.active == 2 or served[0].state.now.activation is not None:
-        served[1].rollback(confirm=True, to=1)
-    wait_for(lambda: served[0].activations.running() is None)
-    assert served[1].states()[1] == "ACTIVE"
+    end(*served)
 
 
 def test_one_search_is_answered_by_one_pair(client: Client, one: Manifest, two: Manifest) -> None:
@@ -124,32 +124,6 @@ def test_a_withdrawal_ends_a_canary(
     wait_for(lambda: report(client).state == pb.CANARY_STATE_STOPPED)
     assert report(client).message == "the release was withdrawn: mistakes cats for dogs"
     wait_for(lambda: whole(ask(client, "any", 0), "i0") == 1)
-
-
-def test_it_goes_its_steps_by_itself(client: Client) -> None:
-    canary = pb.Canary(share=0.25, steps=[0.5, 1.0])
-    canary.every.FromMilliseconds(300)
-    begin(client, canary)
-    wait_for(lambda: client.states()[2] == "ACTIVE")
-    assert report(client).state == pb.CANARY_STATE_PROMOTED
-
-
-def test_a_restart_goes_on_with_the_same_share(
-    stages: Stages, tmp_path: Path, near_gate: None
-) -> None:
-    repo, data = tmp_path / "repo", tmp_path / "data"
-    publish_stage(repo, stages[1])
-    for start in range(2):
-        with running(repo, data) as gateway, Client(gateway.address) as client:
-            if not start:
-                client.create_gallery("g")
-                client.put_images(images(ITEMS))
-                publish_stage(repo, stages[2])
-                begin(client, pb.Canary(share=0.4))
-            for n, session in enumerate(SESSIONS):
-                answer = ask(client, session, n % ITEMS)
-                assert whole(answer, f"i{n % ITEMS}") == expected(session, 0.4)
-            assert report(client).canary.share == 0.4
 
 
 @pytest.fixture
@@ -284,6 +258,8 @@ def test_what_is_no_canary_is_refused(client: Client) -> None:
         pb.Canary(share=1.5), pb.Canary(share=float("nan")), pb.Canary(),
         pb.Canary(share=0.5, steps=[0.4]), pb.Canary(share=0.5, steps=[0.6]),
         pb.Canary(share=0.5, most_errors=2), pb.Canary(share=0.5, largest_p99_ratio=-1),
+        pb.Canary(share=0.5, largest_p99_ratio=float("inf")),
+        pb.Canary(share=0.5, every=Duration(seconds=2**62)),
     ):  # fmt: skip
         with refused(InvalidInputError, "canary"):
             next(iter(client.activate(2, canary=canary)))

@@ -1,6 +1,7 @@
 """Evidence that holds under peeking: simulated lives of canaries, looked at after every event."""
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -46,6 +47,35 @@ def test_a_rate_that_is_only_looked_at_often_is_wrong_often() -> None:
 def test_a_share_above_its_bound_is_found() -> None:
     rng = np.random.default_rng(2)
     assert np.mean([ever(run, 0.01) for run in rng.random((50, 600)) < 0.05]) > 0.95
+
+
+def test_who_peeks_for_long_is_rarely_wrong() -> None:
+    """Healthy for long, then just as the bound allows."""
+    rng = np.random.default_rng(5)
+    chances = np.repeat([0.002, 0.01], [1500, 1500])
+    assert np.mean([ever(run, 0.01) for run in rng.random((100, 3000)) < chances]) <= 0.13
+
+
+def after(good: int) -> Evidence:
+    evidence = Evidence()
+    for _ in range(good):
+        evidence.see(False, 0.01)
+    return evidence
+
+
+@pytest.mark.parametrize("good", [0, 1000, 100_000])
+def test_what_breaks_late_is_found_as_soon(good: int) -> None:
+    """All that is asked of it fails, or one query in twelve."""
+    failed = after(good)
+    for _ in range(20):
+        failed.see(True, 0.01)
+    assert failed.value >= 80
+    failed = after(good)
+    for broken in np.random.default_rng(6).random(2400) < 1 / 12:
+        failed.see(bool(broken), 0.01)
+        if failed.value >= 80:
+            break
+    assert failed.value >= 80
 
 
 @given(st.lists(st.booleans(), max_size=8), st.floats(0.01, 0.99))
@@ -98,6 +128,18 @@ def test_feedback_about_a_worse_pair_stops_it() -> None:
     assert np.mean([life(rng, 0.5, (0.1, 0.6), "rejected") for _ in range(20)]) > 0.9
     # A better one goes on.
     assert not any(life(rng, 0.5, (0.1, 0.6), "approved") for _ in range(20))
+
+
+def test_answers_are_remembered_without_the_texts_of_their_ids() -> None:
+    sessions = Sessions()
+    tracemalloc.start()
+    for n in range(1000):
+        sessions.answered(n, str(n), [f"{i} {n} {'x' * 500}" for i in range(100)], new=False)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 1000 * 100 * 30
+    assert sessions.feedback("7", f"99 7 {'x' * 500}", "approved")
+    assert not sessions.feedback("7", f"100 7 {'x' * 500}", "approved")
 
 
 def test_feedback_is_about_an_answer_that_was_given() -> None:

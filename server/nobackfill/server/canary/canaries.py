@@ -1,19 +1,32 @@
 """The canary of a gateway: each query that takes part is answered by one pair, and compared."""
 
+import contextvars
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
-from nobackfill.errors import NobackfillError
+from nobackfill.errors import (
+    BusyError,
+    CancelledError,
+    DeadlineError,
+    InvalidInputError,
+    NobackfillError,
+    NoEncoderError,
+)
 from nobackfill.server.canary.comparison import NOTHING, CanaryState, Comparison, Report
 from nobackfill.server.canary.mirror import Mirror
 from nobackfill.server.canary.sessions import Kind
-from nobackfill.server.galleries.asked import Answers, Asked, Found, Search
+from nobackfill.server.galleries.asked import Answers, Asked, Found, Query, Search
 from nobackfill.server.galleries.plan import Part, Plan
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.state import Canary, GatewayState
+from nobackfill.server.state import Canary, GatewayState, OutdatedError
 from nobackfill.shares import digest, in_share
+
+# Of these the caller is the reason, or how many there are, or another gateway: they would have met
+# the old pair as well, a moment before. Of what came too late, see Comparison.late.
+_NO_EVIDENCE = (BusyError, CancelledError, DeadlineError, NoEncoderError, OutdatedError)
 
 
 class Canaries:
@@ -30,7 +43,7 @@ class Canaries:
 
     def begin(self, release: int) -> None:
         """One of this release begins: nothing of an earlier one counts."""
-        self._now = Comparison(release)
+        self._now = Comparison(release, self.setting)
 
     def end(self, state: CanaryState, message: str = "") -> None:
         """The one under way has ended."""
@@ -59,8 +72,9 @@ class Canaries:
     def search(self, asked: Asked, plan: Plan, on_trial: Part, search: Search) -> Found:
         """Answer one query, wholly by one pair: what the new one fails, the old one answers.
 
-        A query takes part that either pair can answer: an image, a text, or an embedding of each.
-        Raises what `search` of the old pair does.
+        A query takes part that either pair can answer: an image, a text, or an embedding of each;
+        of others the old pair answers what the new one cannot. Raises what `search` of the old pair
+        does.
         """
         canary = self.setting()
         if canary is None:
@@ -70,18 +84,16 @@ class Canaries:
         chosen = in_share(key, canary.share)
         by_new = chosen and not canary.shadow
         if not _takes_part(asked, plan, on_trial):
+            by_new = by_new and _reads(on_trial, asked.query)
             return search(asked, plan, on_trial if by_new else None)
-        comparison = self._comparison(on_trial.query.release)
-        began = time.monotonic()
-        try:
-            found = search(asked, plan, on_trial if by_new else None)
-        except NobackfillError:
-            if not by_new:
-                raise
-            # What neither can answer says nothing about either.
+        comparison, began = self._comparison(on_trial.query.release), time.monotonic()
+        if by_new:
+            trial = _Trial(canary, comparison, on_trial, asked.query)
+            found, failed = trial.answer(lambda part: search(asked, plan, part))
+            if failed:
+                return found
+        else:
             found = search(asked, plan, None)
-            comparison.failed(canary)
-            return found
         found = replace(found, request_id=call.request_id)
         comparison.answered(canary, found, time.monotonic() - began, key, new=by_new)
         if chosen:
@@ -97,12 +109,11 @@ class Canaries:
         release = on_trial.query.release
         if not in_share(digest(release, calls.current().key), canary.share):
             return answer(None)
-        try:
-            return answer(on_trial)
-        except NobackfillError:
-            found = answer(None)
-            self._comparison(release).failed(canary)
-            return found
+        comparison = self._comparison(release)
+        found, failed = _Trial(canary, comparison, on_trial, None).answer(answer)
+        if not failed:
+            comparison.batched(canary)
+        return found
 
     def _compare(
         self, asked: Asked, plan: Plan, on_trial: Part, search: Search,
@@ -113,40 +124,97 @@ class Canaries:
         by_new = found.space == on_trial.query.space
         aside = replace(asked, aside=True)
 
+        def compare() -> None:
+            try:
+                other = search(aside, plan, None if by_new else on_trial)
+            except NobackfillError as error:
+                if not by_new and _is_evidence(error, asked.query):
+                    # What they share may be away since the old one has answered: not if it does.
+                    search(aside, plan, None)
+                    comparison.failed(canary)
+                return
+            old, new = (other, found) if by_new else (found, other)
+            comparison.mirrored(canary, old, new, by_new=not by_new)
+
         def work() -> None:
             hosted = asked.hosted
             if not hosted.users.enter():
                 return
             try:
-                with hosted.using() as now:
-                    if now is not plan:
-                        return
-                    other = search(aside, plan, None if by_new else on_trial)
-            except NobackfillError:
-                if not by_new:
-                    comparison.failed(canary)
-                return
+                with suppress(NobackfillError), hosted.using() as now:
+                    if now is plan:
+                        compare()
             finally:
                 hosted.users.leave()
-            old, new = (other, found) if by_new else (found, other)
-            comparison.mirrored(canary, old, new, by_new=not by_new)
 
-        if not self._mirror.offer(work, len(asked.query)):
+        if not self._mirror.offer(work, _size(asked.query)):
             comparison.skipped()
 
     def _comparison(self, release: int) -> Comparison:
         """Of the release on trial: after a restart it begins anew."""
         now = self._now
         if now is None or now.release != release:
-            now = self._now = Comparison(release)
+            now = self._now = Comparison(release, self.setting)
         return now
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """A query, None for several of one call, that the new pair is to answer."""
+
+    canary: Canary
+    comparison: Comparison
+    on_trial: Part
+    query: Query | None
+
+    def answer(self, ask: Callable[[Part | None], Answers]) -> tuple[Answers, bool]:
+        """What the new pair answers; what it fails, the old one does, and it is counted. And
+        whether it failed."""
+        left, single = calls.current().remaining(), self.query is not None
+        given = self.comparison.share_of_time(left) if single else left / 2
+        try:
+            return _within(given, lambda: ask(self.on_trial)), False
+        except NobackfillError as error:
+            began = time.monotonic()
+            # What neither can answer says nothing about either.
+            answers = ask(None)
+            if isinstance(error, DeadlineError):
+                took = time.monotonic() - began
+                self.comparison.late(self.canary, given, took, single=single)
+            elif _is_evidence(error, self.query):
+                self.comparison.failed(self.canary)
+            return answers, True
+
+
 def _takes_part(asked: Asked, plan: Plan, on_trial: Part) -> bool:
-    query = asked.query
-    both = (on_trial, *plan.parts)
+    return all(_reads(part, asked.query) for part in (on_trial, *plan.parts))
+
+
+def _reads(part: Part, query: Query) -> bool:
     if isinstance(query, str):
-        return all(part.query.text_encoder for part in both)
+        return part.query.text_encoder is not None
     if isinstance(query, bytes):
-        return all(part.query.embedder.file for part in both)
-    return all(part.query.space in query for part in both)
+        return part.query.embedder.file is not None
+    return part.query.space in query
+
+
+def _is_evidence(error: NobackfillError, query: Query | None) -> bool:
+    """Whether it speaks against the new pair. Of vectors each pair is sent its own: who sends it
+    none that it can use says nothing by that."""
+    by_embedding = isinstance(query, Mapping)
+    of_caller = by_embedding and isinstance(error, InvalidInputError)
+    return not of_caller and not isinstance(error, _NO_EVIDENCE)
+
+
+def _size(query: Query) -> int:
+    return len(query) if isinstance(query, bytes | str) else sum(map(len, query.values()))
+
+
+def _within(seconds: float, ask: Callable[[], Answers]) -> Answers:
+    """Ask as the call under way does, with less time than it has left."""
+
+    def shortened() -> Answers:
+        calls.begin(replace(calls.current(), deadline=time.monotonic() + seconds))
+        return ask()
+
+    return contextvars.copy_context().run(shortened)

@@ -1,7 +1,7 @@
 """One canary as far as it got: what both pairs answered, and whether a bound is crossed."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -21,6 +21,8 @@ _EVIDENCE_OF: Mapping[Kind, str] = {"approved": "approvals", "rejected": "reject
 _SLOW = 0.01
 # The percentile is known once so many queries are, and looked up anew after each so many.
 _KNOWN, _ANEW = 200, 50
+# Until it is known, a caller that waits less for the new pair says nothing by giving it up.
+_PATIENT_S = 1.0
 
 
 class CanaryState(StrEnum):
@@ -72,15 +74,18 @@ class _Counted:
 class Comparison:
     """Of one release with the one that answers; usable from several threads."""
 
-    def __init__(self, release: int) -> None:
+    def __init__(self, release: int, setting: Callable[[], Canary | None]) -> None:
+        """`setting`: the newest; None once the canary has ended."""
         self.release = release
+        self._setting = setting
         self._lock = threading.Lock()
         self._counted = _Counted()
         self._sessions = Sessions()
         self._errors, self._latency = Evidence(), Evidence()
         # The old pair's 99th percentile in seconds.
         self._p99: float | None = None
-        self._share: float | None = None
+        # What says who is answered by which pair: share and shadow.
+        self._chosen_by: tuple[float, bool] | None = None
         self._ended: tuple[CanaryState, str] | None = None
 
     def answered(
@@ -88,12 +93,8 @@ class Comparison:
     ) -> None:
         """Count what a caller got, after so many seconds."""
         with self._lock:
-            if canary.share != self._share:
-                self._share = canary.share
-                self._sessions.begin_anew()
             self._figures(new).count(found, seconds)
-            items = [hit.item.id for hit in found.hits]
-            self._sessions.answered(key, found.request_id, items, new=new)
+            self._remember(canary, found, key, new=new)
             if not new:
                 self._look_up()
                 return
@@ -107,6 +108,41 @@ class Comparison:
             self._counted.new.queries += 1
             self._counted.new.errors += 1
             self._errors.see(True, canary.most_errors)
+
+    def share_of_time(self, left: float) -> float:
+        """Seconds, of those that a query's caller has left, in which the new pair is to answer: the
+        rest, a quarter to a half, is kept for the old one, which answers if it does not."""
+        p99 = self._p99
+        return left / 2 if p99 is None else max(left / 2, min(left * 3 / 4, left - 2 * p99))
+
+    def late(self, canary: Canary, given: float, took: float, *, single: bool) -> None:
+        """Count what the new pair did not answer in the seconds it was `given`, and the old one in
+        those it `took`; `single`: one query, not several in a call.
+
+        Only where the bounds allow no query to take so long: else callers that hardly wait would
+        stop any release.
+        """
+        with self._lock:
+            evidence, bound = self._errors, canary.most_errors
+            enough = max(_PATIENT_S, canary.largest_p99_ratio * took)
+            if single and self._p99 is not None:
+                evidence, bound = self._latency, _SLOW
+                enough = canary.largest_p99_ratio * self._p99
+            if given < enough:
+                return
+            self._counted.new.queries += 1
+            self._counted.new.errors += 1
+            if single:
+                # It would have taken longer.
+                self._counted.new.seconds.append(given)
+            evidence.see(True, bound)
+
+    def batched(self, canary: Canary) -> None:
+        """Count several queries of one call that the new pair has answered, as one, which is what
+        they are where it fails them."""
+        with self._lock:
+            self._counted.new.queries += 1
+            self._errors.see(False, canary.most_errors)
 
     def mirrored(self, canary: Canary, old: Found, new: Found, *, by_new: bool) -> None:
         """Count the answer that nobody waited for: the new pair's if `by_new`."""
@@ -158,6 +194,19 @@ class Comparison:
                 },
             )
 
+    def _remember(self, canary: Canary, found: Found, key: int, *, new: bool) -> None:
+        now = self._setting()
+        if now is None:
+            return
+        chosen_by = now.share, now.shadow
+        if chosen_by != self._chosen_by:
+            self._chosen_by = chosen_by
+            self._sessions.begin_anew()
+        # What an older setting has chosen, and ends only now, may be of the other pair today.
+        if (canary.share, canary.shadow) == chosen_by:
+            items = [hit.item.id for hit in found.hits]
+            self._sessions.answered(key, found.request_id, items, new=new)
+
     def _figures(self, new: bool) -> PairFigures:
         return self._counted.new if new else self._counted.old
 
@@ -180,7 +229,7 @@ class Comparison:
         )
 
 
-NOTHING = replace(Comparison(0).report(), state=CanaryState.ENDED)
+NOTHING = replace(Comparison(0, lambda: None).report(), state=CanaryState.ENDED)
 
 
 def _sentence(bound: str, report: Report, canary: Canary) -> str:

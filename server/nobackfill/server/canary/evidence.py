@@ -6,32 +6,40 @@ the capital is a nonnegative supermartingale, and so is the mean of several bett
 inequality it ever reaches 1 / alpha with probability at most alpha, whoever peeks and stops when
 (Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", JRSS-B 2024,
 section 4; Ramdas et al., "Game-theoretic statistics and safe anytime-valid inference", 2023).
-"""
 
-import math
+Who has bet through healthy days has nothing left to bet when a release breaks. So bettors begin
+anew at each outcome, the n-th with 1 / (n (n + 1)) of the capital, which sums to 1 and is kept
+aside until then: what breaks after n outcomes is told by those that began about then, as soon as
+they have made up for the share n^-2 of the capital that they began with.
+"""
 
 # Stakes: small ones find small excesses in the long run, large ones find large excesses soon.
 _STAKES = (0.9, 0.5, 0.25, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
 # Enough to tell; beyond it capitals would overflow.
-_LARGEST_LOG = 600.0
+_LARGEST = 1e250
 
 
 class Evidence:
     """That outcomes are 1 more often than a bound says, or than bounds that change do."""
 
     def __init__(self) -> None:
-        self._logs = [0.0] * len(_STAKES)
+        self._seen = 0
+        # By stake, of all who bet it since whenever: they win and lose alike from here on.
+        self._capitals = [0.0] * len(_STAKES)
 
     def see(self, outcome: bool, bound: float) -> None:
         """Count an outcome whose probability of being True is, in the hypothesis, at most `bound`,
         given all that was seen before; of a bound of 0, 1 or beyond nothing follows."""
         if not 0 < bound < 1:
             return
+        self._seen += 1
+        begins = 1 / (self._seen * (self._seen + 1)) / len(_STAKES)
         for i, stake in enumerate(_STAKES):
-            gain = math.log1p(stake * (outcome - bound) / bound)
-            self._logs[i] = min(_LARGEST_LOG, self._logs[i] + gain)
+            gain = 1 + stake * (outcome - bound) / bound
+            self._capitals[i] = min(_LARGEST, (self._capitals[i] + begins) * gain)
 
     @property
     def value(self) -> float:
         """Above 0: 1 at the beginning, and in the hypothesis 1 at most in the mean at any time."""
-        return sum(map(math.exp, self._logs)) / len(self._logs)
+        aside = 1 / (self._seen + 1)
+        return aside + sum(self._capitals)

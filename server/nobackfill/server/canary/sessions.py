@@ -7,6 +7,7 @@ comes from a pair with the probability that is the pair's share of them (as Lind
 "Anytime-valid inference for multinomial count data", NeurIPS 2022, section 4).
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,8 +34,8 @@ class Sessions:
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[int, _Session] = OrderedDict()
-        # Request ids to the session, and the items of the answer.
-        self._answers: OrderedDict[str, tuple[int, frozenset[str]]] = OrderedDict()
+        # Request ids to the session, and 64 bits of each item of the answer: ids may be long.
+        self._answers: OrderedDict[str, tuple[int, array[int]]] = OrderedDict()
         # Sessions, and those that have said something, by pair: old, new.
         self.counts = [0, 0]
         self.said: dict[Kind, list[int]] = {kind: [0, 0] for kind in KINDS}
@@ -50,7 +51,7 @@ class Sessions:
             self.counts[new] += 1
             if len(self._sessions) > _MOST_SESSIONS:
                 self._forget(next(iter(self._sessions)))
-        self._answers[request_id] = key, frozenset(items[:_MOST_ITEMS])
+        self._answers[request_id] = key, array("q", map(hash, items[:_MOST_ITEMS]))
         self._answers.move_to_end(request_id)
         if len(self._answers) > _MOST_ANSWERS:
             self._answers.popitem(last=False)
@@ -58,9 +59,9 @@ class Sessions:
     def feedback(self, request_id: str, item: str, kind: Kind) -> bool:
         """Whether it is about an item of an answer that is remembered. The first of its kind of a
         session is evidence."""
-        key, items = self._answers.get(request_id, (0, frozenset[str]()))
+        key, items = self._answers.get(request_id, (0, ()))
         session = self._sessions.get(key)
-        if session is None or item not in items:
+        if session is None or hash(item) not in items:
             return False
         if kind not in session.said:
             silent = [self.counts[new] - self.said[kind][new] for new in (False, True)]
@@ -72,7 +73,7 @@ class Sessions:
         return True
 
     def begin_anew(self) -> None:
-        """The share has changed, and with it who belongs where. Evidence counts on."""
+        """The setting has changed, and with it who belongs where. Evidence counts on."""
         self._sessions.clear()
         self._answers.clear()
         self.counts = [0, 0]

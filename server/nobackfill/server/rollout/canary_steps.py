@@ -28,7 +28,8 @@ class CanarySteps:
         """Return once the release is promoted.
 
         Raises PreconditionError where a bound is crossed or the release withdrawn, CancelledError.
-        A step takes its time of a gateway that serves: a restart begins it anew.
+        A step takes its time of a gateway that serves: a restart begins it anew, and so does a
+        change of the canary's share or steps.
         """
         release, seen, began = self._run.record.release, None, time.monotonic()
         self._run.waiting = True
@@ -44,9 +45,10 @@ class CanarySteps:
                     log.info("canary promoted", release=release)
                     self._parts.canaries.end(CanaryState.PROMOTED)
                     return
-                if canary.share != seen:
-                    seen, began = canary.share, time.monotonic()
-                    log.info("canary", release=release, share=seen, shadow=canary.shadow)
+                step = canary.share, canary.shadow, canary.every_s, canary.steps
+                if step != seen:
+                    seen, began = step, time.monotonic()
+                    log.info("canary", release=release, share=canary.share, shadow=canary.shadow)
                     self._run.report(Phase.CANARY, message=share_of(canary, release))
                 if canary.every_s and time.monotonic() - began >= canary.every_s:
                     self._parts.state.together(self._next, self._run.lead)

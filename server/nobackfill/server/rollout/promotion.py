@@ -1,5 +1,6 @@
 """What an operator does to a canary under way: let more queries meet it, or all."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,6 +10,9 @@ from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.rollout.parts import Parts
 from nobackfill.server.rollout.run import Run
 from nobackfill.server.state import Activation, Canary, State
+
+# Between steps: a leap year. Longer ones are typing errors, and messages could not tell some.
+_LONGEST_S = 366 * 24 * 3600
 
 
 def check(canary: Canary) -> None:
@@ -20,13 +24,16 @@ def check(canary: Canary) -> None:
             "canary: expected growing shares above 0 and at most 1, got "
             + ", ".join(f"{share:g}" for share in shares)
         )
-    if not canary.every_s >= 0 or (canary.steps and not canary.every_s > 0):
+    if not 0 <= canary.every_s <= _LONGEST_S or (canary.steps and not canary.every_s):
         raise InvalidInputError(
-            f"canary: expected more than 0 seconds between steps, got {canary.every_s:g}"
+            f"canary: expected more than 0 seconds between steps, and at most {_LONGEST_S:,}, got "
+            f"{canary.every_s:g}"
         )
-    if not (0 < canary.most_errors < 1 and canary.largest_p99_ratio > 0):
+    # What is not finite could not be read from the state again.
+    if not (0 < canary.most_errors < 1 and 0 < canary.largest_p99_ratio < math.inf):
         raise InvalidInputError(
-            "canary: expected most_errors between 0 and 1, and largest_p99_ratio above 0, got "
+            "canary: expected most_errors between 0 and 1, and a finite largest_p99_ratio above 0, "
+            "got "
             f"{canary.most_errors:g} and {canary.largest_p99_ratio:g}"
         )
 

@@ -23,7 +23,7 @@ def from_canary(asked: pb.Canary) -> Canary:
     canary = Canary(
         share=asked.share,
         steps=tuple(asked.steps),
-        every_s=asked.every.ToTimedelta().total_seconds(),
+        every_s=asked.every.seconds + asked.every.nanos / 1e9,
         shadow=asked.shadow,
         **given,
     )

@@ -111,7 +111,9 @@ class ReleaseService(ReleaseServiceServicer):
             run = self._promotion.promote(number)
         elif canary is not None and self._promotion.under_way(number):
             self._promotion.change(number, canary)
-            yield _response(Event(Phase.CANARY, 0, 0, share_of(canary, number), time.time()))
+            does = share_of(canary, number)
+            self._audit("canary", does)
+            yield _response(Event(Phase.CANARY, 0, 0, does, time.time()))
             return
         else:
             run = self._activations.start(

@@ -1,0 +1,103 @@
+"""One canary as far as it got, told what happened to it query by query."""
+
+import itertools
+
+import pytest
+
+from nobackfill.gallery.reading import Item
+from nobackfill.server.canary.comparison import STOPS_AT, Comparison
+from nobackfill.server.galleries.asked import Found
+from nobackfill.server.galleries.ranking import Hit
+from nobackfill.server.state import Canary
+
+
+class Told:
+    """A comparison of release 2, and the setting that holds now."""
+
+    def __init__(self, canary: Canary) -> None:
+        self.now = canary
+        self.comparison = Comparison(2, lambda: self.now)
+        self._requests = map(str, itertools.count())
+
+    def answered(
+        self, key: int, *, new: bool, by: Canary | None = None, seconds: float = 0.01
+    ) -> str:
+        """A query that began `by` a setting, and ends now; its request id."""
+        hit = Hit(Item(0, "item", None, {}), 0.0, None, 2 if new else 1, "native")
+        found = Found([hit], 2 if new else 1, "space", next(self._requests))
+        self.comparison.answered(by or self.now, found, seconds, key, new=new)
+        return found.request_id
+
+    def sessions(self) -> tuple[int, int]:
+        report = self.comparison.report()
+        return report.old.sessions, report.new.sessions
+
+
+SHADOW, CANARY = Canary(share=0.5, shadow=True), Canary(share=0.5)
+
+
+@pytest.mark.parametrize(("first", "then"), [(SHADOW, CANARY), (CANARY, SHADOW)])
+def test_sessions_begin_anew_where_others_answer_them(first: Canary, then: Canary) -> None:
+    told = Told(first)
+    requests = [told.answered(key, new=not first.shadow) for key in range(10)]
+    assert sum(told.sessions()) == 10
+    told.now = then
+    told.answered(3, new=not then.shadow)
+    assert told.sessions() == ((1, 0) if then.shadow else (0, 1))
+    assert not told.comparison.feedback(requests[0], "item", "approved")
+    # One that began before the change, and ends after it.
+    late = told.answered(4, new=not first.shadow, by=first)
+    assert sum(told.sessions()) == 1
+    assert not told.comparison.feedback(late, "item", "approved")
+    assert sum(told.sessions()) == 1
+    assert told.comparison.report().old.queries + told.comparison.report().new.queries == 12
+
+
+def test_a_shadow_that_becomes_a_canary_gives_no_evidence_of_feedback() -> None:
+    """Of equal pairs: half of the sessions come back, and every tenth answer is rejected."""
+    told = Told(SHADOW)
+    for key in range(2000):
+        told.answered(key, new=False)
+    told.now = CANARY
+    for n in range(2000):
+        key = n if n % 4 == 0 else 2000 + n
+        request = told.answered(key, new=key % 2 == 1 or key % 8 == 0)
+        if n % 10 == 0:
+            told.comparison.feedback(request, "item", "rejected")
+            assert told.comparison.report().evidence["rejections"] < STOPS_AT
+
+
+def late(told: Told, given: float, took: float, *, single: bool = True) -> tuple[float, float]:
+    """The evidence of errors and of latency after a query that came too late."""
+    told.comparison.late(CANARY, given, took, single=single)
+    evidence = told.comparison.report().evidence
+    return evidence["errors"], evidence["latency"]
+
+
+def test_what_comes_too_late_counts_where_the_bound_allowed_no_more() -> None:
+    told = Told(CANARY)
+    # Nobody knows yet how long the old pair takes: a moment's patience says nothing.
+    assert late(told, given=0.2, took=0.001) == (1, 1)
+    assert late(told, given=4, took=2.5) == (1, 1)
+    for key in range(200):
+        told.answered(key, new=False, seconds=0.01)
+    for hurried in (0.001, 0.019):
+        assert late(told, given=hurried, took=0.001) == (1, 1)
+    assert told.comparison.report().new.queries == 0
+    errors, latency = late(told, given=0.1, took=0.01)
+    assert (errors, latency > 10) == (1, True)
+    report = told.comparison.report()
+    assert (report.new.queries, report.new.errors, report.new.p99) == (1, 1, 0.1)
+    # How long one query takes says nothing about several in a call.
+    assert late(told, given=0.1, took=0.01, single=False) == (errors, latency)
+    assert late(told, given=4, took=0.1, single=False)[0] > 10
+
+
+def test_the_old_pair_is_left_time_to_answer() -> None:
+    told = Told(CANARY)
+    assert told.comparison.share_of_time(8) == 4
+    for key in range(200):
+        told.answered(key, new=False, seconds=0.01)
+    assert told.comparison.share_of_time(8) == 6
+    assert told.comparison.share_of_time(0.06) == pytest.approx(0.04)
+    assert told.comparison.share_of_time(0.03) == 0.015

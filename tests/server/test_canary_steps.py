@@ -1,0 +1,79 @@
+"""A canary goes on: step by step, at other steps, and over a restart."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nobackfill.server.gateway import Gateway
+from nobackfill.v1 import release_pb2 as pb
+from tests.server.canaried import (
+    ITEMS,
+    SESSIONS,
+    ask,
+    begin,
+    end,
+    expected,
+    report,
+    two_published,
+    wait_for,
+    whole,
+)
+from tests.server.conftest import Stages, publish_stage
+from tests.server.support import Client, images, running
+
+
+@pytest.fixture(scope="module")
+def served(
+    stages: Stages, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Gateway, Client]]:
+    with two_published(stages, tmp_path_factory.mktemp("canary")) as both:
+        yield both
+
+
+@pytest.fixture
+def client(served: tuple[Gateway, Client], near_gate: None) -> Iterator[Client]:
+    yield served[1]
+    end(*served)
+
+
+def test_it_goes_its_steps_by_itself(client: Client) -> None:
+    canary = pb.Canary(share=0.25, steps=[0.5, 1.0])
+    canary.every.FromMilliseconds(300)
+    begin(client, canary)
+    wait_for(lambda: client.states()[2] == "ACTIVE")
+    assert report(client).state == pb.CANARY_STATE_PROMOTED
+
+
+def test_steps_that_are_given_later_take_their_time(
+    client: Client, served: tuple[Gateway, Client]
+) -> None:
+    begin(client, pb.Canary(share=0.25, shadow=True))
+    time.sleep(1)
+    canary = pb.Canary(share=0.25, steps=[0.5])
+    canary.every.FromMilliseconds(1000)
+    began = time.monotonic()
+    begin(client, canary)
+    wait_for(lambda: report(client).canary.share == 0.5)
+    assert time.monotonic() - began >= 1
+    deeds = [(deed.what, deed.of_what) for deed in served[0].state.deeds()]
+    assert deeds[-1] == ("canary", "release 2 answers 0.25 of the callers")
+
+
+def test_a_restart_goes_on_with_the_same_share(
+    stages: Stages, tmp_path: Path, near_gate: None
+) -> None:
+    repo, data = tmp_path / "repo", tmp_path / "data"
+    publish_stage(repo, stages[1])
+    for start in range(2):
+        with running(repo, data) as gateway, Client(gateway.address) as client:
+            if not start:
+                client.create_gallery("g")
+                client.put_images(images(ITEMS))
+                publish_stage(repo, stages[2])
+                begin(client, pb.Canary(share=0.4))
+            for n, session in enumerate(SESSIONS):
+                answer = ask(client, session, n % ITEMS)
+                assert whole(answer, f"i{n % ITEMS}") == expected(session, 0.4)
+            assert report(client).canary.share == 0.4
