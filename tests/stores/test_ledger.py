@@ -5,6 +5,7 @@ from pathlib import Path
 
 from nobackfill.gallery.store import Store
 from nobackfill.gallery.writing import NewVectors
+from nobackfill.items.reembedding import today
 from nobackfill.server.healing.ledger import FileLedger
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database, run
@@ -37,6 +38,25 @@ def test_a_day_has_its_budget_and_is_forgotten_after_a_week(postgres: Server) ->
             ("2026-02-28",),
             ("2026-03-07",),
         ]
+        database.close()
+
+
+def test_what_was_not_embedded_is_given_back(postgres: Server) -> None:
+    with postgres.database() as url:
+        database = Database(url, most=2)
+        database.open(schema.prepare)
+        gallery = PostgresqlGalleries(database).create("g", [spec()], {})
+        labels = gallery.put(ids(5), [NewVectors(spec().space, vectors(5, 1))]).labels.tolist()
+        ledger, day = DatabaseLedger(gallery, spec().space), today()
+        assert ledger.claim(labels[:4], day, 4) == labels[:4]
+        ledger.settle(labels[:1])
+        ledger.release(labels[1:3])
+        ledger.release(labels[1:3])
+        assert ledger.spent(day) == 2
+        assert ledger.wanted(9) == []
+        # Of the two that are over, one is claimed; the others stay wanted.
+        assert ledger.claim(labels[1:], day, 3) == labels[1:2]
+        assert ledger.wanted(9) == labels[2:]
         database.close()
 
 

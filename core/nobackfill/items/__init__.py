@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Reembedding as Reembedding,
         Work as Work,
     )
+    from nobackfill.items.resting import Resting as Resting
     from nobackfill.items.sources import (
         FolderItems as FolderItems,
         FunctionItems as FunctionItems,
@@ -28,6 +29,7 @@ else:
         {
             "lines": "LineItems",
             "reembedding": "Cost Limits Reembedding Work",
+            "resting": "Resting",
             "sources": "FolderItems FunctionItems Items UrlItems",
         },
     )

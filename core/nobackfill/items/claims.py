@@ -54,8 +54,14 @@ def settle(connection: sqlite3.Connection, names: Collection[str]) -> None:
 
 
 def release(connection: sqlite3.Connection, names: Collection[str]) -> None:
-    """They could not be embedded; they are wanted last."""
+    """They were not embedded: what they cost their day is given back, and they are wanted last."""
     rows = [(name,) for name in names]
+    # A claim says when it was made. One that is another's by now was paid by that one.
+    connection.executemany(
+        "UPDATE spent SET items = items - 1 WHERE items > 0 AND day = "
+        "(SELECT date(until - ?, 'unixepoch') FROM claim WHERE id = ? AND process = ?)",
+        [(CLAIM_SECONDS, name, os.getpid()) for name in names],
+    )
     connection.executemany("DELETE FROM claim WHERE id = ?", rows)
     connection.executemany(
         "INSERT INTO wanted VALUES (?, 0) ON CONFLICT (id) DO UPDATE SET times = 0", rows
@@ -72,7 +78,7 @@ def wanted(connection: sqlite3.Connection, count: int, where: str = "TRUE") -> l
 
 
 def spent(connection: sqlite3.Connection, day: str) -> int:
-    """Items that were claimed on a day."""
+    """Items that were claimed on a day, without those that were given up."""
     row = connection.execute("SELECT items FROM spent WHERE day = ?", (day,)).fetchone()
     return int(row[0]) if row else 0
 

@@ -1,7 +1,8 @@
 """Items embedded again on threads, bounded in time, bytes, concurrency and by a budget a day.
 
 No item is embedded twice at once: within a process a second query waits for the same work, across
-processes a claim keeps it from beginning. What is late is kept all the same.
+processes a claim keeps it from beginning. What is late is kept all the same. What could not be
+embedded costs its day nothing, and what was not begun stays wanted.
 """
 
 import threading
@@ -10,9 +11,10 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from nobackfill.errors import BusyError, CannotWriteError
+from nobackfill.errors import BusyError, CannotWriteError, TooLargeError
+from nobackfill.items.resting import Resting
 from nobackfill.items.sources import Items
 
 # Items that wait for a thread.
@@ -49,8 +51,8 @@ class Work(Protocol[Key]):
     """What becomes of the items that one query asks for."""
 
     def claim(self, keys: Sequence[Key], budget: int) -> Sequence[Key]:
-        """Those that nobody else embeds, of at most `budget` a day. Raises BusyError,
-        CannotWriteError: nothing is embedded then."""
+        """Those that nobody else embeds, of at most `budget` a day; others are noted as wanted, all
+        of them with a budget of 0. Raises BusyError, CannotWriteError: nothing is embedded then."""
         ...
 
     def keep(self, found: Mapping[Key, str | bytes], gone: Sequence[Key]) -> Collection[Key]:
@@ -59,7 +61,8 @@ class Work(Protocol[Key]):
         ...
 
     def release(self, keys: Collection[Key]) -> None:
-        """Give up claims of items that were not kept."""
+        """Give up claims of items that were not kept, and what they cost the day's budget; they are
+        wanted no more until they are asked for again."""
         ...
 
 
@@ -75,14 +78,25 @@ class _Bytes:
             self.left -= count
 
 
+class _Read(NamedTuple, Generic[Key]):
+    """Items of a batch, those that are gone, and those that were not begun."""
+
+    found: dict[Key, str | bytes]
+    gone: list[Key]
+    unread: list[Key]
+
+
 class Reembedding(Generic[Key]):
     """Reads items and has them embedded."""
 
-    def __init__(self, items: Items, limits: Limits) -> None:
-        self._items, self.limits = items, limits
-        # Again by the same thread: work that `close` has cancelled says so at once, in `_begin`.
+    def __init__(self, items: Items, limits: Limits, resting: Resting[Key] | None = None) -> None:
+        """`resting`: what is not begun as it failed a while ago; None: all may be tried again."""
+        self._items, self.limits, self._resting = items, limits, resting
+        # Again by the same thread: a batch may have ended before `_begin` asks to be told.
         self._lock = threading.RLock()
         self._closed = False
+        self._claiming = 0
+        self._claimed = threading.Condition(self._lock)
         self._under_way: dict[Key, Future[None]] = {}
         self._threads = ThreadPoolExecutor(limits.concurrency, "nobackfill-embed")
         self.cost = Cost()
@@ -92,6 +106,8 @@ class Reembedding(Generic[Key]):
         who asks from now on gets nothing."""
         with self._lock:
             self._closed = True
+            # Whoever claims gives it up, as long as claims can be written.
+            self._claimed.wait_for(lambda: not self._claiming)
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def ask(self, names: Mapping[Key, str], work: Work[Key], seconds: float | None = None) -> None:
@@ -102,9 +118,16 @@ class Reembedding(Generic[Key]):
         started = self._begin(names, work)
         wait(started, timeout=max(0.0, deadline - time.monotonic()))
 
-    def finish(self, names: Mapping[Key, str], work: Work[Key]) -> None:
-        """The same, however long it takes."""
-        wait(self._begin(names, work))
+    def finish(
+        self, names: Mapping[Key, str], work: Work[Key], seconds: float | None = None
+    ) -> None:
+        """The same, however long it takes, or for so many seconds whatever the limits say."""
+        wait(self._begin(names, work), timeout=seconds)
+
+    def busy(self, keys: Collection[Key]) -> bool:
+        """Whether any of these is under way still."""
+        with self._lock:
+            return any(key in self._under_way for key in keys)
 
     def failed(self, error: Exception) -> None:
         """Remember why an item could not be embedded."""
@@ -113,68 +136,116 @@ class Reembedding(Generic[Key]):
 
     def _begin(self, names: Mapping[Key, str], work: Work[Key]) -> list[Future[None]]:
         """The work on these items, that of other queries with it."""
-        bytes_ = _Bytes(self.limits.bytes_a_query)
         with self._lock:
             if self._closed:
                 return []
-            shared = {id(f): f for key in names if (f := self._under_way.get(key))}
+            shared = [future for key in names if (future := self._under_way.get(key))]
             idle = [key for key in names if key not in self._under_way]
-            try:
-                # More than that is noted as wanted: a crowd shall not fill the memory.
-                budget = self.limits.a_day if len(self._under_way) < _MOST_WAITING else 0
-                mine = work.claim(idle, budget) if idle else []
-            except (BusyError, CannotWriteError) as error:
-                self.failed(error)
-                mine = []
-            for first in range(0, len(mine), self.limits.batch):
-                some = {key: names[key] for key in mine[first : first + self.limits.batch]}
+            if self._resting is not None:
+                idle = self._resting.ready(idle)
+            # More than that is noted as wanted: a crowd shall not fill the memory.
+            room = max(0, _MOST_WAITING - len(self._under_way))
+            idle, beyond = idle[:room], idle[room:]
+            own = {key: Future[None]() for key in idle}
+            self._under_way |= own
+            self._claiming += 1
+        mine: dict[Key, str] = {}
+        try:
+            # Not under the lock: it may wait for other processes, and nobody else here shall.
+            mine = {key: names[key] for key in self._claim(idle, beyond, work)}
+            self._submit(mine, work)
+        finally:
+            self._end([key for key in idle if key not in mine])
+            with self._lock:
+                self._claiming -= 1
+                self._claimed.notify_all()
+        return [*shared, *(own[key] for key in mine)]
+
+    def _claim(self, idle: list[Key], beyond: list[Key], work: Work[Key]) -> Sequence[Key]:
+        """Those that are to be embedded here."""
+        try:
+            if beyond:
+                work.claim(beyond, 0)
+            return work.claim(idle, self.limits.a_day) if idle else ()
+        except (BusyError, CannotWriteError) as error:
+            self.failed(error)
+            return ()
+
+    def _submit(self, names: Mapping[Key, str], work: Work[Key]) -> None:
+        """Claimed items, in batches; once it is closed they are given up."""
+        bytes_, keys = _Bytes(self.limits.bytes_a_query), list(names)
+        with self._lock:
+            closed = self._closed
+            for first in range(0, 0 if closed else len(keys), self.limits.batch):
+                some = {key: names[key] for key in keys[first : first + self.limits.batch]}
                 future = self._threads.submit(self._work, some, work, bytes_)
-                self._under_way |= dict.fromkeys(some, future)
-                shared[id(future)] = future
                 future.add_done_callback(self._done(list(some), work))
-        return list(shared.values())
+        if closed and keys:
+            self._postpone(keys, work)
+            self._end(keys)
 
     def _done(self, keys: list[Key], work: Work[Key]) -> Callable[[Future[None]], None]:
         def done(future: Future[None]) -> None:
             if future.cancelled():
-                work.release(keys)
-            with self._lock:
-                for key in keys:
-                    if self._under_way.get(key) is future:
-                        del self._under_way[key]
+                self._postpone(keys, work)
+            self._end(keys)
 
         return done
 
+    def _end(self, keys: Collection[Key]) -> None:
+        """These are under way no more; whoever waits for them is told."""
+        with self._lock:
+            ended = [self._under_way.pop(key) for key in keys]
+        for future in ended:
+            future.set_result(None)
+
+    def _postpone(self, keys: Sequence[Key], work: Work[Key]) -> None:
+        """They were not begun: they cost nothing, and stay wanted."""
+        try:
+            work.release(keys)
+            work.claim(keys, 0)
+        except Exception as error:  # noqa: BLE001 - claims end by themselves
+            self.failed(error)
+
     def _work(self, names: Mapping[Key, str], work: Work[Key], bytes_: _Bytes) -> None:
         begun = time.perf_counter()
+        read: _Read[Key] = _Read({}, [], [])
         kept: Collection[Key] = ()
         try:
-            found, gone = self._read(names, bytes_)
-            kept = work.keep(found, gone)
+            read = self._read(names, bytes_)
+            kept = work.keep(read.found, read.gone)
         except Exception as error:  # noqa: BLE001 - whatever it is, claims are freed
             self.failed(error)
         finally:
-            lost = [key for key in names if key not in kept]
+            lost = [key for key in names if key not in kept and key not in read.unread]
             with self._lock:
                 self.cost.embedded += len(kept)
                 self.cost.failed += len(lost)
                 self.cost.seconds += time.perf_counter() - begun
+            if self._resting is not None:
+                self._resting.failed([key for key in lost if key not in read.gone])
+                self._resting.gone([key for key in lost if key in read.gone])
+            if read.unread:
+                self._postpone(read.unread, work)
             if lost:
                 work.release(lost)
 
-    def _read(
-        self, names: Mapping[Key, str], bytes_: _Bytes
-    ) -> tuple[dict[Key, str | bytes], list[Key]]:
-        """Items, as many as the bytes reach for, and those that are gone."""
+    def _read(self, names: Mapping[Key, str], bytes_: _Bytes) -> _Read[Key]:
+        """As many as the bytes reach for."""
         found: dict[Key, str | bytes] = {}
-        gone = []
-        for key, name in names.items():
-            most = min(self.limits.bytes_an_item, bytes_.left)
+        gone, keys = list[Key](), list(names)
+        whole = min(self.limits.bytes_an_item, self.limits.bytes_a_query)
+        for number, (key, name) in enumerate(names.items()):
+            most = min(whole, bytes_.left)
             if most <= 0 or self._closed:
-                break
+                return _Read(found, gone, keys[number:])
             try:
                 item = self._items.read(name, most)
             except Exception as error:  # noqa: BLE001 - a function of the user's, perhaps
+                if isinstance(error, TooLargeError) and most < whole:
+                    # Not too large but last: what was left of the query's bytes went for it.
+                    bytes_.take(most)
+                    return _Read(found, gone, keys[number:])
                 self.failed(error)
                 continue
             if item is None:
@@ -185,7 +256,7 @@ class Reembedding(Generic[Key]):
             with self._lock:
                 self.cost.bytes += size
             found[key] = item
-        return found, gone
+        return _Read(found, gone, [])
 
 
 def today() -> str:

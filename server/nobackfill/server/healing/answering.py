@@ -1,6 +1,6 @@
 """Answers of a gallery that heals: candidates embedded again, then ranked by what there is."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,17 +15,23 @@ from nobackfill.gallery.stored_vectors import StoredVectors
 from nobackfill.server.galleries.asked import Found
 from nobackfill.server.galleries.queries import Question, run
 from nobackfill.server.galleries.ranking import rank
+from nobackfill.server.grpc import calls
 from nobackfill.server.healing.healer import Healer
 
 # Labels of a query's candidates, with their distances.
 Candidates = Mapping[int, float]
+
+# Candidates that are asked for and read at once, those of one question in any case: a batch may
+# have half a million.
+_AT_ONCE = 4096
 
 
 def candidates(
     healer: Healer, questions: Sequence[Question], allowed: Matches | None
 ) -> list[Candidates | InvalidInputError]:
     """The nearest of each question, and the nearest of those that are native: by distance alone
-    carried ones can be before them that are no nearer in truth (docs/adr/0017)."""
+    carried ones can be before them that are no nearer in truth (docs/adr/0017). Raises
+    DeadlineError, CancelledError."""
     hits = healer.source.hits
     wide = [replace(question, k=max(question.k, hits)) for question in questions]
     found: list[Candidates | InvalidInputError] = []
@@ -36,12 +42,25 @@ def candidates(
             continue
         near = _by_label(answer[0][0], answer[1])
         if native is not None:
+            calls.current().check()
             alone = question.hosted.search(
-                question.parts, question.vectors, hits, native, question.ef
+                question.parts, question.vectors, question.k, native, question.ef
             )
             near |= _by_label(alone[0], 0)
         found.append(near)
     return found
+
+
+def groups(near: Sequence[Candidates | InvalidInputError]) -> Iterator[slice]:
+    """Questions that are answered together, by what their candidates take."""
+    first, many = 0, 0
+    for number, one in enumerate(near):
+        count = 0 if isinstance(one, InvalidInputError) else len(one)
+        if number > first and many + count > _AT_ONCE:
+            yield slice(first, number)
+            first, many = number, 0
+        many += count
+    yield slice(first, len(near))
 
 
 def _by_label(neighbours: Neighbours, row: int) -> dict[int, float]:

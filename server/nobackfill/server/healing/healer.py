@@ -1,13 +1,13 @@
 """One gallery that heals: carried items embedded again from their source by its release's model."""
 
-import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nobackfill.errors import NobackfillError, NoEncoderError, NotFoundError
 from nobackfill.gallery.store import Item
 from nobackfill.items.reembedding import Cost, Reembedding, today
+from nobackfill.items.resting import Resting
 from nobackfill.items.sources import Items
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import Embedding
@@ -16,20 +16,23 @@ from nobackfill.server.healing.ledger import Ledger
 from nobackfill.server.healing.registration import Source
 from nobackfill.server.upgrades.backfill import embed_again, read_again
 
-# What could not be embedded is not tried again before so long.
-_REST_S = 60.0
+# What could not be embedded is not tried again before so long, then twice as long, up to an hour.
+_REST_S, _LONGEST_REST_S = 60.0, 3600.0
 # Nor, in the background, what was left when all was tried: a source that lacks pictures would take
 # its budget every day.
 _TRIED_S = 3600.0
-# Items that the background asks for at once: no query waits behind more.
-_FEW = 8
+# Items that the background asks for at once: no query waits behind more. So long it waits for them
+# as one of the gallery's users, whose deletion waits for it.
+_FEW, _FEW_S = 8, 1.0
+# Where all of them failed, the background rests: from so long to so long.
+_IN_VAIN_S = (1.0, 60.0)
 _PAGE = 1000
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a gallery has healed. `today`: items begun on this day, by all gateways; `cost`: this
-    process's own."""
+    """How far a gallery has healed. `today`: items begun on this day, by all gateways, without
+    those that could not be embedded; `cost`: this process's own."""
 
     items: int
     carried: int | None
@@ -47,11 +50,14 @@ class Healer:
     ) -> None:  # fmt: skip
         self.source, self.space, self.ledger = source, manifest.space, ledger
         self._hosted, self._manifest, self._embedding = hosted, manifest, embedding
-        self.again = Reembedding[int](items, source.limits)
-        self._lock = threading.Lock()
-        self._resting: dict[int, float] = {}
+        self._resting = Resting[int](_REST_S, _LONGEST_REST_S)
+        self.again = Reembedding[int](items, source.limits, self._resting)
         self._rest: Iterator[Item] | None = None
         self._all_tried = 0.0
+        # What the background has begun, and what all had cost by then.
+        self._begun: dict[int, str] = {}
+        self._before = Cost()
+        self._pause = self._paused = 0.0
 
     def close(self) -> None:
         """End what embeds, after the batches that have begun."""
@@ -71,17 +77,32 @@ class Healer:
         """A few of the rest: what was asked for, then what the upgrade was least certain of, then
         the others; half of a day's budget is left to queries. False where there is nothing to do
         at present."""
+        if self._held_back():
+            return False
         room = self.source.a_day // 2 - self.ledger.spent(today())
         if self.whole or room <= 0:
             return False
         few = min(room, _FEW)
         some = self._wanted(few) or self._of_the_rest(few)
         if some:
-            self.again.finish(some, self)
+            self._begun, self._before = some, replace(self.again.cost)
+            self.again.finish(some, self, _FEW_S)
         return bool(some)
 
+    def _held_back(self) -> bool:
+        """Whether the last few are under way still, or all of them failed a moment ago: they cost
+        the budget nothing, and a source that is down shall not be asked for all items in a row."""
+        if self.again.busy(self._begun):
+            return True
+        if self._begun:
+            now, before, (least, most) = self.again.cost, self._before, _IN_VAIN_S
+            vain = now.failed > before.failed and now.embedded == before.embedded
+            self._pause = min(2 * self._pause or least, most) if vain else 0.0
+            self._begun, self._paused = {}, time.monotonic() + self._pause
+        return time.monotonic() < self._paused
+
     def _wanted(self, few: int) -> dict[int, str]:
-        labels = self._ready(self.ledger.wanted(_PAGE))[:few]
+        labels = self._resting.ready(self.ledger.wanted(_PAGE))[:few]
         return self._carried(labels)
 
     def _of_the_rest(self, few: int) -> dict[int, str]:
@@ -91,18 +112,21 @@ class Healer:
             self._rest = self._by_doubt()
         some: dict[int, str] = {}
         for item in self._rest:
-            if self._ready([item.label]):
+            if self._resting.ready([item.label]):
                 some[item.label] = item.id
                 if len(some) == few:
                     return some
-        self._rest, self._all_tried = None, time.monotonic() + _TRIED_S
+        self._rest = None
+        if not self._hosted.leaving:
+            self._all_tried = time.monotonic() + _TRIED_S
         return some
 
     def _by_doubt(self) -> Iterator[Item]:
-        """Carried items, the least certain first, then those of unknown uncertainty."""
+        """Carried items, the least certain first, then those of unknown uncertainty; no more once
+        the gallery is to be deleted: there may be many pages without one."""
         for least_certain in (True, False):
             after = None
-            while True:
+            while not self._hosted.leaving:
                 page, after = self._hosted.store.page(
                     self.space, _PAGE, after=after, least_certain=least_certain
                 )
@@ -120,13 +144,6 @@ class Healer:
             self.source.a_day, self.again.cost,
         )  # fmt: skip
 
-    def _ready(self, labels: Sequence[int]) -> list[int]:
-        """Those that have not failed a moment ago."""
-        now = time.monotonic()
-        with self._lock:
-            self._resting = {label: end for label, end in self._resting.items() if end > now}
-            return [label for label in labels if label not in self._resting]
-
     def _carried(self, labels: Sequence[int]) -> dict[int, str]:
         """Those that are there and still as an upgrade left them, with their ids; the others are
         settled."""
@@ -138,7 +155,7 @@ class Healer:
 
     def claim(self, keys: Sequence[int], budget: int) -> Sequence[int]:
         """See Work. Looked at again once they are claimed: another may have kept them since."""
-        mine = self.ledger.claim(self._ready(keys), today(), budget)
+        mine = self.ledger.claim(keys, today(), budget)
         left = self._carried(mine)
         return [label for label in mine if label in left]
 
@@ -194,6 +211,4 @@ class Healer:
 
     def release(self, keys: Collection[int]) -> None:
         """See Work."""
-        with self._lock:
-            self._resting |= dict.fromkeys(keys, time.monotonic() + _REST_S)
         self.ledger.release(keys)

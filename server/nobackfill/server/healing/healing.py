@@ -5,6 +5,7 @@ priority makes what is new, lets go of what went, and embeds the rest in the bac
 """
 
 import contextlib
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,6 +62,8 @@ class Healing:
         metrics.registry.register(self._series)
         self._lock = threading.Lock()
         self._healers: WeakKeyDictionary[Hosted, Healer] = WeakKeyDictionary()
+        # Held while a gallery's is made, which may wait for a folder on a network.
+        self._making: WeakKeyDictionary[Hosted, threading.Lock] = WeakKeyDictionary()
         self._trouble: WeakKeyDictionary[Hosted, float] = WeakKeyDictionary()
         # Those that another has replaced: the background ends them, as that may take a while.
         self._replaced: list[Healer] = []
@@ -97,18 +100,12 @@ class Healing:
             answers = run(questions, allowed)
             return [found_or_refused(q, a) for q, a in zip(questions, answers, strict=True)]
         near = answering.candidates(healer, questions, allowed)
-        wanted: dict[int, str] = {}
-        for question, some in zip(questions, near, strict=True):
-            if not isinstance(some, InvalidInputError):
-                wanted |= answering.carried_first(healer, question, some)
-        if wanted:
-            healer.ask(wanted, _SHARE * calls.current().remaining())
-        labels = {label for one in near if not isinstance(one, Exception) for label in one}
-        stored = hosted.store.stored(np.array(sorted(labels), np.int64), part.space)
-        found = [
-            some if isinstance(some, InvalidInputError) else answering.found(question, some, stored)
-            for question, some in zip(questions, near, strict=True)
-        ]
+        # All of them together wait as long as one.
+        patience = min(healer.source.seconds, _SHARE * calls.current().remaining())
+        end, found = time.monotonic() + patience, list[Found | InvalidInputError]()
+        for group in answering.groups(near):
+            calls.current().check()
+            found += _answered(healer, questions[group], near[group], end)
         self._series.count(one for one in found if isinstance(one, Found))
         return found
 
@@ -144,20 +141,32 @@ class Healing:
         if known is not None and (known.space, known.source) == (manifest.space, given):
             return known
         with self._lock:
+            making = self._making.setdefault(hosted, threading.Lock())
+        with making:
             known = self._healers.get(hosted)
             if known is not None and (known.space, known.source) == (manifest.space, given):
                 return known
+            if time.monotonic() < self._trouble.get(hosted, 0.0):
+                return None
+            return self._new(hosted, manifest, given)
+
+    def _new(self, hosted: Hosted, manifest: Manifest, source: Source) -> Healer | None:
+        """One in the place of that which was, if any, while nobody else makes the gallery's."""
+        made = None
+        try:
+            made = self._made(hosted, manifest, source)
+        except (NobackfillError, OSError, sqlite3.Error) as error:
+            log.error("source not usable", gallery=hosted.name, error=str(error))
+            self._trouble[hosted] = time.monotonic() + _AGAIN_S
+        with self._lock:
             self._replace(hosted)
-            if self._stopping.is_set():
+            if made is None:
                 return None
-            try:
-                made = self._made(hosted, manifest, given)
-            except (NobackfillError, OSError) as error:
-                log.error("source not usable", gallery=hosted.name, error=str(error))
-                self._trouble[hosted] = time.monotonic() + _AGAIN_S
-                return None
-            self._healers[hosted] = made
-            return made
+            if not self._stopping.is_set():
+                self._healers[hosted] = made
+                return made
+        made.close()
+        return None
 
     def _made(self, hosted: Hosted, manifest: Manifest, source: Source) -> Healer:
         items = self.places.open(source)
@@ -187,28 +196,30 @@ class Healing:
         with error_boundary(self._metrics, "healing"):
             give_way()
         while not self._stopping.is_set():
-            more = False
+            worked = 0.0
             with error_boundary(self._metrics, "healing"):
-                more = self._round()
-            # Searches come first: it rests as long as it works.
-            self._stopping.wait(0 if more else _EVERY_S)
+                worked = self._round()
+            # Searches come first: it rests as long as it works. Nobody's gallery is in use then.
+            self._stopping.wait(worked or _EVERY_S)
 
-    def _round(self) -> bool:
-        """A few items of each gallery; whether there may be more."""
-        more, seen = False, set[Hosted]()
+    def _round(self) -> float:
+        """A few items of each gallery; the seconds that it took for those that may have more."""
+        worked, seen = 0.0, set[Hosted]()
         for hosted in self._galleries():
             if hosted.plan.heals is None or self._stopping.is_set():
                 continue
             seen.add(hosted)
+            began = time.monotonic()
             # What one gallery meets keeps no other from healing.
             with error_boundary(self._metrics, "healing"):
-                more = self._heal_some(hosted) or more
+                if self._heal_some(hosted):
+                    worked += time.monotonic() - began
         with self._lock:
             for hosted in list(self._healers):
                 if hosted not in seen and (hosted.leaving or hosted.state(SOURCE) is None):
                     self._replace(hosted)
         self._let_go()
-        return more
+        return worked
 
     def _heal_some(self, hosted: Hosted) -> bool:
         """A few items of one gallery; whether there may be more."""
@@ -216,13 +227,33 @@ class Healing:
             healer = self._healer(hosted, plan.query) if plan.heals else None
         if healer is None:
             return False
-        began, more = time.monotonic(), False
+        more = False
         # Busy, or replaced meanwhile.
         with contextlib.suppress(BusyError, NotFoundError):
             healer.ledger.load()
             more = healer.heal_some()
-        self._stopping.wait(time.monotonic() - began if more else 0)
         return more
+
+
+def _answered(
+    healer: Healer, questions: Sequence[Question],
+    near: Sequence[answering.Candidates | InvalidInputError], end: float,
+) -> list[Found | InvalidInputError]:  # fmt: skip
+    """Questions by the vectors that their candidates have when the carried ones among the first are
+    embedded again, or at the `end` of the monotonic clock."""
+    wanted: dict[int, str] = {}
+    for question, some in zip(questions, near, strict=True):
+        if not isinstance(some, InvalidInputError):
+            wanted |= answering.carried_first(healer, question, some)
+    if wanted:
+        healer.ask(wanted, end - time.monotonic())
+    hosted, part = questions[0].hosted, questions[0].parts[0]
+    labels = {label for one in near if not isinstance(one, InvalidInputError) for label in one}
+    stored = hosted.store.stored(np.array(sorted(labels), np.int64), part.space)
+    return [
+        some if isinstance(some, InvalidInputError) else answering.found(question, some, stored)
+        for question, some in zip(questions, near, strict=True)
+    ]
 
 
 def _ledger(hosted: Hosted, space: str) -> Ledger:

@@ -50,7 +50,8 @@ class Ledger(Protocol):
         ...
 
     def release(self, labels: Collection[int]) -> None:
-        """They could not be embedded: wanted no more until they are asked for again."""
+        """They could not be embedded: what they cost their day is given back, and they are wanted
+        no more until they are asked for again."""
         ...
 
     def wanted(self, count: int) -> list[int]:
@@ -58,7 +59,8 @@ class Ledger(Protocol):
         ...
 
     def spent(self, day: str) -> int:
-        """Items that were claimed on a day, by whichever gateway."""
+        """Items that were claimed on a day, by whichever gateway, without those that were given
+        up."""
         ...
 
     def close(self) -> None: ...

@@ -148,12 +148,15 @@ def _column(address: str) -> Items:
 
 
 def _function(name: str) -> Callable[[str], str | bytes | None]:
-    """Of module:function, as the operator's settings have it. Raises ConfigurationError."""
+    """Of module:function, as the operator's settings have it. Raises ConfigurationError, whatever
+    the module raises as it is imported."""
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigurationError(f"item_functions: {name} cannot be imported ({error})") from error
+    except Exception as error:
+        raise ConfigurationError(
+            f"item_functions: {name} cannot be imported ({type(error).__name__}: {error})"
+        ) from error
     if not callable(found):
         raise ConfigurationError(f"item_functions: {name} is no function")
     function: Callable[[str], str | bytes | None] = found

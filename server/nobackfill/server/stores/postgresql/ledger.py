@@ -122,11 +122,14 @@ class DatabaseLedger:
             "INSERT INTO {schema}.healing_wanted SELECT label, 0"
             " FROM unnest(%s::bigint[]) AS label ORDER BY label"
             " ON CONFLICT (label) DO UPDATE SET times = 0",
+            given_back=True,
         )
 
-    def _end(self, labels: Collection[int], then: str) -> None:
+    def _end(self, labels: Collection[int], then: str, *, given_back: bool = False) -> None:
         def work(connection: Connection) -> None:
             some = sorted(labels)
+            if given_back:
+                self._give_back(connection, some)
             run(
                 connection,
                 f"DELETE FROM {self._schema}.healing_claims WHERE label = ANY(%s)",
@@ -135,6 +138,21 @@ class DatabaseLedger:
             run(connection, then.format(schema=self._schema), [some])
 
         self._database.write(work)
+
+    def _give_back(self, connection: Connection, labels: Sequence[int]) -> None:
+        """What claims of this gateway have cost the days that they are of."""
+        # Before the claims, as who claims locks them: in the other order each waits for the other.
+        run(connection, f"SELECT 1 FROM {self._schema}.healing_spent ORDER BY day FOR UPDATE")
+        run(
+            connection,
+            f"UPDATE {self._schema}.healing_spent AS spent"
+            " SET items = greatest(0, items - claimed.count) FROM ("
+            f"SELECT to_char((until - interval '{_CLAIM_S} seconds') AT TIME ZONE 'UTC',"
+            f" 'YYYY-MM-DD') AS day, count(*) FROM {self._schema}.healing_claims"
+            " WHERE label = ANY(%s) AND holder IS NOT DISTINCT FROM %s GROUP BY 1"
+            ") AS claimed WHERE spent.day = claimed.day",
+            [list(labels), self._database.holder],
+        )
 
     def wanted(self, count: int) -> list[int]:
         def work(connection: Connection) -> list[int]:
