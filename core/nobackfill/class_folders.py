@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,16 +85,24 @@ def _named_folders(root: Path, class_list: Path) -> list[Path]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"class_list {class_list}: cannot be read ({error})") from error
     # Places365 writes "/a/airfield 0", ImageNet "n01440764 tench, Tinca tinca".
-    names = [line.split()[0].strip("/") for line in lines if line.strip()]
-    inside = [name for name in names if ".." not in name.split("/")]
+    firsts = [line.split()[0].strip("/") for line in lines if line.strip()]
+    names = [PurePosixPath(name).as_posix() for name in firsts]
+    inside = [name for name in names if name != "." and ".." not in name.split("/")]
     missing = [name for name in names if name not in inside or not (root / name).is_dir()]
     twice = [name for name, times in Counter(names).items() if times > 1]
-    if missing or twice:
-        what = "are no folders" if missing else "are listed twice"
-        raise InvalidInputError(
-            f"class_list {class_list}: {len(missing or twice)} of {len(names)} classes {what} in "
-            f"{root}: {few(missing or twice)}"
-        )
+    # Its images would be of both classes.
+    known = set(names)
+    nested = [name for name in names if known & {p.as_posix() for p in PurePosixPath(name).parents}]
+    for wrong, what in (
+        (missing, "are no folders"),
+        (twice, "are listed twice"),
+        (nested, "lie in another of the list"),
+    ):
+        if wrong:
+            raise InvalidInputError(
+                f"class_list {class_list}: {len(wrong)} of {len(names)} classes {what} in {root}: "
+                f"{few(wrong)}"
+            )
     return [root / name for name in names]
 
 

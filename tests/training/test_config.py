@@ -137,3 +137,43 @@ def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigurationError):
         load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr: 0.1\nlr: 0.5", "the key 'lr' is there twice"),
+        ("run_dir: 2024-13-45", "not YAML"),
+        ("kind: [embedder]", r"got \['embedder'\]"),
+        ("seed: 0b_", "not YAML"),
+        ("[" * 3000, "not YAML"),
+    ],
+)
+def test_what_is_no_configuration_is_told_in_a_sentence(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text, "utf-8")
+    with pytest.raises(ConfigurationError, match=message):
+        load_config(file)
+
+
+def test_a_value_that_is_no_yaml_is_told_in_a_sentence() -> None:
+    for value in ("2024-02-30", "!!int abc", "!!timestamp 1", "[" * 3000):
+        with pytest.raises(ConfigurationError, match=r"--set run_dir=.*not YAML"):
+            load_config(Path("configs/digits/embedder-1.yaml"), (f"run_dir={value}",))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"lr": float("inf")}, {"gradient_clip": float("inf")}, {"seed": -1}, {"seed": 2**32},
+        {"split_seed": 2**60}, {"pixel_std": (0.5, 0.0, 0.5)}, {"pixel_mean": (float("nan"),) * 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numbers_that_could_not_be_kept_are_refused(
+    keys: dict[str, object],
+) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(keys))):
+        parse_config(embedder(**keys), "file.yaml")

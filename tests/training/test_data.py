@@ -144,11 +144,14 @@ def test_a_class_list_names_folders_in_its_order(
         ("a\nnowhere\n", "1 of 2 classes are no folders .*nowhere"),
         ("a\n../a\n", r"\.\./a"),
         ("a\na\n", "1 of 2 classes are listed twice"),
+        ("a\n./a\n", "1 of 2 classes are listed twice"),
+        ("a\na/b\n", "1 of 2 classes lie in another of the list .*a/b"),
+        (".\na\n", "1 of 2 classes are no folders"),
         ("", "expected class folders"),
     ],
 )
 def test_a_wrong_class_list_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "images" / "a").mkdir(parents=True)
+    (tmp_path / "images" / "a" / "b").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(tmp_path / "images" / "a" / "1.png")
     (tmp_path / "list.txt").write_text(text, "utf-8")
     with pytest.raises(InvalidInputError, match=message):

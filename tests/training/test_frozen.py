@@ -251,6 +251,8 @@ def test_an_image_without_a_vector_is_named(digits: Path, stored: StoredVectors)
         (np.zeros((80, 2), np.int32), "float32"),
         (np.full((80, 2), np.nan, np.float32), "finite"),
         (np.zeros((81, 2), np.float32), "81 lines"),
+        (np.zeros((80, 2), np.float32), "80 vectors are zero"),
+        (np.zeros((80, 0), np.float32), r"shape \[n, dim\]"),
     ],
 )
 def test_unusable_vectors_are_refused(
@@ -258,6 +260,31 @@ def test_unusable_vectors_are_refused(
 ) -> None:
     np.save(stored.vectors, array)
     with pytest.raises(InvalidInputError, match=message):
+        read_stored(stored, list_images(digits / "queries"))
+
+
+def test_a_line_too_many_is_refused(digits: Path, stored: StoredVectors) -> None:
+    """A header would give each image its neighbour's vector."""
+    listing, lines = list_images(digits / "queries"), stored.paths.read_text("utf-8")
+    few = replace(listing, paths=listing.paths[:9], labels=listing.labels[:9])
+    read_stored(stored, few)
+    for wrong in ("path\n" + lines, lines + "more\n", "\n" + lines):
+        stored.paths.write_text(wrong, "utf-8")
+        with pytest.raises(InvalidInputError, match="expected 80 lines"):
+            read_stored(stored, few)
+
+
+def test_a_path_that_is_there_twice_is_refused(digits: Path, stored: StoredVectors) -> None:
+    lines = stored.paths.read_text("utf-8").splitlines()
+    stored.paths.write_text("\n".join([lines[1], *lines[1:]]), "utf-8")
+    with pytest.raises(InvalidInputError, match=f"1 paths are there more than once: {lines[1]}"):
+        read_stored(stored, list_images(digits / "queries"))
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4", b"\x93NUMPY\1\0\6\0{'de\n"])
+def test_what_is_no_array_is_refused(content: bytes, digits: Path, stored: StoredVectors) -> None:
+    stored.vectors.write_bytes(content)
+    with pytest.raises(InvalidInputError, match=r"\.npy file"):
         read_stored(stored, list_images(digits / "queries"))
 
 

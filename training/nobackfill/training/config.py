@@ -5,7 +5,7 @@ working directory.
 """
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -14,6 +14,9 @@ HeadName = Literal["softmax", "normalized_softmax", "cosface", "arcface"]
 TIMM, OPEN_CLIP = "timm:", "open_clip:"
 # Of red, green and blue.
 Rgb = tuple[float, float, float]
+Positive = Annotated[float, Field(gt=0)]
+# As many bits as numpy takes.
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 SideInfo = Literal[
     "simclr", "autoencoder", "alternate", "mixup", "binary_simclr", "vicreg", "distilled"
 ]
@@ -24,7 +27,8 @@ HOW_IMAGES_ARE_READ = {"in_memory_mib", "workers", "pixel_cache"}
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # JSON has no infinity: a run that was told one could not be read again.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Augmentation(_Strict):
@@ -72,8 +76,8 @@ class _Training(_Strict):
     # Share of each class that no model trains on: for stopping, variance and calibration.
     held_out: float = Field(0.1, ge=0, lt=0.9)
     # Chooses the held-out images; equal for models that are to be compared.
-    split_seed: int = 0
-    seed: int = 0
+    split_seed: Seed = 0
+    seed: Seed = 0
     epochs: int = Field(ge=1)
     warmup_epochs: float = Field(0.0, ge=0)
     batch_size: int = Field(128, ge=2)
@@ -120,7 +124,7 @@ class _Network(_Training):
     # Taken off pixels of 0..1, and what they are divided by; with torchvision's weights theirs,
     # unless they are given.
     pixel_mean: Rgb = (0.5, 0.5, 0.5)
-    pixel_std: Rgb = (0.5, 0.5, 0.5)
+    pixel_std: tuple[Positive, Positive, Positive] = (0.5, 0.5, 0.5)
     augmentation: Augmentation = Augmentation()
 
     @model_validator(mode="before")

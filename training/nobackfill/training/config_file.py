@@ -3,8 +3,9 @@
 What is wrong raises ConfigurationError (exit 78) with one line a wrong key.
 """
 
+from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
@@ -27,6 +28,27 @@ def configs() -> Path:
     return installed if installed.is_dir() else package.parents[2] / "configs"
 
 
+# What PyYAML raises: it makes dates and numbers as Python does, whatever they are.
+_NOT_YAML = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is there twice: YAML's own would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        twice = [key for key, times in keys.items() if times > 1 and key != "<<"]
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {twice[0]!r} is there twice", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+def _yaml(text: str) -> object:
+    return yaml.load(text, _Loader)  # noqa: S506 - it is a SafeLoader
+
+
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
     """Read a YAML file; each override is `key=value`, value in YAML, nested keys with dots.
 
@@ -39,8 +61,8 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: cannot be read as YAML text ({error})") from error
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        values = _yaml(text)
+    except _NOT_YAML as error:
         raise ConfigurationError(f"{path}: not YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigurationError(f"{path}: expected keys with values, got {type(values).__name__}")
@@ -52,7 +74,7 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
 def parse_config(values: dict[str, object], source: str) -> Config:
     """Check `values`. Raises ConfigurationError, one line a problem, naming the known keys."""
     kind = values.get("kind")
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ConfigurationError(f"{source}: expected kind: {' | '.join(_KINDS)}, got {kind!r}")
     try:
         return _ADAPTER.validate_python(values)
@@ -88,6 +110,6 @@ def _set(values: dict[str, object], override: str) -> None:
             raise ConfigurationError(f"--set {override}: {parent!r} holds no keys")
         values = inner
     try:
-        values[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        values[last] = _yaml(text)
+    except _NOT_YAML as error:
         raise ConfigurationError(f"--set {override}: the value is not YAML ({error})") from error

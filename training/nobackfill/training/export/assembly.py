@@ -151,10 +151,16 @@ def upgrade_recipe(name: str, checkpoint: Checkpoint) -> Recipe:
 
 
 def _source(release: Release, run_dir: Path, checkpoint: Checkpoint) -> Manifest:
-    number = checkpoint.facts.get("old_release")
+    number, digest = checkpoint.facts.get("old_release"), checkpoint.facts.get("old_digest")
     if number is not None:
-        return require_release(int(number), release.published)
-    source = _by_digest(release, "embedder_checkpoint", str(checkpoint.facts.get("old_digest")))
+        named = require_release(int(number), release.published)
+        if digest is not None and not _has_digest(named, "embedder", str(digest)):
+            raise ConfigurationError(
+                f"--upgrade {run_dir}: it was trained from a release {number} with another "
+                "embedder; train it from the published one"
+            )
+        return named
+    source = _by_digest(release, "embedder_checkpoint", str(digest))
     if source is None:
         raise ConfigurationError(
             f"--upgrade {run_dir}: its old embedder is none of the published releases "

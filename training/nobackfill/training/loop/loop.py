@@ -130,9 +130,14 @@ def _fabric(config: Config) -> "lightning_fabric.Fabric":
     # and who only asks for help, do without.
     import lightning_fabric
 
-    fabric = lightning_fabric.Fabric(
-        accelerator=config.accelerator, devices=config.devices, precision=precision_of(config)
-    )
+    try:
+        fabric = lightning_fabric.Fabric(
+            accelerator=config.accelerator, devices=config.devices, precision=precision_of(config)
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ConfigurationError(
+            f"accelerator {config.accelerator}, devices {config.devices}: {error}"
+        ) from error
     fabric.launch()
     if config.threads is not None:
         torch.set_num_threads(config.threads)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nobackfill.class_folders import Listing
-from nobackfill.errors import ConfigurationError
+from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.training.config import PublishedSource, StoredVectors, UpgradeConfig
 from nobackfill.training.data.pictures import reading
 from nobackfill.training.data.stored import read_stored
@@ -174,6 +174,10 @@ def train_upgrade(
             "expected mixed_views: 0, or options without a term on labels"
         )
     check_choices(method, config)
+    if len(train) < 2:
+        raise InvalidInputError(
+            f"{train.root}: expected two images at least to train an upgrade on, got {len(train)}"
+        )
     done = resumable(config)
     if done is not None and done.finished:
         return done

@@ -57,7 +57,7 @@ class ForwardObjective(FctObjective):
 
 
 def new_classifier(inputs: UpgradeInputs) -> tuple[FixedClassifier, Tensor]:
-    """The new model's classifier, and each training class's row in it.
+    """The new model's classifier, and each training class's row in it, -1 for one that it lacks.
 
     A published model has no head: its classifier is then made of the class averages of its own
     embeddings of the training images.
@@ -66,10 +66,15 @@ def new_classifier(inputs: UpgradeInputs) -> tuple[FixedClassifier, Tensor]:
         return of_head(inputs.new_head), labels_in(inputs.new_class_names, inputs.class_names)
     new, labels = flat(inputs.rows, "new"), inputs.rows["labels"]
     labels = labels.repeat_interleave(inputs.rows["new"].shape[1])
+    # Classes may have been held out of the rows.
     classes = len(inputs.class_names)
-    means = by_class(labels, classes, lambda rows: class_average(new[rows]))
+    present = torch.bincount(labels, minlength=classes).nonzero()[:, 0]
+    known = torch.full((classes,), -1)
+    known[present] = torch.arange(len(present))
+    compact = known[labels]
+    means = by_class(compact, len(present), lambda rows: class_average(new[rows]))
     if inputs.shape.unit:
         made = FixedClassifier(means, form="normalized_softmax", margin=0.0, scale=_SCALE)
     else:
-        made = gaussian_classifier(means, new, labels)
-    return made, torch.arange(classes)
+        made = gaussian_classifier(means, new, compact)
+    return made, known
