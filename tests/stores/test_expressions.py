@@ -26,6 +26,7 @@ from nobackfill.gallery.filters import (
     microseconds,
 )
 from nobackfill.gallery.writing import Metadata
+from nobackfill.server.stores.milvus import columns as hashes
 from nobackfill.server.stores.milvus.columns import Columns, columns_of
 from nobackfill.server.stores.milvus.expressions import EVERYTHING, expression_of
 from nobackfill.server.stores.postgresql.conditions import facets
@@ -166,3 +167,11 @@ def test_expressions_are_bounded() -> None:
     assert expression_of(Not(AnyOf(()))) == EVERYTHING
     deep = expression_of(nested(MOST_DEPTH))
     assert matches(deep, told({"a": 1})) and not matches(deep, told({"b": 1}))
+
+
+def test_long_texts_are_not_kept() -> None:
+    hashes._kept.cache_clear()
+    assert hashes.token("text", "k", "x" * 1000) == hashes._hashed("text", "k", "x" * 1000)
+    assert hashes._kept.cache_info().currsize == 0
+    assert hashes.token("text", "k", "x") == hashes._hashed("text", "k", "x")
+    assert hashes._kept.cache_info().currsize == 1

@@ -120,3 +120,20 @@ def test_another_format_begins_the_journal_anew(store: PostgresqlGallery) -> Non
         assert store.delete(["item-0"]) == (to == 2)
     begin(store)
     assert noted(store) == {store.space(ONE).number: [2, 3]}
+
+
+def test_a_space_that_a_gateway_without_milvus_began_joins_the_journal(
+    store: PostgresqlGallery,
+) -> None:
+    def complete() -> bool:
+        return store.database.read(lambda one: journal.complete(one, store.schema))
+
+    assert not complete()
+    begin(store)
+    noted(store)
+    assert complete()
+    store.begin(spec(3))
+    assert not complete()
+    begin(store)
+    assert complete()
+    assert noted(store) == {}

@@ -166,3 +166,13 @@ def test_it_is_waited_until_it_is_enough(
     recall.wait_for_recall(lambda: True, looks.measure, nothing, looks.told.append)
     assert not looks.left
     assert looks.told == told
+
+
+@pytest.mark.parametrize("norm", [1e-4, 1.0, 1e3])
+def test_small_vectors_are_measured_as_large_ones_are(
+    empty: PostgresqlGallery, norm: float
+) -> None:
+    info = filled(empty, vectors(300, 5) * np.float32(norm))
+    made = probes(empty, info)
+    far = Neighbours(np.zeros((1, 10), np.int64), np.full((1, 10), 100 * norm**2, np.float32))
+    assert made.recall([far] * len(made.queries)) == 0

@@ -33,10 +33,12 @@ def storage_of(settings: Settings) -> "Storage":
 
 def split_store(store: str) -> tuple[str, str | None]:
     """The address of a database, and that of the engine that searches its vectors, which is given
-    as ?vectors=… and percent-encoded where it has a `&`."""
+    as ?vectors=… and percent-encoded where it has a `&`: its password alone, or all of it."""
     url, mark, options = store.partition("?")
     given = [option for option in options.split("&") if option]
-    engines = [unquote(one[8:]) for one in given if one.startswith("vectors=")]
+    said = [one[8:] for one in given if one.startswith("vectors=")]
+    # A password is decoded when the address is split: a `/` in it would end the host.
+    engines = [one if one.startswith("milvus+") else unquote(one) for one in said]
     rest = "&".join(one for one in given if not one.startswith("vectors="))
     if len(engines) > 1 or not all(one.startswith("milvus+") for one in engines):
         raise ConfigurationError("store: expected one vectors=milvus+http://HOST:PORT")

@@ -18,7 +18,7 @@ from nobackfill.server.stores.milvus.expressions import EVERYTHING, expression_o
 from nobackfill.server.stores.milvus.names import name_of
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING as EVERY_ITEM
 from nobackfill.server.stores.postgresql.conditions import Condition, condition_of
-from nobackfill.server.stores.postgresql.database import EF, Connection, run
+from nobackfill.server.stores.postgresql.database import EF, Connection, Database, run
 from nobackfill.server.stores.postgresql.searcher import Table
 from nobackfill.vectors import Vectors
 
@@ -59,7 +59,9 @@ class Candidates:
         try:
             for near, is_all in self._near(name, table, query, limit, condition, ef, since):
                 rows = table.rows_of(connection, [*near, *new.tolist()], condition)
-                if is_all or len(rows) >= limit:
+                # What is pending says nothing of how far Milvus has looked.
+                known = set(near)
+                if is_all or sum(row[0] in known for row in rows) >= limit:
                     return rows
         except UnavailableError:
             if self._collections.loaded(name):
@@ -95,8 +97,7 @@ class Candidates:
             if matching is not None:
                 yield matching, True
         yield nearest(min(_WIDER * limit, MOST)), False
-        if condition.says is not None:
-            yield nearest(MOST), False
+        yield nearest(MOST), False
 
     def found(self, schema: str, info: SpaceInfo, query: Vectors, k: int) -> list[int] | None:
         """Labels that Milvus alone gives; None where it cannot say yet."""
@@ -125,6 +126,12 @@ class Candidates:
             if _count(connection, items, condition_of(found), most) > most:
                 return False
         return _count(connection, items, condition, SMALL) <= SMALL
+
+
+def too_many_pending(database: Database, schema: str, info: SpaceInfo) -> bool:
+    """Whether more of a space is pending than a search compares beside what Milvus finds."""
+    left = database.read(lambda connection: journal.pending(connection, schema, info.number, SMALL))
+    return len(left) > SMALL
 
 
 def _indexed(filtered: Filter) -> Filter | None:

@@ -4,7 +4,9 @@ filters."""
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
+
+import grpc
 
 from nobackfill.errors import ConfigurationError, UnavailableError
 from nobackfill.extras import extra
@@ -24,6 +26,7 @@ M, EF_CONSTRUCTION = 16, 128
 # Rows that Milvus returns at most, and those that go there at once.
 MOST = 16_384
 _AT_ONCE = 2_000
+# Of every call: without one, a Milvus that hangs would hold who asks for ever.
 _TIMEOUT_S = 10.0
 # It is written to where Milvus keeps things.
 _SEAL_S = 60.0
@@ -39,16 +42,19 @@ class Collections:
         logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
         try:
             parts = urlsplit(address.removeprefix(SCHEME))
-            where = f"{parts.scheme}://{parts.hostname}:{parts.port or 19530}"
-        except ValueError as error:
-            raise _unfit() from error
+            host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+            where = f"{parts.scheme}://{host}:{parts.port or 19530}"
+        except ValueError:
+            # It would quote what it takes for a port: a piece of a password, perhaps.
+            raise _unfit() from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise _unfit()
         if parts.scheme == "http" and not is_loopback(parts.hostname):
             raise ConfigurationError(
                 "store: a Milvus on another machine demands TLS; write vectors=milvus+https://…"
             )
-        token = f"{parts.username}:{parts.password or ''}" if parts.username else ""
+        user, password = unquote(parts.username or ""), unquote(parts.password or "")
+        token = f"{user}:{password}" if user else ""
         self._client: Any = _asked(lambda: MilvusClient(uri=where, token=token, timeout=_TIMEOUT_S))
 
     def close(self) -> None:
@@ -56,40 +62,47 @@ class Collections:
         self._client.close()
 
     def names(self) -> list[str]:
-        return list(_asked(self._client.list_collections))
+        return list(_asked(lambda: self._client.list_collections(timeout=_TIMEOUT_S)))
 
     def exists(self, name: str) -> bool:
-        return bool(_asked(lambda: self._client.has_collection(name)))
+        return bool(_asked(lambda: self._client.has_collection(name, timeout=_TIMEOUT_S)))
 
     def loaded(self, name: str) -> bool:
         """Whether it is there and can be searched: not so for a while after Milvus was killed."""
         if not self.exists(name):
             return False
-        return bool(_asked(lambda: self._client.get_load_state(name)["state"].name) == "Loaded")
+        state = _asked(lambda: self._client.get_load_state(name, timeout=_TIMEOUT_S)["state"])
+        return bool(state.name == "Loaded")
 
     def make(self, name: str, spec: SpaceSpec) -> None:
-        """With its index, loaded; one that is there is left as it is."""
+        """With its index, loaded; one that is there is left as it is, but for what a process that
+        was killed in between did not come to."""
 
-        def work() -> None:
+        def create() -> None:
             schema = self._client.create_schema(auto_id=False, enable_dynamic_field=False)
             schema.add_field("id", DataType.INT64, is_primary=True)
             schema.add_field("embedding", DataType.FLOAT_VECTOR, dim=spec.dim)
             for column, value in columns_of({}).items():
                 kind = DataType.DOUBLE if isinstance(value, float) else DataType.INT64
                 schema.add_field(column, kind)
-            index = self._client.prepare_index_params()
-            index.add_index(
+            self._client.create_collection(name, schema=schema, timeout=_TIMEOUT_S)
+
+        def index() -> None:
+            params = self._client.prepare_index_params()
+            params.add_index(
                 "embedding", index_type="HNSW", metric_type=_metric(spec),
                 params={"M": M, "efConstruction": EF_CONSTRUCTION},
             )  # fmt: skip
-            self._client.create_collection(name, schema=schema, index_params=index)
+            self._client.create_index(name, params, timeout=_TIMEOUT_S)
 
         if not self.exists(name):
-            _asked(work)
-        _asked(lambda: self._client.load_collection(name))
+            _asked(create)
+        if not _asked(lambda: self._client.list_indexes(name, timeout=_TIMEOUT_S)):
+            _asked(index)
+        _asked(lambda: self._client.load_collection(name, timeout=_TIMEOUT_S))
 
     def drop(self, name: str) -> None:
-        _asked(lambda: self._client.drop_collection(name))
+        _asked(lambda: self._client.drop_collection(name, timeout=_TIMEOUT_S))
 
     def upsert(
         self, name: str, labels: Labels, vectors: Vectors, columns: Sequence[Columns]
@@ -116,7 +129,9 @@ class Collections:
     def delete(self, name: str, labels: Labels) -> None:
         for start in range(0, len(labels), _AT_ONCE):
             some = labels[start : start + _AT_ONCE].tolist()
-            _asked(lambda some=some: self._client.delete(name, ids=some))  # type: ignore[misc]
+            _asked(
+                lambda some=some: self._client.delete(name, ids=some, timeout=_TIMEOUT_S)  # type: ignore[misc]
+            )
 
     def seal(self, name: str) -> None:
         """Have a graph made, too, of what was kept last: what Milvus still expects more of it
@@ -125,14 +140,18 @@ class Collections:
 
     def has_graph(self, name: str) -> bool:
         """Whether Milvus says so, of all that is sealed."""
-        state = _asked(lambda: self._client.describe_index(name, "embedding"))
-        return not int(state["pending_index_rows"])
+        state = _asked(lambda: self._client.describe_index(name, "embedding", timeout=_TIMEOUT_S))
+        return state is not None and not int(state["pending_index_rows"])
 
     def count(self, name: str) -> int:
         """Rows, those of a moment ago too."""
         rows = _asked(
             lambda: self._client.query(
-                name, filter="", output_fields=["count(*)"], consistency_level="Strong"
+                name,
+                filter="",
+                output_fields=["count(*)"],
+                consistency_level="Strong",
+                timeout=_TIMEOUT_S,
             )
         )
         return int(rows[0]["count(*)"])
@@ -144,7 +163,8 @@ class Collections:
         bounds. `since`: as of `search`."""
         rows = _asked(
             lambda: self._client.query(
-                name, filter=expression, output_fields=["id"], limit=most + 1, **_seen(since)
+                name, filter=expression, output_fields=["id"], limit=most + 1,
+                timeout=_TIMEOUT_S, **_seen(since),
             )
         )  # fmt: skip
         return None if len(rows) > most else [int(row["id"]) for row in rows]
@@ -165,6 +185,7 @@ class Collections:
                 filter=expression,
                 limit=min(limit, MOST),
                 search_params={"metric_type": _metric(spec), "params": {"ef": max(ef, limit)}},
+                timeout=_TIMEOUT_S,
                 **_seen(since),
             )
         )
@@ -191,8 +212,12 @@ def _unfit() -> ConfigurationError:
 def _asked(work: Callable[[], Result]) -> Result:
     try:
         return work()
-    except MilvusException as error:
-        # Its sentences may hold addresses; its code says enough.
+    except (MilvusException, grpc.RpcError) as error:
+        # pymilvus passes on as they are, among others, a deadline that passed and a password that
+        # is refused. Sentences may hold addresses; a code says enough.
+        code: Any = getattr(error, "code", None)
+        if isinstance(error, grpc.RpcError) and callable(code):
+            code = code().name
         raise UnavailableError(
-            f"Milvus does not answer, or refuses (code {error.code}); look at its log"
+            f"Milvus does not answer, or refuses (code {code}); look at its log"
         ) from error

@@ -17,6 +17,8 @@ FACTS, NUMBERS = 20, 8
 # Of what is in none of a row's columns.
 _NONE = 0
 _CHOICES = 3
+# Characters of texts whose hashes are kept.
+_SHORT = 128
 # No hash of a key is as large: all of them are told.
 _ALL = 2**63 - 1
 
@@ -30,11 +32,18 @@ class Mark(NamedTuple):
     number: float = 0.0
 
 
-@lru_cache(1 << 16)
 def token(*parts: str) -> int:
     """A hash of texts without NUL: 1 to 2**63 - 2."""
+    # Long texts seldom come again, and as many as are kept would fill the memory.
+    return _kept(*parts) if sum(map(len, parts)) <= _SHORT else _hashed(*parts)
+
+
+def _hashed(*parts: str) -> int:
     digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % (2**63 - 2) + 1
+
+
+_kept = lru_cache(1 << 16)(_hashed)
 
 
 def key_token(key: str) -> int:

@@ -3,15 +3,17 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import structlog
 
-from nobackfill.errors import NobackfillError, NotFoundError
+from nobackfill.errors import BusyError, NobackfillError, NotFoundError, UnavailableError
 from nobackfill.gallery.change import Change
 from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.server.stores.milvus import journal
+from nobackfill.server.stores.milvus.candidates import too_many_pending
 from nobackfill.server.stores.milvus.collections import Collections
 from nobackfill.server.stores.milvus.columns import columns_of
 from nobackfill.server.stores.milvus.names import name_of, prefix_of
@@ -31,6 +33,8 @@ _SWEEP_S = 2.0
 _SEALED = 20_000
 # How often it is asked for the graph.
 _LOOK_S = 0.5
+# A switch waits so long for a Milvus that does not answer: it may be restarted.
+_AWAY_S = 600.0
 
 
 class Feeder:
@@ -42,8 +46,12 @@ class Feeder:
         self._known = known
         # Collections that were loaded since the start.
         self._loaded: set[str] = set()
-        # Labels that were told since a collection was sealed.
-        self._unsealed: Counter[str] = Counter()
+        # Labels that were told since a collection was sealed; with its gallery.
+        self._unsealed: Counter[tuple[str, str]] = Counter()
+        # Galleries of which more is pending than was told last.
+        self._behind: set[str] = set()
+        # Galleries that could not be told, which was said.
+        self._failing: set[str] = set()
         self._stopping = threading.Event()
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._run, name="milvus", daemon=True)
@@ -52,7 +60,8 @@ class Feeder:
         self._thread.start()
 
     def close(self) -> None:
-        """Twice is harmless."""
+        """Once the call to Milvus that it is in has ended, which has a deadline. Twice is
+        harmless."""
         self._stopping.set()
         self._woken.set()
         if self._thread.is_alive():
@@ -80,23 +89,31 @@ class Feeder:
         return self._database.write(work)
 
     def settle(self, schema: str, info: SpaceInfo, between: Callable[[], None]) -> None:
-        """Until Milvus knows all of a space and has a graph of it: it answers before, but compares
-        what it has one by one. `between` is called again and again, and may raise. Raises
-        UnavailableError."""
-
-        def pending(connection: Connection) -> bool:
-            return bool(len(journal.pending(connection, schema, info.number, 0)))
-
-        while self._database.read(pending):
-            between()
-            # Another gateway may be telling it.
-            if not self.feed(schema):
-                time.sleep(_LOOK_S)
+        """Until Milvus knows all of a space but what a search compares beside it, and has a graph
+        of it: it answers before, but compares what it has one by one. `between` is called again and
+        again, and may raise. Raises UnavailableError where Milvus, or the database, does not answer
+        for _AWAY_S."""
         name = name_of(self._known, schema, info.number)
-        self._collections.seal(name)
-        while not self._collections.has_graph(name):
+        sealed, answered = False, time.monotonic()
+        while True:
             between()
-            time.sleep(_LOOK_S)
+            rest = True
+            try:
+                if too_many_pending(self._database, schema, info):
+                    sealed = False
+                    # Another gateway may be telling it.
+                    rest = not self.feed(schema)
+                elif not sealed:
+                    self._collections.seal(name)
+                    sealed, rest = True, False
+                elif self._collections.has_graph(name):
+                    return
+                answered = time.monotonic()
+            except (BusyError, UnavailableError):
+                if time.monotonic() - answered > _AWAY_S:
+                    raise
+            if rest:
+                time.sleep(_LOOK_S)
 
     def _tell(
         self, connection: Connection, schema: str, info: SpaceInfo, labels: np.ndarray
@@ -114,37 +131,76 @@ class Feeder:
         moment = self._collections.upsert(name, there, vectors, columns)
         if moment:
             journal.tell(connection, schema, info.number, moment)
-            self._unsealed[name] += len(there)
+            self._unsealed[schema, name] += len(there)
         self._collections.delete(name, np.setdiff1d(labels, there, assume_unique=True))
 
     def _run(self) -> None:
         away = False
         while not self._stopping.is_set():
+            left = 0
             try:
-                schemas = self._sweep()
-                while not self._stopping.is_set() and self._round(schemas):
-                    pass
-                self._seal()
+                left = self._turn()
                 away = False
             except NotFoundError:
                 # A gallery was deleted meanwhile.
                 continue
             except NobackfillError as error:
-                if not away:
+                if not away and not self._stopping.is_set():
                     log.warning("Milvus is not told what changed", error=str(error))
                 away = True
-            self._woken.clear()
-            self._woken.wait(_SWEEP_S)
+            except Exception as error:
+                # Without this thread Milvus is told nothing any more.
+                log.exception("unforeseen, going on", thread="milvus", error=type(error).__name__)
+            if not left:
+                self._woken.clear()
+                self._woken.wait(_SWEEP_S)
+
+    def _turn(self) -> int:
+        """A sweep, then batches until nothing is pending or another sweep is due; how many labels
+        the last ones were."""
+        schemas = self._sweep()
+        end = time.monotonic() + _SWEEP_S
+        while (told := self._round(schemas)) and time.monotonic() < end:
+            pass
+        self._seal()
+        return told
 
     def _round(self, schemas: Sequence[str]) -> int:
         """A batch of each gallery; how many labels were told."""
-        return sum([self.feed(schema) for schema in schemas])
+        told = 0
+        for schema in schemas:
+            with self._alone(schema):
+                batch = self.feed(schema)
+                told += batch
+                (self._behind.add if batch >= _BATCH else self._behind.discard)(schema)
+        return told
 
     def _seal(self) -> None:
-        for name, told in [*self._unsealed.items()]:
-            if told >= _SEALED:
-                del self._unsealed[name]
-                self._collections.seal(name)
+        for (schema, name), told in [*self._unsealed.items()]:
+            # What Milvus is far behind with would become many small graphs.
+            if told >= _SEALED and schema not in self._behind:
+                with self._alone(name):
+                    del self._unsealed[schema, name]
+                    self._collections.seal(name)
+
+    @contextmanager
+    def _alone(self, which: str) -> Iterator[None]:
+        """What is refused of a gallery or a collection holds up no other one; where Milvus answers
+        nobody, or the thread is to end, that is raised."""
+        if self._stopping.is_set():
+            raise UnavailableError("the gateway ends")
+        try:
+            yield
+        except NotFoundError:
+            # It was deleted meanwhile.
+            return
+        except NobackfillError as error:
+            if which not in self._failing:
+                log.warning("Milvus is not told what changed", which=which, error=str(error))
+            self._failing.add(which)
+            self._collections.names()
+        else:
+            self._failing.discard(which)
 
     def _sweep(self) -> list[str]:
         """Galleries with something pending. All of a space whose
@@ -158,13 +214,16 @@ class Feeder:
         }
         for name in there - set(wanted):
             if name.startswith(prefix_of(self._known)):
-                self._collections.drop(name)
+                with self._alone(name):
+                    self._collections.drop(name)
         self._loaded &= there
         for name in (set(wanted) & there) - self._loaded:
-            self._collections.make(name, wanted[name][1].spec)
-            self._loaded.add(name)
+            with self._alone(name):
+                self._collections.make(name, wanted[name][1].spec)
+                self._loaded.add(name)
         for name in set(wanted) - there:
-            self._note_again(*wanted[name])
+            with self._alone(name):
+                self._note_again(*wanted[name])
         return self._database.read(lambda connection: journal.waiting(connection, [*spaces]))
 
     def _note_again(self, schema: str, info: SpaceInfo) -> None:

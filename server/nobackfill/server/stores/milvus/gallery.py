@@ -8,7 +8,7 @@ from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.server.stores.milvus import candidates as limits
 from nobackfill.server.stores.milvus import journal
-from nobackfill.server.stores.milvus.candidates import Candidates
+from nobackfill.server.stores.milvus.candidates import Candidates, too_many_pending
 from nobackfill.server.stores.postgresql import rows, spaces
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
@@ -30,9 +30,10 @@ class MilvusGallery(PostgresqlGallery):
     """What is said of each method: GalleryStore."""
 
     def __init__(self, database: Database, number: int) -> None:
-        """Of a gallery without a journal, one is begun, and all it has is pending."""
+        """Of a gallery without a journal, one is begun, and all it has is pending; so it is with a
+        space that is not in its journal."""
         super().__init__(database, number)
-        if not database.read(lambda connection: journal.kept(connection, self.schema)):
+        if not database.read(lambda connection: journal.complete(connection, self.schema)):
             database.write(lambda connection: journal.begin(connection, self.schema))
             log.info("Milvus is told everything", gallery=number)
 
@@ -71,13 +72,13 @@ def wait_for_milvus(
     probes: Probes | None = None
 
     def ready() -> bool:
-        while feed():
+        # Searches compare as many beside Milvus: of a gallery that is put to, some always are.
+        while too_many_pending(gallery.database, gallery.schema, info):
             between()
-        # Where the gateway's own thread tells it, there is nothing to tell and much to come.
-        left = gallery.database.read(
-            lambda connection: journal.pending(connection, gallery.schema, info.number, 0)
-        )
-        return not len(left)
+            # Where the gateway's own thread tells it, there is nothing to tell and much to come.
+            if not feed():
+                return False
+        return True
 
     def measure() -> float:
         nonlocal probes
@@ -102,8 +103,13 @@ def wait_for_milvus(
 def _found(
     gallery: PostgresqlGallery, info: SpaceInfo, candidates: Candidates, query: Vectors
 ) -> Neighbours:
-    """What Milvus alone answers to one query [dim]."""
-    labels = candidates.found(gallery.schema, info, query, K) or []
+    """What Milvus answers to one query [dim], and what it is still to be told, as in a search."""
+    # Before Milvus is asked: what is told meanwhile is in both.
+    new = gallery.database.read(
+        lambda one: journal.pending(one, gallery.schema, info.number, limits.SMALL)
+    )
+    found = candidates.found(gallery.schema, info, query, K)
+    labels = [] if found is None else [*found, *new.tolist()]
     table = Table(gallery.schema, info)
     rows = gallery.database.read(lambda one: table.rows_of(one, labels, EVERYTHING))
     return ranked(info.spec, query, rows, K)

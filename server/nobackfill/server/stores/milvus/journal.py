@@ -74,15 +74,28 @@ def kept(connection: Connection, schema: str) -> bool:
     return bool(found.fetchone()[0])
 
 
-def watch(connection: Connection, schema: str, info: SpaceInfo) -> None:
-    """Note the changes of one space, and all that is in it; twice is harmless."""
-    table = table_of(schema, info.number)
+def complete(connection: Connection, schema: str) -> bool:
+    """Whether a gallery has a journal that notes the changes of each space: one that a gateway
+    without Milvus began is not in it."""
+    return kept(connection, schema) and all(
+        _watched(connection, table_of(schema, info.number))
+        for info in read_spaces(connection, schema)
+    )
+
+
+def _watched(connection: Connection, table: str) -> bool:
     there = run(
         connection,
         "SELECT 1 FROM pg_trigger WHERE tgrelid = to_regclass(%s) AND tgname = 'pending_insert'",
         [table],
-    ).fetchone()
-    if there is None:
+    )
+    return there.fetchone() is not None
+
+
+def watch(connection: Connection, schema: str, info: SpaceInfo) -> None:
+    """Note the changes of one space, and all that is in it; twice is harmless."""
+    table = table_of(schema, info.number)
+    if not _watched(connection, table):
         for event, which in (("insert", "NEW"), ("delete", "OLD")):
             run(connection, _TRIGGER.format(schema, event, table, which, info.number))
         note_all(connection, schema, info)

@@ -37,18 +37,19 @@ _LOOK_S, _REST, _LONGEST_S, _TELL_S = 0.5, 4, 60.0, 10.0
 @dataclass(frozen=True)
 class Probes:
     """Queries [q, dim], and how far the last of the nearest lies of each, [q, 1]; `nearest`: how
-    many they are, K where there are as many vectors."""
+    many they are, K where there are as many vectors; `slack` [q, 1]: what rounding may add."""
 
     queries: Vectors
     farthest: Vectors
     nearest: int
+    slack: Vectors
 
     def recall(self, found: Sequence[Neighbours]) -> float:
         """Share of the nearest that is in `found`, one of K for each query; 1 where nothing is."""
         if not self.farthest.size:
             return 1.0
         apart = np.concatenate([one.distances for one in found])[:, : self.nearest]
-        return float((apart <= self.farthest * (1 + 1e-5) + 1e-6).mean())
+        return float((apart <= self.farthest * (1 + 1e-5) + self.slack).mean())
 
 
 def probes_of(
@@ -75,7 +76,11 @@ def probes_of(
             best, count = merge([best, near], K), count + len(labels)
         between()
     nearest = min(K, count)
-    return Probes(queries, best.distances[:, nearest - 1 : nearest], nearest)
+    # Of short vectors all distances of squared_l2 are small, and none may pass for rounding.
+    scale = np.ones((len(queries), 1), np.float32)
+    if spec.metric == "squared_l2":
+        scale = np.minimum((queries**2).sum(axis=1, keepdims=True), 1)
+    return Probes(queries, best.distances[:, nearest - 1 : nearest], nearest, 1e-6 * scale)
 
 
 def wait_for_recall(

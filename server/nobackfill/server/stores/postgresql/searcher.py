@@ -194,7 +194,9 @@ def _nearest(
         # Fewer pass, or the graph was left too early: only looking at all of them tells.
     while True:
         rows = _ask(connection, table, query, limit, condition, exact=True)
-        if len(rows) < limit or _settled(rows, k):
+        if len(rows) < limit or _settled(
+            rows, k, 1.0 if cosine else min(1.0, float(np.linalg.norm(query)))
+        ):
             return ranked(table.spec, query, rows, k)
         limit *= 4
 
@@ -218,11 +220,11 @@ def _ask(
     return found
 
 
-def _settled(rows: list[Any], k: int) -> bool:
+def _settled(rows: list[Any], k: int, scale: float) -> bool:
     """Whether no row beyond the limit can belong to the k nearest: PostgreSQL's distances are of
-    float32, and many equal vectors leave the k-th in doubt."""
+    float32, and many equal vectors leave the k-th in doubt. `scale`: of what they are rounded."""
     kth, last = rows[k - 1][2], rows[-1][2]
-    return bool(np.isnan(last) or last > kth * (1 + 1e-4) + 1e-6)
+    return bool(np.isnan(last) or last > kth * (1 + 1e-4) + 1e-6 * scale)
 
 
 def ranked(spec: SpaceSpec, query: Vectors, rows: list[Any], k: int) -> Neighbours:
