@@ -1,6 +1,7 @@
 """The folder of resized images: whatever happens to it, the pixels are those of the files."""
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -39,6 +40,18 @@ def read(listing: Listing, cache: Path) -> np.ndarray:
 
 def kept(cache: Path) -> list[Path]:
     return sorted(path for path in cache.rglob("*") if path.is_file())
+
+
+def test_a_folder_that_was_removed_keeps_nothing_and_ends_nothing(
+    listing: Listing, tmp_path: Path
+) -> None:
+    cache = PixelCache(tmp_path / "cache")
+    (pixels,) = decode(listing.select(np.array([0])), SIZE)
+    cache.open()
+    shutil.rmtree(tmp_path / "cache")
+    image = listing.root / listing.paths[0]
+    cache.write(image, pixels)
+    assert cache.read(image, SIZE) is None
 
 
 def test_a_picture_is_decoded_once(listing: Listing, tmp_path: Path) -> None:

@@ -53,9 +53,10 @@ class PixelCache:
 
     def write(self, image: Path, pixels: Pixels) -> None:
         """Keep the pixels of an image file, unless the disk or its owner does not allow it."""
-        if self.room_bytes() < pixels.nbytes:
-            return
+        # Its owner may remove the folder at any time.
         with contextlib.suppress(OSError):
+            if self.room_bytes() < pixels.nbytes:
+                return
             file = self._file(image, len(pixels))
             file.parent.mkdir(exist_ok=True)
             data = np.ascontiguousarray(pixels).data.cast("B")

@@ -85,7 +85,9 @@ def read_checkpoint(run_dir: Path) -> Checkpoint:
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise VerificationError(f"{path} is damaged ({error}); train the run again") from error
+        raise VerificationError(
+            f"{path} is damaged ({error}); remove it and train the run again"
+        ) from error
     if metadata.get("format") != _FORMAT:
         raise VerificationError(f"{path}: expected format {_FORMAT}, got {metadata.get('format')}")
     return Checkpoint(
@@ -130,8 +132,9 @@ def resumable(config: Config, facts: Facts | None = None) -> Checkpoint | None:
         names = {*done.facts, *facts}
         others = [name for name in names if done.facts.get(name) != facts.get(name)]
         raise ConfigurationError(
-            f"{config.run_dir} holds a training begun with another model (different: "
-            f"{few(sorted(others))}); remove that folder to begin anew, or put the model back"
+            f"{config.run_dir} holds a training begun with another model, or other vectors "
+            f"(different: {few(sorted(others))}); remove that folder to begin anew, or put back "
+            "what there was"
         )
     return done
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nobackfill.class_folders import Listing
+from nobackfill.digests import sha256_file
 from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.training.config import PublishedSource, StoredVectors, UpgradeConfig
 from nobackfill.training.data.pictures import reading
@@ -197,6 +198,9 @@ def train_upgrade(
         new_names,
     )
     digests = {f"{name}_digest": e.digest for name, e in sources.encoders().items()}
+    if isinstance(config.old, StoredVectors):
+        digests["old_vectors_digest"] = sha256_file(config.old.vectors)
+        digests["old_paths_digest"] = sha256_file(config.old.paths)
     if config.choose:
         inputs = choose(
             method,
