@@ -20,6 +20,8 @@ from nobackfill.server.stores.milvus import candidates
 from nobackfill.server.stores.milvus.candidates import Candidates
 from nobackfill.server.stores.milvus.feeder import Feeder
 
+pytestmark = pytest.mark.scale
+
 ONE = spec(1).space
 
 

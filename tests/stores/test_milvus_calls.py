@@ -17,6 +17,8 @@ pytest.importorskip("pymilvus", reason="Milvus' client is not installed")
 from nobackfill.server.stores.milvus import collections
 from nobackfill.server.stores.milvus.collections import Collections
 
+pytestmark = pytest.mark.scale
+
 LABELS = np.array([1], np.int64)
 CALLS: dict[str, Callable[[Collections], object]] = {
     "names": lambda one: one.names(),
