@@ -74,6 +74,9 @@ def test_nobody_sees_anything_before_a_token(guarded: Gateway) -> None:
         nobody.cookies.set("nobackfill-console", "guessed")
         assert nobody.get("/").status_code == 303
         assert nobody.get(f"/{'x' * 43}/").status_code == 303
+        # In a browser a link to /\HOST leads to HOST.
+        for odd in ("%5C" + "x" * 42, "x" * 42 + "%C3%A9", "x" * 42):
+            assert nobody.get(f"/{odd}/login").status_code == 404, odd
 
 
 def test_a_session_is_a_cookie_that_no_script_and_no_other_site_has(guarded: Gateway) -> None:

@@ -5,6 +5,7 @@ and its cookie goes to addresses below it alone: no picture of a hit and no othe
 host gets it.
 """
 
+import re
 import secrets
 import threading
 import time
@@ -23,8 +24,9 @@ from nobackfill.server.console.caller import Caller
 COOKIE = "nobackfill-console"
 _SECONDS = 12 * 3600.0
 _BYTES = 32
-# Characters of a session's path: no page of ours has a name of so many.
-_PATH = len(secrets.token_urlsafe(_BYTES))
+# A session's path, as long as no page's name of ours is. Of other characters it would be an address
+# of somebody else's in the links of a page: browsers take \ for /.
+_PATH = re.compile(r"[A-Za-z0-9_-]{43}")
 # Sessions at once, and of one token; the oldest goes. Live pages of one token.
 _MOST, _MOST_OF_ONE, _MOST_LIVE = 1000, 20, 10
 
@@ -135,6 +137,6 @@ class BelowSessions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             first = scope["path"].removeprefix("/").split("/", 1)[0]
-            if len(first) == _PATH and first.isascii():
+            if _PATH.fullmatch(first):
                 scope = {**scope, "root_path": f"/{first}"}
         await self._app(scope, receive, send)
