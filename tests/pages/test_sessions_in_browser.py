@@ -2,9 +2,6 @@
 
 import hashlib
 import shutil
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,49 +11,26 @@ from tests.server.conftest import stages_of_run
 from tests.server.support import Client, images, running
 from tests.support import browser as look
 from tests.support.blocks import png
-
-
-@pytest.fixture
-def other() -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """Another server on this host: its address, and the headers of who fetched a picture."""
-    heard: list[dict[str, str]] = []
-
-    class Pictures(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            heard.append(dict(self.headers))
-            self.send_response(200)
-            self.send_header("Content-Type", "image/png")
-            self.end_headers()
-            self.wfile.write(png(images(1)[0]))
-
-        def log_message(self, *_: object) -> None:
-            """Nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", heard
-        server.shutdown()
-        thread.join()
+from tests.support.picture_host import PictureHost
 
 
 def test_a_picture_of_another_port_gets_no_cookie(
-    browser: Browser, other: tuple[str, list[dict[str, str]]], near_trials: None, tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:  # fmt: skip
-    address, heard = other
+    browser: Browser, near_trials: None, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     shutil.copytree(stages_of_run(tmp_path_factory)[1], tmp_path / "repo")
     (tmp_path / "tokens").write_text(f"op admin {hashlib.sha256(b'op').hexdigest()}\n")
     given = {"console": True, "console_address": "127.0.0.1:0", "tokens_file": tmp_path / "tokens"}
     picture = tmp_path / "q.png"
     picture.write_bytes(png(images(1)[0]))
     with (
+        PictureHost({"i": picture.read_bytes()}) as other,
         running(tmp_path / "repo", tmp_path / "data", **given) as gateway,
         Client(gateway.address, token="op") as operator,
         look.tab(browser) as page,
     ):
         operator.create_when_idle()
-        operator.put("g", {"i": picture.read_bytes()}, {"i": {"image_url": f"{address}/i.png"}})
+        note = {"image_url": other.address.format(id="i")}
+        operator.put("g", {"i": picture.read_bytes()}, {"i": note})
         page.goto(gateway.console_address)
         page.get_by_label("Your token of this gateway").fill("op")
         page.keyboard.press("Enter")
@@ -65,4 +39,5 @@ def test_a_picture_of_another_port_gets_no_cookie(
         expect(page.locator("li img").first).to_be_visible()
         page.wait_for_function("[...document.images].every(one => one.naturalWidth > 0)")
         assert [one["name"] for one in page.context.cookies(page.url)] == ["nobackfill-console"]
-    assert heard and not any("Cookie" in one or "Referer" in one for one in heard)
+        assert other.headers
+        assert not any("Cookie" in one or "Referer" in one for one in other.headers)

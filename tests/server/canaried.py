@@ -7,8 +7,6 @@ find it at squared distance 2, and an item asked for by its own image is found a
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -24,9 +22,12 @@ ITEMS = 6
 SESSIONS = [f"session {n}" for n in range(24)]
 
 
-@contextmanager
-def two_published(stages: Stages, folder: Path) -> Iterator[tuple[Gateway, Client]]:
+@pytest.fixture(scope="module")
+def served(
+    stages: Stages, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Gateway, Client]]:
     """A gateway in release 1 with a gallery, beside which release 2 is published."""
+    folder = tmp_path_factory.mktemp("canary")
     shutil.copytree(stages[1], folder / "repo")
     with running(folder / "repo", folder / "data") as gateway, Client(gateway.address) as client:
         client.create_gallery("g")
@@ -36,8 +37,11 @@ def two_published(stages: Stages, folder: Path) -> Iterator[tuple[Gateway, Clien
         yield gateway, client
 
 
-def end(gateway: Gateway, client: Client) -> None:
-    """Release 1 answers all again."""
+@pytest.fixture
+def client(served: tuple[Gateway, Client], near_gate: None) -> Iterator[Client]:
+    """The same for each test: release 1 answers all again when one has ended."""
+    gateway, client = served
+    yield client
     if gateway.state.now.active == 2 or gateway.state.now.activation is not None:
         client.rollback(confirm=True, to=1)
     wait_for(lambda: gateway.activations.running() is None)

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,36 +21,24 @@ from tests.server.canaried import (
     SESSIONS,
     ask,
     begin,
-    end,
     expected,
     report,
-    two_published,
     wait_for,
     whole,
 )
-from tests.server.conftest import Stages
+from tests.server.canaried import (
+    client as client,
+)
+from tests.server.canaried import (
+    served as served,
+)
 from tests.server.support import Client, embedding, images, refused, vectors_of
 from tests.support.blocks import png
-
-
-@pytest.fixture(scope="module")
-def served(
-    stages: Stages, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Gateway, Client]]:
-    with two_published(stages, tmp_path_factory.mktemp("canary")) as both:
-        yield both
 
 
 @pytest.fixture
 def gateway(served: tuple[Gateway, Client]) -> Gateway:
     return served[0]
-
-
-@pytest.fixture
-def client(served: tuple[Gateway, Client], near_gate: None) -> Iterator[Client]:
-    """The same for each test: release 1 answers again when one has ended."""
-    yield served[1]
-    end(*served)
 
 
 def test_one_search_is_answered_by_one_pair(client: Client, one: Manifest, two: Manifest) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +21,23 @@ from tests.server.canaried import (
     SESSIONS,
     ask,
     begin,
-    end,
     expected,
     report,
-    two_published,
     wait_for,
     whole,
 )
-from tests.server.conftest import Stages
+from tests.server.canaried import (
+    client as client,
+)
+from tests.server.canaried import (
+    served as served,
+)
 from tests.server.support import Client, embedding, images, running
 from tests.support import releases, text_releases
 from tests.support.blocks import manifest, png
 
 OLD, NEW = ([s for s in SESSIONS if expected(s, 0.5) == release] for release in (1, 2))
 Models = Callable[[Callable[[int], None]], None]
-
-
-@pytest.fixture(scope="module")
-def served(
-    stages: Stages, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Gateway, Client]]:
-    with two_published(stages, tmp_path_factory.mktemp("canary")) as both:
-        yield both
-
-
-@pytest.fixture
-def client(served: tuple[Gateway, Client], near_gate: None) -> Iterator[Client]:
-    """The same for each test: release 1 answers again when one has ended."""
-    yield served[1]
-    end(*served)
 
 
 @pytest.fixture

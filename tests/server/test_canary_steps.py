@@ -1,10 +1,7 @@
 """A canary goes on: step by step, at other steps, and over a restart."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import release_pb2 as pb
@@ -13,29 +10,19 @@ from tests.server.canaried import (
     SESSIONS,
     ask,
     begin,
-    end,
     expected,
     report,
-    two_published,
     wait_for,
     whole,
 )
+from tests.server.canaried import (
+    client as client,
+)
+from tests.server.canaried import (
+    served as served,
+)
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, running
-
-
-@pytest.fixture(scope="module")
-def served(
-    stages: Stages, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Gateway, Client]]:
-    with two_published(stages, tmp_path_factory.mktemp("canary")) as both:
-        yield both
-
-
-@pytest.fixture
-def client(served: tuple[Gateway, Client], near_gate: None) -> Iterator[Client]:
-    yield served[1]
-    end(*served)
 
 
 def test_it_goes_its_steps_by_itself(client: Client) -> None:

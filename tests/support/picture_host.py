@@ -16,6 +16,8 @@ class PictureHost:
     def __init__(self, pictures: Mapping[str, bytes]) -> None:
         self.pictures = dict(pictures)
         self.asked: Counter[str] = Counter()
+        # Of each request.
+        self.headers: list[Mapping[str, str]] = []
         self.gate = threading.Event()
         self.gate.set()
 
@@ -31,6 +33,7 @@ class PictureHost:
             def do_GET(self) -> None:
                 name = self.path.strip("/")
                 host.asked[name] += 1
+                host.headers.append(dict(self.headers))
                 host.gate.wait(60)
                 picture = host.pictures.get(name)
                 self.send_response(404 if picture is None else 200)

@@ -1,9 +1,6 @@
 """Which gateway holds this gallery's vault: the one that it was first pushed to, wherever the
 gallery follows releases from later on, until `push --vault` names another that holds the same."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from nobackfill.client.device import Device
 from nobackfill.client.sync.sources import is_gateway
 from nobackfill.client.vault.queue import VaultQueue
@@ -21,13 +18,6 @@ def address_of(device: Device, where: str | None = None) -> str:
             f"{found} holds no vault: name a gateway once, `push --vault grpc://HOST:PORT`"
         )
     return found
-
-
-@contextmanager
-def connected(device: Device) -> Iterator[Gateway]:
-    """The gateway whose vault is this gallery's. Raises ConfigurationError where there is none."""
-    with Gateway(address_of(device)) as gateway:
-        yield gateway
 
 
 def check_vault(device: Device, queue: VaultQueue, gateway: Gateway, address: str) -> None:

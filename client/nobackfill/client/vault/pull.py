@@ -15,7 +15,7 @@ from nobackfill.client.device import Device
 from nobackfill.client.gallery_file import beside
 from nobackfill.client.output import Output, size
 from nobackfill.client.vault import encryption
-from nobackfill.client.vault.address import connected
+from nobackfill.client.vault.address import address_of
 from nobackfill.client.vault.identity import own_identity
 from nobackfill.client.vault.queue import Entry, VaultQueue
 from nobackfill.client.vault.transport import blobs, download
@@ -116,7 +116,7 @@ class Vaulted:
 
     def _connected(self) -> Gateway:
         if self._gateway is None:
-            self._gateway = self._open.enter_context(connected(self._device))
+            self._gateway = self._open.enter_context(Gateway(address_of(self._device)))
         return self._gateway
 
 
