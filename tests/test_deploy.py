@@ -1,8 +1,12 @@
 """deploy/: every series that alerts and the dashboard ask for is one that gateways tell, every page
 is there, every setting is one; and what the containers copy is in the repository."""
 
+import ast
 import json
+import os
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -10,10 +14,14 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 
+from nobackfill.server.canary.canaries import Canaries
+from nobackfill.server.canary.series import CanarySeries
 from nobackfill.server.galleries.sizes import IndexSizes
 from nobackfill.server.grpc.interceptor import Interceptor
-from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.metrics import THREADS, Metrics
+from nobackfill.server.healing.series import HealingSeries
 from nobackfill.server.settings import Settings
+from nobackfill.server.state import StateFile
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -22,23 +30,30 @@ OTHERS = {"up"}
 
 
 @pytest.fixture(scope="module")
-def told() -> set[str]:
+def told(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Names of series."""
     metrics = Metrics()
+    state = StateFile(tmp_path_factory.mktemp("state") / "state.json")
+    metrics.registry.register(CanarySeries(Canaries(state, metrics)))
+    metrics.registry.register(HealingSeries(list))
     metrics.registry.register(IndexSizes(list))
     Interceptor(metrics, None, 8, max_call_seconds=60)
     text = generate_latest(metrics.registry).decode()
     kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)", text, re.MULTILINE))
     parts = ("_bucket", "_sum", "_count")
     histograms = {n + part for n, kind in kinds.items() if kind == "histogram" for part in parts}
+    counters = {n for n, kind in kinds.items() if kind == "counter"}
+    assert all(name.endswith("_total") for name in counters)
     return set(kinds) | histograms | OTHERS
 
 
 def asked(expression: str) -> set[str]:
     """Names of series in a PromQL expression."""
-    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|\bby \([^)]*\)", "", expression)
-    names = set(re.findall(r"[a-z_]{2,}", bare))
-    functions = {"sum", "max", "min", "rate", "increase", "changes", "histogram_quantile", "and"}
+    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|\b(by|on) \([^)]*\)", "", expression)
+    names = set(re.findall(r"[a-z_]{2,}[a-z0-9_]*", bare))
+    functions = {
+        "sum", "max", "min", "rate", "increase", "changes", "histogram_quantile", "and", "unless",
+    }  # fmt: skip
     return names - functions
 
 
@@ -56,6 +71,43 @@ def test_alerts_ask_for_series_there_are_and_name_their_page(told: set[str]) -> 
         assert page == "docs/runbook.md"
         named.add(anchor)
     assert named == pages and len({rule["alert"] for rule in group["rules"]}) > 10
+
+
+def test_alerts_fire_when_they_should() -> None:
+    """Prometheus' own tool evaluates the rules on the series of tests/alerts.yaml."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        assert not os.environ.get("CI"), "promtool is missing: apt-get install prometheus"
+        pytest.skip("promtool is missing: apt-get install prometheus")
+    done = subprocess.run(
+        [promtool, "test", "rules", str(ROOT / "tests" / "alerts.yaml")],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_counters_start_at_zero() -> None:
+    """`increase` needs a sample before the first error."""
+    metrics = Metrics()
+    metrics.devices.expect(3)
+    text = generate_latest(metrics.registry).decode()
+    for thread in THREADS:
+        assert f'nobackfill_unforeseen_errors_total{{thread="{thread}"}} 0.0' in text
+    assert 'nobackfill_swap_seconds_count{outcome="failed"} 0.0' in text
+    assert 'nobackfill_device_syncs_total{failure="probes",release="3"} 0.0' in text
+
+
+def test_every_boundary_names_a_thread_that_starts_at_zero() -> None:
+    named = set()
+    for path in (ROOT / "server").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func).endswith(("error_boundary", "unforeseen.labels"))
+                and isinstance(node.args[-1], ast.Constant)
+            ):
+                named.add(node.args[-1].value)
+    assert named == set(THREADS)
 
 
 def test_the_dashboard_asks_for_series_there_are(told: set[str]) -> None:

@@ -131,7 +131,10 @@ class Serving:
 
     def tell(self) -> None:
         """Let those who watch know that what is served has changed."""
-        self._metrics.active_release.set(self._state.now.active or 0)
+        active = self._state.now.active or 0
+        self._metrics.active_release.set(active)
+        if active:
+            self._metrics.devices.expect(active)
         self._catalog.changed.notify()
 
     def replan_one(

@@ -2,6 +2,9 @@
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+# Outcomes of a reported sync, the label `failure`.
+FAILURES = ("none", "probes", "refused", "no route", "left behind")
+
 
 class DeviceMetrics:
     """Of the syncs that devices report on request: counts, and no device is told apart."""
@@ -19,3 +22,8 @@ class DeviceMetrics:
             "nobackfill_device_neighbours_kept", "Share of nearest neighbours they kept, 0 to 1.",
             ["release"], buckets=(0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1), registry=registry,
         )  # fmt: skip
+
+    def expect(self, release: int) -> None:
+        """Start the counters of a release at 0, so that Prometheus sees its first failed sync."""
+        for failure in FAILURES:
+            self.syncs.labels(str(release), failure)

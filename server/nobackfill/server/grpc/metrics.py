@@ -16,6 +16,13 @@ from nobackfill.server.grpc.device_metrics import DeviceMetrics
 from nobackfill.server.grpc.expiry import Expiries
 from nobackfill.server.settings import split_address
 
+# Threads of work whose unforeseen errors are counted (`error_boundary`). A series starts at 0, or
+# Prometheus' `increase` misses its first error.
+THREADS = (
+    "activation", "at once", "canary", "catalog", "connections", "executor", "first", "following",
+    "healing", "images", "indexing", "stalls", "succession", "triton",
+)  # fmt: skip
+
 
 class Metrics:
     """All series of one gateway, in a registry of its own."""
@@ -39,7 +46,8 @@ class Metrics:
         self.registry.register(self.expiries)
         self.upgrade_ratio = Gauge(
             "nobackfill_upgrade_ratio",
-            "Share of the running upgrade that is done, 0 to 1; 0 while none runs.",
+            "Share of the running upgrade that is done, 0 to 1; 1 while it waits for an index or a "
+            "canary, 0 while none runs.",
             registry=self.registry,
         )  # fmt: skip
         self.swap_seconds = Histogram(
@@ -47,6 +55,8 @@ class Metrics:
             ["outcome"], buckets=(0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200),
             registry=self.registry,
         )  # fmt: skip
+        for outcome in ("done", "failed"):
+            self.swap_seconds.labels(outcome)
         self.batch_size = Histogram(
             "nobackfill_batch_size", "Queries answered by one index or model call.", ["stage"],
             buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256), registry=self.registry,
@@ -60,6 +70,8 @@ class Metrics:
             "nobackfill_unforeseen_errors_total", "Errors that nobody foresaw, by thread of work.",
             ["thread"], registry=self.registry,
         )  # fmt: skip
+        for thread in THREADS:
+            self.unforeseen.labels(thread)
         self.searches = Counter(
             "nobackfill_searches_total", "Queries answered, by how their space is searched.",
             ["searched"], registry=self.registry,
