@@ -17,6 +17,7 @@ TRITON_READY := $(TRITON_VENV)/.ready
 TRITON_PACKAGES := server/nobackfill/server/triton/requirements.txt
 CHROMA_READY := build/chroma/.ready
 SWIFT_READY := build/swift/.ready
+NODE_READY := build/node/.ready
 ADOPTION := build/adoption
 PROTOS := $(wildcard protos/nobackfill/v1/*.proto)
 CODE := core server client training demo bench manual tests protos/generate.py
@@ -85,6 +86,12 @@ $(SCALE_READY): $(READY)
 		|| echo 'timm and open_clip cannot be installed here: what needs them is skipped'
 	$(MAKE) $(CHROMA_READY) || echo 'Chroma cannot be installed here: what needs it is skipped'
 	$(MAKE) $(SWIFT_READY) || echo 'Swift cannot be installed here: what needs an object store is skipped'
+	$(MAKE) $(NODE_READY) || echo 'npm cannot install grpc-js here: the client in Node is skipped'
+	touch $@
+
+# What a client in Node needs.
+$(NODE_READY):
+	npm install --silent --no-save --prefix $(@D) @grpc/grpc-js@1.14.7 @grpc/proto-loader@0.8.1
 	touch $@
 
 # What the demos of pretrained models need: tests/scale runs them small.

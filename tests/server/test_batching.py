@@ -84,3 +84,21 @@ def test_a_deadline_ends_the_wait_and_the_queue_goes_on() -> None:
         hold.set()
         assert first.result(10) == 1
         assert patient.result(10) == 3
+
+
+def test_a_call_without_a_deadline_waits_in_the_queue() -> None:
+    """Locks refuse the time that gRPC says it has left, some 292 years."""
+    hold = threading.Event()
+    batcher: Batcher[int, int] = Batcher(lambda q: (hold.wait(10), q)[1], largest=1)
+
+    def ask(query: int) -> int:
+        calls.begin(calls.Call(LOCAL, time.monotonic() + 9.2e18))
+        return batcher(query)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ask, 1)
+        time.sleep(0.05)
+        second = pool.submit(ask, 2)
+        time.sleep(0.05)
+        hold.set()
+        assert [first.result(10), second.result(10)] == [1, 2]

@@ -1,6 +1,7 @@
 """The real tritonserver: as good as in process, brought back when it dies, never left over."""
 
 import contextlib
+import hashlib
 import os
 import shutil
 import signal
@@ -20,9 +21,11 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.release.paths import embedder_model
 from nobackfill.server.triton import shared_memory as shared_memory_module
 from nobackfill.server.triton.client import TritonClient
+from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, vault_pb2
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import Served, serving, start, triton_venv
-from tests.server.support import Client, embedding, ids, images, refused
+from tests.server.support import Client, embedding, ids, images, random_id, refused
+from tests.support.blocks import png
 from tests.support.processes import alive, children, wait_until_gone
 
 pytestmark = pytest.mark.skipif(triton_venv() is None, reason="no Triton here: run make setup")
@@ -90,6 +93,37 @@ def test_images_are_embedded_by_triton(served: Served, one: Manifest) -> None:
             assert ids(by_image) == ids(by_hand)
             assert by_image.hits[0].id == f"i{i}"
             assert by_image.hits[0].distance == pytest.approx(0, abs=1e-4)
+
+
+def test_a_client_that_sets_no_deadline_is_answered(served: Served) -> None:
+    """Clients in most languages set none. A call of each kind: unary, and streams of each way."""
+    blob = b"age-encryption.org/v1\n" + bytes(200)
+    digest = hashlib.sha256(blob).hexdigest()
+    with Client(served.address) as client:
+        wait_healed(client)
+        raw = client.raw
+        items = [gallery_pb2.PutItem(id="no-deadline", image=png(images(21)[20]))]
+        put = gallery_pb2.PutItemsRequest(gallery="g", items=items)
+        (answer,) = raw.galleries.PutItems(iter([put]))
+        assert (answer.stored, answer.refused) == (1, 0), answer
+        query = search_pb2.Query(image=png(images(21)[20]))
+        found = raw.searches.Search(search_pb2.SearchRequest(gallery="g", query=query, k=1))
+        assert ids(found) == ["no-deadline"]
+        batch = search_pb2.SearchBatchRequest(gallery="g", queries=[query, query], k=1)
+        answers = raw.searches.SearchBatch(batch).responses
+        assert [ids(one) for one in answers] == [["no-deadline"]] * 2
+        watch = raw.releases.WatchReleases(release_pb2.WatchReleasesRequest())
+        assert next(watch).releases[0].number == 1
+        watch.cancel()
+        file = raw.releases.FetchFile(release_pb2.FetchFileRequest(path="timestamp.json"))
+        pieces = list(file)
+        assert sum(len(piece.chunk) for piece in pieces) == pieces[0].size
+        named = vault_pb2.Blob(id=random_id(1), size=len(blob), sha256=digest)
+        sent = raw.vault.PutBlob(iter([vault_pb2.PutBlobRequest(blob=named, chunk=blob)]))
+        assert sent.received == len(blob)
+        kept = raw.vault.GetBlob(vault_pb2.GetBlobRequest(id=random_id(1)))
+        assert b"".join(piece.chunk for piece in kept) == blob
+        raw.galleries.DeleteItems(gallery_pb2.DeleteItemsRequest(gallery="g", ids=["no-deadline"]))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -14,6 +14,10 @@ from nobackfill.errors import CancelledError, DeadlineError
 from nobackfill.server.grpc.tokens import LOCAL, Principal
 from nobackfill.server.grpc.traces import CallTrace
 
+# No wait of a call takes longer, whatever its caller allows: gRPC and locks refuse the 292 years
+# that a call without a deadline has left.
+LONGEST_WAIT_S = 3600.0
+
 
 def _always() -> bool:
     return True
@@ -39,11 +43,12 @@ class Call:
             raise CancelledError("the caller has given the call up")
 
     def remaining(self) -> float:
-        """Seconds left, more than 0. Raises DeadlineError when there are none."""
+        """Seconds left, more than 0 and at most LONGEST_WAIT_S: a timeout of whatever waits.
+        Raises DeadlineError when there are none."""
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise DeadlineError("the call's deadline passed; allow more time, or ask for less")
-        return left
+        return min(left, LONGEST_WAIT_S)
 
 
 _current: contextvars.ContextVar[Call] = contextvars.ContextVar("call")
@@ -67,7 +72,7 @@ def until(deadline: float) -> Iterator[None]:
 
 def current() -> Call:
     """The call under way; outside of any (start, background jobs) one that may take an hour."""
-    return _current.get(None) or Call(LOCAL, time.monotonic() + 3600)
+    return _current.get(None) or Call(LOCAL, time.monotonic() + LONGEST_WAIT_S)
 
 
 def part(name: str) -> AbstractContextManager[None]:

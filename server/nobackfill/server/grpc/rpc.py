@@ -26,6 +26,8 @@ log = structlog.get_logger("server.interceptor")
 _unworked = Sparing(10)
 # More of a session's name is not looked at.
 _LONGEST_KEY = 256
+# A stream's caller that sets no deadline has this one.
+_LONGEST_STREAM_S = 24 * 3600.0
 
 Behavior = Callable[[Any, grpc.ServicerContext], Any]
 
@@ -179,10 +181,8 @@ class Rpc:
             self.trace.queued()
         if self.refusal is not None:
             raise self.refusal
-        left = context.time_remaining()
-        if not self._kind.streams:
-            waited = time.monotonic() - self._arrived
-            left = min(left, self._kind.max_call_seconds - waited)
+        most = _LONGEST_STREAM_S if self._kind.streams else self._kind.max_call_seconds
+        left = min(context.time_remaining(), self._arrived + most - time.monotonic())
         if not context.is_active() or left <= 0:
             raise DeadlineError("the call ended before its turn came; allow more time")
         key = (self.session or self.caller or self.request_id)[:_LONGEST_KEY]
