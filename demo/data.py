@@ -9,6 +9,7 @@ from pathlib import Path
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from demo.recipes import SIZES
 from nobackfill.errors import InvalidInputError
 
 # What each part of the images is for, and its share of every class.
@@ -22,15 +23,13 @@ PARTS = {
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp"}
 MIN_CLASSES = 4
 MIN_IMAGES = 13  # of one class, so that every part gets one
-# Sides of the models' input, of which that nearest below the pictures is taken; none costs minutes
-# an epoch on two cores.
-SIZES = (16, 24, 32, 48, 64)
 
 
 @dataclass(frozen=True)
 class Cut:
     """What was cut: classes that the old model learns, the first half of them, and all, which the
-    new one learns; images of the old ones, and of all, to train on; the side for the models."""
+    new one learns; images of the old ones, and of all, to train on; the largest side for the
+    models' input."""
 
     old: list[str]
     new: list[str]

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from nobackfill.errors import InvalidInputError, NobackfillError
+from nobackfill.errors import InvalidInputError, NobackfillError, UnavailableError
 from nobackfill.v1 import gallery_pb2, release_pb2
 from nobackfill.wire import Gateway
 from nobackfill.wire.limits import LARGEST_K
@@ -13,6 +13,8 @@ from nobackfill.wire.limits import LARGEST_K
 DEADLINE = 60
 # And until an activation that nobody watches has ended.
 _SETTLED = 300
+# Puts of a gallery that meet a model server which is away, and the seconds between them.
+_TRIES, _PAUSE = 6, 5.0
 
 
 def images_in(folder: Path) -> dict[str, Path]:
@@ -34,15 +36,24 @@ def create(gateway: Gateway, name: str) -> None:
 
 
 def put(gateway: Gateway, name: str, folder: Path, stored: Callable[[int], object]) -> list[str]:
-    """Put every image of a folder; the ids, CLASS/NAME. Raises InvalidInputError if one is
-    refused."""
+    """Put every image of a folder; the ids, CLASS/NAME. Begins again where the gateway is busy or
+    its model server is away, since a put of the same item changes nothing. Raises InvalidInputError
+    where an image is refused, UnavailableError after `_TRIES` tries."""
     images = images_in(folder)
 
     def items() -> Iterator[gallery_pb2.PutItem]:
         for id_, path in images.items():
             yield gallery_pb2.PutItem(id=id_, image=path.read_bytes())
 
-    for id_, reason in gateway.put_items(name, items(), stored).items():
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            refused = gateway.put_items(name, items(), stored)
+            break
+        except UnavailableError:
+            if not tries_left:
+                raise
+            time.sleep(_PAUSE)
+    for id_, reason in refused.items():
         raise InvalidInputError(f"the gateway refused {id_}: {reason}")
     return list(images)
 

@@ -9,10 +9,22 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 # Shows how much of the whole is done.
 Bar = Callable[[float], None]
+# Seconds between lines of progress where no bar can be drawn.
+LINE_EVERY = 30.0
+
+
+def minutes(seconds: float) -> str:
+    """A duration for people, e.g. "40 seconds" or "12 minutes"."""
+    if seconds < 100:
+        return f"{max(1, round(seconds))} seconds"
+    if seconds < 100 * 60:
+        return f"{round(seconds / 60)} minutes"
+    return f"{seconds / 3600:.1f} hours"
 
 
 class Screen:
-    """Lines and bars on stderr; standard output is left to the final table."""
+    """Lines and bars on stderr; standard output is left to the final table. Off a terminal, a line
+    of progress every LINE_EVERY seconds stands for a bar."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -50,8 +62,16 @@ class Screen:
         """A bar of the present step; call it with what is done so far, of `total`."""
         assert self._bars is not None, "bars belong to a step"
         bars, task = self._bars, self._bars.add_task(name, total=total)
+        began = said = time.monotonic()
 
         def update(done: float) -> None:
+            nonlocal said
             bars.update(task, completed=done)
+            now = time.monotonic()
+            if not self._console.is_terminal and now - said >= LINE_EVERY:
+                said = now
+                left = (now - began) * (total - done) / done if done else None
+                rest = "" if left is None else f", about {minutes(left)} left"
+                self.say(f"      {name}: {done:g} of {total:g}{rest}")
 
         return update

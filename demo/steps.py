@@ -17,8 +17,8 @@ from demo.gateways import Gateways, Store
 from demo.journal import Journal, Result
 from demo.latency import summary
 from demo.ranking import Answers, agreement, quality
-from demo.recipes import Recipes
-from demo.screen import Screen
+from demo.recipes import Recipes, affordable
+from demo.screen import Screen, minutes
 
 # Galleries of the gateway: the server's own, and one with the device's images, to compare with it.
 SERVER, MIRROR = "photos", "device-mirror"
@@ -96,11 +96,18 @@ class Life:
     def recipes(self) -> Recipes:
         """How this life trains, once its images are cut."""
         options = self.options
+        cut = self.journal["data"]
+        return self._recipes(
+            options.image_size or cut["image_size"], options.epochs or cut.get("epochs")
+        )
+
+    def _recipes(self, image_size: int, epochs: int | None) -> Recipes:
+        options = self.options
         return Recipes(
             images=self.data / "train",
             runs=self.runs,
-            image_size=options.image_size or self.journal["data"]["image_size"],
-            epochs=options.epochs,
+            image_size=image_size,
+            epochs=epochs,
             batch_size=options.batch_size,
             seed=options.seed,
             compatible=options.rollout == "direct",
@@ -114,7 +121,22 @@ class Life:
         cut = data.prepare(
             self.data, options.images, seed=options.seed, limit=options.images_per_class
         )
-        return dataclasses.asdict(cut)
+        result = dataclasses.asdict(cut) | {"epochs": None}
+        if options.images is not None:
+            recipes = self._recipes(options.image_size or cut.image_size, options.epochs)
+            sizes = cut.old_images, cut.new_images
+            if options.image_size is None and options.epochs is None:
+                recipes, seconds = affordable(recipes, *sizes)
+                result |= {"image_size": recipes.image_size, "epochs": recipes.epochs}
+            else:
+                seconds = recipes.seconds(*sizes)
+            epochs = "the configured" if recipes.epochs is None else recipes.epochs
+            self.screen.say(
+                f"      {cut.new_images:,} images of {len(cut.new)} classes to train on. Training "
+                f"takes about {minutes(seconds)} with {recipes.image_size} pixels and {epochs} "
+                "epochs. Choose others with DEMO_ARGS='--image-size N --epochs N'."
+            )
+        return result
 
     def train_1(self) -> Result:
         cut = self.journal["data"]

@@ -39,10 +39,10 @@ def group() -> Iterator[int]:
 
 def miss_often(misses: Misses) -> None:
     """As many as make a hang, far enough apart to see work."""
-    misses.add(0)
+    misses.add()
     for _ in range(4):
         time.sleep(0.6)
-        misses.add(1)
+        misses.add()
 
 
 def test_who_is_busy_is_waited_for_and_who_hangs_is_not(group: int) -> None:
@@ -59,12 +59,13 @@ def test_who_is_busy_is_waited_for_and_who_hangs_is_not(group: int) -> None:
 
 def test_without_a_child_of_ours_every_miss_counts() -> None:
     misses = Misses(None)
-    misses.add(1)
+    misses.add()
     assert not misses.unready
-    misses.add(1)
+    misses.add()
     assert misses.unready
     assert not misses.hangs
-    misses.add(2)
+    misses.add()
+    misses.add()
     assert misses.hangs
 
 

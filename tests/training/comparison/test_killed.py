@@ -58,6 +58,7 @@ def test_a_process_that_is_ended_is_a_sentence(comparison: subprocess.Popen[str]
     assert len(trains) == 2
     os.kill(trains[0], signal.SIGKILL)
     _, told = comparison.communicate(timeout=60)
+    assert "trainings and measurements to do" in told
     assert comparison.returncode == 1
     assert "a process of the comparison was ended" in told
     assert "--jobs" in told
@@ -73,3 +74,13 @@ def _two_train(process: "subprocess.Popen[str]", folder: Path) -> bool:
 
 def _spawned(pid: int) -> bool:
     return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_no_argument_begins_no_comparison(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "training/compare.py", "--out", str(tmp_path / "out")],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 78
+    assert "python training/compare.py --data digits --seeds 1" in done.stderr
+    assert not (tmp_path / "out").exists()

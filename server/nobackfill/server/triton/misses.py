@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# Points in a row: at so many, calls are refused at once and those under way are cut; at so many, a
+# Missed probes in a row: from `_UNREADY` on, calls are refused at once and those under way are cut.
+# One missed probe is no evidence: a machine under load starves a healthy child. At `_HANGS` a
 # hanging child is killed.
 _UNREADY = 2
 _HANGS = 4
@@ -27,35 +28,35 @@ class Misses:
 
     def __init__(self, processor_s: Callable[[], float] | None) -> None:
         self._processor_s = processor_s
-        self._points = 0
+        self._count = 0
         self._answered = self._marked = time.monotonic()
         self._used = 0.0
 
     @property
-    def points(self) -> int:
-        return self._points
+    def count(self) -> int:
+        return self._count
 
     @property
     def unready(self) -> bool:
-        return self._points >= _UNREADY
+        return self._count >= _UNREADY
 
     @property
     def hangs(self) -> bool:
-        return self._points >= _HANGS
+        return self._count >= _HANGS
 
     def clear(self) -> None:
         """It answered, or it starts anew."""
-        self._points = 0
+        self._count = 0
         self._answered = time.monotonic()
         if self._answered - self._marked >= _MARK_EVERY_S:
             self._mark()
 
-    def add(self, points: int) -> None:
-        """A probe was missed: `points` of them, unless the child was busy since the last look."""
+    def add(self) -> None:
+        """Count a missed probe, unless the child was busy since the last look."""
         share = self._mark()
         late = time.monotonic() - self._answered > _LONGEST_S
         if late or share < _BUSY:
-            self._points += points
+            self._count += 1
 
     def _mark(self) -> float:
         """The share of a core that was used since the last mark."""

@@ -193,11 +193,8 @@ class TritonModels:
     def _look(self) -> None:
         if self._process is not None and not self._process.alive():
             self._start_process(self._process)
-        elif not self._client.live(LIVE_TIMEOUT_S):
-            self._miss(1)
-        elif not self._embeds():
-            # A model that hangs counts more than a slow answer.
-            self._miss(2)
+        elif not (self._client.live(LIVE_TIMEOUT_S) and self._embeds()):
+            self._miss()
         else:
             self._misses.clear()
             self._starts.answered = True
@@ -241,8 +238,8 @@ class TritonModels:
         self._answered[oldest] = time.monotonic()
         return True
 
-    def _miss(self, points: int) -> None:
-        self._misses.add(points)
+    def _miss(self) -> None:
+        self._misses.add()
         was_up = self._up.is_set()
         if self._misses.unready and was_up:
             self._set_up(False)
@@ -254,7 +251,7 @@ class TritonModels:
         else:
             late = time.monotonic() - self._starts.began > _START_S
         if late:
-            log.error("Triton hangs, ending it", missed=self._misses.points, was_up=was_up)
+            log.error("Triton hangs, ending it", missed=self._misses.count, was_up=was_up)
             self._process.kill()
 
     def _set_up(self, up: bool) -> None:

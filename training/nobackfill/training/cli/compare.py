@@ -71,8 +71,9 @@ works in OUT, 78 wrong configuration.
 
 def main(
     data: Annotated[
-        str, typer.Option(help="digits, cifar100-cpu, cifar100, or a folder of class folders")
-    ] = "digits",
+        str | None,
+        typer.Option(help="digits, cifar100-cpu, cifar100, or a folder of class folders; required"),
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="number of seeds")] = 3,
     methods: Annotated[
         str | None, typer.Option(help="groups and methods, with commas; the preset's own if absent")
@@ -105,6 +106,12 @@ def main(
             for file in refresh(one):
                 print(f"{one}: {file}")
         return
+    if data is None:
+        raise ConfigurationError(
+            "expected --data: digits, cifar100-cpu, cifar100 or a folder of class folders. A whole "
+            "comparison takes hours; begin with: "
+            "python training/compare.py --data digits --seeds 1 --methods core"
+        )
     folder = Path(data)
     if data != DIGITS.name and folder.is_dir():
         preset, images = folder_preset(len(list_images(folder).class_names)), folder

@@ -2,6 +2,8 @@
 needs are met."""
 
 import multiprocessing
+import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -15,6 +17,9 @@ from nobackfill.ray_cluster import join
 from nobackfill.training.comparison.settings import prepare
 from nobackfill.training.comparison.tasks import Planned, Task, Views, tasks
 
+# Seconds between lines of progress.
+_LINE_EVERY = 10.0
+
 # Hands a task to a process.
 Submit = Callable[..., Future[None]]
 
@@ -27,22 +32,46 @@ def do(planned: Planned, jobs: int, cluster: str | None = None) -> None:
     """
     for place, rows in planned:
         prepare(place, list(rows))
+    waiting = tasks(planned)
+    progress = _Progress(len(waiting))
     if cluster is not None:
         with _nodes(cluster) as (submit, processors):
-            _share(tasks(planned), processors, submit)
+            _share(waiting, processors, submit, progress)
     elif jobs == 1:
-        for task in tasks(planned):
+        for task in waiting:
             task.work(*task.arguments)
+            progress.finish_one()
     else:
         spawned = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(jobs, spawned, initializer=end_with_parent) as pool:
             try:
-                _share(tasks(planned), jobs, pool.submit)
+                _share(waiting, jobs, pool.submit, progress)
             except BrokenProcessPool as error:
                 raise NobackfillError(
                     "a process of the comparison was ended: give the machine or its container more "
                     "memory, or fewer --jobs; run it again, it goes on after what is kept"
                 ) from error
+
+
+class _Progress:
+    """Lines on stderr: how many tasks there are, and how many are done."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._began = self._printed = time.monotonic()
+        self._print("trainings and measurements to do; finished ones are kept and skipped")
+
+    def finish_one(self) -> None:
+        """Count a finished task, and print a line when the last one is old enough."""
+        self._done += 1
+        now = time.monotonic()
+        if now - self._printed >= _LINE_EVERY and self._done < self._total:
+            self._printed = now
+            self._print(f"done after {now - self._began:.0f} s")
+
+    def _print(self, text: str) -> None:
+        count = f"{self._done} of {self._total}" if self._done else str(self._total)
+        print(f"compare.py: {count} {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -63,7 +92,7 @@ def _nodes(address: str) -> Iterator[tuple[Submit, int]]:
         ray.shutdown()
 
 
-def _share(waiting: list[Task], jobs: int, submit: Submit) -> None:
+def _share(waiting: list[Task], jobs: int, submit: Submit, progress: _Progress) -> None:
     """Carry tasks out in `jobs` processes, the first that can begin first.
 
     No more are handed out than processes, so that a failure is raised as soon as what is in hand
@@ -80,3 +109,4 @@ def _share(waiting: list[Task], jobs: int, submit: Submit) -> None:
         for future in ended:
             future.result()
             made |= running.pop(future).made
+            progress.finish_one()
