@@ -34,8 +34,8 @@ class Milvus:
     def _row(self, name: str, vector: Vectors, text: str = "") -> dict[str, object]:
         return {"id": name, "vector": vector, "text": text or f"on {name}", "number": len(name)}
 
-    def put(self, name: str, vector: Vectors) -> None:
-        self.client.upsert("docs", [self._row(name, vector)])
+    def put(self, name: str, vector: Vectors, partition: str = "") -> None:
+        self.client.upsert("docs", [self._row(name, vector)], partition_name=partition)
 
     def delete(self, name: str) -> None:
         self.client.delete("docs", ids=[name])

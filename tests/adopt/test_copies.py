@@ -130,6 +130,63 @@ def test_an_alias_flips_and_what_it_leads_to_is_not_taken_back(store: Milvus) ->
     assert store.open().rollback("docs_to")
 
 
+@pytest.mark.parametrize(
+    "store",
+    [pytest.param(name, marks=pytest.mark.scale) for name in ("milvus-lite", "milvus")],
+    indirect=True,
+)
+def test_partitions_go_along(store: Milvus) -> None:
+    for name in ("red", "blue", "empty"):
+        store.client.create_partition("docs", name)
+    for row, name in enumerate(MADE.ids[:90]):
+        store.delete(name)
+        store.put(name, MADE.old[row], partition="red" if row % 2 else "blue")
+    assert carry(store.open(), TARGET, MAP, window=100).total == 230
+
+    def within(partition: str, collection: str = "docs_to") -> list[str]:
+        found = store.client.query(
+            collection, filter='id >= ""', output_fields=["id"], partition_names=[partition],
+            consistency_level="Strong",
+        )  # fmt: skip
+        return sorted(one["id"] for one in found)
+
+    for name in ("red", "blue", "empty", "_default"):
+        assert within(name) == within(name, "docs")
+    hits = store.client.search(
+        "docs_to", data=[MADE.new[3].tolist()], limit=5, partition_names=["red"]
+    )
+    assert len(hits[0]) == 5 and {hit["id"] for hit in hits[0]} <= set(MADE.ids[1:90:2])
+    # One that moves, into a partition that came later.
+    store.client.create_partition("docs", "green")
+    store.delete(MADE.ids[1])
+    store.put(MADE.ids[1], MADE.old[1], partition="green")
+    again = carry(store.open(), TARGET, MAP, window=100)
+    assert (again.written, again.total) == (1, 230)
+    assert within("green") == [MADE.ids[1]] and MADE.ids[1] not in within("red")
+
+
+@pytest.mark.scale
+def test_a_field_that_says_where_items_lie_says_so_in_the_copy(tmp_path: Path) -> None:
+    pytest.importorskip("milvus_lite", reason="milvus-lite is not installed")
+    from pymilvus import DataType, MilvusClient
+
+    path = str(tmp_path / "k.db")
+    client = MilvusClient(uri=path)
+    schema = client.create_schema(auto_id=False, enable_dynamic_field=False)
+    schema.add_field("id", DataType.INT64, is_primary=True)
+    schema.add_field("v", DataType.FLOAT_VECTOR, dim=24)
+    schema.add_field("of", DataType.VARCHAR, max_length=9, is_partition_key=True)
+    index = client.prepare_index_params()
+    index.add_index("v", index_type="FLAT", metric_type="COSINE")
+    client.create_collection("docs", schema=schema, index_params=index)
+    rows = [{"id": n, "v": vector, "of": f"u{n % 3}"} for n, vector in enumerate(MADE.old)]
+    client.upsert("docs", rows)
+    assert carry(open_source(f"milvus:{path}#docs"), TARGET, MAP).total == 230
+    found = client.query("docs_to", filter='of == "u1"', output_fields=["id"])
+    assert sorted(one["id"] for one in found) == list(range(1, 230, 3))
+    client.close()
+
+
 @pytest.mark.parametrize("store", [pytest.param("chroma", marks=pytest.mark.scale)], indirect=True)
 def test_names_flip_and_what_answers_is_not_taken_back(store: Chroma) -> None:
     carry(store.open(), TARGET, MAP)

@@ -17,6 +17,7 @@ from nobackfill.adopt.sources.source import (
     Window,
     file_name,
     read_mark,
+    text_of,
 )
 from nobackfill.durable import make_dir, remove_tree, replace, sweep, write_file
 from nobackfill.errors import (
@@ -77,7 +78,7 @@ class ArraySource:
             yield Window(first, min(first + rows, len(self._ids)))
 
     def read(self, window: Window) -> Rows:
-        ids = [str(value) for value in self._ids[window.after : window.last].tolist()]
+        ids = list(map(text_of, self._ids[window.after : window.last].tolist()))
         vectors = np.asarray(self._vectors[window.after : window.last], np.float32)
         return Rows(ids, vectors)
 
@@ -86,7 +87,7 @@ class ArraySource:
         if name not in self._others:
             raise InvalidInputError(f"{self._folder}: no column {name!r}")
         values = _array(path)[window.after : window.last]
-        return Column(self.read(window).ids, [str(value) for value in values.tolist()])
+        return Column(self.read(window).ids, list(map(text_of, values.tolist())))
 
     def beside(self, target: Target) -> "ArrayBeside":
         parts, final = self._parts(target.name), self._folder / f"{target.name}.npy"

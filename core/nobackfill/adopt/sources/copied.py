@@ -25,16 +25,19 @@ OF = "nobackfill_of"
 
 @dataclass(frozen=True)
 class Record:
-    """An item: its key in the store's own type, its vector [dim], and all else that it holds."""
+    """An item: its key in the store's own type, its vector [dim], and all else that it holds.
+    `partition`: the part of the collection that it lies in, "" where that has no parts."""
 
     key: Any
     vector: Vectors
     rest: Mapping[str, Any]
+    partition: str = ""
 
     @cached_property
     def digest(self) -> str:
         rest = json.dumps(self.rest, sort_keys=True, default=_plain).encode()
-        return hashlib.sha256(self.vector.tobytes() + rest).hexdigest()[:32]
+        whole = self.vector.tobytes() + rest + self.partition.encode()
+        return hashlib.sha256(whole).hexdigest()[:32]
 
 
 class Collection(Protocol):

@@ -20,7 +20,12 @@ with extra("milvus"):
     from pymilvus import DataType
 
     from nobackfill.adopt.sources.milvus_place import asked, opened
-    from nobackfill.adopt.sources.milvus_schema import index_of, indexes_of, schema_of
+    from nobackfill.adopt.sources.milvus_schema import (
+        index_of,
+        indexes_of,
+        make_partition,
+        schema_of,
+    )
 
 # Items of a request.
 _PAGE = 1000
@@ -30,6 +35,8 @@ _STRONG = "Strong"
 _METRICS: Mapping[str, Metric] = {"COSINE": "cosine", "L2": "squared_l2"}
 _LEAST = -(1 << 63)
 _MARK = "nobackfill."
+# The partition of items that are put without one.
+_DEFAULT = "_default"
 
 
 class MilvusStore:
@@ -59,9 +66,11 @@ class MilvusStore:
             target.name,
             lambda: self._client.create_collection(
                 target.name, schema=schema, index_params=indexes, properties=properties,
-                consistency_level=_STRONG,
+                consistency_level=_STRONG, **like.own_partitions,
             ),
         )  # fmt: skip
+        for name in like.partitions():
+            make_partition(self._client, target.name, name)
 
     def drop(self, name: str) -> None:
         if aliases := asked(name, lambda: self._client.list_aliases(name))["aliases"]:
@@ -122,6 +131,9 @@ class MilvusCollection:
                 "are not carried yet"
             )
         self._dim = int(self._fields[self._vector]["params"]["dim"])
+        by_key = any(one.get("is_partition_key") for one in self._fields.values())
+        # Where a field says where an item lies, Milvus alone puts it there.
+        self.own_partitions = {"num_partitions": found["num_partitions"]} if by_key else {}
         self._load()
 
     def _load(self) -> None:
@@ -170,11 +182,23 @@ class MilvusCollection:
         keys = sorted(one[self._key] for one in found)
         records: list[Record] = []
         after = window.after
+        partitions = self.partitions()
         for last in (*keys[self._at_once - 1 : -1 : self._at_once], window.last):
             within = self._within(Window(after, last))
-            records += self._records(self._query(within, ["*", self._vector]))
+            some: list[Record] = []
+            for partition in partitions or [""]:
+                found = self._query(within, ["*", self._vector], partition)
+                some += self._records(found, "" if partition == _DEFAULT else partition)
+            records += sorted(some, key=lambda one: one.key)
             after = last
         return records
+
+    def partitions(self) -> list[str]:
+        """Those that items are put into by their names, none where there is only the default."""
+        if self.own_partitions:
+            return []
+        found = asked(self.name, lambda: self._client.list_partitions(self.name))
+        return [] if list(found) == [_DEFAULT] else list(found)
 
     def digests(self, window: Window) -> dict[Any, str]:
         found = self._query(self._within(window), [self._key, OF])
@@ -188,14 +212,23 @@ class MilvusCollection:
         return found
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
-        for first in range(0, len(records), _PAGE):
-            rows = [
-                {**one.rest, self._key: one.key, self._vector: vector, OF: one.digest}
-                for one, vector in zip(
-                    records[first : first + _PAGE], vectors[first : first + _PAGE], strict=True
+        parts = dict.fromkeys(one.partition for one in records)
+        for partition in parts:
+            if partition:
+                make_partition(self._client, self.name, partition)
+            some = [row for row, one in enumerate(records) if one.partition == partition]
+            for first in range(0, len(some), _PAGE):
+                rows = [
+                    {**one.rest, self._key: one.key, self._vector: vectors[row], OF: one.digest}
+                    for row in some[first : first + _PAGE]
+                    for one in [records[row]]
+                ]
+                asked(
+                    self.name,
+                    lambda rows=rows, partition=partition: self._client.upsert(  # type: ignore[misc]
+                        self.name, rows, partition_name=partition
+                    ),
                 )
-            ]
-            asked(self.name, lambda rows=rows: self._client.upsert(self.name, rows))  # type: ignore[misc]
 
     def remove(self, keys: Sequence[Any]) -> None:
         for first in range(0, len(keys), _PAGE):
@@ -229,21 +262,23 @@ class MilvusCollection:
         """Those of all fields, to be made again."""
         return indexes_of(self._client, self.name)
 
-    def _query(self, where: str, fields: list[str]) -> list[dict[str, Any]]:
+    def _query(self, where: str, fields: list[str], partition: str = "") -> list[dict[str, Any]]:
         found = asked(
             self.name,
             lambda: self._client.query(
-                self.name, filter=where, output_fields=fields, consistency_level=_STRONG
+                self.name, filter=where, output_fields=fields, consistency_level=_STRONG,
+                partition_names=[partition] if partition else None,
             ),
-        )
+        )  # fmt: skip
         return list(found)
 
-    def _records(self, found: Sequence[Mapping[str, Any]]) -> list[Record]:
+    def _records(self, found: Sequence[Mapping[str, Any]], partition: str = "") -> list[Record]:
         made = []
         for one in found:
             rest = {n: v for n, v in one.items() if n not in (self._key, self._vector, OF)}
-            made.append(Record(one[self._key], np.asarray(one[self._vector], np.float32), rest))
-        return sorted(made, key=lambda one: one.key)
+            vector = np.asarray(one[self._vector], np.float32)
+            made.append(Record(one[self._key], vector, rest, partition))
+        return made
 
     def _within(self, window: Window) -> str:
         least = "" if self._texts else _LEAST

@@ -25,6 +25,12 @@ def schema_of(client: Any, fields: Mapping[str, Mapping[str, Any]], dims: Mappin
     return made
 
 
+def make_partition(client: Any, collection: str, name: str) -> None:
+    """It may be there."""
+    if not asked(collection, lambda: client.has_partition(collection, name)):
+        asked(collection, lambda: client.create_partition(collection, name))
+
+
 def indexes_of(client: Any, collection: str) -> Any:
     """Those of all fields, to be made again."""
     made = client.prepare_index_params()

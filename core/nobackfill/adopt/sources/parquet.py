@@ -1,12 +1,18 @@
 """Vectors in a Parquet file or a folder of them: a frozen export. New vectors go into files of
-their own in a folder `_NAME` beside, a file a row group; nothing that was there is written."""
+their own in a folder `_NAME` beside, a file a row group; nothing that was there is written.
 
+Each new file has the source's keys in their type, and notes the file that it was made from: vectors
+of an export that was replaced are made anew."""
+
+import hashlib
 import io
 import json
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +25,7 @@ from nobackfill.adopt.sources.source import (
     file_name,
     read_mark,
     same_model,
+    text_of,
 )
 from nobackfill.durable import make_dir, remove_tree, sweep, write_file
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, few
@@ -34,11 +41,17 @@ with extra("adopt"):
 MODEL, SPACE = b"nobackfill.model", b"nobackfill.space"
 SECONDS = b"nobackfill.seconds_per_item"
 READS = b"nobackfill.reads"
+# Of a file of new vectors: the export that it was made from.
+OF = b"nobackfill.of"
 _MARK = "carried.json"
+_SUFFIX = ".parquet"
+# At a Parquet file's end: the footer's length in 4 bytes, and a magic of 4.
+_TAIL = 8
 
 
 class ParquetSource:
-    """A file, or the *.parquet files of a folder in the order of their names.
+    """A file, or the *.parquet files of a folder in the order of their names. Where all of them lie
+    in folders of partitions (`lang=de/`), these.
 
     A window is one row group. `key`: column of unique keys; `vector`: column of lists of floats,
     None for the only one. Raises NotFoundError, InvalidInputError.
@@ -46,7 +59,8 @@ class ParquetSource:
 
     def __init__(self, path: Path, key: str = "id", vector: str | None = None) -> None:
         self._path = path
-        self._files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+        self._inside = path if path.is_dir() else path.parent
+        self._files = _files(path) if path.is_dir() else [path]
         if not self._files or not all(file.is_file() for file in self._files):
             raise NotFoundError(f"{path}: no Parquet file is there")
         self._schema = _opened(self._files[0]).schema_arrow
@@ -101,7 +115,7 @@ class ParquetSource:
             first = self._files[0].name
             same_model(_model(self._schema), _model(opened.schema_arrow), f"{first} and {file}")
             for group in range(opened.num_row_groups):
-                yield Window(file.name, group)
+                yield Window(self._name(file), group)
 
     def read(self, window: Window) -> Rows:
         return _rows(self._table(window, self._vector), self._key, self._vector, self._path)
@@ -110,10 +124,10 @@ class ParquetSource:
         if name not in self._schema.names:
             raise InvalidInputError(f"{self._path}: no column {name!r}")
         table = self._table(window, name).drop_null()
-        return Column(_ids(table, self._key), [str(v) for v in table[name].to_pylist()])
+        return Column(_ids(table, self._key), list(map(text_of, table[name].to_pylist())))
 
     def _table(self, window: Window, column: str) -> Any:
-        file = next(file for file in self._files if file.name == window.after)
+        file = self._inside / str(window.after)
         columns = [self._key] if column == self._key else [self._key, column]
         opened = _opened(file)
         kinds = {field.name: field.type for field in opened.schema_arrow}
@@ -129,16 +143,34 @@ class ParquetSource:
         except (pa.ArrowException, OSError) as error:
             raise InvalidInputError(f"{file}: cannot be read as Parquet ({error})") from error
 
+    def identity(self, window: Window) -> bytes:
+        """What tells that a window's file is still the same. Raises InvalidInputError."""
+        file = self._inside / str(window.after)
+        try:
+            with file.open("rb") as opened:
+                size = opened.seek(0, io.SEEK_END)
+                opened.seek(max(0, size - _TAIL))
+                footer = int.from_bytes(opened.read(_TAIL)[:4], "little")
+                opened.seek(max(0, size - _TAIL - footer))
+                digest = hashlib.sha256(opened.read()).hexdigest()
+                changed = os.fstat(opened.fileno()).st_mtime_ns
+        except OSError as error:
+            raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
+        return json.dumps({"size": size, "mtime_ns": changed, "footer": digest}).encode()
+
     def beside(self, target: Target) -> "ParquetBeside":
         folder = self._folder(target.name)
-        mark = {"map": target.mark, "dim": target.dim}
+        mark = {"map": target.mark, "dim": target.dim, "of": self._of}
         if folder.exists():
-            if read_mark(folder / _MARK) != mark:
+            found = read_mark(folder / _MARK)
+            # A folder of before November 2026 does not say of which file it is.
+            if not isinstance(found, dict) or {"of": self._of} | found != mark:
                 raise AlreadyExistsError(
-                    f"{folder}: exists already and was not made by this map; choose another --to, "
-                    "or remove it with --rollback"
+                    f"{folder}: exists already and was not made by this map from "
+                    f"{self._path.name}; choose another --to, or remove it with --rollback"
                 )
-            sweep(folder)
+            for inside in (folder, *filter(Path.is_dir, folder.rglob("*"))):
+                sweep(inside)
         else:
             make_dir(folder)
             write_file(folder / _MARK, json.dumps(mark).encode())
@@ -149,16 +181,40 @@ class ParquetSource:
         if not (folder / _MARK).is_file():
             return False
         # The mark goes last: killed half-way, the rest is still known as ours.
-        for path in sorted(folder.glob("*.parquet")):
-            remove_tree(path)
+        for path in sorted(folder.iterdir()):
+            if path.name != _MARK:
+                remove_tree(path)
         remove_tree(folder)
         return True
 
     def _folder(self, name: str) -> Path:
-        inside = self._path if self._path.is_dir() else self._path.parent
-        stem = "" if self._path.is_dir() else f"{self._path.stem}."
         # Readers of a folder of Parquet files pass over names with an underscore.
-        return inside / f"_{stem}{file_name(name)}"
+        if self._path.is_dir():
+            return self._path / f"_{file_name(name)}"
+        short = self._inside / f"_{self._path.stem}.{file_name(name)}"
+        if self._path.suffix == _SUFFIX:
+            return short
+        # Before November 2026 all files of one stem shared this folder.
+        found = read_mark(short / _MARK)
+        alone = not self._path.with_suffix(_SUFFIX).exists()
+        if alone and isinstance(found, dict) and "of" not in found:
+            return short
+        return self._inside / f"_{self._path.name}.{name}"
+
+    @property
+    def _of(self) -> str:
+        """Which file of its folder it is; a folder holds its own new vectors."""
+        return "." if self._path.is_dir() else self._path.name
+
+    def _name(self, file: Path) -> str:
+        return file.relative_to(self._inside).as_posix()
+
+
+class Read(NamedTuple):
+    """Where rows were read, and `of` which file: its identity then."""
+
+    window: Window
+    of: bytes
 
 
 class ParquetBeside:
@@ -170,19 +226,24 @@ class ParquetBeside:
         self._source, self._folder, self._target, self._key = source, folder, target, key
 
     def pending(self, window: Window) -> Rows:
-        if self._file(window).is_file():
+        # Before its rows are read: a file that is replaced meanwhile is pending again.
+        now = self._source.identity(window)
+        file = self._file(window)
+        if file.is_file() and (_opened(file).schema_arrow.metadata or {}).get(OF) == now:
             return Rows([], np.empty((0, 0), np.float32))
         rows = self._source.read(window)
-        return Rows(rows.ids, rows.vectors, [window] * len(rows))
+        return replace(rows, seen=[Read(window, now)] * len(rows))
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
-        (window,) = set(rows.keys)
-        assert isinstance(window, Window)
-        keys = pa.array(rows.ids)
-        model = self._target.model
-        metadata = {MODEL: model.encode()} if model else {}
-        data = table_bytes(self._key, keys, self._target.name, vectors, metadata)
-        write_file(self._file(window), data)
+        (read,) = set(rows.seen)
+        assert isinstance(read, Read)
+        metadata = {OF: read.of}
+        if self._target.model:
+            metadata[MODEL] = self._target.model.encode()
+        data = table_bytes(self._key, rows.keys, self._target.name, vectors, metadata)
+        file = self._file(read.window)
+        make_dir(file.parent)
+        write_file(file, data)
 
     def read(self, window: Window) -> Rows:
         file = self._file(window)
@@ -191,17 +252,34 @@ class ParquetBeside:
         return _rows(_opened(file).read(), self._key, self._target.name, file)
 
     def count(self) -> int:
-        files = self._folder.glob("*.parquet")
-        return sum(_opened(file).metadata.num_rows for file in files)
+        return sum(_opened(file).metadata.num_rows for file in self._written())
 
     def finish(self) -> list[str]:
+        """Vectors of files that were in an export before it was replaced go with them."""
+        there = {self._file(window) for window in self._source.windows(0)}
+        for file in self._written():
+            if file not in there:
+                remove_tree(file)
         return [
-            f"read column {self._target.name!r} of {self._folder} in place of the old vectors; "
-            f"rows have the same {self._key!r}"
+            f"read column {self._target.name!r} of {self._folder}/*.parquet in place of the old "
+            f"vectors; rows have the same {self._key!r}"
         ]
 
+    def _written(self) -> list[Path]:
+        return list(self._folder.rglob(f"*{_SUFFIX}"))
+
     def _file(self, window: Window) -> Path:
-        return self._folder / f"{Path(str(window.after)).stem}.{window.last}.parquet"
+        of = Path(str(window.after))
+        return self._folder / of.parent / f"{of.stem}.{window.last}{_SUFFIX}"
+
+
+def _files(folder: Path) -> list[Path]:
+    """Files of a folder, or of the folders of partitions in it."""
+    found = sorted(folder.glob(f"*{_SUFFIX}"))
+    if found:
+        return found
+    inside = [path for path in sorted(folder.glob("*=*")) if path.is_dir()]
+    return [file for path in inside for file in _files(path)]
 
 
 def table_bytes(
@@ -235,7 +313,7 @@ def _is_vector(kind: Any) -> bool:
 
 
 def _ids(table: Any, key: str) -> list[str]:
-    return [str(value) for value in table[key].to_pylist()]
+    return list(map(text_of, table[key].to_pylist()))
 
 
 def _rows(table: Any, key: str, vector: str, path: Path) -> Rows:
@@ -253,4 +331,4 @@ def _rows(table: Any, key: str, vector: str, path: Path) -> Rows:
         )
     dim = int(lengths[0]) if len(lengths) else 0
     values = pc.list_flatten(table[vector]).to_numpy().astype(np.float32)
-    return Rows(ids, values.reshape(len(ids), dim))
+    return Rows(ids, values.reshape(len(ids), dim), table[key])

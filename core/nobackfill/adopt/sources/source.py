@@ -186,6 +186,16 @@ def checked(rows: Rows, dim: int | None, where: str) -> Rows:
     return rows
 
 
+def text_of(value: object) -> str:
+    """A key or another value as text: bytes as the text that they are in UTF-8."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return repr(value)
+    return str(value)
+
+
 def file_name(name: str) -> str:
     """`name`, if a file beside the source may have it. Raises InvalidInputError."""
     if not name or "/" in name or name.startswith("."):
