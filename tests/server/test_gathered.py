@@ -17,7 +17,7 @@ from nobackfill.server.embedding.image_queue import ImageQueue, Waiting
 from nobackfill.server.gateway import Gateway
 from nobackfill.server.grpc.rpc import Kind, Later
 from nobackfill.server.grpc.services.search import SEARCH
-from nobackfill.server.grpc.tokens import Principal
+from nobackfill.server.grpc.tokens import Principal, Role
 from nobackfill.v1 import search_pb2
 from tests.server.support import TIMEOUT_S, Client, images, refused
 from tests.server.test_immediate_answers import asking, on_a_thread, searched_in_batches
@@ -69,13 +69,13 @@ def test_answers_at_once_count_among_the_calls_that_there_may_be(
     with Client(served.address) as client:
         expected = on_a_thread(client, request)
         for caller in range(256):
-            lane.enter(str(caller))
+            lane.enter(str(caller), Role.ADMIN)
         try:
             with refused(OverloadedError):
                 client.raw.searches.Search(request, timeout=TIMEOUT_S)
         finally:
             for caller in range(256):
-                lane.leave(str(caller))
+                lane.leave(str(caller), Role.ADMIN)
         assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
 
 

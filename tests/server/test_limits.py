@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -18,7 +19,7 @@ from nobackfill.server.grpc.messages import LARGEST_COUNT
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.services import gallery as gallery_service
 from nobackfill.server.grpc.services.gallery import LISTED_ERRORS
-from nobackfill.server.grpc.stalls import Stalls
+from nobackfill.server.grpc.stalls import OpenStream, Stalls
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
 from nobackfill.wire.calls import translated
 from tests.server.support import Client, ids, images, random_id, refused, running
@@ -153,19 +154,26 @@ class _Context:
         self.cancelled.set()
 
 
+def _stream(context: _Context) -> OpenStream:
+    return OpenStream(cast(Any, context), lambda: None, 60.0, hears=True, drained=True)
+
+
 def test_a_client_that_stands_still_is_cut_and_a_slow_gateway_is_not() -> None:
     stalls = Stalls(Metrics(), patience_s=0.5)
     try:
         stuck, busy = _Context(), _Context()
+        streams = [_stream(stuck), _stream(busy)]
+        for stream in streams:
+            stalls.watch(stream)
 
         def nothing_comes() -> Iterator[int]:
             yield 1
             stuck.cancelled.wait(30)
 
-        assert list(stalls.requests(nothing_comes(), stuck)) == [1]  # type: ignore[arg-type]
+        assert list(stalls.requests(nothing_comes(), streams[0])) == [1]
         assert stuck.cancelled.is_set()
 
-        for _ in stalls.requests(iter([1, 2]), busy):  # type: ignore[arg-type]
+        for _ in stalls.requests(iter([1, 2]), streams[1]):
             time.sleep(1.2)
         assert not busy.cancelled.is_set()
     finally:

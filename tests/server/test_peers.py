@@ -102,7 +102,7 @@ def test_one_callers_streams_take_its_share_only(guarded: Guarded) -> None:
             stream = peer.begin("/nobackfill.v1.ReleaseService/WatchReleases", "admin")
             peer.send(stream, prefixed(b""))
         for lane in ("transfers", "watches"):
-            share = STREAMS[lane].places // 2
+            share = round(STREAMS[lane].places * STREAMS[lane].share)
             wait_for(lambda s=share, n=lane: guarded.series(f'{OPEN}{{lane="{n}"}}') == s)  # type: ignore[misc]
         everything_is_served(guarded)
         with guarded.client("admin") as admin, refused(OverloadedError, "of one caller"):

@@ -1,12 +1,15 @@
 """A connection to one gateway: what the calls of every service share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Self, TypeVar
 
 from nobackfill.wire import calls
 from nobackfill.wire.channel import open_channel
 
 T = TypeVar("T")
+# The trailer of a watch that the gateway ended because of its age: its caller watches again.
+WATCH_AGAIN = "x-watch-again"
 
 
 class Connection:
@@ -49,10 +52,31 @@ class Connection:
         with calls.translated(self.address):
             return attempt(self.seconds if seconds is None else seconds)
 
-    def _followed(self, stream: Any) -> Iterator[Any]:
-        """Messages of a stream that has begun; leaving off ends it."""
+    def _followed(self, stream: Any, first: Sequence[Any] = ()) -> Iterator[Any]:
+        """Messages of a stream that has begun, after the `first` that were read; leaving off ends
+        it."""
         try:
             with calls.translated(self.address):
+                yield from first
                 yield from stream
         finally:
             stream.cancel()
+
+    def _watched(self, begin: Callable[[], Any]) -> Iterator[Any]:
+        """Messages of a watch, which `begin` begins. One that the gateway ends because of its age
+        is begun again, and its first message is passed over where it says nothing new."""
+        stream, first, last = begin(), list[Any](), None
+        while True:
+            for last in self._followed(stream, first):
+                yield last
+            if WATCH_AGAIN not in dict(stream.trailing_metadata()):
+                return
+            # Others may have taken its place at the gateway.
+            stream, first = self._again(lambda _seconds: _begun(begin()))
+            if first == [last]:
+                first = []
+
+
+def _begun(stream: Any) -> tuple[Any, list[Any]]:
+    """A stream with its first message. Raises grpc.RpcError."""
+    return stream, list(islice(stream, 1))

@@ -40,8 +40,9 @@ class Releases(Connection):
 
     def watch_releases(self) -> Iterator[Sequence[pb.Release]]:
         """The present list at once, then again whenever it changes; without end."""
-        stream = self._releases.WatchReleases(pb.WatchReleasesRequest())
-        return (answer.releases for answer in self._followed(stream))
+        request = pb.WatchReleasesRequest()
+        answers = self._watched(lambda: self._releases.WatchReleases(request))
+        return (answer.releases for answer in answers)
 
     def fetch_file(
         self, path: str, offset: int = 0, *, seconds: float | None = None
@@ -91,7 +92,8 @@ class Releases(Connection):
 
     def watch_canary(self) -> Iterator[pb.WatchCanaryResponse]:
         """How the canary goes, a message a second to its end."""
-        return self._followed(self._releases.WatchCanary(pb.WatchCanaryRequest()))
+        request = pb.WatchCanaryRequest()
+        return self._watched(lambda: self._releases.WatchCanary(request))
 
     def _reported(
         self, number: int, stream: Iterator[pb.ActivateReleaseResponse]

@@ -57,8 +57,8 @@ class Upgrades(Connection):
         """Progress now, then at every chunk, to the end; with the metadata key `by`, the quality of
         each of its values, too."""
         request = pb.WatchUpgradeRequest(gallery=gallery, group_by=by)
-        stream = self._upgrades.WatchUpgrade(request)
-        return (answer.progress for answer in self._followed(stream))
+        answers = self._watched(lambda: self._upgrades.WatchUpgrade(request))
+        return (answer.progress for answer in answers)
 
     def pause_upgrade(self, gallery: str) -> pb.UpgradeProgress:
         """Stop after the present chunk; `start_upgrade` resumes."""

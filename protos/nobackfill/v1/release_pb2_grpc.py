@@ -101,7 +101,8 @@ class ReleaseServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchReleases(self, request, context):
-        """Sends the present list at once, then again whenever it changes.
+        """Sends the present list at once, then again whenever it changes. Ends with OK and the trailer
+        x-watch-again after ten minutes; call it again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,7 +129,8 @@ class ReleaseServiceServicer:
 
     def WatchCanary(self, request, context):
         """How a canary goes: the first message at once, then one a second, to its end. A canary that is no
-        more, or none since the gateway's start, has one message. Errors: none of its own.
+        more, or none since the gateway's start, has one message. Ends after ten minutes as
+        WatchReleases does. Errors: none of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

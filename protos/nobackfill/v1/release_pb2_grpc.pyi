@@ -38,7 +38,9 @@ class ReleaseServiceStub:
     GetRelease: _grpc.UnaryUnaryMultiCallable[_release_pb2.GetReleaseRequest, _release_pb2.GetReleaseResponse]
     """One release. Errors: NOT_FOUND."""
     WatchReleases: _grpc.UnaryStreamMultiCallable[_release_pb2.WatchReleasesRequest, _release_pb2.WatchReleasesResponse]
-    """Sends the present list at once, then again whenever it changes."""
+    """Sends the present list at once, then again whenever it changes. Ends with OK and the trailer
+    x-watch-again after ten minutes; call it again.
+    """
     FetchFile: _grpc.UnaryStreamMultiCallable[_release_pb2.FetchFileRequest, _release_pb2.FetchFileResponse]
     """One file of the publication folder (signed metadata or a file it names), from an offset on, so
     that an interrupted download resumes. Errors: NOT_FOUND, OUT_OF_RANGE (offset past the end).
@@ -52,7 +54,8 @@ class ReleaseServiceStub:
     """
     WatchCanary: _grpc.UnaryStreamMultiCallable[_release_pb2.WatchCanaryRequest, _release_pb2.WatchCanaryResponse]
     """How a canary goes: the first message at once, then one a second, to its end. A canary that is no
-    more, or none since the gateway's start, has one message. Errors: none of its own.
+    more, or none since the gateway's start, has one message. Ends after ten minutes as
+    WatchReleases does. Errors: none of its own.
     """
     RollbackRelease: _grpc.UnaryUnaryMultiCallable[_release_pb2.RollbackReleaseRequest, _release_pb2.RollbackReleaseResponse]
     """Returns to the release that served before. What exists in the newer space only is counted and
@@ -76,7 +79,9 @@ class ReleaseServiceAsyncStub(ReleaseServiceStub):
     GetRelease: _aio.UnaryUnaryMultiCallable[_release_pb2.GetReleaseRequest, _release_pb2.GetReleaseResponse]  # type: ignore[assignment]
     """One release. Errors: NOT_FOUND."""
     WatchReleases: _aio.UnaryStreamMultiCallable[_release_pb2.WatchReleasesRequest, _release_pb2.WatchReleasesResponse]  # type: ignore[assignment]
-    """Sends the present list at once, then again whenever it changes."""
+    """Sends the present list at once, then again whenever it changes. Ends with OK and the trailer
+    x-watch-again after ten minutes; call it again.
+    """
     FetchFile: _aio.UnaryStreamMultiCallable[_release_pb2.FetchFileRequest, _release_pb2.FetchFileResponse]  # type: ignore[assignment]
     """One file of the publication folder (signed metadata or a file it names), from an offset on, so
     that an interrupted download resumes. Errors: NOT_FOUND, OUT_OF_RANGE (offset past the end).
@@ -90,7 +95,8 @@ class ReleaseServiceAsyncStub(ReleaseServiceStub):
     """
     WatchCanary: _aio.UnaryStreamMultiCallable[_release_pb2.WatchCanaryRequest, _release_pb2.WatchCanaryResponse]  # type: ignore[assignment]
     """How a canary goes: the first message at once, then one a second, to its end. A canary that is no
-    more, or none since the gateway's start, has one message. Errors: none of its own.
+    more, or none since the gateway's start, has one message. Ends after ten minutes as
+    WatchReleases does. Errors: none of its own.
     """
     RollbackRelease: _aio.UnaryUnaryMultiCallable[_release_pb2.RollbackReleaseRequest, _release_pb2.RollbackReleaseResponse]  # type: ignore[assignment]
     """Returns to the release that served before. What exists in the newer space only is counted and
@@ -129,7 +135,9 @@ class ReleaseServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _release_pb2.WatchReleasesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_release_pb2.WatchReleasesResponse], _abc.AsyncIterator[_release_pb2.WatchReleasesResponse]]:
-        """Sends the present list at once, then again whenever it changes."""
+        """Sends the present list at once, then again whenever it changes. Ends with OK and the trailer
+        x-watch-again after ten minutes; call it again.
+        """
 
     @_abc_1.abstractmethod
     def FetchFile(
@@ -161,7 +169,8 @@ class ReleaseServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_release_pb2.WatchCanaryResponse], _abc.AsyncIterator[_release_pb2.WatchCanaryResponse]]:
         """How a canary goes: the first message at once, then one a second, to its end. A canary that is no
-        more, or none since the gateway's start, has one message. Errors: none of its own.
+        more, or none since the gateway's start, has one message. Ends after ten minutes as
+        WatchReleases does. Errors: none of its own.
         """
 
     @_abc_1.abstractmethod

@@ -78,7 +78,8 @@ class UpgradeServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchUpgrade(self, request, context):
-        """Progress now, then at every chunk, until the upgrade ends.
+        """Progress now, then at every chunk, until the upgrade ends. Ends after ten minutes as
+        WatchReleases does, with the trailer x-watch-again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,7 +40,9 @@ class UpgradeServiceStub:
     StartUpgrade: _grpc.UnaryUnaryMultiCallable[_upgrade_pb2.StartUpgradeRequest, _upgrade_pb2.StartUpgradeResponse]
     """Starts, or resumes, the upgrade of one gallery to the active release."""
     WatchUpgrade: _grpc.UnaryStreamMultiCallable[_upgrade_pb2.WatchUpgradeRequest, _upgrade_pb2.WatchUpgradeResponse]
-    """Progress now, then at every chunk, until the upgrade ends."""
+    """Progress now, then at every chunk, until the upgrade ends. Ends after ten minutes as
+    WatchReleases does, with the trailer x-watch-again.
+    """
     PauseUpgrade: _grpc.UnaryUnaryMultiCallable[_upgrade_pb2.PauseUpgradeRequest, _upgrade_pb2.PauseUpgradeResponse]
     """Stops after the present chunk; what is done stays done. StartUpgrade resumes."""
 
@@ -56,7 +58,9 @@ class UpgradeServiceAsyncStub(UpgradeServiceStub):
     StartUpgrade: _aio.UnaryUnaryMultiCallable[_upgrade_pb2.StartUpgradeRequest, _upgrade_pb2.StartUpgradeResponse]  # type: ignore[assignment]
     """Starts, or resumes, the upgrade of one gallery to the active release."""
     WatchUpgrade: _aio.UnaryStreamMultiCallable[_upgrade_pb2.WatchUpgradeRequest, _upgrade_pb2.WatchUpgradeResponse]  # type: ignore[assignment]
-    """Progress now, then at every chunk, until the upgrade ends."""
+    """Progress now, then at every chunk, until the upgrade ends. Ends after ten minutes as
+    WatchReleases does, with the trailer x-watch-again.
+    """
     PauseUpgrade: _aio.UnaryUnaryMultiCallable[_upgrade_pb2.PauseUpgradeRequest, _upgrade_pb2.PauseUpgradeResponse]  # type: ignore[assignment]
     """Stops after the present chunk; what is done stays done. StartUpgrade resumes."""
 
@@ -87,7 +91,9 @@ class UpgradeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _upgrade_pb2.WatchUpgradeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_upgrade_pb2.WatchUpgradeResponse], _abc.AsyncIterator[_upgrade_pb2.WatchUpgradeResponse]]:
-        """Progress now, then at every chunk, until the upgrade ends."""
+        """Progress now, then at every chunk, until the upgrade ends. Ends after ten minutes as
+        WatchReleases does, with the trailer x-watch-again.
+        """
 
     @_abc_1.abstractmethod
     def PauseUpgrade(

@@ -235,12 +235,13 @@ class CallExecutor(Executor):
     def _enters(self, arrival: Arrival, lane: Lane) -> bool:
         """Whether it has got a place; it is refused without."""
         caller = arrival.rpc.caller or _address(arrival.event.call.peer())
+        role = arrival.rpc.principal.role
         try:
-            lane.enter(caller)
+            lane.enter(caller, role)
         except OverloadedError as error:
             arrival.refuse(error)
             return False
-        arrival.rpc.on_end(lambda: lane.leave(caller))
+        arrival.rpc.on_end(lambda: lane.leave(caller, role))
         return True
 
     def _watch(self) -> None:

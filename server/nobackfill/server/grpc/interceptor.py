@@ -5,6 +5,7 @@ What follows is in rpc.py. Services behind it only raise.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -102,9 +103,11 @@ class Interceptor(grpc.ServerInterceptor):
         try:
             if self._draining:
                 raise UnavailableError("the gateway is stopping; try again elsewhere")
-            principal = authorize(kind.method, self._tokens, _text(told.get("authorization")))
-            named = self._tokens is not None and RULES[kind.method] is not None
-            rpc.let_in(principal, named=named)
+            tokens, shown = self._tokens, _text(told.get("authorization"))
+            principal = authorize(kind.method, tokens, shown)
+            named = RULES[kind.method] is not None
+            confirm = partial(tokens.confirm, shown, principal) if tokens and named else None
+            rpc.let_in(principal, confirm)
         except NobackfillError as error:
             rpc.refusal = error
         return Handling(handler, rpc, kind.write)

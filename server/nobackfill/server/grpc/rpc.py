@@ -16,10 +16,11 @@ from nobackfill.server.grpc.errors import code_of, status_of
 from nobackfill.server.grpc.lanes import Lane
 from nobackfill.server.grpc.logs import Sparing
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.stalls import Stalls
+from nobackfill.server.grpc.stalls import OpenStream, Stalls
 from nobackfill.server.grpc.tokens import LOCAL, Principal
 from nobackfill.server.grpc.traces import CallTrace
 from nobackfill.v1 import search_pb2
+from nobackfill.wire.connection import WATCH_AGAIN
 
 log = structlog.get_logger("server.interceptor")
 # For refusals that cost their callers nothing: not let in, or shed.
@@ -30,6 +31,10 @@ _LONGEST_KEY = 256
 _LONGEST_STREAM_S = 24 * 3600.0
 
 Behavior = Callable[[Any, grpc.ServicerContext], Any]
+
+
+def _nothing() -> None:
+    """Without tokens nobody is shut out."""
 
 
 class Unanswered(NamedTuple):
@@ -111,15 +116,19 @@ class Rpc:
         self.trace: CallTrace | None = None
         # Why it was ended before its message came.
         self.code: grpc.StatusCode | None = None
+        # Raises once its caller may not go on.
+        self._confirm: Callable[[], None] = _nothing
+        self._open: OpenStream | None = None
 
     def seconds(self) -> float:
         """That its answer may take."""
         return self._kind.max_call_seconds
 
-    def let_in(self, principal: Principal, *, named: bool) -> None:
-        """`named`: its token says who calls."""
+    def let_in(self, principal: Principal, confirm: Callable[[], None] | None) -> None:
+        """`confirm` raises once the principal's token is no longer good; None: without one."""
         self.principal = principal
-        self.caller = principal.name if named else ""
+        if confirm is not None:
+            self.caller, self._confirm = principal.name, confirm
 
     def on_end(self, ending: Callable[[], None]) -> None:
         """Do this when the call has ended, whatever becomes of it."""
@@ -164,8 +173,14 @@ class Rpc:
     def _stream(self, argument: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         code = grpc.StatusCode.OK
         try:
-            responses = self._kind.behavior(self._enter(argument, context), context)
-            yield from self._kind.stalls.responses(responses, context)
+            request = self._enter(argument, context)
+            stream = self._open
+            assert stream is not None, "it was entered"
+            yield from self._kind.stalls.responses(self._kind.behavior(request, context), stream)
+            if stream.reason is not None:
+                raise stream.reason
+            if stream.is_old:
+                context.set_trailing_metadata(((WATCH_AGAIN, "1"),))
         except GeneratorExit:
             code = grpc.StatusCode.CANCELLED
             raise
@@ -185,17 +200,26 @@ class Rpc:
         left = min(context.time_remaining(), self._arrived + most - time.monotonic())
         if not context.is_active() or left <= 0:
             raise DeadlineError("the call ended before its turn came; allow more time")
+        active = self._watch(context).active if self._kind.streams else context.is_active
         key = (self.session or self.caller or self.request_id)[:_LONGEST_KEY]
         call = calls.Call(
-            self.principal, time.monotonic() + left, context.is_active, key, self.request_id,
-            self.trace,
-        )  # fmt: skip
+            self.principal, time.monotonic() + left, active, key, self.request_id, self.trace
+        )
         calls.begin(call)
-        if self.lane.longest_s is not None:
-            self.on_end(self._kind.stalls.end_after(self.lane.longest_s, context))
-        if self._kind.reads_stream:
-            return map(self._message, self._kind.stalls.requests(argument, context))
+        if self._open is not None and self._kind.reads_stream:
+            return map(self._message, self._kind.stalls.requests(argument, self._open))
         return self._message(argument)
+
+    def _watch(self, context: grpc.ServicerContext) -> OpenStream:
+        """Have the stream ended when it stands still, is too old, or its token is good no more."""
+        size = self.lane.size
+        # gRPC's own services do not look whether they are to end.
+        hears = self._kind.method.startswith("/nobackfill.")
+        stream = self._open = OpenStream(
+            context, self._confirm, size.longest_s, hears=hears, drained=size.drained
+        )
+        self.on_end(self._kind.stalls.watch(stream))
+        return stream
 
     def _message(self, argument: Any) -> Any:
         """A request that the caller may make. Small ones were read where they came."""
@@ -204,11 +228,16 @@ class Rpc:
         return request
 
     def _code(self, error: Exception, context: grpc.ServicerContext) -> grpc.StatusCode:
-        return code_of(error) if context.is_active() else grpc.StatusCode.CANCELLED
+        return code_of(self._why(error)) if context.is_active() else grpc.StatusCode.CANCELLED
+
+    def _why(self, error: Exception) -> Exception:
+        """Why the stream was ended, if it was: then its work has raised that it is not wanted."""
+        return self._open.reason or error if self._open is not None else error
 
     def _refuse(
         self, context: grpc.ServicerContext, error: Exception, code: grpc.StatusCode
     ) -> NoReturn:
+        error = self._why(error)
         unforeseen = code is grpc.StatusCode.INTERNAL
         level = log.exception if unforeseen else log.warning
         if self.refusal is None or _unworked.allows():

@@ -91,6 +91,18 @@ class Tokens:
     def principal(self, authorization: str | None) -> Principal:
         """Who the header `Bearer TOKEN` belongs to. Raises UnauthenticatedError,
         OverloadedError for more calls than the token's rate."""
+        known = self._known(authorization)
+        if known.rate is not None:
+            self._rate(known.principal.name, known.rate).take()
+        return known.principal
+
+    def confirm(self, authorization: str | None, principal: Principal) -> None:
+        """Raises UnauthenticatedError where the header is no longer the principal's: its token was
+        removed or changed, or it has expired."""
+        if self._known(authorization).principal != principal:
+            raise UnauthenticatedError("the token means another role now; call again")
+
+    def _known(self, authorization: str | None) -> _Token:
         self._refresh()
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
@@ -100,9 +112,7 @@ class Tokens:
             if hmac.compare_digest(known.digest, digest):
                 if known.expires is not None and datetime.now(UTC) >= known.expires:
                     break
-                if known.rate is not None:
-                    self._rate(known.principal.name, known.rate).take()
-                return known.principal
+                return known
         raise UnauthenticatedError("the token is unknown or has expired; ask for a new one")
 
     def _rate(self, name: str, most: float) -> Rate:

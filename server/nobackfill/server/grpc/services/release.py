@@ -78,7 +78,7 @@ class ReleaseService(ReleaseServiceServicer):
         self, request: pb.WatchReleasesRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.WatchReleasesResponse]:
         changed, seen, last = self._catalog.changed, -1, None
-        while not self._gone(context):
+        while not self._gone():
             count = changed.wait(seen, 0.5)
             if count == seen:
                 continue
@@ -124,7 +124,7 @@ class ReleaseService(ReleaseServiceServicer):
                 canary,
             )
         self._audit("promote" if request.promote else "activate", f"release {number}")
-        for event in run.events(gone=lambda: self._gone(context)):
+        for event in run.events(gone=lambda: self._gone()):
             yield _response(event)
 
     def WatchCanary(  # noqa: N802
@@ -133,7 +133,7 @@ class ReleaseService(ReleaseServiceServicer):
         # Who leaves gives the place back at once: a loop of short looks fills the lane otherwise.
         left = threading.Event()
         context.add_callback(left.set)
-        while not self._gone(context):
+        while not self._gone():
             answer = to_canary(self._canaries.report(), self._canaries.setting())
             yield answer
             if answer.state != pb.CANARY_STATE_RUNNING:
@@ -146,8 +146,8 @@ class ReleaseService(ReleaseServiceServicer):
         count_report(request, self._metrics, known=request.release in self._catalog.releases)
         return pb.ReportSyncResponse()
 
-    def _gone(self, context: grpc.ServicerContext) -> bool:
-        return not context.is_active() or self._stopping.is_set()
+    def _gone(self) -> bool:
+        return not calls.current().active() or self._stopping.is_set()
 
     def RollbackRelease(  # noqa: N802
         self, request: pb.RollbackReleaseRequest, context: grpc.ServicerContext
