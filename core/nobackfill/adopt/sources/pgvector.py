@@ -1,10 +1,10 @@
 """A table of PostgreSQL with pgvector. New vectors go into a new column of the same rows, so a
 deleted row takes its vector along; a trigger empties it where the old vector changes."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import LiteralString
 
 import numpy as np
 
@@ -20,11 +20,29 @@ with extra("adopt"):
     from nobackfill.adopt.sources import pgvector_table_made
     from nobackfill.adopt.sources.pgvector_column import PgvectorBeside
     from nobackfill.adopt.sources.pgvector_table import PgvectorTable
-    from nobackfill.adopt.sources.postgres_table import Table
+    from nobackfill.adopt.sources.postgres_table import Changes, Table
 
 _METRICS: dict[str, Metric] = {"vector_cosine_ops": "cosine", "vector_l2_ops": "squared_l2"}
 # PostgreSQL cuts longer names off.
 _MOST_NAME = 63
+# When a new vector is emptied. The first two conditions tell what carrying itself writes without
+# reading an old vector.
+_CHANGED: LiteralString = (
+    " UPDATE ON {table} FOR EACH ROW WHEN (NEW.{new} IS NOT NULL "
+    "AND NEW.{new} IS NOT DISTINCT FROM OLD.{new} AND OLD.{old} IS DISTINCT FROM NEW.{old})"
+)
+_BEFORE: LiteralString = "BEFORE" + _CHANGED
+_AFTER: LiteralString = "AFTER" + _CHANGED
+# AFTER meets what the owner's own triggers and a generated column make of a row. It writes an empty
+# vector, which fires neither again.
+_BODY: LiteralString = """
+  IF TG_WHEN = 'BEFORE' THEN
+    NEW.{new} := NULL;
+    RETURN NEW;
+  END IF;
+  EXECUTE 'UPDATE ' || TG_RELID::regclass || {emptying} USING NEW.{key};
+  RETURN NULL;
+END"""
 
 
 class PgvectorSource:
@@ -180,24 +198,21 @@ class PgvectorSource:
                 said = {"nobackfill": target.mark, "model": target.model}
                 mark = json.dumps({name: one for name, one in said.items() if one is not None})
                 changes.run("COMMENT ON COLUMN {table}.{new} IS {mark}", mark=mark, **names)
-                # A writer who knows nothing of the new column leaves a vector there that is no
-                # longer of the old one: then it is emptied, and carried again.
-                changes.run(
-                    # One may be left of a table of this name that was dropped.
-                    "CREATE OR REPLACE FUNCTION {function}() RETURNS trigger "
-                    "LANGUAGE plpgsql AS {body}",
-                    # A literal: no name can end it.
-                    body=self._table.text("BEGIN NEW.{new} := NULL; RETURN NEW; END", **names),
-                    **names,
-                )
-                changes.run(
-                    "CREATE TRIGGER {trigger} BEFORE UPDATE ON {table} FOR EACH ROW WHEN "
-                    # What carrying itself writes is told apart by the first, which reads no vector.
-                    "(NEW.{new} IS NOT DISTINCT FROM OLD.{new} "
-                    "AND OLD.{old} IS DISTINCT FROM NEW.{old}) EXECUTE FUNCTION {function}()",
-                    **names,
-                )
+            self._watch(changes, target.name)
         return PgvectorBeside(self, self._table, self._names(target.name), target)
+
+    def _watch(self, changes: Changes, new: str) -> None:
+        """Triggers that empty a vector whose old one changes, made or mended: a writer who knows
+        nothing of the new column leaves a vector there that is no longer of the old one."""
+        table, names = self._table, self._names(new)
+        emptying = table.text(" AS t SET {new} = NULL WHERE t.{key} {equals} $1", **names)
+        body = table.trigger_body(_BODY, emptying=emptying, **names)
+        name = table.trigger_name(self.vector, new)
+        triggers = {f"{name}_changed": _AFTER}
+        if not table.generated(self.vector):
+            # Most changes are met before the row is written, which is then written once.
+            triggers[name] = _BEFORE
+        changes.watch(body, triggers, **names)
 
     def rollback(self, name: str) -> bool:
         if name.startswith(pgvector_table_made.PREFIX):
@@ -206,22 +221,19 @@ class PgvectorSource:
         with self._table.changing() as changes:
             if self._table.mark(name) is None:
                 return False
-            changes.run("DROP TRIGGER IF EXISTS {trigger} ON {table}", **names)
+            changes.run("DROP FUNCTION IF EXISTS {function}() CASCADE", **names)
             changes.run("ALTER TABLE {table} DROP COLUMN {new}", **names)
-            changes.run("DROP FUNCTION IF EXISTS {function}()", **names)
         return True
 
     def _names(self, new: str) -> dict[str, sql.Identifier]:
-        """Quoted: both columns, a trigger of a name that no other pair has, its function."""
-        table = self._table
-        pair = f"{table.schema}\0{table.relation}\0{self.vector}\0{new}".encode()
-        trigger = f"nobackfill_{hashlib.sha256(pair).hexdigest()[:16]}"
+        """Quoted: both columns, and the trigger function, which is beside the table: its owner may
+        make things there."""
         return {
             "old": sql.Identifier(self.vector),
             "new": sql.Identifier(new),
-            "trigger": sql.Identifier(trigger),
-            # Beside the table: its owner may make things there.
-            "function": sql.Identifier(table.schema, trigger),
+            "function": sql.Identifier(
+                self._table.schema, self._table.trigger_name(self.vector, new)
+            ),
         }
 
     def filled(self, column: str) -> int:

@@ -1,7 +1,8 @@
 """One table of PostgreSQL: its columns, its key, and statements whose names are quoted."""
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, LiteralString
 
@@ -16,6 +17,16 @@ with extra("adopt"):
 
 # A table that others use is locked for a moment, or not at all.
 _LOCK_WAIT = "5s"
+# Every trigger function of ours begins so. It has its owner's rights: attached to somebody else's
+# table it would change rows for them. By oid and by name: a table may be renamed, or restored.
+_HEAD_OF_TRIGGER: LiteralString = """
+#variable_conflict use_column
+BEGIN
+  IF TG_RELID <> {oid}::oid AND TG_RELID IS DISTINCT FROM to_regclass({here}) AND NOT EXISTS (
+    SELECT FROM pg_partition_ancestors(TG_RELID) WHERE relid IN ({oid}::oid, to_regclass({here}))
+  ) THEN
+    RAISE EXCEPTION 'nobackfill: this trigger function serves % alone', {here};
+  END IF;"""
 # Around the rows of COPY's binary form.
 _HEAD = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 _END = b"\xff\xff"
@@ -44,6 +55,7 @@ class Table:
         self.key = self._key_column(key)
         self.key_type = self.columns[self.key]
         self._known["key"] = sql.Identifier(self.key)
+        self._known["equals"] = self._equality()
 
     def _columns(self) -> dict[str, str]:
         """Names and types."""
@@ -77,6 +89,73 @@ class Table:
                 "--key item_key"
             )
         return str(keys[0])
+
+    def _equality(self) -> sql.Composable:
+        """The key's `=` with its schema: a trigger function has a search path of its own."""
+        schema = self.one(
+            "SELECT nspname FROM pg_index i JOIN pg_attribute a "
+            "ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0] "
+            "JOIN pg_opclass c ON c.oid = i.indclass[0] JOIN pg_amop "
+            "ON amopfamily = c.opcfamily AND amopstrategy = 3 AND amopmethod = c.opcmethod "
+            "AND amoplefttype = c.opcintype AND amoprighttype = c.opcintype "
+            "JOIN pg_operator o ON o.oid = amopopr JOIN pg_namespace n ON n.oid = o.oprnamespace "
+            "WHERE i.indrelid = to_regclass({quoted}) AND a.attname = {name} AND i.indisunique "
+            "AND i.indnkeyatts = 1 AND oprname = '='",
+            quoted=self._quoted,
+            name=self.key,
+        )
+        return sql.SQL("OPERATOR({}.=)").format(sql.Identifier(schema))
+
+    def watching(self, function: sql.Identifier) -> tuple[str | None, list[str]]:
+        """The body of a trigger function of ours, None where there is none, and the states of this
+        table's triggers that call it: "A" is always, "D" is disabled."""
+        found = self.all(
+            "SELECT prosrc, tgenabled::text FROM pg_proc p LEFT JOIN pg_trigger t "
+            "ON tgfoid = p.oid AND tgrelid = to_regclass({quoted}) "
+            "WHERE p.oid = to_regproc({maker})",
+            quoted=self._quoted,
+            maker=function.as_string(),
+        )
+        body = found[0][0] if found else None
+        return body, [state for _, state in found if state is not None]
+
+    def trigger_name(self, old: str, new: str) -> str:
+        """A name that is of this pair of vectors alone."""
+        pair = f"{self.schema}\0{self.relation}\0{old}\0{new}".encode()
+        return f"nobackfill_{hashlib.sha256(pair).hexdigest()[:16]}"
+
+    def trigger_body(self, body: LiteralString, **names: object) -> str:
+        """The source of a trigger function that serves this table and its partitions alone."""
+        return self.text(
+            _HEAD_OF_TRIGGER + body,
+            oid=str(self.one("SELECT to_regclass({quoted})::oid", quoted=self._quoted)),
+            here=sql.Identifier(self.schema, self.relation).as_string(),
+            **names,
+        )
+
+    def heir(self) -> str | None:
+        """The table's owner, where that is another role to whom what is made here can be given: so
+        nobody who may write to the table gets this role's rights by a trigger. One whom its
+        policies bind (FORCE ROW LEVEL SECURITY) would not see every row."""
+        found: str | None = self.one(
+            "SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = to_regclass({quoted}) "
+            "AND relowner <> current_user::regrole AND NOT relforcerowsecurity "
+            "AND (has_schema_privilege(relowner, relnamespace, 'CREATE') "
+            "OR (SELECT rolsuper FROM pg_roles WHERE rolname = current_user))",
+            quoted=self._quoted,
+        )
+        return found
+
+    def generated(self, column: str) -> bool:
+        """Whether PostgreSQL computes it."""
+        return bool(
+            self.one(
+                "SELECT attgenerated <> '' FROM pg_attribute "
+                "WHERE attrelid = to_regclass({quoted}) AND attname = {column}",
+                quoted=self._quoted,
+                column=column,
+            )
+        )
 
     def operator_classes(self, column: str) -> list[str]:
         """Of the indexes on a column."""
@@ -217,6 +296,54 @@ class Changes:
 
     def run(self, query: LiteralString, **parts: object) -> None:
         self._connection.execute(self._table.composed(query, **parts))
+
+    def watch(
+        self, body: str, triggers: Mapping[str, LiteralString], **names: sql.Identifier
+    ) -> None:
+        """Make a trigger function and triggers of the table that call it, in replication, too, if
+        they are not there already.
+
+        `triggers`: when each fires, by its name. A function of an earlier commit is dropped with
+        its triggers. So is one that somebody else has made: replaced, it would stay theirs."""
+        if self._table.watching(names["function"]) == (body, ["A"] * len(triggers)):
+            return
+        self.run("DROP FUNCTION IF EXISTS {function}() CASCADE", **names)
+        self.run(
+            "CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER "
+            "SET search_path = pg_catalog, pg_temp SET row_security = off AS {body}",
+            body=body,
+            **names,
+        )
+        for name, event in triggers.items():
+            trigger = sql.Identifier(name)
+            self.run(
+                "CREATE TRIGGER {trigger} " + event + " EXECUTE FUNCTION {function}()",
+                trigger=trigger,
+                **names,
+            )
+            self.run("ALTER TABLE {table} ENABLE ALWAYS TRIGGER {trigger}", trigger=trigger)
+        self.owned("FUNCTION", sql.SQL("{}()").format(names["function"]))
+
+    def owned(self, kind: LiteralString, name: sql.Composable) -> None:
+        """What was made belongs to the table's owner, and to nobody else, whatever default
+        privileges gave. `kind`: TABLE or FUNCTION."""
+        names = {"kind": sql.SQL(kind), "name": name}
+        heir = self._table.heir()
+        if heir is not None:
+            self.run("ALTER {kind} {name} OWNER TO {heir}", heir=sql.Identifier(heir), **names)
+        granted = self._table.all(
+            "SELECT DISTINCT CASE grantee WHEN 0 THEN 'PUBLIC' "
+            "ELSE quote_ident(pg_get_userbyid(grantee)) END FROM "
+            "(SELECT relowner, relacl FROM pg_class WHERE oid = to_regclass({quoted}) UNION ALL "
+            "SELECT proowner, coalesce(proacl, acldefault('f', proowner)) FROM pg_proc "
+            "WHERE oid = to_regprocedure({quoted})) o (owner, acl), aclexplode(acl) "
+            "WHERE grantee <> owner",
+            quoted=name.as_string(),
+        )
+        for (grantee,) in granted:
+            self.run(
+                "REVOKE ALL ON {kind} {name} FROM {grantee}", grantee=sql.SQL(grantee), **names
+            )
 
     def copy(self, into: sql.Identifier, rows: bytes) -> None:
         """Fill a table by COPY from rows in its binary form."""
