@@ -15,8 +15,8 @@ from bench.published import Publication
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Store
-from nobackfill.gallery.upgrade import CHUNK
 from nobackfill.onnx_runtime import onnxruntime
+from nobackfill.release.models import CHUNK
 from nobackfill.release.paths import embedder_path
 
 ADD_BATCH = 32

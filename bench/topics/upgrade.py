@@ -22,7 +22,8 @@ from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Store
-from nobackfill.gallery.upgrade import CHUNK, Runner, Upgraded, run_upgrade
+from nobackfill.gallery.upgrade import Runner, Upgraded, run_upgrade
+from nobackfill.release.models import CHUNK
 from nobackfill.release.routes import RouteRunner, open_route, plan_route
 from nobackfill.vectors import Vectors
 

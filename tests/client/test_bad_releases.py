@@ -12,7 +12,15 @@ from nobackfill.client.maintenance import verify
 from nobackfill.client.photos.search import Search
 from nobackfill.release.paths import release_of_manifest
 from tests.support import edge
-from tests.support.bad_releases import BAD, QUICK, publish_bad, sign
+from tests.support.bad_releases import (
+    BAD,
+    LATE_ROWS,
+    QUICK,
+    fails_late,
+    publish_bad,
+    publish_spoiled,
+    sign,
+)
 from tests.support.edge import Setting
 
 
@@ -51,6 +59,23 @@ def test_bad_releases_are_named_and_not_followed(
     shutil.rmtree(tmp_path / "drafts")
     beside = (path.name for path in tmp_path.iterdir())
     assert {name for name in beside if not name.startswith(followed.gallery.name)} == {"pub"}
+
+
+def test_a_release_that_fails_after_its_trial_is_held_back_by_digest(
+    followed: Setting, tmp_path: Path
+) -> None:
+    assert len(followed.images) == LATE_ROWS
+    publish_spoiled(followed.repo, 3, fails_late, tmp_path / "drafts")
+    before = edge.contents(followed.gallery)
+    report = edge.follow(followed.gallery)
+    assert (report.state, report.release) == ("behind", 2)
+    assert "onnxruntime cannot run it" in report.notes[0]
+    assert edge.spaces(followed.gallery) == {2: "active", 1: "previous"}
+    assert edge.contents(followed.gallery).keys() == before.keys()
+    assert "held back here" in edge.follow(followed.gallery).notes[0]
+    # The same number published anew is another release.
+    publish_spoiled(followed.repo, 3, lambda bad: None, tmp_path / "mended")
+    assert edge.follow(followed.gallery).state == "upgraded"
 
 
 def test_numbers_that_no_release_has_are_no_releases(followed: Setting) -> None:

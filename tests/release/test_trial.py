@@ -4,6 +4,7 @@ import contextlib
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from onnx import helper, numpy_helper
 from nobackfill.errors import VerificationError
 from nobackfill.release import paths, trial
 from nobackfill.release.manifest import space_of
+from nobackfill.release.models import CHUNK, open_upgrade
 from nobackfill.release.publishing.draft import Draft, described
 from nobackfill.release.trial import try_release
 from tests.release.crafted import smallest_by_minus_one
@@ -100,6 +102,82 @@ def test_a_good_release_passes_and_costs_this_process_nothing(first: Draft) -> N
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try_release(first.files, first.manifest)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+
+def with_upgrade(tmp_path: Path, change: Callable[[onnx.ModelProto], None]) -> Draft:
+    """Release 2 with an upgrade from 1, validly described, that computes something else as well."""
+    made = draft(tmp_path, 2, [draft(tmp_path, 1).manifest])
+    path = paths.upgrade_path(1, 2)
+    model = onnx.load(made.files[path])
+    change(model)
+    graphs.save(model, made.files[path])
+    folder = made.files[path].parents[2]
+    (upgrade,) = made.manifest.upgrades
+    upgrades = (upgrade.model_copy(update={"file": published(folder, path)}),)
+    return replace(made, manifest=made.manifest.model_copy(update={"upgrades": upgrades}))
+
+
+def wide(model: onnx.ModelProto) -> None:
+    """64 MiB for each row, which the rules allow: 512 MiB for 8 probes, 64 GiB for a chunk."""
+    times = numpy_helper.from_array(np.array([1, 2**24], np.int64), "times")
+    zero = numpy_helper.from_array(np.array(0, np.float32), "zero")
+    row = numpy_helper.from_array(np.array([1], np.int64), "row")
+    model.graph.initializer.extend([times, zero, row])
+    last = next(node for node in model.graph.node if "upgraded" in node.output)
+    last.output[0] = "before"
+    model.graph.node.extend(
+        [
+            helper.make_node("ReduceSum", ["before", "row"], ["sum"], keepdims=1),
+            helper.make_node("Tile", ["sum", "times"], ["wide"]),
+            helper.make_node("ReduceMax", ["wide", "row"], ["most"], keepdims=1),
+            helper.make_node("Mul", ["most", "zero"], ["nothing"]),
+            helper.make_node("Add", ["before", "nothing"], ["upgraded"]),
+        ]
+    )
+
+
+def test_an_upgrade_is_tried_on_a_full_chunk(tmp_path: Path) -> None:
+    with pytest.raises(VerificationError, match=r"upgrade_1_to_2.*cannot run it"):
+        tried(with_upgrade(tmp_path, wide))
+
+
+def test_arithmetic_on_denormals_takes_no_longer(tmp_path: Path) -> None:
+    """A chain of products of numbers that are too small to be normal ones."""
+
+    def chain(model: onnx.ModelProto) -> None:
+        square = np.random.default_rng(0).standard_normal((graphs.DIM,) * 2, np.float32) / 8
+        # The squares of small numbers are in all blocks but the first.
+        small = square.copy()
+        small[: graphs.BLOCK] = 0
+        for name, value in (("small", small), ("square", square)):
+            model.graph.initializer.append(numpy_helper.from_array(value, name))
+        last = next(node for node in model.graph.node if "upgraded" in node.output)
+        last.output[0] = "before"
+        nodes = [
+            helper.make_node("Mul", ["embedding", "embedding"], ["squared"]),
+            helper.make_node("MatMul", ["squared", "small"], ["x0"]),
+            *(helper.make_node("MatMul", [f"x{n}", "square"], [f"x{n + 1}"]) for n in range(100)),
+            helper.make_node("Add", ["before", "x100"], ["upgraded"]),
+        ]
+        model.graph.node.extend(nodes)
+
+    made = with_upgrade(tmp_path, chain)
+    (upgrade,) = made.manifest.upgrades
+    model = open_upgrade(made.files, made.manifest, upgrade)
+    vectors = graphs.into_block(np.eye(graphs.BLOCK, dtype=np.float32), 1)
+    side = np.ones((CHUNK, upgrade.from_side_dim), np.float32)
+
+    def seconds(least: float) -> float:
+        embedding = np.resize(np.maximum(vectors, np.float32(least)), (CHUNK, graphs.DIM))
+        began = time.process_time()
+        model.run(embedding, side)
+        return time.process_time() - began
+
+    seconds(0)
+    # As denormals they take 300 times as long.
+    assert seconds(1e-20) < 30 * max(seconds(0), 0.01)
+    smallest = np.float32(1e-38) * np.float32(0.1)
+    assert smallest > 0, "the calling thread computes as before"
 
 
 def shift(model: onnx.ModelProto) -> None:

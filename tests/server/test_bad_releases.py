@@ -7,7 +7,15 @@ import pytest
 
 from nobackfill.errors import PreconditionError, VerificationError
 from tests.server.support import Client, ids, images, running
-from tests.support.bad_releases import BAD, QUICK, ROUTELESS, publish_bad
+from tests.support.bad_releases import (
+    BAD,
+    LATE_ROWS,
+    QUICK,
+    ROUTELESS,
+    fails_late,
+    publish_bad,
+    publish_spoiled,
+)
 from tests.support.blocks import publish_block_release
 
 
@@ -33,6 +41,21 @@ def test_bad_releases_fail_and_the_active_one_serves_on(
     with running(repo, data) as gateway, Client(gateway.address) as client:
         assert ids(client.find(images(5)[1]))[0] == "i1"
         assert "ACTIVATING" not in client.states().values()
+
+
+def test_an_upgrade_that_fails_after_its_trial_leaves_no_vectors(tmp_path: Path) -> None:
+    repo, data = tmp_path / "repo", tmp_path / "data"
+    publish_block_release(repo, 1)
+    publish_block_release(repo, 2, [1])
+    with running(repo, data) as gateway, Client(gateway.address) as client:
+        client.create_gallery("g")
+        client.put_images(images(LATE_ROWS))
+        publish_spoiled(repo, 3, fails_late, tmp_path / "drafts")
+        with pytest.raises(PreconditionError, match="cannot run it"):
+            client.swap(3)
+        assert client.states()[3] == "FAILED"
+        (hosted,) = gateway.galleries.all()
+        assert [info.spec.release for info in hosted.spaces()] == [2]
 
 
 def _why(client: Client, number: int, routeless: bool) -> str:

@@ -131,6 +131,35 @@ def _memory(bad: Bad) -> None:
     bad.model(bad.upgrade["file"], change)
 
 
+# Rows that `fails_late` refuses.
+LATE_ROWS = 12
+
+
+def fails_late(bad: Bad) -> None:
+    """Probes and full chunks pass; the upgrade of exactly LATE_ROWS rows reads beyond a table."""
+
+    def change(model: onnx.ModelProto) -> None:
+        for name, value in {"first": 0, "late": LATE_ROWS, "far": 5000}.items():
+            number = numpy_helper.from_array(np.array([value], np.int64), name)
+            model.graph.initializer.append(number)
+        model.graph.initializer.append(numpy_helper.from_array(np.zeros(1, np.float32), "table"))
+        last = next(n for n in model.graph.node if "upgraded" in n.output)
+        last.output[0] = "before"
+        model.graph.node.extend(
+            [
+                helper.make_node("Shape", ["before"], ["shape"]),
+                helper.make_node("Gather", ["shape", "first"], ["rows"]),
+                helper.make_node("Equal", ["rows", "late"], ["is_late"]),
+                helper.make_node("Cast", ["is_late"], ["number"], to=onnx.TensorProto.INT64),
+                helper.make_node("Mul", ["number", "far"], ["place"]),
+                helper.make_node("Gather", ["table", "place"], ["nothing"]),
+                helper.make_node("Add", ["before", "nothing"], ["upgraded"]),
+            ]
+        )
+
+    bad.model(bad.upgrade["file"], change)
+
+
 def _same_space(bad: Bad) -> None:
     """The embedder of release 2, byte for byte, and golden probes that say so."""
     bad.put(bad.fields["embedder"]["file"], bad.files["of release 2"])
@@ -216,13 +245,18 @@ QUICK = [name for name in BAD if name not in _LONG]
 
 
 def publish_bad(repo: Path, number: int, name: str, drafts: Path) -> None:
-    """Sign and publish a spoiled release as `number` into `repo`, which holds release 2."""
+    """Sign and publish a spoiled release of BAD as `number` into `repo`, which holds release 2."""
+    publish_spoiled(repo, number, BAD[name][0], drafts)
+
+
+def publish_spoiled(repo: Path, number: int, spoil: Spoil, drafts: Path) -> None:
+    """The same for any way to spoil it."""
     made = releases.draft(drafts, number, [blocks.manifest(repo, 2)])
     fields = json.loads(made.manifest.model_dump_json())
     files = {path: local.read_bytes() for path, local in made.files.items()}
     files["of release 2"] = (repo / paths.embedder_path(2)).read_bytes()
     bad = Bad(number, fields, files)
-    BAD[name][0](bad)
+    spoil(bad)
     del files["of release 2"]
     files |= {path: text.encode() for path, text in configs(made.manifest).items()}
     files[paths.manifest_path(number)] = json.dumps(fields).encode()

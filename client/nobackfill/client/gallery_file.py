@@ -9,7 +9,8 @@
 
 State kept in the SQLite file: `source`, `root` (the root metadata trusted first), `floor` (the
 newest metadata versions seen), `installed` (release -> SHA-256 of its manifest), `held_back`
-(release -> why this device does not follow it), `cohort` (a random id that this device made itself,
+(release -> why this device does not follow it), `held_digests` (release -> SHA-256 of the manifest
+that is held back), `cohort` (a random id that this device made itself,
 and that never leaves it: by its hash a release is for it or not yet), `keep_original` (whether
 vectors that were embedded from images outlive their release), `return_to` (the space before the
 last upgrade), `carried` (release -> when and along which routes a sync carried the gallery into its

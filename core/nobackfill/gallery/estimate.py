@@ -16,8 +16,9 @@ from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.store import Store
 from nobackfill.gallery.tables import VECTOR_TABLE, vector_table
-from nobackfill.gallery.upgrade import CHUNK, Runner
+from nobackfill.gallery.upgrade import Runner
 from nobackfill.gallery.writing import Checked, NewVectors, check, insert_vectors
+from nobackfill.release.models import CHUNK
 
 # Chunks that are carried to measure the next ones, after a few rows that make the runner ready.
 _CHUNKS = 2

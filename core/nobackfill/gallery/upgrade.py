@@ -18,9 +18,9 @@ from nobackfill.errors import UnusableOutputError, few
 from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec
+from nobackfill.release.models import CHUNK
 from nobackfill.vectors import Vectors
 
-CHUNK = 1024
 # label: as they were put. uncertainty: what the source's own upgrade was least certain of first.
 Order = Literal["label", "uncertainty"]
 # Labels, embeddings and side-information of some items.

@@ -29,6 +29,9 @@ Files = Path | Mapping[str, Path]
 
 Images = NDArray[np.uint8]
 
+# Rows that an upgrade is given at once, by a device, by a gateway and by a trial.
+CHUNK = 1024
+
 
 @dataclass(frozen=True)
 class Upgraded:
@@ -191,10 +194,12 @@ class Session:
     """An onnxruntime session on verified bytes; its own failures become ours."""
 
     def __init__(self, path: str, data: bytes, threads: int) -> None:
+        from nobackfill.onnx_runtime import denormals_as_zero, state
         from nobackfill.onnx_runtime import onnxruntime as ort
-        from nobackfill.onnx_runtime import state
 
         options = ort.SessionOptions()
+        # Of the session's own threads; `run` does the same for the calling one.
+        options.add_session_config_entry("session.set_denormal_as_zero", "1")
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
@@ -204,16 +209,20 @@ class Session:
             state.NotImplemented, state.RuntimeException, state.EPFail, state.NoSuchFile,
             state.NoModel, state.ModelLoaded, RuntimeError, ValueError,
         )  # fmt: skip
+        self._denormals_as_zero = denormals_as_zero
         try:
-            self._session = ort.InferenceSession(
-                data, sess_options=options, providers=["CPUExecutionProvider"]
-            )
+            # The first session of a process would leave the option on in the calling thread.
+            with denormals_as_zero():
+                self._session = ort.InferenceSession(
+                    data, sess_options=options, providers=["CPUExecutionProvider"]
+                )
         except self._failures as error:
             raise VerificationError(f"{path}: onnxruntime cannot load it ({error})") from error
 
     def run(self, inputs: dict[str, NDArray[Any]], outputs: list[str]) -> list[NDArray[Any]]:
         try:
-            return list(self._session.run(outputs, inputs))
+            with self._denormals_as_zero():
+                return list(self._session.run(outputs, inputs))
         except self._failures as error:
             raise VerificationError(f"{self._path}: onnxruntime cannot run it ({error})") from error
 

@@ -40,9 +40,17 @@ _MOST_TEXTS = 64
 
 
 def check_probes(
-    files: Files, manifest: Manifest, *, upgrades: Collection[int] | None = None, threads: int = 1
+    files: Files,
+    manifest: Manifest,
+    *,
+    upgrades: Collection[int] | None = None,
+    threads: int = 1,
+    rows: int = 0,
 ) -> None:
     """Run the release's models on its probes, here and now.
+
+    Upgrades run on at least `rows` rows: the probes are repeated, since a model may need memory or
+    time for many rows that it does not need for a few.
 
     Covers the embedder, the text encoder, the side encoder, the upgrades from the releases in
     `upgrades` (None: all) and their int8 twins, as far as `files` holds them: a device brings only
@@ -62,7 +70,7 @@ def check_probes(
     probes = _load(read_verified(files, manifest.probes.file), manifest.probes.file.path)
     for upgrade in manifest.upgrades:
         if upgrades is None or upgrade.from_release in upgrades:
-            _check_upgrade(files, manifest, upgrade, probes, threads)
+            _check_upgrade(files, manifest, upgrade, probes, threads, rows)
 
 
 def check_encoders(
@@ -120,11 +128,16 @@ def _check_vocabulary(model: TextModel) -> None:
 
 
 def _check_upgrade(
-    files: Files, manifest: Manifest, upgrade: Upgrade, probes: Arrays, threads: int
+    files: Files, manifest: Manifest, upgrade: Upgrade, probes: Arrays, threads: int, rows: int
 ) -> None:
     name = f"upgrade_{upgrade.from_release}"
-    embedding = _array(probes, f"{name}/embedding")
-    side = _array(probes, f"{name}/side") if upgrade.reads_side else None
+
+    def repeated(which: str) -> NDArray[Any]:
+        array = _array(probes, f"{name}/{which}")
+        return np.resize(array, (max(rows, len(array)), *array.shape[1:]))
+
+    embedding = repeated("embedding")
+    side = repeated("side") if upgrade.reads_side else None
     for int8, file in ((False, upgrade.file), (True, upgrade.int8_file)):
         if file is None or not _holds(files, file):
             continue
@@ -132,10 +145,9 @@ def _check_upgrade(
         label = f"{name}{' int8' if int8 else ''}"
         model = open_upgrade(files, manifest, upgrade, int8=int8, threads=threads)
         got = model.run(embedding, side)
-        _agree(f"{label}/upgraded", _array(probes, f"{name}/upgraded"), got.embedding, tolerance)
+        _agree(f"{label}/upgraded", repeated("upgraded"), got.embedding, tolerance)
         if upgrade.side == "maps" and got.side is not None:
-            expected = _array(probes, f"{name}/upgraded_side")
-            _agree(f"{label}/upgraded_side", expected, got.side, tolerance)
+            _agree(f"{label}/upgraded_side", repeated("upgraded_side"), got.side, tolerance)
 
 
 def _holds(files: Files, file: PublishedFile) -> bool:

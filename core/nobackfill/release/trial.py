@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from nobackfill.errors import ConfigurationError, VerificationError
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.models import Files
+from nobackfill.release.models import CHUNK, Files
 
 MEMORY_BYTES = 4 * 2**30
 CPU_SECONDS = 240
@@ -55,7 +55,8 @@ def try_release(
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
     """Check every ONNX file of a release that `files` holds by the rules of the ONNX check, load it
-    and run its golden probes, within limits of memory, processor and time.
+    and run its golden probes, within limits of memory, processor and time. Upgrades run on a full
+    chunk, of as many rows as devices and gateways give them.
 
     `upgrades`: releases whose upgrades are probed (None: all). `meanwhile` is called now and then;
     what it raises ends the trial. Raises VerificationError, naming what is refused, or the limit
@@ -126,7 +127,11 @@ def refusal(request: _Request) -> str | None:
     try:
         check_release(request.files, request.manifest)
         check_probes(
-            request.files, request.manifest, upgrades=request.upgrades, threads=request.threads
+            request.files,
+            request.manifest,
+            upgrades=request.upgrades,
+            threads=request.threads,
+            rows=CHUNK,
         )
     except (VerificationError, ConfigurationError) as error:
         # The latter: what reads its tokenizer is not installed here.

@@ -13,6 +13,7 @@ from nobackfill.digests import sha256_file
 from nobackfill.errors import UnfitError, VerificationError
 from nobackfill.release import paths
 from nobackfill.release.manifest import Manifest, PublishedFile
+from nobackfill.release.models import CHUNK
 from nobackfill.release.probes import check_probes
 from nobackfill.release.trial import try_release
 from nobackfill.release.trust.trust import Trust
@@ -49,7 +50,7 @@ def check(device: Device, plan: Plan) -> None:
     Which files passed this version's trial is remembered by their digests, as it takes longer than
     the rest of a small sync. Raises UnfitError with the reason.
     """
-    version_of_trial = f"nobackfill {version('nobackfill')}"
+    version_of_trial = f"nobackfill {version('nobackfill')}, {CHUNK} rows"
     passed = set(device.state("tried", {}).get(version_of_trial, []))
     used: dict[int, tuple[Manifest, set[int]]] = {plan.target.release: (plan.target, set())}
     for leg in plan.legs:

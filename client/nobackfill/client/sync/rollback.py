@@ -33,8 +33,19 @@ def roll_back(device: Device) -> tuple[int, int]:
     """
     with device.changing():
         left = device.store.active().spec.release
-        held = {**device.state("held_back", {}), str(left): f"release {left} was rolled back here"}
-        return left, return_to(device, {"held_back": held})
+        digest = device.state("installed", {}).get(str(left))
+        held = hold_back(device, left, f"release {left} was rolled back here", digest)
+        return left, return_to(device, held)
+
+
+def hold_back(device: Device, release: int, reason: str, digest: str | None) -> dict[str, Any]:
+    """The state in which a release is not followed: by its number, and the digest of its manifest
+    where that is known, so that one published anew is tried."""
+    digests = {**device.state("held_digests", {}), str(release): digest}
+    return {
+        "held_back": {**device.state("held_back", {}), str(release): reason},
+        "held_digests": digests,
+    }
 
 
 def confirm(device: Device, but: str | None = None) -> list[int]:

@@ -20,7 +20,7 @@ from nobackfill.client.photos.backfill import re_embed
 from nobackfill.client.sync import installation
 from nobackfill.client.sync.plan import Plan, embedding_files, estimate_seconds, make_plan
 from nobackfill.client.sync.report import remember
-from nobackfill.client.sync.rollback import confirm, return_to
+from nobackfill.client.sync.rollback import confirm, hold_back, return_to
 from nobackfill.client.sync.sources import normalised, opened
 from nobackfill.client.sync.upgrade import carry
 from nobackfill.errors import BusyError, UnfitError, UnusableOutputError
@@ -191,7 +191,7 @@ class _Sync:
     def _candidates(self) -> Iterator[int]:
         """Releases to try, best first; an older one only if the active one was withdrawn."""
         active, releases = self._report.from_release, self._trust.releases()
-        held = {} if self._wishes.retry else self._device.state("held_back", {})
+        held = {} if self._wishes.retry else self._held_back()
         for release in sorted(releases, reverse=True):
             if release <= active or releases[release] is not None:
                 continue
@@ -221,6 +221,16 @@ class _Sync:
             if previous is not None and releases.get(previous.spec.release, "") is None:
                 yield previous.spec.release
 
+    def _held_back(self) -> dict[str, str]:
+        """Releases that failed here, with the reason; without those published anew since."""
+        digests = self._device.state("held_digests", {})
+        return {
+            release: reason
+            for release, reason in self._device.state("held_back", {}).items()
+            if int(release) not in self._trust.releases()
+            or digests.get(release) in (None, installation.digest_of(self._trust, int(release)))
+        }
+
     def _plan(self, release: int) -> Plan | None:
         plan = make_plan(self._device, self._trust, release, int8=self._wishes.int8)
         if plan is None:
@@ -234,8 +244,8 @@ class _Sync:
 
     def _hold_back(self, release: int, reason: str) -> None:
         with self._device.changing(_CHANGE_SECONDS):
-            held = self._device.state("held_back", {})
-            self._device.store.state_set({"held_back": {**held, str(release): reason}})
+            digest = installation.digest_of(self._trust, release)
+            self._device.store.state_set(hold_back(self._device, release, reason, digest))
             remember(self._device, release, "refused")
         self._fall_behind(reason)
 

@@ -8,7 +8,13 @@ from nobackfill.client.output import Output
 from nobackfill.client.photos.backfill import re_embed
 from nobackfill.client.photos.encoding import threads
 from nobackfill.client.sync.plan import Plan
-from nobackfill.errors import PreconditionError, UnusableOutputError
+from nobackfill.errors import (
+    DamagedError,
+    PreconditionError,
+    UnfitError,
+    UnusableOutputError,
+    VerificationError,
+)
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.upgrade import Runner, run_upgrade
@@ -30,7 +36,8 @@ def carry(device: Device, plan: Plan, worst: int, state: dict[str, Any], output:
 
     `state` is set in the flip's own transaction. What earlier runs wrote stays, and images that are
     added meanwhile are carried along. Raises UnusableOutputError for a release whose upgrade
-    fails on a vector of this gallery, VerificationError, BusyError, CannotWriteError.
+    fails on a vector of this gallery, UnfitError for one whose models fail, VerificationError,
+    BusyError, CannotWriteError.
     """
     target = SpaceSpec.of(plan.target)
     for space in device.store.spaces():
@@ -41,7 +48,7 @@ def carry(device: Device, plan: Plan, worst: int, state: dict[str, Any], output:
     while True:
         try:
             stuck = _fill(device, plan, target, output)
-        except UnusableOutputError:
+        except (UnusableOutputError, UnfitError):
             # The release is held back: what it did to the others is of no use.
             staging.drop(device.store, target.space)
             raise
@@ -66,15 +73,20 @@ def _fill(device: Device, plan: Plan, target: SpaceSpec, output: Output) -> int:
         if leg.route.steps:
             runner = open_route(device.models, leg.route, threads(), int8=plan.int8)
         with output.progress(f"upgrading to release {target.release}") as advance:
-            outcome = run_upgrade(
-                device.store,
-                runner,
-                target,
-                source=leg.source.spec.space,
-                origin="upgraded" if leg.route.steps else "direct",
-                ahead=True,
-                on_progress=lambda progress: advance(progress.done, progress.total),
-            )
+            try:
+                outcome = run_upgrade(
+                    device.store,
+                    runner,
+                    target,
+                    source=leg.source.spec.space,
+                    origin="upgraded" if leg.route.steps else "direct",
+                    ahead=True,
+                    on_progress=lambda progress: advance(progress.done, progress.total),
+                )
+            except (DamagedError, UnusableOutputError):
+                raise
+            except VerificationError as error:
+                raise UnfitError(f"release {target.release}: {error}") from error
         stuck = outcome.left_behind
     return stuck
 

@@ -8,7 +8,13 @@ from contextlib import contextmanager
 
 import structlog
 
-from nobackfill.errors import BusyError, InvalidInputError, NobackfillError, PreconditionError
+from nobackfill.errors import (
+    BusyError,
+    InvalidInputError,
+    NobackfillError,
+    PreconditionError,
+    VerificationError,
+)
 from nobackfill.gallery.search.aside import give_way
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.comparison import CanaryState
@@ -266,6 +272,9 @@ class Activations:
         except (NobackfillError, OSError, sqlite3.Error) as error:
             log.error("activation failed", release=release, error=str(error))
             fail(self._parts, release, str(error), run.lead)
+            if isinstance(error, VerificationError):
+                # Its models have failed: no later try goes on from the vectors that they made.
+                self._parts.serving.drop_unused([release])
             return Phase.FAILED, str(error)
         except Exception as error:
             reason = f"unforeseen {type(error).__name__}; the gateway's log has its traceback"

@@ -10,7 +10,8 @@ from nobackfill.gallery.neighbours import neighbours_kept
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.upgrade import CHUNK, Runner
+from nobackfill.gallery.upgrade import Runner
+from nobackfill.release.models import CHUNK
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.initial_index import SMALL
 from nobackfill.server.upgrades.job import LOOKS

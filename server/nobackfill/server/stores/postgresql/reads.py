@@ -16,8 +16,9 @@ from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.stored_vectors import StoredVectors, Window
-from nobackfill.gallery.upgrade import CHUNK, Runner
+from nobackfill.gallery.upgrade import Runner
 from nobackfill.gallery.writing import storable
+from nobackfill.release.models import CHUNK
 from nobackfill.server.stores.postgresql import rows
 from nobackfill.server.stores.postgresql.bulk import among, copy_in, copy_out
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING, Condition

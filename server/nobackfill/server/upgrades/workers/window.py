@@ -13,7 +13,8 @@ import numpy as np
 
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.upgrade import CHUNK, carry
+from nobackfill.gallery.upgrade import carry
+from nobackfill.release.models import CHUNK
 from nobackfill.release.routes import Route, open_route
 from nobackfill.server.stores.postgresql.database import Database
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
