@@ -160,30 +160,37 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 
 @contextlib.contextmanager
 def lock(path: Path, timeout_s: float = 0.0) -> Iterator[None]:
-    """Hold `path` as a lock; its holder's death frees it. The file stays.
+    """Hold `path` as a lock; its holder's death frees it. The file stays, unless its holder removes
+    it.
 
     Raises BusyError if another holder has it for longer than `timeout_s` seconds, CannotWriteError.
     """
-    make_dir(path.parent)
-    with _refusing(path):
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + timeout_s
+    while (handle := _lock_file(path)) < 0:
+        if time.monotonic() >= deadline:
+            raise BusyError(f"{path}: another process holds the lock; try again later")
+        time.sleep(0.02)
     try:
-        deadline = time.monotonic() + timeout_s
-        while not _flock(handle):
-            if time.monotonic() >= deadline:
-                raise BusyError(f"{path}: another process holds the lock; try again later")
-            time.sleep(0.02)
         yield
     finally:
         os.close(handle)
 
 
-def _flock(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _lock_file(path: Path) -> int:
+    """A handle that holds the lock, -1 where another process has it or has just removed it."""
+    make_dir(path.parent)
+    with _refusing(path), contextlib.ExitStack() as undo:
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            undo.callback(os.close, handle)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A holder may have removed the file, with its folder, after it was opened here.
+            if not os.path.samestat(os.fstat(handle), path.stat()):
+                return -1
+        except (BlockingIOError, FileNotFoundError):
+            return -1
+        undo.pop_all()
+        return handle
 
 
 @contextlib.contextmanager

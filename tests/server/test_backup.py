@@ -1,8 +1,11 @@
 """Backup, restore, verify: consistent under load, and every damage is found."""
 
+import json
 import os
 import shutil
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,19 +13,23 @@ import pytest
 from nobackfill import durable
 from nobackfill.errors import (
     AlreadyExistsError,
+    BusyError,
     CannotWriteError,
     DamagedError,
+    NobackfillError,
     NotFoundError,
     VerificationError,
 )
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.backup import backup, restore, verify
-from nobackfill.server.state import AUDIT, StateFile
+from nobackfill.server.backup import RESERVE, backup, restore, verify
+from nobackfill.server.state import AUDIT, UNFINISHED_RESTORE, StateFile
+from nobackfill.server.storage import Storage
 from nobackfill.server.vault import Vault
 from tests.server.support import Client, images, running
 from tests.server.test_vault import QUOTA, blob_of, sealed
+from tests.support import crash, disks
 
 
 @pytest.fixture(scope="module")
@@ -206,3 +213,290 @@ def test_a_folder_of_any_name_is_backed_up(data: Path, tmp_path: Path, one: Mani
     odd = data.rename(tmp_path / "50% of #1?mode=memory")
     assert backup(odd, tmp_path / "backup #2").galleries == {"g": 0}
     assert {path.name for path in tmp_path.iterdir()} == {odd.name, "backup #2"}
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def free(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+@pytest.fixture
+def full(tmp_path: Path, one: Manifest) -> Iterator[Path]:
+    """A small disk with a data folder of 6 MB, and 4 MB left."""
+    with disks.small_disk(tmp_path / "disk", 24) as disk:
+        (disk / "data").mkdir()
+        StateFile(disk / "data" / "state.json").change(paused=("g",))
+        make_gallery(disk / "data", "g", one)
+        put_blobs(disk / "data", 6)
+        disks.fill(disk, 4 << 20)
+        yield disk
+
+
+def put_blobs(data: Path, megabytes: int) -> None:
+    vault = Vault(data / "vault", QUOTA)
+    for number in range(megabytes):
+        content = sealed(1 << 20, seed=number)
+        vault.put("a", blob_of(content, number), 0, [content])
+
+
+def test_a_backup_leaves_the_data_its_disk(full: Path) -> None:
+    """It is refused before it writes anything, and with it what would take the reserve."""
+    before, room = names(full), free(full)
+    with pytest.raises(CannotWriteError, match=r"reserve of \d+, found \d+ bytes free; free some"):
+        backup(full / "data", full / "backup")
+    assert names(full) == before and free(full) == room
+    (full / "filler").unlink()
+    disks.fill(full, 7 << 20)
+    # It would fit, but for the tenth of the disk that stays free.
+    with pytest.raises(CannotWriteError, match="reserve"):
+        backup(full / "data", full / "backup")
+    (full / "filler").unlink()
+    assert backup(full / "data", full / "backup").blobs == 6
+    assert free(full) >= min(RESERVE, 24 * (1 << 20) // 10)
+
+
+def test_a_disk_that_fills_up_meanwhile(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else took the room after it was looked for."""
+    monkeypatch.setattr("nobackfill.server.backup._need_room", lambda *_: None)
+    before, room = names(full), free(full)
+    with pytest.raises(CannotWriteError, match="free some space"):
+        backup(full / "data", full / "backup")
+    assert names(full) == before and free(full) == room
+    (full / "filler").unlink()
+    backup(full / "data", full.parent / "backup")
+    disks.fill(full, 3 << 20)
+    with pytest.raises(CannotWriteError):
+        restore(full.parent / "backup", full / "again")
+    assert names(full) == before
+
+
+def test_a_restore_leaves_the_disk_its_reserve(full: Path) -> None:
+    backup(full / "data", full.parent / "backup")
+    before = names(full)
+    with pytest.raises(CannotWriteError, match="reserve"):
+        restore(full.parent / "backup", full / "again")
+    (full / "empty").mkdir()
+    with pytest.raises(CannotWriteError, match="reserve"):
+        restore(full.parent / "backup", full / "empty")
+    assert names(full) == before | {"empty"} and not names(full / "empty")
+
+
+@pytest.mark.parametrize("command", ["backup", "restore"])
+def test_an_interrupted_one_leaves_nothing(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    put_blobs(data, 2)
+    backup(data, tmp_path / "backup")
+    before = names(tmp_path)
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "copyfile", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        if command == "backup":
+            backup(data, tmp_path / "another")
+        else:
+            restore(tmp_path / "backup", tmp_path / "another")
+    assert names(tmp_path) == before
+
+
+def test_what_killed_backups_left_is_removed(data: Path, tmp_path: Path, one: Manifest) -> None:
+    """By the next one, whatever its name; the kill came at any of its durable steps."""
+    make_gallery(data, "g", one)
+    put_blobs(data, 1)
+    parent = tmp_path / "backups"
+
+    def prepare() -> None:
+        shutil.rmtree(parent, ignore_errors=True)
+        parent.mkdir()
+
+    ended = {"killed"}
+    for _, outcome in crash.sweep("kill", lambda: backup(data, parent / "killed"), prepare):
+        assert outcome.status == crash.KILLED
+        finished = (parent / "killed").exists()
+        backup(data, parent / "next")
+        # Killed before it had a lock, it left an empty folder.
+        left = names(parent) - {"next", *(ended if finished else ())}
+        assert not any(names(parent / name) for name in left), left
+        verify(parent / "killed" if finished else parent / "next")
+
+
+def test_what_a_killed_restore_left_is_removed(data: Path, tmp_path: Path, one: Manifest) -> None:
+    """Until it has ended a gateway does not start on it; the next restore begins anew."""
+    make_gallery(data, "g", one)
+    put_blobs(data, 1)
+    backup(data, tmp_path / "backup")
+    again = tmp_path / "again"
+
+    def prepare() -> None:
+        shutil.rmtree(again, ignore_errors=True)
+
+    for _, outcome in crash.sweep("kill", lambda: restore(tmp_path / "backup", again), prepare):
+        assert outcome.status == crash.KILLED
+        if (again / "state.json").exists():
+            assert verify(again).galleries == {"g": 0}
+            continue
+        if (again / UNFINISHED_RESTORE).exists():
+            with pytest.raises(VerificationError, match="gateway restore"):
+                Storage(f"sqlite:{again}", again)
+        assert restore(tmp_path / "backup", again).blobs == 1
+        assert not (again / UNFINISHED_RESTORE).exists()
+        assert verify(again).galleries == {"g": 0}
+
+
+def test_of_three_at_once_one_is_made(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are told that it is busy, and what it made is whole."""
+    put_blobs(data, 1)
+    copy_bytes, others = shutil.copyfile, threading.Semaphore(0)
+
+    def copy_when_alone(source: str, target: str, **options: bool) -> object:
+        for _ in range(2):
+            assert others.acquire(timeout=20), "the others are not refused"
+        return copy_bytes(source, target, **options)
+
+    monkeypatch.setattr(shutil, "copyfile", copy_when_alone)
+    made: list[object] = []
+
+    def make() -> None:
+        try:
+            made.append(backup(data, tmp_path / "backup"))
+        except NobackfillError as error:
+            made.append(type(error))
+            others.release()
+
+    threads = [threading.Thread(target=make) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made[:2] == [BusyError, BusyError], made
+    assert made[2] == verify(tmp_path / "backup")
+    assert names(tmp_path) == {"data", "backup"}
+
+
+def test_a_backup_on_a_read_only_medium(data: Path, tmp_path: Path, one: Manifest) -> None:
+    """It is checked and restored as it lies there; its files can be written afterwards."""
+    make_gallery(data, "g", one)
+    put_blobs(data, 1)
+    with disks.small_disk(tmp_path / "disk", 24) as disk:
+        made = backup(data, disk / "backup")
+        for path in (disk / "backup").rglob("*"):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        with disks.read_only(disk):
+            assert verify(disk / "backup") == made
+            assert restore(disk / "backup", tmp_path / "again") == made
+    for path in (tmp_path / "again").rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+@pytest.mark.parametrize("kind", ["volume", "fresh ext4 volume", "link", "link to nothing"])
+def test_where_a_restore_may_go(data: Path, tmp_path: Path, kind: str) -> None:
+    """An empty volume stays mounted, a link stays a link, and nothing is left beside them."""
+    backup(data, tmp_path / "backup")
+    there = tmp_path / "there"
+    if "link" in kind:
+        if kind == "link":
+            (tmp_path / "elsewhere").mkdir()
+        there.symlink_to("elsewhere")
+        before = names(tmp_path) | {"elsewhere"}
+        restore(tmp_path / "backup", there)
+        assert there.is_symlink() and names(tmp_path) == before
+        assert verify(tmp_path / "elsewhere") == verify(there)
+        return
+    with disks.small_disk(there, 8, 1024 if "ext4" in kind else None):
+        assert names(there) == ({"lost+found"} if "ext4" in kind else set())
+        before = names(tmp_path)
+        restore(tmp_path / "backup", there)
+        assert there.is_mount() and names(tmp_path) == before
+        assert StateFile(there / "state.json").now.paused == ("g",)
+        verify(there)
+
+
+def test_a_restore_leaves_a_served_folder_alone(data: Path, tmp_path: Path) -> None:
+    backup(data, tmp_path / "backup")
+    (tmp_path / "again").mkdir()
+    with durable.lock(tmp_path / "again" / "lock"), pytest.raises(BusyError):
+        restore(tmp_path / "backup", tmp_path / "again")
+
+
+DAMAGES: dict[str, Callable[[dict[str, object]], str]] = {
+    "cut": lambda listing: json.dumps(listing)[:-20],
+    "no files": lambda listing: json.dumps({"format": 1}),
+    "a list": lambda listing: json.dumps([listing]),
+    "files by number": lambda listing: json.dumps(listing | {"files": [1, 2]}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("command", [verify, lambda folder: restore(folder, folder.parent / "r")])
+def test_a_damaged_listing_is_named(
+    data: Path, tmp_path: Path, damage: str, command: Callable[[Path], object]
+) -> None:
+    backup(data, tmp_path / "backup")
+    listing = tmp_path / "backup" / "backup.json"
+    listing.write_text(DAMAGES[damage](json.loads(listing.read_text())))
+    with pytest.raises(VerificationError, match=r"backup\.json: is damaged \(.*; use another"):
+        command(tmp_path / "backup")
+    assert names(tmp_path) == {"data", "backup"}
+
+
+def test_a_backup_of_a_later_format_is_refused(data: Path, tmp_path: Path) -> None:
+    backup(data, tmp_path / "backup")
+    listing = tmp_path / "backup" / "backup.json"
+    listing.write_text(json.dumps(json.loads(listing.read_text()) | {"format": 2}))
+    for command in (verify, lambda folder: restore(folder, tmp_path / "again")):
+        with pytest.raises(VerificationError, match=r"format 1, got format 2; use the newer"):
+            command(tmp_path / "backup")
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"format": 1', "\xff"])
+def test_what_a_start_reads_is_verified(data: Path, content: str) -> None:
+    (data / "trust").mkdir()
+    (data / "trust" / "trusted.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(VerificationError, match=r"trusted\.json: is damaged"):
+        verify(data)
+
+
+def test_verifying_beside_a_busy_gateway(stages: dict[int, Path], tmp_path: Path) -> None:
+    """Galleries, items and blobs come and go, and all that is there is good."""
+    pictures = images(40)
+    with running(stages[1], tmp_path / "data") as gateway:
+        done = threading.Event()
+
+        def work(name: str) -> None:
+            with Client(gateway.address) as client:
+                while not done.is_set():
+                    client.create_gallery(name)
+                    client.put_images(pictures, name)
+                    client.delete(name, [f"i{i}" for i in range(20)])
+                    client.delete_gallery(name)
+
+        def fill() -> None:
+            vault, number = gateway.vault, 0
+            while not done.is_set():
+                number += 1
+                content = sealed(seed=number % 256)
+                vault.put("a", blob_of(content, number), 0, [content])
+                vault.delete("a", blob_of(content, number).id)
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in ("g", "h", "i")]
+        threads.append(threading.Thread(target=fill))
+        for thread in threads:
+            thread.start()
+        try:
+            found, end = [verify(tmp_path / "data")], time.monotonic() + 3
+            while time.monotonic() < end or not any(one.galleries for one in found):
+                found.append(verify(tmp_path / "data"))
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
+    assert all(set(one.galleries) <= {"g", "h", "i"} for one in found)
+    assert all(count <= 40 for one in found for count in one.galleries.values())

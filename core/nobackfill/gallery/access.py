@@ -128,9 +128,13 @@ def unwritable(path: Path) -> str | None:
 
 def has_room(folder: Path, least: int = LEAST_ROOM) -> bool:
     """Whether the file system has `least` bytes free for this user."""
+    return room(folder) >= least
+
+
+def room(folder: Path) -> int:
+    """Bytes that the file system has free for this user."""
     found = os.statvfs(folder)
-    free = found.f_bavail if os.geteuid() else found.f_bfree
-    return free * found.f_frsize >= least
+    return (found.f_bavail if os.geteuid() else found.f_bfree) * found.f_frsize
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -6,31 +6,59 @@ there. What is deleted meanwhile may be in it or not. `backup.json`, written las
 with its digest: without it there is no backup.
 """
 
-import json
+import os
 import shutil
 import sqlite3
-from collections.abc import Callable, Sequence
-from contextlib import closing
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from nobackfill import durable
 from nobackfill.digests import sha256_file
 from nobackfill.errors import (
     AlreadyExistsError,
+    BusyError,
     CannotWriteError,
     InvalidInputError,
+    NobackfillError,
     NotFoundError,
     VerificationError,
 )
-from nobackfill.gallery.store import Store
-from nobackfill.server.state import AUDIT, StateFile
+from nobackfill.gallery.access import (
+    BUSY_TIMEOUT_MS,
+    Access,
+    connect,
+    reading,
+    room,
+    unwritable,
+)
+from nobackfill.gallery.file_format import format_of
+from nobackfill.gallery.reading import count, load
+from nobackfill.gallery.tables import read_spaces
+from nobackfill.release.trust.state import State as TrustedState
+from nobackfill.server.state import AUDIT, UNFINISHED_RESTORE, StateFile
 from nobackfill.sqlite_errors import refusal
 from nobackfill.vectors import check_vectors
 
+Result = TypeVar("Result")
+
 LISTING = "backup.json"
+# Bytes that stay free on the disk that is written to, or a tenth of a smaller one.
+RESERVE = 256 << 20
+_FORMAT = 1
 _GALLERY = "gallery.sqlite"
+_STATE = "state.json"
+# Of an unfinished backup: its maker holds it.
+_LOCK = "backup.lock"
+# How long a gallery is waited for that its gateway opens, closes or has to itself.
+_PATIENCE_S = BUSY_TIMEOUT_MS / 1000
+# The root folder of a fresh ext4 volume has it.
+_LOST_AND_FOUND = "lost+found"
 
 
 @dataclass(frozen=True)
@@ -42,71 +70,142 @@ class Summary:
     bytes: int
 
 
+class _Listing(BaseModel):
+    """Digests (SHA-256, hex) by the paths of a backup's files."""
+
+    format: int
+    files: dict[str, str]
+
+
 def backup(data: Path, target: Path) -> Summary:
     """Copy everything that cannot be made again from `data` to the new folder `target`.
 
-    Indexes and Triton's files are left out. Raises NotFoundError for a folder without a gateway's
-    data, AlreadyExistsError, BusyError, CannotWriteError, VerificationError.
+    Indexes and Triton's files are left out. A backup that fails or is interrupted leaves nothing;
+    the next one into the same parent folder removes what killed backups left there.
+
+    Raises NotFoundError for a folder without a gateway's data, AlreadyExistsError, BusyError while
+    another backup is made under this name, CannotWriteError where the disk lacks room for the
+    backup and RESERVE bytes, VerificationError.
     """
-    if not (data / "state.json").is_file():
-        raise NotFoundError(f"{data}: expected a gateway's data folder, found no state.json")
-    if target.exists():
-        raise AlreadyExistsError(f"{target}: exists already; give a new folder")
+    if not (data / _STATE).is_file():
+        raise NotFoundError(f"{data}: expected a gateway's data folder, found no {_STATE}")
+    _refuse_taken(target)
+    _sweep(target.absolute().parent)
     unfinished = target.with_name(f"{durable.TEMPORARY}{target.name}")
-    durable.remove_tree(unfinished)
     durable.make_dir(unfinished, 0o700)
-    # The state frames the galleries: if an activation began or ended meanwhile, copy them again.
-    state = None
-    while state != (state := (data / "state.json").read_bytes()):
-        _copy_galleries(data, unfinished)
-    durable.write_file(unfinished / "state.json", state, 0o600)
-    for folder in ("vault", "trust"):
-        if (data / folder).is_dir():
-            ignored = ("*.part", f"{durable.TEMPORARY}*")
-            _copy_tree(data / folder, unfinished / folder, ignored, _copy_if_there)
-    _copy_audit(data / AUDIT, unfinished / AUDIT)
-    files = {str(path): sha256_file(unfinished / path) for path in _files(unfinished)}
-    listing = json.dumps({"format": 1, "files": files}, indent=1).encode()
-    durable.write_file(unfinished / LISTING, listing, 0o600)
-    summary = verify(unfinished)
-    durable.publish_dir(unfinished, target)
+    with durable.lock(unfinished / _LOCK), _undone(unfinished):
+        for path in unfinished.iterdir():
+            if path.name != _LOCK:
+                durable.remove_tree(path)
+        # Another backup may have ended since.
+        _refuse_taken(target)
+        _need_room(unfinished, _bytes_to_copy(data))
+        # The state frames the galleries: if an activation began or ended meanwhile, they are
+        # copied again.
+        state = None
+        while state != (state := (data / _STATE).read_bytes()):
+            _copy_galleries(data, unfinished)
+        durable.write_file(unfinished / _STATE, state, 0o600)
+        for folder in ("vault", "trust"):
+            if (data / folder).is_dir():
+                _copy_tree(data / folder, unfinished / folder)
+        _copy_audit(data / AUDIT, unfinished / AUDIT)
+        files = {str(path): sha256_file(unfinished / path) for path in _files(unfinished)}
+        listing = _Listing(format=_FORMAT, files=files).model_dump_json(indent=1)
+        durable.write_file(unfinished / LISTING, listing.encode(), 0o600)
+        summary = verify(unfinished)
+        durable.publish_dir(unfinished, target)
+        durable.remove_tree(target / _LOCK)
     return summary
+
+
+def _refuse_taken(target: Path) -> None:
+    if target.exists() or target.is_symlink():
+        raise AlreadyExistsError(f"{target}: exists already; give a new folder")
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the unfinished backups in a folder whose makers are gone."""
+    for lock in folder.glob(f"{durable.TEMPORARY}*/{_LOCK}"):
+        with suppress(BusyError), durable.lock(lock):
+            durable.remove_tree(lock.parent)
+
+
+@contextmanager
+def _undone(*made: Path) -> Iterator[None]:
+    """Remove what was made if the block ends by an error, Ctrl-C included."""
+    try:
+        yield
+    except BaseException as error:
+        for path in made:
+            durable.remove_tree(path)
+        if isinstance(error, OSError):
+            raise CannotWriteError(
+                f"{error.filename}: cannot be read or written ({error.strerror}); check the disk "
+                "and the permissions, and run it again"
+            ) from error
+        raise
+
+
+def _need_room(folder: Path, needed: int) -> None:
+    """Raises CannotWriteError unless `needed` bytes can be written and the reserve stays free."""
+    disk = os.statvfs(folder)
+    reserve = min(RESERVE, disk.f_blocks * disk.f_frsize // 10)
+    if (free := room(folder)) < needed + reserve:
+        raise CannotWriteError(
+            f"{folder}: expected room for {needed} bytes and a reserve of {reserve}, found {free} "
+            "bytes free; free some space or choose another disk, and run it again"
+        )
 
 
 def _copy_galleries(data: Path, unfinished: Path) -> None:
     durable.remove_tree(unfinished / "galleries")
     for gallery in sorted((data / "galleries").glob(f"*/{_GALLERY}")):
         if not gallery.parent.name.startswith("."):
+            # The gateway writes meanwhile.
+            _need_room(unfinished, _gallery_bytes(gallery))
             copy = unfinished / "galleries" / gallery.parent.name / _GALLERY
             durable.make_dir(copy.parent, 0o700)
             if not _copy_database(gallery, copy):
                 durable.remove_tree(copy.parent)
 
 
+def _gallery_bytes(gallery: Path) -> int:
+    """What a copy takes at most: the write-ahead log is written into it."""
+    return _size(gallery) + _size(gallery.with_name(f"{_GALLERY}-wal"))
+
+
+def _bytes_to_copy(data: Path) -> int:
+    others = (path for path in _files(data) if path.parts[0] in ("vault", "trust", _STATE, AUDIT))
+    galleries = map(_gallery_bytes, data.glob(f"galleries/*/{_GALLERY}"))
+    return sum(galleries) + sum(_size(data / path) for path in others)
+
+
 def _copy_audit(source: Path, target: Path) -> None:
     """Up to the last end of a line: the gateway may be writing the next."""
-    try:
+    with suppress(FileNotFoundError):
         deeds = source.read_bytes()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise _cannot_copy(source, error) from error
-    durable.write_file(target, deeds[: deeds.rfind(b"\n") + 1], 0o600)
+        durable.write_file(target, deeds[: deeds.rfind(b"\n") + 1], 0o600)
 
 
-def _copy_tree(
-    source: Path, target: Path, ignored: Sequence[str], copy: Callable[[str, str], object]
-) -> None:
-    """Copy a folder, each file by `copy`; `ignored`: patterns of names. Raises CannotWriteError."""
-    ignore = shutil.ignore_patterns(*ignored)
+def _copy_tree(source: Path, target: Path) -> None:
+    """Copy a folder, without what is unfinished. Raises CannotWriteError."""
+    ignore = shutil.ignore_patterns("*.part", f"{durable.TEMPORARY}*")
     try:
-        shutil.copytree(source, target, ignore=ignore, copy_function=copy)
-    except OSError as error:
-        raise _cannot_copy(source, error) from error
+        shutil.copytree(source, target, ignore=ignore, copy_function=_copy_if_there)
+    except shutil.Error as error:
+        # It lists (source, target, reason) of each file.
+        path, _, reason = error.args[0][0]
+        raise CannotWriteError(
+            f"{path}: cannot be copied ({reason}); free some space, check the disk and the "
+            "permissions, and run it again"
+        ) from error
 
 
 def _copy_if_there(source: str, target: str) -> None:
     """Copy a file, unless it is deleted meanwhile."""
+    # The gateway writes meanwhile.
+    _need_room(Path(target).parent, _size(Path(source)))
     try:
         shutil.copy2(source, target)
     except FileNotFoundError:
@@ -116,76 +215,159 @@ def _copy_if_there(source: str, target: str) -> None:
         Path(target).unlink(missing_ok=True)
 
 
-def _cannot_copy(source: Path, error: OSError) -> CannotWriteError:
-    # shutil's error lists (source, target, reason) of each file.
-    listed = isinstance(error, shutil.Error) and error.args[0]
-    reason = f"{listed[0][0]}: {listed[0][2]}" if listed else error.strerror
-    return CannotWriteError(
-        f"{source}: cannot be copied ({reason}); free some space, check the disk and the "
-        "permissions, and run it again"
-    )
-
-
 def restore(source: Path, data: Path) -> Summary:
-    """Make the new data folder `data` from a verified backup.
+    """Make the data folder `data` from a verified backup: a new folder, or one that is empty but
+    for lost+found, as a fresh volume is. A link is followed.
 
-    Raises AlreadyExistsError for a folder with something in it, VerificationError, NotFoundError,
-    CannotWriteError.
+    Raises AlreadyExistsError for a folder with something in it, BusyError where a gateway serves
+    it, VerificationError, NotFoundError, CannotWriteError where the disk lacks room; then `data` is
+    as it was.
     """
-    if data.exists() and any(data.iterdir()):
-        raise AlreadyExistsError(f"{data}: is not empty; restore into a new folder")
+    data = data.resolve()
+    _refuse_full(data)
     if not (source / LISTING).is_file():
         raise NotFoundError(f"{source}: expected a complete backup, found no {LISTING}")
-    summary = verify(source)
-    unfinished = data.with_name(f"{durable.TEMPORARY}{data.name}")
-    durable.remove_tree(unfinished)
-    _copy_tree(source, unfinished, [LISTING], shutil.copy2)
-    if data.exists():
-        durable.remove_tree(data)
-    durable.publish_dir(unfinished, data)
+    summary, files = verify(source), _listing(source).files
+    unfinished = data / UNFINISHED_RESTORE
+    made = [unfinished, data / "lock", *{data / Path(path).parts[0] for path in files}]
+    if not data.exists():
+        made = [data]
+        durable.make_dir(data, 0o700)
+    with durable.lock(data / "lock"), _undone(*made):
+        _refuse_full(data)
+        # What a restore that was killed has left.
+        for name in _names(data):
+            durable.remove_tree(data / name)
+        _need_room(data, summary.bytes)
+        for path in files:
+            durable.make_dir((unfinished / path).parent, 0o700)
+            shutil.copyfile(source / path, unfinished / path)
+            (unfinished / path).chmod(0o600)
+        # The state is the last: a folder without it is no data folder yet.
+        for top in sorted(unfinished.iterdir(), key=lambda path: path.name == _STATE):
+            publish = durable.publish_dir if top.is_dir() else durable.replace
+            publish(top, data / top.name)
+        durable.remove_tree(unfinished)
     return summary
 
 
-def verify(folder: Path) -> Summary:
-    """Check a backup, or the data folder of a gateway: digests where they are listed, every page of
-    every gallery, and every vector.
+def _names(data: Path) -> list[str]:
+    """What a folder holds beside what an empty volume and a lock bring."""
+    return [path.name for path in data.iterdir() if path.name not in (_LOST_AND_FOUND, "lock")]
 
-    Raises NotFoundError, VerificationError naming the first thing that is wrong.
+
+def _refuse_full(data: Path) -> None:
+    """A restore that was killed leaves a folder that counts as empty."""
+    if not data.exists():
+        return
+    names = _names(data) if data.is_dir() else [data.name]
+    if names and (UNFINISHED_RESTORE not in names or _STATE in names):
+        raise AlreadyExistsError(f"{data}: is not empty; restore into a new folder")
+
+
+def verify(folder: Path) -> Summary:
+    """Check a backup, or the data folder of a gateway, which may be serving: digests where they are
+    listed, what a start reads, every page of every gallery, and every vector.
+
+    Raises NotFoundError, VerificationError naming the first thing that is wrong, CannotWriteError
+    for what cannot be read.
     """
-    listing = folder / LISTING
-    if listing.is_file():
-        _check_listing(folder, json.loads(listing.read_bytes())["files"])
-    if not (folder / "state.json").is_file():
-        raise NotFoundError(f"{folder}: expected a backup or a data folder, found no state.json")
-    StateFile(folder / "state.json")
-    galleries = {
-        path.parent.name: _check_gallery(path)
-        for path in sorted((folder / "galleries").glob(f"*/{_GALLERY}"))
-        if not path.parent.name.startswith(".")
-    }
-    blobs = _check_blobs(folder / "vault")
-    return Summary(galleries, blobs, sum((folder / p).stat().st_size for p in _files(folder)))
+    try:
+        if (folder / LISTING).is_file():
+            _check_listing(folder, _listing(folder).files)
+        if not (folder / _STATE).is_file():
+            raise NotFoundError(f"{folder}: expected a backup or a data folder, found no {_STATE}")
+        StateFile(folder / _STATE)
+        TrustedState.load(folder / "trust" / "trusted.json")
+        galleries = {
+            path.parent.name: count
+            for path in sorted((folder / "galleries").glob(f"*/{_GALLERY}"))
+            if not path.parent.name.startswith(".") and (count := _check_gallery(path)) is not None
+        }
+        blobs = sum(map(_check_blob, (folder / "vault").glob("*/??/*")))
+    except OSError as error:
+        raise CannotWriteError(
+            f"{error.filename}: cannot be read ({error.strerror}); check the disk and the "
+            "permissions, and run it again"
+        ) from error
+    return Summary(galleries, blobs, sum(_size(folder / path) for path in _files(folder)))
+
+
+def _listing(folder: Path) -> _Listing:
+    """What a backup consists of. Raises VerificationError."""
+    path = folder / LISTING
+    try:
+        found = _Listing.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise VerificationError(
+            f"{path}: is damaged ({error.errors()[0]['msg']}); use another backup"
+        ) from error
+    if found.format != _FORMAT:
+        raise VerificationError(
+            f"{path}: expected a backup of format {_FORMAT}, got format {found.format}; use the "
+            "newer nobackfill that wrote it"
+        )
+    return found
 
 
 def _copy_database(source: Path, target: Path) -> bool:
-    """Whether it was there: a gallery may be deleted after it was listed. Raises BusyError,
-    CannotWriteError, DamagedError."""
+    """Whether it was there: a gallery may be deleted after it was listed. Raises as `_read`."""
+
+    def copy(old: sqlite3.Connection) -> bool:
+        with closing(sqlite3.connect(target)) as new:
+            old.backup(new)
+        target.chmod(0o600)
+        return True
+
+    return _read(source, copy) is not None
+
+
+def _read(path: Path, work: Callable[[sqlite3.Connection], Result]) -> Result | None:
+    """What `work` reads in one snapshot of a gallery, also beside its gateway, which finds nothing
+    made or removed there; None where it is deleted meanwhile.
+
+    `work` is called again where the gateway opened the gallery under it. Raises BusyError,
+    VerificationError, CannotWriteError.
+    """
+    end = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return _read_once(path, work, patient=time.monotonic() < end)
+        except (NobackfillError, OSError, sqlite3.Error) as error:
+            if not path.exists():
+                return None
+            if not isinstance(error, _MovedError | BusyError) or time.monotonic() >= end:
+                raise
+            time.sleep(0.02)
+
+
+def _read_once(
+    path: Path, work: Callable[[sqlite3.Connection], Result], *, patient: bool
+) -> Result:
+    """`patient`: not where the log's last changes could only be read by making files."""
     try:
-        with closing(_open(source, "rw")) as old, closing(sqlite3.connect(target)) as new:
-            # All pages in one step: a writer in between would begin the copy anew.
-            old.execute("PRAGMA busy_timeout = 5000")
-            old.backup(new, pages=-1)
+        access = reading(path, "")
+        if access.unlocked is None and unwritable(path) is None:
+            # The gateway has it open: SQLite's shared memory is there, for us to read by as well.
+            access = Access("mode=ro")
+    except CannotWriteError as error:
+        if patient:
+            raise _MovedError from error
+        access = Access("mode=rw")
+    try:
+        with closing(connect(path, access)) as connection:
+            connection.execute("BEGIN")
+            format_of(connection, path)
+            return work(connection)
     except sqlite3.Error as error:
-        if not source.exists():
-            return False
-        raise refusal(source, error) or error from error
-    target.chmod(0o600)
-    return True
+        raise refusal(path, error) or error from error
+    finally:
+        # What was read without a lock may be of two states: no verdict follows from it.
+        access.check_unchanged(path)
 
 
-def _open(path: Path, mode: Literal["ro", "rw"]) -> sqlite3.Connection:
-    """Open a database that is there; none is made."""
-    return sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True)
+class _MovedError(NobackfillError):
+    """A gallery is being opened or closed by its gateway."""
 
 
 def _check_listing(folder: Path, files: dict[str, str]) -> None:
@@ -198,40 +380,55 @@ def _check_listing(folder: Path, files: dict[str, str]) -> None:
             raise VerificationError(f"{folder / path}: differs from what was backed up")
 
 
-def _check_gallery(path: Path) -> int:
-    with closing(_open(path, "ro")) as connection:
-        try:
-            verdict = connection.execute("PRAGMA integrity_check").fetchone()[0]
-        except sqlite3.DatabaseError as error:
-            raise VerificationError(f"{path}: is damaged ({error}); restore a backup") from error
+def _check_gallery(path: Path) -> int | None:
+    """Number of items; None for a gallery that is deleted meanwhile."""
+
+    def check(connection: sqlite3.Connection) -> int:
+        verdict = connection.execute("PRAGMA integrity_check").fetchone()[0]
         if verdict != "ok":
             raise VerificationError(f"{path}: is damaged ({verdict}); restore a backup")
-    with Store.open(path) as store:
-        for info in store.spaces():
+        for info in read_spaces(connection):
             what = f"{path}: vectors of release {info.spec.release}"
             try:
-                check_vectors(store.load(info.spec.space)[1], info.spec.dim, what=what)
+                check_vectors(load(connection, info)[1], info.spec.dim, what=what)
             except InvalidInputError as error:
                 raise VerificationError(str(error)) from error
-        return store.count()
+        return count(connection, None)
+
+    return _read(path, check)
 
 
-def _check_blobs(vault: Path) -> int:
-    count = 0
-    for path in vault.glob("*/??/*"):
-        if path.suffix == ".part":
-            continue
-        if sha256_file(path) != path.name.partition(".")[2]:
-            raise VerificationError(f"{path}: the blob's digest differs; restore a backup")
-        count += 1
-    return count
+def _check_blob(path: Path) -> int:
+    """How many blobs of a vault it is: none is an upload that has not ended, or is gone."""
+    if path.suffix == ".part" or path.name.startswith(durable.TEMPORARY):
+        return 0
+    try:
+        digest = sha256_file(path)
+    except FileNotFoundError:
+        return 0
+    if digest != path.name.partition(".")[2]:
+        raise VerificationError(f"{path}: the blob's digest differs; restore a backup")
+    return 1
 
 
 def _files(folder: Path) -> list[Path]:
     """Files of a folder that belong to a backup."""
     side_files = ("-wal", "-shm", ".lock", ".part", "lock")
-    return sorted(
-        path.relative_to(folder)
-        for path in folder.rglob("*")
-        if path.is_file() and not path.name.endswith(side_files)
-    )
+    found = []
+    for top, folders, names in os.walk(folder):
+        folders[:] = [
+            name
+            for name in folders
+            if name != _LOST_AND_FOUND and not name.startswith(durable.TEMPORARY)
+        ]
+        paths = (Path(top, name) for name in names if not name.endswith(side_files))
+        found += [path.relative_to(folder) for path in paths if path.is_file()]
+    return sorted(found)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; none of one that is gone."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

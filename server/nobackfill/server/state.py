@@ -30,6 +30,8 @@ Result = TypeVar("Result")
 MOST_DEEDS = 1000
 # Beside a state file: a line of JSON for each deed, which nothing but a backup copies.
 AUDIT = "audit.jsonl"
+# Beside it: what a restore has not finished. Without a state file nothing may be served.
+UNFINISHED_RESTORE = f"{durable.TEMPORARY}restore"
 RolloutName = Literal["direct", "dual", "cutover"]
 
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote
 
 from nobackfill import durable
-from nobackfill.errors import ConfigurationError, NotFoundError
+from nobackfill.errors import ConfigurationError, NotFoundError, VerificationError
 from nobackfill.extras import extra
 from nobackfill.gallery.residents import Residents
 from nobackfill.server.descriptors import open_galleries
 from nobackfill.server.galleries.in_files import Home, InFiles
 from nobackfill.server.settings import DATABASES, SQLITE, Settings
-from nobackfill.server.state import GatewayState, StateFile
+from nobackfill.server.state import UNFINISHED_RESTORE, GatewayState, StateFile
 
 if TYPE_CHECKING:
     # They need the extra `postgres`.
@@ -104,6 +104,10 @@ class Storage:
                 durable.make_dir(folder, 0o700)
                 if lock is not None:
                     ending.enter_context(durable.lock(folder / "lock"))
+                if (folder / UNFINISHED_RESTORE).exists() and not (folder / "state.json").exists():
+                    raise VerificationError(
+                        f"{folder}: a restore into it did not end; run `gateway restore` again"
+                    )
                 self.home = InFiles(folder / "galleries", Residents(open_galleries()))
                 self.state = StateFile(folder / "state.json")
             elif store.startswith(DATABASES):

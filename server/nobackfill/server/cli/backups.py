@@ -31,7 +31,7 @@ def restore(
     data: Data = DEFAULT_DATA,
     as_json: Json = False,
 ) -> None:
-    """Make a new data folder from a verified backup."""
+    """Make a data folder from a verified backup, new or in an empty folder."""
     with exit_codes():
         from nobackfill.server.backup import restore
 
@@ -43,7 +43,7 @@ def verify(
     folder: Annotated[Path, typer.Argument(help="a backup or a data folder")] = DEFAULT_DATA,
     as_json: Json = False,
 ) -> None:
-    """Check digests, every page of every gallery, and every vector."""
+    """Check digests, what a start reads, every page of every gallery, and every vector."""
     with exit_codes():
         from nobackfill.server.backup import verify
 
