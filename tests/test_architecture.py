@@ -43,6 +43,8 @@ BASE = {
     "faces": set[str](),
     "shares": {"errors"},
     "leash": set[str](),
+    "pace": set[str](),
+    "daemon_threads": set[str](),
     "loopback": set[str](),
     "onnx_runtime": set[str](),
     "durable": {"errors", "faults", "sqlite_errors"},

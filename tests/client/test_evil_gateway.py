@@ -8,13 +8,14 @@ from concurrent import futures
 import grpc
 import pytest
 
+from nobackfill import pace
 from nobackfill.client.cli.app import main
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import verify
 from nobackfill.client.photos.search import Search
 from nobackfill.client.sync import fetcher
 from nobackfill.errors import NobackfillError, UnavailableError
-from nobackfill.release.trust import pace, refresh
+from nobackfill.release.trust import refresh
 from nobackfill.v1 import search_pb2, search_pb2_grpc
 from nobackfill.wire.gateway import Gateway
 from tests.support import edge

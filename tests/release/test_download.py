@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tuf.api.exceptions import DownloadError, SlowRetrievalError
 
+from nobackfill import pace
 from nobackfill.errors import NotFoundError, UnavailableError, VerificationError
-from nobackfill.release.trust import pace
 from nobackfill.release.trust.trust import Trust
 from tests.support.simulator import BASE, Simulator
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from tuf.api.metadata import TargetFile
 
+from nobackfill import pace
 from nobackfill.errors import NotFoundError, UnavailableError, VerificationError
-from nobackfill.release.trust import fetchers, pace, refresh
+from nobackfill.release.trust import fetchers, refresh
 from nobackfill.release.trust.download import download
 from nobackfill.release.trust.fetchers import fetcher_for
 from nobackfill.release.trust.trust import first_root

@@ -8,17 +8,21 @@ embedded costs its day nothing, and what was not begun stays wanted.
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from nobackfill.daemon_threads import DaemonThreads
 from nobackfill.errors import BusyError, CannotWriteError, TooLargeError
 from nobackfill.items.resting import Resting
 from nobackfill.items.sources import Items
 
 # Items that wait for a thread.
 _MOST_WAITING = 10_000
+# So long an end waits for batches that have begun.
+_CLOSED_S = 30.0
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -98,17 +102,20 @@ class Reembedding(Generic[Key]):
         self._claiming = 0
         self._claimed = threading.Condition(self._lock)
         self._under_way: dict[Key, Future[None]] = {}
-        self._threads = ThreadPoolExecutor(limits.concurrency, "nobackfill-embed")
+        # Of a source that hangs nobody knows when it answers: no stop waits for it.
+        self._threads = DaemonThreads(limits.concurrency, "nobackfill-embed")
         self.cost = Cost()
 
-    def close(self) -> None:
+    def close(self, seconds: float = _CLOSED_S) -> bool:
         """End after the items that are being read, and keep what was: what waits is not begun, and
-        who asks from now on gets nothing."""
+        who asks from now on gets nothing. Returns whether all has ended within `seconds`; what has
+        not, as a source hangs, ends by itself or with the process. May be called again."""
+        end = time.monotonic() + seconds
         with self._lock:
             self._closed = True
             # Whoever claims gives it up, as long as claims can be written.
-            self._claimed.wait_for(lambda: not self._claiming)
-        self._threads.shutdown(wait=True, cancel_futures=True)
+            claimed = self._claimed.wait_for(lambda: not self._claiming, seconds)
+        return self._threads.close(max(0.0, end - time.monotonic())) and claimed
 
     def ask(self, names: Mapping[Key, str], work: Work[Key], seconds: float | None = None) -> None:
         """Embed items again by their names in the source; return when they are kept or time is up:
@@ -178,7 +185,7 @@ class Reembedding(Generic[Key]):
             closed = self._closed
             for first in range(0, 0 if closed else len(keys), self.limits.batch):
                 some = {key: names[key] for key in keys[first : first + self.limits.batch]}
-                future = self._threads.submit(self._work, some, work, bytes_)
+                future = self._threads.submit(partial(self._work, some, work, bytes_))
                 future.add_done_callback(self._done(list(some), work))
         if closed and keys:
             self._postpone(keys, work)

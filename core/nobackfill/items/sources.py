@@ -1,7 +1,9 @@
 """Where the items themselves are: what is embedded again comes from here, bounded in bytes."""
 
+import http.client
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 from urllib.parse import quote
@@ -11,13 +13,17 @@ import urllib3
 from nobackfill.errors import (
     ConfigurationError,
     InvalidInputError,
+    NotFoundError,
     TooLargeError,
     UnavailableError,
 )
 from nobackfill.items.kind import Kind
 from nobackfill.loopback import is_loopback
+from nobackfill.pace import paced, pool_manager
 
 _PIECE = 1 << 16
+# What a host can make the libraries raise: urllib3 lets some of theirs through.
+_TROUBLE = (urllib3.exceptions.HTTPError, http.client.HTTPException, ValueError, OSError)
 
 
 class Items(Protocol):
@@ -70,8 +76,8 @@ class FunctionItems:
 class UrlItems:
     """`template` with {id} in its path, such as https://images.example/{id}.jpg.
 
-    Only `hosts` are asked, by https:// (or on this machine), and no redirect leads elsewhere.
-    Raises ConfigurationError.
+    Only `hosts` are asked, by https:// (or on this machine), and no redirect leads elsewhere. A
+    request has `timeout` seconds, from the connection to the last byte. Raises ConfigurationError.
     """
 
     def __init__(
@@ -92,32 +98,43 @@ class UrlItems:
                 f"{sorted(hosts)}, or nothing is filled in"
             )
         self._timeout = timeout
-        self._http = urllib3.PoolManager(retries=False, timeout=timeout, maxsize=16)
+        self._http = pool_manager(retries=False, timeout=timeout, maxsize=16)
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
         # One part of a path: no id leads to another host or folder.
         url = self._template.replace("{id}", quote(name, safe=""))
         if name in (".", ".."):
             raise InvalidInputError(f"{name!r}: expected an id that names a file")
+        data, end = bytearray(), time.monotonic() + self._timeout
         try:
-            got = self._http.request("GET", url, redirect=False, preload_content=False)
-            if got.status != 200:
-                # Not read: an answer that does not end would hold a thread, and grow, for ever.
-                got.close()
-                if got.status in (404, 410):
-                    return None
-                raise UnavailableError(f"{name!r}: its host answers {got.status}")
-            data, end = bytearray(), time.monotonic() + self._timeout
-            while len(data) <= most_bytes and (piece := got.read1(_PIECE)):
-                data += piece
-                if time.monotonic() > end:
-                    got.close()
-                    raise urllib3.exceptions.TimeoutError("the answer does not end")
-            if len(data) > most_bytes:
-                got.close()
-        except urllib3.exceptions.HTTPError as error:
+            with closing(paced(lambda: self._pieces(url, name), end)) as pieces:
+                for piece in pieces:
+                    data += piece
+                    if len(data) > most_bytes:
+                        break
+        except NotFoundError:
+            return None
+        except _TROUBLE as error:
             raise UnavailableError(f"{name!r}: its host does not answer ({error})") from error
         return _as(self.kind, bounded(bytes(data), name, most_bytes), name)
+
+    def _pieces(self, url: str, name: str) -> Iterator[bytes]:
+        """Raises NotFoundError, UnavailableError for another answer than the item, what urllib3
+        raises."""
+        got = self._http.request("GET", url, redirect=False, preload_content=False)
+        whole = False
+        try:
+            if got.status in (404, 410):
+                raise NotFoundError(f"{name!r}: its host has none")
+            if got.status != 200:
+                raise UnavailableError(f"{name!r}: its host answers {got.status}")
+            while piece := got.read1(_PIECE):
+                yield piece
+            whole = True
+        finally:
+            if not whole:
+                # The rest is in the way of the next request.
+                got.close()
 
 
 def _as(kind: Kind, data: bytes, name: str) -> str | bytes:

@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from tuf.api.exceptions import DownloadError
+from tuf.api.exceptions import DownloadError, SlowRetrievalError
 from tuf.api.metadata import TargetFile
 
 from nobackfill import durable
 from nobackfill.digests import sha256_file
 from nobackfill.errors import UnavailableError, VerificationError
+from nobackfill.pace import paced
 from nobackfill.release.trust.fetchers import Fetcher
-from nobackfill.release.trust.pace import paced
 from nobackfill.release.trust.refresh import translated
 
 PART = ".part"
@@ -52,7 +52,7 @@ def _fetch(fetcher: Fetcher, base_url: str, target: TargetFile, part: Path) -> N
     block = bytearray()
     url, offset = base_url + target.path, have
     try:
-        for piece in paced(lambda: fetcher.fetch_from(url, offset)):
+        for piece in paced(lambda: fetcher.fetch_from(url, offset), slow=SlowRetrievalError):
             block += piece
             if have + len(block) > target.length:
                 durable.remove_tree(part)

@@ -15,6 +15,8 @@ from urllib.parse import quote, unquote, urljoin
 import urllib3
 from tuf.api.exceptions import DownloadError, DownloadHTTPError, SlowRetrievalError
 
+from nobackfill.pace import pool_manager
+
 _CHUNK = 2**16
 # A source that sends nothing for so long has gone, or means harm.
 SILENCE_SECONDS = 10.0
@@ -62,7 +64,7 @@ class HttpFetcher:
     """
 
     def __init__(self) -> None:
-        self._pool = urllib3.PoolManager(
+        self._pool = pool_manager(
             timeout=urllib3.Timeout(SILENCE_SECONDS),
             ca_certs=os.environ.get("NOBACKFILL_CA_FILE") or None,
             # A host's Retry-After would be slept through, however long it is.

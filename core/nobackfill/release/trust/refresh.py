@@ -23,8 +23,8 @@ from nobackfill.errors import (
     UnavailableError,
     VerificationError,
 )
+from nobackfill.pace import paced
 from nobackfill.release.trust.fetchers import Fetcher
-from nobackfill.release.trust.pace import paced
 from nobackfill.release.trust.state import ROLE_FILES, expired
 
 # For all metadata of one refresh together.
@@ -96,4 +96,5 @@ class Paced(FetcherInterface):
         self._end = time.monotonic() + METADATA_SECONDS
 
     def _fetch(self, url: str) -> Iterator[bytes]:
-        return paced(lambda: self._fetcher.fetch_from(url, 0), self._end)
+        fetched = self._fetcher.fetch_from
+        return paced(lambda: fetched(url, 0), self._end, slow=SlowRetrievalError)

@@ -59,10 +59,13 @@ class Healer:
         self._before = Cost()
         self._pause = self._paused = 0.0
 
-    def close(self) -> None:
-        """End what embeds, after the batches that have begun."""
-        self.again.close()
-        self.ledger.close()
+    def close(self, seconds: float) -> bool:
+        """End what embeds, after the batches that have begun; whether they have ended within so
+        many seconds. May be called again."""
+        ended = self.again.close(seconds)
+        if ended:
+            self.ledger.close()
+        return ended
 
     @property
     def whole(self) -> bool:

@@ -9,17 +9,27 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import structlog
 
-from nobackfill.errors import BusyError, InvalidInputError, NobackfillError, NotFoundError
+from nobackfill.daemon_threads import DaemonThreads
+from nobackfill.errors import (
+    BusyError,
+    InvalidInputError,
+    NobackfillError,
+    NotFoundError,
+    UnavailableError,
+)
 from nobackfill.gallery.matches import Matches
 from nobackfill.gallery.search.aside import give_way
 from nobackfill.gallery.store import Store
 from nobackfill.items.reembedding import Cost
+from nobackfill.items.sources import Items
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.galleries.answers import found_or_refused
@@ -40,6 +50,9 @@ from nobackfill.server.settings import Settings
 log = structlog.get_logger("server.healing")
 
 _EVERY_S = 0.5
+# A source that is not open by then is one that hangs; at the end batches that have begun have so
+# long.
+_OPENED_S, _ENDED_S = 2.0, 3.0
 # Where a source cannot be opened, or its file not be written, it is tried again after so long.
 _AGAIN_S = 30.0
 # Of the time that a call has left, what it may wait for its hits.
@@ -54,7 +67,7 @@ class Healing:
         metrics: Metrics,
     ) -> None:  # fmt: skip
         self._embedding, self._galleries, self._metrics = embedding, galleries, metrics
-        self.places = Places(
+        self._places = Places(
             settings.item_folders, settings.item_hosts, columns=settings.item_columns,
             functions=settings.item_functions,
         )  # fmt: skip
@@ -65,15 +78,18 @@ class Healing:
         # Held while a gallery's is made, which may wait for a folder on a network.
         self._making: WeakKeyDictionary[Hosted, threading.Lock] = WeakKeyDictionary()
         self._trouble: WeakKeyDictionary[Hosted, float] = WeakKeyDictionary()
-        # Those that another has replaced: the background ends them, as that may take a while.
+        # Those that another has replaced, and whose batches have not ended yet.
         self._replaced: list[Healer] = []
+        # Sources that are being opened.
+        self._opening: dict[Source, Future[Items]] = {}
         self._past = Cost()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="healing", daemon=True)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The background, to the end of the block; what has begun by then is finished."""
+        """The background, to the end of the block; what has begun by then is finished, unless its
+        source hangs."""
         self._thread.start()
         try:
             yield
@@ -82,7 +98,7 @@ class Healing:
             with self._lock:
                 for hosted in list(self._healers):
                     self._replace(hosted)
-            self._let_go()
+            self._let_go(_ENDED_S)
             self._thread.join()
 
     def heals(self, hosted: Hosted, space: str) -> bool:
@@ -165,11 +181,28 @@ class Healing:
             if not self._stopping.is_set():
                 self._healers[hosted] = made
                 return made
-        made.close()
+        made.close(0.0)
         return None
 
+    def open(self, source: Source) -> Items:
+        """Raises as Places.open, and UnavailableError for a source that hangs, such as a folder of
+        a network that is away. It is opened by a thread that nobody has to wait for."""
+        with self._lock:
+            opening = self._opening.get(source)
+            if opening is None:
+                opening = DaemonThreads(1, "source").submit(partial(self._places.open, source))
+                self._opening[source] = opening
+        if not wait([opening], _OPENED_S).done:
+            raise UnavailableError(
+                f"source: {source.address[:80]!r} cannot be opened within {_OPENED_S:g} s; look "
+                "whether its host or its file system answers"
+            )
+        with self._lock:
+            self._opening.pop(source, None)
+        return opening.result()
+
     def _made(self, hosted: Hosted, manifest: Manifest, source: Source) -> Healer:
-        items = self.places.open(source)
+        items = self.open(source)
         ledger = _ledger(hosted, manifest.space)
         return Healer(hosted, manifest, self._embedding, source, items, ledger)
 
@@ -178,10 +211,17 @@ class Healing:
         if (healer := self._healers.pop(hosted, None)) is not None:
             self._replaced.append(healer)
 
-    def _let_go(self) -> None:
-        """End those that were replaced."""
-        for healer in list(self._replaced):
-            healer.close()
+    def _let_go(self, seconds: float = 0.0) -> None:
+        """End those that were replaced, as far as their batches end within so many seconds all
+        together; the others are looked at the next time."""
+        end, replaced = time.monotonic() + seconds, list(self._replaced)
+        for healer in replaced:
+            healer.close(0.0)
+        for healer in replaced:
+            if not healer.close(max(0.0, end - time.monotonic())):
+                if seconds:
+                    log.warning("a source hangs, nobody waits for it")
+                continue
             cost, past = healer.again.cost, self._past
             with self._lock:
                 # At a stop two threads may end the same one.

@@ -99,7 +99,7 @@ class Lifecycle:
         """From now on the gallery heals from `source`, or no longer. Raises ConfigurationError for
         one that the settings do not allow, NotFoundError, CannotWriteError, UnavailableError."""
         if source is not None:
-            self._healing.places.open(source)
+            self._healing.open(source)
         with hosted.write_lock.exclusive():
             hosted.remember({SOURCE: None if source is None else source.to_state()})
             self._serving.replan_one(hosted)

@@ -5,12 +5,16 @@ never met, since each wait is short. So the source is read in a thread of its ow
 it looks at the clock alone.
 """
 
+import contextlib
 import queue
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextvars import ContextVar
+from typing import Any
 
-from tuf.api.exceptions import SlowRetrievalError
+import urllib3
 
 # Slower than this over PATIENCE_SECONDS is no download but somebody who holds the reader up.
 SLOWEST_BYTES_A_SECOND = 1024
@@ -19,12 +23,15 @@ PATIENCE_SECONDS = 15.0
 _AHEAD = 2
 
 
-def paced(fetch: Callable[[], Iterator[bytes]], end: float = float("inf")) -> Iterator[bytes]:
+def paced(
+    fetch: Callable[[], Iterator[bytes]], end: float = float("inf"), *,
+    slow: type[Exception] = TimeoutError,
+) -> Generator[bytes]:  # fmt: skip
     """The pieces of `fetch()`, for as long as they come fast enough.
 
-    `end`, on the monotonic clock: nothing is waited for after it. Raises SlowRetrievalError, and
-    whatever the source raises. A source that was given up ends in its thread at its own next
-    time-out, or with the process.
+    `end`, on the monotonic clock: nothing is waited for after it. Raises `slow`, and whatever the
+    source raises. A source that is given up loses the connection of a `pool_manager` that it reads
+    from; another ends in its thread at its own next time-out, or with the process.
     """
     source = _Source(fetch)
     threading.Thread(target=source.read, name="fetch", daemon=True).start()
@@ -34,7 +41,7 @@ def paced(fetch: Callable[[], Iterator[bytes]], end: float = float("inf")) -> It
             piece = source.next(min(start + PATIENCE_SECONDS, end))
             now = time.monotonic()
             if piece is None and (now >= end or count < SLOWEST_BYTES_A_SECOND * (now - start)):
-                raise SlowRetrievalError(
+                raise slow(
                     f"less than {SLOWEST_BYTES_A_SECOND} bytes a second came, or nothing whole in "
                     "the time that it may take"
                 )
@@ -56,10 +63,14 @@ class _Source:
         self._fetch = fetch
         self._pieces: queue.Queue[bytes | BaseException] = queue.Queue(_AHEAD)
         self._given_up = threading.Event()
+        self._lock = threading.Lock()
+        # What it reads from now, until it has read all.
+        self._socket: socket.socket | None = None
 
     def read(self) -> None:
         """Read to the end, an error, or until nobody wants more; all the thread does."""
         last: bytes | BaseException = b""
+        _reading.set(self)
         try:
             for piece in self._fetch():
                 if piece:
@@ -68,7 +79,15 @@ class _Source:
                     return
         except BaseException as error:  # noqa: BLE001 - raised again where the pieces are read
             last = error
+        finally:
+            self.reads_from(None)
         self._pieces.put(last)
+
+    def reads_from(self, connection: socket.socket | None) -> None:
+        """From here on it is answered there."""
+        with self._lock:
+            self._socket = connection
+            self._cut()
 
     def next(self, until: float) -> bytes | None:
         """A piece, b"" at the end, None if none came until then. Raises what the source raised."""
@@ -82,9 +101,57 @@ class _Source:
 
     def give_up(self) -> None:
         """Let the thread end: it puts one more piece at most, and there is room for it."""
-        self._given_up.set()
+        with self._lock:
+            self._given_up.set()
+            self._cut()
         while True:
             try:
                 self._pieces.get_nowait()
             except queue.Empty:
                 return
+
+    def _cut(self) -> None:
+        """Under the lock."""
+        if self._given_up.is_set() and self._socket is not None:
+            # Not that of TLS, which would say goodbye and wait.
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+
+# What the present thread reads.
+_reading: ContextVar[_Source | None] = ContextVar("source", default=None)
+
+
+class _Cuttable:
+    """A connection that ends with who reads from it."""
+
+    sock: socket.socket | None
+
+    def getresponse(self) -> Any:
+        source = _reading.get()
+        if source is not None:
+            source.reads_from(self.sock)
+        return super().getresponse()  # type: ignore[misc]
+
+
+class _Http(_Cuttable, urllib3.connection.HTTPConnection):
+    pass
+
+
+class _Https(_Cuttable, urllib3.connection.HTTPSConnection):
+    pass
+
+
+class _HttpPool(urllib3.HTTPConnectionPool):
+    ConnectionCls = _Http
+
+
+class _HttpsPool(urllib3.HTTPSConnectionPool):
+    ConnectionCls = _Https
+
+
+def pool_manager(**settings: Any) -> urllib3.PoolManager:
+    """Connections for what is `paced`: one whose reader is given up is cut."""
+    manager = urllib3.PoolManager(**settings)
+    manager.pool_classes_by_scheme = {"http": _HttpPool, "https": _HttpsPool}
+    return manager
