@@ -29,7 +29,8 @@ def test_a_stranger_gets_from_the_table_to_a_flipped_column(
     (tmp_path / "queries.jsonl").write_text("\n".join(map(json.dumps, asked)))
     with postgres.connected() as (address, connection):
         fill(connection, bodies, old)
-        *steps, rollback, table, publish, foreign = [content for _, content in blocks(PAGE, "sh")]
+        shell = [content for _, content in blocks(PAGE, "sh")]
+        *steps, by_itself, rollback, table, publish, foreign = shell
         first, count = re.subn(r"^export SOURCE=.*$", f"export SOURCE='{address}#documents'",
                                "".join(steps), flags=re.MULTILINE)  # fmt: skip
         assert count == 1
@@ -53,7 +54,7 @@ def test_a_stranger_gets_from_the_table_to_a_flipped_column(
         )
         found = np.array([json.loads(vector) for (vector,) in joined], np.float32)
         np.testing.assert_array_equal(found, vectors)
-        flip(connection, said)
+        assert run_script(by_itself, tmp_path, given, 60).endswith("flipped\n")
         flipped = connection.execute("SELECT embedding::text FROM documents ORDER BY id")
         found = np.array([json.loads(vector) for (vector,) in flipped], np.float32)
         np.testing.assert_array_equal(found, vectors)

@@ -14,8 +14,16 @@ from numpy.typing import NDArray
 
 from nobackfill.adopt.maps import Map
 from nobackfill.adopt.pairs import WINDOW
-from nobackfill.adopt.sources.source import Beside, Multiplied, Source, Target, Window, checked
-from nobackfill.errors import BusyError, VerificationError
+from nobackfill.adopt.sources.source import (
+    Beside,
+    Flippable,
+    Multiplied,
+    Source,
+    Target,
+    Window,
+    checked,
+)
+from nobackfill.errors import BusyError, InvalidInputError, VerificationError
 from nobackfill.extras import extra
 from nobackfill.vectors import Vectors
 
@@ -33,7 +41,8 @@ PRODUCTS_DIFFER = 1e-5
 
 @dataclass(frozen=True)
 class Carried:
-    """`written`: vectors of this run; `total`: all there are now; `steps`: how to flip to them."""
+    """`written`: vectors of this run; `total`: all there are now; `steps`: how to flip to them,
+    none where that is done."""
 
     written: int
     total: int
@@ -47,38 +56,56 @@ def carry(
     *,
     window: int = WINDOW,
     progress: Callable[[int], None] | None = None,
+    flip: bool = False,
 ) -> Carried:
-    """Carry every item over and check what was written.
+    """Carry every item over and check what was written. `flip`: flip to the new vectors, too.
 
     Raises InvalidInputError for vectors the map cannot take, AlreadyExistsError where the target
     was not made by this map, BusyError where others write faster, VerificationError.
     """
     facts = source.facts()
-    name = facts.name
     beside = source.beside(target)
+    if flip and not isinstance(beside, Flippable):
+        raise InvalidInputError(
+            f"{facts.name}: expected no --flip, which is PostgreSQL's; run the printed steps"
+        )
     if facts.directions:
         # As it will be read back.
         mapping = replace(mapping, unit=True)
-    written = 0
-    # Where windows share the processors already, a product that takes them all keeps them waiting.
-    with threadpool_limits(1 if beside.at_once > 1 else None):
-        for sweep in range(MOST_SWEEPS):
+    # What is written after a flip is the writers' own.
+    check = not (isinstance(beside, Flippable) and beside.flipped)
+
+    def sweep(written: int, first: bool, few: int) -> int:
+        """Carry until a sweep writes no more than `few`."""
+        for _ in range(MOST_SWEEPS):
             before = written
 
-            def one(range_: Window, first: bool = sweep == 0) -> int:
-                return _window(source, beside, mapping, range_, name, first=first)
+            def one(range_: Window, first: bool = first) -> int:
+                return _window(source, beside, mapping, range_, facts.name, first, check)
 
-            for count in _at_once(one, source.windows(window), beside.at_once):
-                written += count
-                if count and progress is not None:
-                    progress(written)
-            if written == before:
-                break
-        else:
-            raise BusyError(
-                f"{name}: after {MOST_SWEEPS} sweeps items are still changed faster than they are "
-                "carried; what is done is kept, run it again at a quieter hour"
-            )
+            # Where windows share the processors already, a product that takes them all keeps them
+            # waiting.
+            with threadpool_limits(1 if beside.at_once > 1 else None):
+                for count in _at_once(one, source.windows(window), beside.at_once):
+                    written += count
+                    if count and progress is not None:
+                        progress(written)
+            if written - before <= few:
+                return written
+            first = False
+        raise BusyError(
+            f"{facts.name}: after {MOST_SWEEPS} sweeps items are still changed faster than they "
+            "are carried; what is done is kept, run it again at a quieter hour"
+        )
+
+    written = sweep(0, first=True, few=window if flip else 0)
+    if flip and isinstance(beside, Flippable) and not beside.flipped:
+        beside.build_indexes()
+        written = sweep(written, first=False, few=window)
+        with beside.flip():
+            written += _window(source, beside, mapping, Window(), facts.name, False, check=False)
+            total = beside.count()
+        return Carried(written, total, [])
     steps = beside.finish()
     return Carried(written, beside.count(), steps)
 
@@ -104,7 +131,13 @@ def _at_once(
 
 
 def _window(
-    source: Source, beside: Beside, mapping: Map, range_: Window, name: str, *, first: bool
+    source: Source,
+    beside: Beside,
+    mapping: Map,
+    range_: Window,
+    name: str,
+    first: bool,
+    check: bool,
 ) -> int:
     """Carry what is pending there, and check it; in the first sweep also what was there before."""
     rows = checked(beside.pending(range_), None, name)
@@ -113,7 +146,7 @@ def _window(
         checked(rows, mapping.dims[0], name)
         mapped = mapping(rows.vectors)
         beside.write(rows, mapped)
-    if len(rows) or first:
+    if check and (len(rows) or first):
         _verify(source, beside, mapping, range_, rows.ids, mapped)
     return len(rows)
 

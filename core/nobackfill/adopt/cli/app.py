@@ -233,6 +233,13 @@ def carry(
         str | None,
         typer.Option(help="The old model, as `embed --with`, where the store does not name it."),
     ] = None,
+    flip: Annotated[
+        bool,
+        typer.Option(
+            "--flip",
+            help="PostgreSQL: build the index, lock the table, carry the rest, and flip.",
+        ),
+    ] = False,
     rollback: Annotated[
         bool, typer.Option("--rollback", help="Remove what was carried under this name.")
     ] = False,
@@ -263,10 +270,10 @@ def carry(
         said = [*said, f"the verdict of {mapping} was {way}: a map alone was not the best way"]
     made = loaded.facts.get(NEW_MODEL)
     target = Target(to, loaded.dims[1], loaded.digest, facts.metric or "cosine", made)
-    done = carrying.carry(opened, target, loaded, progress=_progress(opened.count()))
-    lines = [*said, f"{done.written} written, {done.total} carried and checked", "to flip:"]
-    answer = {**asdict(done), "notes": said}
-    _answer(as_json, answer, lines + [f"  {step}" for step in done.steps])
+    done = carrying.carry(opened, target, loaded, progress=_progress(opened.count()), flip=flip)
+    lines = [*said, f"{done.written} written, {done.total} carried and checked"]
+    lines += ["to flip:", *(f"  {step}" for step in done.steps)] if done.steps else ["flipped"]
+    _answer(as_json, {**asdict(done), "notes": said}, lines)
 
 
 def _progress(total: int) -> Callable[[int], None]:

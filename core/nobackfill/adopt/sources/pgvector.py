@@ -1,7 +1,6 @@
 """A table of PostgreSQL with pgvector. New vectors go into a new column of the same rows, so a
 deleted row takes its vector along; a trigger empties it where the old vector changes."""
 
-import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import LiteralString
@@ -18,9 +17,9 @@ with extra("adopt"):
     from psycopg import sql
 
     from nobackfill.adopt.sources import pgvector_table_made
-    from nobackfill.adopt.sources.pgvector_column import PgvectorBeside
+    from nobackfill.adopt.sources.pgvector_column import PgvectorBeside, before
     from nobackfill.adopt.sources.pgvector_table import PgvectorTable
-    from nobackfill.adopt.sources.postgres_table import Changes, Table
+    from nobackfill.adopt.sources.postgres_table import Changes, Table, note
 
 _METRICS: dict[str, Metric] = {"vector_cosine_ops": "cosine", "vector_l2_ops": "squared_l2"}
 # PostgreSQL cuts longer names off.
@@ -180,26 +179,31 @@ class PgvectorSource:
                 f"name, got {name!r}"
             )
         if name != target.name:
-            pgvector_table_made.make(self._table, self.vector, target)
-            return PgvectorTable(self._table, self.vector, target)
+            flipped = pgvector_table_made.make(self._table, self.vector, target)
+            return PgvectorTable(self._table, self.vector, target, flipped)
         with self._table.changing() as changes:
             made = self._table.mark(target.name)
             # Also one that somebody else has made since the table was looked at.
             there = made is not None or target.name in self._table.columns
-            if there and made != target.mark:
+            # After a flip, rows are filled that have no new vector.
+            flipped = (
+                self.vector == before(target.name)
+                and self._table.said(target.name).get("carried") == target.mark
+            )
+            if there and made != target.mark and not flipped:
                 raise AlreadyExistsError(
                     f"{self._table.name}: column {target.name!r} exists already and was not made "
                     "by this map; choose another --to, or remove it with --rollback"
                 )
-            if made is None:
+            if not there:
                 names = self._names(target.name)
                 dim = sql.SQL(str(int(target.dim)))
                 changes.run("ALTER TABLE {table} ADD COLUMN {new} vector({dim})", dim=dim, **names)
-                said = {"nobackfill": target.mark, "model": target.model}
-                mark = json.dumps({name: one for name, one in said.items() if one is not None})
+                mark = note(nobackfill=target.mark, model=target.model)
                 changes.run("COMMENT ON COLUMN {table}.{new} IS {mark}", mark=mark, **names)
-            self._watch(changes, target.name)
-        return PgvectorBeside(self, self._table, self._names(target.name), target)
+            if not flipped:
+                self._watch(changes, target.name)
+        return PgvectorBeside(self, self._table, self._names(target.name), target, flipped)
 
     def _watch(self, changes: Changes, new: str) -> None:
         """Triggers that empty a vector whose old one changes, made or mended: a writer who knows

@@ -1,20 +1,31 @@
 """The new column beside an old one: what is pending, what is written by COPY, how to flip."""
 
-import json
-from typing import Protocol
+import time
+from contextlib import AbstractContextManager
+from typing import LiteralString, Protocol
 
 from nobackfill.adopt.sources.postgres_rows import products_of, written
 from nobackfill.adopt.sources.source import Facts, Rows, Target, Window
+from nobackfill.errors import BusyError
 from nobackfill.extras import extra
 from nobackfill.vectors import Metric, Vectors
 
 with extra("adopt"):
     from psycopg import sql
 
-    from nobackfill.adopt.sources.postgres_table import Table
+    from nobackfill.adopt.sources.postgres_table import Table, note
 
 # pgvector's own bound for its HNSW index on `vector`; halfvec reaches twice as far.
 _INDEXED_DIM = 2000
+# As long as carrying waits while it holds rows that others may wait for: a second after they began,
+# PostgreSQL would look for a deadlock, and end one of both.
+WAIT = "50ms"
+# Then it lets go for so many seconds, and what is pending is the next sweep's.
+LET_GO = 0.5
+# How to flip where others write.
+HOW: LiteralString = (
+    "in the same moment either `carry` with --flip, or let nobody write, carry once more, and run:"
+)
 
 
 class Columns(Protocol):
@@ -30,7 +41,7 @@ class Columns(Protocol):
 
 
 class PgvectorBeside:
-    """See Beside; `names`: both columns, the trigger and its function, quoted."""
+    """See Flippable; `names`: both columns and the trigger function, quoted."""
 
     @property
     def at_once(self) -> int:
@@ -39,16 +50,28 @@ class PgvectorBeside:
         return 1 if self._table.operator_classes(self._source.vector) else 2
 
     def __init__(
-        self, source: Columns, table: Table, names: dict[str, sql.Identifier], target: Target
+        self,
+        source: Columns,
+        table: Table,
+        names: dict[str, sql.Identifier],
+        target: Target,
+        flipped: bool,
     ) -> None:
         self._source, self._table, self._names, self._target = source, table, names, target
+        self.flipped = flipped
 
     def pending(self, window: Window) -> Rows:
         return self._source.rows(self._source.vector, window, missing=self._target.name)
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
         """Into rows that nobody has written since they were read. In passes: see PASSES."""
-        rows_of_window, passes = written(rows.seen, vectors)
+        try:
+            self._write(rows, *written(rows.seen, vectors))
+        except BusyError:
+            # A transaction is open that wrote to one of them: the rest stays pending.
+            time.sleep(LET_GO)
+
+    def _write(self, rows: Rows, rows_of_window: bytes, passes: int) -> None:
         kind = sql.SQL(self._table.key_type)
         with self._table.connected() as changes:
             changes.run("DROP TABLE IF EXISTS pg_temp.nobackfill_window")
@@ -58,7 +81,7 @@ class PgvectorBeside:
             )
             changes.copy(sql.Identifier("nobackfill_window"), rows_of_window)
             for number in range(passes):
-                with changes.transaction():
+                with changes.transaction(WAIT):
                     # Through the key's index, which clears pages of what is dead as it goes; the
                     # window again, for nothing is known of how full the other table is.
                     changes.run("SET LOCAL enable_tidscan = off")
@@ -91,39 +114,82 @@ class PgvectorBeside:
     def count(self) -> int:
         return self._source.filled(self._target.name)
 
+    def build_indexes(self) -> None:
+        if not self._table.operator_classes(self._target.name):
+            for statement in self._indexes():
+                self._table.run_alone(statement)
+
+    def flip(self) -> AbstractContextManager[None]:
+        return self._table.flipping(self._flip)
+
     def finish(self) -> list[str]:
+        if self.flipped:
+            return []
+        return [
+            *self._indexes(),
+            "switch the queries to the new model; " + HOW,
+            f"BEGIN; {'; '.join(self._flip())}; COMMIT",
+        ]
+
+    def _indexes(self) -> list[str]:
         metric = self._source.facts().metric or "cosine"
-        # Whose vectors they are stays known.
-        said = json.dumps({"model": self._target.model}) if self._target.model else None
-        swap = (
-            "BEGIN; DROP FUNCTION {function}() CASCADE; "
-            # From now on it is the source's own: the next model's map reads it.
-            "COMMENT ON COLUMN {table}.{new} IS {said}; "
-            "{demands}ALTER TABLE {table} RENAME COLUMN {old} TO {kept}; "
-            "ALTER TABLE {table} RENAME COLUMN {new} TO {old}; COMMIT"
-        )
-        demands: sql.Composable = sql.SQL("")
-        if self._table.demands(self._source.vector):
-            # Who puts an item writes one of both from then on.
-            demands = self._table.composed(
-                "ALTER TABLE {table} ALTER COLUMN {old} DROP NOT NULL, "
-                "ALTER COLUMN {new} SET NOT NULL; ",
-                **self._names,
-            )
         return [
             self._table.text(
                 "CREATE INDEX CONCURRENTLY ON {table} USING hnsw {index}",
                 index=index_of(self._names["new"], self._target.dim, metric),
+            )
+        ]
+
+    def _flip(self) -> list[str]:
+        """Statements of one transaction."""
+        text, names = self._table.text, self._names
+        kept = sql.Identifier(before(self._source.vector))
+        steps = [
+            text("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"),
+            unless(
+                self._table,
+                "EXISTS (SELECT FROM {table} WHERE {old} IS NOT NULL AND {new} IS NULL)",
+                "rows have no new vector yet: run nobackfill carry again, or with --flip",
+                **names,
             ),
-            "switch the queries to the new model, and in the same moment:",
-            self._table.text(
-                swap,
-                said=said,
-                kept=sql.Identifier(f"{self._source.vector}_before"),
-                demands=demands,
-                **self._names,
+            text("DROP FUNCTION {function}() CASCADE", **names),
+            # From now on it is the source's own: the next model's map reads it. By this map, rows
+            # are filled that have no new vector.
+            text(
+                "COMMENT ON COLUMN {table}.{new} IS {said}",
+                said=note(model=self._target.model, carried=self._target.mark),
+                **names,
             ),
         ]
+        if self._table.demands(self._source.vector):
+            # Who puts an item writes one of both from then on.
+            steps.append(
+                text(
+                    "ALTER TABLE {table} ALTER COLUMN {old} DROP NOT NULL, "
+                    "ALTER COLUMN {new} SET NOT NULL",
+                    **names,
+                )
+            )
+        return [
+            *steps,
+            text("ALTER TABLE {table} RENAME COLUMN {old} TO {kept}", kept=kept, **names),
+            text("ALTER TABLE {table} RENAME COLUMN {new} TO {old}", **names),
+        ]
+
+
+def before(column: str) -> str:
+    """Name of the old vectors once the new ones have theirs."""
+    return f"{column}_before"
+
+
+def unless(table: Table, hindrance: LiteralString, sentence: str, **names: object) -> str:
+    """A statement that ends a transaction by a sentence where a condition holds."""
+    body = table.text(
+        "BEGIN IF " + hindrance + " THEN RAISE EXCEPTION USING MESSAGE = {sentence}; END IF; END",
+        sentence=f"{table.name}: {sentence}",
+        **names,
+    )
+    return table.text("DO {body}", body=body)
 
 
 def index_of(column: sql.Identifier, dim: int, metric: Metric) -> sql.Composed:

@@ -6,10 +6,10 @@ has him and the carrying wait for one another, so that one comes first: carrying
 here, and what is empty and has not been emptied again since it was read.
 """
 
-import json
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from nobackfill.adopt.sources.postgres_rows import packed, parsed, products_of
@@ -22,28 +22,24 @@ with extra("adopt"):
     from psycopg import errors as states
     from psycopg import sql
 
-    from nobackfill.adopt.sources.pgvector_column import index_of
+    from nobackfill.adopt.sources.pgvector_column import HOW, LET_GO, WAIT, index_of, unless
     from nobackfill.adopt.sources.pgvector_table_made import names_of
-    from nobackfill.adopt.sources.postgres_table import Table
+    from nobackfill.adopt.sources.postgres_table import Table, note
 
-# As long as carrying waits while it holds keys that others may wait for: a second after they began,
-# PostgreSQL would look for a deadlock, and end one of both.
-_WAIT = "50ms"
-# Then it lets go for so many seconds, and what is pending is the next sweep's.
-_LET_GO = 0.5
 # A row's place (tid) and its writer (xid), in binary; that of one that is not here.
 _SEEN = 10
 _NOWHERE = bytes(_SEEN)
 
 
 class PgvectorTable:
-    """See Beside. A table with the key and the column of vectors by their names in the old one."""
+    """See Flippable. A table with the key and the column of vectors, both called as in the old
+    one."""
 
     # No index of the old table's learns of it.
     at_once = 2
 
-    def __init__(self, table: Table, vector: str, target: Target) -> None:
-        self._table, self._target = table, target
+    def __init__(self, table: Table, vector: str, target: Target, flipped: bool) -> None:
+        self._table, self._target, self.flipped = table, target, flipped
         self._names = names_of(table, vector, target.name)
         # Windows that were written whole: what has come since was emptied first. And, of each
         # thread, the one that it has read last.
@@ -94,7 +90,7 @@ class PgvectorTable:
                 self._fill_some(keys, places, vectors)
         except BusyError:
             # A transaction is open that wrote to one of them: all stay pending.
-            time.sleep(_LET_GO)
+            time.sleep(LET_GO)
             return
         self._whole.add(self._own.window)
 
@@ -102,7 +98,7 @@ class PgvectorTable:
         """At once, unless somebody has written to one of the keys since they were read."""
         with self._table.connected() as changes:
             try:
-                with changes.transaction(_WAIT):
+                with changes.transaction(WAIT):
                     changes.copy(self._names["beside"], packed(keys, vectors))
             except states.UniqueViolation:
                 return False
@@ -111,7 +107,7 @@ class PgvectorTable:
     def _fill_some(self, keys: list[bytes], places: list[bytes], vectors: Vectors) -> None:
         """Those that nobody has written to since."""
         seen = [place[:6] for place in places], [place[6:] for place in places]
-        with self._table.connected() as changes, changes.transaction(_WAIT):
+        with self._table.connected() as changes, changes.transaction(WAIT):
             changes.run(
                 "CREATE TEMPORARY TABLE nobackfill_window ON COMMIT DROP AS SELECT {key} AS key, "
                 "{old} AS new, ctid AS place, xmin AS writer FROM {beside} WITH NO DATA",
@@ -153,7 +149,22 @@ class PgvectorTable:
         query = "SELECT count(*) FROM {beside} WHERE {old} IS NOT NULL"
         return int(self._table.one(query, **self._names))
 
+    def build_indexes(self) -> None:
+        indexed = self._table.one(
+            "SELECT EXISTS (SELECT FROM pg_index i JOIN pg_class c ON c.oid = indexrelid "
+            "JOIN pg_am m ON m.oid = relam WHERE indrelid = to_regclass({beside}) AND indisvalid "
+            "AND amname <> 'btree')",
+            beside=self._names["beside"].as_string(),
+        )
+        if not indexed:
+            self._table.run_alone(self._index())
+
+    def flip(self) -> AbstractContextManager[None]:
+        return self._table.flipping(self._flip)
+
     def finish(self) -> list[str]:
+        if self.flipped:
+            return []
         with self._table.connected() as changes:
             # Of rows that went without a word to the trigger, as with a partition.
             changes.run(
@@ -161,27 +172,54 @@ class PgvectorTable:
                 "AND NOT EXISTS (SELECT FROM {table} t WHERE t.{key} = b.{key})",
                 **self._names,
             )
-        said = json.dumps({"model": self._target.model}) if self._target.model else None
         return [
+            self._index(),
             self._table.text(
-                "CREATE INDEX CONCURRENTLY ON {beside} USING hnsw {index}",
-                index=index_of(self._names["old"], self._target.dim, self._target.metric),
+                "switch the queries to the new model, FROM {beside} JOIN {table} USING ({key}); "
+                + HOW,
                 **self._names,
             ),
-            self._table.text(
-                "switch the queries to the new model, FROM {beside} JOIN {table} USING ({key}), "
-                "and in the same moment:",
-                **self._names,
+            f"BEGIN; {'; '.join(self._flip())}; COMMIT",
+        ]
+
+    def _index(self) -> str:
+        return self._table.text(
+            "CREATE INDEX CONCURRENTLY ON {beside} USING hnsw {index}",
+            index=index_of(self._names["old"], self._target.dim, self._target.metric),
+            **self._names,
+        )
+
+    def _flip(self) -> list[str]:
+        """Statements of one transaction."""
+        text, names = self._table.text, self._names
+        # By this map, rows are filled that have no new vector.
+        said = {"carried": self._target.mark, "of": names["function"].as_string()}
+        return [
+            text("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"),
+            unless(
+                self._table,
+                "EXISTS (SELECT FROM {table} t LEFT JOIN {beside} b ON b.{key} = t.{key} "
+                "WHERE t.{old} IS NOT NULL AND b.{old} IS NULL)",
+                "rows have no new vector yet: run nobackfill carry again, or with --flip",
+                **names,
             ),
-            self._table.text(
-                "BEGIN; DROP FUNCTION {function}() CASCADE; DROP INDEX {empty}; "
-                "DELETE FROM {beside} WHERE {old} IS NULL; "
+            text("DROP FUNCTION {function}() CASCADE", **names),
+            text("DROP INDEX {empty}", **names),
+            text(
+                "DELETE FROM {beside} b WHERE {old} IS NULL "
+                "OR NOT EXISTS (SELECT FROM {table} t WHERE t.{key} = b.{key})",
+                **names,
+            ),
+            text(
                 "ALTER TABLE {beside} ALTER COLUMN {old} SET NOT NULL, "
                 "ADD FOREIGN KEY ({key}) REFERENCES {table} ({key}) "
-                "ON UPDATE CASCADE ON DELETE CASCADE; "
-                "COMMENT ON TABLE {beside} IS {said}; COMMIT",
-                said=said,
-                **self._names,
+                "ON UPDATE CASCADE ON DELETE CASCADE",
+                **names,
+            ),
+            text(
+                "COMMENT ON TABLE {beside} IS {said}",
+                said=note(model=self._target.model, **said),
+                **names,
             ),
         ]
 

@@ -1,7 +1,6 @@
 """The table of new vectors: how it is made and taken back, and the triggers that empty a vector
 when its row is written."""
 
-import json
 from typing import LiteralString
 
 from nobackfill.adopt.sources.source import Target
@@ -11,18 +10,23 @@ from nobackfill.extras import extra
 with extra("adopt"):
     from psycopg import sql
 
-    from nobackfill.adopt.sources.postgres_table import Changes, Table
+    from nobackfill.adopt.sources.postgres_table import Changes, Table, note
 
 # `--to table:NAME`.
 PREFIX = "table:"
 
 
-def make(table: Table, vector: str, target: Target) -> None:
-    """The table beside, made or found again. Raises AlreadyExistsError."""
+def make(table: Table, vector: str, target: Target) -> bool:
+    """The table beside, made or found again; whether it is the one that was flipped to. Raises
+    AlreadyExistsError."""
     names = names_of(table, vector, target.name)
-    mark = {"nobackfill": target.mark, "of": names["function"].as_string()}
+    of = {"of": names["function"].as_string()}
+    mark = {"nobackfill": target.mark, **of}
     with table.changing() as changes:
         made = table.said_beside(names["beside"])
+        flipped = {"carried": target.mark, **of}
+        if made is not None and {name: made.get(name) for name in flipped} == flipped:
+            return True
         if made is not None and {name: made.get(name) for name in mark} != mark:
             raise AlreadyExistsError(
                 f"{table.name}: table {target.name.removeprefix(PREFIX)!r} exists already and was "
@@ -40,6 +44,7 @@ def make(table: Table, vector: str, target: Target) -> None:
         name = table.trigger_name(vector, target.name)
         events = {name + end: event for end, event in _EVENTS.items()}
         changes.watch(table.trigger_body(_BODY, **names), events, **names)
+    return False
 
 
 def _make(
@@ -52,10 +57,10 @@ def _make(
     changes.run("ALTER TABLE {beside} ADD COLUMN {old} vector({dim})", dim=dim, **names)
     # All but what is emptied later is passed over.
     changes.run("CREATE INDEX {empty_name} ON {beside} ({key}) WHERE {old} IS NULL", **names)
-    model = {"model": target.model} if target.model else {}
-    changes.run("COMMENT ON TABLE {beside} IS {mark}", mark=json.dumps(mark | model), **names)
-    if model:
-        said = json.dumps(model)
+    mark_and_model = note(model=target.model, **mark)
+    changes.run("COMMENT ON TABLE {beside} IS {mark}", mark=mark_and_model, **names)
+    if target.model:
+        said = note(model=target.model)
         changes.run("COMMENT ON COLUMN {beside}.{old} IS {said}", said=said, **names)
     changes.owned("TABLE", names["beside"])
 
@@ -87,7 +92,9 @@ def remove(table: Table, vector: str, name: str) -> bool:
     names = names_of(table, vector, name)
     with table.changing() as changes:
         made = table.said_beside(names["beside"])
-        if made is None or made.get("of") != names["function"].as_string():
+        ours = made is not None and made.get("of") == names["function"].as_string()
+        # What the store was flipped to is nothing that can be taken back.
+        if made is None or not ours or "nobackfill" not in made:
             return False
         changes.run("DROP FUNCTION IF EXISTS {function}() CASCADE", **names)
         changes.run("DROP TABLE {beside}", **names)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, LiteralString
 
@@ -15,6 +15,9 @@ with extra("adopt"):
 
     from nobackfill.adopt.sources.postgres_connections import Connections
 
+# What a comment of ours says: the digest of the map while its vectors are carried, and after the
+# flip; the model's fingerprint; the source that the vectors are of.
+_SAID = ("nobackfill", "carried", "model", "of")
 # A table that others use is locked for a moment, or not at all.
 _LOCK_WAIT = "5s"
 # Every trigger function of ours begins so. It has its owner's rights: attached to somebody else's
@@ -275,6 +278,23 @@ class Table:
         self.columns = self._columns()
 
     @contextmanager
+    def flipping(self, steps: Callable[[], list[str]]) -> Iterator[None]:
+        """One transaction in which nobody else reads or writes the table, and at whose end `steps`
+        gives what to run. Raises as `changing`."""
+        with self.changing() as changes:
+            # At once: a weaker lock that grows would meet readers that are about to write.
+            changes.run("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
+            yield
+            changes.run("SET LOCAL lock_timeout = {wait}", wait=_LOCK_WAIT)
+            for step in steps():
+                changes.run_text(step)
+
+    def run_alone(self, statement: str) -> None:
+        """A statement that no transaction may hold, as it was composed."""
+        with self.connected() as changes:
+            changes.run_text(statement)
+
+    @contextmanager
     def connected(self) -> Iterator["Changes"]:
         """Several transactions of one connection, which touch no columns."""
         with self._connections.held() as connection:
@@ -296,6 +316,10 @@ class Changes:
 
     def run(self, query: LiteralString, **parts: object) -> None:
         self._connection.execute(self._table.composed(query, **parts))
+
+    def run_text(self, statement: str) -> None:
+        """A statement that was composed before."""
+        self._connection.execute(statement.encode())
 
     def watch(
         self, body: str, triggers: Mapping[str, LiteralString], **names: sql.Identifier
@@ -353,10 +377,15 @@ class Changes:
             copy.write(_HEAD + rows + _END)
 
 
+def note(**said: str | None) -> str:
+    """A comment of ours, of what is known."""
+    return json.dumps({name: one for name, one in said.items() if one is not None})
+
+
 def _ours(comment: object) -> dict[str, str]:
     """What a comment says to us; nothing where somebody else wrote it."""
     try:
         found = json.loads(str(comment))
-        return {name: str(found[name]) for name in ("nobackfill", "model", "of") if name in found}
+        return {name: str(found[name]) for name in _SAID if name in found}
     except (ValueError, TypeError):
         return {}

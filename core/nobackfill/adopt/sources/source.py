@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -97,6 +98,23 @@ class Beside(Protocol):
 
     def finish(self) -> list[str]:
         """Close the writing; the steps by which the owner flips to the new vectors."""
+
+
+@runtime_checkable
+class Flippable(Beside, Protocol):
+    """A place to which its store can flip while others write."""
+
+    @property
+    def flipped(self) -> bool:
+        """Whether that has been done. Items without a new vector are then pending, and the others
+        are their writers'."""
+
+    def build_indexes(self) -> None:
+        """Build the indexes of the new vectors that are not there yet."""
+
+    def flip(self) -> AbstractContextManager[None]:
+        """Keep everybody else out, for the rest to be carried in the block; then flip. Raises
+        BusyError, and InvalidInputError where an item would lose its vector."""
 
 
 @runtime_checkable

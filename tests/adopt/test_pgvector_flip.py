@@ -1,0 +1,127 @@
+"""The flip to new vectors loses nothing that others write meanwhile."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import psycopg
+import pytest
+
+from nobackfill.adopt.carrying import Carried, carry
+from nobackfill.adopt.sources.opening import open_source
+from tests.adopt.table_beside import MADE, MAP, TARGET, Connection, drawn, put
+
+COLUMN = replace(TARGET, name="n")
+both = pytest.mark.parametrize("target", [COLUMN, TARGET], ids=["column", "table"])
+# Key, old and new vector of each row, after the flip.
+FLIPPED = {
+    "n": "SELECT id, v_before::real[], v::real[] FROM t",
+    "table:beside": "SELECT t.id, t.v::real[], b.v::real[] FROM t LEFT JOIN beside b USING (id)",
+}
+# Whether the flip was: it reads the table first, and so waits for whoever flips.
+HAPPENED = """
+SELECT count(*) FROM (SELECT count(*) FROM t WHERE id < 10) t, pg_description
+WHERE description LIKE '{%carried%'"""
+
+
+def carried(address: str, target: Any, **options: Any) -> Carried:
+    return carry(open_source(f"{address}#t", vector="v"), target, MAP, **options)
+
+
+class Writers:
+    """Threads that put, change and delete rows by the old model's vectors, each in a transaction
+    that reads first, up to the flip."""
+
+    def __init__(self, address: str) -> None:
+        self._address, self._stop = address, threading.Event()
+        self.keys: set[int] = set(range(300))
+        self._pool = ThreadPoolExecutor(3)
+
+    def __enter__(self) -> "Writers":
+        self._writing = [self._pool.submit(self._write, number) for number in range(3)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._pool.shutdown()
+        for one in self._writing:
+            one.result()
+
+    def _write(self, number: int) -> None:
+        """Keys of its own: 1000 * number and on, beside those that are there of its remainder."""
+        rng = np.random.default_rng(number)
+        new = 1000 * (number + 1)
+        with psycopg.connect(self._address) as connection:
+            while not self._stop.wait(0.002):
+                if connection.execute(HAPPENED).fetchone() != (0,):
+                    return
+                old, gone = (int(one) * 3 + number for one in rng.integers(100, size=2))
+                put(connection, [new, old], drawn(new, 2))
+                connection.execute("DELETE FROM t WHERE id = %s AND id <> %s", (gone, old))
+                connection.commit()
+                self.keys |= {new, old}
+                self.keys -= {gone} - {old}
+                new += 1
+
+
+def check(connection: Connection, target: Any, keys: set[int]) -> None:
+    rows = connection.execute(FLIPPED[target.name].encode()).fetchall()
+    assert {key for key, _, _ in rows} == keys
+    assert [key for key, old, new in rows if old is not None and new is None] == []
+    old, new = (np.array(part, np.float32) for part in list(zip(*rows, strict=True))[1:])
+    np.testing.assert_allclose(MAP(old), new, atol=1e-4)
+
+
+@both
+def test_nothing_is_lost_while_others_write(table: tuple[str, Connection], target: Any) -> None:
+    address, connection = table
+    with Writers(address) as writers:
+        done = carried(address, target, flip=True)
+    assert done.steps == []
+    assert len(writers.keys) > 310
+    check(connection, target, writers.keys)
+    indexed = connection.execute("SELECT indexdef FROM pg_indexes WHERE indexdef LIKE '%hnsw%'")
+    assert len(indexed.fetchall()) == 2
+
+
+@both
+def test_the_printed_flip_refuses_to_lose_a_row(table: tuple[str, Connection], target: Any) -> None:
+    address, connection = table
+    *_, flip = carried(address, target).steps
+    put(connection, [7, 5000], drawn(1, 2))
+    with pytest.raises(psycopg.errors.RaiseException, match="t: rows have no new vector yet"):
+        connection.execute(flip.encode())
+    connection.rollback()
+    assert carried(address, target).written == 2
+    connection.execute(flip.encode())
+    check(connection, target, {*range(300), 5000})
+
+
+@both
+def test_rows_without_a_vector_are_filled_after_the_flip(
+    table: tuple[str, Connection], target: Any
+) -> None:
+    address, connection = table
+    carried(address, target, flip=True)
+    old, native = (str(one.tolist()) for one in (drawn(2, 1)[0], MADE.new[0]))
+    again = target
+    if target is COLUMN:
+        connection.execute("INSERT INTO t (id, v_before) VALUES (6000, %s)", [old])
+        connection.execute("UPDATE t SET v = %s WHERE id = 3", [native])
+        again = replace(COLUMN, name="v")
+    else:
+        connection.execute("INSERT INTO t (id, v) VALUES (6000, %s)", [old])
+        connection.execute("UPDATE beside SET v = %s WHERE id = 3", [native])
+    vector = "v_before" if target is COLUMN else "v"
+    source = open_source(f"{address}#t", vector=vector)
+    done = carry(source, again, MAP)
+    assert (done.written, done.total, done.steps) == (1, 301, [])
+    # What a writer has made since stays.
+    found = connection.execute(f"{FLIPPED[target.name]} WHERE id IN (3, 6000)".encode()).fetchall()
+    new = {key: np.array(vector, np.float32) for key, _, vector in found}
+    np.testing.assert_allclose(new[3], MADE.new[0], atol=1e-5)
+    np.testing.assert_allclose(new[6000], MAP(drawn(2, 1))[0], atol=1e-4)
+    # Nor is it taken back, or filled by another map.
+    assert not source.rollback(again.name)
