@@ -224,6 +224,7 @@ def test_only_the_store_and_the_source_in_postgresql_import_psycopg() -> None:
         "pgvector_table.py",
         "pgvector_table_made.py",
         "postgres_connections.py",
+        "postgres_dependents.py",
         "postgres_table.py",
     }
 

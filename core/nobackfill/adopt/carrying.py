@@ -41,8 +41,8 @@ PRODUCTS_DIFFER = 1e-5
 
 @dataclass(frozen=True)
 class Carried:
-    """`written`: vectors of this run; `total`: all there are now; `steps`: how to flip to them,
-    none where that is done."""
+    """`written`: vectors of this run; `total`: all there are now; `steps`: how to flip to them, or
+    what a flip that is done leaves to the owner."""
 
     written: int
     total: int
@@ -104,8 +104,8 @@ def carry(
         written = sweep(written, first=False, few=window)
         with beside.flip():
             written += _window(source, beside, mapping, Window(), facts.name, False, check=False)
-            total = beside.count()
-        return Carried(written, total, [])
+            total, left = beside.count(), beside.left()
+        return Carried(written, total, left)
     steps = beside.finish()
     return Carried(written, beside.count(), steps)
 

@@ -272,7 +272,10 @@ def carry(
     target = Target(to, loaded.dims[1], loaded.digest, facts.metric or "cosine", made)
     done = carrying.carry(opened, target, loaded, progress=_progress(opened.count()), flip=flip)
     lines = [*said, f"{done.written} written, {done.total} carried and checked"]
-    lines += ["to flip:", *(f"  {step}" for step in done.steps)] if done.steps else ["flipped"]
+    lines += [
+        "flipped" if flip or not done.steps else "to flip:",
+        *(f"  {step}" for step in done.steps),
+    ]
     _answer(as_json, {**asdict(done), "notes": said}, lines)
 
 

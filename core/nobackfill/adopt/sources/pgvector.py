@@ -91,6 +91,7 @@ class PgvectorSource:
         return self.filled(self.vector)
 
     def windows(self, rows: int) -> Iterator[Window]:
+        self._table.every_row_is_seen()
         after: object = None
         while True:
             last = self._table.one(
@@ -172,6 +173,7 @@ class PgvectorSource:
         self._table.close()
 
     def beside(self, target: Target) -> Beside:
+        self._table.every_row_is_seen()
         name = target.name.removeprefix(pgvector_table_made.PREFIX)
         if len(name.encode("utf-8", "surrogateescape")) > _MOST_NAME:
             raise InvalidInputError(

@@ -131,6 +131,9 @@ class PgvectorBeside:
             f"BEGIN; {'; '.join(self._flip())}; COMMIT",
         ]
 
+    def left(self) -> list[str]:
+        return []
+
     def _indexes(self) -> list[str]:
         metric = self._source.facts().metric or "cosine"
         return [

@@ -24,6 +24,7 @@ with extra("adopt"):
 
     from nobackfill.adopt.sources.pgvector_column import HOW, LET_GO, WAIT, index_of, unless
     from nobackfill.adopt.sources.pgvector_table_made import names_of
+    from nobackfill.adopt.sources.postgres_dependents import grants, owner, security
     from nobackfill.adopt.sources.postgres_table import Table, note
 
 # A row's place (tid) and its writer (xid), in binary; that of one that is not here.
@@ -39,7 +40,7 @@ class PgvectorTable:
     at_once = 2
 
     def __init__(self, table: Table, vector: str, target: Target, flipped: bool) -> None:
-        self._table, self._target, self.flipped = table, target, flipped
+        self._table, self._vector, self._target, self.flipped = table, vector, target, flipped
         self._names = names_of(table, vector, target.name)
         # Windows that were written whole: what has come since was emptied first. And, of each
         # thread, the one that it has read last.
@@ -174,6 +175,7 @@ class PgvectorTable:
             )
         return [
             self._index(),
+            *self.left(),
             self._table.text(
                 "switch the queries to the new model, FROM {beside} JOIN {table} USING ({key}); "
                 + HOW,
@@ -181,6 +183,13 @@ class PgvectorTable:
             ),
             f"BEGIN; {'; '.join(self._flip())}; COMMIT",
         ]
+
+    def left(self) -> list[str]:
+        return self._security()[1]
+
+    def _security(self) -> tuple[list[str], list[str]]:
+        both = (self._table.key, self._vector)
+        return security(self._table, self._names["beside"], both)
 
     def _index(self) -> str:
         return self._table.text(
@@ -192,6 +201,7 @@ class PgvectorTable:
     def _flip(self) -> list[str]:
         """Statements of one transaction."""
         text, names = self._table.text, self._names
+        beside, here = names["beside"].as_string(), text("{here}")
         # By this map, rows are filled that have no new vector.
         said = {"carried": self._target.mark, "of": names["function"].as_string()}
         return [
@@ -221,6 +231,10 @@ class PgvectorTable:
                 said=note(model=self._target.model, **said),
                 **names,
             ),
+            # Up to here it was its owner's alone.
+            *owner(self._table, beside),
+            *self._security()[0],
+            *grants(self._table, here, beside, (self._table.key, self._vector)),
         ]
 
 

@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, LiteralString
 
 from nobackfill.adopt.sources.source import Window
-from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.errors import InvalidInputError, NotFoundError, NotPermittedError
 from nobackfill.extras import extra
 
 with extra("adopt"):
@@ -25,10 +25,10 @@ _LOCK_WAIT = "5s"
 _HEAD_OF_TRIGGER: LiteralString = """
 #variable_conflict use_column
 BEGIN
-  IF TG_RELID <> {oid}::oid AND TG_RELID IS DISTINCT FROM to_regclass({here}) AND NOT EXISTS (
-    SELECT FROM pg_partition_ancestors(TG_RELID) WHERE relid IN ({oid}::oid, to_regclass({here}))
+  IF TG_RELID <> {oid}::oid AND TG_RELID IS DISTINCT FROM to_regclass({name}) AND NOT EXISTS (
+    SELECT FROM pg_partition_ancestors(TG_RELID) WHERE relid IN ({oid}::oid, to_regclass({name}))
   ) THEN
-    RAISE EXCEPTION 'nobackfill: this trigger function serves % alone', {here};
+    RAISE EXCEPTION 'nobackfill: this trigger function serves % alone', {name};
   END IF;"""
 # Around the rows of COPY's binary form.
 _HEAD = b"PGCOPY\n\xff\r\n\0" + bytes(8)
@@ -39,7 +39,8 @@ class Table:
     """A table at `address` (libpq's; passwords belong into ~/.pgpass or PGPASSWORD).
 
     `name` may have a schema ("public.documents"); `key`: a column without equal or empty values,
-    None for the primary key. Statements know {table} and {key}; other braces are filled from names
+    None for the primary key. Statements know {table}, {here} (with its schema), {key}
+    and {equals} (the key's); other braces are filled from names
     (sql.Identifier) and values. Raises UnavailableError, NotFoundError, InvalidInputError.
     """
 
@@ -50,14 +51,15 @@ class Table:
         self._quoted = self._known["table"].as_string()
         self.columns = self._columns()
         # However the table was named.
-        self.schema, self.relation = self.all(
-            "SELECT nspname, relname FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace "
-            "WHERE c.oid = to_regclass({quoted})",
+        self.schema, self.relation, self.oid = self.all(
+            "SELECT nspname, relname, c.oid FROM pg_class c "
+            "JOIN pg_namespace n ON n.oid = relnamespace WHERE c.oid = to_regclass({quoted})",
             quoted=self._quoted,
         )[0]
         self.key = self._key_column(key)
         self.key_type = self.columns[self.key]
         self._known["key"] = sql.Identifier(self.key)
+        self._known["here"] = sql.Identifier(self.schema, self.relation)
         self._known["equals"] = self._equality()
 
     def _columns(self) -> dict[str, str]:
@@ -131,8 +133,8 @@ class Table:
         """The source of a trigger function that serves this table and its partitions alone."""
         return self.text(
             _HEAD_OF_TRIGGER + body,
-            oid=str(self.one("SELECT to_regclass({quoted})::oid", quoted=self._quoted)),
-            here=sql.Identifier(self.schema, self.relation).as_string(),
+            oid=str(self.oid),
+            name=self._known["here"].as_string(),
             **names,
         )
 
@@ -224,6 +226,34 @@ class Table:
         """A statement for a person to run."""
         return self.composed(query, **parts).as_string()
 
+    def described(self, query: LiteralString, **parts: object) -> list[Any]:
+        """All rows, whose names have schemas, of a query whose names have them."""
+        with self.connected() as changes, changes.attempt():
+            changes.run("SET LOCAL search_path = pg_catalog")
+            return changes.all(query, **parts)
+
+    def accepts(self, statements: Sequence[str]) -> bool:
+        """Whether PostgreSQL would run statements; nothing of them stays."""
+        try:
+            with self.connected() as changes, changes.attempt():
+                for statement in statements:
+                    changes.run_text(statement)
+        except (InvalidInputError, NotFoundError):
+            return False
+        return True
+
+    def every_row_is_seen(self) -> None:
+        """Raises NotPermittedError where policies hide rows from this role."""
+        role = self.one(
+            "SELECT current_user::text WHERE row_security_active({oid}::oid)", oid=self.oid
+        )
+        if role is not None:
+            raise NotPermittedError(
+                f"{self.name}: its row-level security may hide rows from the role {role!r}; "
+                "connect as its owner without FORCE ROW LEVEL SECURITY, or as a role with "
+                f"BYPASSRLS: ALTER ROLE {sql.Identifier(role).as_string()} BYPASSRLS"
+            )
+
     def searched(
         self, query: LiteralString, setting: LiteralString | None = None, **parts: object
     ) -> list[Any]:
@@ -314,8 +344,19 @@ class Changes:
             self.run("SET LOCAL lock_timeout = {wait}", wait=wait)
             yield
 
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """A transaction of which nothing stays."""
+        with self._connection.transaction(force_rollback=True):
+            yield
+
     def run(self, query: LiteralString, **parts: object) -> None:
         self._connection.execute(self._table.composed(query, **parts))
+
+    def all(self, query: LiteralString, **parts: object) -> list[Any]:
+        """All rows."""
+        found: list[Any] = self._connection.execute(self._table.composed(query, **parts)).fetchall()
+        return found
 
     def run_text(self, statement: str) -> None:
         """A statement that was composed before."""

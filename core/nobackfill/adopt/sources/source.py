@@ -112,6 +112,9 @@ class Flippable(Beside, Protocol):
     def build_indexes(self) -> None:
         """Build the indexes of the new vectors that are not there yet."""
 
+    def left(self) -> list[str]:
+        """What a flip leaves to the owner, in sentences."""
+
     def flip(self) -> AbstractContextManager[None]:
         """Keep everybody else out, for the rest to be carried in the block; then flip. Raises
         BusyError, and InvalidInputError where an item would lose its vector."""
