@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx2
@@ -102,3 +103,62 @@ def test_a_certificate_for_any_name_below_one_is_one_label_more() -> None:
             "headers": [(b"host", host.encode())],
         }
         assert (guard._refusal(scope) is None) is let_in, host
+
+
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Listener]:
+    """A site whose every peer but 127.0.0.1 is from elsewhere; who writes `me` is known."""
+    monkeypatch.setattr("nobackfill.pages.listener.is_loopback", "127.0.0.1".__eq__)
+
+    def length(request: Request, body: bytes) -> Response:
+        return PlainTextResponse(str(len(body)))
+
+    site = Site(tmp_path, "Site", [])
+    site.post("/open", length)
+    site.get("/", lambda request: PlainTextResponse("in"))
+    with Listener("127.0.0.1", 0) as made:
+        yield made.serve(site.app(), lambda scope: bool(scope["query_string"] == b"me"))
+
+
+def comer(listener: Listener, address: str, sent: bytes = b"") -> socket.socket:
+    """A connection from an address, with the first bytes of a request."""
+    made = socket.create_connection((listener.host, listener.port), source_address=(address, 0))
+    made.settimeout(20)
+    made.sendall(sent)
+    return made
+
+
+def asked(listener: Listener, address: str, path: str = "/") -> bytes:
+    """What somebody is answered who asks at once."""
+    with comer(listener, address, b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n" % path.encode()) as one:
+        return one.recv(64).split(b"\r\n")[0].removeprefix(b"HTTP/1.1 ")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"], ids=["here", "elsewhere"])
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: x"], ids=["silent", "half"])
+def test_who_says_nothing_keeps_nobody_out(crowded: Listener, address: str, sent: bytes) -> None:
+    with ExitStack() as stack:
+        silent = [stack.enter_context(comer(crowded, address, sent)) for _ in range(130)]
+        for one in ("127.0.0.1", "127.0.0.2", "127.0.0.3"):
+            assert asked(crowded, one) == b"200 OK"
+        # The ones that were silent for longest have gone.
+        assert silent[0].recv(1) == b""
+
+
+def test_requests_that_never_end_take_their_peers_places_alone(crowded: Listener) -> None:
+    drip = HEAD % (b"open", 100) + b"\r\nhalf"
+    with ExitStack() as stack:
+        begun = [stack.enter_context(comer(crowded, "127.0.0.2", drip)) for _ in range(40)]
+        wait_until(lambda: asked(crowded, "127.0.0.2")[:3] == b"503", "it has all places")
+        for other in ("127.0.0.1", "127.0.0.3"):
+            assert asked(crowded, other) == b"200 OK"
+        assert asked(crowded, "127.0.0.2", "/?me") == b"200 OK"
+        # Many peers have what strangers have together.
+        for peer in range(3, 9):
+            begun += [
+                stack.enter_context(comer(crowded, f"127.0.0.{peer}", drip)) for _ in range(10)
+            ]
+        wait_until(lambda: asked(crowded, "127.0.0.99")[:3] == b"503", "they have all places")
+        assert asked(crowded, "127.0.0.1") == b"200 OK"
+        assert asked(crowded, "127.0.0.99", "/?me") == b"200 OK"
+    wait_until(lambda: asked(crowded, "127.0.0.2") == b"200 OK", "places are given back")

@@ -3,6 +3,7 @@
 import hashlib
 import re
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from nobackfill.wire.answers import Hit
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, running
 from tests.support.blocks import png
+from tests.support.waiting import wait_until
 
 ROLES = ("admin", "reader", "reader:other", "device")
 
@@ -118,6 +120,23 @@ def test_a_token_has_so_many_sessions_and_live_pages(guarded: Gateway) -> None:
             assert [bool(next(page, "")) for page in pages] == [True] * 10 + [False] * 2
             with admin.stream("GET", "/live") as page:
                 assert next(page.iter_text(), "")
+
+
+def test_strangers_take_no_place_of_a_session(guarded: Gateway) -> None:
+    """Of this machine, too, where everybody is one peer."""
+    host, _, port = guarded.console_address.rstrip("/").rpartition("/")[2].rpartition(":")
+    head = (
+        f"POST /login HTTP/1.1\r\nHost: {host}:{port}\r\nOrigin: http://{host}:{port}\r\n"
+        "Content-Length: 100\r\n\r\nhalf"
+    )
+    with browser(guarded, "admin") as operator, browser(guarded) as nobody, ExitStack() as stack:
+        for _ in range(130):
+            stranger = socket.create_connection((host, int(port)))
+            stack.enter_context(stranger)
+            stranger.sendall(head.encode())
+        wait_until(lambda: nobody.get("/login").status_code == 503, "they have all places")
+        assert operator.get("").status_code == 200
+    wait_until(lambda: httpx2.get(guarded.console_address + "login").status_code == 200, "no place")
 
 
 def test_what_an_activation_says_is_for_those_who_may(guarded: Gateway) -> None:

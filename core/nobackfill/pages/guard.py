@@ -88,6 +88,10 @@ class Guard:
         any_first = f"*.{host.partition('.')[2]}"
         return host if host in self._hosts or any_first in self._hosts else None
 
+    def knows(self, scope: Scope) -> bool:
+        """Whether a request names the secret, where there is one."""
+        return self._token is not None and self._knows(scope["path"])
+
     def _knows(self, path: str) -> bool:
         if self._token is None:
             return True

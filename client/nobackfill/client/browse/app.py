@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from starlette.types import ASGIApp
-
 from nobackfill.client.browse.items import Items
 from nobackfill.client.browse.releases import Releases
 from nobackfill.client.browse.searches import Searches
@@ -18,7 +16,7 @@ from nobackfill.pages import Guard, Site
 _LINKS = (("/", "Photos"), ("/uncertain", "Least certain"), ("/release", "Release"))
 
 
-def pages(device: Device, hosts: Iterable[str], token: str) -> ASGIApp:
+def pages(device: Device, hosts: Iterable[str], token: str) -> Guard:
     """The site of an opened gallery, for those who know the `token` in its address."""
     site = Site(Path(__file__).parent / "templates", device.path.stem, _LINKS)
     view, desk = View(device), Desk()

@@ -28,7 +28,8 @@ def browse(
     token = new_token()
     with Device(context.obj) as device, Listener("127.0.0.1", port) as listener:
         address = f"{listener.address}/{token}/"
-        listener.serve(pages(device, listener.hosts, token))
+        guard = pages(device, listener.hosts, token)
+        listener.serve(guard, guard.knows)
         Output(json).result(
             {"address": address}, f"{address}\nAnybody who knows this address sees the gallery. "
             "Ctrl-C ends it.",

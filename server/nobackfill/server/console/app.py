@@ -47,7 +47,7 @@ class Console:
             pages = BelowSessions(site.app()) if guarded else site.app()
             app = Guard(pages, (*listener.hosts, *names), token, secure=tls is not None,
                         images="http: https:")  # fmt: skip
-            listener.serve(app)
+            listener.serve(app, sessions.knows if guarded else app.knows)
             self.address = f"{listener.address}/{token}/" if token else f"{listener.address}/"
             self._closing = closing.pop_all()
 

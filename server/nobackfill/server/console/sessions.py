@@ -82,6 +82,15 @@ class Sessions:
             self._known.pop(path, None)
         response.delete_cookie(COOKIE, path=f"{path}/")
 
+    def knows(self, scope: Scope) -> bool:
+        """Whether a request is of a session, before anything of the app has seen it."""
+        path = f"/{scope['path'].removeprefix('/').split('/', 1)[0]}"
+        try:
+            self._token(Request({**scope, "root_path": path}))
+        except UnauthenticatedError:
+            return False
+        return self.guarded
+
     def check(self, request: Request) -> None:
         """Raises UnauthenticatedError for nobody."""
         self._token(request)
