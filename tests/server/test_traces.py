@@ -1,6 +1,8 @@
 """Spans as a collector receives them over OTLP; none unless they are asked for."""
 
+import shutil
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from nobackfill.errors import ConfigurationError, NotFoundError
 from nobackfill.server.grpc.traces import tracing_of
 from nobackfill.v1 import search_pb2
 from tests.server.conftest import Stages
+from tests.server.process import serving
 from tests.server.support import Client, images, refused, running
 from tests.support.blocks import png
 
@@ -21,6 +24,7 @@ pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service_pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as service_grpc
 
+IN_PROCESS = "--triton=in-process"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
@@ -110,6 +114,22 @@ def test_a_collector_gets_a_span_a_call_with_its_parts(
     assert stored == ["queue", "embed", "store"]
     # An image, a vector or an item's name is in none of them.
     assert not any(b"i0" in without_numbers(span) for span in spans)
+
+
+def test_a_collector_that_is_away_delays_no_end(stages: Stages, tmp_path: Path) -> None:
+    shutil.copytree(stages[1], tmp_path / "repo")
+    around = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
+    with (
+        serving(tmp_path / "repo", tmp_path / "data", IN_PROCESS, **around) as served,
+        Client(served.address) as client,
+    ):
+        client.list_releases()
+        began = time.monotonic()
+        assert served.stop() == 0
+        took = time.monotonic() - began
+    assert any("not sent" in event["event"] for event in served.events())
+    # A container has 30 s.
+    assert took < 20, took
 
 
 def test_nothing_is_traced_unless_it_is_asked_for() -> None:

@@ -8,6 +8,7 @@ OpenTelemetry is on its way. Without the variables nothing is imported, and noth
 import os
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import wait
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any
@@ -15,10 +16,13 @@ from typing import Any
 import grpc
 import structlog
 
+from nobackfill.daemon_threads import DaemonThreads
 from nobackfill.errors import ConfigurationError
 from nobackfill.extras import extra
 
 log = structlog.get_logger("server.traces")
+# At the end the last spans have so long to be sent.
+_CLOSED_S = 3.0
 # What asks for traces, and what says that there are none.
 _ASKED = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _EXPORTER = "OTEL_TRACES_EXPORTER"
@@ -109,8 +113,11 @@ class Tracing:
         span.end(whole[1])
 
     def close(self) -> None:
-        """Send what is left."""
-        self._provider.shutdown()
+        """Send what is left, where the collector takes it in time: OpenTelemetry alone would try
+        for half a minute."""
+        sent = DaemonThreads(1, "traces").submit(self._provider.shutdown)
+        if not wait([sent], _CLOSED_S).done:
+            log.warning("the last traces are not sent, the collector does not answer")
 
 
 def tracing_of(environment: Mapping[str, str]) -> Tracing | None:
