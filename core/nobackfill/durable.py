@@ -44,6 +44,18 @@ def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
         _fsync_dir(path.parent)
 
 
+def write_into(spare: Path, path: Path, data: bytes) -> None:
+    """Put `data` at `path` as `write_file` does, in the blocks that file `spare` has: on a full
+    disk, too, where no more than those are needed. Raises CannotWriteError."""
+    with _refusing(path):
+        with _step("write", spare), spare.open("r+b") as file:
+            file.write(data)
+            file.truncate()
+        _fsync(spare)
+        _rename(spare, path)
+        _fsync_dir(path.parent)
+
+
 def append(path: Path, data: bytes | memoryview, mode: int = 0o644) -> None:
     """Add `data` (bytes, or a view of some) at the end of a file, made if missing. After a crash
     part of it may be there.

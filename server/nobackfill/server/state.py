@@ -32,6 +32,8 @@ MOST_DEEDS = 1000
 AUDIT = "audit.jsonl"
 # Beside it: what a restore has not finished. Without a state file nothing may be served.
 UNFINISHED_RESTORE = f"{durable.TEMPORARY}restore"
+# Bytes of a reason, and of galleries paused meanwhile.
+_SPARE = 16 << 10
 RolloutName = Literal["direct", "dual", "cutover"]
 
 
@@ -226,6 +228,8 @@ class StateFile(GatewayState):
             ) from error
         super().__init__(now)
         self._lock = threading.Lock()
+        # Room for the state that an activation ends with, on a disk that is full by then.
+        self._spare = path.with_name(f"{path.name}.spare")
 
     @property
     def _deeds(self) -> Path:
@@ -258,9 +262,22 @@ class StateFile(GatewayState):
             if new == self._now:
                 return new
             content = new.model_dump_json(indent=1).encode() + b"\n"
-            durable.write_file(self._path, content, 0o600)
+            self._write(content, begins=new.activation is not None)
             self._now = new
             return new
+
+    def _write(self, content: bytes, *, begins: bool) -> None:
+        """`begins`: or goes on; else no activation is under way. Raises CannotWriteError."""
+        if begins and not self._spare.exists():
+            durable.write_file(self._spare, bytes(len(content) + _SPARE), 0o600)
+        try:
+            durable.write_file(self._path, content, 0o600)
+        except CannotWriteError:
+            if begins or not self._spare.exists():
+                raise
+            durable.write_into(self._spare, self._path, content)
+        if not begins:
+            durable.remove_tree(self._spare)
 
 
 def _is_cut(path: Path) -> bool:

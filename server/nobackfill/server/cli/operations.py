@@ -55,9 +55,14 @@ def releases(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
 
 @app.command()
 def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """Galleries, their spaces, and why one stays behind or is set aside."""
+    """Galleries, their spaces, why one stays behind or is set aside, and releases that failed."""
     with exit_codes(), asking(server) as gateway:
         answer = gallery_pb2.ListGalleriesResponse(galleries=gateway.list_galleries())
+        failed = {
+            release.number: release.reason
+            for release in gateway.list_releases()
+            if release.state == release_pb2.RELEASE_STATE_FAILED
+        }
     rows = [["gallery", "items", "answers with", "spaces", "note"]]
     for g in answer.galleries:
         spaces = ", ".join(
@@ -69,7 +74,10 @@ def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
             rows.append([g.name, "?", "set aside", "", g.set_aside])
         else:
             rows.append([g.name, str(g.items), f"release {g.release}", spaces, g.note])
-    show(as_json, plain(answer), rows)
+    for number, reason in failed.items():
+        again = f"`gateway activate {number}` tries it again"
+        rows.append(["", "", "", "", f"release {number} failed: {reason}; {again}"])
+    show(as_json, plain(answer) | {"failed_releases": failed}, rows)
 
 
 @app.command()

@@ -271,7 +271,7 @@ class Activations:
             return Phase.FAILED, str(error)
         except (NobackfillError, OSError, sqlite3.Error) as error:
             log.error("activation failed", release=release, error=str(error))
-            fail(self._parts, release, str(error), run.lead)
+            fail(self._parts, release, str(error), run.lead, run.cancelled)
             if isinstance(error, VerificationError):
                 # Its models have failed: no later try goes on from the vectors that they made.
                 self._parts.serving.drop_unused([release])
@@ -280,7 +280,7 @@ class Activations:
             reason = f"unforeseen {type(error).__name__}; the gateway's log has its traceback"
             log.exception("activation failed", release=release, error=type(error).__name__)
             self._parts.metrics.unforeseen.labels("activation").inc()
-            fail(self._parts, release, reason, run.lead)
+            fail(self._parts, release, reason, run.lead, run.cancelled)
             return Phase.FAILED, reason
         run.lead.close()
         # From here on it has happened; what is left to do is to let go of what was before.

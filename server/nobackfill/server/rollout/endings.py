@@ -1,8 +1,11 @@
 """How an activation ends: what stays behind, and what is taken back where it has failed."""
 
+import threading
+from collections.abc import Callable
+
 import structlog
 
-from nobackfill.errors import CannotWriteError
+from nobackfill.errors import NobackfillError
 from nobackfill.server.galleries.hosted import NOTE
 from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.rollout.parts import Parts
@@ -12,9 +15,19 @@ from nobackfill.server.state import Lead, LeadLostError, State
 
 log = structlog.get_logger("server.activation")
 
+# How soon what could not be recorded is tried again.
+_AGAIN_S = 1.0
 
-def fail(parts: Parts, release: int, reason: str, lead: Lead) -> None:
-    """Mark the release FAILED; what it did not yet replace serves on."""
+
+def fail(
+    parts: Parts, release: int, reason: str, lead: Lead, cancelled: threading.Event | None = None
+) -> None:
+    """Mark the release FAILED; what it did not yet replace serves on.
+
+    Returns once that is durable, so that nothing begins it again but an operator. Where the disk is
+    full or the database away it tries again until `cancelled` is set (None: once), or another
+    gateway leads.
+    """
     state, galleries = parts.state, parts.galleries
 
     def failed(now: State) -> dict[str, object]:
@@ -22,24 +35,40 @@ def fail(parts: Parts, release: int, reason: str, lead: Lead) -> None:
         return {"activation": None, "failed": marked}
 
     def give_back() -> None:
-        active = state.now.active
-        try:
-            state.revise(failed)
-        except CannotWriteError as error:
-            # A restart finds the activation as it was, and tries it again.
-            log.error("the failure is not recorded", error=str(error))
-        else:
-            if active is not None:
-                return_galleries(galleries, active)
+        state.revise(failed)
+        if (active := state.now.active) is not None:
+            return_galleries(galleries, active)
 
     with error_boundary(parts.metrics, "activation"):
-        with writes_locked(galleries):
-            try:
+        try:
+            with writes_locked(galleries):
                 state.together(give_back, lead)
-            except LeadLostError as error:
-                log.error("the failure is not recorded", error=str(error))
+        except LeadLostError as error:
+            log.error("the failure is not recorded", error=str(error))
+        except NobackfillError as error:
+            log.error("the failure is not recorded yet", release=release, error=str(error))
+            # The mark alone takes less room than what the galleries would write.
+            _repeat(lambda: state.together(lambda: state.revise(failed), lead), cancelled)
+        with writes_locked(galleries):
             old = parts.serving.replan()
         parts.serving.settle(old)
+
+
+def _repeat(mark: Callable[[], object], cancelled: threading.Event | None) -> None:
+    trouble = ""
+    while True:
+        try:
+            mark()
+        except LeadLostError:
+            return
+        except NobackfillError as error:
+            if str(error) != trouble:
+                log.error("the failure is not recorded yet", error=str(error))
+            trouble = str(error)
+        else:
+            return
+        if cancelled is None or cancelled.wait(_AGAIN_S):
+            return
 
 
 def behind(parts: Parts) -> dict[str, str]:

@@ -32,8 +32,10 @@ class FirstActivation:
     def begin(self) -> None:
         """Return once a release that is there answers; one that is not, or whose model server is
         not, is waited for in a thread."""
-        newest, tried = self._catalog.newest(), None
-        if newest is not None and newest not in self._state.now.failed and self._models.ready():
+        newest = self._catalog.newest()
+        # One that failed is tried again by an operator only.
+        tried = newest if newest in self._state.now.failed else None
+        if newest is not None and tried is None and self._models.ready():
             tried = newest if self._activate(newest) else None
         if self._state.now.active is None:
             threading.Thread(target=self._wait, args=(tried,), name="first", daemon=True).start()
