@@ -79,7 +79,7 @@ def candidates(
         )["affine"]
     if prior is not None and CONVERTER in wanted:
         vectors = prior(pairs.old)
-        found[CONVERTER] = Held(vectors, [blocked(queries.new, vectors) for queries in asked])
+        found[CONVERTER] = Held(vectors, [blocked(q.new, vectors, q.metric) for q in asked])
     return found
 
 
@@ -140,7 +140,7 @@ def cross_fitted(
             found[kind].vectors[rows] = carried
             for queries, here, apart in zip(asked, within, found[kind].apart, strict=True):
                 if len(here):
-                    apart[np.ix_(here, rows)] = blocked(queries.new[here], carried)
+                    apart[np.ix_(here, rows)] = blocked(queries.new[here], carried, queries.metric)
     return found
 
 
@@ -167,7 +167,7 @@ def with_queries(pairs: Pairs, queries: Queries | None) -> Pairs:
         moved = asked - asked.mean(0) + items.mean(0)
         sides.append(np.concatenate([items, moved.astype(np.float32)]))
     ids = [*pairs.ids, *(f"query {row}" for row in range(len(queries.rows)))]
-    return Pairs(ids, *sides)
+    return replace(pairs, ids=ids, old=sides[0], new=sides[1])
 
 
 def _unfilled(pairs: Pairs, asked: Sequence[Queries]) -> Held:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.adopt.joining import Block, Mask
-from nobackfill.metrics.distances import distances
+from nobackfill.metrics.distances import Metric, distances
 from nobackfill.metrics.ranking import Ints
 from nobackfill.vectors import Vectors
 
@@ -25,20 +25,21 @@ Figures = dict[str, PerQuery]
 @dataclass(frozen=True)
 class Queries:
     """Queries by both models, old [q, a] and new [q, b], and a gallery row for each: what it should
-    find, or, with `own`, the query's own item, which is left out."""
+    find, or, with `own`, the query's own item, which is left out. `metric`: the store's."""
 
     old: Vectors
     new: Vectors
     rows: Ints
     own: bool
+    metric: Metric = "cosine"
 
     def part(self, rows: Ints) -> "Queries":
-        return Queries(self.old[rows], self.new[rows], self.rows[rows], self.own)
+        return Queries(self.old[rows], self.new[rows], self.rows[rows], self.own, self.metric)
 
 
-def blocked(queries: Vectors, items: Vectors) -> Block:
-    """Cosine distances [q, g]."""
-    return distances(queries, items, "cosine").astype(np.float32)
+def blocked(queries: Vectors, items: Vectors, metric: Metric = "cosine") -> Block:
+    """Distances [q, g]."""
+    return distances(queries, items, metric).astype(np.float32)
 
 
 def measure(native: Block, queries: Queries) -> tuple[Callable[[Block], Figures], Mask]:

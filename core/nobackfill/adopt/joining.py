@@ -13,6 +13,7 @@ import zipfile
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +21,11 @@ from numpy.typing import NDArray
 from nobackfill.adopt.maps import normalised
 from nobackfill.durable import write_file
 from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.metrics.distances import Metric, distances
 from nobackfill.vectors import Vectors, check_vectors
 
-# Of the file; those of format 2 keep no share.
-FORMAT, FORMATS = 3, (2, 3)
+# Of the file; those of format 2 keep no share, those of format 4 name another metric than cosine.
+FORMAT, OTHERWISE, FORMATS = 3, 4, (2, 3, 4)
 # Items by which a query's distances are standardised.
 ANCHORS = 1000
 # Queries that a hub is told by, and the nearest of them that say how much of one an item is.
@@ -54,9 +56,9 @@ class Joining:
     """`weight`: the new model's share in a carried item's score, 0 is the old model alone.
 
     `joined`, `native`: lines of the two origins. Anchors are the same items by the old model
-    [m, a], carried [m, b] and by the new model [m, b], rows of norm 1. `crowd`: queries by the new
-    model [q, b] that correct hubs among carried items; none: they are not corrected. `mark`: the
-    digest of the map that carries.
+    [m, a], carried [m, b] and by the new model [m, b], rows of norm 1 where `metric`, the store's,
+    is cosine. `crowd`: queries by the new model [q, b] that correct hubs among carried items; none:
+    they are not corrected. `mark`: the digest of the map that carries.
     """
 
     weight: float
@@ -67,13 +69,14 @@ class Joining:
     new: Vectors
     mark: str = ""
     crowd: Vectors = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    metric: Metric = "cosine"
 
     def near(self, by_old: Vectors, by_new: Vectors, old: Vectors, carried: Vectors) -> Block:
         """Both models' nearness [q, n] of items with vectors old [n, a] and carried [n, b] to
         queries by either model, [q, a] and [q, b]."""
-        near_old = nearness(by_old, old, self.old)
+        near_old = nearness(by_old, old, self.old, metric=self.metric)
         less = (hubs(carried, self.crowd), self._hubs)
-        near_new = nearness(by_new, carried, self.carried, less)
+        near_new = nearness(by_new, carried, self.carried, less, self.metric)
         return np.asarray(self.weight * near_new + (1 - self.weight) * near_old, np.float32)
 
     def of_carried(self, near: Block) -> Block:
@@ -87,7 +90,7 @@ class Joining:
     def of_native(self, by_new: Vectors, new: Vectors, near: Block) -> Block:
         """Log-odds [q, n] of items with the new model's own vectors [n, b] for queries [q, b];
         `near`: as if carried."""
-        return self.native(nearness(by_new, new, self.new), near)
+        return self.native(nearness(by_new, new, self.new, metric=self.metric), near)
 
 
 def hubs(vectors: Vectors, crowd: Vectors) -> Block:
@@ -109,11 +112,16 @@ def nearness(
     vectors: Vectors,
     anchors: Vectors,
     less: tuple[Block, Block] | None = None,
+    metric: Metric = "cosine",
 ) -> Block:
     """Deviations [q, n] by which vectors are nearer to queries [q, d] than anchors on average;
     `less` is taken from the cosines of either."""
-    unit = normalised(queries)
-    block = np.concatenate([unit @ normalised(vectors).T, unit @ anchors.T], axis=1)
+    if metric == "cosine":
+        unit = normalised(queries)
+        block = np.concatenate([unit @ normalised(vectors).T, unit @ anchors.T], axis=1)
+    else:
+        sides = [distances(queries, side, metric) for side in (vectors, anchors)]
+        block = -np.concatenate(sides, axis=1).astype(np.float32)
     if less is not None:
         block -= np.concatenate(less)
     columns = np.arange(len(vectors), block.shape[1])
@@ -167,6 +175,8 @@ def save_joining(path: Path, found: Joining) -> None:
     """Write it as arrays and a line of JSON. Raises CannotWriteError."""
     lines = {name: [line.slope, line.intercept, line.share] for name, line in _lines(found)}
     header = {"format": FORMAT, "weight": found.weight, "mark": found.mark, **lines}
+    if found.metric != "cosine":
+        header |= {"format": OTHERWISE, "metric": found.metric}
     buffer = io.BytesIO()
     text = np.array(json.dumps(header, sort_keys=True))
     np.savez(
@@ -189,8 +199,10 @@ def load_joining(path: Path) -> Joining:
         if header["format"] not in FORMATS:
             raise ValueError(f"format {header['format']}")
         joined, native = (Line(*map(float, header[name])) for name in ("joined", "native"))
-        weight = float(header["weight"])
-        return Joining(weight, joined, native, mark=str(header["mark"]), **anchors)
+        weight, metric = float(header["weight"]), header.get("metric", "cosine")
+        if metric not in get_args(Metric):
+            raise ValueError(f"metric {metric!r}")
+        return Joining(weight, joined, native, mark=str(header["mark"]), **anchors, metric=metric)
     except (ValueError, KeyError, IndexError, TypeError, OSError, EOFError, zipfile.BadZipFile,
             InvalidInputError) as error:  # fmt: skip
         raise InvalidInputError(

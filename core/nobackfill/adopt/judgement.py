@@ -47,7 +47,8 @@ def sampled(queries: Queries, items: int, seed: int = 0) -> Queries:
 def among_items(pairs: Pairs, seed: int = 0) -> Queries:
     """Each item asks for its neighbours."""
     rows = np.arange(len(pairs), dtype=np.int64)
-    return sampled(Queries(pairs.old, pairs.new, rows, own=True), len(pairs), seed)
+    queries = Queries(pairs.old, pairs.new, rows, own=True, metric=pairs.metric)
+    return sampled(queries, len(pairs), seed)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def judge(gallery: Gallery, queries: Queries, apart: Block | None = None, seed: 
         return np.asarray(weight * by_new + (1 - weight) * near_old, np.float32)
 
     # Hubs are told by what people ask, which items that ask for their neighbours do not say.
-    choices = [(one, crowded) for one in WEIGHTS for crowded in (False, not queries.own)]
+    told = not queries.own and queries.metric == "cosine"
+    choices = [(one, crowded) for one in WEIGHTS for crowded in (False, told)]
     scores = {one: chosen_by(figures(-joined(one)), queries.own) for one in dict.fromkeys(choices)}
     both = np.empty_like(stay)
     for half in (halves, ~halves):
@@ -96,9 +98,10 @@ def judge(gallery: Gallery, queries: Queries, apart: Block | None = None, seed: 
         "re-embed": native,
     }
     old, mapped, new = (
-        normalised(part[anchors]) for part in (gallery.old, gallery.carried, gallery.new)
+        normalised(part[anchors]) if queries.metric == "cosine" else part[anchors]
+        for part in (gallery.old, gallery.carried, gallery.new)
     )
-    joining = Joining(best[0], *chosen.lines, old, mapped, new)
+    joining = Joining(best[0], *chosen.lines, old, mapped, new, metric=queries.metric)
     if best[1]:
         joining = replace(joining, crowd=normalised(queries.new[:CROWD]))
     return Judged({name: figures(block) for name, block in ways.items()}, joining, healing)
@@ -133,8 +136,9 @@ def served(
 
 def _blocks(gallery: Gallery, queries: Queries, apart: Block | None) -> tuple[Block, Block, Block]:
     """Distances [q, g] of old/old, new/carried and new/new."""
-    carried = blocked(queries.new, gallery.carried) if apart is None else apart
-    return blocked(queries.old, gallery.old), carried, blocked(queries.new, gallery.new)
+    sides = ((queries.old, gallery.old), (queries.new, gallery.carried), (queries.new, gallery.new))
+    stay, carried, native = (blocked(*side, queries.metric) for side in sides)
+    return stay, carried if apart is None else apart, native
 
 
 def _anchors(gallery: Gallery, seed: int) -> Ints:
@@ -159,12 +163,12 @@ def _lazily(both: Block, native: Block) -> Block:
 
 def figures_of(apart: Block, pairs: Pairs, queries: Queries) -> Figures:
     """Figures of one map, from distances [q, n] of queries to carried items."""
-    return measure(blocked(queries.new, pairs.new), queries)[0](apart)
+    return measure(blocked(queries.new, pairs.new, queries.metric), queries)[0](apart)
 
 
 def figure_of(vectors: Vectors, pairs: Pairs, queries: Queries) -> Figures:
     """The same from the carried vectors [n, b]."""
-    return figures_of(blocked(queries.new, vectors), pairs, queries)
+    return figures_of(blocked(queries.new, vectors, queries.metric), pairs, queries)
 
 
 def _best(scores: Mapping[Way, PerQuery], some: Mask) -> Way:

@@ -1,25 +1,32 @@
 """The same items' vectors by two models: what maps are fitted and judged on."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from nobackfill.adopt.sources.source import Rows, Source, checked
+from nobackfill.adopt.sources.source import Facts, Rows, SearchMetric, Source, checked
 from nobackfill.errors import InvalidInputError, few
+from nobackfill.metrics.distances import Metric
 from nobackfill.vectors import Vectors
 
 # Items read at a time.
 WINDOW = 10_000
+# Metrics of stores that searches can be judged and ranked by.
+_JUDGED: Mapping[SearchMetric, Metric] = {
+    "cosine": "cosine", "squared_l2": "l2", "inner_product": "inner_product",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Row i of both is item ids[i]: old [n, a], new [n, b]."""
+    """Row i of both is item ids[i]: old [n, a], new [n, b]. `metric`: that of the old ones' store,
+    cosine where it names none."""
 
     ids: list[str]
     old: Vectors
     new: Vectors
+    metric: Metric = "cosine"
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -62,6 +69,17 @@ def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
     return Rows(ids, np.concatenate(vectors) if vectors else np.empty((0, dim or 0), np.float32))
 
 
+def judged_by(facts: Facts) -> Metric:
+    """What the searches of a store are judged and ranked by. Raises InvalidInputError."""
+    metric = facts.metric or "cosine"
+    if metric not in _JUDGED:
+        raise InvalidInputError(
+            f"{facts.name}: its vectors are searched by {metric}, which is carried but not judged; "
+            f"expected {few(_JUDGED)}"
+        )
+    return _JUDGED[metric]
+
+
 def match(old: Source, new: Source, *, least: int = 20) -> Matched:
     """Pairs by id, whatever the order of either side; `new` is the smaller side as a rule.
 
@@ -82,7 +100,7 @@ def match(old: Source, new: Source, *, least: int = 20) -> Matched:
         raise InvalidInputError(
             f"expected at least {least} items with both vectors, found {len(stored)}: {why}"
         )
-    pairs = Pairs(stored.ids, stored.vectors, made.vectors[order])
+    pairs = Pairs(stored.ids, stored.vectors, made.vectors[order], judged_by(old.facts()))
     for side, vectors in ((old, pairs.old), (new, pairs.new)):
         if len(zeros := np.flatnonzero(~vectors.any(1))):
             raise InvalidInputError(

@@ -1,12 +1,12 @@
 """Distances between queries and gallery, smaller = nearer, a block of queries at a time."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-Metric = Literal["l2", "cosine"]
+Metric = Literal["l2", "cosine", "inner_product"]
 Floats = NDArray[np.floating]
 BLOCK_VALUES = 32 * 1024 * 1024
 
@@ -14,7 +14,8 @@ BLOCK_VALUES = 32 * 1024 * 1024
 def distances(queries: Floats, gallery: Floats, metric: Metric = "l2") -> Floats:
     """Distances [q, g] between queries [q, dim] and gallery [g, dim].
 
-    "l2" is the squared Euclidean distance (same order as the distance itself), "cosine" is 1 - cos.
+    "l2" is the squared Euclidean distance (same order as the distance itself), "cosine" is 1 - cos,
+    "inner_product" is the negative inner product, as larger is nearer there.
     float32 inputs are computed in float32, else in float64. Rounding may leave tiny negative
     values; they are not clipped, which would make ties that are none. Raises ValueError for shapes
     that do not fit, non-finite values, a zero vector under "cosine", an unknown metric.
@@ -55,8 +56,8 @@ def _checked(queries: Floats, gallery: Floats, metric: Metric) -> tuple[Floats, 
         raise ValueError("embeddings hold NaN or infinity")
     if metric == "cosine":
         return unit(queries), unit(gallery)
-    if metric != "l2":
-        raise ValueError(f"metric must be 'l2' or 'cosine', got {metric!r}")
+    if metric not in get_args(Metric):
+        raise ValueError(f"metric must be one of {get_args(Metric)}, got {metric!r}")
     return queries, gallery
 
 
@@ -64,6 +65,8 @@ def _block(queries: Floats, gallery: Floats, metric: Metric) -> Floats:
     products: Floats = queries @ gallery.T
     if metric == "cosine":
         return np.subtract(1, products, out=products)
+    if metric == "inner_product":
+        return np.negative(products, out=products)
     products *= -2
     products += np.einsum("gd,gd->g", gallery, gallery)
     products += np.einsum("qd,qd->q", queries, queries)[:, None]

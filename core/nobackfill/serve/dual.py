@@ -15,6 +15,7 @@ import numpy as np
 from nobackfill.adopt.embedding.embedder import QUERIES, Embedder
 from nobackfill.adopt.joining import Block, Joining, load_joining
 from nobackfill.adopt.maps import NEW_MODEL, Map, load_map
+from nobackfill.adopt.pairs import judged_by
 from nobackfill.adopt.sources.source import Rows, Searchable, same_model
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
 from nobackfill.items.reembedding import Cost, Limits, today
@@ -74,8 +75,10 @@ class Dual:
         """`carried`: the column that `nobackfill carry` filled, for candidates by the new model;
         None takes them from the old one's and from native items.
 
-        Raises IncompatibleSpaceError where `joining` was fitted for another map.
+        Raises IncompatibleSpaceError where `joining` was fitted for another map,
+        InvalidInputError where the store searches by a metric that no joining ranks by.
         """
+        judged_by(source.facts())
         if joining.mark != mapping.digest:
             raise IncompatibleSpaceError(
                 "the joining was fitted for another map; take --out and --joining of one `fit`"
@@ -145,7 +148,7 @@ class Dual:
         found = dict.fromkeys(self._source.nearest(by_old[0], self._hits))
         if self._carried is not None:
             found |= dict.fromkeys(self._source.nearest(by_new[0], self._hits, self._carried))
-        near = self._natives.nearest(by_new, self._hits)
+        near = self._natives.nearest(by_new, self._hits, self._joining.metric)
         rows = self._source.lookup(list(found | dict.fromkeys(near)))
         known = set(rows.ids)
         # What the store no longer has is no longer kept here either.

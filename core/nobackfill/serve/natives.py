@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from nobackfill.adopt.maps import normalised
 from nobackfill.durable import make_dir, transaction
 from nobackfill.errors import CannotWriteError, IncompatibleSpaceError, VerificationError
 from nobackfill.items import claims
@@ -86,8 +85,9 @@ class Natives:
                 f"{path}: holds vectors of another model (or of this one, declared otherwise); "
                 "give each model a file of its own"
             )
-        # Rows of norm 1 for search; the newest number that is in memory.
+        # For search; the newest number that is in memory.
         self._matrix: Vectors = np.zeros((_ROOM, dim), np.float32)
+        self._norms: Vectors = np.zeros(_ROOM, np.float32)
         self._ids: list[str | None] = []
         self._known: dict[str, tuple[int, Native]] = {}
         self._newest = 0
@@ -107,14 +107,18 @@ class Natives:
             self._catch_up()
             return {name: self._known[name][1] for name in ids if name in self._known}
 
-    def nearest(self, query: Vectors, count: int) -> list[str]:
-        """Ids of the nearest to a query [1, dim] by cosine, exactly, nearest first."""
+    def nearest(self, query: Vectors, count: int, metric: str = "cosine") -> list[str]:
+        """Ids of the nearest to a query [1, dim], exactly, nearest first."""
         with self._lock:
             self._catch_up()
             if not self._known:
                 return []
             rows = len(self._ids)
-            products = self._matrix[:rows] @ normalised(query)[0]
+            products, norms = self._matrix[:rows] @ query[0], self._norms[:rows]
+            if metric == "cosine":
+                products /= np.maximum(norms, np.float32(1e-12))
+            elif metric == "l2":
+                products = 2 * products - norms**2
             # A few more: rows of items that went hold zeros.
             most = min(rows, count + rows - len(self._known))
             best = np.argpartition(-products, most - 1)[:most]
@@ -212,6 +216,7 @@ class Natives:
             known = [(name, native) for name, (_, native) in self._known.items()]
             self._ids, self._known = [], {}
             self._matrix = np.zeros((_ROOM, self._dim), np.float32)
+            self._norms = np.zeros(_ROOM, np.float32)
             for name, native in known:
                 self._add(name, native)
 
@@ -219,11 +224,13 @@ class Natives:
         row = len(self._ids)
         if row == len(self._matrix):
             self._matrix = np.concatenate([self._matrix, np.zeros_like(self._matrix)])
+            self._norms = np.concatenate([self._norms, np.zeros_like(self._norms)])
         self._ids.append(name)
         self._known[name] = (row, native)
-        self._matrix[row] = normalised(native.vector[None])[0]
+        self._matrix[row] = native.vector
+        self._norms[row] = np.linalg.norm(native.vector)
 
     def _drop(self, name: str) -> None:
         if found := self._known.pop(name, None):
             self._ids[found[0]] = None
-            self._matrix[found[0]] = 0
+            self._matrix[found[0]] = self._norms[found[0]] = 0

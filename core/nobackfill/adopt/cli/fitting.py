@@ -200,7 +200,7 @@ def known_items(pairs: Pairs, old: Source, new: Source) -> Queries:
             f"expected at least 20 queries whose item is among the pairs, found {len(kept)}"
         )
     rows = np.array([places[asked.ids[row]] for row in kept], np.int64)
-    return Queries(asked.old[kept], asked.new[kept], rows, own=False)
+    return Queries(asked.old[kept], asked.new[kept], rows, own=False, metric=pairs.metric)
 
 
 def _seconds(source: Source) -> float | None:

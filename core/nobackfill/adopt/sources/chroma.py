@@ -10,13 +10,15 @@ import numpy as np
 
 from nobackfill.adopt.sources.chroma_server import ChromaServer
 from nobackfill.adopt.sources.copied import OF, Collection, Record
-from nobackfill.adopt.sources.source import Facts, Target, Window
+from nobackfill.adopt.sources.source import Facts, SearchMetric, Target, Window, metric_of
 from nobackfill.errors import InvalidInputError, NotFoundError
-from nobackfill.vectors import Metric, Vectors
+from nobackfill.vectors import Vectors
 
 # Items of a request: a server takes no more than some thousands, and vectors are text there.
 _PAGE = 500
-_METRICS: Mapping[str, Metric] = {"cosine": "cosine", "l2": "squared_l2"}
+_METRICS: Mapping[str, SearchMetric] = {
+    "cosine": "cosine", "l2": "squared_l2", "ip": "inner_product",
+}  # fmt: skip
 _MARK = "nobackfill_"
 
 
@@ -41,7 +43,7 @@ class ChromaStore:
             raise TypeError(like)
         body = {
             "name": target.name,
-            "metadata": {_MARK + name: value for name, value in said.items()},
+            "metadata": like.noted | {_MARK + name: value for name, value in said.items()},
             "configuration": like.index,
         }
         self._server.make(body, target.name)
@@ -71,6 +73,10 @@ class ChromaCollection:
         self._path = f"/{found['id']}"
         self._dim: int | None = found.get("dimension")
         noted = found.get("metadata") or {}
+        # What its owner says of it; how clients of before 1.0 describe the index goes with that.
+        self.noted = {
+            name: value for name, value in noted.items() if not name.startswith((_MARK, "hnsw:"))
+        }
         self.said = {
             name.removeprefix(_MARK): str(value)
             for name, value in noted.items()
@@ -86,10 +92,10 @@ class ChromaCollection:
         self._ids: list[str] | None = None
 
     def facts(self) -> Facts:
-        space = next((one.get("space") for one in self.index.values()), None)
+        space = next((str(one.get("space") or "") for one in self.index.values()), "")
         some = self._get({"limit": 1, "include": ["documents", "metadatas", "uris"]})
         columns = tuple(some[0].rest) if some else ()
-        metric = _METRICS.get(str(space))
+        metric = metric_of(space, _METRICS, self.name)
         return Facts(self.name, self._dim, metric, self.said.get("model"), columns)
 
     def count(self) -> int:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from nobackfill.adopt.sources.copied import OF, Collection, Record
-from nobackfill.adopt.sources.source import Facts, Target, Window
+from nobackfill.adopt.sources.source import Facts, SearchMetric, Target, Window, metric_of
 from nobackfill.errors import InvalidInputError, NotFoundError, few
 from nobackfill.extras import extra
-from nobackfill.vectors import Metric, Vectors
+from nobackfill.vectors import Vectors
 
 with extra("milvus"):
     from pymilvus import DataType
@@ -32,7 +32,9 @@ _PAGE = 1000
 # Bytes of vectors in one answer: a message may have 64 MiB, and an item has more than its vector.
 _MOST_BYTES = 16 << 20
 _STRONG = "Strong"
-_METRICS: Mapping[str, Metric] = {"COSINE": "cosine", "L2": "squared_l2"}
+_METRICS: Mapping[str, SearchMetric] = {
+    "COSINE": "cosine", "L2": "squared_l2", "IP": "inner_product",
+}  # fmt: skip
 _LEAST = -(1 << 63)
 _MARK = "nobackfill."
 # The partition of items that are put without one.
@@ -140,9 +142,9 @@ class MilvusCollection:
         asked(self.name, lambda: self._client.load_collection(self.name))
 
     def facts(self) -> Facts:
-        kind = index_of(self._client, self.name, self._vector).get("metric_type", "")
+        kind = str(index_of(self._client, self.name, self._vector).get("metric_type") or "")
         others = tuple(name for name in self._fields if name not in (self._key, self._vector))
-        metric, model = _METRICS.get(str(kind)), self.said.get("model")
+        metric, model = metric_of(kind, _METRICS, self.name), self.said.get("model")
         return Facts(f"{self.name}.{self._vector}", self._dim, metric, model, others)
 
     def count(self) -> int:

@@ -1,27 +1,38 @@
 """A table of PostgreSQL with pgvector. New vectors go into a new column of the same rows, so a
 deleted row takes its vector along; a trigger empties it where the old vector changes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import LiteralString
 
 import numpy as np
 
 from nobackfill.adopt.sources.postgres_rows import parsed
-from nobackfill.adopt.sources.source import Beside, Column, Facts, Rows, Target, Window, even
+from nobackfill.adopt.sources.source import (
+    Beside,
+    Column,
+    Facts,
+    Rows,
+    SearchMetric,
+    Target,
+    Window,
+    even,
+)
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, few
 from nobackfill.extras import extra
-from nobackfill.vectors import Metric, Vectors
+from nobackfill.vectors import Vectors
 
 with extra("adopt"):
     from psycopg import sql
 
     from nobackfill.adopt.sources import pgvector_table_made
-    from nobackfill.adopt.sources.pgvector_column import PgvectorBeside, before
+    from nobackfill.adopt.sources.pgvector_column import METRICS, PgvectorBeside, before
     from nobackfill.adopt.sources.pgvector_table import PgvectorTable
     from nobackfill.adopt.sources.postgres_table import Changes, Table, note
 
-_METRICS: dict[str, Metric] = {"vector_cosine_ops": "cosine", "vector_l2_ops": "squared_l2"}
+_SIGNS: Mapping[SearchMetric, LiteralString] = {
+    "cosine": "<=>", "squared_l2": "<->", "inner_product": "<#>", "l1": "<+>",
+}  # fmt: skip
 # PostgreSQL cuts longer names off.
 _MOST_NAME = 63
 # When a new vector is emptied. The first two conditions tell what carrying itself writes without
@@ -51,40 +62,53 @@ class PgvectorSource:
         self, address: str, table: str, key: str | None = None, vector: str | None = None
     ) -> None:
         self._table = Table(address, table, key)
-        columns = self._table.columns
-        vectors = [name for name, kind in columns.items() if kind.startswith(("vector", "halfvec"))]
+        vectors = [name for name in self._table.columns if self._table.kind(name)]
         if vector is None:
             # What was carried is found when it is named.
             vectors = [name for name in vectors if self._table.mark(name) is None]
         if (vector is None and len(vectors) != 1) or (vector is not None and vector not in vectors):
-            what_next = (
-                "name one with --vector" if vectors else
-                "a column of numbers becomes one by ALTER TABLE … ALTER COLUMN … TYPE vector(N)"
-            )  # fmt: skip
+            others = {name: kind for name, kind in self._table.columns.items() if _other(kind)}
+            what_next = "name one with --vector"
+            if others:
+                what_next = (
+                    f"vectors of type {few(sorted(set(others.values())))} (in {few(others)}) are "
+                    "not carried"
+                )
+            elif not vectors:
+                what_next = (
+                    "a column of numbers becomes one by ALTER TABLE … ALTER COLUMN … TYPE vector(N)"
+                )
             raise InvalidInputError(
                 f"{table}: expected {'one column' if vector is None else repr(vector)} of type "
                 f"vector or halfvec, found {few(vectors) or 'none'}; {what_next}"
             )
         self.vector = vector or vectors[0]
+        self._expressions: dict[str, tuple[str, sql.Composable]] = {}
 
     def facts(self) -> Facts:
         table, vector = self._table, self.vector
-        kind = table.columns[vector]
-        dim = int(kind.split("(")[1][:-1]) if "(" in kind else None
         others = tuple(name for name in table.columns if name not in (table.key, vector))
         model = table.said(vector).get("model")
-        return Facts(f"{table.name}.{vector}", dim, self._metric, model, others)
+        return Facts(f"{table.name}.{vector}", table.dim(vector), self.metric, model, others)
 
     @cached_property
-    def _metric(self) -> Metric | None:
-        """Of the old column's index; a search has no time to ask for it."""
-        return next(
-            (
-                _METRICS[name]
-                for name in self._table.operator_classes(self.vector)
-                if name in _METRICS
-            ),
-            None,
+    def metric(self) -> SearchMetric | None:
+        """Of the old column's indexes; a search has no time to ask for it. Raises InvalidInputError
+        where they are of several."""
+        metrics = {METRICS[name] for name, _ in self._table.indexes(self.vector) if name in METRICS}
+        if len(metrics) > 1:
+            raise InvalidInputError(
+                f"{self._table.name}.{self.vector}: expected indexes of one metric, found "
+                f"{few(sorted(metrics))}; drop those that no query uses"
+            )
+        return next(iter(metrics), None)
+
+    @cached_property
+    def halves(self) -> bool:
+        """Whether the old column, or an index of it, holds halves."""
+        classes = [name for name, _ in self._table.indexes(self.vector)]
+        return self._table.kind(self.vector) == "halfvec" or any(
+            name.startswith("halfvec") for name in classes
         )
 
     def count(self) -> int:
@@ -121,33 +145,46 @@ class PgvectorSource:
 
     def nearest(self, vector: Vectors, count: int, beside: str | None = None) -> list[str]:
         """By an index where there is one, told to look at no fewer than `count` candidates."""
-        relation: sql.Composable = self._table.composed("{table}")
-        column, kind = beside or self.vector, "vector"
+        column, of = beside or self.vector, None
         if column.startswith(pgvector_table_made.PREFIX):
-            names = pgvector_table_made.names_of(self._table, self.vector, column)
-            relation, column = names["beside"], self.vector
-        elif column in self._table.columns:
-            kind = self._table.columns[column]
-        else:
+            of = pgvector_table_made.names_of(self._table, self.vector, column)["beside"]
+            column = self.vector
+        elif column not in self._table.columns:
             raise InvalidInputError(f"{self._table.name}: no column {column!r}")
-        sign = "<->" if self._metric == "squared_l2" else "<=>"
+        kind, expression = self._searched(column, of)
         found = self._table.searched(
             "SELECT {key}::text FROM {relation} t WHERE {column} IS NOT NULL "
-            "ORDER BY {column} {sign} {value}::{kind} LIMIT {count}",
+            "ORDER BY {expression} {sign} {value}::{kind} LIMIT {count}",
             "SET LOCAL hnsw.ef_search = {candidates}",
-            relation=relation,
+            relation=of or self._table.composed("{table}"),
             column=sql.Identifier(column),
-            sign=sql.SQL(sign),
-            kind=sql.SQL(kind),
+            expression=expression,
+            sign=self._table.operator(_SIGNS[self.metric or "cosine"]),
+            kind=self._table.of_pgvector(kind),
             value=str(np.asarray(vector, np.float32).tolist()),
             count=count,
             candidates=min(1000, max(40, count)),
         )
         return [name for (name,) in found]
 
+    def _searched(self, column: str, of: sql.Identifier | None) -> tuple[str, sql.Composable]:
+        """The type that a column is searched by, and the expression that an index is on."""
+        place = column if of is None else of.as_string()
+        if place not in self._expressions:
+            metric = self.metric or "cosine"
+            found = [
+                one for one in self._table.indexes(column, of) if METRICS.get(one[0]) == metric
+            ]
+            kind, expression = self._table.kind(self.vector), sql.Identifier(column).as_string()
+            if found:
+                kind, expression = found[0][0].partition("_")[0], found[0][1]
+            # A name or an expression of the catalogue's.
+            self._expressions[place] = kind, sql.SQL(expression)
+        return self._expressions[place]
+
     def lookup(self, ids: Sequence[str]) -> Rows:
         found = self._table.searched(
-            "SELECT {key}::text, vector_send({column}::vector) FROM {table} t "
+            "SELECT {key}::text, {vector_send}({column}::{vector}) FROM {table} t "
             "WHERE {column} IS NOT NULL AND {key} = ANY({ids}::{kind}[])",
             column=sql.Identifier(self.vector),
             kind=sql.SQL(self._table.key_type),
@@ -182,7 +219,7 @@ class PgvectorSource:
             )
         if name != target.name:
             flipped = pgvector_table_made.make(self._table, self.vector, target)
-            return PgvectorTable(self._table, self.vector, target, flipped)
+            return PgvectorTable(self, self._table, target, flipped)
         with self._table.changing() as changes:
             made = self._table.mark(target.name)
             # Also one that somebody else has made since the table was looked at.
@@ -200,7 +237,7 @@ class PgvectorSource:
             if not there:
                 names = self._names(target.name)
                 dim = sql.SQL(str(int(target.dim)))
-                changes.run("ALTER TABLE {table} ADD COLUMN {new} vector({dim})", dim=dim, **names)
+                changes.run("ALTER TABLE {table} ADD COLUMN {new} {type}({dim})", dim=dim, **names)
                 mark = note(nobackfill=target.mark, model=target.model)
                 changes.run("COMMENT ON COLUMN {table}.{new} IS {mark}", mark=mark, **names)
             if not flipped:
@@ -232,11 +269,12 @@ class PgvectorSource:
         return True
 
     def _names(self, new: str) -> dict[str, sql.Identifier]:
-        """Quoted: both columns, and the trigger function, which is beside the table: its owner may
-        make things there."""
+        """Quoted: both columns, their type, and the trigger function, which is beside the table:
+        its owner may make things there."""
         return {
             "old": sql.Identifier(self.vector),
             "new": sql.Identifier(new),
+            "type": self._table.of_pgvector(self._table.kind(self.vector)),
             "function": sql.Identifier(
                 self._table.schema, self._table.trigger_name(self.vector, new)
             ),
@@ -254,7 +292,7 @@ class PgvectorSource:
     def rows(self, column: str, window: Window, missing: str | None = None) -> Rows:
         """Rows of a window by key that have a vector in `column`, and none in `missing`."""
         found = self._table.copied(
-            "SELECT t.{key}::text, {column}::vector, t.ctid, t.xmin, t.tableoid "
+            "SELECT t.{key}::text, {column}::{vector}, t.ctid, t.xmin, t.tableoid "
             "FROM {table} t WHERE {column} IS NOT NULL AND {condition} AND {within} "
             "ORDER BY t.{key}",
             column=sql.Identifier(column),
@@ -264,3 +302,8 @@ class PgvectorSource:
             within=self._table.within(window, "t"),
         )
         return parsed(found, self._table.name)
+
+
+def _other(kind: str) -> bool:
+    """Whether it is a type of vectors that are not carried."""
+    return kind.rpartition(".")[2].startswith(("bit", "sparsevec"))

@@ -1,14 +1,15 @@
 """The new column beside an old one: what is pending, what is written by COPY, how to flip."""
 
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import LiteralString, Protocol
 
 from nobackfill.adopt.sources.postgres_rows import products_of, written
-from nobackfill.adopt.sources.source import Facts, Rows, Target, Window
+from nobackfill.adopt.sources.source import Rows, SearchMetric, Target, Window
 from nobackfill.errors import BusyError
 from nobackfill.extras import extra
-from nobackfill.vectors import Metric, Vectors
+from nobackfill.vectors import Vectors
 
 with extra("adopt"):
     from psycopg import sql
@@ -26,6 +27,15 @@ LET_GO = 0.5
 HOW: LiteralString = (
     "in the same moment either `carry` with --flip, or let nobody write, carry once more, and run:"
 )
+# By its operator classes; a table's own sparse or binary ones are of other columns.
+_NAMES: Mapping[str, SearchMetric] = {
+    "cosine": "cosine", "l2": "squared_l2", "ip": "inner_product", "l1": "l1",
+}  # fmt: skip
+METRICS: Mapping[str, SearchMetric] = {
+    f"{kind}_{name}_ops": metric
+    for kind in ("vector", "halfvec")
+    for name, metric in _NAMES.items()
+}
 
 
 class Columns(Protocol):
@@ -33,7 +43,11 @@ class Columns(Protocol):
 
     vector: str
 
-    def facts(self) -> Facts: ...
+    @property
+    def metric(self) -> SearchMetric | None: ...
+
+    @property
+    def halves(self) -> bool: ...
 
     def filled(self, column: str) -> int: ...
 
@@ -47,7 +61,7 @@ class PgvectorBeside:
     def at_once(self) -> int:
         """Two transactions side by side keep each other's dead rows, and an index of vectors costs
         more than the second one brings."""
-        return 1 if self._table.operator_classes(self._source.vector) else 2
+        return 1 if self._table.indexes(self._source.vector) else 2
 
     def __init__(
         self,
@@ -66,36 +80,35 @@ class PgvectorBeside:
     def write(self, rows: Rows, vectors: Vectors) -> None:
         """Into rows that nobody has written since they were read. In passes: see PASSES."""
         try:
-            self._write(rows, *written(rows.seen, vectors))
+            self._write(rows, written(rows.seen, vectors))
         except BusyError:
             # A transaction is open that wrote to one of them: the rest stays pending.
             time.sleep(LET_GO)
 
-    def _write(self, rows: Rows, rows_of_window: bytes, passes: int) -> None:
+    def _write(self, rows: Rows, passes: Iterator[bytes]) -> None:
         kind = sql.SQL(self._table.key_type)
         with self._table.connected() as changes:
-            changes.run("DROP TABLE IF EXISTS pg_temp.nobackfill_window")
-            changes.run(
-                "CREATE TEMPORARY TABLE nobackfill_window "
-                "(place tid, writer xid, relation oid, pass int2, new vector)"
-            )
-            changes.copy(sql.Identifier("nobackfill_window"), rows_of_window)
-            for number in range(passes):
+            for rows_of_pass in passes:
+                # All of a transaction: behind a pooler the next one may have another session.
                 with changes.transaction(WAIT):
+                    changes.run(
+                        "CREATE TEMPORARY TABLE nobackfill_pass "
+                        "(place tid, writer xid, relation oid, new {vector})"
+                    )
+                    changes.copy(sql.Identifier("nobackfill_pass"), rows_of_pass)
                     # Through the key's index, which clears pages of what is dead as it goes; the
                     # window again, for nothing is known of how full the other table is.
                     changes.run("SET LOCAL enable_tidscan = off")
                     changes.run(
-                        "UPDATE {table} t SET {new} = w.new FROM nobackfill_window w "
-                        "WHERE t.ctid = w.place AND t.xmin = w.writer AND t.tableoid = w.relation "
-                        "AND w.pass = {number} "
+                        "UPDATE {table} t SET {new} = p.new FROM nobackfill_pass p "
+                        "WHERE t.ctid = p.place AND t.xmin = p.writer AND t.tableoid = p.relation "
                         "AND t.{key} BETWEEN {first}::{kind} AND {last}::{kind}",
-                        number=number,
                         kind=kind,
                         first=rows.ids[0],
                         last=rows.ids[-1],
                         **self._names,
                     )
+                    changes.run("DROP TABLE pg_temp.nobackfill_pass")
 
     def read(self, window: Window) -> Rows:
         return self._source.rows(self._target.name, window)
@@ -103,7 +116,7 @@ class PgvectorBeside:
     def products(self, window: Window, probe: Vectors) -> tuple[list[str], Vectors]:
         return products_of(
             self._table.copied(
-                "SELECT t.{key}::text, t.{new} <#> {probe}::vector FROM {table} t "
+                "SELECT t.{key}::text, t.{new} {product} {probe}::{vector} FROM {table} t "
                 "WHERE t.{new} IS NOT NULL AND {within} ORDER BY t.{key}",
                 probe=str(probe.tolist()),
                 within=self._table.within(window, "t"),
@@ -115,7 +128,7 @@ class PgvectorBeside:
         return self._source.filled(self._target.name)
 
     def build_indexes(self) -> None:
-        if not self._table.operator_classes(self._target.name):
+        if not self._table.indexes(self._target.name):
             for statement in self._indexes():
                 self._table.run_alone(statement)
 
@@ -135,11 +148,10 @@ class PgvectorBeside:
         return []
 
     def _indexes(self) -> list[str]:
-        metric = self._source.facts().metric or "cosine"
         return [
             self._table.text(
                 "CREATE INDEX CONCURRENTLY ON {table} USING hnsw {index}",
-                index=index_of(self._names["new"], self._target.dim, metric),
+                index=index_of(self._table, self._source, self._names["new"], self._target.dim),
             )
         ]
 
@@ -195,11 +207,13 @@ def unless(table: Table, hindrance: LiteralString, sentence: str, **names: objec
     return table.text("DO {body}", body=body)
 
 
-def index_of(column: sql.Identifier, dim: int, metric: Metric) -> sql.Composed:
-    """What an HNSW index is on, in brackets."""
-    kind = "vector" if dim <= _INDEXED_DIM else "halfvec"
-    operators = "l2" if metric == "squared_l2" else "cosine"
+def index_of(table: Table, source: Columns, column: sql.Identifier, dim: int) -> sql.Composed:
+    """What an HNSW index is on, in brackets: by the old column's metric, of halves where its own
+    is."""
+    kind = "halfvec" if source.halves or dim > _INDEXED_DIM else "vector"
+    metric = source.metric or "cosine"
+    name = next(name for name, one in METRICS.items() if one == metric and name.startswith(kind))
     indexed: sql.Composable = column
-    if kind == "halfvec":
-        indexed = sql.SQL("({}::halfvec({}))").format(column, sql.SQL(str(dim)))
-    return sql.SQL("({} {})").format(indexed, sql.SQL(f"{kind}_{operators}_ops"))
+    if kind != table.kind(source.vector):
+        indexed = sql.SQL("({}::{}({}))").format(column, table.of_pgvector(kind), sql.SQL(str(dim)))
+    return sql.SQL("({} {})").format(indexed, table.of_pgvector(name))

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from nobackfill.adopt.sources.postgres_rows import packed, parsed, products_of
+import numpy as np
+
+from nobackfill.adopt.sources.postgres_rows import Packable, packed, parsed, products_of
 from nobackfill.adopt.sources.source import Rows, Target, Window
 from nobackfill.errors import BusyError
 from nobackfill.extras import extra
@@ -22,7 +24,14 @@ with extra("adopt"):
     from psycopg import errors as states
     from psycopg import sql
 
-    from nobackfill.adopt.sources.pgvector_column import HOW, LET_GO, WAIT, index_of, unless
+    from nobackfill.adopt.sources.pgvector_column import (
+        HOW,
+        LET_GO,
+        WAIT,
+        Columns,
+        index_of,
+        unless,
+    )
     from nobackfill.adopt.sources.pgvector_table_made import names_of
     from nobackfill.adopt.sources.postgres_dependents import grants, owner, security
     from nobackfill.adopt.sources.postgres_table import Table, note
@@ -39,9 +48,9 @@ class PgvectorTable:
     # No index of the old table's learns of it.
     at_once = 2
 
-    def __init__(self, table: Table, vector: str, target: Target, flipped: bool) -> None:
-        self._table, self._vector, self._target, self.flipped = table, vector, target, flipped
-        self._names = names_of(table, vector, target.name)
+    def __init__(self, source: Columns, table: Table, target: Target, flipped: bool) -> None:
+        self._source, self._table, self._target, self.flipped = source, table, target, flipped
+        self._names = names_of(table, source.vector, target.name)
         # Windows that were written whole: what has come since was emptied first. And, of each
         # thread, the one that it has read last.
         self._whole: set[str] = set()
@@ -54,7 +63,7 @@ class PgvectorTable:
             # Looked for before the vectors are read: what is emptied after that is met by writing.
             rows = parsed(
                 self._table.copied(
-                    "SELECT t.{key}::text, t.{old}::vector, t.{key} FROM {table} t "
+                    "SELECT t.{key}::text, t.{old}::{vector}, t.{key} FROM {table} t "
                     "WHERE t.{old} IS NOT NULL AND {within} ORDER BY t.{key}",
                     within=self._table.within(window, "t"),
                     **self._names,
@@ -63,7 +72,7 @@ class PgvectorTable:
             )
             return replace(rows, seen=[one + _NOWHERE for one in _bytes(rows.seen)])
         found = self._table.copied(
-            "SELECT t.{key}::text, t.{old}::vector, t.{key}, "
+            "SELECT t.{key}::text, t.{old}::{vector}, t.{key}, "
             "coalesce(b.place, '(0,0)'), coalesce(b.writer, '0') FROM {table} t {join} JOIN "
             "(SELECT {key} AS key, ctid AS place, xmin AS writer, {old} IS NULL AS empty "
             "FROM {beside} b WHERE {which} AND {within_beside}) b ON b.key = t.{key} "
@@ -85,6 +94,8 @@ class PgvectorTable:
     def write(self, rows: Rows, vectors: Vectors) -> None:
         seen = _bytes(rows.seen)
         keys, places = [one[:-_SEEN] for one in seen], [one[-_SEEN:] for one in seen]
+        if self._table.kind(self._source.vector) == "halfvec":
+            vectors = vectors.astype(np.float16)
         try:
             absent = all(place == _NOWHERE for place in places)
             if not (absent and self._filled(keys, vectors)):
@@ -95,7 +106,7 @@ class PgvectorTable:
             return
         self._whole.add(self._own.window)
 
-    def _filled(self, keys: list[bytes], vectors: Vectors) -> bool:
+    def _filled(self, keys: list[bytes], vectors: Packable) -> bool:
         """At once, unless somebody has written to one of the keys since they were read."""
         with self._table.connected() as changes:
             try:
@@ -105,7 +116,7 @@ class PgvectorTable:
                 return False
         return True
 
-    def _fill_some(self, keys: list[bytes], places: list[bytes], vectors: Vectors) -> None:
+    def _fill_some(self, keys: list[bytes], places: list[bytes], vectors: Packable) -> None:
         """Those that nobody has written to since."""
         seen = [place[:6] for place in places], [place[6:] for place in places]
         with self._table.connected() as changes, changes.transaction(WAIT):
@@ -128,7 +139,7 @@ class PgvectorTable:
 
     def read(self, window: Window) -> Rows:
         found = self._table.copied(
-            "SELECT b.{key}::text, b.{old}::vector FROM {beside} b "
+            "SELECT b.{key}::text, b.{old}::{vector} FROM {beside} b "
             "WHERE b.{old} IS NOT NULL AND {within} ORDER BY b.{key}",
             within=self._table.within(window, "b"),
             **self._names,
@@ -138,7 +149,7 @@ class PgvectorTable:
     def products(self, window: Window, probe: Vectors) -> tuple[list[str], Vectors]:
         return products_of(
             self._table.copied(
-                "SELECT b.{key}::text, b.{old} <#> {probe}::vector FROM {beside} b "
+                "SELECT b.{key}::text, b.{old} {product} {probe}::{vector} FROM {beside} b "
                 "WHERE b.{old} IS NOT NULL AND {within} ORDER BY b.{key}",
                 probe=str(probe.tolist()),
                 within=self._table.within(window, "b"),
@@ -188,13 +199,13 @@ class PgvectorTable:
         return self._security()[1]
 
     def _security(self) -> tuple[list[str], list[str]]:
-        both = (self._table.key, self._vector)
+        both = (self._table.key, self._source.vector)
         return security(self._table, self._names["beside"], both)
 
     def _index(self) -> str:
         return self._table.text(
             "CREATE INDEX CONCURRENTLY ON {beside} USING hnsw {index}",
-            index=index_of(self._names["old"], self._target.dim, self._target.metric),
+            index=index_of(self._table, self._source, self._names["old"], self._target.dim),
             **self._names,
         )
 
@@ -234,7 +245,7 @@ class PgvectorTable:
             # Up to here it was its owner's alone.
             *owner(self._table, beside),
             *self._security()[0],
-            *grants(self._table, here, beside, (self._table.key, self._vector)),
+            *grants(self._table, here, beside, (self._table.key, self._source.vector)),
         ]
 
 

@@ -54,7 +54,7 @@ def _make(
     # As a query's, the key's column has the type and the collation of the old one.
     changes.run("CREATE TABLE {beside} AS SELECT {key} FROM {table} WITH NO DATA", **names)
     changes.run("ALTER TABLE {beside} ADD PRIMARY KEY ({key})", **names)
-    changes.run("ALTER TABLE {beside} ADD COLUMN {old} vector({dim})", dim=dim, **names)
+    changes.run("ALTER TABLE {beside} ADD COLUMN {old} {type}({dim})", dim=dim, **names)
     # All but what is emptied later is passed over.
     changes.run("CREATE INDEX {empty_name} ON {beside} ({key}) WHERE {old} IS NULL", **names)
     mark_and_model = note(model=target.model, **mark)
@@ -102,11 +102,13 @@ def remove(table: Table, vector: str, name: str) -> bool:
 
 
 def names_of(table: Table, vector: str, name: str) -> dict[str, sql.Identifier]:
-    """Quoted: the table beside, its column, the trigger function, the index of what is empty."""
+    """Quoted: the table beside, its column and its type, the trigger function, the index of what is
+    empty."""
     beside = name.removeprefix(PREFIX)
     trigger = table.trigger_name(vector, PREFIX + beside)
     return {
         "old": sql.Identifier(vector),
+        "type": table.of_pgvector(table.kind(vector)),
         "beside": sql.Identifier(table.schema, beside),
         "function": sql.Identifier(table.schema, trigger),
         "empty_name": sql.Identifier(f"{trigger}_empty"),

@@ -1,7 +1,7 @@
 """Rows with vectors in the binary form of PostgreSQL's COPY, read and written in one piece."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ PASSES = 8
 _PARTS = slice(0, 6), slice(6, 10), slice(10, 14)
 # A field of a row: its bytes, None where it is empty.
 Fields = NDArray[np.void] | list[bytes | None]
+# Of a vector, or of a halfvec.
+Packable = NDArray[np.float32] | NDArray[np.float16]
 _COUNT = struct.Struct(">h")
 _LENGTH = struct.Struct(">i")
 
@@ -111,8 +113,9 @@ def products_of(data: bytes) -> tuple[list[str], Vectors]:
     return [(key or b"").decode() for key in keys], -negative.astype(np.float32)
 
 
-def packed(*fields: Sequence[bytes] | Vectors) -> bytes:
-    """Rows in COPY's binary form, of fields that are not empty; of vectors [n, dim] one a row."""
+def packed(*fields: Sequence[bytes] | Packable) -> bytes:
+    """Rows in COPY's binary form, of fields that are not empty; of vectors [n, dim] one a row, of
+    float16 as halfvec."""
     values = [_vectors(one) if isinstance(one, np.ndarray) else _values(one) for one in fields]
     if not all(isinstance(one, np.ndarray) for one in values):
         rows = zip(*(one if isinstance(one, list) else one.tolist() for one in values), strict=True)
@@ -136,23 +139,22 @@ def _values(values: Sequence[bytes]) -> Fields:
     return np.frombuffer(b"".join(values), f"V{lengths.pop()}")
 
 
-def _vectors(vectors: Vectors) -> NDArray[np.void]:
-    dim = vectors.shape[1]
-    made = np.empty(len(vectors), [("dim", ">i2"), ("unused", ">i2"), ("values", ">f4", (dim,))])
+def _vectors(vectors: Packable) -> NDArray[np.void]:
+    dim, kind = vectors.shape[1], vectors.dtype.newbyteorder(">")
+    made = np.empty(len(vectors), [("dim", ">i2"), ("unused", ">i2"), ("values", kind, (dim,))])
     made["dim"], made["unused"], made["values"] = dim, 0, vectors
     return made.view(f"V{made.dtype.itemsize}")
 
 
-def written(seen: Sequence[object], vectors: Vectors) -> tuple[bytes, int]:
-    """Rows of what was seen, the pass, and a vector [n, dim], as (place tid, writer xid, relation
-    oid, pass int2, new vector); and how many passes there are."""
+def written(seen: Sequence[object], vectors: Vectors) -> Iterator[bytes]:
+    """For each pass, its rows of what was seen and a vector [n, dim], as (place tid, writer xid,
+    relation oid, new vector)."""
     told = [one for one in seen if isinstance(one, bytes)]
-    places, writers, relations = ([one[part] for one in told] for part in _PARTS)
-    passes = _passes(places)
-    rows = packed(
-        places, writers, relations, [_COUNT.pack(one) for one in passes.tolist()], vectors
-    )
-    return rows, int(passes.max(initial=-1)) + 1
+    passes = _passes([one[_PARTS[0]] for one in told])
+    for number in range(int(passes.max(initial=-1)) + 1):
+        some = np.flatnonzero(passes == number)
+        parts = ([told[row][part] for row in some] for part in _PARTS)
+        yield packed(*parts, vectors[some])
 
 
 def _passes(places: Sequence[bytes]) -> NDArray[np.int64]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, LiteralString
@@ -18,6 +19,9 @@ with extra("adopt"):
 # What a comment of ours says: the digest of the map while its vectors are carried, and after the
 # flip; the model's fingerprint; the source that the vectors are of.
 _SAID = ("nobackfill", "carried", "model", "of")
+# pgvector's types that are carried.
+_VECTOR = re.compile(r"(?:.*\.)?(vector|halfvec)(?:\((\d+)\))?")
+_OPERATORS: dict[str, LiteralString] = {"product": "<#>"}
 # A table that others use is locked for a moment, or not at all.
 _LOCK_WAIT = "5s"
 # Every trigger function of ours begins so. It has its owner's rights: attached to somebody else's
@@ -49,6 +53,10 @@ class Table:
         self._connections = Connections(address, name)
         self._known: dict[str, Any] = {"table": sql.Identifier(*name.split("."))}
         self._quoted = self._known["table"].as_string()
+        self._pgvector = self._unseen_schema()
+        self._known |= {name: self.of_pgvector(name) for name in ("vector", "vector_send")} | {
+            name: self.operator(sign) for name, sign in _OPERATORS.items()
+        }
         self.columns = self._columns()
         # However the table was named.
         self.schema, self.relation, self.oid = self.all(
@@ -62,10 +70,41 @@ class Table:
         self._known["here"] = sql.Identifier(self.schema, self.relation)
         self._known["equals"] = self._equality()
 
+    def _unseen_schema(self) -> str | None:
+        """Where pgvector is, if names without a schema do not find it."""
+        found = self.one(
+            "SELECT nspname FROM pg_extension JOIN pg_namespace n ON n.oid = extnamespace "
+            "JOIN pg_type t ON typnamespace = n.oid AND typname = 'vector' "
+            "WHERE extname = 'vector' AND NOT pg_type_is_visible(t.oid)"
+        )
+        return None if found is None else str(found)
+
+    def of_pgvector(self, name: str) -> sql.Identifier:
+        """A type, function or operator class of pgvector's, as statements find it."""
+        return sql.Identifier(*filter(None, (self._pgvector, name)))
+
+    def operator(self, sign: LiteralString) -> sql.Composable:
+        """An operator of pgvector's."""
+        if self._pgvector is None:
+            return sql.SQL(sign)
+        return sql.SQL("OPERATOR({}.{})").format(sql.Identifier(self._pgvector), sql.SQL(sign))
+
+    def kind(self, column: str) -> str:
+        """vector or halfvec, "" for a column of another type."""
+        found = _VECTOR.fullmatch(self.columns[column])
+        return found[1] if found else ""
+
+    def dim(self, column: str) -> int | None:
+        """Of a column of vectors, where it says one."""
+        found = _VECTOR.fullmatch(self.columns[column])
+        return int(found[2]) if found and found[2] else None
+
     def _columns(self) -> dict[str, str]:
-        """Names and types."""
+        """Names and types; of a domain the type that it is of."""
         found = self.all(
-            "SELECT attname, format_type(atttypid, atttypmod) FROM pg_attribute "
+            "SELECT attname, CASE typtype WHEN 'd' THEN format_type(typbasetype, typtypmod) "
+            "ELSE format_type(atttypid, atttypmod) END "
+            "FROM pg_attribute JOIN pg_type t ON t.oid = atttypid "
             "WHERE attrelid = to_regclass({quoted}) AND attnum > 0 AND NOT attisdropped "
             "ORDER BY attnum",
             quoted=self._quoted,
@@ -162,16 +201,21 @@ class Table:
             )
         )
 
-    def operator_classes(self, column: str) -> list[str]:
-        """Of the indexes on a column."""
-        found = self.all(
-            "SELECT c.opcname FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid "
-            "AND a.attnum = i.indkey[0] JOIN pg_opclass c ON c.oid = i.indclass[0] "
-            "WHERE i.indrelid = to_regclass({quoted}) AND a.attname = {column}",
-            quoted=self._quoted,
+    def indexes(self, column: str, of: sql.Identifier | None = None) -> list[tuple[str, str]]:
+        """Operator class and expression of each index that reads a column of this table, its
+        partitions, or of another table."""
+        return self.all(
+            "SELECT DISTINCT opcname, pg_get_indexdef(indexrelid, 1, true) FROM pg_index "
+            "JOIN pg_opclass c ON c.oid = indclass[0] "
+            "JOIN pg_depend ON classid = 'pg_class'::regclass AND objid = indexrelid "
+            "AND refclassid = 'pg_class'::regclass AND refobjid = indrelid "
+            "JOIN pg_attribute ON attrelid = indrelid AND attnum = refobjsubid "
+            "WHERE attname = {column} AND (indrelid = to_regclass({quoted}) "
+            "OR indrelid IN (SELECT relid FROM pg_partition_tree(to_regclass({quoted})))) "
+            "ORDER BY 1, 2",
+            quoted=self._quoted if of is None else of.as_string(),
             column=column,
         )
-        return [name for (name,) in found]
 
     def demands(self, column: str) -> bool:
         """Whether every row must have it."""

@@ -13,10 +13,19 @@ from typing import Any
 import numpy as np
 
 from nobackfill.adopt.maps import normalised
-from nobackfill.adopt.sources.source import Column, Facts, Rows, Target, Window, even
+from nobackfill.adopt.sources.source import (
+    Column,
+    Facts,
+    Rows,
+    SearchMetric,
+    Target,
+    Window,
+    even,
+    metric_of,
+)
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, few
 from nobackfill.extras import extra
-from nobackfill.vectors import Metric, Vectors
+from nobackfill.vectors import Vectors
 
 with extra("qdrant"):
     from qdrant_client import QdrantClient, models
@@ -24,7 +33,9 @@ with extra("qdrant"):
     from nobackfill.adopt.sources.qdrant_place import id_of, opened, order, refused
 
 _PAGE = 500
-_METRICS: dict[Any, Metric] = {"Cosine": "cosine", "Euclid": "squared_l2"}
+_METRICS: Mapping[str, SearchMetric] = {
+    "Cosine": "cosine", "Euclid": "squared_l2", "Dot": "inner_product", "Manhattan": "l1",
+}  # fmt: skip
 
 
 class QdrantSource:
@@ -63,7 +74,7 @@ class QdrantSource:
         return dict(vectors), {n: m for n, m in said.items() if n in vectors}
 
     def facts(self) -> Facts:
-        metric = _METRICS.get(self._params.distance.value)
+        metric = metric_of(self._params.distance.value, _METRICS, self._name)
         name, size = f"{self._name}#{self.vector}", self._params.size
         return Facts(name, size, metric, self._model, directions=metric == "cosine")
 

@@ -1,17 +1,20 @@
 """What a store that lives elsewhere is asked for: one Protocol to read it, one to write beside."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 from nobackfill.digests import SPACE
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError, few
-from nobackfill.vectors import Metric, Vectors
+from nobackfill.vectors import Vectors
+
+# What stores search by; "inner_product" is larger where it is nearer.
+SearchMetric = Literal["cosine", "squared_l2", "inner_product", "l1"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Facts:
 
     name: str
     dim: int | None
-    metric: Metric | None = None
+    metric: SearchMetric | None = None
     model: str | None = None
     columns: tuple[str, ...] = ()
     directions: bool = False
@@ -64,7 +67,7 @@ class Target:
     name: str
     dim: int
     mark: str
-    metric: Metric = "cosine"
+    metric: SearchMetric = "cosine"
     model: str | None = None
 
 
@@ -189,6 +192,17 @@ def same_model(first: str | None, second: str | None, what: str) -> None:
             f"{what}: expected vectors of one model, got {first[:12]}… and {second[:12]}…; the "
             "same dimension is not the same space (or this model was declared otherwise)"
         )
+
+
+def metric_of(said: str, known: Mapping[str, SearchMetric], where: str) -> SearchMetric | None:
+    """The metric that a store names, None where it names none. Raises InvalidInputError for one
+    that is neither judged nor served."""
+    if said and said not in known:
+        raise InvalidInputError(
+            f"{where}: its vectors are searched by {said}; expected {few(known)}, which are what "
+            "nobackfill judges and serves"
+        )
+    return known.get(said)
 
 
 def checked(rows: Rows, dim: int | None, where: str) -> Rows:
