@@ -96,7 +96,7 @@ def test_a_life(world: edge.World, tmp_path: Path) -> None:
     listed = ask(gallery, "list")["items"]
     assert [item["metadata"]["name"] for item in listed] == [p.name for p in images]
     assert ask(gallery, "remove", images[0], listed[1]["id"])["removed"] == 2
-    assert ask(gallery, "verify") == {"items": 4, "vectors": 4, "problems": []}
+    assert ask(gallery, "verify") == {"items": 4, "vectors": 4, "problems": [], "notes": []}
 
 
 def test_people_get_sentences(setting: Setting) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from nobackfill.client.device import Device
-from nobackfill.client.maintenance import remove
+from nobackfill.client.maintenance import remove, verify
 from nobackfill.client.photos.adding import put
 from nobackfill.client.sync.sync import Wishes
 from nobackfill.client.vault.pull import Pulled, pull
 from nobackfill.client.vault.push import Pushed, push
+from nobackfill.client.vault.queue import VaultQueue
 from nobackfill.errors import ConfigurationError, UnavailableError
 from tests.server.support import running
 from tests.support import edge
@@ -93,6 +94,45 @@ def test_a_vault_whose_gateway_has_another_address_now_is_followed(
     with running(repo, tmp_path / "new") as after:
         assert pushed(setting.gallery, f"grpc://{after.address}").held == 12
         assert len(pulled(setting.gallery, tmp_path / "restored").restored) == 12
+
+
+def test_a_vault_that_has_lost_images_is_noticed_at_the_same_address(
+    setting: Setting, tmp_path: Path
+) -> None:
+    repo = setting.gallery.parent / "pub" / "repo"
+    own = tmp_path / "own"
+    own.mkdir()
+    paths = [Path(shutil.copy(image, own)) for image in setting.images]
+    with Device(setting.gallery) as device:
+        device.store.delete([item.id for item in device.store.listing()])
+        put(device, {path.name: path for path in paths})
+    with running(repo, tmp_path / "data") as gateway:
+        address = gateway.address
+        assert pushed(setting.gallery, f"grpc://{address}").pushed == 12
+        assert pushed(setting.gallery).held == 12
+        with Device(setting.gallery) as device:
+            assert verify(device)["problems"] == []
+    with Device(setting.gallery) as device:
+        found = verify(device)
+    assert found["problems"] == []
+    assert "the vault was not compared" in found["notes"][0]
+    # As an older backup leaves it, restored at the same address.
+    with Device(setting.gallery) as device:
+        entries = [VaultQueue(device.store).of(path.name) for path in paths[:7]]
+    for entry in entries:
+        assert entry is not None
+        (blob,) = (tmp_path / "data" / "vault").glob(f"*/??/{entry.blob}.*")
+        blob.unlink()
+    paths[0].unlink()
+    with running(repo, tmp_path / "data", address=address):
+        with Device(setting.gallery) as device:
+            (problem,) = verify(device)["problems"]
+        assert f"grpc://{address} lacks 7 of the 12 images" in problem
+        again = pushed(setting.gallery)
+        assert (again.pushed, again.held, again.lost) == (6, 5, [paths[0].name])
+        assert pushed(setting.gallery).held == 11
+        done = pulled(setting.gallery, tmp_path / "restored")
+        assert len(done.restored) == 11 and list(done.failed) == [paths[0].name]
 
 
 def test_an_image_that_was_replaced_is_pushed_anew(

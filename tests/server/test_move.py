@@ -1,16 +1,24 @@
 """`gateway move`: galleries from a folder to a database and back, beside a gateway and after it."""
 
+import hashlib
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from nobackfill.errors import PreconditionError
+from nobackfill.server.gateway import Gateway
+from nobackfill.server.storage import forget_move
+from nobackfill.v1 import vault_pb2 as pb
 from tests.server.conftest import Stages, publish_stage
-from tests.server.support import Client, images, running
+from tests.server.support import Client, images, running, settings
 from tests.server.test_cli import run, run_json
 from tests.support.postgres import Server
 
 
-def moved(source: str, target: str) -> dict[str, tuple[int, int, int, bool]]:
+def moved(source: str, target: str, *more: str) -> dict[str, tuple[int, int, int, bool]]:
     """Items, written, deleted, alike, by gallery."""
-    found = run_json("move", "--from", source, "--to", target)
+    found = run_json("move", "--from", source, "--to", target, *more)
     return {
         name: (one["items"], one["written"], one["deleted"], one["alike"])
         for name, one in found["galleries"].items()
@@ -47,10 +55,64 @@ def test_galleries_move_to_a_database_and_back(
                 assert client.get_gallery("g").items == 9
         assert "give an empty one" in run("move", "--from", files, "--to", url, code=73)
         back = f"sqlite:{tmp_path / 'back'}"
-        assert moved(url, back) == {"empty": (0, 0, 0, True), "g": (9, 9, 0, True)}
+        said = run("move", "--from", url, "--to", back, code=78)
+        assert "name that with --from-data FOLDER" in said
+        assert moved(url, back, "--from-data", str(tmp_path / "other")) == {
+            "empty": (0, 0, 0, True),
+            "g": (9, 9, 0, True),
+        }
     with running(repo, tmp_path / "back") as gateway, Client(gateway.address) as client:
         assert client.find(images(1)[0]).hits[0].id == "i0"
         assert client.get_gallery("g").items == 9
+
+
+def test_the_vault_goes_along_and_the_old_folder_is_not_served_again(
+    repo: Path, tmp_path: Path
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    sealed = [b"age-encryption.org/v1\n" + bytes([n]) * (n + 1) for n in range(4)]
+    blobs = [
+        pb.Blob(id=f"{n:064x}", size=len(data), sha256=hashlib.sha256(data).hexdigest())
+        for n, data in enumerate(sealed)
+    ]
+
+    def move(*more: str) -> dict[str, Any]:
+        found = run_json("move", "--from", f"sqlite:{old}", "--to", f"sqlite:{new}", *more)
+        vault: dict[str, Any] = found["vault"]
+        return vault
+
+    with running(repo, old) as gateway, Client(gateway.address) as client:
+        for blob, data in zip(blobs[:3], sealed, strict=False):
+            client.put_blob(blob, [data])
+        assert move() == {"items": 3, "written": 3, "deleted": 0, "alike": True}
+        client.delete_blob(blobs[0].id)
+        client.put_blob(blobs[3], [sealed[3]])
+        # Half an upload: its device begins it anew.
+        client.put_blob(pb.Blob(id="f" * 64, size=99, sha256="e" * 64), [sealed[0]])
+        # A database has no folder for a vault.
+        said = run("move", "--from", f"sqlite:{old}", "--to", "postgresql://nowhere", code=78)
+        assert f"{old / 'vault'} holds 3 blobs" in said and "--to-data" in said
+    assert move() == {"items": 3, "written": 1, "deleted": 1, "alike": True}
+    with running(repo, new) as gateway, Client(gateway.address) as client:
+        assert list(client.list_blobs().blobs) == blobs[1:]
+        got = [b"".join(client.get_blob(blob.id)) for blob in blobs[1:]]
+        assert got == sealed[1:]
+    with pytest.raises(PreconditionError, match=f"moved to sqlite:{new}.*--force"):
+        Gateway(settings(repo, old)).start()
+    forget_move(settings(repo, old))
+    with running(repo, old) as gateway, Client(gateway.address) as client:
+        assert len(client.list_blobs().blobs) == 3
+
+
+def test_a_damaged_blob_ends_the_move(repo: Path, tmp_path: Path) -> None:
+    with running(repo, tmp_path / "old"):
+        pass
+    blob = tmp_path / "old" / "vault" / ("a" * 32) / "bb" / f"{'b' * 64}.{'c' * 64}"
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(b"age-encryption.org/v1\n")
+    stores = ("--from", f"sqlite:{tmp_path / 'old'}", "--to", f"sqlite:{tmp_path / 'new'}")
+    assert "the blob is damaged" in run("move", *stores, code=65)
+    assert not (tmp_path / "new" / "state.json").exists()
 
 
 def test_a_wrong_source_moves_nothing(tmp_path: Path, postgres: Server) -> None:

@@ -18,9 +18,12 @@ from nobackfill.client.vault.queue import VaultQueue
 from nobackfill.digests import sha256_file
 from nobackfill.errors import (
     BusyError,
+    ConfigurationError,
     DamagedError,
     NobackfillError,
     NotFoundError,
+    NotPermittedError,
+    UnavailableError,
     UnusableRowsError,
     few,
 )
@@ -116,9 +119,11 @@ def _compact(device: Device) -> None:
 
 
 def verify(device: Device) -> dict[str, Any]:
-    """Check the file's pages, every vector, the models' digests, keys and ciphertext; offline.
+    """Check the file's pages, every vector, the models' digests, keys, ciphertext, and whether the
+    vault holds what was pushed.
 
-    Returns counts and `problems`, each a sentence that says what to do.
+    Returns counts and `problems`, each a sentence that says what to do. `notes` say why the vault
+    was not asked: that it is away is no problem of this gallery.
     """
     problems: list[str] = []
     vectors = 0
@@ -135,7 +140,7 @@ def verify(device: Device) -> dict[str, Any]:
         device.store.active()
     except DamagedError as error:
         # What follows would say the same again, row by row.
-        return {"items": None, "vectors": None, "problems": [str(error)]}
+        return {"items": None, "vectors": None, "problems": [str(error)], "notes": []}
     for space in spaces:
         if space.state == "staging" and not device.state("installed", {}).get(
             str(space.spec.release)
@@ -153,8 +158,26 @@ def verify(device: Device) -> dict[str, Any]:
             f"{file.path}: missing or changed; `edge-client sync` brings it again"
             for file in missing(device.models, embedding_files(manifest))
         ]
-    problems += _check_vault(device)
-    return {"items": items, "vectors": vectors, "problems": problems}
+    problems += _check_outbox(device)
+    lacking, notes = _compare_vault(device)
+    problems += lacking
+    return {"items": items, "vectors": vectors, "problems": problems, "notes": notes}
+
+
+def _compare_vault(device: Device) -> tuple[list[str], list[str]]:
+    """Problems with the vault, and notes why it was not asked."""
+    if device.state("vault") is None:
+        return [], []
+    # Only here, as most galleries have no vault and gRPC takes a while to load.
+    from nobackfill.client.vault.address import vault_problem
+
+    try:
+        problem = vault_problem(device)
+    except (UnavailableError, NotPermittedError, ConfigurationError, BusyError) as error:
+        return [], [f"the vault was not compared: {error}"]
+    except NobackfillError as error:
+        return [str(error)], []
+    return [] if problem is None else [problem], []
 
 
 def _check_space(device: Device, space: SpaceInfo) -> int:
@@ -178,7 +201,7 @@ def _check_space(device: Device, space: SpaceInfo) -> int:
     return count
 
 
-def _check_vault(device: Device) -> list[str]:
+def _check_outbox(device: Device) -> list[str]:
     problems = []
     for entry in VaultQueue(device.store).entries("sealed"):
         path = beside(device.path, "outbox") / entry.blob

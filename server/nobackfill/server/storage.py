@@ -1,12 +1,18 @@
 """Where the settings say that galleries and state are kept: a folder, or a PostgreSQL database."""
 
+import json
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from nobackfill import durable
-from nobackfill.errors import ConfigurationError, NotFoundError, VerificationError
+from nobackfill.errors import (
+    ConfigurationError,
+    NotFoundError,
+    PreconditionError,
+    VerificationError,
+)
 from nobackfill.extras import extra
 from nobackfill.gallery.residents import Residents
 from nobackfill.server.descriptors import open_galleries
@@ -23,12 +29,47 @@ if TYPE_CHECKING:
 _CONNECTIONS = 24
 
 
+# In a folder whose galleries were moved: where to.
+_MOVED = "moved.json"
+
+
 def storage_of(settings: Settings) -> "Storage":
-    """That of a gateway which has locked its data folder. Raises as `Storage`."""
+    """That of a gateway which has locked its data folder. Raises as `Storage`, and
+    PreconditionError for a folder whose galleries were moved."""
     store = settings.store.get_secret_value() if settings.store is not None else SQLITE
+    folder = folder_of(store, settings.data)
+    if folder is not None and (folder / _MOVED).exists():
+        to = json.loads((folder / _MOVED).read_bytes())["to"]
+        raise PreconditionError(
+            f"{folder} was moved to {to}, which may have changed since; serve that, or give "
+            "--force to serve this copy again"
+        )
     if store in (SQLITE, f"{SQLITE}{settings.data}"):
         return Storage(f"{SQLITE}{settings.data}", settings.data, lock=None)
     return Storage(store, settings.data, lock="shared")
+
+
+def folder_of(store: str, data: Path) -> Path | None:
+    """The folder that a store is, None for a database; `data`: the gateway's folder."""
+    if not store.startswith(SQLITE):
+        return None
+    return Path(store.removeprefix(SQLITE)) if store != SQLITE else data
+
+
+def mark_moved(folder: Path, to: str) -> None:
+    """Refuse to serve a folder from now on: its galleries were moved `to` another store."""
+    url = urlsplit(to)
+    # Without the name and password of whoever may read it.
+    shown = to if not url.netloc else f"{url.scheme}://{url.hostname}{url.path}"
+    durable.write_file(folder / _MOVED, json.dumps({"to": shown}).encode(), 0o600)
+
+
+def forget_move(settings: Settings) -> None:
+    """Let a folder be served again that was moved."""
+    store = settings.store.get_secret_value() if settings.store is not None else SQLITE
+    folder = folder_of(store, settings.data)
+    if folder is not None:
+        durable.remove_tree(folder / _MOVED)
 
 
 def split_store(store: str) -> tuple[str, str | None]:

@@ -1,4 +1,4 @@
-"""A gallery carried from one store to another, beside a gateway that serves the first.
+"""Galleries and a vault carried from one store to another, beside a gateway that serves the first.
 
 Page by page, in the order of labels, what differs is written and what is gone is removed; the same
 again writes only what changed meanwhile. The last time is once the gateway has ended: then both
@@ -6,13 +6,17 @@ are alike, which is checked, and the gateway's state goes along.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from nobackfill import durable
+from nobackfill.digests import sha256_file
 from nobackfill.errors import (
     AlreadyExistsError,
+    ConfigurationError,
     PreconditionError,
     VerificationError,
     few,
@@ -25,8 +29,11 @@ from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.stored_vectors import StoredVectors
 from nobackfill.server.state import State
 from nobackfill.server.storage import Storage
+from nobackfill.server.vault import PART
 
 _PAGE = 1000
+# Bytes of a blob that are copied at once.
+_CHUNK = 4 * 2**20
 # Items whose vectors are compared at the end.
 _SAMPLE = 200
 
@@ -167,8 +174,88 @@ def _differing(source: GalleryStore, target: GalleryStore, space: str) -> int:
     return len(rows) - good
 
 
-def transfer_all(source: Storage, target: Storage, *, with_state: bool) -> dict[str, Transferred]:
-    """Every gallery, by name; `with_state`: nobody serves the source, so this is the last time.
+def blobs_of(vault: Path) -> dict[Path, int]:
+    """Bytes of each whole blob of a vault's folder, by its path below that."""
+    found = {}
+    for path in vault.glob("*/??/*"):
+        if path.suffix != PART and not path.name.startswith(durable.TEMPORARY):
+            with suppress(FileNotFoundError):
+                found[path.relative_to(vault)] = path.stat().st_size
+    return found
+
+
+def vaults_of(source: Path | None, target: Path | None) -> tuple[Path, Path] | None:
+    """The folders of the vaults that belong to two data folders; None where both are one, or there
+    is nothing to carry.
+
+    Raises ConfigurationError where a vault's folder is not known, AlreadyExistsError where another
+    gateway has served from the target.
+    """
+    if source is None:
+        raise ConfigurationError(
+            "--from is a database, and the vault lies in its gateway's data folder; name that "
+            "with --from-data FOLDER"
+        )
+    blobs = len(blobs_of(source / "vault"))
+    if target is None:
+        if blobs == 0:
+            return None
+        raise ConfigurationError(
+            f"{source / 'vault'} holds {blobs} blobs, and --to is a database, which keeps no "
+            "vault; name the data folder of the gateway that will serve it with --to-data FOLDER"
+        )
+    if target.resolve() == source.resolve():
+        return None
+    if (target / "trust").exists():
+        raise AlreadyExistsError(
+            f"{target}: a gateway has served from it, and its vault would be lost; give an empty "
+            "folder"
+        )
+    return source / "vault", target / "vault"
+
+
+def transfer_vault(source: Path, target: Path) -> Transferred:
+    """Make the vault in folder `target`, which nobody serves, hold what the one in `source` holds.
+
+    Uploads that are not whole stay behind: devices begin them anew. Raises VerificationError for a
+    blob that is damaged, CannotWriteError.
+    """
+    done = Transferred()
+    wanted, there = blobs_of(source), blobs_of(target)
+    for path in there.keys() - wanted.keys():
+        durable.remove_tree(target / path)
+        done.deleted += 1
+    for path, size in wanted.items():
+        done.items += 1
+        if there.get(path) != size:
+            # Deleted meanwhile, if a gateway serves it.
+            with suppress(FileNotFoundError):
+                _copy_blob(source / path, target / path)
+                done.written += 1
+    done.alike = blobs_of(source) == blobs_of(target)
+    return done
+
+
+def _copy_blob(source: Path, target: Path) -> None:
+    part = target.with_name(f"{durable.TEMPORARY}{target.name}")
+    with source.open("rb") as handle:
+        durable.make_dir(target.parent, 0o700)
+        durable.remove_tree(part)
+        while chunk := handle.read(_CHUNK):
+            durable.append(part, chunk, 0o600)
+    if sha256_file(part) != target.suffix[1:]:
+        durable.remove_tree(part)
+        raise VerificationError(
+            f"{source}: the blob is damaged; delete the file, and let its device push again"
+        )
+    durable.replace(part, target)
+
+
+def transfer_all(
+    source: Storage, target: Storage, vaults: tuple[Path, Path] | None, *, with_state: bool
+) -> tuple[dict[str, Transferred], Transferred | None]:
+    """Every gallery, by name, and the vault in the first of the folders `vaults` into the second,
+    if given. `with_state`: nobody serves the source, so this is the last time.
 
     Raises PreconditionError where no gateway has served, and during an activation,
     AlreadyExistsError where one has served the target, VerificationError where the last time leaves
@@ -196,9 +283,12 @@ def transfer_all(source: Storage, target: Storage, *, with_state: bool) -> dict[
                 target.home.create(name, specs_of(old.store), {})
             with closing(target.home.open(name)) as new:
                 done[name] = transfer(old.store, new.store)
+    vault = None if vaults is None else transfer_vault(*vaults)
     if with_state:
         unlike = [name for name, one in done.items() if not one.alike]
+        if vault is not None and not vault.alike:
+            unlike.append("the vault")
         if unlike:
             raise VerificationError(f"{few(unlike)}: not alike in both stores; move again")
         target.state.change(**dict(source.state.now))
-    return done
+    return done, vault

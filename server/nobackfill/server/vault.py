@@ -31,7 +31,7 @@ _LEAST = 4096
 # What every age file begins with: https://age-encryption.org/v1.
 _HEADER = b"age-encryption.org/v1\n"
 _HEX = re.compile(r"^[0-9a-f]{64}\Z")
-_PART = ".part"
+PART = ".part"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Vault:
                 if existing.name.partition(".")[2] != blob.sha256:
                     raise AlreadyExistsError("a blob of that id is stored; choose another id")
                 return existing.stat().st_size
-            part = self._shard(owner, blob.id) / f"{blob.id}.{blob.sha256}{_PART}"
+            part = self._shard(owner, blob.id) / f"{blob.id}.{blob.sha256}{PART}"
             with self._room(owner, part, blob):
                 return self._receive(part, blob, offset, chunks)
 
@@ -122,7 +122,7 @@ class Vault:
         for shard in sorted(self._owner(owner).glob("[0-9a-f][0-9a-f]")):
             if shard.name < after[:2]:
                 continue
-            paths = [p for p in shard.iterdir() if p.suffix != _PART and p.name[:64] > after]
+            paths = [p for p in shard.iterdir() if p.suffix != PART and p.name[:64] > after]
             found += filter(None, map(_blob, sorted(paths)))
             if len(found) >= PAGE:
                 break
@@ -202,7 +202,7 @@ class Vault:
 
     def _find(self, owner: str, blob_id: str) -> Path | None:
         found = self._shard(owner, blob_id).glob(f"{blob_id}.*")
-        return next((path for path in found if path.suffix != _PART), None)
+        return next((path for path in found if path.suffix != PART), None)
 
     def _shard(self, owner: str, blob_id: str) -> Path:
         return self._owner(owner) / blob_id[:2]

@@ -201,14 +201,18 @@ def gc(context: typer.Context, json: Json = False) -> None:
 
 
 def verify(context: typer.Context, json: Json = False) -> None:
-    """Check the file, every vector, the models and the keys; exit 65 if something is wrong."""
+    """Check the file, every vector, the models, the keys and what the vault holds; exit 65 if
+    something is wrong."""
     from nobackfill.client.device import Device
     from nobackfill.client.maintenance import verify as check
 
     with Device(context.obj) as device:
         found = check(device)
     fine = f"{found['items']} items, {found['vectors']} vectors: all is well"
-    Output(json).result(found, *(found["problems"] or [fine]))
+    output = Output(json)
+    for note in found["notes"]:
+        output.note(note)
+    output.result(found, *(found["problems"] or [fine]))
     if found["problems"]:
         raise typer.Exit(InvalidInputError.exit_code)
 

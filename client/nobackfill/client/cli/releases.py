@@ -145,6 +145,11 @@ def push(
             f"{few(done.unreadable)}: only the lost key opens what the vault holds, and the file "
             "is gone; kept there, in case the key or a recovery key is found"
         )
+    if done.lost:
+        output.note(
+            f"{few(done.lost)}: the vault has lost what was pushed, as by an older backup, and the "
+            "file is gone here; restore the gateway's newest backup"
+        )
     output.result(
         done.as_json(),
         f"{done.pushed} pushed ({size(done.bytes_sent)}), {done.held} held already, "

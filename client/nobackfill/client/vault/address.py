@@ -20,21 +20,43 @@ def address_of(device: Device, where: str | None = None) -> str:
     return found
 
 
-def check_vault(device: Device, queue: VaultQueue, gateway: Gateway, address: str) -> None:
-    """See that a vault that is not the one remembered answers, and holds what was pushed.
+def check_vault(device: Device, queue: VaultQueue, gateway: Gateway, address: str) -> set[str]:
+    """Return the ids of the blobs that a vault holds.
 
-    Elsewhere images would pass for pushed that are not there, and removed ones would stay for ever.
-    Raises ConfigurationError, UnavailableError.
+    The vault that is remembered may have lost some, as by an older backup. One at another address
+    must hold all that was pushed: removed images would stay in the other for ever. Raises
+    ConfigurationError, UnavailableError.
     """
+    listed = {blob.id for blob in blobs(gateway)}
     before = device.state("vault")
     if before == address:
-        return
-    listed = {blob.id for blob in blobs(gateway)}
+        return listed
     pushed = queue.entries("stored") or queue.entries("removing")
     lacking = sum(entry.blob not in listed for entry in pushed)
     if lacking:
         raise ConfigurationError(
             f"{address} lacks {lacking} of the {len(pushed)} images that were pushed to "
             f"{before or 'another gateway'}; name that one with --vault, or bring its vault to "
-            "this one first (gateway backup, gateway restore)"
+            "this one first (gateway move)"
         )
+    return listed
+
+
+def vault_problem(device: Device) -> str | None:
+    """What is wrong with the vault; None if it holds all that was pushed, or nothing was.
+
+    Raises UnavailableError and others where it does not answer.
+    """
+    stored = VaultQueue(device.store).entries("stored")
+    address = device.state("vault")
+    if not stored or address is None:
+        return None
+    with Gateway(address, seconds=5) as gateway:
+        listed = {blob.id for blob in blobs(gateway)}
+    lacking = sum(entry.blob not in listed for entry in stored)
+    if not lacking:
+        return None
+    return (
+        f"{address} lacks {lacking} of the {len(stored)} images that were pushed to it; `push` "
+        "sends those again whose files are here"
+    )

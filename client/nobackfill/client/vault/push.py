@@ -29,7 +29,8 @@ _PAGE = 500
 @dataclass
 class Pushed:
     """What a push did. `skipped`: items whose file is gone or was changed since it was added;
-    `unreadable`: such items of which the vault holds an image that another key opens."""
+    `unreadable`: such items of which the vault holds an image that another key opens; `lost`: such
+    items whose pushed image the vault has lost."""
 
     pushed: int = 0
     bytes_sent: int = 0
@@ -37,6 +38,7 @@ class Pushed:
     held: int = 0
     skipped: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """All of it, for --json."""
@@ -66,7 +68,7 @@ def push(
         report = Pushed()
         address = address_of(device, where)
         with Gateway(address) as gateway:
-            check_vault(device, queue, gateway, address)
+            listed = check_vault(device, queue, gateway, address)
             device.store.state_set({"recipients": list(dict.fromkeys(known)), "vault": address})
             identity = identity_for_push(device, queue, new_key)
             outbox = beside(device.path, "outbox")
@@ -76,8 +78,9 @@ def push(
             _remove(gateway, queue, outbox, report)
             total = device.store.count()
             with output.progress("pushing") as advance:
+                recipients_of_all = [identity.to_public(), *keys]
                 for done, item in enumerate(_items(device), start=1):
-                    _push_one(item, gateway, queue, outbox, [identity.to_public(), *keys], report)
+                    _push_one(item, gateway, queue, listed, outbox, recipients_of_all, report)
                     advance(done, total)
             _remove(gateway, queue, outbox, report)
     return report
@@ -111,6 +114,7 @@ def _push_one(
     item: Item,
     gateway: Gateway,
     queue: VaultQueue,
+    listed: set[str],
     outbox: Path,
     keys: list[Recipient],
     report: Pushed,
@@ -119,12 +123,16 @@ def _push_one(
     readable = held is not None and held.key == str(keys[0])
     # An item may have got another image since.
     same = held is not None and held.image_sha256 == item.digest
-    if held is not None and held.state == "stored" and readable and same:
+    lost = held is not None and held.state == "stored" and held.blob not in listed
+    if held is not None and held.state == "stored" and readable and same and not lost:
         report.held += 1
         return
     entry = held
     if held is None or not (readable and same) or not (outbox / held.blob).is_file():
         entry = _seal(item, queue, outbox, keys)
+    if entry is None and lost and same:
+        report.lost.append(item.id)
+        return
     if entry is None:
         stored = held is not None and held.state == "stored" and same
         (report.unreadable if stored else report.skipped).append(item.id)

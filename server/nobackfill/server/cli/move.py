@@ -1,4 +1,4 @@
-"""`gateway move`: galleries from one store to another."""
+"""`gateway move`."""
 
 from contextlib import closing
 from pathlib import Path
@@ -9,23 +9,30 @@ import typer
 
 from nobackfill.server.cli.app import Json, app, exit_codes, show
 
+_HOLDS_VAULT = "its gateway's data folder, which holds the vault, where that is another"
+
 
 @app.command()
 def move(
     source: Annotated[str, typer.Option("--from", help="sqlite:FOLDER or postgresql://…")],
     target: Annotated[str, typer.Option("--to", help="the other; no gateway may serve it")],
+    from_data: Annotated[Path | None, typer.Option(help=_HOLDS_VAULT)] = None,
+    to_data: Annotated[Path | None, typer.Option(help="the same of --to")] = None,
     as_json: Json = False,
 ) -> None:
-    """Copy every gallery, also beside a gateway that serves --from. Run again once that has ended:
-    what changed since goes along, the gateway's state too, and both are compared."""
+    """Copy every gallery and the vault, also beside a gateway that serves --from. Run again once
+    that has ended: what changed since goes along, the gateway's state too, and both are compared.
+    A folder that was moved is not served again without --force."""
     with exit_codes():
         from nobackfill.errors import BusyError, ConfigurationError
-        from nobackfill.server.storage import Storage, need_store
-        from nobackfill.server.transfer import transfer_all
+        from nobackfill.server.storage import Storage, folder_of, mark_moved, need_store
+        from nobackfill.server.transfer import transfer_all, vaults_of
 
         if source == target:
             raise ConfigurationError("expected two stores, got the same twice")
         need_store(source)
+        old = folder_of(source, Path())
+        vaults = vaults_of(from_data or old, to_data or folder_of(target, Path()))
         with TemporaryDirectory() as scratch:
             ended = True
             try:
@@ -34,14 +41,20 @@ def move(
                 ended = False
                 first = Storage(source, Path(scratch), lock=None)
             with closing(first), closing(Storage(target, Path(scratch))) as second:
-                found = transfer_all(first, second, with_state=ended)
+                found, vault = transfer_all(first, second, vaults, with_state=ended)
+                if ended and old is not None:
+                    mark_moved(old, target)
         rows = [["gallery", "items", "written", "deleted", "alike"]]
+        shown = dict(found) if vault is None else {**found, "(vault)": vault}
         rows += [
             [name, str(one.items), str(one.written), str(one.deleted), "yes" if one.alike else "no"]
-            for name, one in found.items()
+            for name, one in shown.items()
         ]
         if not ended:
             rows.append(["", "", "", "", "a gateway still serves --from: end it, and move again"])
-        show(
-            as_json, {"finished": ended, "galleries": {n: vars(o) for n, o in found.items()}}, rows
-        )
+        result = {
+            "finished": ended,
+            "galleries": {name: vars(one) for name, one in found.items()},
+            "vault": None if vault is None else vars(vault),
+        }
+        show(as_json, result, rows)

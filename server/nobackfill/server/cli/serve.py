@@ -59,9 +59,10 @@ def serve(
     item_folders: _Folders = None,
     item_hosts: _Hosts = None,
     config: Annotated[Path | None, typer.Option(help="settings file (TOML)")] = None,
+    force: Annotated[bool, typer.Option("--force", help="also a folder that was moved")] = False,
 ) -> None:
     """Serve until SIGTERM or SIGINT. Each flag may also be NOBACKFILL_* or in --config."""
-    flags = {name: value for name, value in locals().items() if name != "config"}
+    flags = {name: value for name, value in locals().items() if name not in ("config", "force")}
     with exit_codes():
         # Imported here: the operator's commands need neither numpy nor Triton's client.
         from nobackfill.server.arenas import bound_arenas
@@ -71,8 +72,11 @@ def serve(
         from nobackfill.server.gateway import Gateway
         from nobackfill.server.grpc.logs import configure
         from nobackfill.server.settings import load_settings
+        from nobackfill.server.storage import forget_move
 
         settings = load_settings(flags, config)
+        if force:
+            forget_move(settings)
         configure()
         ended = _ended()
         gateway = Gateway(settings)
