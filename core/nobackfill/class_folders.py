@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from nobackfill.digests import sha256_file
 from nobackfill.errors import ConfigurationError, InvalidInputError, few
-from nobackfill.framing import Fit, Interpolation
+from nobackfill.framing import Fit, Frame, Interpolation, Margin
 from nobackfill.images import decode_file
 
 Labels = NDArray[np.int64]
@@ -161,20 +161,19 @@ def digest(file: Path) -> str:
 def decode(
     listing: Listing, height: int, width: int | None = None, fit: Fit = "stretch",
     shortest: int | None = None, interpolation: Interpolation = "bilinear",
+    margin: Margin = "nearest",
 ) -> Images:  # fmt: skip
     """Decode every image to uint8 [n,height,width,3], square where no width is given; `fit`,
-    `shortest` and `interpolation` as in `nobackfill.framing.Frame`.
+    `shortest`, `interpolation` and `margin` as in `nobackfill.framing.Frame`.
 
     Raises InvalidInputError naming the first file that is no image.
     """
-    width = width or height
-    images = np.empty((len(listing), height, width, 3), np.uint8)
+    frame = Frame(height, width or height, fit, shortest, interpolation, margin)
+    images = np.empty((len(listing), frame.height, frame.width, 3), np.uint8)
 
     def one(row: int) -> None:
         try:
-            images[row] = decode_file(
-                listing.root / listing.paths[row], height, width, fit, shortest, interpolation
-            )
+            images[row] = decode_file(listing.root / listing.paths[row], *frame)
         except InvalidInputError as error:
             raise InvalidInputError(
                 f"{error}; remove {listing.paths[row]}, or train with skip_corrupt: true, which "

@@ -7,6 +7,9 @@ from typing import Literal, NamedTuple
 Fit = Literal["stretch", "crop", "pad"]
 # What a resized pixel is made of, always over all that it covers (antialiased).
 Interpolation = Literal["bilinear", "bicubic", "lanczos"]
+# How an odd number of pixels is halved that is cut off both sides: as torchvision does, or down, as
+# transformers does.
+Margin = Literal["nearest", "down"]
 
 Box = tuple[float, float, float, float]
 
@@ -19,6 +22,7 @@ class Frame(NamedTuple):
     fit: Fit = "stretch"
     shortest: int | None = None
     interpolation: Interpolation = "bilinear"
+    margin: Margin = "nearest"
 
     def sideways(self) -> "Frame":
         """What a picture is brought to that is turned by 90 degrees afterwards."""
@@ -30,13 +34,14 @@ class Frame(NamedTuple):
 
         Whatever is scaled, nothing larger than the frame is made: a picture may be a line of
         millions of pixels. What is cut out are the very pixels of torchvision's Resize and
-        CenterCrop, which round the longer side down and the margin to the nearest.
+        CenterCrop, which round the longer side down and the margin as `margin` says.
         """
         whole: Box = (0, 0, width, height)
         if self.fit == "crop" and self.shortest is not None:
             least = min(width, height)
-            left, right = _middle(width, self.shortest * width // least, self.width)
-            top, bottom = _middle(height, self.shortest * height // least, self.height)
+            scaled = self.shortest * width // least, self.shortest * height // least
+            left, right = _middle(width, scaled[0], self.width, self.margin)
+            top, bottom = _middle(height, scaled[1], self.height, self.margin)
             return (left, top, right, bottom), (self.width, self.height), (0, 0)
         if self.fit == "pad":
             scale = min(self.width / width, self.height / height)
@@ -45,8 +50,9 @@ class Frame(NamedTuple):
         return whole, (self.width, self.height), (0, 0)
 
 
-def _middle(side: int, scaled: int, wanted: int) -> tuple[float, float]:
+def _middle(side: int, scaled: int, wanted: int, margin: Margin) -> tuple[float, float]:
     """Where on a side the middle `wanted` pixels of what it is scaled to begin and end."""
     scaled = max(wanted, scaled)
-    start = round((scaled - wanted) / 2)
+    half = (scaled - wanted) / 2
+    start = round(half) if margin == "nearest" else int(half)
     return start * side / scaled, min(side, (start + wanted) * side / scaled)

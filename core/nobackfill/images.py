@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.framing import Fit, Frame, Interpolation
+from nobackfill.framing import Fit, Frame, Interpolation, Margin
 from nobackfill.image_header import Header, damaged, read_header
 
 LARGEST_BYTES = 32 * 2**20
@@ -50,17 +50,17 @@ _RESAMPLING: dict[Interpolation, Image.Resampling] = {
 
 def decode(
     data: bytes, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None,
-    interpolation: Interpolation = "bilinear",
+    interpolation: Interpolation = "bilinear", margin: Margin = "nearest",
 ) -> Pixels:  # fmt: skip
     """Decode JPEG, PNG or WebP into uint8 RGB [height, width, 3], resized with antialiasing.
 
-    `fit`, `shortest`, `interpolation`: as in `Frame`; by default the whole image is kept, its sides
-    scaled separately. Of a JPEG with several pictures the first is taken. EXIF orientation is
-    applied, transparency shows white. Takes at most some 500 MB (a WebP of 25 million pixels).
-    Raises InvalidInputError for other formats, animations, damaged or truncated files, more than
-    32 MiB, and what `read_header` refuses.
+    `fit`, `shortest`, `interpolation`, `margin`: as in `Frame`; by default the whole image is kept,
+    its sides scaled separately. Of a JPEG with several pictures the first is taken. EXIF
+    orientation is applied, transparency shows white. Takes at most some 500 MB (a WebP of 25
+    million pixels). Raises InvalidInputError for other formats, animations, damaged or truncated
+    files, more than 32 MiB, and what `read_header` refuses.
     """
-    return decode_picture(checked_header(data), height, width, fit, shortest, interpolation)
+    return decode_picture(checked_header(data), height, width, fit, shortest, interpolation, margin)
 
 
 def checked_header(data: bytes) -> Header:
@@ -74,10 +74,10 @@ def checked_header(data: bytes) -> Header:
 
 def decode_picture(
     header: Header, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None,
-    interpolation: Interpolation = "bilinear",
+    interpolation: Interpolation = "bilinear", margin: Margin = "nearest",
 ) -> Pixels:  # fmt: skip
     """Like `decode`, of a file whose header was read. Raises InvalidInputError."""
-    upright = Frame(height, width, fit, shortest, interpolation)
+    upright = Frame(height, width, fit, shortest, interpolation, margin)
     try:
         with Image.open(io.BytesIO(header.picture), formats=(header.format,)) as image:
             _check_still(image, header)
@@ -112,11 +112,11 @@ def decode_within(data: bytes, side: int) -> Pixels:
 
 def decode_file(
     path: Path, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None,
-    interpolation: Interpolation = "bilinear",
+    interpolation: Interpolation = "bilinear", margin: Margin = "nearest",
 ) -> Pixels:  # fmt: skip
     """Like `decode`, from a file. Raises InvalidInputError that names it, also if unreadable."""
     try:
-        return decode(read_file(path), height, width, fit, shortest, interpolation)
+        return decode(read_file(path), height, width, fit, shortest, interpolation, margin)
     except InvalidInputError as error:
         raise InvalidInputError(f"{path}: {error}") from error
 

@@ -86,7 +86,7 @@ def test_models_that_read_queries_otherwise(
     one do: queries are of their model's space, and never taken for items."""
     monkeypatch.chdir(tmp_path)
     asking = text_model(tmp_path / "asking", 3)
-    text_model(tmp_path / "old", 0)
+    text_model(tmp_path / "old", 0, pooling="mean")
     text_model(tmp_path / "new", 1, prefix="w1 ", query_prefix="query: ")
     bodies = texts(120)
     lines = [json.dumps({"id": n, "text": text}) for n, text in enumerate(bodies)]

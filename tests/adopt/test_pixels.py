@@ -82,6 +82,16 @@ def middle(shortest: int, side: int, how: InterpolationMode) -> Any:
     return T.Compose([T.Resize(shortest, how), T.CenterCrop(side)])
 
 
+def middle_down(shortest: int, side: int, how: InterpolationMode) -> Any:
+    """As transformers cut it out: an odd margin is halved down."""
+
+    def cut(image: Any) -> Any:
+        left, top = (image.width - side) // 2, (image.height - side) // 2
+        return T.functional.crop(image, top, left, side, side)
+
+    return T.Compose([T.Resize(shortest, how), cut])
+
+
 def transformers(*, norm: Norm = IMAGENET, **said: object) -> dict[str, object]:
     mean, std = norm
     usual = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "resample": 2}
@@ -94,17 +104,17 @@ CASES: dict[str, tuple[str, dict[str, object], Callable[[Any], Any], Any]] = {
         "preprocessor_config.json",
         transformers(do_center_crop=True, size=EDGE, crop_size=CROP, resample=3, norm=CLIP,
                      image_processor_type="CLIPImageProcessor"),
-        middle(24, 24, BICUBIC), CLIP,
+        middle_down(24, 24, BICUBIC), CLIP,
     ),
     "transformers' CLIP of before": (
         "preprocessor_config.json",
         transformers(do_center_crop=True, size=24, crop_size=24, resample=3, norm=CLIP),
-        middle(24, 24, BICUBIC), CLIP,
+        middle_down(24, 24, BICUBIC), CLIP,
     ),
     "transformers' DINOv2": (
         "preprocessor_config.json",
         transformers(do_center_crop=True, size={"shortest_edge": 28}, crop_size=CROP, resample=3),
-        middle(28, 24, BICUBIC), IMAGENET,
+        middle_down(28, 24, BICUBIC), IMAGENET,
     ),
     "transformers' ViT": (
         "preprocessor_config.json", transformers(size=CROP, norm=HALF),
@@ -112,7 +122,7 @@ CASES: dict[str, tuple[str, dict[str, object], Callable[[Any], Any], Any]] = {
     ),
     "transformers' ConvNeXT": (
         "preprocessor_config.json", transformers(size=EDGE, crop_pct=0.875, resample=3),
-        middle(27, 24, BICUBIC), IMAGENET,
+        middle_down(27, 24, BICUBIC), IMAGENET,
     ),
     "transformers without a norm": (
         "preprocessor_config.json", transformers(size=CROP, do_normalize=False),

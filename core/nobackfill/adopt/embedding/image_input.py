@@ -39,6 +39,7 @@ class ImageInput:
         declared, frame = self._declared, self._frame
         how = f"{frame.width} x {frame.height} pixels, {frame.fit}"
         how += f" from {frame.shortest}" if frame.fit == "crop" else ""
+        how += ", margins rounded down" if frame.margin == "down" else ""
         how += f", {frame.interpolation}"
         if self._type is not np.uint8:
             mean, std = (" ".join(f"{c:g}" for c in of) for of in (declared.mean, declared.std))
@@ -87,7 +88,7 @@ class ImageInput:
                 f"{longer}, got {shortest}"
             )
         height, width = fixed
-        return Frame(height, width, declared.fit, shortest, declared.interpolation)
+        return Frame(height, width, declared.fit, shortest, declared.interpolation, declared.margin)
 
 
 def _pixels(item: str | Path | bytes, frame: Frame) -> Any:

@@ -15,6 +15,7 @@ from nobackfill.items.kind import Kind
 from nobackfill.release.publishing.declaration import (
     Declaration,
     fingerprint,
+    guess,
     read_declaration,
     read_pixels,
     tokenizer_file,
@@ -35,7 +36,7 @@ class OnnxModel:
 
         if not path.is_file():
             raise NotFoundError(f"{path}: no such file; --with expects an ONNX file")
-        self._path, self._declared = path, read_declaration(path)
+        self._path = path
         try:
             self._session = onnxruntime.InferenceSession(
                 str(path), providers=["CPUExecutionProvider"]
@@ -45,7 +46,7 @@ class OnnxModel:
             raise InvalidInputError(f"{path}: cannot be read as ONNX ({error})") from error
         self._inputs = {one.name: one for one in self._session.get_inputs()}
         self.kind: Kind | None = "text" if "input_ids" in self._inputs else "image"
-        self._pixels = self._reading(pixels or {})
+        self._declared, self._pixels = self._reading(pixels or {})
         file = tokenizer_file(path, self._declared) if self.kind == "text" else None
         self._tokenizer = None if file is None else self._tokenizing(file)
         self.fingerprint = fingerprint(path, self._declared, file)
@@ -60,8 +61,8 @@ class OnnxModel:
 
     @property
     def told(self) -> str:
-        """What is to be told of how it reads pictures; empty where it reads none."""
-        return "" if self._pixels is None else self._pixels.told
+        """What is to be told of how it reads pictures, or texts of which nothing is declared."""
+        return guess(self._path, self._declared) if self._pixels is None else self._pixels.told
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
         feed, mask = (
@@ -76,20 +77,21 @@ class OnnxModel:
         checked = check_vectors(vectors, vectors.shape[1], what=f"output of {self._path}")
         return normalised(checked) if self._declared.normalise else checked
 
-    def _reading(self, given: Mapping[str, object]) -> ImageInput | None:
-        """How it reads pictures, where it does. Raises InvalidInputError."""
+    def _reading(self, given: Mapping[str, object]) -> tuple[Declaration, ImageInput | None]:
+        """What is declared, and how it reads pictures, where it does. Raises InvalidInputError."""
         if self.kind == "text":
             if given:
                 raise InvalidInputError(
                     f"{self._path}: reads texts; {', '.join(given)} is of images"
                 )
-            return None
-        self._declared, said_by = read_pixels(self._path, self._declared)
+            outputs = [one.name for one in self._session.get_outputs()]
+            return read_declaration(self._path, outputs), None
+        declared, said_by = read_pixels(self._path)
         try:
-            self._declared = Declaration.model_validate(dict(self._declared) | dict(given))
+            declared = Declaration.model_validate(dict(declared) | dict(given))
         except ValidationError as error:
             raise InvalidInputError(f"{self._path}: {error}") from error
-        return ImageInput(self._path, list(self._inputs.values()), self._declared, said_by)
+        return declared, ImageInput(self._path, list(self._inputs.values()), declared, said_by)
 
     def _tokenizing(self, file: Path) -> Tokenizing:
         return Tokenizing(file.read_bytes(), self._declared.max_length, str(file))

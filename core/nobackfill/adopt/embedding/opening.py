@@ -41,8 +41,8 @@ def open_embedder(
 
 
 def reading(embedder: Embedder) -> str:
-    """What a person is to be told of how it reads pictures, which decides what the vectors are
-    worth; empty where it reads none, or nobody here decides that."""
+    """What a person is to be told of how it reads its items, which decides what the vectors are
+    worth; empty where that is declared, or nobody here decides it."""
     from nobackfill.adopt.embedding.onnx_model import OnnxModel
 
     return embedder.told if isinstance(embedder, OnnxModel) else ""

@@ -1,5 +1,6 @@
 """What exports say of the pixels that a model of images reads, in files beside its ONNX file."""
 
+import re
 from collections.abc import Iterator
 from math import floor, isclose
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.framing import Fit, Interpolation
+from nobackfill.framing import Fit, Interpolation, Margin
 
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -21,6 +22,15 @@ Size = tuple[Side, Side]
 
 # As numbers of Pillow's, which transformers writes.
 _RESAMPLE: dict[int, Interpolation] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
+# Image processors of transformers whose pixels are made here as they make them, and whether a size
+# of one number is that of both sides; else it is the shortest side's.
+_SQUARE = {
+    "Beit": True, "Bit": False, "Blip": True, "CLIP": False, "ChineseCLIP": False,
+    "ConvNext": False, "DINOv3ViT": True, "Flava": True, "MobileNetV1": False,
+    "MobileNetV2": False, "PoolFormer": False, "Pvt": True, "Siglip": True, "ViT": True,
+}  # fmt: skip
+# What their names end with, by the version and the backend.
+_END = re.compile(r"(FeatureExtractor|ImageProcessor(Fast|Pil)?)\Z")
 _BLACK = (0, (0, 0, 0))
 
 
@@ -32,6 +42,7 @@ class Preprocessing(BaseModel):
     fit: Fit
     shortest: Side | None = None
     interpolation: Interpolation
+    margin: Margin = "nearest"
     mean: Channels
     std: Spread
 
@@ -45,9 +56,12 @@ class _Edges(BaseModel):
 class _Transformers(BaseModel):
     """preprocessor_config.json of transformers' image processors."""
 
+    image_processor_type: str | None = None
+    feature_extractor_type: str | None = None
     do_resize: bool = True
     size: Side | _Edges
-    do_center_crop: bool = False
+    default_to_square: bool | None = None
+    do_center_crop: bool | None = False
     crop_size: Side | _Edges | None = None
     crop_pct: float | None = Field(None, gt=0, le=1)
     do_pad: bool | None = False
@@ -60,26 +74,36 @@ class _Transformers(BaseModel):
     image_std: Spread = (1, 1, 1)
 
     def read(self) -> Preprocessing:
+        name = self.image_processor_type or self.feature_extractor_type or ""
+        family = _END.sub("", name)
+        if name and family not in _SQUARE:
+            raise ValueError(f"expected an image processor of {', '.join(_SQUARE)}, got {name}")
         plain = self.do_resize and self.do_rescale and not (self.do_pad or self.rescale_offset)
         if not plain or not isclose(self.rescale_factor, 1 / 255, rel_tol=1e-3):
             raise ValueError("expected pictures resized and divided by 255, nothing padded")
         if self.resample not in _RESAMPLE:
             raise ValueError(f"expected resample of {sorted(_RESAMPLE)}, got {self.resample}")
-        size, fit, shortest = self._framed()
+        square = self.default_to_square
+        if square is None:
+            square = _SQUARE.get(family, False)
+        size, fit, shortest = self._framed(square=square)
         return Preprocessing(
             size=size, fit=fit, shortest=shortest, interpolation=_RESAMPLE[self.resample],
+            margin="down" if fit == "crop" else "nearest",
             mean=self.image_mean if self.do_normalize else (0, 0, 0),
             std=self.image_std if self.do_normalize else (1, 1, 1),
         )  # fmt: skip
 
-    def _framed(self) -> tuple[Size, Fit, int | None]:
+    def _framed(self, *, square: bool) -> tuple[Size, Fit, int | None]:
         both, shortest = self._sides(self.size)
+        if square and isinstance(self.size, int):
+            both, shortest = (self.size, self.size), None
         if self.crop_pct is not None and shortest is not None:
             # ConvNeXT's: larger ones are not cut.
-            square = (shortest, shortest)
+            sides = (shortest, shortest)
             if shortest >= 384:
-                return square, "stretch", None
-            return square, "crop", int(shortest / self.crop_pct)
+                return sides, "stretch", None
+            return sides, "crop", int(shortest / self.crop_pct)
         if not self.do_center_crop:
             if both is None and isinstance(self.size, int):
                 both = (self.size, self.size)
@@ -102,6 +126,15 @@ class _Transformers(BaseModel):
         if size.height is not None and size.width is not None:
             return (size.height, size.width), None
         return None, size.shortest_edge
+
+
+class _Processor(BaseModel):
+    """processor_config.json of transformers 5: that of its image processor is a part of it."""
+
+    image_processor: _Transformers | None = None
+
+    def read(self) -> Preprocessing | None:
+        return None if self.image_processor is None else self.image_processor.read()
 
 
 class _OpenClip(BaseModel):
@@ -181,9 +214,10 @@ class _Config(BaseModel):
         return None if self.pretrained_cfg is None else self.pretrained_cfg.read()
 
 
-_Kind = type[_Transformers | _OpenClip | _OpenClipModel | _Config]
+_Kind = type[_Processor | _Transformers | _OpenClip | _OpenClipModel | _Config]
 # In the order in which they are believed.
 _FILES: dict[str, _Kind] = {
+    "processor_config.json": _Processor,
     "preprocessor_config.json": _Transformers,
     "preprocess_cfg.json": _OpenClip,
     "open_clip_config.json": _OpenClipModel,

@@ -1,5 +1,6 @@
 """Bring your own: a text model that exists as ONNX, with its tokenizer, becomes a release's."""
 
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,14 +10,17 @@ from google.protobuf.message import DecodeError
 
 from nobackfill.digests import sha256_file
 from nobackfill.errors import InvalidInputError, NotFoundError, VerificationError
+from nobackfill.release.encoders import LARGEST_LENGTH
 from nobackfill.release.manifest import Embedder, TextEncoder
 from nobackfill.release.paths import query_encoder_path, text_encoder_path, tokenizer_path
 from nobackfill.release.publishing.declaration import (
     Declaration,
     fingerprint,
+    guess,
     read_declaration,
     tokenizer_file,
 )
+from nobackfill.terminal import visible
 from nobackfill.tokenizing import Tokenizing
 from nobackfill.training.export.drafting import Release
 from nobackfill.training.export.onnx_export import run_onnx, strip
@@ -73,10 +77,16 @@ class _Made(NamedTuple):
 
 def _put(release: Release, source: Path, option: str, published: str) -> _Made:
     file = _found(source, option)
-    declared, path = read_declaration(file), release.local(published)
-    tokenizer = tokenizer_file(file, declared)
+    path = release.local(published)
     try:
         model = onnx.load(file)
+        declared = read_declaration(file, [output.name for output in model.graph.output])
+        if declared.max_length > LARGEST_LENGTH:
+            raise InvalidInputError(
+                f"expected texts of at most {LARGEST_LENGTH} tokens, got {declared.max_length}; "
+                f"write a smaller max_length into {file.with_suffix('.json').name}"
+            )
+        tokenizer = tokenizer_file(file, declared)
         inputs = text_graph(model, declared)
         strip(model)
         vectors = _run(model, path, tokenizer, declared, inputs)
@@ -84,6 +94,8 @@ def _put(release: Release, source: Path, option: str, published: str) -> _Made:
         raise InvalidInputError(f"{option} {file}: cannot be read as ONNX ({error})") from error
     except (InvalidInputError, VerificationError) as error:
         raise InvalidInputError(f"{option} {file}: {error}") from error
+    if told := guess(file, declared):
+        print(visible(told), file=sys.stderr)
     return _Made(file, declared, tokenizer, inputs, vectors)
 
 
