@@ -1,16 +1,21 @@
 """Vectors know the model that made them: the same dimension is not the same space."""
 
+import importlib
 import json
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pyarrow as pa
 import pytest
 from PIL import Image
 
 from nobackfill.adopt.cli.app import main
 from nobackfill.adopt.embedding import open_embedder
+from nobackfill.adopt.embedding.items import Items
+from nobackfill.adopt.embedding.vector_folder import embed_into
 from nobackfill.adopt.maps import load_map
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
@@ -31,6 +36,117 @@ from tests.serve.shop import NewModel, loaded
 from tests.support.documents import run_command
 
 MADE = world(120)
+
+
+def stored_at(path: Path, location: str | None, *, subgraph: bool = False) -> Path:
+    """The model of `path` with its weights in files of their own: one by name, or one a tensor."""
+    model = onnx.load(path)
+    if subgraph:
+        # The table stands in both branches of a condition, not in the graph.
+        table = model.graph.initializer.pop()
+        node = onnx.helper.make_node("Constant", [], ["table_"], value=table)
+        output = onnx.helper.make_tensor_value_info("table_", table.data_type, table.dims)
+        branch = onnx.helper.make_graph([node], "branch", [], [output])
+        condition = onnx.numpy_helper.from_array(np.array(True), "condition")
+        model.graph.initializer.append(condition)
+        choice = onnx.helper.make_node(
+            "If", ["condition"], ["table"], then_branch=branch, else_branch=branch
+        )
+        model.graph.node.insert(0, choice)
+        for held in model.graph.node[0].attribute:
+            tensor = held.g.node[0].attribute[0].t
+            onnx.external_data_helper.set_external_data(tensor, location or "inner.bin")
+            (path.parent / (location or "inner.bin")).write_bytes(tensor.raw_data)
+            tensor.ClearField("raw_data")
+        onnx.save(model, path)
+        return path
+    together = location is not None
+    (path.parent / (location or "x")).parent.mkdir(exist_ok=True)
+    onnx.save_model(
+        model, path, save_as_external_data=True, all_tensors_to_one_file=together,
+        location=location, size_threshold=0,
+    )  # fmt: skip
+    return path
+
+
+@pytest.mark.parametrize("location", ["weights.bin", "below/weights.bin", "model.onnx_data", None])
+def test_weights_beside_are_of_the_fingerprint_wherever_they_are(
+    location: str | None, tmp_path: Path
+) -> None:
+    """Of one graph, with files of one name: None is a file that is named as its tensor."""
+    first, again, other = (
+        stored_at(text_model(tmp_path / name, seed, pooling="mean"), location)
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
+    assert first.read_bytes() == other.read_bytes()
+    named = [open_embedder(str(path)).fingerprint for path in (first, again, other)]
+    assert named[0] == named[1] != named[2]
+    items = Items("text", ["1"], ["w1"])
+    embed_into(tmp_path / "out", items, open_embedder(str(first)))
+    with pytest.raises(IncompatibleSpaceError, match="another model"):
+        embed_into(tmp_path / "out", Items("text", ["2"], ["w1"]), open_embedder(str(other)))
+
+
+def test_weights_of_a_subgraph_are_of_the_fingerprint(tmp_path: Path) -> None:
+    first, other = (
+        stored_at(text_model(tmp_path / name, seed, pooling="mean"), None, subgraph=True)
+        for name, seed in (("a", 1), ("b", 2))
+    )
+    assert first.read_bytes() == other.read_bytes()
+    assert open_embedder(str(first)).fingerprint != open_embedder(str(other)).fingerprint
+
+
+@pytest.mark.parametrize("beside", [None, "model.onnx_data"])
+def test_models_of_before_have_the_fingerprint_of_before(
+    beside: str | None, tmp_path: Path
+) -> None:
+    path = text_model(tmp_path / "m", 1, pooling="cls", max_length=9)
+    files = [path, path.parent / "tokenizer.json"]
+    if beside is not None:
+        stored_at(path, beside)
+        files.insert(1, path.parent / beside)
+    declared = {
+        "tokenizer": "tokenizer.json", "prefix": "", "max_length": 9, "pooling": "cls",
+        "output": None, "normalise": True, "size": None, "mean": [0.485, 0.456, 0.406],
+        "std": [0.229, 0.224, 0.225],
+    }  # fmt: skip
+    parts = [sha256(file.read_bytes()).hexdigest() for file in files]
+    parts.append(json.dumps(declared, sort_keys=True))
+    wanted = sha256("\n".join(parts).encode()).hexdigest()
+    assert open_embedder(str(path)).fingerprint == wanted
+
+
+@pytest.mark.parametrize("place", ["../weights.bin", "/weights.bin", "below/../../weights.bin"])
+def test_weights_outside_of_the_models_folder_are_refused(place: str, tmp_path: Path) -> None:
+    path = stored_at(text_model(tmp_path / "m", 1), "weights.bin")
+    model = onnx.load(path, load_external_data=False)
+    (path.parent / "weights.bin").rename(tmp_path / "weights.bin")
+    for elsewhere, words in ((place, "in its own folder"), ("gone.bin", "'gone.bin' are not in")):
+        for tensor in model.graph.initializer:
+            tensor.external_data[0].value = elsewhere
+        onnx.save(model, path)
+        with pytest.raises(InvalidInputError, match=words):
+            open_embedder(str(path))
+
+
+def test_a_function_may_name_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By FINGERPRINT: a comment does not make another model then, and other weights do."""
+    monkeypatch.chdir(tmp_path)
+
+    def named(number: int, declared: str, more: str = "") -> str:
+        text = f"{more}FINGERPRINT = {declared}\ndef embed(items): return [[1.0]] * len(items)\n"
+        Path(f"named_{number}.py").write_text(text)
+        importlib.invalidate_caches()
+        return open_embedder(f"named_{number}:embed").fingerprint
+
+    first = named(1, "'minilm 1'")
+    assert first == named(2, "'minilm 1'", "# A comment.\n") != named(3, "'minilm 2'")
+    # A digest is the fingerprint: that of an ONNX file of the same model, say.
+    assert named(4, repr("a" * 64)) == "a" * 64
+    assert len(first) == 64
+    for number, wrong in ((5, "7"), (6, "''")):
+        with pytest.raises(InvalidInputError, match="expected FINGERPRINT to be a text"):
+            named(number, wrong)
 
 
 def written(path: Path, vectors: Vectors, model: str, rows: list[int] | None = None) -> str:

@@ -7,9 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from nobackfill.adopt.embedding.opening import open_embedder
 from nobackfill.adopt.maps import is_unit
 from nobackfill.adopt.sources.source import same_model
-from nobackfill.digests import sha256_file
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError, NotFoundError
 from nobackfill.release.converter import ModelCard
+from nobackfill.release.publishing.declaration import digest, weight_files
 from nobackfill.vectors import Vectors
 
 
@@ -63,7 +63,7 @@ def model_card(said: _Model, vectors: Vectors, made_by: str | None, where: str) 
         )
     embedder = open_embedder(said.model, name=said.model_name)
     same_model(embedder.fingerprint, made_by, f"{said.model} and {where}")
-    weights = sha256_file(Path(said.model)) if said.model.endswith(".onnx") else None
+    weights = digest(weight_files(Path(said.model))) if said.model.endswith(".onnx") else None
     declared = getattr(embedder, "declared", {})
     return ModelCard(
         name=said.name,

@@ -19,6 +19,7 @@ from nobackfill.release.publishing.declaration import (
     read_declaration,
     read_pixels,
     tokenizer_file,
+    weight_files,
 )
 from nobackfill.tokenizing import Tokenizing
 from nobackfill.vectors import Vectors, check_vectors
@@ -36,7 +37,7 @@ class OnnxModel:
 
         if not path.is_file():
             raise NotFoundError(f"{path}: no such file; --with expects an ONNX file")
-        self._path = path
+        self._path, weights = path, weight_files(path)
         try:
             self._session = onnxruntime.InferenceSession(
                 str(path), providers=["CPUExecutionProvider"]
@@ -49,7 +50,7 @@ class OnnxModel:
         self._declared, self._pixels = self._reading(pixels or {})
         file = tokenizer_file(path, self._declared) if self.kind == "text" else None
         self._tokenizer = None if file is None else self._tokenizing(file)
-        self.fingerprint = fingerprint(path, self._declared, file)
+        self.fingerprint = fingerprint(weights, self._declared, file)
         self._prefix = self._declared.asks_with if queries else self._declared.prefix
         alike = self.kind == "image" or self._declared.asks_with == self._declared.prefix
         self.reads = "" if alike else QUERIES if queries else DOCUMENTS

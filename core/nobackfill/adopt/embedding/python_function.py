@@ -1,21 +1,26 @@
 """A function of the user's own Python: texts, or paths of images, to vectors."""
 
-import hashlib
 import importlib
+import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
 from nobackfill.adopt.sources.source import even
-from nobackfill.digests import sha256_file
+from nobackfill.digests import sha256_bytes, sha256_file
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.items.kind import Kind
 from nobackfill.vectors import Vectors, check_vectors
 
+_DIGEST = re.compile("[0-9a-f]{64}")
+
 
 class PythonFunction:
-    """`module:function`, the module found from the working folder as well."""
+    """`module:function`, the module found from the working folder as well. What names its model is
+    the module's FINGERPRINT, or else the digest of the module's source, whose weights nobody knows.
+    """
 
     kind: Kind | None = None
     reads = ""
@@ -32,8 +37,7 @@ class PythonFunction:
         if not callable(self._function):
             raise InvalidInputError(f"{name}: is no function")
         self._name = name
-        code = sha256_file(Path(found.__file__)) if found.__file__ else ""
-        self.fingerprint = hashlib.sha256(f"{name}\n{code}".encode()).hexdigest()
+        self.fingerprint = _fingerprint(found, name)
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
         made = self._function(items)
@@ -47,3 +51,17 @@ class PythonFunction:
         if len(rows) != len(items):
             raise InvalidInputError(f"{self._name}: expected {len(items)} vectors, got {len(rows)}")
         return check_vectors(np.asarray(vectors), vectors.shape[1], what=self._name)
+
+
+def _fingerprint(module: ModuleType, name: str) -> str:
+    """64 hex digits, as FINGERPRINT has them or digested from it. Raises InvalidInputError."""
+    declared = getattr(module, "FINGERPRINT", None)
+    if declared is None:
+        code = sha256_file(Path(module.__file__)) if module.__file__ else ""
+        return sha256_bytes(f"{name}\n{code}".encode())
+    if not isinstance(declared, str) or not declared:
+        raise InvalidInputError(
+            f"{name}: expected FINGERPRINT to be a text that changes with the model, its name and "
+            f"version say, got {declared!r}"
+        )
+    return declared if _DIGEST.fullmatch(declared) else sha256_bytes(declared.encode())

@@ -4,15 +4,18 @@ Declared in `NAME.json` beside `NAME.onnx`, or in the files that sentence-transf
 pixels, transformers, open_clip and timm export.
 """
 
-import hashlib
 import json
-from collections.abc import Sequence
-from pathlib import Path
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, TypeVar
 
+import onnx
+from google.protobuf.message import DecodeError, Message
+from onnx import TensorProto
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 
-from nobackfill.digests import sha256_file
+from nobackfill.digests import sha256_bytes, sha256_file
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.framing import Fit, Interpolation, Margin
 from nobackfill.release.publishing.preprocessing import (
@@ -23,7 +26,7 @@ from nobackfill.release.publishing.preprocessing import (
     read_preprocessing,
 )
 
-# Files beside an ONNX file that hold its larger weights.
+# Files beside an ONNX file that usually hold its larger weights: digested wherever they are.
 _WEIGHTS = ("_data", ".data")
 # The output of a graph that holds a model of sentence-transformers with all its modules.
 _WHOLE = "sentence_embedding"
@@ -85,16 +88,59 @@ def tokenizer_file(path: Path, declared: Declaration) -> Path:
     return file
 
 
-def fingerprint(path: Path, declared: Declaration, tokenizer: Path | None = None) -> str:
-    """What names a model by all that makes its vectors: the ONNX file with its weights beside it,
-    the tokenizer, and what is declared."""
+def weight_files(path: Path) -> list[Path]:
+    """The ONNX file `path`, and every other file that its tensors name as the place of their data.
+
+    Raises InvalidInputError for a place outside of its folder, a file that is missing, and for what
+    is no ONNX.
+    """
     beside = (path.with_name(path.name + end) for end in _WEIGHTS)
     files = [path, *(one for one in beside if one.is_file())]
-    if tokenizer is not None:
-        files.append(tokenizer)
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except (OSError, DecodeError) as error:
+        raise InvalidInputError(f"{path}: cannot be read as ONNX ({error})") from error
+    for place in sorted(set(_locations(model))):
+        inside = PurePosixPath(os.path.normpath(place))
+        if inside.is_absolute() or ".." in inside.parts:
+            raise InvalidInputError(
+                f"{path}: expected weights in its own folder, got {place!r}; export it again with "
+                "its data beside it"
+            )
+        if not (file := path.parent / inside).is_file():
+            raise InvalidInputError(f"{path}: its weights {place!r} are not in its folder")
+        if file not in files:
+            files.append(file)
+    return files
+
+
+def _locations(part: Message) -> Iterator[str]:
+    """Of each tensor in `part` of a model, wherever it stands, that has its data elsewhere."""
+    if isinstance(part, TensorProto):
+        if part.data_location == TensorProto.EXTERNAL:
+            yield from (one.value for one in part.external_data if one.key == "location")
+        return
+    for field, value in part.ListFields():
+        if field.message_type is not None:
+            for below in value if isinstance(value, Sequence) else (value,):
+                yield from _locations(below)
+
+
+def digest(files: Sequence[Path]) -> str:
+    """Hex SHA-256 of a file, or of what several hold."""
+    digests = [sha256_file(file) for file in files]
+    return digests[0] if len(digests) == 1 else sha256_bytes("\n".join(digests).encode())
+
+
+def fingerprint(
+    weights: Sequence[Path], declared: Declaration, tokenizer: Path | None = None
+) -> str:
+    """What names a model by all that makes its vectors: its weight_files, the tokenizer, and what
+    is declared."""
+    files = [*weights, *(() if tokenizer is None else (tokenizer,))]
     parts = [sha256_file(one) for one in files]
     parts.append(json.dumps(declared.model_dump(), sort_keys=True))
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return sha256_bytes("\n".join(parts).encode())
 
 
 def guess(path: Path, declared: Declaration) -> str:

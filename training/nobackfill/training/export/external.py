@@ -12,11 +12,11 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import TensorProto, compose, helper, numpy_helper
 
-from nobackfill.digests import sha256_file
 from nobackfill.errors import InvalidInputError, VerificationError
 from nobackfill.framing import Fit, Interpolation
 from nobackfill.release.manifest import Embedder
 from nobackfill.release.paths import embedder_path
+from nobackfill.release.publishing.declaration import digest, weight_files
 from nobackfill.training.export.drafting import Release
 from nobackfill.training.export.onnx_export import run_onnx, strip
 from nobackfill.training.export.probe_images import probe_images
@@ -79,7 +79,7 @@ def add_onnx_embedder(release: Release, source: Path, pixels: Pixels) -> None:
         interpolation=pixels.interpolation,
     )
     release.method = "brought"
-    release.recipe["onnx_sha256"] = sha256_file(source)
+    release.recipe["onnx_sha256"] = digest(weight_files(source))
 
 
 def _load(source: Path) -> onnx.ModelProto:

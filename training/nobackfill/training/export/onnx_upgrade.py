@@ -11,11 +11,12 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
-from nobackfill.digests import SPACE, sha256_file
+from nobackfill.digests import SPACE
 from nobackfill.errors import ConfigurationError, InvalidInputError, VerificationError
 from nobackfill.release.encoders import space_of
 from nobackfill.release.manifest import Embedder, Manifest, Upgrade
 from nobackfill.release.paths import upgrade_int8_path, upgrade_path
+from nobackfill.release.publishing.declaration import digest, weight_files
 from nobackfill.training.export.drafting import Recipe, Release
 from nobackfill.training.export.onnx_export import quantise, run_onnx, strip
 from nobackfill.training.export.probes import source_probes
@@ -68,7 +69,7 @@ def add_onnx_upgrade(release: Release, source: Path) -> None:
         )
     )
     name = f"upgrade_{old.release}"
-    release.recipe[f"{name}.onnx_sha256"] = sha256_file(source)
+    release.recipe[f"{name}.onnx_sha256"] = digest(weight_files(source))
     for key in ("pairs", "penalty"):
         if key in facts:
             release.recipe[f"{name}.{key}"] = facts[key]

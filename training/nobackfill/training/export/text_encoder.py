@@ -15,10 +15,12 @@ from nobackfill.release.manifest import Embedder, TextEncoder
 from nobackfill.release.paths import query_encoder_path, text_encoder_path, tokenizer_path
 from nobackfill.release.publishing.declaration import (
     Declaration,
+    digest,
     fingerprint,
     guess,
     read_declaration,
     tokenizer_file,
+    weight_files,
 )
 from nobackfill.terminal import visible
 from nobackfill.tokenizing import Tokenizing
@@ -57,18 +59,19 @@ def add_text_encoder(release: Release, source: Path, queries: Path | None = None
         _check_asking(asking, made)
         said["query_file"] = release.file(query_encoder_path(release.number))
         said["query_prefix"] = asking.declared.asks_with
-        release.recipe["query_encoder_sha256"] = sha256_file(asking.file)
+        release.recipe["query_encoder_sha256"] = digest(asking.weights)
     release.local(tokenizer_path(release.number)).write_bytes(made.tokenizer.read_bytes())
     said["tokenizer"] = release.file(tokenizer_path(release.number))
     release.text_encoder = TextEncoder.model_validate(said)
-    release.recipe["text_encoder_sha256"] = sha256_file(made.file)
-    release.recipe[TEXT_MODEL] = fingerprint(made.file, declared, made.tokenizer)
+    release.recipe["text_encoder_sha256"] = digest(made.weights)
+    release.recipe[TEXT_MODEL] = fingerprint(made.weights, declared, made.tokenizer)
 
 
 class _Made(NamedTuple):
     """A model of others as the graph that a release has, and what it gives for the probes."""
 
     file: Path
+    weights: list[Path]
     declared: Declaration
     tokenizer: Path
     inputs: tuple[str, ...]
@@ -77,7 +80,7 @@ class _Made(NamedTuple):
 
 def _put(release: Release, source: Path, option: str, published: str) -> _Made:
     file = _found(source, option)
-    path = release.local(published)
+    path, weights = release.local(published), weight_files(file)
     try:
         model = onnx.load(file)
         declared = read_declaration(file, [output.name for output in model.graph.output])
@@ -96,7 +99,7 @@ def _put(release: Release, source: Path, option: str, published: str) -> _Made:
         raise InvalidInputError(f"{option} {file}: {error}") from error
     if told := guess(file, declared):
         print(visible(told), file=sys.stderr)
-    return _Made(file, declared, tokenizer, inputs, vectors)
+    return _Made(file, weights, declared, tokenizer, inputs, vectors)
 
 
 def _check_asking(asking: _Made, made: _Made) -> None:
