@@ -45,6 +45,7 @@ BASE = {
     "leash": set[str](),
     "pace": set[str](),
     "daemon_threads": set[str](),
+    "forks": set[str](),
     "loopback": set[str](),
     "onnx_runtime": set[str](),
     "durable": {"errors", "faults", "sqlite_errors"},

@@ -5,6 +5,7 @@ processes a claim keeps it from beginning. What is late is kept all the same. Wh
 embedded costs its day nothing, and what was not begun stays wanted.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -15,7 +16,7 @@ from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from nobackfill.daemon_threads import DaemonThreads
-from nobackfill.errors import BusyError, CannotWriteError, TooLargeError
+from nobackfill.errors import BusyError, CannotWriteError, ConfigurationError, TooLargeError
 from nobackfill.items.resting import Resting
 from nobackfill.items.sources import Items
 
@@ -99,6 +100,7 @@ class Reembedding(Generic[Key]):
         # Again by the same thread: a batch may have ended before `_begin` asks to be told.
         self._lock = threading.RLock()
         self._closed = False
+        self._process = os.getpid()
         self._claiming = 0
         self._claimed = threading.Condition(self._lock)
         self._under_way: dict[Key, Future[None]] = {}
@@ -143,6 +145,11 @@ class Reembedding(Generic[Key]):
 
     def _begin(self, names: Mapping[Key, str], work: Work[Key]) -> list[Future[None]]:
         """The work on these items, that of other queries with it."""
+        if os.getpid() != self._process:
+            raise ConfigurationError(
+                "what embeds items again was opened before this process was forked, and its "
+                "threads stayed in the parent; open it after the fork, in each process"
+            )
         with self._lock:
             if self._closed:
                 return []

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from nobackfill import forks
 from nobackfill.durable import make_dir, transaction
 from nobackfill.errors import CannotWriteError, IncompatibleSpaceError, VerificationError
 from nobackfill.items import claims
@@ -74,13 +75,13 @@ class Natives:
         self._path, self._dim = path, dim
         self._lock = threading.RLock()
         make_dir(path.parent)
-        self._connection = _connected(path)
+        self._opened: sqlite3.Connection | None = None
         with transaction(self._connection) as connection:
             facts = {"model": fingerprint, "dim": str(dim)}
             connection.executemany("INSERT OR IGNORE INTO facts VALUES (?, ?)", facts.items())
             same = dict(connection.execute("SELECT name, value FROM facts")) == facts
         if not same:
-            self._connection.close()
+            self.close()
             raise IncompatibleSpaceError(
                 f"{path}: holds vectors of another model (or of this one, declared otherwise); "
                 "give each model a file of its own"
@@ -91,11 +92,29 @@ class Natives:
         self._ids: list[str | None] = []
         self._known: dict[str, tuple[int, Native]] = {}
         self._newest = 0
+        forks.watch(self)
+
+    @property
+    def _connection(self) -> sqlite3.Connection:
+        if self._opened is None:
+            self._opened = _connected(self._path)
+        return self._opened
 
     def close(self) -> None:
         """Let go of the file."""
         with self._lock:
-            self._connection.close()
+            if self._opened is not None:
+                self._opened.close()
+                self._opened = None
+
+    def before_fork(self) -> None:
+        # SQLite's locks are of a process: a connection that both have would corrupt the file.
+        self._lock.acquire()
+        self.close()
+
+    def after_fork(self, child: bool) -> None:
+        del child  # Either opens the file again when it needs it.
+        self._lock.release()
 
     def __len__(self) -> int:
         with self._lock, refusing_sqlite(self._path):

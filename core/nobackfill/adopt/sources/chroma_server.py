@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import urllib3
 
+from nobackfill import forks
 from nobackfill.adopt.sources.server_address import STATUSES, server_address
 from nobackfill.errors import (
     AlreadyExistsError,
@@ -44,7 +45,15 @@ class ChromaServer:
             f"{parts.scheme}://{parts.netloc}/api/v2/tenants/{tenant}/databases/{database}"
             "/collections"
         )
-        self._http = urllib3.PoolManager(retries=False, timeout=_SECONDS, maxsize=16)
+        self._http = _pool()
+        forks.watch(self)
+
+    def before_fork(self) -> None:
+        """Requests of other threads go on in the parent alone."""
+
+    def after_fork(self, child: bool) -> None:
+        if child:
+            self._http = _pool()
 
     def collection(self, name: str) -> dict[str, Any]:
         """What the server says of a collection. Raises NotFoundError."""
@@ -91,6 +100,10 @@ class ChromaServer:
 
     def close(self) -> None:
         self._http.clear()
+
+
+def _pool() -> urllib3.PoolManager:
+    return urllib3.PoolManager(retries=False, timeout=_SECONDS, maxsize=16)
 
 
 def _part(name: str) -> str:

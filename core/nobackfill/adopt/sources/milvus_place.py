@@ -33,11 +33,16 @@ _CODES: Mapping[int, type[NobackfillError]] = {
 }  # fmt: skip
 
 
+# Processes in which clients were opened: the first, and none that it forks.
+_OPENERS: list[int] = []
+
+
 def opened(place: str) -> Any:
     """The client of https://HOST:PORT (http:// on this machine), with /DATABASE where it is not the
     default one, or of a file. Raises NotFoundError, ConfigurationError, UnavailableError."""
     # It logs each failed call with the address in it.
     logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
+    _OPENERS.append(os.getpid())
     if "://" not in place:
         path = Path(place)
         if not path.exists():
@@ -56,7 +61,12 @@ def opened(place: str) -> Any:
 
 
 def asked(name: str, work: Callable[[], Result]) -> Result:
-    """What `work` gives; errors of Milvus become ours."""
+    """What `work` gives; errors of Milvus become ours, and so does a fork since it was opened."""
+    if os.getpid() != _OPENERS[0]:
+        raise ConfigurationError(
+            f"{name}: Milvus was opened before this process was forked, which its client does not "
+            "survive; open it after the fork alone, in each process"
+        )
     try:
         return work()
     except MilvusException as error:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from nobackfill import forks
 from nobackfill.errors import (
     BusyError,
     CannotWriteError,
@@ -26,7 +27,8 @@ T = TypeVar("T")
 
 class Connections:
     """Each stays open for its thread's next use: making one takes the server longer than reading a
-    thousand rows. All end with this object.
+    thousand rows. All end with this object. A process that is forked makes connections of its own:
+    on one that two share, each gets the other's answers.
 
     `name`: what errors speak of.
     """
@@ -36,6 +38,16 @@ class Connections:
         self._open: dict[threading.Thread, Any] = {}
         self._lock = threading.Lock()
         weakref.finalize(self, _end, self._open)
+        forks.watch(self)
+
+    def before_fork(self) -> None:
+        self._lock.acquire()
+
+    def after_fork(self, child: bool) -> None:
+        if child:
+            # Not closed, which would end the parent's: psycopg lets go of the socket alone.
+            self._open.clear()
+        self._lock.release()
 
     @contextmanager
     def held(self) -> Iterator[Any]:

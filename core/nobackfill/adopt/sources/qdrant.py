@@ -30,7 +30,7 @@ from nobackfill.vectors import Vectors
 with extra("qdrant"):
     from qdrant_client import QdrantClient, models
 
-    from nobackfill.adopt.sources.qdrant_place import id_of, opened, order, refused
+    from nobackfill.adopt.sources.qdrant_place import Clients, id_of, order, refused
 
 _PAGE = 500
 _METRICS: Mapping[str, SearchMetric] = {
@@ -44,8 +44,8 @@ class QdrantSource:
 
     def __init__(self, place: str, collection: str, vector: str | None = None) -> None:
         self._name = collection
+        self._clients = Clients(place)
         with refused(collection):
-            self._client = opened(place)
             if not self._client.collection_exists(collection):
                 there = few(one.name for one in self._client.get_collections().collections)
                 raise NotFoundError(
@@ -61,6 +61,10 @@ class QdrantSource:
             )
         self.vector = vector or names[0]
         self._params = vectors[self.vector]
+
+    @property
+    def _client(self) -> QdrantClient:
+        return self._clients.own
 
     def _config(self) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
         """Parameters of dense vectors by name, "" for one without; what is said of carried ones:
@@ -152,7 +156,7 @@ class QdrantSource:
                 self._client.create_vector_name(
                     self._name, target.name, models.DenseVectorNameConfig(dense=dense)
                 )
-        return QdrantBeside(self, self._client, self._name, target)
+        return QdrantBeside(self, self._clients, self._name, target)
 
     def rollback(self, name: str) -> bool:
         if name not in self._config()[1]:
@@ -223,9 +227,9 @@ class QdrantBeside:
     at_once = 1
 
     def __init__(
-        self, source: QdrantSource, client: QdrantClient, collection: str, target: Target
+        self, source: QdrantSource, clients: Clients, collection: str, target: Target
     ) -> None:
-        self._source, self._client = source, client
+        self._source, self._clients = source, clients
         self._collection, self._target = collection, target
 
     def pending(self, window: Window) -> Rows:
@@ -248,11 +252,11 @@ class QdrantBeside:
                 continue
             # Of points that were deleted meanwhile it says so, and writes the others.
             with suppress(NotFoundError), refused(self._collection):
-                self._client.update_vectors(self._collection, points)
+                self._clients.own.update_vectors(self._collection, points)
             for one, still in self._same(read).items():
                 if not still and (key := id_of(one)) is not None:
                     with suppress(NotFoundError), refused(self._collection):
-                        self._client.delete_vectors(self._collection, [name], [key])
+                        self._clients.own.delete_vectors(self._collection, [name], [key])
 
     def _same(self, read: Mapping[str, Vectors]) -> dict[str, bool]:
         """Whether points still have the old vector that was read, of those that are there."""

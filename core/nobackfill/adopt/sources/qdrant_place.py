@@ -27,6 +27,35 @@ _SECONDS = 60
 _FOLDERS: "weakref.WeakValueDictionary[Path, QdrantClient]" = weakref.WeakValueDictionary()
 
 
+class Clients:
+    """A client of a place for each process that asks: a forked one shares no connection. A folder
+    stays its opener's; another process is refused by BusyError."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._by_process: dict[int, QdrantClient] = {}
+
+    @property
+    def own(self) -> QdrantClient:
+        """Raises as `opened`."""
+        process = os.getpid()
+        if process not in self._by_process:
+            self._by_process[process] = opened(self._place)
+        return self._by_process[process]
+
+
+def _forked() -> None:
+    """What has been opened is the parent's: whoever closes it here would free its lock there."""
+    for client in _FOLDERS.values():
+        # Not closed yet, or a client of tests that locks nothing.
+        if (lock := getattr(client._client, "_flock_file", None)) is not None:
+            lock.close()
+    _FOLDERS.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def opened(place: str) -> QdrantClient:
     """A server's client, or that of a folder. Raises NotFoundError, ConfigurationError, BusyError.
 
