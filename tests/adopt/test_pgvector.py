@@ -1,16 +1,22 @@
 """What is carried in a table costs its indexes little, and leaves it as its owner expects."""
 
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import psycopg
 import pytest
 
 from nobackfill.adopt.carrying import carry
+from nobackfill.adopt.cli.fitting import Files
+from nobackfill.adopt.cli.fitting import run as fit
 from nobackfill.adopt.closed_form import fit_maps
+from nobackfill.adopt.maps import load_map
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target
-from tests.adopt.made import world
+from tests.adopt.made import world, write_parquet
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
 
@@ -156,3 +162,31 @@ def test_keys_of_any_type_find_their_vectors(postgres: Server, kind: str, keys: 
         assert open_source(f"{address}#T; --").rollback(to.name)
         left = connection.execute("SELECT relname FROM pg_class WHERE relname LIKE 'new%%'", ())
         assert left.fetchall() == []
+
+
+@pytest.mark.parametrize("kind", ["table", "numpy", "parquet"])
+def test_fit_tells_what_carrying_takes(kind: str, postgres: Server, tmp_path: Path) -> None:
+    """Within a factor of ten, on a machine that others use; the map alone is a hundredth of it."""
+    made = world(3000)
+    write_parquet(tmp_path / "new.parquet", made.ids, made.new)
+    if kind == "numpy":
+        np.save(tmp_path / "ids.npy", np.array(made.ids))
+        np.save(tmp_path / "old.npy", made.old)
+    write_parquet(tmp_path / "old.parquet", made.ids, made.old)
+    with postgres.connected() as (address, connection):
+        connection.execute("CREATE EXTENSION vector")
+        connection.execute("CREATE TABLE t (id text PRIMARY KEY, v vector(24))")
+        rows = [(name, str(v.tolist())) for name, v in zip(made.ids, made.old, strict=True)]
+        connection.cursor().executemany("INSERT INTO t VALUES (%s, %s)", rows)
+        where = {"numpy": tmp_path, "parquet": tmp_path / "old.parquet", "table": f"{address}#t"}
+        old = str(where[kind])
+        found = fit(old, str(tmp_path / "new.parquet"), Files(tmp_path / "map.npz"), None, None,
+                    items_there=False, key=None, vector=None)  # fmt: skip
+        mapping = load_map(tmp_path / "map.npz")
+        begun = time.perf_counter()
+        carry(open_source(old), replace(TARGET, mark=mapping.digest), mapping)
+        took = time.perf_counter() - begun
+    ways = found.answer["ways"]
+    assert isinstance(ways, list)
+    (told,) = (way["all_seconds"] for way in ways if way["name"] == "map")
+    assert took / 10 < told < took * 10

@@ -14,7 +14,15 @@ from nobackfill.adopt.joining import Joining, Line, load_joining, save_joining
 from nobackfill.adopt.judgement import Gallery, judge
 from nobackfill.adopt.maps import normalised
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.adopt.verdict import Cost, Point, Verdict, decide, gain_of_doubling
+from nobackfill.adopt.verdict import (
+    Cost,
+    Point,
+    Verdict,
+    Way,
+    choose_way,
+    decide,
+    gain_of_doubling,
+)
 from nobackfill.errors import InvalidInputError
 from nobackfill.vectors import Vectors
 from tests.adopt.made import World, kinds, world
@@ -92,6 +100,35 @@ def test_never_worse_than_staying_when_the_items_are_gone() -> None:
     assert found.way in ("stay", "map", "both")
     (chosen,) = (way for way in found.ways if way.name == found.way)
     assert chosen.worse == ()
+
+
+def test_what_carrying_takes_is_told_of_each_way_that_carries_first() -> None:
+    made = world(90)
+    found = decide(made.pairs, replace(SLOW, items=1000, carry_seconds=0.5), made.queries)
+    told = {way.name: way.all_seconds for way in found.ways}
+    assert told == {"stay": 0, "map": 500, "both": 500, "lazily": 520, "re-embed": 20}
+    unknown = decide(made.pairs, replace(SLOW, carry_seconds=None), made.queries)
+    assert [way.all_seconds for way in unknown.ways][1:4] == [None] * 3
+
+
+def test_a_larger_gallery_is_only_told_of_where_there_is_one() -> None:
+    made = world(90)
+    for items, larger in ((90, False), (91, True)):
+        notes = decide(made.pairs, replace(SLOW, items=items), made.queries).notes
+        assert any("every figure is lower" in note for note in notes) == larger
+
+
+@pytest.mark.parametrize(("both", "way"), [(0.79, "lazily"), (0.81, "both")])
+def test_two_models_are_never_named_below_the_better_of_map_and_new_model(
+    both: float, way: str
+) -> None:
+    found = {"stay": 0.5, "map": 0.7, "both": both, "lazily": 0.85, "re-embed": 0.8}
+    ways = [
+        Way(name, {"MRR": one}, (), ("MRR",) if name != "stay" else (), 0.1, 1e6)
+        for name, one in found.items()
+    ]
+    # Of AS_GOOD either would do.
+    assert choose_way(ways, "MRR", items_there=True)[0] == way
 
 
 def test_embed_again_where_that_takes_a_minute() -> None:
@@ -190,6 +227,25 @@ def test_hubs_are_told_by_other_queries_and_taken_off_where_that_helps(tmp_path:
         np.testing.assert_allclose(every[some], alone, atol=1e-4)
     less = without - with_crowd
     assert less[hub].mean() > less[~hub].mean()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_hubs_that_the_new_model_has_too_are_left(seed: int) -> None:
+    """A model and its 8-bit copy: what asks lies elsewhere than what is found, by both. Both
+    together keep what the better of the old vectors and the map keeps."""
+    rng = np.random.default_rng(seed)
+    width = np.linspace(2, 0.3, 32)
+    items = rng.normal(size=(800, 32)) * width + 0.8 * rng.normal(size=(40, 32)).repeat(20, 0)
+    asked = items[::4] + 1.2 * rng.normal(size=(200, 32)) * width + 1
+    old, by_old = normalised(items.astype(np.float32)), normalised(asked.astype(np.float32))
+    new, by_new = (
+        normalised((one + 0.01 * rng.normal(size=one.shape)).astype(np.float32))
+        for one in (old, by_old)
+    )
+    queries = Queries(by_old, by_new, np.arange(0, 800, 4), own=False)
+    ways = judge(Gallery(old, old, new), queries).ways
+    kept = {name: float(one["agreement@10"].mean()) for name, one in ways.items()}
+    assert kept["both"] >= max(kept["map"], kept["stay"]) - 0.02
 
 
 @pytest.mark.parametrize("seed", [0, 3])

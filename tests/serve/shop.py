@@ -44,6 +44,7 @@ class NewModel:
     kind: Kind | None = "text"
     reads: str = ""
     seconds: float = 0.0
+    vectors: Vectors = field(default_factory=lambda: MADE.new)
     times: Counter[str] = field(default_factory=Counter)
     at_once: int = 0
     most_at_once: int = 0
@@ -58,16 +59,18 @@ class NewModel:
         time.sleep(self.seconds)
         with self.lock:
             self.at_once -= 1
-        return np.stack([MADE.new[int(name.removeprefix("item-"))] for name in names])
+        return np.stack([self.vectors[int(name.removeprefix("item-"))] for name in names])
 
 
-def files(folder: Path) -> Path:
+def files(
+    folder: Path, mapping: Map = MAP, joining: Joining = JOINING, old: Vectors = MADE.old
+) -> Path:
     """`map.npz`, `joining.npz` and a folder of the old vectors."""
-    save_map(folder / "map.npz", MAP)
-    save_joining(folder / "joining.npz", JOINING)
+    save_map(folder / "map.npz", mapping)
+    save_joining(folder / "joining.npz", joining)
     (folder / "store").mkdir(exist_ok=True)
-    np.save(folder / "store" / "ids.npy", np.array(MADE.ids))
-    np.save(folder / "store" / "old.npy", MADE.old)
+    np.save(folder / "store" / "ids.npy", np.array([f"item-{row}" for row in range(len(old))]))
+    np.save(folder / "store" / "old.npy", old)
     return folder
 
 

@@ -15,10 +15,15 @@ import numpy as np
 import psycopg
 import pytest
 
+from nobackfill.adopt.carrying import carry
+from nobackfill.adopt.closed_form import fit_maps
+from nobackfill.adopt.figures import Queries
 from nobackfill.adopt.joining import Line, save_joining
+from nobackfill.adopt.judgement import Gallery, judge, judge_joined
+from nobackfill.adopt.maps import normalised
 from nobackfill.adopt.sources.loaded import Loaded
 from nobackfill.adopt.sources.opening import open_searchable, open_source
-from nobackfill.adopt.sources.source import Searchable
+from nobackfill.adopt.sources.source import Searchable, Target
 from nobackfill.errors import DamagedError, IncompatibleSpaceError, InvalidInputError
 from nobackfill.serve import Dual, FunctionItems, Limits, Natives, reembedding
 from tests.serve.shop import JOINING, MADE, MAP, NewModel, dual, files, loaded
@@ -72,6 +77,47 @@ def test_without_items_it_is_the_joined_ranking_and_every_item_comes_once(tmp_pa
             found.search(MADE.queries_old[3], MADE.queries_new[3], 0)
         with pytest.raises(InvalidInputError, match="query by the new model"):
             found.search(MADE.queries_old[3], MADE.queries_old[3], 5)
+
+
+def test_what_fit_predicts_is_what_the_documented_dual_finds(tmp_path: Path) -> None:
+    """Each model weighs what it sees in its own way, so that the old one's first 100 of 1,500 hold
+    few of the new one's: the page carries first. Each query meets a gallery without natives."""
+    rng = np.random.default_rng(0)
+    hidden, weights = rng.normal(size=(1500, 24)), np.linspace(0.1, 2, 24)
+    old, new = (normalised((hidden * one).astype(np.float32)) for one in (weights, weights[::-1]))
+    names = [f"item-{row}" for row in range(1500)]
+    rows = np.arange(0, 1500, 50)
+    asked = Queries(old[rows], new[rows], rows, own=True)
+    mapping = fit_maps(old, new)["affine"]
+    gallery = Gallery(old, mapping(old), new)
+    joining = replace(judge(gallery, asked).joining, mark=mapping.digest)
+    told = judge_joined(gallery, asked, joining)
+    files(tmp_path, mapping, joining, old)
+    source = open_searchable(str(tmp_path / "store"))
+    assert carry(source, Target("new", 24, mapping.digest), mapping).total == 1500
+    items = FunctionItems(lambda name: f"text of {name}", "text")
+
+    def found(way: str, carried: str | None) -> float:
+        right = []
+        for query in range(len(asked.rows)):
+            with closing(
+                Dual.open(
+                    source, tmp_path / "map.npz", tmp_path / "joining.npz",
+                    tmp_path / f"{way}-{carried}-{query}.db", NewModel(vectors=new),
+                    items=items if way == "lazily" else None, limits=Limits(seconds=30),
+                    carried=carried,
+                )
+            ) as dual:  # fmt: skip
+                hits = [hit.id for hit in dual.search(asked.old[query], asked.new[query], 11).hits]
+            own = names[asked.rows[query]]
+            expected = np.argsort(-(new @ asked.new[query]))[1:11]
+            hits = [one for one in hits if one != own][:10]
+            right.append(len({names[row] for row in expected} & set(hits)) / 10)
+        return float(np.mean(right))
+
+    for way in ("both", "lazily"):
+        assert found(way, "new") == pytest.approx(told[way]["agreement@10"].mean(), abs=0.01)
+    assert found("lazily", None) < told["lazily"]["agreement@10"].mean() - 0.3
 
 
 def test_native_items_keep_a_share_of_what_they_were_carried(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ query is nearer to carried items than to native ones on average.
 import io
 import json
 import zipfile
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import get_args
+from typing import TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,8 @@ from nobackfill.vectors import Vectors, check_vectors
 
 # Of the file; those of format 2 keep no share, those of format 4 name another metric than cosine.
 FORMAT, OTHERWISE, FORMATS = 3, 4, (2, 3, 4)
+# Candidates of a query from each search, and those of them that are embedded again.
+HITS = 100
 # Items by which a query's distances are standardised.
 ANCHORS = 1000
 # Queries that a hub is told by, and the nearest of them that say how much of one an item is.
@@ -36,6 +39,7 @@ _ROUNDS = 30
 
 Block = NDArray[np.float32]
 Mask = NDArray[np.bool_]
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,15 @@ class Joining:
         """Log-odds [q, n] of items with the new model's own vectors [n, b] for queries [q, b];
         `near`: as if carried."""
         return self.native(nearness(by_new, new, self.new, metric=self.metric), near)
+
+
+def candidates(*searches: Callable[[int], Sequence[Key]]) -> list[Key]:
+    """Collect the items that are ranked for a query, each once: the HITS nearest of each search.
+
+    `nobackfill.serve.Dual` searches the store, `fit` searches the judged items: what is predicted
+    is what is served.
+    """
+    return list(dict.fromkeys(key for search in searches for key in search(HITS)))
 
 
 def hubs(vectors: Vectors, crowd: Vectors) -> Block:

@@ -1,20 +1,29 @@
 """Five ways to go on with a gallery, measured on pairs that the maps judged were fitted without."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from nobackfill.adopt.figures import Figures, PerQuery, Queries, blocked, chosen_by, measure
 from nobackfill.adopt.healing import Healing, Mixed
-from nobackfill.adopt.joining import ANCHORS, CROWD, Block, Joining, Mask, hubs, standardised
+from nobackfill.adopt.joining import (
+    ANCHORS,
+    CROWD,
+    HITS,
+    Block,
+    Joining,
+    Mask,
+    candidates,
+    hubs,
+    standardised,
+)
 from nobackfill.adopt.maps import normalised
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.metrics.ranking import Ints
 from nobackfill.vectors import Vectors
 
-# Hits that are embedded again for a query.
-LAZILY = 100
 # Share of the new model's score in the joined one; 0 is the old model alone.
 WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Queries that are judged, and distances that are held for one way.
@@ -80,14 +89,16 @@ def judge(gallery: Gallery, queries: Queries, apart: Block | None = None, seed: 
         by_new = near_crowd if crowded else near_new
         return np.asarray(weight * by_new + (1 - weight) * near_old, np.float32)
 
+    ranked = _ranked(stay, carried)
     # Hubs are told by what people ask, which items that ask for their neighbours do not say.
     told = not queries.own and queries.metric == "cosine"
     choices = [(one, crowded) for one in WEIGHTS for crowded in (False, told)]
-    scores = {one: chosen_by(figures(-joined(one)), queries.own) for one in dict.fromkeys(choices)}
+    scores = {one: figures(ranked(-joined(one))) for one in dict.fromkeys(choices)}
     both = np.empty_like(stay)
     for half in (halves, ~halves):
-        both[half] = -joined(_best(scores, ~half))[half]
-    best = _best(scores, np.ones(len(halves), bool))
+        both[half] = -joined(_best(scores, queries.own, ~half))[half]
+    both = ranked(both)
+    best = _best(scores, queries.own, np.ones(len(halves), bool))
     chosen = Mixed(joined(best), standardised(native, anchors), truth, queries).chosen(halves)
     healing = Healing(chosen.curves, Mixed(-carried, -native, truth, queries).raw())
     ways = {
@@ -130,8 +141,9 @@ def served(
     near_new = standardised(carried + hubs(gallery.carried, joining.crowd)[None], anchors)
     near_old = standardised(stay, anchors)
     near = np.asarray(joining.weight * near_new + (1 - joining.weight) * near_old, np.float32)
-    lazily = _lazily(-near, -joining.native(standardised(native, anchors), near))
-    return {"stay": stay, "map": carried, "both": -near, "lazily": lazily, "re-embed": native}
+    both = _ranked(stay, carried)(-near)
+    lazily = _lazily(both, -joining.native(standardised(native, anchors), near))
+    return {"stay": stay, "map": carried, "both": both, "lazily": lazily, "re-embed": native}
 
 
 def _blocks(gallery: Gallery, queries: Queries, apart: Block | None) -> tuple[Block, Block, Block]:
@@ -152,11 +164,23 @@ def _hubs(gallery: Gallery, queries: Queries, some: Mask) -> Block:
     return hubs(gallery.carried, normalised(queries.new[some][:CROWD]))[None]
 
 
+def _ranked(stay: Block, carried: Block) -> Callable[[Block], Block]:
+    """Leave the candidates of each query alone in a block [q, g], by old/old and new/carried."""
+    shown = np.zeros(stay.shape, bool)
+    for query, by_model in enumerate(zip(stay, carried, strict=True)):
+        shown[query, candidates(*(partial(_nearest, one) for one in by_model))] = True
+    return lambda block: np.where(shown, block, np.float32(np.inf))
+
+
+def _nearest(row: Block, count: int) -> list[int]:
+    found: list[int] = np.argpartition(row, min(count, len(row)) - 1)[:count].tolist()
+    return found
+
+
 def _lazily(both: Block, native: Block) -> Block:
-    """The first hits in the order of `native`, then the others."""
-    lazily = both.copy()
-    hits = np.argpartition(both, min(LAZILY, both.shape[1]) - 1, axis=1)[:, :LAZILY]
-    lazily += native.max() - lazily.min() + 1
+    """The first hits in the order of `native`; nothing else is shown."""
+    lazily = np.full_like(both, np.inf)
+    hits = np.argpartition(both, min(HITS, both.shape[1]) - 1, axis=1)[:, :HITS]
     np.put_along_axis(lazily, hits, np.take_along_axis(native, hits, 1), 1)
     return lazily
 
@@ -171,5 +195,26 @@ def figure_of(vectors: Vectors, pairs: Pairs, queries: Queries) -> Figures:
     return figures_of(blocked(queries.new, vectors, queries.metric), pairs, queries)
 
 
-def _best(scores: Mapping[Way, PerQuery], some: Mask) -> Way:
-    return max(scores, key=lambda way: float(scores[way][some].mean()))
+def _best(scores: Mapping[Way, Figures], own: bool, some: Mask) -> Way:
+    """Of the ways that find as much as the best one, within a standard error, the one that keeps
+    most of the new model's own neighbours. Hubs are corrected only where that keeps no fewer of
+    them: hubs that the new model has, too, are no fault of the map."""
+
+    def figure(way: Way, by_neighbours: bool) -> PerQuery:
+        return chosen_by(scores[way], by_neighbours)[some]
+
+    def neighbours(way: Way) -> float:
+        return float(figure(way, True).mean())
+
+    open_ways = [
+        (weight, crowded)
+        for weight, crowded in scores
+        if not crowded or neighbours((weight, True)) >= neighbours((weight, False))
+    ]
+    best = max(open_ways, key=lambda way: float(figure(way, own).mean()))
+
+    def as_good(way: Way) -> bool:
+        lost = figure(best, own) - figure(way, own)
+        return bool(lost.mean() <= lost.std() / np.sqrt(len(lost)))
+
+    return max(filter(as_good, open_ways), key=neighbours)

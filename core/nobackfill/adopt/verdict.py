@@ -14,7 +14,7 @@ from nobackfill.adopt.choice import Choice, choose
 from nobackfill.adopt.correction import CONVERTER
 from nobackfill.adopt.figures import Figures, Queries
 from nobackfill.adopt.healing import MOST_BELOW, Healing, valley
-from nobackfill.adopt.joining import Joining
+from nobackfill.adopt.joining import HITS, Joining
 from nobackfill.adopt.judgement import Gallery
 from nobackfill.adopt.maps import Map
 from nobackfill.adopt.pairs import Pairs
@@ -33,14 +33,14 @@ NEEDS_ITEMS = ("lazily", "re-embed")
 
 @dataclass(frozen=True)
 class Cost:
-    """What is known: items of the gallery, seconds to embed one by each model (None: not
-    measured), seconds to map one; seconds to embed a query by the new model, where that was
-    measured apart."""
+    """What is known: items of the gallery, seconds to embed one by each model, seconds to carry one
+    (read, map, write and check; None: not measured), seconds to embed a query by the new model,
+    where that was measured apart."""
 
     items: int
     old_seconds: float | None
     new_seconds: float | None
-    map_seconds: float
+    carry_seconds: float | None
     new_query_seconds: float | None = None
 
 
@@ -115,7 +115,7 @@ def decide(
         for name, one in kept.items():
             figures[name]["agreement@10"] = one["agreement@10"]
     ways = [_way(name, figures, cost, judged_by) for name in WAYS]
-    way, words = _choose(ways, judged_by, items_there)
+    way, words = choose_way(ways, judged_by, items_there)
     chosen = choice.fitted(pairs, prior)
     joining = replace(judged.joining, mark=chosen.digest)
     curve = _curve(pairs, asked, choice, judged_by, prior)
@@ -145,16 +145,21 @@ def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) 
     old, new, items = cost.old_seconds, cost.new_seconds, cost.items
     asking = new if cost.new_query_seconds is None else cost.new_query_seconds
     both = None if old is None or asking is None else old + asking
-    hits = None if both is None or new is None else both + judgement.LAZILY * new
+    hits = None if both is None or new is None else both + HITS * new
     a_query = {"stay": old, "map": asking, "both": both, "lazily": hits, "re-embed": asking}
     again = None if new is None else items * new
-    in_all = {"stay": 0.0, "re-embed": again, "lazily": again}
-    return Way(
-        name, means, worse, better, a_query[name], in_all.get(name, items * cost.map_seconds)
-    )
+    carry = None if cost.carry_seconds is None else items * cost.carry_seconds
+    in_all = {
+        "stay": 0.0,
+        "map": carry,
+        "both": carry,
+        "lazily": None if carry is None or again is None else carry + again,
+        "re-embed": again,
+    }
+    return Way(name, means, worse, better, a_query[name], in_all[name])
 
 
-def _choose(ways: list[Way], judged_by: str, items_there: bool) -> tuple[str, str]:
+def choose_way(ways: list[Way], judged_by: str, items_there: bool) -> tuple[str, str]:
     """The cheapest way that is as good as embedding everything again, else the best one; among
     those that are in no figure worse than staying, and that can be gone."""
     by_name = {way.name: way for way in ways}
@@ -169,6 +174,13 @@ def _choose(ways: list[Way], judged_by: str, items_there: bool) -> tuple[str, st
         return "stay", "that the new model finds more than the old one may be chance here"
     open_ways = [
         way for way in ways if not way.worse and (items_there or way.name not in NEEDS_ITEMS)
+    ]
+    # Two models asked for each query must find more than the better one of them would alone.
+    alone = [way.figures[judged_by] for way in open_ways if way.name in ("map", "re-embed")]
+    open_ways = [
+        way
+        for way in open_ways
+        if way.name != "both" or way.figures[judged_by] >= max(alone, default=0.0)
     ]
     good = [w for w in open_ways if all(w.figures[f] >= AS_GOOD * best[f] for f in known)]
     again = by_name["re-embed"].all_seconds
@@ -254,10 +266,10 @@ def gain_of_doubling(curve: list[Point]) -> float | None:
 def _notes(
     asked: Queries, pairs: Pairs, cost: Cost, weight: float, curve: list[Point], judged_by: str
 ) -> list[str]:
-    notes = [
-        f"measured among {len(pairs)} items with {len(asked.rows)} queries; the gallery has "
-        f"{cost.items}, where every figure is lower"
-    ]
+    measured = f"measured among {len(pairs)} items with {len(asked.rows)} queries"
+    if cost.items > len(pairs):
+        measured += f"; the gallery has {cost.items}, where every figure is lower"
+    notes = [measured]
     gain = gain_of_doubling(curve)
     if gain is not None:
         notes.append(

@@ -7,13 +7,14 @@ where people look.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from nobackfill.adopt.embedding.embedder import QUERIES, Embedder
-from nobackfill.adopt.joining import Block, Joining, load_joining
+from nobackfill.adopt.joining import HITS, Block, Joining, candidates, load_joining
 from nobackfill.adopt.maps import NEW_MODEL, Map, load_map
 from nobackfill.adopt.pairs import judged_by
 from nobackfill.adopt.sources.source import Rows, Searchable, same_model
@@ -24,8 +25,6 @@ from nobackfill.serve.natives import Natives, digest
 from nobackfill.serve.reembedding import Reembedding, without
 from nobackfill.vectors import Vectors, check_vectors
 
-# Candidates of a query from each model, and those of them that are embedded again.
-HITS = 100
 _WINDOW = 1000
 _HEALED_AT_ONCE = 256
 
@@ -70,10 +69,10 @@ class Dual:
         *,
         again: Reembedding | None = None,
         carried: str | None = None,
-        hits: int = HITS,
     ) -> None:
-        """`carried`: the column that `nobackfill carry` filled, for candidates by the new model;
-        None takes them from the old one's and from native items.
+        """`carried`: the name that `nobackfill carry --to` was given, whose vectors a query by the
+        new model searches. Without it the candidates are the old model's and native items, which
+        find less than `fit` predicted: the less, the larger the gallery.
 
         Raises IncompatibleSpaceError where `joining` was fitted for another map,
         InvalidInputError where the store searches by a metric that no joining ranks by.
@@ -85,7 +84,7 @@ class Dual:
             )
         self._source, self._mapping, self._joining = source, mapping, joining
         self._natives, self._again = natives, again
-        self._carried, self._hits = carried, hits
+        self._carried = carried
 
     @classmethod
     def open(
@@ -125,8 +124,8 @@ class Dual:
 
         Raises InvalidInputError for vectors of other dimensions, or k beyond the candidates.
         """
-        if not 1 <= k <= self._hits:
-            raise InvalidInputError(f"expected k from 1 to {self._hits}, got {k}")
+        if not 1 <= k <= HITS:
+            raise InvalidInputError(f"expected k from 1 to {HITS}, got {k}")
         dims = self._mapping.dims
         by_old = check_vectors(np.atleast_2d(old), dims[0], what="query by the old model")
         by_new = check_vectors(np.atleast_2d(new), dims[1], what="query by the new model")
@@ -145,11 +144,11 @@ class Dual:
 
     def _candidates(self, by_old: Vectors, by_new: Vectors) -> Rows:
         """Those of each model, each once, with their old vectors."""
-        found = dict.fromkeys(self._source.nearest(by_old[0], self._hits))
+        searches = [partial(self._source.nearest, by_old[0])]
         if self._carried is not None:
-            found |= dict.fromkeys(self._source.nearest(by_new[0], self._hits, self._carried))
-        near = self._natives.nearest(by_new, self._hits, self._joining.metric)
-        rows = self._source.lookup(list(found | dict.fromkeys(near)))
+            searches.append(partial(self._source.nearest, by_new[0], beside=self._carried))
+        near = self._natives.nearest(by_new, HITS, self._joining.metric)
+        rows = self._source.lookup(candidates(*searches, lambda count: near[:count]))
         known = set(rows.ids)
         # What the store no longer has is no longer kept here either.
         self._natives.forget([name for name in near if name not in known])
@@ -174,7 +173,7 @@ class Dual:
         if native:
             here, new = [places[name] for name in native], np.stack(list(native.values()))
             odds[here] = self._joining.of_native(by_new, new, near[:, here])[0]
-        best = np.argsort(-odds, kind="stable")[: self._hits]
+        best = np.argsort(-odds, kind="stable")[:HITS]
         ids = [rows.ids[row] for row in best.tolist()]
         return Rows(ids, rows.vectors[best]), odds[best], set(ids) & set(native)
 

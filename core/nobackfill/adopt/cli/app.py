@@ -267,7 +267,10 @@ def carry(
     facts = opened.facts()
     loaded, said = mapping_for(facts, mapping, release, root, model)
     if (way := loaded.facts.get(VERDICT, "map")) != "map":
-        said = [*said, f"the verdict of {mapping} was {way}: a map alone was not the best way"]
+        then = "a map alone was not the best way"
+        if way in ("both", "lazily"):
+            then = f"build the index, leave the flip, and search by Dual with carried={to!r}"
+        said = [*said, f"the verdict of {mapping} was {way}: {then}"]
     made = loaded.facts.get(NEW_MODEL)
     target = Target(to, loaded.dims[1], loaded.digest, facts.metric or "cosine", made)
     done = carrying.carry(opened, target, loaded, progress=_progress(opened.count()), flip=flip)

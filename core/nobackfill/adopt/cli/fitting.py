@@ -2,11 +2,14 @@
 
 import time
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from nobackfill.adopt.cards import Card, read_card
+from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.cli.items import not_read_as, open_items
 from nobackfill.adopt.converters import Opened, open_converter, publish
 from nobackfill.adopt.embedding.embedder import DOCUMENTS
@@ -16,14 +19,19 @@ from nobackfill.adopt.maps import Map, save_map
 from nobackfill.adopt.page import duration, render
 from nobackfill.adopt.pairs import WINDOW, Matched, Pairs, match
 from nobackfill.adopt.residual import open_trainer
+from nobackfill.adopt.sources.arrays import ArraySource
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import ParquetSource
-from nobackfill.adopt.sources.source import Source, fingerprint_of, same_model
+from nobackfill.adopt.sources.source import Source, Target, fingerprint_of, same_model
 from nobackfill.adopt.transform import upgrade_of
 from nobackfill.adopt.verdict import Cost, Verdict, decide
 from nobackfill.durable import write_file
 from nobackfill.errors import CannotWriteError, InvalidInputError, few
 
+# Windows of a store that are read to tell what carrying takes.
+MEASURED = 3
+# Seconds that PostgreSQL takes to read, write and check an item, over those to read it.
+POSTGRESQL = 5.0
 # Of a map's facts: the way that was best when it was fitted.
 VERDICT = "verdict"
 # What is known of the old and of the new one.
@@ -97,7 +105,8 @@ def run(
     # Converters are of models by their fingerprints, which a release's space is not.
     public = fingerprint_of(old_model, asked_model), fingerprint_of(new_model)
     prior = _converter(files, public)
-    cost = Cost(stored.count(), old_seconds, _seconds(made), _map_seconds(pairs), new_seconds)
+    carrying = _carry_seconds(old, stored, pairs)
+    cost = Cost(stored.count(), old_seconds, _seconds(made), carrying, new_seconds)
     verdict = decide(
         pairs,
         cost,
@@ -109,11 +118,14 @@ def run(
     verdict = replace(verdict, notes=[*_sides(stored, made, matched), *verdict.notes])
     lines = ([] if prior is None else [prior.sentence]) + _lines(verdict)
     lines += _written(files, verdict, pairs, models, public, card)
+    steps = _steps(verdict.way, files)
+    lines += steps
     if lost := matched.without_old:
         lines.append(f"passed over: {len(lost)} items have no old vector ({few(lost)})")
     answer = asdict(verdict) | {"chosen": verdict.chosen.kind, "weight": verdict.joining.weight}
     del answer["joining"]
-    return Fitted(answer | {"map": str(files.out), "without_old": matched.without_old}, lines)
+    answer |= {"map": str(files.out), "without_old": matched.without_old, "steps": steps}
+    return Fitted(answer, lines)
 
 
 def _check(files: Files, also: str | None) -> None:
@@ -180,6 +192,25 @@ def _written(
     return lines
 
 
+def _steps(way: str, files: Files) -> list[str]:
+    """How to go the recommended way, as far as `carry` and `nobackfill.serve` go it."""
+    if way in ("stay", "re-embed"):
+        return []
+    steps = [f"next: nobackfill carry SOURCE --map {files.out} --to NAME"]
+    if way == "map":
+        return steps
+    if files.joining is None:
+        steps = ["next: run this `fit` again with --joining joining.npz", *steps]
+    natives, joining = "natives.db", files.joining or "joining.npz"
+    items = ", items=ITEMS" if way == "lazily" else ""
+    return [
+        *steps,
+        "then: build the index that `carry` prints, and leave the flip out",
+        f"then: search by Dual.open(source, Path({str(files.out)!r}), Path({str(joining)!r}), "
+        f"Path({natives!r}), new_model, carried='NAME'{items}) of nobackfill.serve",
+    ]
+
+
 def known_items(pairs: Pairs, old: Source, new: Source) -> Queries:
     """Queries by both models, paired by id: that of the item to find.
 
@@ -207,14 +238,29 @@ def _seconds(source: Source) -> float | None:
     return source.seconds_per_item() if isinstance(source, ParquetSource) else None
 
 
-def _map_seconds(pairs: Pairs) -> float:
-    """Of any linear map of these dimensions."""
+def _carry_seconds(address: str, source: Source, pairs: Pairs) -> float | None:
+    """Seconds to carry one item: read, map, write and check. None where a store's writing is not
+    calibrated. Reading is measured on windows of the store itself, writing on files of the pairs,
+    and for PostgreSQL told from reading."""
     a, b = pairs.old.shape[1], pairs.new.shape[1]
     mapping = Map("affine", np.ones((b, a), np.float32), np.ones(b, np.float32), unit=True)
-    some = pairs.old[:WINDOW]
+    window = np.resize(pairs.old, (WINDOW, a))
     started = time.perf_counter()
-    mapping(some)
-    return (time.perf_counter() - started) / len(some)
+    rows = sum(len(source.read(one)) for one in islice(source.windows(WINDOW), MEASURED))
+    reading = (time.perf_counter() - started) / max(1, rows)
+    if address.startswith(("postgresql://", "postgres://")):
+        started = time.perf_counter()
+        mapping(window)
+        return POSTGRESQL * reading + (time.perf_counter() - started) / WINDOW
+    if ":" in address.partition("/")[0]:
+        return None
+    with TemporaryDirectory(prefix="nobackfill-fit-") as folder:
+        np.save(Path(folder, "ids.npy"), np.arange(WINDOW))
+        np.save(Path(folder, "old.npy"), window)
+        started = time.perf_counter()
+        carry(ArraySource(Path(folder)), Target("new", b, mapping.digest), mapping)
+        # Read to be carried, and again to be checked.
+        return 2 * reading + (time.perf_counter() - started) / WINDOW
 
 
 def _lines(verdict: Verdict) -> list[str]:

@@ -106,6 +106,9 @@ class ArraySource:
         write_file(_mark_path(self._folder, target.name), json.dumps(mark | named).encode())
         return ArrayBeside(self, self._folder, parts, final, target)
 
+    def carried(self, name: str) -> "ArraySource":
+        return ArraySource(self._folder, file_name(name))
+
     def rollback(self, name: str) -> bool:
         parts = self._parts(name)
         if _mark(self._folder, name) is None:

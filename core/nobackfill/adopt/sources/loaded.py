@@ -1,14 +1,22 @@
 """A frozen export in memory, to be searched: its files have no search of their own."""
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from nobackfill.adopt.maps import normalised
 from nobackfill.adopt.pairs import WINDOW, read_all
 from nobackfill.adopt.sources.source import Beside, Column, Facts, Rows, Source, Target, Window
-from nobackfill.errors import NotFoundError
 from nobackfill.vectors import Vectors
+
+
+@runtime_checkable
+class Frozen(Source, Protocol):
+    """Files beside which new vectors are files, too."""
+
+    def carried(self, name: str) -> Source:
+        """The vectors that were carried under a name. Raises NotFoundError, InvalidInputError."""
 
 
 class Loaded:
@@ -19,7 +27,10 @@ class Loaded:
         rows = read_all(source)
         self._ids, self._old = rows.ids, rows.vectors
         self._places = {name: row for row, name in enumerate(rows.ids)}
-        self._unit = normalised(rows.vectors)
+        # Ids and unit vectors, by the name that they were carried under.
+        self._searched: dict[str | None, tuple[list[str], Vectors]] = {
+            None: (rows.ids, normalised(rows.vectors))
+        }
 
     def facts(self) -> Facts:
         return self._source.facts()
@@ -43,18 +54,18 @@ class Loaded:
         return self._source.rollback(name)
 
     def nearest(self, vector: Vectors, count: int, beside: str | None = None) -> list[str]:
-        if beside is not None:
-            raise NotFoundError(
-                f"{beside}: open the new vectors as a source of their own; only the old ones are "
-                "in memory"
-            )
-        if not self._ids:
+        if beside is not None and beside not in self._searched:
+            assert isinstance(self._source, Frozen)
+            rows = read_all(self._source.carried(beside))
+            self._searched[beside] = rows.ids, normalised(rows.vectors)
+        ids, unit = self._searched[beside]
+        if not ids:
             return []
-        products = self._unit @ vector
-        most = min(count, len(self._ids))
+        products = unit @ vector
+        most = min(count, len(ids))
         best = np.argpartition(-products, most - 1)[:most]
         ordered = best[np.argsort(-products[best], kind="stable")]
-        return [self._ids[row] for row in ordered.tolist()]
+        return [ids[row] for row in ordered.tolist()]
 
     def lookup(self, ids: Sequence[str]) -> Rows:
         here = [name for name in dict.fromkeys(ids) if name in self._places]

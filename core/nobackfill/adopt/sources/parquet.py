@@ -176,6 +176,9 @@ class ParquetSource:
             write_file(folder / _MARK, json.dumps(mark).encode())
         return ParquetBeside(self, folder, target, self._key)
 
+    def carried(self, name: str) -> "ParquetSource":
+        return ParquetSource(self._folder(name), self._key, name)
+
     def rollback(self, name: str) -> bool:
         folder = self._folder(name)
         if not (folder / _MARK).is_file():
