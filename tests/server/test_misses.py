@@ -7,10 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from nobackfill.release.manifest import Manifest
+from nobackfill.release.paths import embedder_model
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.triton.client import TritonClient
 from nobackfill.server.triton.misses import Misses, group_processor_s
@@ -78,30 +81,56 @@ def test_who_is_busy_without_any_answer_is_not_waited_for_for_ever(
     assert misses.unready
 
 
-@pytest.mark.skipif(triton_venv() is None, reason="no Triton here: run make setup")
-def test_one_late_answer_long_after_the_start_ends_nothing(
-    stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(stages[1], tmp_path / "repo")
+@pytest.fixture
+def triton(stages: Stages, tmp_path: Path) -> Iterator[tuple[TritonModels, TritonClient, int]]:
+    """The models of a Triton of releases 1 and 2, another client of it, and its process."""
     venv = triton_venv()
-    assert venv is not None
+    if venv is None:
+        pytest.skip("no Triton here: run make setup")
+    shutil.copytree(stages[2], tmp_path / "repo")
     process = TritonProcess(venv, tmp_path / "repo", tmp_path / "triton")
     models = TritonModels(tmp_path / "repo", TritonClient(process.address), process, Metrics())
     before = children(os.getpid())
     models.start()
-    try:
+    with closing(models), closing(TritonClient(process.address)) as client:
         assert models.ready()
-        monkeypatch.setattr("nobackfill.server.triton.models._START_S", 0.0)
-        ours = children(os.getpid()) - before
-        (triton,) = [
-            pid for pid in ours if Path(f"/proc/{pid}/exe").readlink().name == "tritonserver"
+        (pid,) = [
+            pid
+            for pid in children(os.getpid()) - before
+            if Path(f"/proc/{pid}/exe").readlink().name == "tritonserver"
         ]
-        os.kill(triton, signal.SIGSTOP)
-        # One probe waits .6 s.
-        time.sleep(0.9)
-        os.kill(triton, signal.SIGCONT)
-        wait_until(models.ready, "Triton is not ready again")
-        time.sleep(0.5)
-        assert alive(triton)
-    finally:
-        models.close()
+        yield models, client, pid
+
+
+def test_one_late_answer_long_after_the_start_ends_nothing(
+    triton: tuple[TritonModels, TritonClient, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, _, pid = triton
+    monkeypatch.setattr("nobackfill.server.triton.models._START_S", 0.0)
+    os.kill(pid, signal.SIGSTOP)
+    # One probe waits .6 s.
+    time.sleep(0.9)
+    os.kill(pid, signal.SIGCONT)
+    wait_until(models.ready, "Triton is not ready again")
+    time.sleep(0.5)
+    assert alive(pid)
+
+
+def test_what_triton_does_not_unload_in_time_is_unloaded_later(
+    triton: tuple[TritonModels, TritonClient, int], one: Manifest, two: Manifest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    models, client, pid = triton
+    monkeypatch.setattr("nobackfill.server.triton.models._UNLOAD_EVERY_S", 0.2)
+    for manifest in (one, two):
+        models.load(manifest)
+    assert client.model_ready(embedder_model(2), 10)
+    os.kill(pid, signal.SIGSTOP)
+    models.unload(2)
+    os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: not client.model_ready(embedder_model(2), 10), "release 2 is still loaded")
+    wait_until(models.ready, "Triton is not ready again")
+    assert client.model_ready(embedder_model(1), 10)
+    # One that is gone already, or that was never there, is no error.
+    client.unload(embedder_model(2), 10)
+    client.unload(embedder_model(7), 10)

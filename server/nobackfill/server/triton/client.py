@@ -100,13 +100,15 @@ class TritonClient:
             raise VerificationError(f"Triton refuses {name}: {_details(error)}") from error
 
     def unload(self, name: str, timeout_s: float) -> None:
-        """Unload a model; one that is gone already is no error. Raises UnavailableError."""
+        """Unload a model; one that is gone already is no error. Raises UnavailableError, whatever
+        Triton says: it may be there still."""
         request = service_pb2.RepositoryModelUnloadRequest(model_name=name)
         try:
             self._stub.RepositoryModelUnload(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            if _code(error) is grpc.StatusCode.UNAVAILABLE:
-                raise UnavailableError(f"Triton did not unload {name}") from error
+            raise UnavailableError(
+                f"Triton did not unload {name} ({_code(error).name}: {_details(error)})"
+            ) from error
 
     def infer(
         self, name: str, inputs: Inputs, output: str, timeout_s: float

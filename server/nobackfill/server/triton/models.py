@@ -38,6 +38,8 @@ _PROBE_EVERY_S = 0.2
 _INFER_TIMEOUT_S = 1.5
 _FRESH_S = 1.0
 _START_S = 60.0
+# What Triton did not unload is tried again so often.
+_UNLOAD_EVERY_S = 5.0
 # The gateway's start waits so long for a child that neither answers nor ends, or for somebody
 # else's Triton.
 _FIRST_S = 30.0
@@ -67,6 +69,9 @@ class TritonModels:
         self._wanted: dict[int, Manifest] = {}
         # Of the wanted releases that embed texts.
         self._readers: dict[int, TextReader] = {}
+        # Models that nobody wants, and that may be loaded still.
+        self._leftover: set[str] = set()
+        self._unloaded = 0.0
         # When each model last gave an answer.
         self._answered: dict[str, float] = {}
         self._misses = Misses(None if process is None else process.processor_s)
@@ -95,6 +100,8 @@ class TritonModels:
     def load(self, manifest: Manifest) -> None:
         if not self._up.wait(min(_START_S, calls.current().remaining())):
             raise UnavailableError("the model server is away; load the release when it is back")
+        with self._lock:
+            self._leftover -= set(model_names(manifest))
         for error in load_models(self._client, self._model_repo, model_names(manifest)).values():
             raise error
         self._keep(manifest)
@@ -122,15 +129,27 @@ class TritonModels:
         with self._lock:
             manifest = self._wanted.pop(release, None)
             self._readers.pop(release, None)
+            self._leftover |= set(model_names(manifest)) if manifest else set()
+        self._unload_leftover()
+
+    def _unload_leftover(self) -> None:
+        """What Triton does not unload now is tried again at a later look."""
+        with self._lock:
             kept = {name for other in self._wanted.values() for name in model_names(other)}
-        for name in model_names(manifest) if manifest else ():
-            if name in kept:
+            self._leftover -= kept
+            left = sorted(self._leftover)
+        self._unloaded = time.monotonic()
+        for name in left:
+            if name not in self._leftover:
+                # Somebody loads it.
                 continue
             try:
                 self._client.unload(name, LIVE_TIMEOUT_S)
-            except UnavailableError:
-                # It will not be loaded again when Triton is back.
-                log.warning("not unloaded, Triton is away", model=name)
+            except UnavailableError as error:
+                log.warning("not unloaded yet", model=name, error=str(error))
+                continue
+            with self._lock:
+                self._leftover.discard(name)
 
     def embed(self, manifest: Manifest, images: Images) -> Vectors:
         spec = manifest.embedder
@@ -199,6 +218,8 @@ class TritonModels:
             self._misses.clear()
             self._starts.answered = True
             self._set_up(True)
+            if self._leftover and time.monotonic() - self._unloaded > _UNLOAD_EVERY_S:
+                self._unload_leftover()
 
     def _start_process(self, process: TritonProcess) -> None:
         self._set_up(False)
@@ -212,6 +233,9 @@ class TritonModels:
         except (UnavailableError, CannotWriteError, OSError) as error:
             log.error("Triton cannot be started", error=str(error))
             self._tried.set()
+        with self._lock:
+            # A new one loads what is wanted alone.
+            self._leftover.clear()
         self._misses.clear()
         self._starts.began = time.monotonic()
 
