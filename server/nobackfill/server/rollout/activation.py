@@ -13,6 +13,7 @@ from nobackfill.errors import (
     InvalidInputError,
     NobackfillError,
     PreconditionError,
+    UnavailableError,
     VerificationError,
 )
 from nobackfill.gallery.search.aside import give_way
@@ -39,6 +40,9 @@ log = structlog.get_logger("server.activation")
 
 # How long a call waits for another that begins, undoes or retires; then it is refused.
 _BRIEF_S = 5.0
+# Where the database or another gateway stands still, an activation is begun again for so long,
+# after a pause each time.
+_PATIENCE_S, _AGAIN_S = 120.0, 1.0
 # An activation that ended the gateway so many times after it was resumed is not resumed again.
 _MOST_RESUMED = 2
 # For which an old space may be announced to answer still.
@@ -259,14 +263,30 @@ class Activations:
             self._parts.canaries.end(CanaryState.ENDED, message)
         return phase, message
 
+    def _persist(self, run: Run) -> None:
+        """Roll out. A gateway that stands still within a transaction, or a database that is away
+        for a moment, says nothing about the release: it is begun again from the first step.
+        Raises as `Rollout.run`, also what has gone on for too long."""
+        state, end = self._parts.state, float("inf")
+        while True:
+            try:
+                Rollout(run, self._parts).run()
+                state.together(lambda: state.change(activation=None), run.lead)
+                return
+            except (BusyError, UnavailableError) as error:
+                end = min(end, time.monotonic() + _PATIENCE_S)
+                if not state.shared or time.monotonic() >= end:
+                    raise
+                log.warning("the activation waits for others", error=str(error))
+            run.cancelled.wait(_AGAIN_S)
+            run.stop_if_cancelled()
+
     def _roll_out(self, run: Run) -> tuple[Phase, str]:
         """How it ends: DONE or FAILED, and its message."""
         release = run.record.release
         try:
             give_way()
-            Rollout(run, self._parts).run()
-            state = self._parts.state
-            state.together(lambda: state.change(activation=None), run.lead)
+            self._persist(run)
         except (CancelledError, LeadLostError) as error:
             return Phase.FAILED, str(error)
         except (NobackfillError, OSError, sqlite3.Error) as error:
