@@ -7,13 +7,14 @@ from typing import LiteralString, Protocol
 
 from nobackfill.adopt.sources.postgres_rows import products_of, written
 from nobackfill.adopt.sources.source import Rows, SearchMetric, Target, Window
-from nobackfill.errors import BusyError
+from nobackfill.errors import BusyError, InvalidInputError, few
 from nobackfill.extras import extra
 from nobackfill.vectors import Vectors
 
 with extra("adopt"):
     from psycopg import sql
 
+    from nobackfill.adopt.sources.postgres_dependents import Moves, index_definitions, moves
     from nobackfill.adopt.sources.postgres_table import Table, note
 
 # pgvector's own bound for its HNSW index on `vector`; halfvec reaches twice as far.
@@ -128,27 +129,43 @@ class PgvectorBeside:
         return self._source.filled(self._target.name)
 
     def build_indexes(self) -> None:
-        if not self._table.indexes(self._target.name):
+        if left := self._moves().left:
+            raise InvalidInputError(f"{self._table.name}: {_left(self._source.vector, left)}")
+        if len(self._table.valid_indexes(self._target.name)) < len(self._indexes()):
             for statement in self._indexes():
                 self._table.run_alone(statement)
 
     def flip(self) -> AbstractContextManager[None]:
         return self._table.flipping(self._flip)
 
+    def left(self) -> list[str]:
+        return []
+
     def finish(self) -> list[str]:
         if self.flipped:
             return []
+        if left := self._moves().left:
+            return [*self._indexes(), _left(self._source.vector, left)]
         return [
             *self._indexes(),
             "switch the queries to the new model; " + HOW,
             f"BEGIN; {'; '.join(self._flip())}; COMMIT",
         ]
 
-    def left(self) -> list[str]:
-        return []
+    def _moves(self) -> Moves:
+        return moves(self._table, self._source.vector, self._dims, self._names["function"])
+
+    @property
+    def _dims(self) -> tuple[int | None, int]:
+        return self._table.dim(self._source.vector), self._target.dim
 
     def _indexes(self) -> list[str]:
-        return [
+        """As the old column has them; one where it has none, or where they are none of longer
+        vectors."""
+        old, new, found = self._source.vector, self._target.name, list[str]()
+        if self._target.dim <= _INDEXED_DIM or self._source.halves:
+            found = index_definitions(self._table, old, new, self._dims)
+        return found or [
             self._table.text(
                 "CREATE INDEX CONCURRENTLY ON {table} USING hnsw {index}",
                 index=index_of(self._table, self._source, self._names["new"], self._target.dim),
@@ -159,7 +176,12 @@ class PgvectorBeside:
         """Statements of one transaction."""
         text, names = self._table.text, self._names
         kept = sql.Identifier(before(self._source.vector))
-        steps = [
+        moved = self._moves()
+        demands = text(
+            "ALTER TABLE {table} ALTER COLUMN {old} DROP NOT NULL, ALTER COLUMN {new} SET NOT NULL",
+            **names,
+        )
+        return [
             text("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"),
             unless(
                 self._table,
@@ -175,21 +197,31 @@ class PgvectorBeside:
                 said=note(model=self._target.model, carried=self._target.mark),
                 **names,
             ),
-        ]
-        if self._table.demands(self._source.vector):
             # Who puts an item writes one of both from then on.
-            steps.append(
-                text(
-                    "ALTER TABLE {table} ALTER COLUMN {old} DROP NOT NULL, "
-                    "ALTER COLUMN {new} SET NOT NULL",
-                    **names,
-                )
-            )
-        return [
-            *steps,
+            *([demands] if self._table.demands(self._source.vector) else []),
+            *moved.before,
             text("ALTER TABLE {table} RENAME COLUMN {old} TO {kept}", kept=kept, **names),
             text("ALTER TABLE {table} RENAME COLUMN {new} TO {old}", **names),
+            *moved.after,
+            unless(
+                self._table,
+                "EXISTS (SELECT FROM pg_depend JOIN pg_attribute ON attrelid = refobjid "
+                "AND attnum = refobjsubid WHERE refclassid = 'pg_class'::regclass "
+                "AND refobjid = {relation}::regclass AND attname = {kept} "
+                "AND classid <> 'pg_class'::regclass)",
+                "something new depends on the old vectors: run nobackfill carry again",
+                relation=text("{here}"),
+                kept=before(self._source.vector),
+            ),
         ]
+
+
+def _left(column: str, left: list[str]) -> str:
+    """Why nothing flips."""
+    return (
+        f"a flip would leave these with the old vectors of {column}: {few(left)}; drop them, carry "
+        "again and flip, and make them anew for the new vectors"
+    )
 
 
 def before(column: str) -> str:

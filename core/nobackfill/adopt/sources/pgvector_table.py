@@ -16,7 +16,7 @@ import numpy as np
 
 from nobackfill.adopt.sources.postgres_rows import Packable, packed, parsed, products_of
 from nobackfill.adopt.sources.source import Rows, Target, Window
-from nobackfill.errors import BusyError
+from nobackfill.errors import BusyError, few
 from nobackfill.extras import extra
 from nobackfill.vectors import Vectors
 
@@ -33,7 +33,7 @@ with extra("adopt"):
         unless,
     )
     from nobackfill.adopt.sources.pgvector_table_made import names_of
-    from nobackfill.adopt.sources.postgres_dependents import grants, owner, security
+    from nobackfill.adopt.sources.postgres_dependents import dependents, grants, owner, security
     from nobackfill.adopt.sources.postgres_table import Table, note
 
 # A row's place (tid) and its writer (xid), in binary; that of one that is not here.
@@ -196,7 +196,9 @@ class PgvectorTable:
         ]
 
     def left(self) -> list[str]:
-        return self._security()[1]
+        found = dependents(self._table, self._source.vector, self._names["function"])
+        old = [name for _, name in found]
+        return self._security()[1] + [f"the old vectors are still read by {few(old)}"][: len(old)]
 
     def _security(self) -> tuple[list[str], list[str]]:
         both = (self._table.key, self._source.vector)

@@ -5,6 +5,8 @@ Statements are on one line each, with schemas, so that a person may run them by 
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, LiteralString
 
 from nobackfill.extras import extra
 
@@ -17,22 +19,26 @@ with extra("adopt"):
 _LINES = re.compile(r"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|\s*\n\s*")
 
 
-def grants(table: Table, relation: str, to: str, columns: Sequence[str]) -> list[str]:
-    """GRANTs of what other roles than its owner have on a relation, for another one, and on those
-    columns of it that are called so there, too."""
+def grants(
+    table: Table, relation: str, to: str, columns: Sequence[str] | None, *, whole: bool = True
+) -> list[str]:
+    """GRANTs of what other roles than its owner have on a relation, for one that has `columns`, too
+    (None: all of them). `whole`: not on columns alone."""
     found = table.described(
         "SELECT format('GRANT %s ON %s TO %s%s', string_agg(what, ', ' ORDER BY what), {to}, "
         "CASE grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(grantee)) END, "
         "CASE WHEN is_grantable THEN ' WITH GRANT OPTION' END) FROM ("
         "SELECT relowner, acl.*, privilege_type AS what FROM pg_class, aclexplode(relacl) acl "
-        "WHERE oid = {relation}::regclass UNION ALL "
+        "WHERE oid = {relation}::regclass AND {whole} UNION ALL "
         "SELECT relowner, acl.*, format('%s (%I)', privilege_type, attname) "
         "FROM pg_class c JOIN pg_attribute ON attrelid = c.oid, aclexplode(attacl) acl "
-        "WHERE c.oid = {relation}::regclass AND attname = ANY({columns}::name[])) granted "
-        "WHERE grantee <> relowner GROUP BY grantee, is_grantable ORDER BY 1",
+        "WHERE c.oid = {relation}::regclass AND (attname = ANY({columns}::name[]) OR {every})"
+        ") granted WHERE grantee <> relowner GROUP BY grantee, is_grantable ORDER BY 1",
         relation=relation,
         to=to,
-        columns=list(columns),
+        columns=list(columns or ()),
+        every=columns is None,
+        whole=whole,
     )
     return [statement for (statement,) in found]
 
@@ -106,3 +112,191 @@ def one_line(statement: str) -> str:
         return part if part[0] in "'\"" else " "
 
     return _LINES.sub(flat, statement)
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Statements for before and after another column takes a column's name: they make what depends
+    on the one depend on the other. `left`: what no statement moves, in PostgreSQL's words."""
+
+    before: list[str]
+    after: list[str]
+    left: list[str]
+
+
+def moves(table: Table, column: str, dims: tuple[int | None, int], ours: sql.Identifier) -> Moves:
+    """What hangs on a column of vectors, moved to one that takes its name.
+
+    PostgreSQL writes each part by the column's name, so that the same text is of the other column
+    afterwards. `dims`: of both; `ours`: the trigger function whose triggers stay."""
+    parts: dict[str, Any] = {"oid": table.oid, "column": column}
+    direct = dependents(table, column, ours)
+    # A type of the old length; none is where it stays.
+    parts["sized"] = "a^" if dims[0] == dims[1] else rf"\m(vector|halfvec|bit)\({dims[0]}\)"
+    parts["oids"] = [oid for oid, _ in direct]
+    views = table.described(_VIEWS, **parts)
+    parts["views"] = [view for view, *_ in views]
+    found = [table.described(query, **parts) for query in _ON_THE_TABLE]
+    too = [table.described(query, **parts) for query in _ON_VIEWS_TOO]
+    drops = [drop for rows in too for _, drop, _ in rows]
+    drops += [drop for *_, drop, _ in reversed(views)]
+    drops += [drop for rows in found for _, drop, _ in rows]
+    creates = [create for rows in found for _, _, create in rows]
+    for _, _, name, _, create in views:
+        creates += [create, *grants(table, name, name, None)]
+    creates += [create for rows in too for _, _, create in rows]
+    here = table.text("{here}")
+    creates += grants(table, here, here, [column], whole=False)
+    known = {oid for rows in (*found, *too) for oid, *_ in rows}
+    known |= {rule for _, rule, *_ in views}
+    return Moves(
+        [one_line(one) for one in drops if one],
+        [one_line(_resized(one, dims)) for one in creates if one],
+        [what for oid, what in direct if oid not in known]
+        + [what for (what,) in table.described(_ON_VIEWS_ALONE, **parts)],
+    )
+
+
+def dependents(table: Table, column: str, ours: sql.Identifier) -> list[tuple[int, str]]:
+    """Oids and names of what depends on a column, but for indexes, constraints of NOT NULL, and
+    triggers by a function of ours."""
+    return table.described(
+        "SELECT DISTINCT objid, pg_describe_object(classid, objid, 0) FROM pg_depend "
+        "JOIN pg_attribute ON attrelid = refobjid AND attnum = refobjsubid "
+        "WHERE refclassid = 'pg_class'::regclass AND attname = {column} AND (refobjid = {oid} "
+        "OR refobjid IN (SELECT relid FROM pg_partition_tree({oid}::oid::regclass))) "
+        "AND classid <> 'pg_class'::regclass AND NOT EXISTS "
+        "(SELECT FROM pg_constraint c WHERE c.oid = objid AND contype = 'n') AND NOT EXISTS "
+        "(SELECT FROM pg_trigger t WHERE t.oid = objid AND tgfoid = to_regproc({ours})) ORDER BY 2",
+        oid=table.oid,
+        column=column,
+        ours=ours.as_string(),
+    )
+
+
+def index_definitions(table: Table, old: str, new: str, dims: tuple[int | None, int]) -> list[str]:
+    """Statements that build for one column the indexes that another one has, options and all."""
+    shape = sql.Identifier("pg_temp", "nobackfill_shape")
+    with table.connected() as changes, changes.attempt():
+        changes.run("SET LOCAL search_path = pg_catalog")
+        # The same table, empty, in which the one column has the other's name.
+        changes.run("CREATE TEMPORARY TABLE nobackfill_shape (LIKE {here} INCLUDING INDEXES)")
+        for name, other in ((new, "nobackfill_new"), (old, new)):
+            changes.run(
+                "ALTER TABLE {shape} RENAME COLUMN {name} TO {other}",
+                shape=shape,
+                name=sql.Identifier(name),
+                other=sql.Identifier(other),
+            )
+        found = changes.all(
+            "SELECT pg_get_indexdef(indexrelid) FROM pg_index WHERE indrelid = {shape}::regclass "
+            "AND EXISTS (SELECT FROM pg_depend JOIN pg_attribute ON attrelid = refobjid "
+            "AND attnum = refobjsubid WHERE classid = 'pg_class'::regclass "
+            "AND objid = indexrelid AND refobjid = indrelid AND attname = {new}) ORDER BY 1",
+            shape=shape.as_string(),
+            new=new,
+        )
+    on = table.text("CREATE INDEX CONCURRENTLY ON {here} USING ")
+    return [
+        one_line(_resized(on + text.partition("pg_temp.nobackfill_shape USING ")[2], dims))
+        for (text,) in found
+    ]
+
+
+def _resized(statement: str, dims: tuple[int | None, int]) -> str:
+    """The same of vectors of the new dimension."""
+    old, new = dims
+    return re.sub(rf"\b(vector|halfvec|bit)\({old}\)", rf"\1({new})", statement)
+
+
+# Each gives oids of what hangs on the column, statements that drop it, and that make it again: none
+# where it is inherited.
+_ON_THE_TABLE: tuple[LiteralString, ...] = (
+    # What PostgreSQL computes of the column. Of another length it is emptied first, as a value of
+    # the one length is none of the other.
+    """
+SELECT d.oid, CASE WHEN own AND sized THEN anew || '(NULL)' END, CASE WHEN own THEN concat(
+CASE WHEN sized THEN format('ALTER TABLE %s ALTER COLUMN %I TYPE %s; ', adrelid::regclass, attname,
+kind) END, anew, '(' || pg_get_expr(adbin, adrelid) || ')') END
+FROM pg_attrdef d JOIN pg_attribute a ON attrelid = adrelid AND attnum = adnum,
+format_type(atttypid, atttypmod) kind,
+LATERAL (SELECT attinhcount = 0, kind ~ {sized}) i (own, sized),
+format('ALTER TABLE %s ALTER COLUMN %I SET EXPRESSION AS ', adrelid::regclass, attname) anew
+WHERE d.oid = ANY({oids}::oid[]) AND attgenerated <> ''
+AND attname <> {column} AND current_setting('server_version_num')::int >= 170000""",
+    """
+SELECT d.oid, format('ALTER TABLE %s ALTER COLUMN %I DROP DEFAULT', adrelid::regclass, attname),
+format('ALTER TABLE %s ALTER COLUMN %I SET DEFAULT %s', adrelid::regclass, attname,
+pg_get_expr(adbin, adrelid))
+FROM pg_attrdef d JOIN pg_attribute ON attrelid = adrelid AND attnum = adnum
+WHERE d.oid = ANY({oids}::oid[]) AND attgenerated = '' AND attname = {column}""",
+    """
+SELECT oid, CASE WHEN own THEN format('ALTER TABLE %s DROP CONSTRAINT %I', of, conname) END,
+CASE WHEN own THEN format('ALTER TABLE %s ADD CONSTRAINT %I %s', of, conname,
+pg_get_constraintdef(oid)) END
+FROM pg_constraint, LATERAL (SELECT conrelid::regclass, coninhcount = 0) t (of, own)
+WHERE oid = ANY({oids}::oid[]) AND contype = 'c'""",
+    """
+SELECT oid, format('DROP STATISTICS %I.%I', stxnamespace::regnamespace, stxname),
+pg_get_statisticsobjdef(oid) FROM pg_statistic_ext WHERE oid = ANY({oids}::oid[])""",
+    """
+SELECT oid, NULL, format('ALTER POLICY %I ON %s%s%s', polname, polrelid::regclass,
+' USING (' || pg_get_expr(polqual, polrelid) || ')',
+' WITH CHECK (' || pg_get_expr(polwithcheck, polrelid) || ')')
+FROM pg_policy WHERE oid = ANY({oids}::oid[])""",
+)
+_ON_VIEWS_TOO: tuple[LiteralString, ...] = (
+    """
+SELECT oid, format('DROP RULE %I ON %s', rulename, ev_class::regclass),
+rtrim(pg_get_ruledef(oid), ';')
+FROM pg_rewrite WHERE rulename <> '_RETURN'
+AND (oid = ANY({oids}::oid[]) OR ev_class = ANY({views}::oid[]))""",
+    """
+SELECT oid, CASE WHEN moved THEN format('DROP TRIGGER %I ON %s', tgname, tgrelid::regclass) END,
+CASE WHEN moved THEN concat(pg_get_triggerdef(oid), CASE WHEN tgenabled <> 'O' THEN
+format('; ALTER TABLE %s %s TRIGGER %I', tgrelid::regclass, CASE tgenabled WHEN 'D' THEN 'DISABLE'
+WHEN 'R' THEN 'ENABLE REPLICA' ELSE 'ENABLE ALWAYS' END, tgname) END) END
+FROM pg_trigger, LATERAL (SELECT tgparentid = 0) own (moved)
+WHERE NOT tgisinternal AND (oid = ANY({oids}::oid[]) OR tgrelid = ANY({views}::oid[]))""",
+    """
+SELECT oid, NULL, pg_get_functiondef(oid) FROM pg_proc
+WHERE oid = ANY({oids}::oid[]) AND prokind IN ('f', 'p')""",
+)
+# Views of the column and of what is computed of it, and views of these, in an order in which they
+# can be made: oid, its rule, its name, statements as above.
+_VIEWS: LiteralString = """
+WITH RECURSIVE read (view, rule, depth) AS (
+  SELECT ev_class, r.oid, 1 FROM pg_rewrite r JOIN pg_depend d
+  ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid
+  JOIN pg_attribute a ON a.attrelid = refobjid AND a.attnum = refobjsubid
+  WHERE refclassid = 'pg_class'::regclass AND rulename = '_RETURN' AND (refobjid = {oid}
+  OR refobjid IN (SELECT relid FROM pg_partition_tree({oid}::oid::regclass)))
+  AND (attname = {column} OR EXISTS (SELECT FROM pg_attrdef g WHERE g.adrelid = refobjid
+  AND g.adnum = refobjsubid AND g.oid = ANY({oids}::oid[])))
+  UNION SELECT ev_class, r.oid, depth + 1 FROM read JOIN pg_depend d ON refobjid = view
+  AND refclassid = 'pg_class'::regclass AND d.classid = 'pg_rewrite'::regclass
+  JOIN pg_rewrite r ON d.objid = r.oid AND rulename = '_RETURN' WHERE ev_class <> view
+)
+SELECT view, max(rule), view::regclass::text, format('DROP %s %s', kind, view::regclass),
+concat_ws('; ',
+  format('CREATE %s %s%s AS %s', kind, view::regclass,
+    ' WITH (' || array_to_string(reloptions, ', ') || ')', rtrim(pg_get_viewdef(view), ';')),
+  format('ALTER TABLE %s OWNER TO %I', view::regclass, pg_get_userbyid(relowner)),
+  'COMMENT ON ' || kind || ' ' || view::regclass || ' IS '
+    || quote_literal(obj_description(view, 'pg_class')),
+  (SELECT string_agg(format('COMMENT ON COLUMN %s.%I IS %L', view::regclass, attname, said), '; ')
+    FROM pg_attribute, col_description(view, attnum) said WHERE attrelid = view AND said <> ''),
+  (SELECT string_agg(format('ALTER TABLE %s ALTER COLUMN %I SET DEFAULT %s', view::regclass,
+    attname, pg_get_expr(adbin, adrelid)), '; ') FROM pg_attrdef JOIN pg_attribute
+    ON attrelid = adrelid AND attnum = adnum WHERE adrelid = view),
+  (SELECT string_agg(pg_get_indexdef(indexrelid), '; ') FROM pg_index WHERE indrelid = view))
+FROM read JOIN pg_class c ON c.oid = view,
+concat(CASE WHEN relkind = 'm' THEN 'MATERIALIZED ' END, 'VIEW') kind
+GROUP BY view, kind, reloptions, relowner ORDER BY max(depth), 1"""
+# What keeps these views from being dropped.
+_ON_VIEWS_ALONE: LiteralString = """
+SELECT DISTINCT pg_describe_object(classid, objid, 0) FROM pg_depend d
+LEFT JOIN pg_class v ON reltype = refobjid AND refclassid = 'pg_type'::regclass
+WHERE classid = 'pg_proc'::regclass AND deptype = 'n'
+AND (refclassid = 'pg_class'::regclass AND refobjid = ANY({views}::oid[])
+OR v.oid = ANY({views}::oid[])) ORDER BY 1"""

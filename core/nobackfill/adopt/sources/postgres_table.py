@@ -217,6 +217,18 @@ class Table:
             column=column,
         )
 
+    def valid_indexes(self, column: str) -> list[str]:
+        """Indexes on a column, or on something that is computed of it."""
+        found = self.all(
+            "SELECT DISTINCT indexrelid::regclass::text FROM pg_index i JOIN pg_depend "
+            "ON objid = indexrelid AND classid = 'pg_class'::regclass JOIN pg_attribute "
+            "ON attrelid = refobjid AND attnum = refobjsubid WHERE indrelid = {oid} "
+            "AND refobjid = indrelid AND attname = {column} AND indisvalid",
+            oid=self.oid,
+            column=column,
+        )
+        return [name for (name,) in found]
+
     def demands(self, column: str) -> bool:
         """Whether every row must have it."""
         return bool(

@@ -1,0 +1,264 @@
+"""The flip of a column moves what hangs on it, or refuses."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import psycopg
+import pytest
+
+from nobackfill.adopt.carrying import Carried, carry
+from nobackfill.adopt.closed_form import fit_maps
+from nobackfill.adopt.sources.opening import open_source
+from nobackfill.errors import InvalidInputError
+from tests.adopt.table_beside import MADE, MAP, TARGET, Connection
+from tests.support.postgres import Server
+
+COLUMN = replace(TARGET, name="n")
+
+
+@pytest.fixture
+def role(postgres: Server) -> Iterator[str]:
+    name = f"app_{id(object())}"
+    postgres.sql(f"CREATE ROLE {name}")
+    yield name
+    postgres.sql(f"DROP ROLE {name}")
+
+
+def carried(address: str, *, flip: bool = False) -> Carried:
+    return carry(open_source(f"{address}#t", vector="v"), COLUMN, MAP, flip=flip)
+
+
+def flipped(address: str, connection: Connection, how: str) -> None:
+    """By what is printed, or by the tool."""
+    steps = carried(address, flip=how == "tool").steps
+    if how == "printed":
+        for statement in steps:
+            if statement.startswith(("CREATE INDEX", "BEGIN")):
+                connection.execute(statement.encode())
+
+
+def one(connection: Connection, query: str) -> object:
+    row = connection.execute(query.encode()).fetchone()
+    return None if row is None else row[0] if len(row) == 1 else row
+
+
+ways = pytest.mark.parametrize("how", ["printed", "tool"])
+
+
+@ways
+def test_views_and_views_of_views_find_the_new_vectors(
+    table: tuple[str, Connection], role: str, how: str
+) -> None:
+    address, connection = table
+    connection.execute(
+        f"""CREATE VIEW "Search able" WITH (security_barrier) AS
+            SELECT id, v, 'two
+lines' AS "no;te" FROM t WHERE body IS DISTINCT FROM 'back\\slash
+';
+        COMMENT ON VIEW "Search able" IS 'it''s ours';
+        COMMENT ON COLUMN "Search able".v IS 'the vector';
+        CREATE VIEW few AS SELECT id, v FROM "Search able" WHERE id < 10;
+        CREATE MATERIALIZED VIEW kept AS SELECT f.id, f.v, s.v AS again
+            FROM few f JOIN "Search able" s USING (id);
+        CREATE UNIQUE INDEX kept_id ON kept (id);
+        CREATE RULE quiet AS ON DELETE TO few DO INSTEAD NOTHING;
+        CREATE FUNCTION put() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN
+            UPDATE t SET v = NEW.v WHERE id = NEW.id; RETURN NEW; END$$;
+        CREATE TRIGGER put INSTEAD OF UPDATE ON "Search able" FOR EACH ROW EXECUTE FUNCTION put();
+        GRANT SELECT ON few TO {role}; GRANT SELECT (id), UPDATE (v) ON "Search able" TO {role};
+        GRANT SELECT ON kept TO PUBLIC; ALTER VIEW few OWNER TO {role};
+        GRANT SELECT ON "Search able" TO {role}""".encode()
+    )
+    flipped(address, connection, how)
+    new = MAP(MADE.old[3:4])[0]
+    for view in ('"Search able"', "few", "kept"):
+        found = one(connection, f"SELECT v::real[] FROM {view} WHERE id = 3")
+        np.testing.assert_allclose(np.array(found, np.float32), new, atol=1e-5)
+    assert one(connection, 'SELECT "no;te" FROM "Search able" LIMIT 1') == "two\nlines"
+    assert one(connection, "SELECT obj_description('\"Search able\"'::regclass)") == "it's ours"
+    said = "SELECT col_description('\"Search able\"'::regclass, 2)"
+    assert one(connection, said) == "the vector"
+    options = "SELECT reloptions FROM pg_class WHERE relname = 'Search able'"
+    assert one(connection, options) == ["security_barrier=true"]
+    assert one(
+        connection, "SELECT relowner::regrole::text FROM pg_class WHERE relname = 'few'"
+    ) == (role)
+    held = f"SELECT has_column_privilege('{role}', '\"Search able\"', 'v', 'UPDATE')"
+    assert one(connection, held) is True
+    assert one(connection, f"SELECT has_table_privilege('{role}', 'kept', 'SELECT')") is True
+    assert one(connection, "SELECT count(*) FROM pg_indexes WHERE indexname = 'kept_id'") == 1
+    # Rules and triggers of views, too.
+    connection.execute("DELETE FROM few WHERE id = 3")
+    connection.execute('UPDATE "Search able" SET v = v WHERE id = 3')
+    connection.execute(f"DROP OWNED BY {role} CASCADE".encode())
+
+
+@ways
+def test_parts_of_the_table_are_of_the_new_vectors(
+    table: tuple[str, Connection], role: str, how: str
+) -> None:
+    address, connection = table
+    connection.execute(
+        f"""ALTER TABLE t ADD CONSTRAINT unit CHECK (abs(vector_norm(v) - 1) < 0.01),
+            ADD short bit(24) GENERATED ALWAYS AS (binary_quantize(v)::bit(24)) STORED,
+            ADD norm real GENERATED ALWAYS AS (vector_norm(v)) STORED;
+        CREATE INDEX by_short ON t USING hnsw (short bit_hamming_ops);
+        CREATE VIEW shorts AS SELECT id, short FROM t;
+        CREATE FUNCTION best(q vector) RETURNS SETOF int
+            BEGIN ATOMIC SELECT id FROM t ORDER BY v <=> q LIMIT 2; END;
+        ALTER TABLE t ENABLE ROW LEVEL SECURITY;
+        CREATE POLICY long ON t USING (vector_dims(v) < 100) WITH CHECK (v IS NOT NULL);
+        CREATE TABLE seen (id int);
+        CREATE FUNCTION see() RETURNS trigger LANGUAGE plpgsql AS
+            $$BEGIN INSERT INTO seen VALUES (NEW.id); RETURN NULL; END$$;
+        CREATE TRIGGER see AFTER UPDATE OF v ON t FOR EACH ROW EXECUTE FUNCTION see();
+        ALTER TABLE t ENABLE ALWAYS TRIGGER see;
+        CREATE STATISTICS norms ON id, (vector_norm(v)) FROM t;
+        CREATE RULE never AS ON UPDATE TO t WHERE NEW.v IS NULL DO INSTEAD NOTHING;
+        GRANT SELECT (id, v) ON t TO {role}""".encode()
+    )
+    flipped(address, connection, how)
+    new = MAP(MADE.old[3:4])[0]
+    bits = "".join("1" if value > 0 else "0" for value in new)
+    assert one(connection, "SELECT short FROM t WHERE id = 3") == bits
+    assert one(connection, "SELECT short FROM shorts WHERE id = 3") == bits
+    assert "v_before" not in str(one(connection, "SELECT pg_get_functiondef('best'::regproc)"))
+    assert one(connection, f"SELECT best('{new.tolist()}')") == 3
+    with pytest.raises(psycopg.errors.CheckViolation):
+        connection.execute(f"INSERT INTO t (id, v) VALUES (1000, '{(5 * new).tolist()}')".encode())
+    connection.execute(f"INSERT INTO t (id, v) VALUES (1000, '{new.tolist()}')".encode())
+    policy = "SELECT qual || with_check FROM pg_policies WHERE policyname = 'long'"
+    assert "v_before" not in str(one(connection, policy))
+    connection.execute("TRUNCATE seen; UPDATE t SET v = v WHERE id = 1000")
+    assert one(connection, "SELECT id FROM seen") == 1000
+    enabled = "SELECT tgenabled::text FROM pg_trigger WHERE tgname = 'see'"
+    assert one(connection, enabled) == "A"
+    assert "v_before" not in str(one(connection, "SELECT definition FROM pg_rules"))
+    statistics = "SELECT pg_get_statisticsobjdef(oid) FROM pg_statistic_ext"
+    assert "v_before" not in str(one(connection, statistics))
+    assert one(connection, f"SELECT has_column_privilege('{role}', 't', 'v', 'SELECT')") is True
+    connection.execute(f"DROP OWNED BY {role}".encode())
+
+
+@ways
+def test_indexes_are_as_the_old_ones(table: tuple[str, Connection], how: str) -> None:
+    address, connection = table
+    connection.execute(
+        "DROP INDEX t_v_idx;"
+        "CREATE INDEX ON t USING hnsw (v vector_cosine_ops) WITH (m = 8, ef_construction = 40) "
+        "WHERE body IS NULL;"
+        "CREATE INDEX ON t USING hnsw ((v::halfvec(24)) halfvec_cosine_ops);"
+        "CREATE INDEX ON t (vector_norm(v))"
+    )
+    before = [row[0] for row in connection.execute("SELECT indexdef FROM pg_indexes ORDER BY 1")]
+    flipped(address, connection, how)
+    after = [row[0] for row in connection.execute("SELECT indexdef FROM pg_indexes ORDER BY 1")]
+
+    def forms(definitions: list[str]) -> list[str]:
+        return sorted(re.sub(r"halfvec\(\d+\)", "halfvec(N)", one.partition(" USING ")[2])
+                      for one in definitions)  # fmt: skip
+
+    ours = forms([one for one in after if "pg_catalog" not in one and "v_before" not in one
+                  and " ON public.t " in one])  # fmt: skip
+    assert ours == forms([one for one in before if " ON public.t " in one])
+    assert any("halfvec(32)" in one for one in after)
+
+
+@ways
+def test_equal_dimensions_hide_nothing(postgres: Server, how: str) -> None:
+    """Nothing would fail: the view would search the old vectors by new queries."""
+    rng = np.random.default_rng(0)
+    turn = np.linalg.qr(rng.normal(size=(24, 24)))[0].astype(np.float32)
+    mapping = fit_maps(MADE.old, MADE.old @ turn)["procrustes"]
+    with postgres.connected() as (address, connection):
+        connection.execute("CREATE EXTENSION vector")
+        connection.execute("CREATE TABLE t (id int PRIMARY KEY, v vector(24))")
+        rows = [(n, str(v.tolist())) for n, v in enumerate(MADE.old)]
+        connection.cursor().executemany("INSERT INTO t VALUES (%s, %s)", rows)
+        connection.execute("CREATE VIEW searchable AS SELECT * FROM t")
+        target = replace(COLUMN, dim=24, mark=mapping.digest)
+        done = carry(open_source(f"{address}#t", vector="v"), target, mapping, flip=how == "tool")
+        if how == "printed":
+            connection.execute(done.steps[-1].encode())
+        for number, vector in list(enumerate(MADE.old @ turn))[:100:10]:
+            near = f"SELECT id FROM searchable ORDER BY v <=> '{vector.tolist()}' LIMIT 1"
+            assert one(connection, near) == number
+
+
+def test_parts_of_a_partitioned_table_are_moved_once(postgres: Server) -> None:
+    with postgres.connected() as (address, connection):
+        connection.execute("CREATE EXTENSION vector")
+        connection.execute(
+            """CREATE TABLE t (id int PRIMARY KEY, v vector(24) CONSTRAINT unit CHECK
+                (vector_norm(v) < 2), short bit(24) GENERATED ALWAYS AS
+                (binary_quantize(v)::bit(24)) STORED) PARTITION BY HASH (id);
+            CREATE TABLE t0 PARTITION OF t FOR VALUES WITH (MODULUS 2, REMAINDER 0);
+            CREATE TABLE t1 PARTITION OF t FOR VALUES WITH (MODULUS 2, REMAINDER 1);
+            ALTER TABLE t1 ADD CONSTRAINT own CHECK (vector_norm(v) > 0.1);
+            CREATE VIEW odd AS SELECT id, v FROM t1;
+            CREATE FUNCTION see() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN RETURN NULL; END$$;
+            CREATE TRIGGER see AFTER UPDATE OF v ON t FOR EACH ROW EXECUTE FUNCTION see()"""
+        )
+        rows = [(n, str(v.tolist())) for n, v in enumerate(MADE.old)]
+        connection.cursor().executemany("INSERT INTO t (id, v) VALUES (%s, %s)", rows)
+        connection.execute(carried(address).steps[-1].encode())
+        dims = "SELECT DISTINCT vector_dims(v), length(short) FROM t"
+        assert connection.execute(dims.encode()).fetchall() == [(32, 32)]
+        assert one(connection, "SELECT count(*) FROM odd WHERE vector_dims(v) = 32") == one(
+            connection, "SELECT count(*) FROM t1"
+        )
+        checks = (
+            "SELECT conrelid::regclass::text, conname FROM pg_constraint "
+            "WHERE contype = 'c' AND conrelid <> 0"
+        )
+        assert set(connection.execute(checks.encode()).fetchall()) == {
+            ("t", "unit"), ("t0", "unit"), ("t1", "unit"), ("t1", "own"),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("hanging", "named"),
+    [
+        ("CREATE PUBLICATION ours FOR TABLE t (id, v)", "publication of table"),
+        (
+            "CREATE VIEW w AS SELECT id, v FROM t; CREATE FUNCTION f() RETURNS SETOF w "
+            "LANGUAGE sql AS 'SELECT * FROM w'",
+            "function",
+        ),
+    ],
+)
+def test_what_cannot_be_moved_is_named_and_nothing_flips(
+    table: tuple[str, Connection], hanging: str, named: str
+) -> None:
+    address, connection = table
+    connection.execute(hanging.encode())
+    steps = carried(address).steps
+    assert [step for step in steps if step.startswith("BEGIN")] == []
+    assert named in steps[-1] and "with the old vectors of v" in steps[-1]
+    with pytest.raises(InvalidInputError, match=named):
+        carried(address, flip=True)
+    assert one(connection, "SELECT count(*) FROM t WHERE n IS NOT NULL") == 300
+
+
+def test_what_came_since_the_flip_was_printed_is_not_left_behind(
+    table: tuple[str, Connection],
+) -> None:
+    address, connection = table
+    *_, flip = carried(address).steps
+    connection.execute("CREATE VIEW late AS SELECT id, v FROM t")
+    with pytest.raises(psycopg.errors.RaiseException, match="carry again"):
+        connection.execute(flip.encode())
+    connection.rollback()
+    connection.execute(carried(address).steps[-1].encode())
+    assert one(connection, "SELECT vector_dims(v) FROM late LIMIT 1") == 32
+
+
+def test_a_table_beside_names_who_reads_the_old_vectors_still(
+    table: tuple[str, Connection],
+) -> None:
+    address, connection = table
+    connection.execute("CREATE VIEW searchable AS SELECT id, v FROM t")
+    steps = carry(open_source(f"{address}#t"), TARGET, MAP).steps
+    assert "the old vectors are still read by rule _RETURN on view public.searchable" in steps
