@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from nobackfill.errors import CannotWriteError, PreconditionError
-from nobackfill.server.cli.main import app
+from nobackfill.server.cli import operations  # noqa: F401 - puts its commands into app
+from nobackfill.server.cli.app import app
 from nobackfill.server.state import StateFile
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, running
