@@ -30,6 +30,13 @@ ONE = spec().space
 def test_filters_let_through_what_the_predicate_does(
     engine: Engine, items: list[Metadata], changed: list[Metadata], asked: list[Filter]
 ) -> None:
+    compare_with_predicate(engine, items, changed, asked)
+
+
+def compare_with_predicate(
+    engine: Engine, items: list[Metadata], changed: list[Metadata], asked: list[Filter]
+) -> None:
+    """Of items, some of which are changed, a filter lets those through that it should."""
     store = engine.create(spec())
     content = vectors(len(items), 1)
     new = NewVectors(ONE, content)

@@ -36,6 +36,11 @@ class Call:
     request_id: str = ""
     trace: CallTrace | None = None
 
+    @property
+    def name(self) -> str:
+        """Whose the call is, by its token; empty where there are no tokens."""
+        return "" if self.principal is LOCAL else self.principal.name
+
     def check(self) -> None:
         """Raises DeadlineError or CancelledError once nobody waits for the answer."""
         self.remaining()
@@ -73,6 +78,11 @@ def until(deadline: float) -> Iterator[None]:
 def current() -> Call:
     """The call under way; outside of any (start, background jobs) one that may take an hour."""
     return _current.get(None) or Call(LOCAL, time.monotonic() + LONGEST_WAIT_S)
+
+
+def reader() -> Call | None:
+    """The call that a store reads for; None outside of any."""
+    return _current.get(None)
 
 
 def part(name: str) -> AbstractContextManager[None]:

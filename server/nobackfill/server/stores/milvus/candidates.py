@@ -17,7 +17,7 @@ from nobackfill.server.stores.milvus.collections import MOST, Collections
 from nobackfill.server.stores.milvus.expressions import EVERYTHING, expression_of
 from nobackfill.server.stores.milvus.names import name_of
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING as EVERY_ITEM
-from nobackfill.server.stores.postgresql.conditions import Condition, condition_of
+from nobackfill.server.stores.postgresql.conditions import FEW_VALUES, Condition, condition_of
 from nobackfill.server.stores.postgresql.database import EF, Connection, Database, run
 from nobackfill.server.stores.postgresql.searcher import Table
 from nobackfill.vectors import Vectors
@@ -142,8 +142,13 @@ def _indexed(filtered: Filter) -> Filter | None:
         return All(tuple(parts)) if parts else None
     if isinstance(filtered, AnyOf):
         parts = [found for part in filtered.of if (found := _indexed(part)) is not None]
-        return AnyOf(tuple(parts)) if len(parts) == len(filtered.of) else None
-    return filtered if isinstance(filtered, OneOf | Exists) else None
+        # What one of many values may be is not looked for in an index.
+        values = sum(len(part.values) for part in parts if isinstance(part, OneOf))
+        whole = len(parts) == len(filtered.of) and values <= FEW_VALUES
+        return AnyOf(tuple(parts)) if whole else None
+    if isinstance(filtered, OneOf):
+        return filtered if len(filtered.values) <= FEW_VALUES else None
+    return filtered if isinstance(filtered, Exists) else None
 
 
 def _count(connection: Connection, where: str, condition: Condition, most: int) -> int:
@@ -152,5 +157,6 @@ def _count(connection: Connection, where: str, condition: Condition, most: int) 
         connection,
         f"SELECT count(*) FROM (SELECT 1 FROM {where} WHERE {condition.text} LIMIT {most + 1}) c",
         condition.values,
+        filters=True,
     )
     return int(found.fetchone()[0])

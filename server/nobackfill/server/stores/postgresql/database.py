@@ -9,10 +9,12 @@ table lock, first come, first served: puts share it, a change of spaces has it a
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 from uuid import UUID
 
 import psycopg
@@ -21,7 +23,7 @@ from psycopg.types import TypeInfo
 from psycopg.types.string import ByteaBinaryLoader
 from psycopg_pool import ConnectionPool, PoolTimeout
 
-from nobackfill.errors import BusyError, UnavailableError
+from nobackfill.errors import BusyError, NobackfillError, UnavailableError
 from nobackfill.server.stores.postgresql.address import bounded, check_url, in_the_clear, is_local
 from nobackfill.server.stores.postgresql.commits import Signature, committed, sign
 from nobackfill.server.stores.postgresql.failures import COLLISIONS, lost, refusal
@@ -33,22 +35,46 @@ Result = TypeVar("Result")
 # while broken connections are replaced.
 _WAIT_S = 5.0
 _STATEMENT_S = 60
+# How soon a statement ends that nobody waits for.
+_LOOK_S = 0.1
 # A transaction that met another, or a connection that breaks, is tried again so often.
 _TRIES = 8
 # Candidates of a graph that are looked at, unless a search asks for more.
 EF = 100
 
 
-def run(connection: Connection, statement: str, values: Sequence[Any] = ()) -> Any:
-    """Execute a statement whose names were made by us; values are bound."""
-    return connection.execute(statement.encode(), values or None, binary=True)
+def run(
+    connection: Connection, statement: str, values: Sequence[Any] = (), *, filters: bool = False
+) -> Any:
+    """Execute a statement whose names were made by us; values are bound. One that `filters` is
+    planned for its values each time: many are then compared by a table of hashes."""
+    prepare = False if filters else None
+    return connection.execute(statement.encode(), values or None, binary=True, prepare=prepare)
+
+
+class Reader(Protocol):
+    """Who waits for what is read."""
+
+    @property
+    def name(self) -> str:
+        """All that has one name is one reader; without a name nothing is bounded."""
+        ...
+
+    def check(self) -> None:
+        """Raises DeadlineError or CancelledError once nobody waits any more."""
+        ...
 
 
 class Database:
     """One database, from many threads."""
 
-    def __init__(self, url: str, most: int = 16, wait_s: float = _WAIT_S) -> None:
-        """`most`: connections at once. Raises ConfigurationError."""
+    def __init__(
+        self, url: str, most: int = 16, wait_s: float = _WAIT_S,
+        reader: Callable[[], Reader | None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """`most`: connections at once. `reader`: for whom the present thread reads: what nobody
+        waits for is cancelled at the server, and one reader has half of the connections at most.
+        Raises ConfigurationError."""
         check_url(url)
         self.url = url = bounded(url, _WAIT_S)
         self._pool = ConnectionPool(
@@ -60,6 +86,8 @@ class Database:
         # Of tenure.HOLDERS, the one that holds the lock for this gateway.
         self.holder: int | None = None
         self._own = _Own()
+        self._reader = reader
+        self._reads = _Reads(max(1, most // 2))
 
     def open(self, prepare: Callable[[Connection], None]) -> None:
         """`prepare` makes what is missing in the database. Raises UnavailableError,
@@ -77,6 +105,7 @@ class Database:
 
     def close(self) -> None:
         """End every connection; twice is harmless."""
+        self._reads.close()
         self._pool.close()
 
     def refuse_writes(self, why: str) -> None:
@@ -106,18 +135,29 @@ class Database:
 
     def read(self, work: Callable[[Connection], Result], *, snapshot: bool = False) -> Result:
         """What `work` reads, in one snapshot if it has several statements. It is called again on
-        another connection where one breaks."""
+        another connection where one breaks. Raises DeadlineError and CancelledError where nobody
+        waits for it any more."""
         if self._own.connection is not None:
             return work(self._own.connection)
+        reader = self._reader()
 
         def reading(connection: Connection) -> Result:
-            if not snapshot:
-                return work(connection)
-            with connection.transaction():
-                run(connection, "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-                return work(connection)
+            with self._reads.watched(connection, reader):
+                if not snapshot:
+                    return work(connection)
+                with connection.transaction():
+                    run(connection, "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+                    return work(connection)
 
-        return self._persistent(reading)
+        if self._own.reading:
+            # Its place is taken; waiting for a second one, readers could wait for each other.
+            return self._persistent(reading)
+        with self._reads.counted(reader):
+            self._own.reading = True
+            try:
+                return self._persistent(reading)
+            finally:
+                self._own.reading = False
 
     def write(self, work: Callable[[Connection], Result]) -> Result:
         """The result of `work` in a transaction that is durable and has happened once.
@@ -244,6 +284,8 @@ class Database:
             ("lock_timeout", f"{int(1000 * self._wait_s)}"),
             ("statement_timeout", f"{_STATEMENT_S}s"),
             ("idle_in_transaction_session_timeout", f"{_STATEMENT_S}s"),
+            # A gateway that is gone waits for nothing.
+            ("client_connection_check_interval", "1s"),
             # What a filter or a deletion leaves out of a graph's answer is looked for further on.
             ("hnsw.iterative_scan", "relaxed_order"), ("hnsw.ef_search", str(EF)),
             ("search_path", "public"),
@@ -268,13 +310,108 @@ class Database:
                 time.sleep(0.05)
 
 
+@dataclass(eq=False)
+class _Read:
+    """A statement that somebody waits for; `lock` is held while it is cancelled or ends."""
+
+    connection: Connection
+    reader: Reader
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    ended: bool = False
+    cancelled: bool = False
+
+
+class _Reads:
+    """The reads under way."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: of one reader at once."""
+        self._most = most
+        self._changed = threading.Condition()
+        self._counts: Counter[str] = Counter()
+        self._under_way: set[_Read] = set()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def close(self) -> None:
+        """Watch no more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    @contextmanager
+    def counted(self, reader: Reader | None) -> Iterator[None]:
+        """Wait for a place. Raises DeadlineError, CancelledError."""
+        if reader is None or not reader.name:
+            yield
+            return
+        with self._changed:
+            while self._counts[reader.name] >= self._most:
+                reader.check()
+                self._changed.wait(_LOOK_S)
+            self._counts[reader.name] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._counts[reader.name] -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def watched(self, connection: Connection, reader: Reader | None) -> Iterator[None]:
+        """Cancel what runs in the block once nobody waits for it."""
+        if reader is None:
+            yield
+            return
+        read = _Read(connection, reader)
+        with self._changed:
+            self._under_way.add(read)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="reads", daemon=True)
+                self._thread.start()
+        try:
+            yield
+        except psycopg.Error:
+            if read.cancelled:
+                reader.check()
+            raise
+        finally:
+            with self._changed:
+                self._under_way.discard(read)
+            with read.lock:
+                read.ended = True
+            if read.cancelled:
+                # Nothing else shall meet a cancellation that comes late.
+                connection.close()
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, _LOOK_S)
+                if self._closed:
+                    return
+                under_way = list(self._under_way)
+            for read in under_way:
+                try:
+                    read.reader.check()
+                except NobackfillError:
+                    self._cancel(read)
+
+    def _cancel(self, read: _Read) -> None:
+        with read.lock, suppress(psycopg.Error):
+            if not read.ended and not read.cancelled:
+                read.cancelled = True
+                read.connection.cancel_safe(timeout=_WAIT_S)
+
+
 class _Own(threading.local):
     """The transaction of a thread that is in `together`, and what is done after its commit; the
-    mark that its last transaction left."""
+    mark that its last transaction left; whether it is in `read`."""
 
     def __init__(self) -> None:
         self.connection: Connection | None = None
         self.mark: UUID | None = None
+        self.reading = False
         self.endings: list[Callable[[], None]] = []
 
 

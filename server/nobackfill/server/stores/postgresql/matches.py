@@ -21,13 +21,17 @@ class PostgresqlMatches:
         """All of them, increasing."""
         query = f"SELECT i.label FROM {self._items} ORDER BY i.label"
         return self._database.read(
-            lambda connection: label_column(run(connection, query, self.condition.values))
+            lambda connection: label_column(
+                run(connection, query, self.condition.values, filters=True)
+            )
         )
 
     def __len__(self) -> int:
         query = f"SELECT count(*) FROM {self._items}"
         return self._database.read(
-            lambda connection: int(run(connection, query, self.condition.values).fetchone()[0])
+            lambda connection: int(
+                run(connection, query, self.condition.values, filters=True).fetchone()[0]
+            )
         )
 
     def mask(self, labels: Labels) -> Mask:

@@ -128,7 +128,10 @@ class Reads:
             )
             values = [0 if after is None else after.label, *condition.values, limit]
         places = self.database.read(
-            lambda connection: [Place(*row) for row in run(connection, query, values)]
+            lambda connection: [
+                Place(*row)
+                for row in run(connection, query, values, filters=condition is not EVERYTHING)
+            ]
         )
         items = self.items([place.label for place in places], space)
         found = [(item, place) for item, place in zip(items, places, strict=True) if item]

@@ -82,7 +82,10 @@ class Table:
         statement = (
             f"SELECT v.label, v.embedding FROM {self._passing(condition)} AND v.label = ANY(%s)"
         )
-        found: list[Any] = run(connection, statement, [*condition.values, list(labels)]).fetchall()
+        values = [*condition.values, list(labels)]
+        found: list[Any] = run(
+            connection, statement, values, filters=condition is not EVERYTHING
+        ).fetchall()
         return found
 
 
@@ -216,7 +219,10 @@ def _ask(
     values = [*([query] if exact else []), *condition.values, query]
     if condition is not EVERYTHING:
         values.append(limit)
-    found: list[Any] = run(connection, table.statement(condition, exact, limit), values).fetchall()
+    statement = table.statement(condition, exact, limit)
+    found: list[Any] = run(
+        connection, statement, values, filters=condition is not EVERYTHING
+    ).fetchall()
     return found
 
 
