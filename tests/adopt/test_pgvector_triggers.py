@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import psycopg
 import pytest
 
 from nobackfill.adopt.carrying import Carried, carry
+from nobackfill.adopt.cli.app import main
+from nobackfill.adopt.maps import save_map
 from nobackfill.adopt.sources.opening import open_source
 from tests.adopt.table_beside import MAP, TARGET, Connection, drawn, put
 from tests.support.postgres import Server
@@ -133,6 +136,34 @@ def test_one_change_writes_a_row_once(table: tuple[str, Connection]) -> None:
     )
     put(connection, [3], drawn(2, 1))
     assert connection.execute("SELECT id FROM queue").fetchall() == [(3,)]
+
+
+def test_the_owner_is_warned_of_triggers_before_they_fire(
+    table: tuple[str, Connection],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    address, connection = table
+    connection.execute(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$BEGIN RAISE EXCEPTION 'fired'; END$$;"
+        "CREATE TRIGGER touch BEFORE UPDATE ON t FOR EACH ROW EXECUTE FUNCTION refuse();"
+        "CREATE TRIGGER body BEFORE UPDATE OF body ON t FOR EACH ROW EXECUTE FUNCTION refuse();"
+        "CREATE TRIGGER put BEFORE INSERT ON t FOR EACH ROW EXECUTE FUNCTION refuse()"
+    )
+    save_map(tmp_path / "map.npz", MAP)
+    told = {}
+    for to in ("n", "table:beside"):
+        command = ["carry", f"{address}#t", "--map", str(tmp_path / "map.npz"), "--to", to]
+        monkeypatch.setattr("sys.argv", ["nobackfill", *command])
+        with pytest.raises(SystemExit):
+            main()
+        told[to] = capsys.readouterr().err.splitlines()
+    warning, error = told["n"]
+    assert "fires the triggers touch; --to table:NAME" in warning
+    assert "fired" in error
+    assert told["table:beside"] == []
 
 
 BEFORE_ISSUE_N = """

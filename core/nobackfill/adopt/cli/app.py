@@ -247,16 +247,17 @@ def carry(
     vector: Vector = None,
     as_json: Json = False,
 ) -> None:
-    """Write new vectors beside the old ones, in the same store; nothing old is touched.
+    """Write new vectors beside the old ones, in the same store. No old vector is changed.
 
-    Run again after a kill, it goes on. Others may write to the store meanwhile.
+    Run again after a kill, it goes on. Others may write to the store meanwhile. In PostgreSQL a new
+    column has every row updated, which fires the table's UPDATE triggers; table:NAME updates none.
     """
     from nobackfill.adopt import carrying
     from nobackfill.adopt.cli.fitting import VERDICT
     from nobackfill.adopt.cli.items import open_items
     from nobackfill.adopt.cli.mapping import mapping_for
     from nobackfill.adopt.maps import NEW_MODEL
-    from nobackfill.adopt.sources.source import Target
+    from nobackfill.adopt.sources.source import Target, WarningSource
 
     opened = open_items(source, source, key=key, vector=vector)
     if rollback:
@@ -273,6 +274,9 @@ def carry(
         said = [*said, f"the verdict of {mapping} was {way}: {then}"]
     made = loaded.facts.get(NEW_MODEL)
     target = Target(to, loaded.dims[1], loaded.digest, facts.metric or "cosine", made)
+    if isinstance(opened, WarningSource):
+        for warning in opened.warnings(to):
+            print(visible(f"nobackfill: warning: {warning}"), file=sys.stderr, flush=True)
     done = carrying.carry(opened, target, loaded, progress=_progress(opened.count()), flip=flip)
     lines = [*said, f"{done.written} written, {done.total} carried and checked"]
     lines += [

@@ -209,6 +209,15 @@ class PgvectorSource:
     def close(self) -> None:
         self._table.close()
 
+    def warnings(self, to: str) -> list[str]:
+        triggers = [] if to.startswith(pgvector_table_made.PREFIX) else self._table.on_update()
+        if not triggers:
+            return []
+        return [
+            f"{self._table.name}: writing {to} updates every row, which fires the triggers "
+            f"{', '.join(triggers)}; --to {pgvector_table_made.PREFIX}NAME updates no row"
+        ]
+
     def beside(self, target: Target) -> Beside:
         self._table.every_row_is_seen()
         name = target.name.removeprefix(pgvector_table_made.PREFIX)

@@ -229,6 +229,19 @@ class Table:
         )
         return [name for (name,) in found]
 
+    def on_update(self) -> list[str]:
+        """The owner's triggers that an update of a new column fires, of partitions, too."""
+        found = self.all(
+            "SELECT DISTINCT quote_ident(tgname) FROM pg_trigger JOIN pg_proc p ON p.oid = tgfoid "
+            "WHERE (tgrelid = {oid} OR tgrelid IN "
+            "(SELECT relid FROM pg_partition_tree({oid}::oid::regclass))) AND NOT tgisinternal "
+            # 16: on UPDATE. One of columns does not name a new column.
+            "AND tgtype & 16 <> 0 AND tgattr = '' AND tgenabled IN ('O', 'A') "
+            "AND NOT starts_with(proname, 'nobackfill_') ORDER BY 1",
+            oid=self.oid,
+        )
+        return [name for (name,) in found]
+
     def demands(self, column: str) -> bool:
         """Whether every row must have it."""
         return bool(

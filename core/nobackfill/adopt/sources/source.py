@@ -159,6 +159,14 @@ class Source(Protocol):
 
 
 @runtime_checkable
+class WarningSource(Source, Protocol):
+    """A source that knows what else happens in its store when new vectors are written."""
+
+    def warnings(self, to: str) -> list[str]:
+        """What does when they are written under this name, in sentences."""
+
+
+@runtime_checkable
 class Searchable(Source, Protocol):
     """A source that answers searches: what nobackfill.serve needs of a store."""
 
