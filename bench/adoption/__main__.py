@@ -80,7 +80,8 @@ VERDICT = (
     f"The verdict is fitted and judged on {PAIRS} items of which 1,000 have a query; the truth is "
     "that of the other items, which the map and the verdict have not seen, in %. `best`: the "
     "cheapest way that keeps 99 % of embedding everything again in R@1, R@10 and MRR, and in none "
-    "of them is measurably worse than staying (paired bootstrap)."
+    "of them is measurably worse than staying (paired bootstrap, over classes where items have "
+    "any)."
 )
 NOTES = {
     "The verdict and the truth": VERDICT,

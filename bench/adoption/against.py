@@ -2,23 +2,24 @@
 
 import numpy as np
 
+from bench.adoption.curves import Labels, gained
 from bench.harness import Row, Value
 from nobackfill.adopt.figures import Figures
-from nobackfill.metrics.bootstrap import paired_bootstrap
 
 FIGURES = ("agreement@10", "R@1", "R@10")
 OURS = "affine"
+_SIGNS = {"holds": "+", "fails": "-", "undecided": "="}
 
 
-def compared(named: Row, way: str, found: dict[str, list[Figures]]) -> Row:
+def compared(named: Row, way: str, found: dict[str, list[Figures]], labels: Labels | None) -> Row:
     """A row of `way`: means of its FIGURES in %, and for each whether it is measurably above (+) or
-    below (-) that of OURS; `found`: figures of each query, a draw each, by way."""
+    below (-) that of OURS; `found`: figures of each query, a draw each, by way; `labels`: the
+    classes of all items, of which the first are asked for, where they have any."""
     row: dict[str, Value] = {**named, "way": way}
     signs = ""
     for figure in FIGURES:
         mine, ours = ([one[figure] for one in found[which]] for which in (way, OURS))
         row[figure] = 100 * float(np.mean(mine))
         if way != OURS:
-            apart = paired_bootstrap(mine, ours)
-            signs += "+" if apart.low > 0 else "-" if apart.high < 0 else "="
+            signs += _SIGNS[gained(mine, ours, labels).verdict]
     return {**row, "against": signs or None}

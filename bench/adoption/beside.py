@@ -23,10 +23,11 @@ DRAWS = 2
 NOTE = (
     "In %, of items and queries that chose nothing; means of `draws` of pairs. `against`: whether "
     "agreement@10, R@1 and R@10 are measurably better (+) or worse (-) than affine's, by "
-    "a paired bootstrap over queries and draws. `chosen by fit`: the kind of ours with the best "
-    "MRR of queries among the pairs, out of fold. lambda-orthogonality, local adapters and the "
-    "reverse query transform choose their strength on a fifth of the pairs. `unpaired` has all "
-    "old vectors of the gallery and as many new ones of other items as there are pairs; where "
+    "a paired bootstrap over queries (over classes, where items have any) and draws. "
+    "`chosen by fit`: the kind of ours with the best MRR of queries among the pairs, out of fold. "
+    "lambda-orthogonality, local adapters and the reverse query transform choose their strength on "
+    "a fifth of the pairs. `unpaired` has all old vectors of the gallery and as many new ones of "
+    "other items as there are pairs; where "
     f"dimensions are {MANY_DIMS:,} and more, it is left out: it decomposes a matrix forty times."
 )
 # Distances [q, g] of queries to the gallery: by old, new vectors of either.
@@ -50,7 +51,7 @@ def beside(trial: Trial, count: int, draws: int = DRAWS) -> list[Row]:
             both = _figures(search, gallery, asked) | _figures(search, gallery, alike)
             found.setdefault(way, []).append(both)
     named: Row = {"pair": trial.name, "pairs": count, "draws": len(starts)}
-    return [compared(named, way, found) for way in found]
+    return [compared(named, way, found, trial.rest_labels) for way in found]
 
 
 def _fitted(pairs: Pairs, asked: Queries) -> Map:

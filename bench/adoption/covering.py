@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from bench.adoption.curves import gained, interval
 from bench.adoption.trial import Trial
 from bench.harness import Row, Value
 from nobackfill.adopt.closed_form import fit_maps
@@ -10,14 +11,13 @@ from nobackfill.adopt.judgement import figure_of
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.sampling import sample
 from nobackfill.adopt.sources.source import Rows
-from nobackfill.metrics.bootstrap import paired_bootstrap
 from nobackfill.metrics.ranking import Ints
 
 DRAWS = 5
 NOTE = (
     f"In %, of the affine map alone, of items and queries that chose nothing; {DRAWS} draws from "
     "the first items. `gain`: of sample over random, with its interval by a paired bootstrap over "
-    "queries and draws."
+    "queries (over classes, where items have any) and draws."
 )
 
 
@@ -39,10 +39,10 @@ def covering(trial: Trial, count: int) -> list[Row]:
     rows: list[Row] = []
     for figure in spread[0]:
         ours, theirs = ([one[figure] for one in some] for some in (spread, random))
-        gain = paired_bootstrap(ours, theirs)
+        gain = gained(ours, theirs, trial.rest_labels)
         row: dict[str, Value] = {"pair": trial.name, "pairs": count, "figure": figure}
         row |= {"random": 100 * float(np.mean(theirs)), "sample": 100 * float(np.mean(ours))}
-        row |= {"gain": 100 * gain.mean, "95 %": f"{100 * gain.low:.1f} to {100 * gain.high:.1f}"}
+        row |= {"gain": 100 * gain.mean, "95 %": interval(gain)}
         rows.append(row)
     return rows
 

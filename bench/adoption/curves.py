@@ -1,6 +1,6 @@
 """Queries that ask for items of their own class, and curves while items become native."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ from bench.harness import Row
 from nobackfill.adopt.figures import Figures
 from nobackfill.adopt.healing import ORDERS, SHARES
 from nobackfill.adopt.joining import Block
-from nobackfill.metrics.bootstrap import paired_bootstrap
+from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
 from nobackfill.metrics.ranking import Ranking, Relevance, rank_block, same_label
 from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc
 
@@ -17,8 +17,25 @@ Labels = NDArray[np.str_]
 NOTE = (
     f"In %, by shares of items embedded again at random, means of {ORDERS} orders. `valley`: how "
     "far the lowest lies below the lower end, `95 %`: its interval by a paired bootstrap over "
-    "queries (the lowest of eleven was looked for, so chance alone shows a little)."
+    "queries, over classes where items have 10 and more, none where they have fewer (the lowest of "
+    "eleven was looked for, so chance alone shows a little)."
 )
+
+
+def gained(
+    ours: Sequence[PerQuery], theirs: Sequence[PerQuery], labels: Labels | None
+) -> Difference:
+    """By the paired bootstrap over draws and queries; over classes, where `labels` tells those of
+    all items, of which the first are asked for."""
+    classes = None if labels is None else [labels[: len(values)] for values in ours]
+    return paired_bootstrap(ours, theirs, classes=classes)
+
+
+def interval(gain: Difference) -> str | None:
+    """In points; None of too few classes."""
+    if gain.of_these_classes:
+        return None
+    return f"{100 * gain.low:.1f} to {100 * gain.high:.1f}"
 
 
 def of_class(labels: Labels) -> Relevance:
@@ -47,20 +64,23 @@ def class_curves(carried: Block, native: Block, labels: Labels) -> dict[str, Per
     return {name: np.mean(orders, axis=0) for name, orders in found.items()}
 
 
-def curve_rows(pair: str, ranked: str, curves: Mapping[str, PerQuery]) -> list[Row]:
-    """One for each figure, of values [shares, q]."""
-    return [_row(pair, ranked, name, values) for name, values in curves.items()]
+def curve_rows(
+    pair: str, ranked: str, curves: Mapping[str, PerQuery], labels: Labels | None
+) -> list[Row]:
+    """One for each figure, of values [shares, q]; `labels`: the classes of the queries, and of
+    what stands behind them, where they have any."""
+    return [_row(pair, ranked, name, values, labels) for name, values in curves.items()]
 
 
-def _row(pair: str, ranked: str, figure: str, values: PerQuery) -> Row:
+def _row(pair: str, ranked: str, figure: str, values: PerQuery, labels: Labels | None) -> Row:
     curve = np.nanmean(values, axis=1)
     end, lowest = (0 if curve[0] <= curve[-1] else -1), int(curve.argmin())
-    fallen = paired_bootstrap([values[end]], [values[lowest]])
+    fallen = gained([values[end]], [values[lowest]], labels)
     return {
         "pair": pair,
         "ranked by": ranked,
         "figure": figure,
         **{f"{10 * n} %": 100 * float(share) for n, share in enumerate(curve)},
         "valley": 100 * max(0.0, fallen.mean),
-        "95 %": f"{100 * fallen.low:.1f} to {100 * fallen.high:.1f}",
+        "95 %": interval(fallen),
     }

@@ -24,11 +24,12 @@ FIXED = 1e-5
 NOTE = (
     "In %, of items and queries that chose nothing; means of `draws` of pairs. `against`: whether "
     "agreement@10, R@1 and R@10 are measurably better (+) or worse (-) than affine's, by a paired "
-    "bootstrap over queries and draws. `ridge`: of least leave-one-out error, which affine was "
-    "until November 2026; `ridge, fixed`: of a penalty of 1e-5 of the mean input variance, as it "
-    "was before that. `not centred`: Procrustes between vectors as they are. `affine, "
-    "centred`: carried items moved to their mean, queries to that of the new model's own of the "
-    "pairs. `affine, hubs`: items near to every one of other queries stand back."
+    "bootstrap over queries (over classes, where items have any) and draws. `ridge`: of least "
+    "leave-one-out error, which affine was until November 2026; `ridge, fixed`: of a penalty of "
+    "1e-5 of the mean input variance, as it was before that. `not centred`: Procrustes between "
+    "vectors as they are. `affine, centred`: carried items moved to their mean, queries to that of "
+    "the new model's own of the pairs. `affine, hubs`: items near to every one of other queries "
+    "stand back."
 )
 
 
@@ -52,7 +53,7 @@ def maps_alone(trial: Trial) -> list[Row]:
             for way, figures in _ways(pairs, gallery, asked, alike, crowd).items():
                 found.setdefault(way, []).append(figures)
         named: Row = {"pair": trial.name, "pairs": count, "draws": draws}
-        rows += [compared(named, way, found) for way in found]
+        rows += [compared(named, way, found, trial.rest_labels) for way in found]
     return rows
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.adoption.curves import Labels, by_class, curve_rows, of_class
+from bench.adoption.curves import Labels, by_class, curve_rows, gained, of_class
 from bench.adoption.texts import Embedded
 from bench.harness import Row
 from nobackfill.adopt.choice import choose
@@ -19,7 +19,6 @@ from nobackfill.adopt.judgement import Gallery, figure_of, judge_joined, served
 from nobackfill.adopt.maps import Map
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.verdict import AS_GOOD, WAYS, Cost, Verdict, decide
-from nobackfill.metrics.bootstrap import paired_bootstrap
 from nobackfill.vectors import Vectors
 
 # Items of a gallery that no minute embeds again.
@@ -46,7 +45,7 @@ class Trial:
         said, truth = self.said, self.truth
         stay, best = truth["stay"], truth["re-embed"]
         worse = {
-            way: [f for f in ones if f != "agreement@10" and _below(ones[f], stay[f])]
+            way: [f for f in ones if f != "agreement@10" and self._below(ones[f], stay[f])]
             for way, ones in truth.items()
         }
         lost = {way for way in WAYS if set(worse[way]) & set(KNOWN)}
@@ -98,7 +97,7 @@ class Trial:
         return [
             row
             for name, scores in ranked.items()
-            for row in curve_rows(self.name, name, _known_curves(asked, *scores))
+            for row in curve_rows(self.name, name, _known_curves(asked, *scores), self.rest_labels)
         ]
 
     def scores(self, gallery: Gallery, asked: Queries) -> tuple[Block, Block]:
@@ -113,6 +112,14 @@ class Trial:
         """Items that nothing is fitted on."""
         return slice(self.pairs, None)
 
+    @property
+    def rest_labels(self) -> Labels | None:
+        """The classes of `rest`; the first of them are those of the queries' items."""
+        return None if self.labels is None else self.labels[self.rest]
+
+    def _below(self, ones: PerQuery, stay: PerQuery) -> bool:
+        return gained([stay], [ones], self.rest_labels).verdict == "holds"
+
     def pairs_of(self, part: slice) -> Pairs:
         old, new = self.old.bodies[part], self.new.bodies[part]
         return Pairs([str(row) for row in range(len(old))], old, new)
@@ -125,10 +132,6 @@ class Trial:
     def queries_of(self, part: slice) -> Queries:
         old, new = (one.titles[part][: self.queries] for one in (self.old, self.new))
         return Queries(old, new, np.arange(len(old), dtype=np.int64), own=False)
-
-
-def _below(ones: PerQuery, stay: PerQuery) -> bool:
-    return paired_bootstrap([stay], [ones]).verdict == "holds"
 
 
 def _known_curves(asked: Queries, carried: Block, native: Block) -> dict[str, PerQuery]:

@@ -42,7 +42,7 @@ def classes(trial: Trial) -> list[Row]:
     found = [
         row
         for name, blocks in ranked.items()
-        for row in curve_rows(trial.name, name, class_curves(*blocks, theirs))
+        for row in curve_rows(trial.name, name, class_curves(*blocks, theirs), theirs)
     ]
     stay = by_class(blocked(gallery.old, gallery.old), of_class(theirs))
     return [

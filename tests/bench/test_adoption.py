@@ -72,12 +72,12 @@ def test_a_valley_is_told_from_the_lower_end_with_its_interval() -> None:
     same = class_curves(block, block, labels)
     alone = by_class(block, of_class(labels))
     assert np.allclose(same["class mAP"], alone["class mAP"])
-    (flat, *_) = curve_rows("pair", "distance", same)
+    (flat, *_) = curve_rows("pair", "distance", same, labels)
     assert flat["valley"] == 0
     # Of nothing that compares: in the middle it is worse than at either end.
     values = np.ones((11, 200))
     values[5, :50] = 0
-    (row,) = curve_rows("pair", "distance", {"R@1": values})
+    (row,) = curve_rows("pair", "distance", {"R@1": values}, None)
     assert row["valley"] == pytest.approx(25)
     low, high = map(float, str(row["95 %"]).split(" to "))
     assert 15 < low < 25 < high < 35

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from scipy.stats import bootstrap as scipy_bootstrap
+from scipy.stats import norm
+from scipy.stats import t as student
 
-from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
+from nobackfill.metrics.bootstrap import FEWEST_CLASSES, Difference, paired_bootstrap
 
 Runs = list[NDArray[np.float64]]
 
@@ -112,17 +114,17 @@ def test_runs_and_queries_are_drawn_crosswise_as_a_slow_loop_draws_them() -> Non
 
 
 def test_runs_of_other_tests_draw_queries_of_their_own() -> None:
-    """Told so, or seen by their number or by which are answerable."""
+    """Seen by their number or by which are answerable."""
     queries = 400
     common = np.random.default_rng(5).normal(0, 0.3, queries)
     values = [common] * 8
 
-    def width(runs: Runs, *, same_queries: bool = True) -> float:
-        found = paired_bootstrap(runs, [0 * run for run in runs], same_queries=same_queries)
+    def width(runs: Runs) -> float:
+        found = paired_bootstrap(runs, [0 * run for run in runs])
         return found.high - found.low
 
-    together, apart = width(values), width(values, same_queries=False)
-    assert apart == pytest.approx(together / np.sqrt(8), rel=0.1)
+    together = width(values)
+    apart = together / np.sqrt(8)
     shorter = [common[: queries - run] for run in range(8)]
     assert width(shorter) == pytest.approx(apart, rel=0.2)
     unanswered = [np.where(np.arange(queries) == run, np.nan, common) for run in range(8)]
@@ -142,3 +144,87 @@ def test_unanswerable_queries_are_left_out_and_must_pair() -> None:
         paired_bootstrap([np.zeros(3)], [])
     with pytest.raises(ValueError, match="0 < level < 1"):
         paired_bootstrap([a], [b], level=1)
+
+
+def test_classes_are_drawn_whole_as_a_slow_loop_draws_them() -> None:
+    """Two runs of 12 classes of unequal size, one query without an answer; percentiles widened as
+    Student's t is."""
+    rng, count = np.random.default_rng(6), 12
+    labels = np.repeat([f"class {number}" for number in range(count)], np.arange(3, 3 + count))
+    gains = np.repeat(rng.normal(0.1, 0.3, count), np.arange(3, 3 + count))
+    values = [gains + rng.normal(0, 0.1, len(gains)) for _ in range(2)]
+    for run in values:
+        run[5] = np.nan
+    by_class = [
+        [run[(labels == name) & ~np.isnan(run)] for name in np.unique(labels)] for run in values
+    ]
+    means = []
+    for _ in range(20_000):
+        runs, drawn = rng.integers(2, size=2), rng.integers(count, size=count)
+        means.append(
+            np.mean([np.concatenate([by_class[r][c] for c in drawn]).mean() for r in runs])
+        )
+    tail = norm.cdf(student.ppf(0.025, count - 1) * np.sqrt(count / (count - 1)))
+    zero = [0 * run for run in values]
+    ours = paired_bootstrap(values, zero, classes=[labels] * 2, resamples=20_000)
+    assert (ours.low, ours.high) == pytest.approx(np.quantile(means, [tail, 1 - tail]), abs=0.02)
+    assert ours.mean == pytest.approx(np.mean([np.nanmean(run) for run in values]))
+    assert ours.classes == count
+
+
+def test_the_interval_over_classes_is_the_t_interval_over_their_means() -> None:
+    """Of classes of equal size with normal effects."""
+    rng = np.random.default_rng(7)
+    for count in (10, 30):
+        labels = np.repeat(np.arange(count), 5)
+        values = rng.normal(size=count)[labels] + 0.01 * rng.normal(size=5 * count)
+        ours = paired_bootstrap([values], [0 * values], classes=[labels], resamples=20_000)
+        of_classes = values.reshape(count, 5).mean(1)
+        error = of_classes.std(ddof=1) / np.sqrt(count)
+        width = 2 * student.ppf(0.975, count - 1) * error
+        assert ours.high - ours.low == pytest.approx(width, rel=0.1)
+
+
+def test_queries_of_a_class_are_not_independent() -> None:
+    """Twenty classes gain or lose as wholes: drawn one by one, their queries would decide it."""
+    labels = np.repeat(np.arange(20), 50)
+    values = np.where(np.arange(20) % 3 == 0, -0.3, 0.25)[labels]
+    assert paired_bootstrap([values], [0 * values]).verdict == "holds"
+    assert paired_bootstrap([values], [0 * values], classes=[labels]).verdict == "undecided"
+
+
+def test_fewer_classes_than_are_a_sample_decide_no_claim() -> None:
+    labels = np.repeat(np.arange(FEWEST_CLASSES), 30)
+    values = np.full(len(labels), 0.1)
+    enough = paired_bootstrap([values], [0 * values], classes=[labels])
+    assert (enough.verdict, enough.of_these_classes) == ("holds", False)
+    some = labels < FEWEST_CLASSES - 1
+    for gain in (values[some], -values[some]):
+        found = paired_bootstrap([gain], [0 * gain], classes=[labels[some]])
+        assert (found.verdict, found.of_these_classes, found.classes) == ("undecided", True, 9)
+        # For these classes alone: as queries are drawn.
+        assert (found.low, found.high) == (gain[0], gain[0])
+    # A class without an answerable query is none.
+    values[labels == 0] = np.nan
+    assert paired_bootstrap([values], [0 * values], classes=[labels]).classes == 9
+
+
+def test_a_class_is_drawn_once_for_all_runs_that_have_it() -> None:
+    """Whatever queries ask for it, in whatever order; runs of other classes draw their own."""
+    gains = np.random.default_rng(8).normal(0, 0.3, 40)
+
+    def width(names: list[NDArray[np.int64]]) -> float:
+        runs = [gains.repeat(2) for _ in names]
+        labels = [own.repeat(2) for own in names]
+        found = paired_bootstrap(runs, [0 * run for run in runs], classes=labels)
+        return found.high - found.low
+
+    same, others = width([np.arange(40)] * 4), width([np.arange(40) + 100 * r for r in range(4)])
+    assert others == pytest.approx(same / 2, rel=0.15)
+
+
+def test_classes_must_match_the_queries() -> None:
+    values = np.zeros(3)
+    for classes in ([], [np.arange(2)], [np.arange(3)] * 2):
+        with pytest.raises(ValueError, match="class of each query"):
+            paired_bootstrap([values], [values], classes=classes)

@@ -60,12 +60,14 @@ def test_damaged_cells_are_not_there(
 ) -> None:
     path = tmp_path / "row.npz"
     values = np.linspace(0, 1, 500)
+    classes = np.repeat(["a", "b"], 250)
     extras = {f"extra {number}": 0.5 for number in range(20)}
-    write_cells(path, Cells({"new/old": {"map": values}}, extras), "digest")
+    write_cells(path, Cells({"new/old": {"map": values}}, extras, classes), "digest")
     assert read_cells(path, "digest") is not None
     damage(path.with_suffix(suffix))
     assert read_cells(path, "digest") is None
-    write_cells(path, Cells({"new/old": {"map": values}}, extras), "digest")
+    write_cells(path, Cells({"new/old": {"map": values}}, extras, classes), "digest")
     kept = read_cells(path, "digest")
     assert kept is not None
     np.testing.assert_array_equal(kept.by_query["new/old"]["map"], values)
+    np.testing.assert_array_equal(kept.classes, classes)

@@ -15,8 +15,9 @@ from nobackfill.metrics.backfill import (
     random_order,
     uncertainty_order,
 )
-from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
+from nobackfill.metrics.bootstrap import Difference
 from nobackfill.metrics.ranking import Ints, Relevance
+from nobackfill.quality.both import Asked
 from nobackfill.quality.cells import CellName
 from nobackfill.quality.embedded import Embedded, Published, asking
 from nobackfill.release.calibration import find
@@ -95,15 +96,14 @@ def ranked_along(healing: HealingEvidence, gains: Sequence[Difference], line: Li
 
 
 def healing_evidence(
-    cell: CellName, queries: Embedded, gallery: Embedded, relevance: Relevance, line: Line, *,
-    int8: bool,
-) -> tuple[HealingEvidence, Line]:  # fmt: skip
+    cell: CellName, asked: Asked, line: Line, *, int8: bool
+) -> tuple[HealingEvidence, Line]:
     """What a release says of its galleries on the way, the curves in random order, and the line
     that it ranks them along; `line` as in `backfill_curves`."""
     raw, scaled = (
-        backfill_curves(cell, queries, gallery, relevance, ("random",), int8=int8, line=one)[
-            "random"
-        ]
+        backfill_curves(
+            cell, asked.queries, asked.items, asked.relevance, ("random",), int8=int8, line=one
+        )["random"]
         for one in (AS_THEY_ARE, line)
     )
     evidence = HealingEvidence(
@@ -113,7 +113,7 @@ def healing_evidence(
         scaled_cmc1=tuple(scaled.cmc1.tolist()),
     )
     gains = [
-        paired_bootstrap([scaled.map_areas], [raw.map_areas]),
-        paired_bootstrap([scaled.cmc1_areas], [raw.cmc1_areas]),
+        asked.gained(scaled.map_areas, raw.map_areas),
+        asked.gained(scaled.cmc1_areas, raw.cmc1_areas),
     ]
     return evidence, ranked_along(evidence, gains, line)

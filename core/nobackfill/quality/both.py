@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from nobackfill.metrics.backfill import Line
-from nobackfill.metrics.bootstrap import paired_bootstrap
+from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
 from nobackfill.metrics.distances import Metric, distances, unit
-from nobackfill.metrics.ranking import Relevance
-from nobackfill.metrics.retrieval import mean
+from nobackfill.metrics.ranking import Ints, Relevance
+from nobackfill.metrics.retrieval import PerQuery, mean
 from nobackfill.quality.calibrate import PAIRS_A_QUERY, same_scale
 from nobackfill.quality.cells import CellName, alone
 from nobackfill.quality.embedded import Embedded, cell_vectors
@@ -29,11 +29,18 @@ _SOME = 1000
 
 @dataclass(frozen=True)
 class Asked:
-    """Queries, items and what is relevant: of one half of what was held out."""
+    """Queries, items and what is relevant: of one half of what was held out. `classes`: of each
+    query, where they are known."""
 
     queries: Embedded
     items: Embedded
     relevance: Relevance
+    classes: Ints | None = None
+
+    def gained(self, found: PerQuery, other: PerQuery) -> Difference:
+        """By how much `found` is above `other`."""
+        labels = None if self.classes is None else [self.classes]
+        return paired_bootstrap([found], [other], classes=labels)
 
 
 @dataclass(frozen=True)
@@ -73,8 +80,8 @@ def both_evidence(
     for name, one in (("carried", carried), ("stayed", stayed)):
         alone_ = one.measured(judging.relevance)
         gains[name] = (
-            paired_bootstrap([found.map], [alone_.map]),
-            paired_bootstrap([found.cmc1], [alone_.cmc1]),
+            judging.gained(found.map, alone_.map),
+            judging.gained(found.cmc1, alone_.cmc1),
         )
     if any(gain.high < 0 for pair in gains.values() for gain in pair):
         return None

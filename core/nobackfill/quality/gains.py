@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from nobackfill.errors import few
-from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
+from nobackfill.metrics.bootstrap import FEWEST_CLASSES, Difference, paired_bootstrap
+from nobackfill.metrics.ranking import Ints
 from nobackfill.metrics.retrieval import PerQuery
 from nobackfill.quality.cells import CellName
 from nobackfill.quality.retrieval import Measured
@@ -67,16 +68,21 @@ class Row:
 
 def gain(
     name: CellName, old: CellName, served: Measured, before: Measured, own: Measured | None,
-    *, exact: bool, by_text: bool,
+    *, classes: Ints | None, exact: bool, by_text: bool,
 ) -> Row:  # fmt: skip
-    """`own`: new/new, where no class is known."""
-    agreement = None
-    if own is not None:
-        agreement = paired_bootstrap([agrees(served, own)], [agrees(before, own)])
+    """Compare a served cell with the old release.
+
+    `own`: new/new, where agreement with it decides. `classes`: of each query, where they are known.
+    """
+
+    def gained(found: PerQuery, other: PerQuery) -> Difference:
+        labels = None if classes is None else [classes]
+        return paired_bootstrap([found], [other], classes=labels)
+
+    agreement = None if own is None else gained(agrees(served, own), agrees(before, own))
     return Row(
         name, old, exact,
-        paired_bootstrap([served.map], [before.map]),
-        paired_bootstrap([served.cmc1], [before.cmc1]),
+        gained(served.map, before.map), gained(served.cmc1, before.cmc1),
         by_text, agreement,
     )  # fmt: skip
 
@@ -111,11 +117,23 @@ def verdict(
     beaten = [f"{row} does not beat {row.old}{_why(row)}" for row in rows if not row.passed]
     if beaten:
         problems.append(few(beaten))
+    told = problems or [_holds_for(rows) or _holds_beside(unlabelled)]
     return GateVerdict(
         verdict="failed" if problems else "passed",
         map_gain_low=min((row.map_gain.low for row in rows), default=None),
         cmc1_gain_low=min((row.cmc1_gain.low for row in rows), default=None),
-        detail="; ".join(problems) or _holds_for(rows) or _holds_beside(unlabelled),
+        detail="; ".join(filter(None, [*told, _of_these_classes(rows)])),
+    )
+
+
+def _of_these_classes(rows: Sequence[Row]) -> str:
+    """Say that the verdict holds for no other classes, where they are too few to draw."""
+    few_classes = [row.map_gain.classes or 0 for row in rows if row.map_gain.of_these_classes]
+    if not few_classes:
+        return ""
+    return (
+        f"decided for the {min(few_classes)} evaluated classes alone; "
+        f"evaluate {FEWEST_CLASSES} or more to decide for others"
     )
 
 

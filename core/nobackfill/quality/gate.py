@@ -1,7 +1,8 @@
 """The gate: a release goes out only if M(new, served old) > M(old, old) (BCT Eq. 2).
 
 Measured on the exported files, through the gallery room's HNSW index, on images that nothing was
-trained on; for mAP and CMC-1, with the paired bootstrap's lower bound above 0. "Served" is every
+trained on; for mAP and CMC-1, with the paired bootstrap's lower bound above 0. Classes are drawn;
+fewer than 10 are no sample, and the gate decides for these alone and says so. "Served" is every
 way in which the release would have old vectors answered: direct search where it declares it, and
 each route, direct (1->3) or chained (1->2->3), with the int8 files that gateways and devices run
 where there are any, and with float32 files alone, which a device may ask for. Where texts have no
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from nobackfill.class_folders import Listing
 from nobackfill.metrics.backfill import AS_THEY_ARE, Line
+from nobackfill.metrics.ranking import Ints
 from nobackfill.metrics.retrieval import mean
 from nobackfill.quality.backfill import healing_evidence
 from nobackfill.quality.both import Asked, both_evidence
@@ -71,6 +73,8 @@ class Measuring:
         if asked is not None or isinstance(listing, TextListing):
             self.asked = Published(asked or listing, files, manifests, role="query")
         self.relevance = among_others(listing) if asked is None else of_class(asked, listing)
+        # Of each query; None where each is a class of its own.
+        self.classes: Ints | None = None if self.of_items else self.asked.listing.labels
         self._done: dict[tuple[CellName, bool], Measured] = {}
 
     def quantised(self, name: CellName) -> bool:
@@ -214,7 +218,10 @@ def _rows(
         for exact in (False, True) if gate.quantised(name) else (False,):
             served = gate.cell(name, exact=exact)
             own = gate.cell(alone(new.release)) if gate.of_items else None
-            yield gain(name, old, served, before, own, exact=exact, by_text=gate.by_text)
+            yield gain(
+                name, old, served, before, own,
+                classes=gate.classes, exact=exact, by_text=gate.by_text,
+            )  # fmt: skip
 
 
 def _route(gate: Measuring, calibrating: Measuring, name: CellName) -> tuple[RouteEvidence, Line]:
@@ -225,15 +232,11 @@ def _route(gate: Measuring, calibrating: Measuring, name: CellName) -> tuple[Rou
         calibrating.cell(name), calibrating.cell(alone(name.query)), calibrating.relevance
     )
     exact, served = gate.cell(name, exact=True), mean(gate.cell(name).map)
-    healing, line = healing_evidence(
-        name, gate.asked, gate.embedded, gate.relevance, scale, int8=gate.quantised(name)
+    fitting, judging = (
+        Asked(one.asked, one.embedded, one.relevance, one.classes) for one in (calibrating, gate)
     )
-    both = both_evidence(
-        name,
-        Asked(calibrating.asked, calibrating.embedded, calibrating.relevance),
-        Asked(gate.asked, gate.embedded, gate.relevance),
-        int8=gate.quantised(name),
-    )
+    healing, line = healing_evidence(name, judging, scale, int8=gate.quantised(name))
+    both = both_evidence(name, fitting, judging, int8=gate.quantised(name))
     evidence = RouteEvidence(
         releases=name.gallery,
         map=mean(exact.map),

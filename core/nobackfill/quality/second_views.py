@@ -16,6 +16,7 @@ from PIL import Image, ImageEnhance
 
 from nobackfill.class_folders import Listing
 from nobackfill.images import Pixels, decode_within, read_file
+from nobackfill.metrics.ranking import Ints
 from nobackfill.metrics.retrieval import mean
 from nobackfill.quality.cells import CellName, alone
 from nobackfill.quality.embedded import Published
@@ -40,13 +41,15 @@ def measure_unlabelled(items: Published, served: Sequence[CellName]) -> tuple[Un
     rows = _drawn(items.listing)
     if len(rows) < ITEMS or not served:
         return ()
-    if isinstance(items.listing, TextListing):
-        known = items.listing.select(rows).by_parts()
+    drawn = items.listing.select(rows)
+    if isinstance(drawn, TextListing):
+        known, label = drawn.by_parts(), dict(zip(drawn.paths, drawn.labels, strict=True))
         held = Published(known, items.files, items.manifests)
-        return _measured(known.asking(), held, served)
+        classes = np.array([label[path] for path in known.paths])
+        return _measured(known.asking(), held, served, classes)
     with tempfile.TemporaryDirectory() as folder:
-        views = second_views(items.listing.select(rows), Path(folder))
-        return _measured(views, items, served)
+        views = second_views(drawn, Path(folder))
+        return _measured(views, items, served, drawn.labels)
 
 
 def second_views(listing: Listing, folder: Path) -> Listing:
@@ -84,7 +87,7 @@ def _drawn(listing: Listing) -> Rows:
 
 
 def _measured(
-    asking: Listing, held: Published, served: Sequence[CellName]
+    asking: Listing, held: Published, served: Sequence[CellName], classes: Ints
 ) -> tuple[Unlabelled, ...]:
     own = held.listing
     relevance = of_class(asking, Listing(own.root, own.paths, own.paths, np.arange(len(own))))
@@ -102,7 +105,7 @@ def _measured(
     for name in served:
         old = alone(name.gallery[0])
         found, before, new = cell(name), cell(old), cell(alone(name.query))
-        row = gain(name, old, found, before, new, exact=False, by_text=False)
+        row = gain(name, old, found, before, new, classes=classes, exact=False, by_text=False)
         told.append(
             Unlabelled(
                 query=str(name.query), gallery=name.carried, queries=len(asking), items=len(own),

@@ -56,6 +56,7 @@ def test_every_cell_is_made_of_the_vectors_that_its_name_says(
         for figure, values in expected.items():
             # Rounding may change the order of two items at nearly the same distance.
             assert np.isclose(cells.by_query[cell][figure], values).mean() > 0.95, (cell, figure)
+    assert cells.classes.tolist() == [path.split("/")[0] for path in listing.paths]
     told = [tuple(cells.by_query[cell]["map"]) for cell in pairs]
     assert len(set(told)) == len(pairs)
     alike = {a: gram_cka(x.numpy(), side.numpy()) for a, x in (("old", old), ("new", new))}

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -234,13 +235,18 @@ def test_a_lost_checkpoint_is_trained_again_to_the_same_cells(
 
 def test_cells_are_measured_again_when_a_model_changed(tmp_path: Path) -> None:
     values = np.array([1.0, np.nan, 0.25])
-    cells = Cells({"new/old": {"map": values}}, {"cka": 0.5})
+    cells = Cells({"new/old": {"map": values}}, {"cka": 0.5}, np.array(["a", "b", "b"]))
     write_cells(tmp_path / "row.npz", cells, "digest a")
     kept = read_cells(tmp_path / "row.npz", "digest a")
     assert kept is not None and kept.extras == {"cka": 0.5}
     np.testing.assert_array_equal(kept.by_query["new/old"]["map"], values)
     assert read_cells(tmp_path / "row.npz", "digest b") is None
     assert read_cells(tmp_path / "other.npz") is None
+    # Versions that kept no classes cannot be judged: the row is measured again.
+    with np.load(tmp_path / "row.npz") as arrays:
+        old: dict[str, Any] = {name: arrays[name] for name in arrays.files if name != "classes"}
+    np.savez(tmp_path / "row.npz", **old)
+    assert read_cells(tmp_path / "row.npz", "digest a") is None
 
 
 def test_queries_do_not_find_themselves(tmp_path: Path, digits: Path) -> None:

@@ -102,7 +102,8 @@ def test_ranges_leave_the_other_classes_out(tmp_path: Path) -> None:
     known = known_to_old(of_two, list_images(tmp_path / "test"))
     assert known.tolist() == [True] * 4 + [False] * 4
     values = np.array([1.0, np.nan, 0.5, 0.0, 0.25, 0.25, 1.0, np.nan])
-    cells = Cells({cell: {"map": values} for cell in ("new/new", "new/served")}, {"cka": 0.5})
+    figures = {cell: {"map": values} for cell in ("new/new", "new/served")}
+    cells = Cells(figures, {"cka": 0.5}, np.repeat(["0", "1", "2", "3"], 2))
     ranged = by_range(cells, known).by_query["new/new, new classes"]["map"]
     assert np.isnan(ranged[:4]).all()
     np.testing.assert_array_equal(ranged[4:], values[4:])

@@ -11,7 +11,9 @@ from nobackfill.class_folders import digests, list_images
 from nobackfill.training.comparison.catalogue import rows_of
 from nobackfill.training.comparison.development import (
     TABLE_SEEDS,
+    development_images,
     development_of,
+    known_names,
     place_images,
     seeds_of,
 )
@@ -108,6 +110,20 @@ def test_its_splits_have_the_form_of_the_tables(data: tuple[Preset, Path], tmp_p
             for p, split in ((development, own), (preset, told))
         ]
         assert rows[0] == rows[1]
+
+
+def test_its_classes_have_one_name_in_all_seeds(tmp_path: Path) -> None:
+    for name in ("a-b", "c", "d"):
+        for number in range(4):
+            (tmp_path / "train" / name).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "train" / name / f"{number}.png").touch()
+    orders = set()
+    for seed in range(4):
+        development_images(tmp_path / "train", tmp_path / str(seed), 3, seed)
+        names = list_images(tmp_path / str(seed) / "test").class_names
+        orders.add(names)
+        assert sorted(known_names(np.array(names)).tolist()) == ["a-b", "c", "d"]
+    assert len(orders) > 1
 
 
 def test_seeds_that_choose_fill_no_table() -> None:

@@ -31,7 +31,7 @@ def row(cmc1: float, map_: float, flips: float, *, shared: bool = True) -> RowRe
 
 
 def results(**rows: RowResult) -> Results:
-    outcome = Outcome(seeds=2, difference=-0.1, bounds=(-0.2, -0.05), verdict="fails")
+    outcome = Outcome(seeds=2, difference=-0.1, bounds=(-0.2, -0.05), verdict="fails", classes=12)
     claims = {"a > b": {"map": outcome}}
     return Results(
         data="folder",

@@ -72,8 +72,9 @@ def matrix_table(
             continue
         shares = (_percent(told[name]) for name in _SHARES)
         strict = "/".join(_percent(told[f"strict_{kind}"]) for kind in ("apart", "together"))
-        holds = "holds" if told["compatible"] else "fails"
-        table.add_row(str(cell.name), *figures, *shares, strict, holds)
+        # Of the means on these images: no claim about others.
+        met = "met" if told["compatible"] else "not met"
+        table.add_row(str(cell.name), *figures, *shares, strict, met)
     return render(table)
 
 

@@ -36,6 +36,8 @@ from nobackfill.training.networks.frozen import features, of_run
 
 Floats = NDArray[np.float32]
 HUB_NEIGHBOURS = 10
+# The array of the classes in a file of cells; figures are CELL:FIGURE there.
+CLASSES = "classes"
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,13 @@ def evaluation(listing: Listing, metric: Metric, cache: Path) -> Evaluation:
 
 @dataclass(frozen=True)
 class Cells:
-    """Figures of one row in one place: by query, e.g. `by_query["new/old"]["map"]`, and others."""
+    """Figures of one row in one place: by query, e.g. `by_query["new/old"]["map"]`, and others.
+    `classes`: the name of each query's class [q].
+    """
 
     by_query: Mapping[str, Mapping[str, PerQuery]]
     extras: Mapping[str, float]
+    classes: NDArray[np.str_]
 
 
 def row_cells(row: Row, test: Evaluation) -> Cells:
@@ -92,7 +97,8 @@ def row_cells(row: Row, test: Evaluation) -> Cells:
         extras["variance_ratio"] = float(np.mean(squared / served.uncertainty))
     if row.side is not None:
         extras["cka"] = linear_cka(old, test.features(row.side.folder, "side_encoder"))
-    return Cells(cells, extras | _logged(row.new.folder / "stats.jsonl"))
+    classes = np.array(test.listing.class_names)[test.listing.labels]
+    return Cells(cells, extras | _logged(row.new.folder / "stats.jsonl"), classes)
 
 
 def _embedded(row: Row, images: Evaluation) -> Trained:
@@ -184,14 +190,15 @@ def write_cells(path: Path, cells: Cells, key: str) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".part.npz")
-    np.savez_compressed(temporary, allow_pickle=False, **arrays)
+    np.savez_compressed(temporary, allow_pickle=False, **{CLASSES: cells.classes}, **arrays)
     temporary.replace(path)
     text = json.dumps({"key": key, "extras": dict(cells.extras)}, indent=1)
     write_file(path.with_suffix(".json"), text.encode(), 0o644)
 
 
 def read_cells(path: Path, key: str | None = None) -> Cells | None:
-    """The kept cells; None where there are none, damaged ones, or those of another key."""
+    """The kept cells; None where there are none, damaged ones, those of another key, or those of
+    an older version, which kept no classes."""
     try:
         return _read_cells(path, key)
     except (OSError, EOFError, ValueError, KeyError, BadZipFile, zlib.error):
@@ -205,7 +212,9 @@ def _read_cells(path: Path, key: str | None) -> Cells | None:
     by_query: dict[str, dict[str, PerQuery]] = {}
     # Opened here: numpy leaves a file open that is no archive.
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        classes = arrays[CLASSES]
         for name in arrays.files:
             cell, _, figure = name.rpartition(":")
-            by_query.setdefault(cell, {})[figure] = arrays[name]
-    return Cells(by_query, told["extras"])
+            if cell:
+                by_query.setdefault(cell, {})[figure] = arrays[name]
+    return Cells(by_query, told["extras"], classes)

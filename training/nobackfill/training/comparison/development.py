@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nobackfill.class_folders import list_images
 from nobackfill.training.comparison.data import link, train_and_test
@@ -56,6 +57,11 @@ def development_images(train: Path, into: Path, classes: int, seed: int) -> None
     for part, rows in zip(("train", "test"), hold_out(listing, TEST_SHARE, seed), strict=True):
         chosen = listing.select(rows)
         link(chosen, [names[label] for label in chosen.labels], into / part)
+
+
+def known_names(classes: NDArray[np.str_]) -> NDArray[np.str_]:
+    """The names that the classes of `development_images` have in all seeds: without their place."""
+    return np.array([name.partition("-")[2] for name in classes.tolist()])
 
 
 def place_images(preset: Preset, source: Path, root: Path, seed: int) -> Path:

@@ -17,8 +17,10 @@ from nobackfill.training.comparison.presets import PRESETS
 from nobackfill.training.comparison.results import MAIN, UNSEEN, Results, read_results
 from nobackfill.training.comparison.tables import (
     FIGURE_NAMES,
+    WITHDRAWN,
     bars,
     head,
+    is_withdrawn,
     kept,
     named,
     pair,
@@ -188,17 +190,17 @@ def _wrapped(text: str, mark: str = "") -> str:
 
 
 def _claims(results: Results) -> list[str]:
-    """By split and figure, how many claims hold, and which fail."""
+    """By split and figure, how many claims hold, and which fail; or that they are withdrawn."""
+    if any(is_withdrawn(part.claims) for part in results.splits.values()):
+        return [WITHDRAWN]
     lines = []
     for split, part in results.splits.items() if len(results.seeds) >= FEWEST_SEEDS else ():
         for figure in FIGURES:
             found = {text: by[figure] for text, by in part.claims.items() if figure in by}
             failed = [text for text, one in found.items() if one.verdict == "fails"]
             holds = sum(one.verdict == "holds" for one in found.values())
-            unmeasured = sum(one.bounds is None for one in found.values())
-            undecided = len(found) - holds - len(failed) - unmeasured
+            undecided = len(found) - holds - len(failed)
             told = [f"{holds} of {len(found)} claims hold", f"{undecided} are undecided"]
-            told += [f"{unmeasured} have no interval"] if unmeasured else []
             told.append(f"{len(failed)} fail" + (f": {'; '.join(failed)}" if failed else ""))
             lines.append(f"On {split} classes by {FIGURE_NAMES[figure]} {', '.join(told)}.")
     return lines

@@ -1,5 +1,6 @@
 """Figures by class range (FCT appendix C): classes that the old model trained on, and new ones."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -37,4 +38,4 @@ def by_range(cells: Cells, known: NDArray[np.bool_]) -> Cells:
         for cell in RANGED
         for name, inside in ((KNOWN, known), (NEW, ~known))
     }
-    return Cells({**cells.by_query, **ranged}, cells.extras)
+    return replace(cells, by_query={**cells.by_query, **ranged})

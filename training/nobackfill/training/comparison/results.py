@@ -1,9 +1,9 @@
 """The results of a comparison as a JSON file: all that its tables, claims and picture show."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from nobackfill.durable import write_file
 from nobackfill.errors import InvalidInputError, NotFoundError
@@ -57,15 +57,27 @@ class RowResult(_Strict):
 
 
 class Outcome(_Strict):
-    """One figure of a claim: the mean difference with the bounds of its interval, None where only
-    means were kept. `rival`: the row that a superlative ("the strongest BCT") turned out to be.
+    """One figure of a claim: the mean difference with the bounds of its interval over `classes`
+    classes, None where these are too few. `rival`: the row that a superlative ("the strongest
+    BCT") turned out to be.
+
+    An outcome without `classes` was written before classes were drawn: its interval took queries
+    of one class as independent, so its verdict is withdrawn.
     """
 
     rival: str | None = None
     seeds: int
     difference: float
     bounds: tuple[float, float] | None
-    verdict: Literal["holds", "fails", "undecided"]
+    verdict: Literal["holds", "fails", "undecided", "withdrawn"]
+    classes: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _withdrawn(cls, told: dict[str, Any]) -> dict[str, Any]:
+        if told.get("classes") is None:
+            return {**told, "bounds": None, "verdict": "withdrawn"}
+        return told
 
 
 class SplitResult(_Strict):

@@ -15,7 +15,6 @@ from nobackfill.metrics.compatibility import (
 from nobackfill.metrics.retrieval import PerQuery, mean
 from nobackfill.training.comparison.cells import Cells
 from nobackfill.training.comparison.cost import Cost
-from nobackfill.training.comparison.development import TABLE_SEEDS
 from nobackfill.training.comparison.results import (
     CostResult,
     Figure,
@@ -54,19 +53,17 @@ def summarise(
     costs: Mapping[str, Cost],
 ) -> Results:
     """All that is told of a comparison."""
-    # A development split tests other images with each seed, and none of its seeds is a table's.
-    same_test = min(seeds) >= TABLE_SEEDS
     return Results(
         data=data,
         metric=metric,
         seeds=tuple(seeds),
         made=made,
-        splits={name: _split(rows, claims, same_test) for name, rows in splits.items()},
+        splits={name: _split(rows, claims) for name, rows in splits.items()},
         costs={name: CostResult(**asdict(cost)) for name, cost in costs.items()},
     )
 
 
-def _split(rows: Mapping[str, Measured], claims: Sequence[Claim], same_test: bool) -> SplitResult:
+def _split(rows: Mapping[str, Measured], claims: Sequence[Claim]) -> SplitResult:
     bars = {name: held_to(name, rows) for name in rows}
     first = next(iter(rows.values()), None)
     told = {
@@ -80,7 +77,7 @@ def _split(rows: Mapping[str, Measured], claims: Sequence[Claim], same_test: boo
         for name, one in rows.items()
     }
     runs = {name: one.runs for name, one in rows.items()}
-    judged = judge(claims, runs, same_test=same_test)
+    judged = judge(claims, runs)
     return SplitResult(rows=told, claims={text: outcomes(by) for text, by in judged.items()})
 
 
@@ -126,14 +123,19 @@ def kept(cells: Figures, bars: Mapping[str, HeldTo]) -> dict[str, float]:
 
 
 def outcomes(judged: Mapping[str, Judged]) -> dict[str, Outcome]:
-    """A judged claim as it is told."""
+    """A judged claim as it is told; of too few classes without bounds."""
     return {
         figure: Outcome(
             rival=one.rival,
             seeds=one.seeds,
             difference=one.difference.mean,
-            bounds=(one.difference.low, one.difference.high),
+            bounds=(
+                None
+                if one.difference.of_these_classes
+                else (one.difference.low, one.difference.high)
+            ),
             verdict=one.verdict,
+            classes=one.difference.classes,
         )
         for figure, one in judged.items()
     }

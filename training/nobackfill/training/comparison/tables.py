@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from nobackfill.metrics.bootstrap import FEWEST_CLASSES
 from nobackfill.training.comparison.limits import LIMIT
 from nobackfill.training.comparison.ranges import KNOWN, NEW, RANGED
 from nobackfill.training.comparison.results import UNSEEN, Outcome, Results, RowResult
@@ -10,6 +11,14 @@ from nobackfill.training.comparison.verdicts import FEWEST_SEEDS, FIGURES
 ENDS = ("old/old", "new/old", "new/new", "new/served")
 TITLES = (*ENDS[:3], "served", "kept", "flips")
 UNSEEN_TITLES = ("unseen old/old", "unseen new/new", "unseen served", "unseen kept")
+WITHDRAWN = (
+    "The claims are withdrawn: their verdicts took queries of one class as independent, and no "
+    "figures by query are kept to draw classes from. `compare.py` decides them when it is run "
+    "again."
+)
+FEW_CLASSES = (
+    f"Fewer than {FEWEST_CLASSES} classes are no sample of others: claims on them are undecided."
+)
 FIGURE_NAMES = {"cmc1": "CMC-1", "map": "mAP"}
 
 
@@ -18,7 +27,8 @@ def whole(results: Results) -> str:
     lines = [f"# Methods compared on {results.data}", "", *_about(results), "", *_table(results)]
     lines += _further(results)
     for split, part in results.splits.items():
-        lines += ["", f"## Claims, {split} classes", "", *claims_table(part.claims)]
+        lines += ["", f"## Claims, {split} classes", "", *_said_of(part.claims)]
+        lines += claims_table(part.claims)
     return "\n".join(lines) + "\n"
 
 
@@ -143,6 +153,20 @@ def _further(results: Results) -> list[str]:
     return lines
 
 
+def _said_of(claims: Mapping[str, Mapping[str, Outcome]]) -> list[str]:
+    """What a reader of the claims must know first."""
+    if is_withdrawn(claims):
+        return [WITHDRAWN, ""]
+    few = any(one.bounds is None for figures in claims.values() for one in figures.values())
+    return [FEW_CLASSES, ""] if few else []
+
+
+def is_withdrawn(claims: Mapping[str, Mapping[str, Outcome]]) -> bool:
+    """Whether the claims were judged before classes were drawn; see Outcome."""
+    outcomes = (one for figures in claims.values() for one in figures.values())
+    return any(one.verdict == "withdrawn" for one in outcomes)
+
+
 def claims_table(claims: Mapping[str, Mapping[str, Outcome]]) -> list[str]:
     """Each claim's verdict by CMC-1 and by mAP, with the difference in percentage points."""
     lines = ["| claim | CMC-1 | difference | mAP | difference |", "|---|---|---|---|---|"]
@@ -157,7 +181,8 @@ def _outcome(outcome: Outcome | None) -> tuple[str, str]:
         return "-", "-"
     difference = f"{100 * outcome.difference:+.2f}"
     if outcome.bounds is None:
-        return outcome.verdict, f"{difference} [not kept]"
+        few = "" if outcome.classes is None else f" [{outcome.classes} classes]"
+        return outcome.verdict, f"{difference}{few}"
     low, high = outcome.bounds
     return outcome.verdict, f"{difference} [{100 * low:+.2f}, {100 * high:+.2f}]"
 

@@ -4,7 +4,7 @@ that name what they need."""
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from nobackfill.training.comparison.cells import (
     row_cells,
     write_cells,
 )
+from nobackfill.training.comparison.development import known_names
 from nobackfill.training.comparison.presets import Split
 from nobackfill.training.comparison.recipe import Place, Run, ensure
 from nobackfill.training.comparison.rows import TEST, Row
@@ -169,7 +170,10 @@ def measure_row(place: Place, row: Row) -> None:
     test = _test(
         place.images, row.tested, place.split, place.preset.metric, place.runs / "features"
     )
-    write_cells(path, row_cells(row, test), key)
+    cells = row_cells(row, test)
+    if place.preset.development:
+        cells = replace(cells, classes=known_names(cells.classes))
+    write_cells(path, cells, key)
     _tell(f"measured {row.name}, {place.split.name}, seed {place.seed}", began)
 
 

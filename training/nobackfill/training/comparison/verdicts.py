@@ -2,7 +2,8 @@
 
 A claim is that one figure is larger than another on the same queries of the same seeds. Verdicts:
 holds (the whole interval above 0; for a claim of >=, none of it below), fails (all of it below 0),
-undecided. One seed decides nothing: its interval covers the choice of queries, not of weights.
+undecided. Classes are drawn, as queries of one class are not independent; fewer than 10 decide
+nothing. Nor does one seed: its interval leaves the choice of weights out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +48,7 @@ class Judged:
     @property
     def verdict(self) -> Verdict:
         """Holds, fails or undecided."""
-        if self.seeds < FEWEST_SEEDS:
+        if self.seeds < FEWEST_SEEDS or self.difference.of_these_classes:
             return "undecided"
         if not self.or_equal:
             return self.difference.verdict
@@ -56,29 +57,27 @@ class Judged:
         return "fails" if self.difference.high < 0 else "undecided"
 
 
-def judge(
-    claims: Sequence[Claim], rows: Rows, *, same_test: bool = True
-) -> dict[str, dict[str, Judged]]:
+def judge(claims: Sequence[Claim], rows: Rows) -> dict[str, dict[str, Judged]]:
     """Each claim whose rows are there, by its text and figure.
 
     `rows` holds a row's cells of each seed, the same seeds in the same order for all rows; a row of
-    fewer seeds is compared on those that it has. `same_test`: all seeds test the same images, so
-    their queries are drawn together.
+    fewer seeds is compared on those that it has.
     """
-    judged = {claim.text: _judge(claim, rows, same_test) for claim in claims}
+    judged = {claim.text: _judge(claim, rows) for claim in claims}
     return {text: figures for text, figures in judged.items() if figures}
 
 
-def _judge(claim: Claim, rows: Rows, same_test: bool) -> dict[str, Judged]:
+def _judge(claim: Claim, rows: Rows) -> dict[str, Judged]:
     found = {}
     for figure in FIGURES:
         sides = [_strongest(side, rows, figure) for side in (claim.better, claim.worse)]
         if not all(runs for _, runs in sides):
             continue
         seeds = min(len(runs) for _, runs in sides)
-        (_, ours), (worse, theirs) = sides
+        (better, ours), (worse, theirs) = sides
         rival = None if isinstance(claim.worse[0], str) else worse
-        difference = paired_bootstrap(ours[:seeds], theirs[:seeds], same_queries=same_test)
+        classes = [run.classes for run in rows[better][:seeds]]
+        difference = paired_bootstrap(ours[:seeds], theirs[:seeds], classes=classes)
         found[figure] = Judged(rival, difference, seeds, claim.or_equal)
     return found
 
