@@ -1,6 +1,7 @@
 """Who holds a connection and asks nothing, leaves in the middle, or calls by another name."""
 
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+import trustme
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -143,6 +145,28 @@ def test_who_says_nothing_keeps_nobody_out(crowded: Listener, address: str, sent
             assert asked(crowded, one) == b"200 OK"
         # The ones that were silent for longest have gone.
         assert silent[0].recv(1) == b""
+
+
+def test_who_begins_no_tls_is_cut_off_and_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nobackfill.pages.listener._HEAD_SECONDS", 0.3)
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_pem.write_to_path(tmp_path / "key.pem")
+    issued.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    site = Site(tmp_path, "Site", [])
+    site.get("/", lambda request: PlainTextResponse("in"))
+    with (
+        Listener("127.0.0.1", 0, (tmp_path / "cert.pem", tmp_path / "key.pem", None)) as made,
+        ExitStack() as stack,
+    ):
+        made.serve(site.app())
+        silent = [stack.enter_context(connected(made)) for _ in range(300)]
+        assert httpx2.get(made.address, verify=context).text == "in"
+        assert silent[-1].recv(1) == b""
 
 
 def test_requests_that_never_end_take_their_peers_places_alone(crowded: Listener) -> None:

@@ -35,8 +35,9 @@ class OpenStream:
         self.confirm = confirm
         self.ends = time.monotonic() + longest_s
         self.drained = drained
-        # Why it was ended; None also where its age is why.
+        # Why it was ended, if its caller is to hear that; whether it was because of its age.
         self.reason: NobackfillError | None = None
+        self.is_old = False
         # Since when it waits for its client.
         self.waiting: float | None = None
         self._grace_s = _GRACE_S if hears else 0.0
@@ -66,13 +67,12 @@ class OpenStream:
             self.confirm()
         except NobackfillError as error:
             self.stop(error)
-        if self._stopped is not None or time.monotonic() > self.ends:
+        if self._stopped is None and time.monotonic() > self.ends:
+            self.is_old = True
             self.stop()
-
-    @property
-    def is_old(self) -> bool:
-        """Whether it was ended because of its age alone."""
-        return self._stopped is not None and self.reason is None
+        elif self._stopped is not None:
+            # It may not have heard.
+            self.stop()
 
 
 class Stalls:

@@ -50,8 +50,7 @@ from nobackfill.server.settings import Settings
 log = structlog.get_logger("server.healing")
 
 _EVERY_S = 0.5
-# A source that is not open by then is one that hangs; at the end batches that have begun have so
-# long.
+# A search waits so long for a source to be opened; the gateway's end for batches that have begun.
 _OPENED_S, _ENDED_S = 2.0, 3.0
 # Where a source cannot be opened, or its file not be written, it is tried again after so long.
 _AGAIN_S = 30.0
@@ -184,17 +183,18 @@ class Healing:
         made.close(0.0)
         return None
 
-    def open(self, source: Source) -> Items:
-        """Raises as Places.open, and UnavailableError for a source that hangs, such as a folder of
-        a network that is away. It is opened by a thread that nobody has to wait for."""
+    def open(self, source: Source, seconds: float) -> Items:
+        """Raises as Places.open, and UnavailableError for a source that is not open within so many
+        seconds, such as a folder of a network that is away: a thread goes on opening it, whose
+        result the next call gets."""
         with self._lock:
             opening = self._opening.get(source)
             if opening is None:
                 opening = DaemonThreads(1, "source").submit(partial(self._places.open, source))
                 self._opening[source] = opening
-        if not wait([opening], _OPENED_S).done:
+        if not wait([opening], seconds).done:
             raise UnavailableError(
-                f"source: {source.address[:80]!r} cannot be opened within {_OPENED_S:g} s; look "
+                f"source: {source.address[:80]!r} cannot be opened within {seconds:g} s; look "
                 "whether its host or its file system answers"
             )
         with self._lock:
@@ -202,7 +202,7 @@ class Healing:
         return opening.result()
 
     def _made(self, hosted: Hosted, manifest: Manifest, source: Source) -> Healer:
-        items = self.open(source)
+        items = self.open(source, _OPENED_S)
         ledger = _ledger(hosted, manifest.space)
         return Healer(hosted, manifest, self._embedding, source, items, ledger)
 

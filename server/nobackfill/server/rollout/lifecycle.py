@@ -24,6 +24,9 @@ from nobackfill.server.upgrades.job import Job, JobState
 from nobackfill.server.upgrades.throttle import DEFAULT_SPARE_CORES
 from nobackfill.server.upgrades.upgrading import Upgrading
 
+# Who registers a source waits so long for it to be opened: a large file of texts is looked through.
+_OPENED_S = 20.0
+
 
 class Lifecycle:
     """What is asked of one gallery by name. Each method raises NotFoundError for one that is not
@@ -99,7 +102,7 @@ class Lifecycle:
         """From now on the gallery heals from `source`, or no longer. Raises ConfigurationError for
         one that the settings do not allow, NotFoundError, CannotWriteError, UnavailableError."""
         if source is not None:
-            self._healing.open(source)
+            self._healing.open(source, _OPENED_S)
         with hosted.write_lock.exclusive():
             hosted.remember({SOURCE: None if source is None else source.to_state()})
             self._serving.replan_one(hosted)
