@@ -57,6 +57,10 @@ class TooLargeError(InvalidInputError):
     """More bytes, queries or items than one call may carry."""
 
 
+class DefectiveTokenizerError(InvalidInputError):
+    """A text that a model's tokenizer fails on by a defect of its own, or such a tokenizer."""
+
+
 class OutOfRangeError(InvalidInputError):
     """An offset past the end of a file."""
 

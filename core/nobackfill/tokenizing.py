@@ -1,12 +1,13 @@
 """Texts to tokens by a model's own tokenizer.json: one way for publisher, gateway and device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.errors import InvalidInputError, TooLargeError
+from nobackfill.errors import DefectiveTokenizerError, InvalidInputError, TooLargeError
 from nobackfill.extras import extra
 
 # In UTF-8. A model reads some hundred tokens of it; its owner cuts what is longer into passages.
@@ -26,7 +27,7 @@ class Tokenizing:
         ConfigurationError without the extra `text`."""
         with extra("text"):
             from tokenizers import Tokenizer
-        try:
+        with _contained(f"{what}: is no tokenizer.json"):
             self._tokenizer: Any = Tokenizer.from_buffer(data)
             self._tokenizer.enable_truncation(length)
             own = self._tokenizer.padding or {}
@@ -35,17 +36,19 @@ class Tokenizing:
                 pad_type_id=own.get("pad_type_id", 0),
                 pad_token=own.get("pad_token", "[PAD]"),
             )
-        except Exception as error:
-            # The classes that its compiled code raises have no common base but this.
-            raise InvalidInputError(f"{what}: is no tokenizer.json ({error})") from error
+            own_tokens = self._tokenizer.num_special_tokens_to_add(False)
+        if own_tokens >= length:
+            raise InvalidInputError(
+                f"{what}: puts {own_tokens} tokens around each text, which is to be cut after "
+                f"{length}; declare a larger max_length"
+            )
         self._what = what
 
     def tokens(self, texts: Sequence[str]) -> Tokens:
-        """Raises InvalidInputError for texts that the tokenizer cannot take."""
-        try:
+        """Raises InvalidInputError for texts that the tokenizer cannot take,
+        DefectiveTokenizerError where it fails by a defect of its own."""
+        with _contained(f"{self._what}: cannot read a text"):
             encoded = self._tokenizer.encode_batch(list(texts))
-        except Exception as error:
-            raise InvalidInputError(f"{self._what}: cannot read a text ({error})") from error
         return {
             "input_ids": np.array([one.ids for one in encoded], np.int64),
             "attention_mask": np.array([one.attention_mask for one in encoded], np.int64),
@@ -59,6 +62,23 @@ class Tokenizing:
     def _known(self, *names: str) -> int:
         ids = (self._tokenizer.token_to_id(name) for name in names)
         return next((one for one in ids if one is not None), 0)
+
+
+@contextmanager
+def _contained(what: str) -> Iterator[None]:
+    """What a tokenizer raises, as an error of ours.
+
+    The classes that its compiled code raises have no common base, and a panic of that code is not
+    even an Exception: it would pass every handler and end the thread, or the process.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise InvalidInputError(f"{what} ({error})") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DefectiveTokenizerError(f"{what} ({str(error)[:200]})") from error
 
 
 def check_text(text: str) -> str:

@@ -8,8 +8,10 @@ from typer.testing import CliRunner, Result
 
 from nobackfill.client import Device
 from nobackfill.client.cli.app import app
-from nobackfill.errors import NobackfillError, NoEncoderError
+from nobackfill.errors import InvalidInputError, NobackfillError, NoEncoderError
+from nobackfill.release import probes
 from nobackfill.release.publishing.publish import publish
+from tests.release.test_tokenizers import ENDLESS, HARD
 from tests.support import edge, text_releases, trials
 from tests.support.blocks import manifest, png
 from tests.support.releases import images
@@ -101,3 +103,39 @@ def test_commands_take_texts(repo: Path, tmp_path: Path) -> None:
     assert run(gallery, "search", "--text", "w1", "--id", "a")[0] == 2
     assert run(gallery, "add", "--texts", str(tmp_path / "none.jsonl"))[0] == 66
     assert run(gallery, "add", "--texts", str(file), str(tmp_path))[0] == 2
+
+
+def bring_endless(repo: Path, number: int) -> None:
+    """A release whose tokenizer crashes on some texts: by a publisher who tried less than we do."""
+    sources = [manifest(repo, one) for one in range(1, number)]
+    drafts = repo.with_name("drafts")
+    with trials.near(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probes, "_LONG_TEXTS", [])
+        publish(repo, text_releases.draft(drafts, number, sources, splits=ENDLESS))
+
+
+def test_a_tokenizer_that_crashes_is_held_back(repo: Path, tmp_path: Path) -> None:
+    with (
+        trials.near(),
+        Device.create(tmp_path / "g.sqlite", str(repo), repo / "1.root.json") as device,
+    ):
+        assert not device.put_texts({f"n{n}": f"w{n}" for n in range(10)})
+        bring_endless(repo, 2)
+        report = device.sync()
+        assert (report.state, report.release) == ("behind", 1)
+        assert "a sound tokenizer.json" in report.notes[0]
+        assert found(device, "w3") == "n3"
+
+
+def test_a_text_that_crashes_its_tokenizer_is_refused_alone(tmp_path: Path) -> None:
+    repo = tmp_path / "repo"
+    bring_endless(repo, 1)
+    with trials.near(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probes, "_LONG_TEXTS", [])
+        device = Device.create(tmp_path / "g.sqlite", str(repo), repo / "1.root.json")
+    with device:
+        refused = device.put_texts({"a": "w1", "hard": HARD, "b": "w2"})
+        assert refused.keys() == {"hard"} and "retry-limit" in refused["hard"]
+        assert found(device, "w2") == "b"
+        with pytest.raises(InvalidInputError, match="retry-limit"):
+            device.search(text=HARD)

@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 from grpc import RpcError
 
-from nobackfill.errors import InvalidInputError, NoEncoderError, TooLargeError
+from nobackfill.errors import InvalidInputError, NoEncoderError, PreconditionError, TooLargeError
+from nobackfill.release import probes
 from nobackfill.release.parsing import parse_manifest
 from nobackfill.release.publishing.publish import publish
 from nobackfill.server.bulk.filling import fill
 from nobackfill.tokenizing import LARGEST_BYTES
 from nobackfill.v1 import gallery_pb2, search_pb2
 from tests.adopt.models import WORDS
+from tests.release.test_tokenizers import ENDLESS, HARD
 from tests.server.process import triton_venv
-from tests.server.support import Client, ids, images, running
+from tests.server.support import Client, ids, images, refused, running
 from tests.support import text_releases, trials
 from tests.support.blocks import manifest, png
 from tests.support.text_releases import Reads
@@ -222,6 +224,32 @@ def test_a_release_of_vectors_alone(begun: Path, kinds: dict[str, Path], tmp_pat
         assert ids(client.search("g", embeddings={space: old[5].tolist()}, k=1)) == ["n5"]
         bring(begun, kinds, "nothing")
         client.swap(2)
+        assert ids(client.search("g", text="w5", k=1)) == ["n5"]
+
+
+def test_a_tokenizer_that_crashes_ends_no_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its release FAILS; where it was not found out, the text is refused and others are taken."""
+    repo = tmp_path / "repo"
+    published(repo, 1, "texts")
+    with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
+        client.create_gallery("g")
+        assert not client.put_texts("g", {"n3": "w3"})
+        with monkeypatch.context() as patch:
+            patch.setattr(probes, "_LONG_TEXTS", [])
+            sources = [manifest(repo, 1)]
+            publish(repo, text_releases.draft(tmp_path / "drafts", 2, sources, splits=ENDLESS))
+        with refused(PreconditionError, "sound tokenizer"):
+            client.swap(2)
+        assert client.states()[2] == "FAILED"
+        with monkeypatch.context() as patch:
+            patch.setattr(probes, "_LONG_TEXTS", [])
+            client.swap(2)
+        why = client.put_texts("g", {"n4": "w4", "hard": HARD, "n5": "w5"})
+        assert why.keys() == {"hard"}
+        with pytest.raises(InvalidInputError, match="retry-limit"):
+            client.search("g", text=HARD)
         assert ids(client.search("g", text="w5", k=1)) == ["n5"]
 
 

@@ -5,6 +5,7 @@ The word `w3` lies where image 3 of `releases.images(20)` does, in each release'
 find images, and images texts, and a vector that meets another space's is at cosine 0.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -37,15 +38,18 @@ def draft(
     reads: Reads = "texts",
     directly: Sequence[Manifest] = (),
     asking: bool = False,
+    splits: str | None = None,
+    grows: str | None = None,
     **spec: Any,
 ) -> Draft:
     """As releases.draft without side-information; `spec` is said of the text encoder. `asking`: a
-    model of their own reads queries, and takes the words w18 and w19 for one another."""
+    model of their own reads queries, and takes the words w18 and w19 for one another. `splits`: a
+    pattern that the tokenizer looks for first; `grows`: a sign that it takes for a million."""
     made = releases.draft(folder, number, sources, directly=directly, side="none")
     place, files = folder / str(number), dict(made.files)
     text = None
     if reads != "nothing":
-        text = _encoder(place, made, number, files, spec, asking=asking)
+        text = _encoder(place, made, number, files, spec, asking=asking, splits=splits, grows=grows)
     embedder = made.manifest.embedder
     if reads != "both":
         gone = {"file": None, "height": None, "width": None}
@@ -75,7 +79,7 @@ def draft(
 
 def _encoder(
     place: Path, made: Draft, number: int, files: dict[str, Path], spec: dict[str, Any], *,
-    asking: bool,
+    asking: bool, splits: str | None, grows: str | None,
 ) -> TextEncoder:  # fmt: skip
     rng = np.random.default_rng(7)
     rows = rng.standard_normal((len(WORDS), graphs.BLOCK)).astype(np.float32)
@@ -92,7 +96,15 @@ def _encoder(
         _graph(place, query, number, graphs.into_block(rows, block), files)
         spec = {**spec, "query_file": releases.published(place, query)}
     files[tokenizer] = place / tokenizer
-    files[tokenizer].write_bytes((place / "text" / "tokenizer.json").read_bytes())
+    said = json.loads((place / "text" / "tokenizer.json").read_bytes())
+    if splits is not None:
+        split = {"type": "Split", "pattern": {"Regex": splits}, "behavior": "Isolated"}
+        both = [split | {"invert": False}, said["pre_tokenizer"]]
+        said["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": both}
+    if grows is not None:
+        pattern = {"String": grows}
+        said["normalizer"] = {"type": "Replace", "pattern": pattern, "content": "x" * 10**6}
+    files[tokenizer].write_text(json.dumps(said))
     return TextEncoder.model_validate(
         {
             "file": releases.published(place, path),

@@ -109,6 +109,14 @@ def _store(device: Device, encoders: _Encoders, batch: list[TextLine], kept: Kep
             kept.refused |= {batch[row].id: why for row in error.rows}
             batch = [one for row, one in enumerate(batch) if row not in error.rows]
             continue
+        except InvalidInputError as error:
+            if len(batch) == 1:
+                kept.refused[batch[0].id] = str(error)
+                return
+            # One that its tokenizer cannot take: find out which.
+            for one in batch:
+                _store(device, encoders, [one], kept)
+            return
         device.store.put(
             [one.id for one in batch],
             vectors,

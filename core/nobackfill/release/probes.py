@@ -12,7 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.errors import InvalidInputError, UnusableOutputError, VerificationError
+from nobackfill.errors import (
+    DefectiveTokenizerError,
+    InvalidInputError,
+    UnusableOutputError,
+    VerificationError,
+)
 from nobackfill.release.encoders import TEXT_ROLES, TextRole
 from nobackfill.release.manifest import Manifest, PublishedFile, Upgrade
 from nobackfill.release.models import (
@@ -24,6 +29,7 @@ from nobackfill.release.models import (
     read_verified,
 )
 from nobackfill.release.text_models import TextModel, open_text_encoder
+from nobackfill.tokenizing import LARGEST_BYTES as _LARGEST_TEXT
 from nobackfill.tokenizing import check_text
 from nobackfill.vectors import Vectors
 
@@ -37,6 +43,15 @@ Encode = Callable[[Images], Vectors]
 EncodeTexts = Callable[[Sequence[str], TextRole], Vectors]
 # Of the probes' texts.
 _MOST_TEXTS = 64
+# As long as texts may be, in several scripts; and every sign of ASCII over and over.
+_LONG_TEXTS = [
+    (piece * _LARGEST_TEXT).encode()[:_LARGEST_TEXT].decode(errors="ignore")
+    for piece in (
+        "word ", "aA1. \n\t", "a" * 40 + "b", "e\u0301\u0323", "\u4e2d\u6587", "\ufdfa", "\x00a",
+        "\U0001f469\u200d\U0001f680", "\u05e9\u05dc\u05d5\u05dd ", "\u0e44\u0e17\u0e22", "<s>[CLS]",
+    )
+]  # fmt: skip
+_SIGNS = [chr(code) for code in range(33, 127)]
 
 
 def check_probes(
@@ -65,6 +80,7 @@ def check_probes(
     if manifest.text_encoder is not None and _holds(files, manifest.text_encoder.file):
         model = open_text_encoder(files, manifest, threads)
         _check_vocabulary(model)
+        _check_tokenizer(model)
         read = model.run
     check_encoders(files, manifest, embed, side, read)
     probes = _load(read_verified(files, manifest.probes.file), manifest.probes.file.path)
@@ -89,7 +105,10 @@ def check_encoders(
     if read is not None:
         texts = _texts(_array(probes, "text"))
         for role in TEXT_ROLES:
-            got = read(texts, role)
+            try:
+                got = read(texts, role)
+            except InvalidInputError as error:
+                raise VerificationError(f"golden probe text/{role}: {error}") from error
             _agree(f"text/{role}", _array(probes, f"text/{role}"), got, manifest.probes.tolerance)
 
 
@@ -125,6 +144,20 @@ def _check_vocabulary(model: TextModel) -> None:
                 f"text encoder: its tokenizer has tokens that its model does not take ({error}); "
                 "refused. Publish it with its own tokenizer.json"
             ) from error
+
+
+def _check_tokenizer(model: TextModel) -> None:
+    """Have the tokenizer read what people may write: a tokenizer that takes the probes may still
+    crash, or take any memory and time, on other texts. Texts that it refuses are no fault of it."""
+    for text in (*_LONG_TEXTS, *(sign * 2**13 for sign in _SIGNS)):
+        try:
+            model.reader.feed([text], "document")
+        except DefectiveTokenizerError as error:
+            raise VerificationError(
+                f"text encoder: {error}; refused. Publish it with a sound tokenizer.json"
+            ) from error
+        except InvalidInputError:
+            continue
 
 
 def _check_upgrade(
