@@ -9,9 +9,8 @@ query is nearer to carried items than to native ones on average.
 
 import io
 import json
-import zipfile
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar, get_args
@@ -19,9 +18,8 @@ from typing import TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.adopt.maps import normalised
+from nobackfill.adopt.maps import normalised, read_arrays, written_by
 from nobackfill.durable import write_file
-from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.metrics.distances import Metric, distances
 from nobackfill.vectors import Vectors, check_vectors
 
@@ -200,27 +198,26 @@ def save_joining(path: Path, found: Joining) -> None:
 
 def load_joining(path: Path) -> Joining:
     """Read what `save_joining` wrote. Raises NotFoundError, InvalidInputError for another file."""
-    if not path.is_file():
-        raise NotFoundError(f"{path}: no such file; `nobackfill fit --joining` writes one")
-    try:
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
-            header = json.loads(str(arrays["header"]))
-            anchors = {
-                name: check_vectors(arrays[name], arrays[name].shape[1], what=name)
-                for name in ("old", "carried", "new", "crowd")
-            }
+    with written_by(path, "nobackfill fit --joining"):
+        header, arrays = read_arrays(path)
         if header["format"] not in FORMATS:
             raise ValueError(f"format {header['format']}")
+        old, carried, new, crowd = (
+            check_vectors(arrays[name], arrays[name].shape[1], what=name)
+            for name in ("old", "carried", "new", "crowd")
+        )
+        if not len(old) == len(carried) == len(new) > 0 or 0 in (old.shape[1], new.shape[1]):
+            raise ValueError(f"anchors {old.shape}, {carried.shape} and {new.shape}")
+        if carried.shape != new.shape or (len(crowd) and crowd.shape[1] != new.shape[1]):
+            raise ValueError(f"vectors of dimensions {carried.shape}, {new.shape}, {crowd.shape}")
         joined, native = (Line(*map(float, header[name])) for name in ("joined", "native"))
         weight, metric = float(header["weight"]), header.get("metric", "cosine")
-        if metric not in get_args(Metric):
-            raise ValueError(f"metric {metric!r}")
-        return Joining(weight, joined, native, mark=str(header["mark"]), **anchors, metric=metric)
-    except (ValueError, KeyError, IndexError, TypeError, OSError, EOFError, zipfile.BadZipFile,
-            InvalidInputError) as error:  # fmt: skip
-        raise InvalidInputError(
-            f"{path}: expected what `nobackfill fit --joining` wrote ({error}); fit it again"
-        ) from error
+        numbers = (weight, *astuple(joined), *astuple(native))
+        if metric not in get_args(Metric) or not np.isfinite(numbers).all():
+            raise ValueError(f"metric {metric!r}, numbers {numbers}")
+        return Joining(
+            weight, joined, native, old, carried, new, str(header["mark"]), crowd, metric
+        )
 
 
 def _lines(found: Joining) -> list[tuple[str, Line]]:

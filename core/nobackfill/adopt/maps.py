@@ -4,9 +4,12 @@ import hashlib
 import io
 import json
 import zipfile
-import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +20,8 @@ from nobackfill.vectors import Vectors, check_vectors
 
 # Of the file; the second has layers, which a reader of the first would pass over.
 FORMAT, LAYERED = 1, 2
+# Of the file, which is read whole; a map of 8,192 dims has 268 MB.
+MOST_BYTES = 1 << 31
 # Facts of a map that was made from vectors whose models are known.
 OLD_MODEL, NEW_MODEL = "old_model", "new_model"
 # Vectors that differ less from norm 1 came from a model that normalises.
@@ -99,46 +104,71 @@ def save_map(path: Path, found: Map) -> None:
 
 def load_map(path: Path) -> Map:
     """Read what `save_map` wrote. Raises NotFoundError, InvalidInputError for another file."""
-    if not path.is_file():
-        raise NotFoundError(f"{path}: no such file; `nobackfill fit` writes a map")
-    try:
-        # From memory: numpy leaves a file open that it cannot read.
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
-            header = json.loads(str(arrays["header"]))
-            if header["format"] not in (FORMAT, LAYERED):
-                raise ValueError(f"format {header['format']}")
-            count = int(header.get("layers", 0))
-            weight, bias = _linear(arrays["weight"], arrays["bias"])
-            layers = tuple(
-                _linear(arrays[f"weight_{number}"], arrays[f"bias_{number}"])
-                for number in range(count)
-            )
+    with written_by(path, "nobackfill fit"):
+        header, arrays = read_arrays(path)
+        if header["format"] not in (FORMAT, LAYERED):
+            raise ValueError(f"format {header['format']}")
+        weight, bias = _linear(arrays["weight"], arrays["bias"])
+        layers = tuple(
+            _linear(arrays[f"weight_{number}"], arrays[f"bias_{number}"])
+            for number in range(int(header.get("layers", 0)))
+        )
         ends = [weight.shape[1], *(len(one) for _, one in layers)]
         if layers and ([one.shape[1] for one, _ in layers], ends[-1]) != (ends[:-1], len(bias)):
             raise ValueError("layers that do not fit one another")
         facts = {str(key): str(value) for key, value in header["facts"].items()}
         return Map(str(header["kind"]), weight, bias, bool(header["unit"]), facts, layers)
-    except (
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        zlib.error,
-        OSError,
-        EOFError,
-        zipfile.BadZipFile,
-    ) as error:
+
+
+@contextmanager
+def written_by(path: Path, command: str) -> Iterator[None]:
+    """Refuse a file at which reading fails. Raises NotFoundError, InvalidInputError."""
+    if not path.is_file():
+        raise NotFoundError(f"{path}: no such file; `{command}` writes one")
+    try:
+        yield
+    except Exception as error:
+        # What zipfile, numpy and json raise at hostile bytes has no common base.
         raise InvalidInputError(
-            f"{path}: expected a map that `nobackfill fit` wrote ({error}); fit it again"
+            f"{path}: expected what `{command}` wrote ({error or type(error).__name__}); "
+            "fit it again"
         ) from error
-    except InvalidInputError as error:
-        raise InvalidInputError(f"{path}: {error}") from error
+
+
+def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, Vectors]]:
+    """Read the header and the arrays of numbers that `np.savez` wrote, none of which is larger than
+    the file: it packs nothing. Raises ValueError, and what zipfile, numpy and json raise."""
+    if path.stat().st_size > MOST_BYTES:
+        raise ValueError(f"larger than {MOST_BYTES} bytes")
+    data = path.read_bytes()
+    found: dict[str, Any] = {}
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = archive.infolist()
+        if sum(entry.file_size for entry in entries) > len(data):
+            raise ValueError("entries larger than the file")
+        for entry in entries:
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{entry.filename} is packed")
+            found[entry.filename.removesuffix(".npy")] = _array(archive.read(entry))
+    header = json.loads(str(found.pop("header")))
+    return header, found
+
+
+def _array(data: bytes) -> Any:
+    """An array whose header claims as many bytes as follow it."""
+    file = io.BytesIO(data)
+    known = np.lib.format
+    first = known.read_magic(file) == (1, 0)
+    read = known.read_array_header_1_0 if first else known.read_array_header_2_0
+    shape, _, dtype = read(file)
+    if prod(shape) * dtype.itemsize != len(data) - file.tell():
+        raise ValueError(f"shape {shape} of {dtype} in {len(data)} bytes")
+    file.seek(0)
+    return known.read_array(file, allow_pickle=False)
 
 
 def _linear(weight: Vectors, bias: Vectors) -> tuple[Vectors, Vectors]:
-    if bias.ndim != 1 or weight.shape[:1] != bias.shape:
+    if weight.ndim != 2 or 0 in weight.shape or weight.shape[:1] != bias.shape:
         raise ValueError(f"shapes {weight.shape} and {bias.shape}")
     checked = check_vectors(weight, weight.shape[1], what="weight")
     return checked, check_vectors(bias[None], len(bias), what="bias")[0]

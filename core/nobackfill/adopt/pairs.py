@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nobackfill.adopt.sources.source import Facts, Rows, SearchMetric, Source, checked
+from nobackfill.adopt.sources.source import Facts, Rows, SearchMetric, Source, checked, repeated
 from nobackfill.errors import InvalidInputError, few
 from nobackfill.metrics.distances import Metric
 from nobackfill.vectors import Vectors
@@ -60,9 +60,7 @@ def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
         )
         ids += [rows.ids[i] for i in kept]
         vectors.append(rows.vectors[np.asarray(kept, np.int64)])
-    if len(set(ids)) != len(ids):
-        seen: set[str] = set()
-        twice = [x for x in ids if x in seen or seen.add(x)]  # type: ignore[func-returns-value]
+    if twice := repeated(ids):
         raise InvalidInputError(
             f"{where}: expected each id once, got {few(map(repr, twice))} more than once"
         )

@@ -15,10 +15,15 @@ import numpy as np
 
 from nobackfill import forks
 from nobackfill.durable import make_dir, transaction
-from nobackfill.errors import CannotWriteError, IncompatibleSpaceError, VerificationError
+from nobackfill.errors import (
+    CannotWriteError,
+    IncompatibleSpaceError,
+    InvalidInputError,
+    VerificationError,
+)
 from nobackfill.items import claims
 from nobackfill.sqlite_errors import refusal, refusing_sqlite
-from nobackfill.vectors import Vectors, check_vectors
+from nobackfill.vectors import Vectors, check_vectors, from_bytes
 
 _ROOM = 1024
 _SCHEMA = """
@@ -223,13 +228,14 @@ class Natives:
                 (self._newest,),
             ).fetchall()
         for number, name, seen, blob in rows:
-            if len(blob) != 4 * self._dim:
+            try:
+                vector = from_bytes(blob, self._dim, what=f"{self._path}: {name!r}")[0]
+            except (InvalidInputError, TypeError) as error:
                 raise VerificationError(
-                    f"{self._path}: expected vectors of dimension {self._dim}, got one of "
-                    f"{len(blob)} bytes; remove the file: it fills again as people search"
-                )
+                    f"{error}; remove {self._path}: it fills again as people search"
+                ) from error
             self._drop(name)
-            self._add(name, Native(seen, np.frombuffer(blob, "<f4").astype(np.float32)))
+            self._add(name, Native(seen, vector))
             self._newest = number
         if len(self._ids) > 2 * len(self._known) + _ROOM:
             known = [(name, native) for name, (_, native) in self._known.items()]

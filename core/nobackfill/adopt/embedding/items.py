@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nobackfill.adopt.sources.opening import open_source
-from nobackfill.adopt.sources.source import Source
+from nobackfill.adopt.sources.source import Source, repeated
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.items.kind import Kind
 from nobackfill.text_lines import read_texts
@@ -68,9 +68,8 @@ def _wanted(
     only: Collection[str] | None,
     address: str,
 ) -> Items:
-    if len(set(ids)) != len(ids):
-        twice = next(name for row, name in enumerate(ids) if name in ids[:row])
-        raise InvalidInputError(f"{address}: expected each id once, got {twice!r} again")
+    if twice := repeated(ids):
+        raise InvalidInputError(f"{address}: expected each id once, got {twice[0]!r} again")
     if only is not None:
         rows = [row for row, name in enumerate(ids) if name in only]
         ids, values = [ids[row] for row in rows], [values[row] for row in rows]  # type: ignore[assignment]

@@ -59,9 +59,10 @@ class ArraySource:
                 f"{folder}: expected a key for each of {len(self._vectors)} rows, got "
                 f"{list(self._ids.shape)} in {_IDS}"
             )
-        if self._vectors.dtype.kind not in "fiu":
+        if self._vectors.dtype.kind not in "fiu" or not self._vectors.shape[1]:
             raise InvalidInputError(
-                f"{folder}: expected numbers in {self._name!r}, got {self._vectors.dtype}"
+                f"{folder}: expected numbers in {self._name!r}, got {self._vectors.dtype} of "
+                f"dimension {self._vectors.shape[1]}"
             )
         self._others = tuple(p.stem for p in files if _array(p).ndim == 1)
 
@@ -192,11 +193,9 @@ class ArrayBeside:
 
 def _array(path: Path) -> Any:
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
-        if not isinstance(found, np.ndarray):
-            raise ValueError("an archive")
-        return found
-    except (ValueError, OSError, EOFError) as error:
+        return np.lib.format.open_memmap(path, mode="r")
+    except Exception as error:
+        # What numpy raises at the header of another file has no common base.
         raise InvalidInputError(f"{path}: cannot be read as a numpy array ({error})") from error
 
 

@@ -95,7 +95,7 @@ class ChromaServer:
             raise ours(f"{name}: Chroma says: {got.status} {got.data[:200]!r}")
         try:
             return json.loads(got.data) if got.data else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidInputError(f"{name}: expected Chroma's JSON, got another's") from error
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ of an export that was replaced are made anew."""
 import hashlib
 import io
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -97,13 +98,16 @@ class ParquetSource:
 
     def seconds_per_item(self) -> float | None:
         """What `nobackfill embed` measured, where it wrote the file."""
-        found = (self._schema.metadata or {}).get(SECONDS)
-        return None if found is None else float(found)
+        try:
+            found = float((self._schema.metadata or {})[SECONDS])
+        except (KeyError, ValueError):
+            return None
+        return found if math.isfinite(found) else None
 
     def reads(self) -> str:
         """Which texts a model that reads queries otherwise was given (see Embedder), where
         `nobackfill embed` wrote the file; empty for one that reads all alike."""
-        return str((self._schema.metadata or {}).get(READS, b"").decode())
+        return str((self._schema.metadata or {}).get(READS, b"").decode(errors="replace"))
 
     def count(self) -> int:
         return sum(len(self.read(window)) for window in self.windows(0))
@@ -307,7 +311,7 @@ def _opened(path: Path) -> Any:
 def _model(schema: Any) -> str | None:
     metadata = schema.metadata or {}
     found = metadata.get(MODEL, metadata.get(SPACE))
-    return None if found is None else str(found.decode())
+    return None if found is None else str(found.decode(errors="replace"))
 
 
 def _is_vector(kind: Any) -> bool:

@@ -497,5 +497,5 @@ def _ours(comment: object) -> dict[str, str]:
     try:
         found = json.loads(str(comment))
         return {name: str(found[name]) for name in _SAID if name in found}
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return {}

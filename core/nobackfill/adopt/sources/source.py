@@ -1,7 +1,7 @@
 """What a store that lives elsewhere is asked for: one Protocol to read it, one to write beside."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -253,8 +253,14 @@ def read_mark(path: Path) -> object:
     """What a file of ours says of the map, None where there is none. Raises InvalidInputError."""
     try:
         return json.loads(path.read_bytes()) if path.is_file() else None
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise InvalidInputError(f"{path}: cannot be read ({error}); remove it by hand") from error
+
+
+def repeated(ids: Iterable[str]) -> list[str]:
+    """The ids that stand there a second time."""
+    seen: set[str] = set()
+    return [name for name in ids if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
 
 
 def even(vectors: Sequence[Sequence[float] | Vectors], ids: Sequence[str], where: str) -> Vectors:
