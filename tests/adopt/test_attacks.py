@@ -25,8 +25,9 @@ from hypothesis import strategies as st
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.closed_form import fit_maps
 from nobackfill.adopt.embedding.endpoint import Endpoint
-from nobackfill.adopt.embedding.items import read_items
+from nobackfill.adopt.embedding.items import Items, read_items
 from nobackfill.adopt.embedding.opening import open_embedder
+from nobackfill.adopt.embedding.vector_folder import embed_into
 from nobackfill.adopt.inspection import inspect
 from nobackfill.adopt.joining import Joining, Line, load_joining, save_joining
 from nobackfill.adopt.maps import load_map, save_map
@@ -44,6 +45,7 @@ from nobackfill.errors import (
 )
 from nobackfill.serve import Natives
 from tests.adopt.made import world, write_parquet
+from tests.adopt.models import text_model
 from tests.support.postgres import Server
 
 MADE = world(40)
@@ -339,6 +341,30 @@ def test_metadata_of_parquet_and_natives_that_are_none_are_refused(tmp_path: Pat
                 )
             with pytest.raises(VerificationError, match="remove"):
                 natives.get(["a"])
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644])
+def test_new_vectors_are_for_whom_the_old_ones_are(tmp_path: Path, mode: int) -> None:
+    for name in ("ids", "v"):
+        (tmp_path / f"{name}.npy").touch(mode)
+    np.save(tmp_path / "ids.npy", np.array(MADE.ids))
+    np.save(tmp_path / "v.npy", MADE.old)
+    parquet = write_parquet(tmp_path / "p" / "a.parquet", MADE.ids, MADE.old)
+    for file in (tmp_path / "v.npy", parquet):
+        file.chmod(mode)
+    for source in (tmp_path, parquet):
+        carry(open_source(str(source)), target("new"), MAP)
+    made = [tmp_path / "new.npy", *(tmp_path / "p").rglob("_*/*.parquet")]
+    assert len(made) == 2
+    assert {file.stat().st_mode & 0o777 for file in made} == {mode}
+
+
+def test_embedded_vectors_are_for_nobody_else(tmp_path: Path) -> None:
+    text_model(tmp_path / "model", 0)
+    items = Items("text", ["a"], ["some words"])
+    embed_into(tmp_path / "new", items, open_embedder(str(tmp_path / "model" / "model.onnx")))
+    (made,) = (tmp_path / "new").glob("*.parquet")
+    assert made.stat().st_mode & 0o777 == 0o600
 
 
 def test_parquet_of_another_kind_or_damaged_is_refused_by_its_name(tmp_path: Path) -> None:

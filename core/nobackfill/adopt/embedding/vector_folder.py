@@ -57,7 +57,8 @@ def embed_into(
         if embedder.reads:
             metadata[READS] = embedder.reads.encode()
         data = table_bytes("id", pa.array(ids), "vector", _joined(vectors, folder), metadata)
-        write_file(folder / f"part-{files:05d}.parquet", data)
+        # Vectors are private: nobody else reads the file.
+        write_file(folder / f"part-{files:05d}.parquet", data, 0o600)
         files += 1
     return len(rest)
 

@@ -16,6 +16,7 @@ from nobackfill.adopt.sources.source import (
     Target,
     Window,
     file_name,
+    mode_of,
     read_mark,
     text_of,
 )
@@ -53,7 +54,8 @@ class ArraySource:
                 f"[n, dim], found {few(names) or 'none'}; name one with --vector"
             )
         self._name = vector or names[0]
-        self._vectors = _array(folder / f"{self._name}.npy")
+        self.path = folder / f"{self._name}.npy"
+        self._vectors = _array(self.path)
         if self._ids.ndim != 1 or len(self._ids) != len(self._vectors):
             raise InvalidInputError(
                 f"{folder}: expected a key for each of {len(self._vectors)} rows, got "
@@ -145,7 +147,7 @@ class ArrayBeside:
         assert isinstance(window, Window)
         buffer = io.BytesIO()
         np.save(buffer, vectors, allow_pickle=False)
-        write_file(self._part(window), buffer.getvalue())
+        write_file(self._part(window), buffer.getvalue(), mode_of(self._source.path))
 
     def read(self, window: Window) -> Rows:
         ids = self._source.read(window).ids
@@ -165,6 +167,7 @@ class ArrayBeside:
         if not self._final.exists() and self.count() == self._source.count():
             whole = self._parts / ".tmp-whole"
             shape = (self._source.count(), self._target.dim)
+            whole.touch(mode_of(self._source.path))
             joined = np.lib.format.open_memmap(whole, "w+", np.float32, shape)
             for part in self._parts.glob("*.npy"):
                 first, last = map(int, part.stem.split("-"))

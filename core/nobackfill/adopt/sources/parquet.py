@@ -24,6 +24,7 @@ from nobackfill.adopt.sources.source import (
     Target,
     Window,
     file_name,
+    mode_of,
     read_mark,
     same_model,
     text_of,
@@ -131,7 +132,7 @@ class ParquetSource:
         return Column(_ids(table, self._key), list(map(text_of, table[name].to_pylist())))
 
     def _table(self, window: Window, column: str) -> Any:
-        file = self._inside / str(window.after)
+        file = self.file(window)
         columns = [self._key] if column == self._key else [self._key, column]
         opened = _opened(file)
         kinds = {field.name: field.type for field in opened.schema_arrow}
@@ -147,9 +148,13 @@ class ParquetSource:
         except (pa.ArrowException, OSError) as error:
             raise InvalidInputError(f"{file}: cannot be read as Parquet ({error})") from error
 
+    def file(self, window: Window) -> Path:
+        """Where the rows of a window are."""
+        return self._inside / str(window.after)
+
     def identity(self, window: Window) -> bytes:
         """What tells that a window's file is still the same. Raises InvalidInputError."""
-        file = self._inside / str(window.after)
+        file = self.file(window)
         try:
             with file.open("rb") as opened:
                 size = opened.seek(0, io.SEEK_END)
@@ -250,7 +255,7 @@ class ParquetBeside:
         data = table_bytes(self._key, rows.keys, self._target.name, vectors, metadata)
         file = self._file(read.window)
         make_dir(file.parent)
-        write_file(file, data)
+        write_file(file, data, mode_of(self._source.file(read.window)))
 
     def read(self, window: Window) -> Rows:
         file = self._file(window)

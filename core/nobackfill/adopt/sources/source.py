@@ -249,6 +249,11 @@ def file_name(name: str) -> str:
     return name
 
 
+def mode_of(path: Path) -> int:
+    """Who may read and write a file: new vectors are for whom the old ones are."""
+    return path.stat().st_mode & 0o666
+
+
 def read_mark(path: Path) -> object:
     """What a file of ours says of the map, None where there is none. Raises InvalidInputError."""
     try:
