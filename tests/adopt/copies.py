@@ -37,6 +37,10 @@ class Milvus:
     def put(self, name: str, vector: Vectors, partition: str = "") -> None:
         self.client.upsert("docs", [self._row(name, vector)], partition_name=partition)
 
+    def put_new(self, name: str, vector: Vectors, collection: str) -> None:
+        """Of another model, into a collection of its own."""
+        self.client.upsert(collection, [self._row(name, vector)])
+
     def delete(self, name: str) -> None:
         self.client.delete("docs", ids=[name])
 
@@ -106,6 +110,11 @@ class Chroma:
 
     def put(self, name: str, vector: Vectors) -> None:
         self._put([name], [vector.tolist()])
+
+    def put_new(self, name: str, vector: Vectors, collection: str) -> None:
+        """Of another model, into a collection of its own."""
+        path = f"/{self.asked('GET', f'/{collection}')['id']}/upsert"
+        self.asked("POST", path, {"ids": [name], "embeddings": [vector.tolist()]})
 
     def delete(self, name: str) -> None:
         self.asked("POST", f"{self.path}/delete", {"ids": [name]})

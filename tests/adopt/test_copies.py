@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nobackfill.adopt.carrying import carry
@@ -278,3 +279,19 @@ def test_a_server_that_dies_half_way_loses_nothing(tmp_path: Path) -> None:
         source = open_source(f"chroma:http://{address}#docs")
         rest = carry(source, TARGET, MAP, window=50)
         assert 0 < rest.written < 230 and rest.total == 230
+
+
+@every
+def test_what_writers_put_into_the_copy_is_left_alone(store: Chroma | Milvus) -> None:
+    """Who puts to both collections before the flip loses nothing by carrying once more."""
+    carry(store.open(), TARGET, MAP, window=100)
+    name = "00000000-0000-4000-8000-9" + "0" * 11
+    store.put(name, MADE.old[3])
+    store.put_new(name, MADE.new[4], "docs_to")
+    store.put(MADE.ids[7], MADE.old[8])
+    done = carry(store.open(), TARGET, MAP, window=100)
+    assert (done.written, done.total) == (1, 231)
+    rows = read_all(store.open("docs_to"))
+    vectors = dict(zip(rows.ids, rows.vectors, strict=True))
+    np.testing.assert_allclose(vectors[name], MADE.new[4], atol=1e-5)
+    np.testing.assert_allclose(vectors[MADE.ids[7]], MAP(MADE.old[8:9])[0], atol=1e-5)

@@ -67,13 +67,16 @@ def carry(
     beside = source.beside(target)
     if flip and not isinstance(beside, Flippable):
         raise InvalidInputError(
-            f"{facts.name}: expected no --flip, which is PostgreSQL's; run the printed steps"
+            f"{facts.name}: expected no --flip, which PostgreSQL and Qdrant know; run the printed "
+            "steps"
         )
     if facts.directions:
         # As it will be read back.
         mapping = replace(mapping, unit=True)
-    # What is written after a flip is the writers' own.
-    check = not (isinstance(beside, Flippable) and beside.flipped)
+    # What is written after a flip is the writers' own, in some stores also before it.
+    check = not isinstance(beside, Flippable) or not (
+        beside.flipped or (flip and beside.put_by_writers)
+    )
 
     def sweep(written: int, first: bool, few: int) -> int:
         """Carry until a sweep writes no more than `few`."""

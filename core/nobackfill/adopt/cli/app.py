@@ -237,7 +237,8 @@ def carry(
         bool,
         typer.Option(
             "--flip",
-            help="PostgreSQL: build the index, lock the table, carry the rest, and flip.",
+            help="PostgreSQL: build the index, lock the table, carry the rest, and flip. Qdrant: "
+            "writers put both vectors; carry the rest.",
         ),
     ] = False,
     rollback: Annotated[

@@ -53,7 +53,8 @@ class ChromaStore:
 
     def steps(self, old: Collection, new: Collection) -> list[str]:
         return [
-            "let nobody write, and carry once more: what was put since the last sweep is missing",
+            "let nobody write, or let every writer put to both collections, to the new one by the "
+            "new model, and carry once more: what was put since the last sweep is missing",
             "switch the queries to the new model, and in the same moment give its embedding "
             f"function and the name {new.name!r} to get_collection, or let the names change:",
             f"client.get_collection({old.name!r}).modify(name={old.name + '_before'!r})",

@@ -2,7 +2,8 @@
 the same keys and all else that an item holds, each told by a digest of what it was made from.
 
 The rule of a window: read, map, put, then look again and remove what has gone. A changed item has
-another digest and is made anew.
+another digest and is made anew. An item without one is its writer's, who puts to both collections:
+it is left alone.
 """
 
 import hashlib
@@ -170,10 +171,10 @@ class CopiedBeside:
         records = self._source.records(window)
         made = self._copy.digests(window)
         now = {one.key: one.digest for one in records}
-        stale = [key for key, digest in made.items() if now.get(key) != digest]
+        stale = [key for key, digest in made.items() if digest and now.get(key) != digest]
         if stale:
             self._copy.remove(stale)
-        left = [one for one in records if made.get(one.key) != one.digest]
+        left = [one for one in records if made.get(one.key) not in ("", one.digest)]
         return _rows(left, self._source.name)
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
@@ -185,7 +186,9 @@ class CopiedBeside:
             self._copy.remove(gone)
 
     def read(self, window: Window) -> Rows:
-        return _rows(self._copy.records(window), self._copy.name)
+        ours = {key for key, digest in self._copy.digests(window).items() if digest}
+        records = [one for one in self._copy.records(window) if one.key in ours]
+        return _rows(records, self._copy.name)
 
     def count(self) -> int:
         return self._copy.count()

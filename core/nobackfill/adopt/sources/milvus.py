@@ -84,7 +84,8 @@ class MilvusStore:
 
     def steps(self, old: Collection, new: Collection) -> list[str]:
         steps = [
-            "let nobody write, and carry once more: what was put since the last sweep is missing",
+            "let nobody write, or let every writer put to both collections, to the new one by the "
+            "new model, and carry once more: what was put since the last sweep is missing",
             "switch the queries to the new model, and in the same moment:",
         ]
         aliases = asked(old.name, lambda: self._client.list_aliases(old.name))["aliases"]

@@ -58,6 +58,8 @@ class Columns(Protocol):
 class PgvectorBeside:
     """See Flippable; `names`: both columns and the trigger function, quoted."""
 
+    put_by_writers = False
+
     @property
     def at_once(self) -> int:
         """Two transactions side by side keep each other's dead rows, and an index of vectors costs

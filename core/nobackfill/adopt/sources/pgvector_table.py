@@ -47,6 +47,7 @@ class PgvectorTable:
 
     # No index of the old table's learns of it.
     at_once = 2
+    put_by_writers = False
 
     def __init__(self, source: Columns, table: Table, target: Target, flipped: bool) -> None:
         self._source, self._table, self._target, self.flipped = source, table, target, flipped

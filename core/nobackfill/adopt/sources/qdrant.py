@@ -2,12 +2,13 @@
 
 New vectors become a named vector of the same points: a deleted point takes its vector along.
 
-A point that is put again loses its new vector and is pending. Only who writes the old named vector
-alone (`update_vectors`) leaves a new one that is no longer of it: it is found when it is verified.
+A point that is put again with the old vector alone loses its new one and is pending. Only who
+writes the old named vector alone (`update_vectors`) leaves a new one that is no longer of it: it is
+found when it is verified, up to the flip.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ with extra("qdrant"):
     from nobackfill.adopt.sources.qdrant_place import Clients, id_of, order, refused
 
 _PAGE = 500
+# Vectors that differ less are the same: a collection may keep halves.
+_ALIKE = 2e-3
 _METRICS: Mapping[str, SearchMetric] = {
     "Cosine": "cosine", "Euclid": "squared_l2", "Dot": "inner_product", "Manhattan": "l1",
 }  # fmt: skip
@@ -61,6 +64,11 @@ class QdrantSource:
             )
         self.vector = vector or names[0]
         self._params = vectors[self.vector]
+        if self._params.multivector_config is not None:
+            raise InvalidInputError(
+                f"{collection}: expected one vector an item, found several in {self.vector!r} "
+                "(a multivector, as ColBERT's models make them); these are not carried"
+            )
 
     @property
     def _client(self) -> QdrantClient:
@@ -68,7 +76,7 @@ class QdrantSource:
 
     def _config(self) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
         """Parameters of dense vectors by name, "" for one without; what is said of carried ones:
-        the map's digest, the model's fingerprint."""
+        the map's digest, the model's fingerprint, and whether writers put them."""
         with refused(self._name):
             config = self._client.get_collection(self._name).config
         vectors = config.params.vectors or {}
@@ -114,13 +122,15 @@ class QdrantSource:
             )  # fmt: skip
         return [str(point.id) for point in found.points]
 
-    def lookup(self, ids: Sequence[str]) -> Rows:
+    def lookup(self, ids: Sequence[str], vector: str | None = None) -> Rows:
+        """`vector`: another one than the old."""
+        wanted = self.vector if vector is None else vector
         with refused(self._name):
             found = self._client.retrieve(
                 self._name, [key for n in dict.fromkeys(ids) if (key := id_of(n)) is not None],
-                with_payload=False, with_vectors=self._wanted(self.vector),
+                with_payload=False, with_vectors=self._wanted(wanted),
             )  # fmt: skip
-        return self._rows(found, self.vector)
+        return self._rows(found, wanted)
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
         with refused(self._name):
@@ -147,8 +157,16 @@ class QdrantSource:
                 " choose another --to, or remove it with --rollback"
             )
         if target.name not in vectors:
-            distance = self._params.distance
-            dense = models.DenseVectorConfig(size=target.dim, distance=distance)
+            like = self._params
+            datatype = like.datatype and models.VectorStorageDatatype(like.datatype.value)
+            dense = models.DenseVectorConfig(
+                size=target.dim, distance=like.distance, datatype=datatype
+            )
+            # Where its vectors lie, and how they are indexed.
+            diff = models.VectorParamsDiff(
+                hnsw_config=like.hnsw_config, quantization_config=like.quantization_config,
+                on_disk=like.on_disk, memory=like.memory,
+            )  # fmt: skip
             with refused(self._name):
                 # The mark first: killed in between, the name is still free.
                 said = {"map": target.mark} | ({"model": target.model} if target.model else {})
@@ -156,15 +174,25 @@ class QdrantSource:
                 self._client.create_vector_name(
                     self._name, target.name, models.DenseVectorNameConfig(dense=dense)
                 )
-        return QdrantBeside(self, self._clients, self._name, target)
+                if diff.model_fields_set and diff != models.VectorParamsDiff():
+                    self._client.update_collection(self._name, vectors_config={target.name: diff})
+        flipped = marks.get(target.name, {}).get("flipped") == "true"
+        return QdrantBeside(self, self._clients, self._name, target, flipped)
 
     def rollback(self, name: str) -> bool:
-        if name not in self._config()[1]:
+        marks = self._config()[1]
+        # What the collection was flipped to is nothing that can be taken back.
+        if name not in marks or "flipped" in marks[name]:
             return False
         with refused(self._name):
             self._client.delete_vector_name(self._name, name)
             self._set_mark(name, None)
         return True
+
+    def note_flip(self, name: str) -> None:
+        """From now on writers put vectors of this name."""
+        with refused(self._name):
+            self._set_mark(name, {**self._config()[1][name], "flipped": "true"})
 
     def _set_mark(self, name: str, mark: dict[str, str] | None) -> None:
         config = self._client.get_collection(self._name).config
@@ -222,47 +250,87 @@ class QdrantSource:
 
 
 class QdrantBeside:
-    """The named vector."""
+    """The named vector. See Flippable: after the flip writers put it with the old one, and carrying
+    fills the points that have none."""
 
     at_once = 1
+    put_by_writers = True
 
     def __init__(
-        self, source: QdrantSource, clients: Clients, collection: str, target: Target
+        self,
+        source: QdrantSource,
+        clients: Clients,
+        collection: str,
+        target: Target,
+        flipped: bool,
     ) -> None:
         self._source, self._clients = source, clients
-        self._collection, self._target = collection, target
+        self._collection, self._target, self.flipped = collection, target, flipped
 
     def pending(self, window: Window) -> Rows:
         return self._source.rows(self._source.vector, window, missing=self._target.name)
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
         """Then look again: of points that were put anew in between, the vector is taken back."""
-        name = self._target.name
         for first in range(0, len(rows), _PAGE):
             here = slice(first, first + _PAGE)
             read = dict(zip(rows.ids[here], rows.vectors[here], strict=True))
-            new = zip(rows.ids[here], rows.keys[here], vectors[here], strict=True)
-            same = self._same(read)
-            points = [
-                models.PointVectors(id=key, vector={name: vector.tolist()})
-                for one, key, vector in new
-                if same.get(one)
-            ]
-            if not points:
-                continue
-            # Of points that were deleted meanwhile it says so, and writes the others.
+            new = dict(zip(rows.ids[here], vectors[here], strict=True))
+            keys = dict(zip(rows.ids[here], rows.keys[here], strict=True))
+            self._write(read, new, keys)
+
+    def _write(
+        self, read: dict[str, Vectors], new: dict[str, Vectors], keys: dict[str, Any]
+    ) -> None:
+        name, client = self._target.name, self._clients.own
+        same = self._same(read)
+        points = [
+            models.PointVectors(id=keys[one], vector={name: vector.tolist()})
+            for one, vector in new.items()
+            if same.get(one)
+        ]
+        if not points:
+            return
+        # What a writer has put there meanwhile is left as it is.
+        none = models.Filter(must_not=[models.HasVectorCondition(has_vector=name)])
+        # Of points that were deleted meanwhile it says so, and writes the others.
+        with suppress(NotFoundError), refused(self._collection):
+            client.update_vectors(self._collection, points, update_filter=none)
+        stale = [one for one, still in self._same(read).items() if not still]
+        if not stale:
+            return
+        there = self._source.lookup(stale, name)
+        ours = [
+            keys[one]
+            for one, vector in zip(there.ids, there.vectors, strict=True)
+            if np.allclose(vector, new[one], atol=_ALIKE)
+        ]
+        if ours:
             with suppress(NotFoundError), refused(self._collection):
-                self._clients.own.update_vectors(self._collection, points)
-            for one, still in self._same(read).items():
-                if not still and (key := id_of(one)) is not None:
-                    with suppress(NotFoundError), refused(self._collection):
-                        self._clients.own.delete_vectors(self._collection, [name], [key])
+                client.delete_vectors(self._collection, [name], ours)
 
     def _same(self, read: Mapping[str, Vectors]) -> dict[str, bool]:
         """Whether points still have the old vector that was read, of those that are there."""
         found = self._source.lookup(list(read))
         now = zip(found.ids, found.vectors, strict=True)
         return {name: np.array_equal(read[name], vector) for name, vector in now}
+
+    def build_indexes(self) -> None:
+        """Qdrant does so by itself."""
+
+    @contextmanager
+    def flip(self) -> Iterator[None]:
+        """Noted first: from now on a vector that the map does not give is its writer's."""
+        self._source.note_flip(self._target.name)
+        self.flipped = True
+        yield
+
+    def left(self) -> list[str]:
+        return [
+            f"search with using={self._target.name!r} from the moment in which queries come from "
+            "the new model",
+            "carry once more when the last writer that puts the old vector alone has ended",
+        ]
 
     def read(self, window: Window) -> Rows:
         return self._source.rows(self._target.name, window)
@@ -271,7 +339,12 @@ class QdrantBeside:
         return self._source.filled(self._target.name)
 
     def finish(self) -> list[str]:
+        if self.flipped:
+            return []
         return [
-            f"search with using={self._target.name!r} from the moment in which queries come from "
-            "the new model, and put points with both vectors until the old one goes"
+            f"let every writer put points with both {self._source.vector!r} and "
+            f"{self._target.name!r}, each by its model",
+            "`carry` with --flip: it fills the points that were put before with the old vector "
+            "alone, and leaves alone what writers put",
+            *self.left(),
         ]

@@ -112,6 +112,10 @@ class Flippable(Beside, Protocol):
         """Whether that has been done. Items without a new vector are then pending, and the others
         are their writers'."""
 
+    @property
+    def put_by_writers(self) -> bool:
+        """Whether writers put new vectors before the flip, too: then nothing is checked by it."""
+
     def build_indexes(self) -> None:
         """Build the indexes of the new vectors that are not there yet."""
 
