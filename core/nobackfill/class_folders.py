@@ -4,6 +4,7 @@ A listing is ordered by class name, then file name, and so is the same on any ma
 """
 
 import hashlib
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,12 +19,14 @@ from nobackfill.digests import sha256_file
 from nobackfill.errors import ConfigurationError, InvalidInputError, few
 from nobackfill.framing import Fit, Frame, Interpolation, Margin
 from nobackfill.images import decode_file
+from nobackfill.picture_files import SUFFIXES, is_clutter
+
+log = logging.getLogger(__name__)
 
 Labels = NDArray[np.int64]
 Images = NDArray[np.uint8]
 # Images that a thread decodes in its turn.
 _AT_ONCE = 64
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 @dataclass(frozen=True)
@@ -117,10 +120,27 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _files(folders: list[Path]) -> dict[Path, list[Path]]:
-    return {
-        folder: sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES)
-        for folder in folders
-    }
+    """The images of each class folder; what else is there is named in the log."""
+    files: dict[Path, list[Path]] = {}
+    others: list[Path] = []
+    for folder in folders:
+        files[folder] = []
+        for at, below, names in os.walk(folder):
+            links = [name for name in below if Path(at, name).is_symlink()]
+            below[:] = [name for name in below if not is_clutter(name)]
+            for name in (*names, *links):
+                if is_clutter(name):
+                    continue
+                taken = name.lower().endswith(SUFFIXES) and name not in links
+                (files[folder] if taken else others).append(Path(at, name))
+        files[folder].sort()
+    if others:
+        kinds = Counter(path.suffix.lower() or "no suffix" for path in others)
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        log.warning(
+            "%d files are no images (%s) and are left out: %s", len(others), counts, few(others)
+        )
+    return files
 
 
 def _listed(root: Path, files: Mapping[Path, list[Path]]) -> Listing:

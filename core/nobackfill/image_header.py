@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from nobackfill.errors import InvalidInputError
 
 FORMATS = ("JPEG", "PNG", "WEBP")
+# They need the extra `heic`, and are decoded by libheif and libavif.
+HEIF_FORMATS = ("HEIF", "AVIF")
 LARGEST_PIXELS = 25_000_000
+# Of a JPEG of one scan, which is decoded at an eighth of its size, row by row: a telephone's.
+LARGEST_JPEG_PIXELS = 125_000_000
 # A picture one pixel wide would be widened first, at its whole height.
 LONGEST_SIDE = 65_535
 # libjpeg writes 10 passes for a colour picture, 18 for one in CMYK; each goes over all its pixels.
@@ -24,6 +28,12 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 _EXIF = b"Exif\0\0"
 _SOF = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _EOI, _SOS, _APP0, _APP1, _APP14, _APP15, _COMMENT = 0xD9, 0xDA, 0xE0, 0xE1, 0xEE, 0xEF, 0xFE
+# What an ISO file begins with, and its boxes of picture sizes. Sequences have other brands.
+_BRANDS = {
+    b"heic": "HEIF", b"heix": "HEIF", b"heim": "HEIF", b"heis": "HEIF", b"mif1": "HEIF",
+    b"avif": "AVIF",
+}  # fmt: skip
+_SIZES = re.compile(rb"\0\0\0\x14ispe")
 # Behind FF: neither a stuffed zero, nor a restart within a scan, nor one more FF as padding.
 _MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]", re.DOTALL)
 
@@ -44,14 +54,14 @@ class Header:
     @property
     def cost(self) -> int:
         """What decoding takes, in pixels of a plain JPEG: in time (some 7 ns each) and, beyond
-        that, in memory, of which a PNG takes up to 8 bytes a pixel and a WebP 20.
+        that, in memory, of which a PNG takes up to 8 bytes a pixel and a WebP, HEIC or AVIF 20.
         """
-        per_pixel = {"JPEG": 1 + self.scans // 4, "PNG": 3, "WEBP": 8}[self.format]
+        per_pixel = {"JPEG": 1 + self.scans // 4, "PNG": 3}.get(self.format, 8)
         return per_pixel * self.width * self.height
 
 
 def read_header(data: bytes) -> Header:
-    """The header of a JPEG, PNG or WebP file.
+    """The header of a JPEG, PNG, WebP, HEIC or AVIF file.
 
     Raises InvalidInputError for other formats, for a damaged header, and for more pixels, passes or
     pieces than this module's limits.
@@ -62,6 +72,8 @@ def read_header(data: bytes) -> Header:
         header = _png(data)
     elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         header = _webp(data)
+    elif data[4:8] == b"ftyp" and data[8:12] in _BRANDS:
+        header = _heif(data)
     else:
         raise InvalidInputError(
             f"image: expected {', '.join(FORMATS)}, got {len(data)} bytes of something else"
@@ -69,9 +81,11 @@ def read_header(data: bytes) -> Header:
     width, height = header.width, header.height
     if not width * height:
         raise damaged(f"it is {width} x {height}")
-    if width * height > LARGEST_PIXELS or max(width, height) > LONGEST_SIDE:
+    one_scan = header.format == "JPEG" and header.scans == 1
+    largest = LARGEST_JPEG_PIXELS if one_scan else LARGEST_PIXELS
+    if width * height > largest or max(width, height) > LONGEST_SIDE:
         raise InvalidInputError(
-            f"image: expected at most {LARGEST_PIXELS} pixels and sides up to {LONGEST_SIDE}, "
+            f"image: expected at most {largest} pixels and sides up to {LONGEST_SIDE}, "
             f"got {width} x {height}; send a smaller copy"
         )
     if header.scans > MOST_SCANS:
@@ -175,6 +189,15 @@ def _webp(data: bytes) -> Header:
     else:
         raise damaged("its first chunk is none of a picture")
     return Header("WEBP", width, height, 1, data, None)
+
+
+def _heif(data: bytes) -> Header:
+    """The largest size that a picture or a tile is said to have."""
+    sizes = [struct.unpack_from(">II", data, at.end() + 4) for at in _SIZES.finditer(data[:-12])]
+    if not sizes:
+        raise damaged("it has no picture with a size")
+    width, height = max(sizes, key=lambda size: size[0] * size[1])
+    return Header(_BRANDS[data[8:12]], width, height, 1, data, None)
 
 
 def _too_many_pieces() -> InvalidInputError:

@@ -16,7 +16,13 @@ from PIL import ExifTags, Image
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.framing import Fit, Frame, Interpolation, Margin
-from nobackfill.image_header import Header, damaged, read_header
+from nobackfill.image_header import (
+    HEIF_FORMATS,
+    LARGEST_PIXELS,
+    Header,
+    damaged,
+    read_header,
+)
 
 LARGEST_BYTES = 32 * 2**20
 
@@ -52,7 +58,8 @@ def decode(
     data: bytes, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None,
     interpolation: Interpolation = "bilinear", margin: Margin = "nearest",
 ) -> Pixels:  # fmt: skip
-    """Decode JPEG, PNG or WebP into uint8 RGB [height, width, 3], resized with antialiasing.
+    """Decode JPEG, PNG, WebP, HEIC or AVIF into uint8 RGB [height, width, 3], resized with
+    antialiasing. HEIC and AVIF need the extra `heic`.
 
     `fit`, `shortest`, `interpolation`, `margin`: as in `Frame`; by default the whole image is kept,
     its sides scaled separately. Of a JPEG with several pictures the first is taken. EXIF
@@ -79,8 +86,9 @@ def decode_picture(
     """Like `decode`, of a file whose header was read. Raises InvalidInputError."""
     upright = Frame(height, width, fit, shortest, interpolation, margin)
     try:
-        with Image.open(io.BytesIO(header.picture), formats=(header.format,)) as image:
+        with _opened(header) as image:
             _check_still(image, header)
+            _scale_transparency(image, header)
             # JPEG can be decoded at a half, a quarter or an eighth of its size for nothing.
             side = 2 * max(height, width, shortest or 0)
             image.draft("RGB", (side, side))
@@ -101,11 +109,14 @@ def decode_within(data: bytes, side: int) -> Pixels:
     its size. For people to look at, not for models. Raises InvalidInputError."""
     header = checked_header(data)
     try:
-        with Image.open(io.BytesIO(header.picture), formats=(header.format,)) as image:
+        with _opened(header) as image:
             sideways = _orientation(image, header) in _SIDEWAYS
+            across, down = image.size
+    except InvalidInputError:
+        raise
     except Exception as error:
         raise damaged(error) from error
-    height, width = (header.width, header.height) if sideways else (header.height, header.width)
+    height, width = (across, down) if sideways else (down, across)
     scale = min(1.0, side / max(height, width))
     return decode_picture(header, max(1, round(scale * height)), max(1, round(scale * width)))
 
@@ -152,11 +163,37 @@ def _framed(image: Image.Image, frame: Frame) -> Image.Image:
     return framed
 
 
+def _opened(header: Header) -> Image.Image:
+    """The picture, opened and not decoded yet. Raises InvalidInputError without the extra."""
+    if header.format in HEIF_FORMATS:
+        try:
+            import pillow_heif
+        except ModuleNotFoundError as error:
+            raise InvalidInputError(
+                "image: HEIC and AVIF need the extra heic: pip install '.[heic]'"
+            ) from error
+        # Its file handler, once; AVIF is Pillow's own.
+        pillow_heif.register_heif_opener(thumbnails=False)
+    return Image.open(io.BytesIO(header.picture), formats=(header.format,))
+
+
 def _check_still(image: Image.Image, header: Header) -> None:
-    if image.size != (header.width, header.height):
+    if header.format == "HEIF":
+        # Turned and cropped already; of several pictures the main one is open.
+        if image.width * image.height > LARGEST_PIXELS:
+            raise damaged("its sizes contradict each other")
+        return
+    if header.format != "AVIF" and image.size != (header.width, header.height):
         raise damaged("its sizes contradict each other")
     if getattr(image, "n_frames", 1) != 1:
         raise InvalidInputError("image: expected a still image, got an animation")
+
+
+def _scale_transparency(image: Image.Image, header: Header) -> None:
+    """The transparent colour of a PNG of 16 bits a channel, whose pixels Pillow brings to 8."""
+    colour = image.info.get("transparency")
+    if header.format == "PNG" and header.picture[24] == 16 and isinstance(colour, tuple):
+        image.info["transparency"] = tuple(value >> 8 for value in colour)
 
 
 def _orientation(image: Image.Image, header: Header) -> object:
@@ -188,7 +225,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 def _strip_to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         # 16-bit grey; Pillow's own conversion would clip instead of scale.
-        values = np.asarray(image, dtype=np.int64) // 257
+        values = np.asarray(image, dtype=np.int64)
+        transparent = values == image.info.get("transparency", -1)
+        values = np.where(transparent, 255, values // 257)
         return Image.fromarray(values.clip(0, 255).astype(np.uint8), "L").convert("RGB")
     if image.has_transparency_data:
         coloured = image.convert("RGBA")

@@ -4,12 +4,15 @@ import contextlib
 import io
 import os
 import resource
+import struct
 import subprocess
 import sys
 import warnings
+import zlib
 from pathlib import Path
 
 import numpy as np
+import pillow_heif
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,6 +36,41 @@ def bomb(width: int, height: int) -> bytes:
 
 
 KINDS = pictures.kinds()
+
+
+def test_a_transparent_colour_of_16_bits_shows_white() -> None:
+    grey = np.array([[25_700, 0], [65_535, 25_701]], np.uint16)
+    got = decode(encoded(Image.fromarray(grey), transparency=25_700), 2, 2)
+    assert got[..., 0].tolist() == [[255, 0], [255, 100]]
+    # Of a colour picture: Pillow brings pixels to 8 bits, and not what is transparent.
+    rows = b"".join(b"\0" + bytes([0x12, 0x34] * 3 + [0x56, 0x78] * 3) for _ in range(2))
+    made = pictures.png(2, 2, rows, depth=16, colours=2)
+    colour = b"tRNS" + bytes([0x12, 0x34] * 3)
+    chunk = struct.pack(">I", 6) + colour + struct.pack(">I", zlib.crc32(colour))
+    got = decode(made[:33] + chunk + made[33:], 2, 2)
+    assert got.tolist() == [[[255] * 3, [0x56] * 3]] * 2
+
+
+def test_a_jpeg_of_one_scan_may_be_larger() -> None:
+    large = Image.new("RGB", (8160, 6120), "red")
+    assert (decode(encoded(large, "JPEG"), 8, 8)[..., 0] > 250).all()
+    with pytest.raises(InvalidInputError, match="at most 25000000 pixels"):
+        decode(encoded(large, "JPEG", progressive=True), 8, 8)
+    with pytest.raises(InvalidInputError, match="at most 125000000 pixels"):
+        decode(encoded(Image.new("L", (12_000, 12_000)), "JPEG"), 8, 8)
+
+
+@pytest.mark.parametrize("cut", [12, 40, 200, 400])
+def test_damaged_telephones_pictures_are_refused(cut: int) -> None:
+    heic = io.BytesIO()
+    pillow_heif.from_pillow(Image.fromarray(pixels(64, 64))).save(heic)
+    with pytest.raises(InvalidInputError):
+        decode(heic.getvalue()[:cut], 8, 8)
+    with pytest.raises(InvalidInputError):
+        decode(encoded(Image.fromarray(pixels(64, 64)), "AVIF")[:cut], 8, 8)
+    large = heic.getvalue().replace(struct.pack(">II", 64, 64), struct.pack(">II", 9999, 9999))
+    with pytest.raises(InvalidInputError, match="at most 25000000 pixels"):
+        decode(large, 8, 8)
 
 
 @pytest.mark.parametrize(("kind", "options"), [("PNG", {}), ("WEBP", {"lossless": True})])

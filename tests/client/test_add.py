@@ -2,9 +2,11 @@
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
+import pillow_heif
 import pytest
 from PIL import Image
 
@@ -17,13 +19,14 @@ from nobackfill.client.photos.files import find_images
 from nobackfill.client.photos.search import Search
 from nobackfill.client.photos.thumbnails import Thumbnails
 from nobackfill.errors import InvalidInputError
+from tests.client.test_cli import ask, run
 from tests.support import blocks, edge, pictures, releases
 from tests.support.edge import Setting
 
 
 def put(gallery: Path, *paths: Path) -> Added:
     with Device(gallery) as device:
-        return add(device, find_images(paths), {}, lambda done, total: None)
+        return add(device, paths, {}, lambda done, total: None)
 
 
 def test_the_same_picture_is_one_item(setting: Setting, tmp_path: Path) -> None:
@@ -64,7 +67,8 @@ def test_what_is_no_image_is_named_and_the_others_go_on(setting: Setting, tmp_pa
     done = put(setting.gallery, folder)
     assert sorted(done.added) == sorted(map(str, good))
     assert {Path(path).name for path in done.refused} == {
-        "empty.png", "text.jpg", "torn.png", "huge.png", "bomb.png",
+        "empty.png", "text.jpg", "torn.png", "huge.png", "bomb.png", "picture.gif",
+        "dangling.png",
     }  # fmt: skip
     # Named by itself, a file is tried whatever its suffix.
     assert list(put(setting.gallery, folder / "picture.gif").refused) == [
@@ -95,8 +99,11 @@ def test_only_regular_files_are_read(setting: Setting, tmp_path: Path) -> None:
     done = put(setting.gallery, pipe, Path("/dev/zero"), folder, folder / "zero.png")
     assert done.added == [str(good[0])]
     assert done.refused == {
-        str(path): "expected a regular file"
-        for path in (pipe, Path("/dev/zero"), folder / "zero.png")
+        **{
+            str(path): "expected a regular file"
+            for path in (pipe, Path("/dev/zero"), folder / "zero.png", folder / "pipe.png")
+        },
+        str(folder / "again"): "a link to a folder; name it to add what is in it",
     }
 
 
@@ -112,6 +119,71 @@ def test_a_file_that_grows_while_it_is_read_is_bounded(
         images.read_file(image)
 
 
+def test_what_else_lies_in_a_folder_is_named_or_passed_over(
+    setting: Setting, tmp_path: Path
+) -> None:
+    good = blocks.write_pngs(tmp_path / "0.jpg", 2, seed=5)
+    for name in ("IMG_1.MOV", "IMG_2.mov", "a.bmp", "README"):
+        (tmp_path / "0.jpg" / name).write_bytes(b"x")
+    hidden = ["@eaDir", ".Trash-1000", "__MACOSX", ".hidden", "._IMG_1.JPG"]
+    for name in hidden:
+        (tmp_path / name).mkdir()
+        shutil.copy(good[0], tmp_path / name / "copy.png")
+    done = put(setting.gallery, tmp_path / "0.jpg", *[tmp_path])
+    assert done.added == [str(path) for path in good]
+    kinds = {reason.rpartition(" got ")[2]: len(names) for reason, names in done.reasons().items()}
+    assert kinds.items() >= {".mov": 2, ".bmp": 1, "no suffix": 1}.items()
+    assert {Path(path).name for path in done.skipped} >= set(hidden)
+    # The gallery itself, and what lies beside it.
+    assert str(setting.gallery) in done.skipped
+    told = ask(setting.gallery, "add", tmp_path / "0.jpg", code=65)
+    assert len(told["refused"]) == 4 and told["held"] == 2
+
+
+def test_metadata_of_items_that_are_held_is_set(setting: Setting) -> None:
+    said = run(setting.gallery, "add", setting.images[0], "--set", "trip=Rome").stderr
+    assert "1 were held already and keep their metadata" in said
+    before = edge.contents(setting.gallery)
+    told = ask(setting.gallery, "set", setting.images[0], "--to", "trip=Rome", "--to", "stars=5")
+    assert told == {"changed": 1}
+    with Device(setting.gallery) as device:
+        (item,) = [i for i in device.store.listing() if "trip" in i.metadata]
+        assert item.metadata["path"] == str(setting.images[0])
+        assert (item.metadata["trip"], item.metadata["stars"]) == ("Rome", 5)
+    after = edge.contents(setting.gallery)
+    assert all((after[path][1] == before[path][1]).all() for path in before)
+    run(setting.gallery, "set", setting.images[0], "--to", "path=/elsewhere", code=65)
+    run(setting.gallery, "set", "nobody", "--to", "a=b", code=66)
+
+
+def test_telephones_pictures_are_taken(setting: Setting, tmp_path: Path) -> None:
+    folder = tmp_path / "telephone"
+    folder.mkdir()
+    heic, avif, large = folder / "a.HEIC", folder / "b.avif", folder / "c.jpg"
+    pixels = np.kron(releases.images(1, 3)[0], np.ones((8, 8, 1), np.uint8))
+    pillow_heif.from_pillow(Image.fromarray(pixels)).save(heic, quality=95)
+    Image.fromarray(pixels[::-1].copy()).save(avif, quality=95)
+    Image.new("RGB", (8160, 6120), "red").save(large)
+    done = put(setting.gallery, folder)
+    assert done.refused == {}
+    assert done.added == [str(heic), str(avif), str(large)]
+    got = images.decode_file(heic, 64, 64).astype(int)
+    assert np.abs(got - pixels).mean() < 8
+    assert images.decode_within(heic.read_bytes(), 16).shape == (16, 16, 3)
+
+
+def test_without_the_extra_a_heic_is_refused_by_name_and_the_others_go_on(
+    setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (good,) = blocks.write_pngs(tmp_path / "photos", 1, seed=5)
+    heic = good.with_name("a.heic")
+    pillow_heif.from_pillow(Image.new("RGB", (64, 64))).save(heic)
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    done = put(setting.gallery, good.parent)
+    assert done.added == [str(good)]
+    assert "[heic]" in done.refused[str(heic)]
+
+
 def test_damage_of_one_photo_is_its_own(setting: Setting, tmp_path: Path) -> None:
     """A camera's EXIF, cut anywhere, and a folder of damaged files: the whole ones are added."""
     exif = pictures.exif(1).tobytes()
@@ -125,7 +197,8 @@ def test_damage_of_one_photo_is_its_own(setting: Setting, tmp_path: Path) -> Non
         (tmp_path / f"torn-{number:02d}.jpg").write_bytes(data)
     done = put(setting.gallery, *cut, tmp_path)
     assert set(done.added) >= {str(path) for path in cut}
-    assert 5 < len(done.refused) < 60
+    torn = [path for path in done.refused if "torn" in path]
+    assert 5 < len(torn) < 60
 
 
 def test_a_picture_without_a_vector_is_named_and_the_others_go_on(tmp_path: Path) -> None:
@@ -152,12 +225,12 @@ def test_folders_of_too_many_files_and_none_that_can_be_read(
         (tmp_path / folder).mkdir()
         for number in range(5):
             (tmp_path / folder / f"{number}.png").touch()
-    named = [path.relative_to(tmp_path).as_posix() for path in find_images([tmp_path])]
+    named = [path.relative_to(tmp_path).as_posix() for path in find_images([tmp_path]).files]
     assert named == [f"{folder}/{number}.png" for folder in "ab" for number in range(5)]
     monkeypatch.setattr(files, "MOST_FILES", 9)
     with pytest.raises(InvalidInputError, match="at most 9 images at a time"):
         find_images([tmp_path])
-    assert len(find_images([tmp_path / "a", tmp_path / "a"])) == 5
+    assert len(find_images([tmp_path / "a", tmp_path / "a"]).files) == 5
     with pytest.raises(InvalidInputError, match="cannot be read"):
         find_images([tmp_path / ("x" * 300)])
 
@@ -167,12 +240,12 @@ def test_a_gallerys_own_small_copies_are_no_photos(setting: Setting, tmp_path: P
         assert Thumbnails(setting.gallery).of(device.store.listing(0, 1)[0])
     copies = beside(setting.gallery, "thumbs")
     assert any(copies.iterdir())
-    assert find_images([setting.gallery.parent]) == sorted(
-        path for path in find_images([setting.gallery.parent]) if copies not in path.parents
-    )
+    found = find_images([setting.gallery.parent])
+    assert not [path for path in found.files if copies in path.parents]
+    assert str(copies) in found.skipped
     # A folder of that kind of name without a gallery is anybody's.
     shutil.copytree(copies, tmp_path / "my.thumbs")
-    assert find_images([tmp_path / "my.thumbs"])
+    assert find_images([tmp_path / "my.thumbs"]).files
 
 
 def test_a_place_that_nobody_may_look_at_is_none(setting: Setting, tmp_path: Path) -> None:

@@ -57,12 +57,13 @@ def test_a_life(world: edge.World, tmp_path: Path) -> None:
     world.publish(repo, 1)
     images = blocks.write_pngs(tmp_path / "images", 6)
     (tmp_path / "images" / "torn.png").write_bytes(images[0].read_bytes()[:60])
-    (tmp_path / "images" / "notes.txt").write_text("no image, and not named")
+    (tmp_path / "images" / "notes.txt").write_text("no image")
     made = ask(gallery, "init", "--from", repo, "--root", repo / "1.root.json")
     assert made["release"] == 1
     added = ask(gallery, "add", tmp_path / "images", "--set", "trip=alps", code=65)
     assert added["added"] == [str(path) for path in images]
-    assert list(added["refused"]) == [str(tmp_path / "images" / "torn.png")]
+    others = ("torn.png", "notes.txt")
+    assert list(added["refused"]) == [str(tmp_path / "images" / name) for name in others]
     assert ask(gallery, "add", tmp_path / "images" / images[0].name)["held"] == 1
 
     found = ask(gallery, "search", images[2], "-k", "3", "--where", "trip=alps")

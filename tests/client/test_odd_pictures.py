@@ -5,7 +5,6 @@ from pathlib import Path
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import verify
 from nobackfill.client.photos.adding import add
-from nobackfill.client.photos.files import find_images
 from tests.support.edge import Setting
 from tests.support.odd_pictures import ODD
 
@@ -16,7 +15,7 @@ def test_each_is_taken_or_refused_by_name(setting: Setting, tmp_path: Path) -> N
     for number, data in enumerate(ODD.values()):
         (folder / f"{number:02d}.png").write_bytes(data)
     with Device(setting.gallery) as device:
-        done = add(device, find_images([folder]), {}, lambda done, total: None)
+        done = add(device, [folder], {}, lambda done, total: None)
         assert verify(device)["problems"] == []
     assert len(done.added) + len(done.refused) + done.held == len(ODD)
     assert 8 < len(done.added) < len(ODD) - 8

@@ -9,7 +9,6 @@ import pytest
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import collect, verify
 from nobackfill.client.photos.adding import add
-from nobackfill.client.photos.files import find_images
 from nobackfill.client.status import status
 from nobackfill.client.sync.rollback import roll_back
 from nobackfill.client.sync.sync import Wishes, sync
@@ -128,7 +127,7 @@ def test_images_added_while_a_sync_runs_are_carried_along(
     def add_one() -> None:
         if waiting:
             with Device(setting.gallery) as other:
-                add(other, find_images([waiting.pop()]), {}, lambda done, total: None)
+                add(other, [waiting.pop()], {}, lambda done, total: None)
 
     with Device(setting.gallery) as device, pytest.MonkeyPatch.context() as patch:
         flip = staging.flip

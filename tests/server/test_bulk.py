@@ -23,7 +23,7 @@ NAMES = [f"sea/{n}.PNG" if n % 2 else f"{n}.png" for n in range(12)]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Twelve pictures, one that is none, and what nobody asks for."""
+    """Twelve pictures, one that is none, files of other kinds, and what systems leave behind."""
     root = tmp_path / "pictures"
     (root / "sea").mkdir(parents=True)
     for name, picture in zip(NAMES, PICTURES, strict=True):
@@ -31,6 +31,10 @@ def folder(tmp_path: Path) -> Path:
     (root / "sea" / "bad.jpg").write_bytes(b"no picture")
     (root / "notes.txt").write_text("none")
     (root / "pipe.png").symlink_to("/dev/zero")
+    (root / "phone.heic").write_bytes(b"no picture either")
+    (root / "@eaDir").mkdir()
+    (root / "@eaDir" / "small.png").write_bytes(png(PICTURES[0]))
+    (root / "._1.png").write_bytes(b"a resource fork")
     return root
 
 
@@ -49,9 +53,13 @@ def test_a_folder_by_command(shared: Client, gallery: str, folder: Path) -> None
         assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
         return done
 
+    (folder / "0.jpg").symlink_to(folder / "sea")
     done = put(folder, 65)
     told = json.loads(done.stdout)
-    assert told["stored"] == 12 and set(told["refused"]) == {"sea/bad.jpg", "pipe.png"}
+    assert told["stored"] == 12 and set(told["refused"]) == {
+        "sea/bad.jpg", "pipe.png", "notes.txt", "0.jpg", "phone.heic",
+    }  # fmt: skip
+    assert told["refused"]["notes.txt"].endswith("got .txt")
     assert "sea/bad.jpg: " in done.stderr and "put again" in done.stderr
     check(shared, gallery)
     assert "no such folder" in put(folder / "sae", 66).stderr
@@ -69,8 +77,9 @@ def test_a_batch_as_a_worker_puts_it(
     work = Filling(
         gallery, shared.address, gallery, folder.as_uri(), one, models_of(stages[1], one), {}
     )
-    names = list(open_place(work.place).names())
-    assert names == sorted([*NAMES, "sea/bad.jpg"])
+    found = list(open_place(work.place).names())
+    assert found == sorted([*NAMES, "sea/bad.jpg", "notes.txt", "phone.heic"])
+    names = [name for name in found if name not in ("notes.txt", "phone.heic")]
     for _ in range(2):
         done = put_batch(work, names)
         assert done.stored == 12 and list(done.refused) == ["sea/bad.jpg"]

@@ -16,7 +16,6 @@ from nobackfill.client import creation
 from nobackfill.client.device import Device
 from nobackfill.client.output import Output
 from nobackfill.client.photos.adding import add
-from nobackfill.client.photos.files import find_images
 from nobackfill.client.sync.sync import Report, Wishes, sync
 from nobackfill.images import decode_file
 from nobackfill.release.models import open_embedder
@@ -97,7 +96,7 @@ def make_device(repo: Path, gallery: Path, source: str | None = None) -> Path:
 def fill(gallery: Path, images: Path) -> int:
     """Add every image below a folder; how many were new."""
     with Device(gallery) as device:
-        return len(add(device, find_images([images]), {}, lambda done, total: None).added)
+        return len(add(device, [images], {}, lambda done, total: None).added)
 
 
 def follow(gallery: Path, wishes: Wishes | None = None) -> Report:

@@ -65,6 +65,21 @@ def test_decoding_gives_the_pictures_in_order(digits: Path) -> None:
             assert np.array_equal(images[row], np.asarray(picture.convert("RGB")))
 
 
+def test_files_of_other_kinds_are_named_and_a_folder_is_no_image(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("0.jpg/a.png", "0.jpg/1.jpg/b.png", "0.jpg/@eaDir/c.png", "0.jpg/._a.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for name in ("d.heic", "e.HEIC", "f.bmp"):
+        (tmp_path / "0.jpg" / name).touch()
+    (tmp_path / "0.jpg" / "link").symlink_to(tmp_path)
+    listing = list_images(tmp_path)
+    assert listing.paths == ("0.jpg/1.jpg/b.png", "0.jpg/a.png")
+    said = caplog.text
+    assert "4 files are no images (2 .heic, 1 .bmp, 1 no suffix)" in said and "d.heic" in said
+
+
 def test_a_folder_that_is_not_there() -> None:
     with pytest.raises(ConfigurationError, match="no image folder"):
         list_images(Path("nowhere"))

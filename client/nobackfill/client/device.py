@@ -85,10 +85,10 @@ class Device(GalleryFile):
     def add(self, paths: "Sequence[str | Path]") -> "Added":
         """Store the image files named and those below the folders named, by their content, as
         `edge-client add` does: what the gallery holds already is passed over."""
-        from nobackfill.client.photos import adding, files
+        from nobackfill.client.photos import adding
 
-        found = files.find_images([Path(path) for path in paths])
-        return adding.add(self, found, {}, lambda done, total: None)
+        named = [Path(path) for path in paths]
+        return adding.add(self, named, {}, lambda done, total: None)
 
     def search(
         self,

@@ -20,6 +20,7 @@ from nobackfill.errors import (
     BusyError,
     ConfigurationError,
     DamagedError,
+    InvalidInputError,
     NobackfillError,
     NotFoundError,
     NotPermittedError,
@@ -29,6 +30,7 @@ from nobackfill.errors import (
 )
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceInfo
+from nobackfill.gallery.store import Metadata
 from nobackfill.gallery.tables import from_blobs, vector_table
 from nobackfill.vectors import check_vectors
 
@@ -80,6 +82,28 @@ def _find(device: Device, name: str) -> list[str]:
     if not rows:
         raise NotFoundError(f"{name}: neither an id nor a path of this gallery; see `list`")
     return [item_id for (item_id,) in rows]
+
+
+def describe(device: Device, named: Sequence[str], notes: Metadata) -> int:
+    """Set metadata of items, beside what they have; how many items. `named` as in `remove`.
+
+    Raises NotFoundError for a name that is none, InvalidInputError for a key that says where an
+    item's file is; nothing is changed then.
+    """
+    own = {"path", "folder", "name"} & notes.keys()
+    if own:
+        raise InvalidInputError(f"{few(sorted(own))}: says where an item's file is; use other keys")
+    ids = list(dict.fromkeys(i for name in named for i in _find(device, name)))
+    items = [item for item in map(device.store.get, ids) if item is not None]
+    for start in range(0, len(items), _ROWS):
+        some = items[start : start + _ROWS]
+        device.store.put(
+            [item.id for item in some],
+            [],
+            digests=[item.digest for item in some],
+            metadata=[{**item.metadata, **notes} for item in some],
+        )
+    return len(items)
 
 
 def collect(device: Device) -> dict[str, Any]:

@@ -56,6 +56,7 @@ for command in (
 ):  # fmt: skip
     app.command()(command)
 app.command("list")(galleries.list_items)
+app.command("set")(galleries.set_metadata)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import typer
 from nobackfill.client.cli.notes import Texts, add_texts
 from nobackfill.client.cli.options import Json, metadata_values, named_path
 from nobackfill.client.output import Output, size
-from nobackfill.errors import ConfigurationError, InvalidInputError
+from nobackfill.errors import ConfigurationError, InvalidInputError, few
 
 Sheet = Annotated[Path | None, typer.Option(help="Also draw query and hits as a picture, OUT.png.")]
 
@@ -73,7 +73,9 @@ def add(
     images: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="PATHS...", help="Images and folders (JPEG, PNG, WebP).", parser=named_path
+            metavar="PATHS...",
+            help="Images and folders (JPEG, PNG, WebP; HEIC and AVIF with the extra heic).",
+            parser=named_path,
         ),
     ] = None,
     texts: Texts = None,
@@ -85,8 +87,8 @@ def add(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Add images; those that the gallery holds are skipped, those that are none are named. Or
-    texts, by their ids, in place of what is there."""
+    """Add images; those that the gallery holds are skipped, and what is not taken is named and ends
+    with exit code 65. Or texts, by their ids, in place of what is there."""
     if bool(images) == (texts is not None) or (texts is not None and note):
         raise typer.BadParameter("expected either images, with --set or without, or --texts FILE")
     if texts is not None:
@@ -94,16 +96,23 @@ def add(
         return
     from nobackfill.client.device import Device
     from nobackfill.client.photos.adding import add as store
-    from nobackfill.client.photos.files import find_images
 
     output = Output(json)
-    files = find_images(images or [])
     with Device(context.obj) as device, output.progress("adding") as advance:
-        done = store(device, files, metadata_values(note), advance)
+        done = store(device, images or [], metadata_values(note), advance)
         total = device.store.count()
-    for path, reason in done.refused.items():
-        output.note(f"{path}: {reason}")
-    answer = {"added": done.added, "held": done.held, "refused": done.refused, "items": total}
+    for reason, paths in done.reasons().items():
+        output.note(f"{few(paths)}: {reason}")
+    if done.skipped:
+        output.note(
+            f"{few(done.skipped)}: hidden, or a system's, program's or gallery's own; passed over"
+        )
+    if note and done.held:
+        output.note(f"{done.held} were held already and keep their metadata; see `edge-client set`")
+    answer = {
+        "added": done.added, "held": done.held, "refused": done.refused, "items": total,
+        "skipped": done.skipped,
+    }  # fmt: skip
     output.result(
         answer,
         f"{len(done.added)} added, {done.held} held already, {len(done.refused)} refused; "
@@ -185,6 +194,23 @@ def remove(
         done = forget(device, items)
     later = f"; {done['left_in_vault']} vault objects go with the next push"
     Output(json).result(done, f"{done['removed']} removed{later if done['left_in_vault'] else ''}")
+
+
+def set_metadata(
+    context: typer.Context,
+    items: Annotated[list[str], typer.Argument(metavar="ITEMS...", help="Ids or paths.")],
+    note: Annotated[
+        list[str], typer.Option("--to", metavar="KEY=VALUE", help="Metadata (repeatable).")
+    ],
+    json: Json = False,
+) -> None:
+    """Set metadata of items that the gallery holds; their other metadata stays."""
+    from nobackfill.client.device import Device
+    from nobackfill.client.maintenance import describe
+
+    with Device(context.obj) as device:
+        changed = describe(device, items, metadata_values(note))
+    Output(json).result({"changed": changed}, f"{changed} items changed")
 
 
 def gc(context: typer.Context, json: Json = False) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from nobackfill.client.device import Device
 from nobackfill.client.output import Advance
 from nobackfill.client.photos.encoding import Encoder
-from nobackfill.client.photos.files import read_image
+from nobackfill.client.photos.files import find_images, read_image
 from nobackfill.errors import InvalidInputError, UnusableOutputError
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Metadata, NewVectors
@@ -21,11 +21,20 @@ _BATCH = 32
 
 @dataclass
 class Added:
-    """What `add` did: paths added, how many images were held before, why others were refused."""
+    """What `add` did: paths added, how many images were held before, why others were refused, and
+    the system's and programs' own files that were passed over."""
 
     added: list[str] = field(default_factory=list)
     held: int = 0
     refused: dict[str, str] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+
+    def reasons(self) -> dict[str, list[str]]:
+        """What was refused, by the reason that it has in common with others."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.refused.items():
+            by_reason.setdefault(reason, []).append(name)
+        return by_reason
 
 
 @dataclass(frozen=True)
@@ -78,14 +87,19 @@ def item_id(sha256: str) -> str:
     return sha256[:16]
 
 
-def add(device: Device, files: Sequence[Path], notes: Metadata, advance: Advance) -> Added:
-    """Add images that the gallery does not hold yet; those that are none are named and skipped.
+def add(device: Device, named: Sequence[Path], notes: Metadata, advance: Advance) -> Added:
+    """Add the images named, and those below folders named, that the gallery does not hold yet; what
+    is none, or is not taken, is named and skipped.
 
     `notes` becomes metadata of each, beside its path, folder and name. A batch is durable before
     the next begins, so a kill loses at most the one at hand, and adding the same files again goes
-    on. Raises VerificationError, BusyError, CannotWriteError.
+    on. Raises InvalidInputError as `find_images`, VerificationError, BusyError, CannotWriteError.
     """
-    return _stored(device, [Source(path, notes) for path in files], advance)
+    found = find_images(named, device.path)
+    done = _stored(device, [Source(path, notes) for path in found.files], advance)
+    done.refused |= found.refused
+    done.skipped = found.skipped
+    return done
 
 
 def put(

@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from nobackfill.class_folders import SUFFIXES
 from nobackfill.errors import ConfigurationError, InvalidInputError
+from nobackfill.picture_files import HEIF_SUFFIXES, SUFFIXES, is_picture, not_taken
 from nobackfill.release.parsing import parse_manifest
 from nobackfill.server.bulk.batch import (
     Done,
@@ -72,11 +72,11 @@ def _texts_of(place: str, unsent: dict[str, str]) -> Iterator[pb.PutItem]:
 
 
 def _items(pictures: Place, unsent: dict[str, str]) -> Iterator[pb.PutItem]:
-    for name in pictures.names():
+    for name in _pictures(pictures.names(), unsent):
         try:
-            yield pb.PutItem(id=_text(name), image=pictures.read(name))
+            yield pb.PutItem(id=name, image=pictures.read(name))
         except InvalidInputError as error:
-            unsent[_shown(name)] = str(error)
+            unsent[name] = str(error)
 
 
 def fill_by_ray(
@@ -109,7 +109,7 @@ def fill_by_ray(
             texts = _texts_of(place, refused)
             parts = nodes.run(put_texts, work, _batches(texts, batch))
         else:
-            names = _texts(open_place(place).names(), refused)
+            names = _pictures(open_place(place).names(), refused)
             parts = nodes.run(put_batch, work, _batches(names, batch))
         for done in parts:
             stored += done.stored
@@ -122,7 +122,8 @@ def _some(done: Done, place: str) -> Done:
     """Raises InvalidInputError for a place without pictures."""
     if not done.stored and not done.refused:
         raise InvalidInputError(
-            f"{place}: expected pictures ({', '.join(SUFFIXES)}) or texts, found none"
+            f"{place}: expected pictures ({', '.join(SUFFIXES + HEIF_SUFFIXES)}) or texts, found "
+            "none"
         )
     return done
 
@@ -137,10 +138,13 @@ def _batches(names: Iterable[One], size: int) -> Iterator[Sequence[One]]:
         yield some
 
 
-def _texts(names: Iterable[str], refused: dict[str, str]) -> Iterator[str]:
+def _pictures(names: Iterable[str], refused: dict[str, str]) -> Iterator[str]:
     for name in names:
         try:
-            yield _text(name)
+            picture = _text(name)
+            if not is_picture(picture):
+                raise InvalidInputError(not_taken(picture))
+            yield picture
         except InvalidInputError as error:
             refused[_shown(name)] = str(error)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote
 
-from nobackfill.class_folders import SUFFIXES
 from nobackfill.errors import InvalidInputError, NotFoundError, UnavailableError
 from nobackfill.extras import extra
 from nobackfill.images import LARGEST_BYTES, read_file
+from nobackfill.picture_files import is_clutter
 
 # `scheme://KEY:SECRET@…`, also where nobody has escaped what SECRET is made of.
 _SECRET = re.compile(r"://[^/@]*:.*@")
@@ -20,10 +20,11 @@ _SPELT = "%:/?@!$&'()*+,;=~"
 
 
 class Place(Protocol):
-    """Pictures by name: the path below the place, with forward slashes."""
+    """Files by name: the path below the place, with forward slashes."""
 
     def names(self) -> Iterator[str]:
-        """Of every picture, by its suffix; in the order of the names within a folder."""
+        """Of every file that is not hidden or a system's own, also of those that are no pictures;
+        in the order of the names within a folder."""
         ...
 
     def read(self, name: str) -> bytes:
@@ -39,7 +40,7 @@ def open_place(address: str) -> Place:
 
 
 class Folder:
-    """With all below it; what is a link to a folder is not entered."""
+    """With all below it; a link to a folder is not entered, but named."""
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
@@ -48,9 +49,11 @@ class Folder:
 
     def names(self) -> Iterator[str]:
         for folder, below, files in os.walk(self._root, onerror=_unreadable):
-            below.sort()
+            links = [name for name in below if Path(folder, name).is_symlink()]
+            below[:] = sorted(name for name in below if not is_clutter(name))
             inside = Path(folder).relative_to(self._root)
-            yield from ((inside / name).as_posix() for name in sorted(files) if _is_picture(name))
+            names = sorted(name for name in (*files, *links) if not is_clutter(name))
+            yield from ((inside / name).as_posix() for name in names)
 
     def read(self, name: str) -> bytes:
         return read_file(self._root / name)
@@ -97,7 +100,8 @@ class ObjectStore:
         except self._failures as error:
             raise self._failed(error) from error
         paths = sorted(one.path for one in found if one.type == self._fs.FileType.File)
-        return (path.removeprefix(self._below) for path in paths if _is_picture(path))
+        names = (path.removeprefix(self._below) for path in paths)
+        return (name for name in names if not any(map(is_clutter, name.split("/"))))
 
     def read(self, name: str) -> bytes:
         """Raises UnavailableError, too, where nothing can be read there any more."""
@@ -127,10 +131,6 @@ class ObjectStore:
             "address, and at that machine's network and credentials (AWS_ACCESS_KEY_ID, "
             "AWS_SECRET_ACCESS_KEY, ~/.aws), then put again"
         )
-
-
-def _is_picture(name: str) -> bool:
-    return name.lower().endswith(SUFFIXES)
 
 
 def _unreadable(error: OSError) -> None:
