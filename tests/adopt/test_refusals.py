@@ -248,3 +248,11 @@ def test_a_sample_is_spread_seeded_and_as_large_as_asked(
     assert "measurably no" in told[0]
     assert drawn("-n", "160") == found != drawn("-n", "160", "--seed", "1")
     assert drawn("-n", "1001") == ids == drawn()
+
+
+@pytest.mark.parametrize(("source", "code"), [("nothing.parquet", 66), ("odd://nothing", 65)])
+def test_the_kinds_of_sources_are_told_in_one_line(
+    source: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(["inspect", source], code, monkeypatch, capsys)
+    assert "FILE.parquet" in said and "\\n" not in said

@@ -1,7 +1,12 @@
 """The command that shows the gallery in a browser."""
 
+import os
+import tempfile
 import threading
 import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,9 +36,29 @@ def browse(
         guard = pages(device, listener.hosts, token)
         listener.serve(guard, guard.knows)
         Output(json).result(
-            {"address": address}, f"{address}\nAnybody who knows this address sees the gallery. "
-            "Ctrl-C ends it.",
+            {"address": address}, address,
+            "Anybody who knows this address sees the gallery. Ctrl-C ends it.",
         )  # fmt: skip
-        if show:
-            webbrowser.open(address)
-        threading.Event().wait()
+        with _shown(address, context.obj) if show else nullcontext():
+            threading.Event().wait()
+
+
+@contextmanager
+def _shown(address: str, gallery: Path) -> Iterator[None]:
+    """Open a browser at a page that leads to `address`, and keep that page to the end of the block.
+
+    The browser's command line, which every user of the machine can read, names the page's file, and
+    the file (mode 0600) holds the secret. It lies beside the gallery, as some browsers may not read
+    the system's temporary files, or there where the gallery's folder is read only.
+    """
+    try:
+        handle, name = tempfile.mkstemp(".html", f"{gallery.name}.", gallery.absolute().parent)
+    except OSError:
+        handle, name = tempfile.mkstemp(".html", "nobackfill-")
+    try:
+        with os.fdopen(handle, "w") as page:
+            page.write(f'<!doctype html><meta http-equiv="refresh" content="0; url={address}">\n')
+        webbrowser.open(Path(name).as_uri())
+        yield
+    finally:
+        Path(name).unlink(missing_ok=True)

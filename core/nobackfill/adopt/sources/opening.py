@@ -5,11 +5,13 @@ from pathlib import Path
 from nobackfill.adopt.sources.source import Searchable, Source
 from nobackfill.errors import InvalidInputError, NotFoundError
 
-KINDS = """\
-FILE.parquet or a folder of them, a folder of numpy files (ids.npy and one array of vectors),
-postgresql://USER@HOST/DATABASE#TABLE with pgvector, qdrant:https://HOST:PORT#COLLECTION or
-qdrant:FOLDER#COLLECTION, milvus:https://HOST:PORT#COLLECTION or milvus:FILE.db#COLLECTION,
-chroma:https://HOST:PORT#COLLECTION"""
+# For a sentence: a message of several lines is shown with its line ends escaped.
+KINDS = (
+    "FILE.parquet or a folder of them, a folder of numpy files (ids.npy and one array of vectors), "
+    "postgresql://USER@HOST/DATABASE#TABLE with pgvector, qdrant:https://HOST:PORT#COLLECTION or "
+    "qdrant:FOLDER#COLLECTION, milvus:https://HOST:PORT#COLLECTION or milvus:FILE.db#COLLECTION, "
+    "chroma:https://HOST:PORT#COLLECTION"
+)
 
 
 _POSTGRES = "postgresql://…/DATABASE#TABLE"
