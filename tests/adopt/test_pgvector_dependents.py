@@ -223,6 +223,12 @@ def test_parts_of_a_partitioned_table_are_moved_once(postgres: Server) -> None:
     [
         ("CREATE PUBLICATION ours FOR TABLE t (id, v)", "publication of table"),
         (
+            "CREATE FUNCTION emb(int) RETURNS vector IMMUTABLE LANGUAGE sql "
+            "AS 'SELECT array_fill($1 + 1, ARRAY[24])::vector'; ALTER TABLE t DROP COLUMN v, "
+            "ADD COLUMN v vector(24) GENERATED ALWAYS AS (emb(id)) STORED",
+            "generated column v of table public.t",
+        ),
+        (
             "CREATE VIEW w AS SELECT id, v FROM t; CREATE FUNCTION f() RETURNS SETOF w "
             "LANGUAGE sql AS 'SELECT * FROM w'",
             "function",
@@ -261,4 +267,16 @@ def test_a_table_beside_names_who_reads_the_old_vectors_still(
     address, connection = table
     connection.execute("CREATE VIEW searchable AS SELECT id, v FROM t")
     steps = carry(open_source(f"{address}#t"), TARGET, MAP).steps
-    assert "the old vectors are still read by rule _RETURN on view public.searchable" in steps
+    assert "the old vectors are still read by view public.searchable" in steps
+
+
+def test_what_is_carried_elsewhere_stays_with_the_old_vectors(
+    table: tuple[str, Connection],
+) -> None:
+    address, connection = table
+    carry(open_source(f"{address}#t"), TARGET, MAP)
+    connection.execute(carried(address).steps[-1].encode())
+    connection.execute("UPDATE t SET v_before = v_before::real[] WHERE id < 10")
+    connection.execute("DELETE FROM t WHERE id = 20")
+    emptied = "SELECT id FROM beside WHERE v IS NULL"
+    assert connection.execute(emptied.encode()).fetchall() == [(20,)]

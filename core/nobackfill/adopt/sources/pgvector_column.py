@@ -19,6 +19,8 @@ with extra("adopt"):
 
 # pgvector's own bound for its HNSW index on `vector`; halfvec reaches twice as far.
 _INDEXED_DIM = 2000
+# As many rows are found by their keys, one by one.
+_FEW = 1000
 # As long as carrying waits while it holds rows that others may wait for: a second after they began,
 # PostgreSQL would look for a deadlock, and end one of both.
 WAIT = "50ms"
@@ -89,7 +91,18 @@ class PgvectorBeside:
             time.sleep(LET_GO)
 
     def _write(self, rows: Rows, passes: Iterator[bytes]) -> None:
-        kind = sql.SQL(self._table.key_type)
+        ids, kind = rows.ids, sql.SQL(self._table.key_type)
+        # The window again, for nothing is known of how full the other table is. A few rows may lie
+        # anywhere in it.
+        which = self._table.composed(
+            "t.{key} = ANY({ids}::{kind}[])"
+            if len(ids) <= _FEW
+            else "t.{key} BETWEEN {first}::{kind} AND {last}::{kind}",
+            ids=ids,
+            first=ids[0],
+            last=ids[-1],
+            kind=kind,
+        )
         with self._table.connected() as changes:
             for rows_of_pass in passes:
                 # All of a transaction: behind a pooler the next one may have another session.
@@ -99,16 +112,13 @@ class PgvectorBeside:
                         "(place tid, writer xid, relation oid, new {vector})"
                     )
                     changes.copy(sql.Identifier("nobackfill_pass"), rows_of_pass)
-                    # Through the key's index, which clears pages of what is dead as it goes; the
-                    # window again, for nothing is known of how full the other table is.
+                    # Through the key's index, which clears pages of what is dead as it goes.
                     changes.run("SET LOCAL enable_tidscan = off")
                     changes.run(
                         "UPDATE {table} t SET {new} = p.new FROM nobackfill_pass p "
                         "WHERE t.ctid = p.place AND t.xmin = p.writer AND t.tableoid = p.relation "
-                        "AND t.{key} BETWEEN {first}::{kind} AND {last}::{kind}",
-                        kind=kind,
-                        first=rows.ids[0],
-                        last=rows.ids[-1],
+                        "AND {which}",
+                        which=which,
                         **self._names,
                     )
                     changes.run("DROP TABLE pg_temp.nobackfill_pass")
@@ -155,7 +165,7 @@ class PgvectorBeside:
         ]
 
     def _moves(self) -> Moves:
-        return moves(self._table, self._source.vector, self._dims, self._names["function"])
+        return moves(self._table, self._source.vector, self._dims)
 
     @property
     def _dims(self) -> tuple[int | None, int]:
@@ -210,7 +220,9 @@ class PgvectorBeside:
                 "EXISTS (SELECT FROM pg_depend JOIN pg_attribute ON attrelid = refobjid "
                 "AND attnum = refobjsubid WHERE refclassid = 'pg_class'::regclass "
                 "AND refobjid = {relation}::regclass AND attname = {kept} "
-                "AND classid <> 'pg_class'::regclass)",
+                "AND classid <> 'pg_class'::regclass AND NOT EXISTS (SELECT FROM pg_trigger t "
+                "JOIN pg_proc p ON p.oid = tgfoid WHERE t.oid = objid "
+                "AND starts_with(proname, 'nobackfill_')))",
                 "something new depends on the old vectors: run nobackfill carry again",
                 relation=text("{here}"),
                 kept=before(self._source.vector),

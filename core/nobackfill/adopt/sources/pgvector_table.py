@@ -197,8 +197,7 @@ class PgvectorTable:
         ]
 
     def left(self) -> list[str]:
-        found = dependents(self._table, self._source.vector, self._names["function"])
-        old = [name for _, name in found]
+        old = [name for _, name in dependents(self._table, self._source.vector)]
         return self._security()[1] + [f"the old vectors are still read by {few(old)}"][: len(old)]
 
     def _security(self) -> tuple[list[str], list[str]]:

@@ -124,13 +124,13 @@ class Moves:
     left: list[str]
 
 
-def moves(table: Table, column: str, dims: tuple[int | None, int], ours: sql.Identifier) -> Moves:
+def moves(table: Table, column: str, dims: tuple[int | None, int]) -> Moves:
     """What hangs on a column of vectors, moved to one that takes its name.
 
     PostgreSQL writes each part by the column's name, so that the same text is of the other column
-    afterwards. `dims`: of both; `ours`: the trigger function whose triggers stay."""
+    afterwards. `dims`: of both."""
     parts: dict[str, Any] = {"oid": table.oid, "column": column}
-    direct = dependents(table, column, ours)
+    direct = dependents(table, column)
     # A type of the old length; none is where it stays.
     parts["sized"] = "a^" if dims[0] == dims[1] else rf"\m(vector|halfvec|bit)\({dims[0]}\)"
     parts["oids"] = [oid for oid, _ in direct]
@@ -157,20 +157,26 @@ def moves(table: Table, column: str, dims: tuple[int | None, int], ours: sql.Ide
     )
 
 
-def dependents(table: Table, column: str, ours: sql.Identifier) -> list[tuple[int, str]]:
+def dependents(table: Table, column: str) -> list[tuple[int, str]]:
     """Oids and names of what depends on a column, but for indexes, constraints of NOT NULL, and
-    triggers by a function of ours."""
+    triggers of ours."""
     return table.described(
-        "SELECT DISTINCT objid, pg_describe_object(classid, objid, 0) FROM pg_depend "
-        "JOIN pg_attribute ON attrelid = refobjid AND attnum = refobjsubid "
-        "WHERE refclassid = 'pg_class'::regclass AND attname = {column} AND (refobjid = {oid} "
+        "SELECT DISTINCT objid, CASE WHEN rulename = '_RETURN' "
+        "THEN pg_describe_object('pg_class'::regclass, ev_class, 0) WHEN g.attgenerated <> '' "
+        "THEN format('generated column %I of table %s', g.attname, adrelid::regclass) "
+        "ELSE pg_describe_object(classid, objid, 0) END FROM pg_depend "
+        "JOIN pg_attribute a ON a.attrelid = refobjid AND a.attnum = refobjsubid "
+        "LEFT JOIN pg_rewrite r ON r.oid = objid AND classid = 'pg_rewrite'::regclass "
+        "LEFT JOIN pg_attrdef d ON d.oid = objid AND classid = 'pg_attrdef'::regclass "
+        "LEFT JOIN pg_attribute g ON g.attrelid = adrelid AND g.attnum = adnum "
+        "WHERE refclassid = 'pg_class'::regclass AND a.attname = {column} AND (refobjid = {oid} "
         "OR refobjid IN (SELECT relid FROM pg_partition_tree({oid}::oid::regclass))) "
         "AND classid <> 'pg_class'::regclass AND NOT EXISTS "
         "(SELECT FROM pg_constraint c WHERE c.oid = objid AND contype = 'n') AND NOT EXISTS "
-        "(SELECT FROM pg_trigger t WHERE t.oid = objid AND tgfoid = to_regproc({ours})) ORDER BY 2",
+        "(SELECT FROM pg_trigger t JOIN pg_proc p ON p.oid = tgfoid WHERE t.oid = objid "
+        "AND starts_with(proname, 'nobackfill_')) ORDER BY 2",
         oid=table.oid,
         column=column,
-        ours=ours.as_string(),
     )
 
 
