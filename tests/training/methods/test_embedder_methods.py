@@ -1,18 +1,22 @@
 """Backward-compatible methods on a tiny data set: what each term sees, and that it trains."""
 
 import json
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from scipy.special import softmax
+from torch import Tensor, nn
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.loop.loop import fit
 from nobackfill.training.loop.progress import Progress
 from nobackfill.training.losses.margins import cosface, cosines
-from nobackfill.training.method import Classifier
+from nobackfill.training.method import CPU, Classifier, EmbedderInputs
 from nobackfill.training.methods import EMBEDDER_METHODS, embedder_method
 from nobackfill.training.methods.bct import BctObjective, BctSynthesizedObjective
 from nobackfill.training.methods.compatible import CompatibleObjective, encode_all
@@ -22,6 +26,8 @@ from nobackfill.training.networks.embedder import to_pixels
 from nobackfill.training.networks.fixed_classifier import FixedClassifier
 from tests.training.methods import tiny
 
+# Methods that encode images before their first step, or between epochs.
+ENCODING = ("bct_sys", "dmu", "focal", "unibct", "mixbct", *tiny.ADAPTED)
 COMPATIBLE = [n for n in EMBEDDER_METHODS if n not in ("independent", *tiny.ADAPTED)]
 
 
@@ -43,7 +49,7 @@ def test_every_method_trains_resumes_and_leaves_the_old_model_alone(
     lines = [json.loads(line) for line in text.splitlines()]
     first, last = (sum(line["classification"] for line in part) for part in (lines[:6], lines[-6:]))
     assert last < first
-    vectors = encode_all(made.embedder, inputs.images)
+    vectors = encode_all(made.embedder, inputs.images, CPU)
     assert torch.isfinite(vectors).all()
 
 
@@ -54,9 +60,10 @@ def test_the_terms_pull_the_new_space_towards_the_old_one(
     """Without classification, the old centres of the classes must come to tell new ones apart."""
     torch.manual_seed(2)
     made = tiny.objective(name, tmp_path, old)
-    made.begin_epoch(3, 4)
+    for epoch in range(4):
+        made.begin_epoch(epoch, 4)
     images, labels = tiny.rows()["images"], tiny.rows()["labels"]
-    then = encode_all(old.encoder, images)
+    then = encode_all(old.encoder, images, CPU)
     centres = torch.stack([then[labels == c].mean(0) for c in (0, 1)])
 
     def accuracy() -> float:
@@ -242,9 +249,64 @@ def test_unibct_waits_refreshes_and_keeps_its_prototypes(tmp_path: Path, old: Cl
     assert isinstance(made.trained()["prototypes"], FixedClassifier)
 
 
+def test_unibct_encodes_images_only_for_prototypes_that_are_used(
+    tmp_path: Path, old: Classifier
+) -> None:
+    made = tiny.objective("unibct", tmp_path, old, warmup_share=0.25)
+    assert isinstance(made, UniBctObjective)
+    encoded = {"old": 0, "new": 0}
+
+    def counting(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def count(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            encoded[name] += len(output)
+
+        return count
+
+    for name, encoder in (("old", old.encoder), ("new", made.embedder)):
+        encoder.backbone.register_forward_hook(counting(name))
+    images = len(tiny.rows()["images"])
+    made.begin_epoch(0, 4)
+    assert encoded == {"old": 0, "new": 0}
+    made.begin_epoch(1, 4)
+    assert encoded == {"old": images, "new": images}
+    # The old ones stay what they are.
+    made.begin_epoch(2, 4)
+    assert encoded == {"old": images, "new": 2 * images}
+
+
+def encoding_on(device: str, name: str, run_dir: Path, old: Classifier) -> EmbedderInputs:
+    """Inputs of a training on a device, with an old model of its own."""
+    adapted = {"embedding_dim": tiny.ADAPTED[name], "init": run_dir} if name in tiny.ADAPTED else {}
+    inputs = tiny.inputs(run_dir, deepcopy(old), method=name, **adapted)
+    return replace(inputs, device=torch.device(device))
+
+
+@pytest.mark.parametrize("name", ENCODING)
+def test_images_are_encoded_where_the_training_runs(
+    name: str, tmp_path: Path, old: Classifier
+) -> None:
+    """On torch's device that computes nothing: what comes from there cannot be brought back."""
+    inputs = encoding_on("meta", name, tmp_path, old)
+    with pytest.raises(NotImplementedError, match="meta"):
+        embedder_method(name).objective(inputs).begin_epoch(1, 4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("name", ENCODING)
+def test_what_an_accelerator_encodes_is_what_a_processor_does(
+    name: str, tmp_path: Path, old: Classifier
+) -> None:
+    images = tiny.rows()["images"]
+    there = encode_all(old.encoder, images, torch.device("cuda"))
+    assert next(old.encoder.parameters()).device == there.device == CPU
+    torch.testing.assert_close(there, encode_all(old.encoder, images, CPU), atol=1e-4, rtol=1e-4)
+    embedder_method(name).objective(encoding_on("cuda", name, tmp_path, old)).begin_epoch(1, 4)
+
+
 def test_vanilla_prototypes_are_class_averages(tmp_path: Path, old: Classifier) -> None:
     made = tiny.objective("unibct", tmp_path, old, prototypes="vanilla", warmup_share=0)
     assert isinstance(made, UniBctObjective)
+    made.begin_epoch(0, 4)
     rows = tiny.rows()
     features = old.encoder.encode(to_pixels(rows["images"]))
     for label in range(4):
@@ -284,7 +346,7 @@ def test_mixbct_classifies_old_embeddings_in_the_stead_of_new_ones(
     then = old.encoder(batch["images"])
     is_old = torch.stack([(one - then).abs().amax(1) < 1e-5 for one in met])
     # Of each class the half nearest to its mean, and of these as often as asked.
-    every = encode_all(old.encoder, inputs.images).numpy()
+    every = encode_all(old.encoder, inputs.images, CPU).numpy()
     for row in range(16):
         mates = np.flatnonzero((inputs.labels == inputs.labels[row]).numpy())
         own = every[mates]

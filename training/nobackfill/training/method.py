@@ -8,6 +8,7 @@ holds the two registries, EMBEDDER_METHODS and UPGRADE_METHODS, by name.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from nobackfill.training.config import EmbedderConfig, UpgradeConfig
@@ -16,6 +17,8 @@ from nobackfill.training.loop.objective import Objective
 from nobackfill.training.networks.embedder import EmbedderObjective, ImageEncoder
 from nobackfill.training.networks.heads import Head
 from nobackfill.training.networks.transform import Upgrade
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class EmbedderInputs:
     labels: Tensor
     # The embedder of config.old, None where there is none.
     old: Classifier | None
+    # Where the training runs, and what encodes all images runs, too.
+    device: torch.device = CPU
 
 
 @dataclass(frozen=True)

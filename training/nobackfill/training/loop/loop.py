@@ -49,11 +49,13 @@ def fit(
     *,
     progress: Progress,
     facts: Facts | None = None,
+    fabric: "lightning_fabric.Fabric | None" = None,
 ) -> Checkpoint:
     """Train `objective` on `rows` (of equal length, indexed by batch) into config.run_dir.
 
     A finished run is returned as it is; an unfinished one with the same configuration and `facts`
-    goes on after its last checkpoint. Raises ConfigurationError where the run folder holds others
+    goes on after its last checkpoint. `fabric`: of `launched`, where the objective was built with
+    it. Raises ConfigurationError where the run folder holds others
     or a batch does not fit, DivergedError at the first loss that is not finite.
     """
     n = len(next(iter(rows.values())))
@@ -61,7 +63,7 @@ def fit(
     done = resumable(config, facts or {})
     if done is not None and done.finished:
         return done
-    fabric = _fabric(config)
+    fabric = fabric or launched(config)
     _seed(config.seed, -1 if done is None else done.epoch)
     optimizer = _optimizer(objective, config)
     first, step = _begin(fabric, objective.trained(), optimizer, config, class_names, done)
@@ -125,7 +127,9 @@ def learning_rate(config: Config, epoch: float) -> float:
     return config.lr * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
 
 
-def _fabric(config: Config) -> "lightning_fabric.Fabric":
+def launched(config: Config) -> "lightning_fabric.Fabric":
+    """The devices of a training, its processes started: `device` is this process's. Raises
+    ConfigurationError where there are none such."""
     # Imported where used: it brings torch's compiler, which takes seconds; a map that is solved,
     # and who only asks for help, do without.
     import lightning_fabric

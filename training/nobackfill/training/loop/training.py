@@ -17,7 +17,7 @@ from nobackfill.errors import BusyError, InvalidInputError, few
 from nobackfill.training.config import Config, EmbedderConfig, SideEncoderConfig, UpgradeConfig
 from nobackfill.training.data.folders import hold_out, readable, require_classes
 from nobackfill.training.data.pictures import open_pictures, reading, streams
-from nobackfill.training.loop.loop import fit
+from nobackfill.training.loop.loop import fit, launched
 from nobackfill.training.loop.memory import keep_freed_memory
 from nobackfill.training.loop.objective import Objective
 from nobackfill.training.loop.progress import Progress
@@ -150,13 +150,19 @@ def _train_network(
     method = embedder_method(config.method)
     old = None if config.old is None else load_classifier(config.old)
     images = open_pictures(listing, config.image_size, reading(config))
-    embedder = method.objective(EmbedderInputs(config, listing.class_names, images, labels, old))
+    # Before the objective, which may encode every image.
+    fabric = launched(config)
+    inputs = EmbedderInputs(config, listing.class_names, images, labels, old, fabric.device)
+    embedder = method.objective(inputs)
     _begin_with(config, embedder, listing.class_names)
     if config.init is not None:
         embedder.start_from(read_finished(config.init), listing.class_names)
     facts = {} if config.old is None else {"old_digest": sha256_file(config.old / CHECKPOINT)}
     rows = {"labels": labels, "images": images}
-    return fit(embedder, rows, config, listing.class_names, progress=progress, facts=facts)
+    return fit(
+        embedder, rows, config, listing.class_names,
+        progress=progress, facts=facts, fabric=fabric,
+    )  # fmt: skip
 
 
 def _begin_with(

@@ -60,7 +60,7 @@ class AdaptedObjective(CompatibleObjective):
             )
         self.old_classifier, extended = extended_classifier(self, inputs)
         self.known_labels.copy_(extended)
-        self.images = inputs.images
+        self.images, self.device = inputs.images, inputs.device
         self.path, _ = linear_layers(self.embedder.backbone)[-1]
 
     def start_from(self, begun: Checkpoint, class_names: tuple[str, ...]) -> None:
@@ -79,9 +79,9 @@ class AdaptedObjective(CompatibleObjective):
                 tensors[key] = torch.cat((tensors[key], drawn[own_dim:]))
         load_part(self.embedder, replace(begun, tensors=tensors), "encoder")
         self.embedder.requires_grad_(False)
-        own = encode_all(self.embedder, self.images)
+        own = encode_all(self.embedder, self.images, self.device)
         own[:, own_dim:] = 0
-        old = encode_all(self.old.encoder, self.images)
+        old = encode_all(self.old.encoder, self.images, self.device)
         if self.embedder.unit:
             own = F.normalize(own)
         start = completed(procrustes(own, old, scaled=False).weight)

@@ -78,7 +78,7 @@ def extended_classifier(
         return old, rows
     labels = inputs.labels
     wanted = torch.isin(labels, missing)
-    features = encode_all(objective.old.encoder, inputs.images[wanted])
+    features = encode_all(objective.old.encoder, inputs.images[wanted], inputs.device)
     place = torch.searchsorted(missing, labels[wanted])
     means = by_class(place, len(missing), lambda picked: class_average(features[picked]))
     bias = None

@@ -120,13 +120,15 @@ def old_model(inputs: EmbedderInputs) -> Classifier:
     return inputs.old
 
 
-def encode_all(encoder: ImageEncoder, images: Images) -> Tensor:
-    """Vectors [n,dim] of images uint8 [n,H,W,3] without augmentation, in eval mode; the mode and
-    the device of `encoder` are left as they were.
+def encode_all(encoder: ImageEncoder, images: Images, device: torch.device) -> Tensor:
+    """Encode images uint8 [n,H,W,3] without augmentation, in eval mode, on `device`.
+
+    Returns float32 [n,dim] in the processor's memory. The mode and the device of `encoder` are left
+    as they were.
     """
-    training, device = encoder.training, next(encoder.parameters()).device
-    encode = _Resized(encoder).eval()
+    training, before = encoder.training, next(encoder.parameters()).device
+    encode = _Resized(encoder.to(device)).eval()
     with torch.no_grad():
-        parts = [encode(to_pixels(part.to(device))).float() for part in chunks(images)]
-    encoder.train(training)
+        parts = [encode(to_pixels(part.to(device))).float().cpu() for part in chunks(images)]
+    encoder.train(training).to(before)
     return torch.cat(parts)

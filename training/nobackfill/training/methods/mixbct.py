@@ -44,7 +44,7 @@ class MixBctObjective(CompatibleObjective):
                 "method mixbct classifies old and new embeddings alike: expected embedding_dim: "
                 f"{self.old.encoder.dim}, the old model's, got {inputs.config.embedding_dim}"
             )
-        old = encode_all(self.old.encoder, inputs.images)
+        old = encode_all(self.old.encoder, inputs.images, inputs.device)
         trusted = nearest_to_mean(old, inputs.labels, len(inputs.class_names), self.options.kept)
         # By training image [n].
         self.register_buffer("trusted", trusted)

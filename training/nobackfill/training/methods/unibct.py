@@ -4,6 +4,7 @@ Works for any allocation of classes between old and new: every new class gets it
 the old features of its images, and the old classifier is not read.
 """
 
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -51,12 +52,17 @@ class UniBctObjective(CompatibleObjective):
     def __init__(self, inputs: EmbedderInputs) -> None:
         super().__init__(inputs)
         self.options = read_options(inputs.config.options, UniBctOptions, "unibct")
-        self.images, self.labels = inputs.images, inputs.labels
+        self.images, self.labels, self.device = inputs.images, inputs.labels, inputs.device
         self.classes = len(inputs.class_names)
-        self.old_features = encode_all(self.old.encoder, self.images)
         self.first, self.refreshes = refresh_epochs(inputs.config.epochs, self.options)
-        # In the checkpoint: a resumed run goes on with the prototypes of the last refresh.
-        self.pseudo_classifier = self._pseudo_classifier()
+        # In the checkpoint: a resumed run goes on with the prototypes of the last refresh. Before
+        # the first one the term is not active and these are not read.
+        self.pseudo_classifier = FixedClassifier(
+            torch.zeros(self.classes, self.old.encoder.dim),
+            form=form_of(self.head),
+            margin=self.head.margin,
+            scale=self.head.scale,
+        )
         self.active = False
 
     def begin_epoch(self, epoch: int, epochs: int) -> None:
@@ -75,10 +81,15 @@ class UniBctObjective(CompatibleObjective):
         parts["prototypes"] = self.pseudo_classifier
         return parts
 
+    @cached_property
+    def old_features(self) -> Tensor:
+        """Of all images [n,old_dim]."""
+        return encode_all(self.old.encoder, self.images, self.device)
+
     def _pseudo_classifier(self) -> FixedClassifier:
         old, options = self.old_features, self.options
         if options.prototypes == "refined":
-            new = encode_all(self.embedder, self.images).to(old.device)
+            new = encode_all(self.embedder, self.images, self.device)
             prototypes = by_class(
                 self.labels,
                 self.classes,
