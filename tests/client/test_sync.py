@@ -11,6 +11,7 @@ from nobackfill.client.maintenance import collect, verify
 from nobackfill.client.photos.adding import add
 from nobackfill.client.status import status
 from nobackfill.client.sync.rollback import roll_back
+from nobackfill.client.sync.sentence import sentence
 from nobackfill.client.sync.sync import Wishes, sync
 from nobackfill.errors import NotFoundError, VerificationError
 from nobackfill.gallery import staging
@@ -22,6 +23,12 @@ from tests.support import blocks, edge, releases
 from tests.support.edge import Setting
 
 
+def remembered_share(gallery: Path) -> float:
+    """What the device remembers, and would tell a gateway."""
+    with Device(gallery) as device:
+        return float(device.state("last_sync")["neighbours_kept"])
+
+
 def test_every_vector_is_where_the_new_embedder_would_put_it(
     setting: Setting, world: edge.World
 ) -> None:
@@ -30,6 +37,11 @@ def test_every_vector_is_where_the_new_embedder_would_put_it(
     assert (report.state, report.from_release, report.release) == ("upgraded", 1, 2)
     assert (report.items, report.routes) == (12, [[1, 2]])
     assert report.expected_kept == pytest.approx(0.95)
+    kept = report.neighbours_kept
+    assert kept is not None and kept == remembered_share(setting.gallery)
+    assert f"; kept {kept:.1%} of the items' nearest neighbours; on the publisher's" in sentence(
+        report
+    )
     found = edge.contents(setting.gallery)
     expected = edge.embedded(setting.repo, 2, setting.images)
     for path, vector in zip(setting.images, expected, strict=True):
@@ -44,6 +56,8 @@ def test_a_dry_run_tells_and_changes_nothing(setting: Setting, world: edge.World
     before = setting.gallery.read_bytes()
     planned = edge.follow(setting.gallery, Wishes(dry_run=True))
     assert (planned.state, planned.release, planned.items) == ("planned", 2, 12)
+    # Nothing is carried yet that could be measured.
+    assert planned.neighbours_kept is None and " neighbours" not in sentence(planned)
     assert setting.gallery.read_bytes() == before
     assert edge.follow(setting.gallery).download_bytes == planned.download_bytes > 0
 

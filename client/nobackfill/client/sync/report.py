@@ -13,9 +13,12 @@ Failure = Literal["none", "no_route", "refused", "left_behind"]
 
 def remember(
     device: Device, release: int, failure: Failure, seconds: float = 0.0, *, kept: bool = False
-) -> None:
-    """Keep how a sync to `release` went; `kept`: look how many neighbours it kept, too. The share
-    is of up to 1,000 random items that are in the space before as well."""
+) -> float | None:
+    """Keep how a sync to `release` went; `kept`: look how many neighbours it kept, too.
+
+    Returns that share, of up to 1,000 random items that are in the space before as well; None
+    where it was not looked at, or they are too few.
+    """
     share = None
     if kept:
         active = device.store.active().spec
@@ -34,6 +37,7 @@ def remember(
             }
         }
     )
+    return share
 
 
 def report(device: Device, to: str | None) -> dict[str, Any]:

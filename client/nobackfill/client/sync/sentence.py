@@ -18,8 +18,10 @@ def sentence(report: Report) -> str:
     }[report.state]
     if report.routes:
         line += f"; by way of {' and '.join('>'.join(map(str, r)) for r in report.routes)}"
+    if report.neighbours_kept is not None:
+        line += f"; kept {report.neighbours_kept:.1%} of the items' nearest neighbours"
     if report.expected_kept is not None:
-        line += f"; expected to keep {report.expected_kept:.1%} of re-embedding's quality"
+        line += f"; on the publisher's images {report.expected_kept:.1%} of re-embedding's mAP"
     if report.re_embedded:
         line += f"; {report.re_embedded} embedded anew from their images"
     return line

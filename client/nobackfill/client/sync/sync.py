@@ -56,7 +56,9 @@ class Report:
     """What a sync did, or with dry_run would do.
 
     `state`: upgraded, up-to-date, planned, rolled-back, or behind (no newer release can be
-    followed; `notes` says why).
+    followed; `notes` says why). `expected_kept`: the share of re-embedding's mAP that the publisher
+    measured on other images; `neighbours_kept`: the share of each item's nearest neighbours that
+    this gallery has kept.
     """
 
     state: str
@@ -65,6 +67,7 @@ class Report:
     routes: list[list[int]] = field(default_factory=list)
     items: int = 0
     expected_kept: float | None = None
+    neighbours_kept: float | None = None
     int8: bool = False
     download_bytes: int = 0
     upgrade_seconds: float = 0.0
@@ -284,7 +287,9 @@ class _Sync:
         self._describe(plan, "upgraded")
         self._report.upgrade_seconds = round(time.monotonic() - started, 3)
         self._report.items = device.store.count()
-        remember(device, release, "none", self._report.upgrade_seconds, kept=True)
+        self._report.neighbours_kept = remember(
+            device, release, "none", self._report.upgrade_seconds, kept=True
+        )
         confirm(device, but=device.state("return_to"))
         installation.tidy(device)
         return True
