@@ -77,7 +77,7 @@ def main(
         ]
         labels = some.labels[order]
         both = old.part(order), new.part(order)
-        trials.append(Trial(name, *both, fitted, queries, labels, Pairs([], *more)))
+        trials.append(Trial(name, *both, fitted, queries, labels, Pairs([], more[0], more[1])))
     parts: list[Part] = []
     for one in trials:
         parts.append(Part("The verdict and the truth", one.name, one.verdict))

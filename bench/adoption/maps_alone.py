@@ -60,8 +60,8 @@ def maps_alone(trial: Trial) -> list[Row]:
 def _joined(pool: Pairs, more: Pairs | None) -> Pairs:
     if more is None:
         return pool
-    sides = [np.concatenate(both) for both in ((pool.old, more.old), (pool.new, more.new))]
-    return Pairs([str(row) for row in range(len(sides[0]))], *sides)
+    old, new = (np.concatenate(both) for both in ((pool.old, more.old), (pool.new, more.new)))
+    return Pairs([str(row) for row in range(len(old))], old, new)
 
 
 def _ways(
