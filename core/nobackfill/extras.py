@@ -18,5 +18,6 @@ def extra(name: str) -> Iterator[None]:
         if (error.name or "").startswith("nobackfill"):
             raise
         raise ConfigurationError(
-            f"this needs {error.name}, which is not installed: install nobackfill[{name}]"
+            f"this needs {error.name}, which is not installed: pip install '.[{name}]' in the "
+            "folder of nobackfill's source"
         ) from error

@@ -148,15 +148,15 @@ def test_commands_say_what_they_need(base: Environment, tmp_path: Path) -> None:
     )
     asked = base.run("gateway", "serve", cwd=tmp_path, code=78).stderr
     assert asked.count("\n") == 1
-    assert "install nobackfill[server]" in asked
+    assert "pip install '.[server]'" in asked
     options = ["--model-repo", "x", "--release", "2", "-o", "page.html"]
     asked = base.run("python", "-m", REPORT, *options, cwd=tmp_path, code=78).stderr
     assert asked.count("\n") == 1
-    assert "install nobackfill[training]" in asked
+    assert "pip install '.[training]'" in asked
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "x.parquet").touch()
     asked = base.run("nobackfill", "inspect", "x.parquet", cwd=tmp_path, code=78).stderr
-    assert "install nobackfill[adopt]" in asked
+    assert "pip install '.[adopt]'" in asked
 
 
 @contextmanager

@@ -141,8 +141,8 @@ def tracing_of(environment: Mapping[str, str]) -> Tracing | None:
     found = entry_points(group="opentelemetry_traces_exporter", name=name)
     if not found:
         raise ConfigurationError(
-            f"{_EXPORTER}: no exporter {name!r} of OpenTelemetry is installed; nobackfill[otel] "
-            "brings otlp (by gRPC) and console"
+            f"{_EXPORTER}: no exporter {name!r} of OpenTelemetry is installed; "
+            "pip install '.[otel]' brings otlp (by gRPC) and console"
         )
     log.info("traces are sent", exporter=name)
     return Tracing(next(iter(found)).load()())
