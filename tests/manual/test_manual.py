@@ -7,14 +7,19 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
 
 from manual import commands, faces, protocol
+from nobackfill.client import Device
+from nobackfill.release.publishing.publish import publish
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2, upgrade_pb2, vault_pb2
 from tests.server.conftest import Stages, make_stages
+from tests.server.support import running
+from tests.support import releases
 from tests.support.blocks import write_pngs
 from tests.support.browser import chromium, tab
 from tests.support.documents import ROOT, blocks, page, run_script
@@ -112,6 +117,33 @@ def test_the_researchers_blocks_run() -> None:
 def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
     """Releases 1 and 2."""
     return make_stages(tmp_path_factory.mktemp("published"), 2)
+
+
+def test_first_snippets_run_twice_and_without_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a release that was published without --eval: no hit has a score."""
+    repo = tmp_path / "model_repo"
+    made = releases.draft(tmp_path / "drafts", 1, [])
+    bare = made.manifest.model_copy(update={"calibration": ()})
+    publish(repo, replace(made, manifest=bare))
+    for folder in ("server/a", "queries/a"):
+        write_pngs(tmp_path / "photos" / folder, 2)
+    for number, path in enumerate(write_pngs(tmp_path / "photos", 2)):
+        shutil.copy(path, tmp_path / "cat.jpg")
+        path.rename(path.with_name(f"{number:04}.png"))
+    monkeypatch.chdir(tmp_path)
+    with running(repo, tmp_path / "data") as served:
+        address = served.address
+        with Device.create("gallery.sqlite", f"grpc://{address}", repo / "1.root.json") as device:
+            assert device.put({"a": Path("cat.jpg")}) == {}
+        for name in (f"{TUTORIALS}/backend-engineer.md", f"{TUTORIALS}/app-developer.md",
+                     "docs/quick-start.md", "README.md"):  # fmt: skip
+            codes = [code for _, code in blocks(page(name), "python") if "print(hit.id" in code]
+            assert codes, name
+            for code in codes * 2:
+                exec(compile(code.replace("127.0.0.1:50051", address), name, "exec"), {})
+    assert "None" in capsys.readouterr().out
 
 
 # Twenty processes one after the other: half a minute and more.

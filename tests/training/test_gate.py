@@ -141,6 +141,8 @@ def test_a_dry_run_writes_nothing(life: Life, tmp_path: Path) -> None:
     result = run_export(repo, 1, *arguments)
     assert result.exit_code == 0, result.output
     assert "would be published" in result.output
+    assert "hits have no score (None)" in result.output
+    assert "give --eval FOLDER" in result.output
     assert not repo.exists()
 
 

@@ -77,6 +77,8 @@ def test_galleries(place: Place) -> None:
         gateway.create_gallery(name)
     with pytest.raises(AlreadyExistsError):
         gateway.create_gallery("more-0")
+    assert gateway.create_gallery("more-0", exact_distances=True, exist_ok=True).name == "more-0"
+    assert not gateway.get_gallery("more-0").exact_distances
     assert {gallery.name for gallery in gateway.list_galleries()} >= {"g", *names}
     assert gateway.update_gallery("more-0", exact_distances=True).exact_distances
     assert gateway.get_gallery("more-0").exact_distances

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
-from nobackfill.errors import InvalidInputError
+from nobackfill.errors import AlreadyExistsError, InvalidInputError
 from nobackfill.gallery.filters import Scalar
 from nobackfill.gallery.writing import Metadata
 from nobackfill.tokenizing import check_text
@@ -28,13 +28,21 @@ class Galleries(Connection):
     def _galleries(self) -> GalleryServiceStub:
         return GalleryServiceStub(self._channel)
 
-    def create_gallery(self, gallery: str, *, exact_distances: bool = False) -> pb.Gallery:
-        """Make an empty gallery in the active release's space. Raises AlreadyExistsError.
+    def create_gallery(
+        self, gallery: str, *, exact_distances: bool = False, exist_ok: bool = False
+    ) -> pb.Gallery:
+        """Make an empty gallery in the active release's space. `exist_ok`: one that is there
+        already is returned as it is. Raises AlreadyExistsError.
 
         Not retried: after a lost answer a second try could not tell its own gallery from another's.
         """
         request = pb.CreateGalleryRequest(name=gallery, exact_distances=exact_distances)
-        return self._once(lambda t: self._galleries.CreateGallery(request, timeout=t)).gallery
+        try:
+            return self._once(lambda t: self._galleries.CreateGallery(request, timeout=t)).gallery
+        except AlreadyExistsError:
+            if not exist_ok:
+                raise
+            return self.get_gallery(gallery)
 
     def get_gallery(self, gallery: str) -> pb.Gallery:
         """One gallery and its spaces. Raises NotFoundError."""

@@ -57,8 +57,9 @@ The gate: every way in which older vectors would be served (direct search, each 
 older release on its own, M(new, served old) > M(old, old), for mAP and CMC-1, with the paired
 bootstrap's 95 % lower bound above 0; with the int8 files that are served, and with float32 files
 alone. Otherwise nothing is published and the table shows why; --force publishes all the same, and
-the manifest says so. Release 1 has no predecessor and needs no --eval. Images of --eval that the
-runs were trained on, known by their content, are left out where they are few, else refused.
+the manifest says so. Release 1 has no predecessor: without --eval it is published all the same, but
+has no calibration, so that hits have no score. Images of --eval that the runs were trained on,
+known by their content, are left out where they are few, else refused.
 
 A gallery takes the best measured route to the newest release, so each release needs an upgrade from
 its predecessor (the gate asks for it); one more from an older release makes a direct route.
@@ -66,7 +67,7 @@ its predecessor (the gate asks for it); one more from an older release makes a d
 Example:
 
 python training/export.py --model-repo model_repo --release 1 --embedder build/digits/embedder-1
---side-encoder build/digits/side_encoder-1
+--side-encoder build/digits/side_encoder-1 --eval photos/eval
 
 python training/export.py --model-repo model_repo --release 2 --embedder build/digits/embedder-2
 --side-encoder build/digits/side_encoder-2 --upgrade build/digits/upgrade-1-2 --eval photos/eval
@@ -198,6 +199,11 @@ def _measured(
         print(f"release {draft.number}: {sentence}", file=sys.stderr)
     listing = asked.listing()
     if listing is None:
+        print(
+            f"release {draft.number}: warning: measured on nothing, so hits have no score (None) "
+            "and routes no quality; give --eval FOLDER of class folders, or --eval-texts FILE",
+            file=sys.stderr,
+        )
         # What nobody measured is not published quantised.
         bare = tuple(u.model_copy(update={"int8_file": None}) for u in manifest.upgrades)
         return manifest.model_copy(update={"upgrades": bare}), None
