@@ -105,8 +105,9 @@ class Interceptor(grpc.ServerInterceptor):
                 raise UnavailableError("the gateway is stopping; try again elsewhere")
             tokens, shown = self._tokens, _text(told.get("authorization"))
             principal = authorize(kind.method, tokens, shown)
-            named = RULES[kind.method] is not None
-            confirm = partial(tokens.confirm, shown, principal) if tokens and named else None
+            confirm = None
+            if tokens is not None and RULES[kind.method] is not None:
+                confirm = partial(tokens.confirm, shown, principal)
             rpc.let_in(principal, confirm)
         except NobackfillError as error:
             rpc.refusal = error
