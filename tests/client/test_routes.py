@@ -77,6 +77,9 @@ def test_kept_originals_make_a_direct_route_possible(
     expected = edge.embedded(setting.repo, 3, images)
     np.testing.assert_allclose([got[str(p)][1] for p in images], expected, atol=1e-5)
     edge.follow(setting.gallery, Wishes(keep_original=False))
+    assert edge.spaces(setting.gallery) == {2: "previous", 3: "active"}
+    edge.upgraded_before(setting.gallery, days=8)
+    edge.follow(setting.gallery)
     assert edge.spaces(setting.gallery) == {3: "active"}
 
 

@@ -80,6 +80,11 @@ def test_the_way_back_is_kept_until_the_release_is_confirmed(
     assert (report.state, report.release) == ("behind", 1)
     assert report.notes == ["held back here: release 2 was rolled back here"]
     assert edge.follow(setting.gallery, Wishes(retry=True)).state == "upgraded"
+    # A daily job finds nothing newer, and keeps the way back for a week.
+    assert edge.follow(setting.gallery).confirmed == []
+    edge.upgraded_before(setting.gallery, days=6)
+    assert edge.follow(setting.gallery).confirmed == []
+    edge.upgraded_before(setting.gallery, days=8)
     assert edge.follow(setting.gallery).confirmed == [1]
     with Device(setting.gallery) as device, pytest.raises(NotFoundError, match="confirmed"):
         roll_back(device)
@@ -96,6 +101,18 @@ def test_a_withdrawn_release_is_left_again(setting: Setting, world: edge.World) 
     assert edge.follow(setting.gallery).release == 1
     world_after = edge.contents(setting.gallery)
     assert {origin for origin, _ in world_after.values()} == {"native"}
+
+
+def test_a_device_whose_only_release_is_withdrawn_is_told_so(setting: Setting) -> None:
+    withdraw(setting.repo, 1, "worse on cats")
+    for wishes in (Wishes(dry_run=True), Wishes()):
+        report = edge.follow(setting.gallery, wishes)
+        assert (report.state, report.release) == ("behind", 1)
+        assert report.notes == [
+            "release 1 was withdrawn: worse on cats",
+            "no other release can be followed from here, so it answers on",
+        ]
+        assert sentence(report) == "stays at release 1"
 
 
 def test_a_release_that_fails_its_probes_is_remembered_and_passed_over(

@@ -269,9 +269,9 @@ class Device:
             assert self.back is not None
             self.active, self.back = self.back, None
             return "rolled-back"
-        if behind:
+        if behind or self.active in published.withdrawn:
             return "behind"
-        self.back = None
+        # No life lasts the week after which the way back goes.
         return "up-to-date"
 
     def rollback(self) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler
 from pathlib import Path
 
@@ -103,6 +104,15 @@ def follow(gallery: Path, wishes: Wishes | None = None) -> Report:
     """Sync in this process."""
     with Device(gallery) as device:
         return sync(device, wishes or Wishes(), QUIET)
+
+
+def upgraded_before(gallery: Path, days: int) -> None:
+    """Let the last upgrade be so many days ago."""
+    at = (datetime.now(UTC) - timedelta(days=days)).isoformat(timespec="seconds")
+    with Device(gallery) as device:
+        release = str(device.store.active().spec.release)
+        carried = device.state("carried")
+        device.store.state_set({"carried": {**carried, release: {**carried[release], "at": at}}})
 
 
 def contents(gallery: Path) -> dict[str, tuple[str | None, NDArray[np.float32]]]:

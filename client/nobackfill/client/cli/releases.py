@@ -88,7 +88,7 @@ def report(
 
 
 def rollback(context: typer.Context, json: Json = False) -> None:
-    """Return to the release before: kept until a sync finds nothing new, or gc is run."""
+    """Return to the release before: kept until a sync a week later finds nothing newer, or gc."""
     from nobackfill.client.device import Device
     from nobackfill.client.sync.rollback import roll_back
 

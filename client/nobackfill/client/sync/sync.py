@@ -2,7 +2,8 @@
 
 A kill at any moment leaves the gallery wholly in the old space or wholly in the new one, and the
 next sync goes on from there. The space that was left is kept, so that `rollback` can return to it,
-until a later sync finds nothing more to do (or `gc` is asked to): that confirms the release.
+until a sync at least a week later finds nothing newer to follow (or `gc` is asked to): that
+confirms the release.
 """
 
 import secrets
@@ -10,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from nobackfill import durable
@@ -29,6 +30,8 @@ from nobackfill.release.trust.trust import Trust
 
 # Times that a sync begins anew because other commands changed the gallery meanwhile.
 _TRIES = 3
+# How long a release serves before a sync that finds nothing newer removes the way back.
+_CONFIRMED_AFTER = timedelta(days=7)
 # How long it waits for such a command to end.
 _CHANGE_SECONDS = 60.0
 
@@ -223,6 +226,8 @@ class _Sync:
             previous = self._device.previous()
             if previous is not None and releases.get(previous.spec.release, "") is None:
                 yield previous.spec.release
+            else:
+                self._fall_behind("no other release can be followed from here, so it answers on")
 
     def _held_back(self) -> dict[str, str]:
         """Releases that failed here, with the reason; without those published anew since."""
@@ -300,15 +305,29 @@ class _Sync:
         return {"at": now, "routes": self._routes(plan)}
 
     def _settle(self) -> Report:
-        """Nothing newer can be followed: what answers is completed and, if newest, confirmed."""
+        """Nothing newer can be followed: what answers, and the way back, are completed; what is
+        newest and has served for long is confirmed."""
         device, report = self._device, self._report
         manifest = device.active()
+        files = list(embedding_files(manifest))
+        previous = device.previous()
+        if previous is not None and self._trust.releases().get(previous.spec.release, "") is None:
+            files += embedding_files(device.manifest(previous.spec.release))
         report.download_bytes += installation.download(
-            device.models, self._trust, embedding_files(manifest), self._output
+            device.models, self._trust, files, self._output
         )
         report.re_embedded += re_embed(device, manifest, self._wishes.backfill, self._output)
         if report.state == "up-to-date":
             with self._changing():
-                report.confirmed = confirm(device)
+                way_back = None if self._has_served() else device.state("return_to")
+                report.confirmed = confirm(device, but=way_back)
                 installation.tidy(device)
         return report
+
+    def _has_served(self) -> bool:
+        """Whether the active release was upgraded to long enough ago to be confirmed. Galleries of
+        earlier versions do not tell when."""
+        carried = self._device.state("carried", {}).get(str(self._report.release))
+        if carried is None:
+            return True
+        return datetime.now(UTC) - datetime.fromisoformat(carried["at"]) >= _CONFIRMED_AFTER
