@@ -84,7 +84,7 @@ def list_images(root: Path, classes: int | None = None, class_list: Path | None 
 
 def _named_folders(root: Path, class_list: Path) -> list[Path]:
     try:
-        lines = class_list.read_text("utf-8").splitlines()
+        lines = class_list.read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"class_list {class_list}: cannot be read ({error})") from error
     # Places365 writes "/a/airfield 0", ImageNet "n01440764 tench, Tinca tinca".

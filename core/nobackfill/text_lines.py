@@ -48,7 +48,7 @@ def read_texts(path: Path, *, key: str = "id", column: str = "text") -> Iterator
 def read_line(line: bytes, where: str, key: str = "id", column: str = "text") -> TextLine:
     """One object. Raises InvalidInputError, which says `where`."""
     try:
-        one = json.loads(line.decode("utf-8"))
+        one = json.loads(line.decode("utf-8-sig"))
         name, text = one[key], one[column]
         notes = {note: value for note, value in one.items() if note not in (key, column)}
         if not all(isinstance(part, str | int | float) for part in (name, text)):

@@ -1,5 +1,6 @@
 """What a publisher says of a converter: both models, whose they are, and what it was fitted on."""
 
+from codecs import BOM_UTF8
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -37,7 +38,7 @@ def read_card(path: Path) -> Card:
     if not path.is_file():
         raise NotFoundError(f"{path}: no such file; --card expects a JSON file")
     try:
-        card = Card.model_validate_json(path.read_bytes())
+        card = Card.model_validate_json(path.read_bytes().removeprefix(BOM_UTF8))
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         place = ".".join(map(str, wrong["loc"]))

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from nobackfill.adopt.pairs import WINDOW
-from nobackfill.adopt.sources.source import Facts, Source
-from nobackfill.errors import InvalidInputError
+from nobackfill.adopt.sources.source import Dimensioned, Facts, Source
+from nobackfill.errors import InvalidInputError, few
 from nobackfill.ridge import Doubles
 from nobackfill.vectors import Vectors
 
@@ -44,7 +44,7 @@ class Inspection:
             low, mean, high = self.norms
             unit = ", all 1" if abs(low - 1) < 1e-3 and abs(high - 1) < 1e-3 else ""
             lines.append(f"norms: {low:.3f} to {high:.3f}, mean {mean:.3f}{unit}")
-        lines.append(f"duplicates: {self.duplicates}")
+            lines.append(f"duplicates: {self.duplicates}")
         if self.unusable or self.zeros:
             lines.append(
                 f"NaN or infinity in {self.unusable} rows, zeros only in {self.zeros}: mend or "
@@ -61,6 +61,14 @@ class Inspection:
 def inspect(source: Source) -> Inspection:
     """Read every vector once."""
     facts = source.facts()
+    if isinstance(source, Dimensioned) and len(mixed := source.dims()) > 1:
+        each = few(f"{dim} in {rows} rows" for dim, rows in mixed.items())
+        why = (
+            f"vectors of several dimensions: {each}; a column is carried whole, so give each "
+            "model's rows a table of their own (CREATE TABLE … AS SELECT … WHERE vector_dims(…) = "
+            "…, with its key)"
+        )
+        return Inspection(facts, sum(mixed.values()), None, None, 0, 0, 0, None, [why])
     seen: set[int] = set()
     count = duplicates = unusable = zeros = 0
     low, high, total = np.inf, 0.0, 0.0

@@ -142,7 +142,7 @@ def _as(kind: Kind, data: bytes, name: str) -> str | bytes:
     if kind == "image":
         return data
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InvalidInputError(f"{name!r}: expected a text in UTF-8") from error
 

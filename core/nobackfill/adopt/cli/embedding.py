@@ -57,6 +57,6 @@ def _tell(line: str) -> None:
 
 def _ids(path: Path) -> set[str]:
     try:
-        return set(path.read_text("utf-8").split("\n")) - {""}
+        return set(path.read_text("utf-8-sig").split("\n")) - {""}
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"{path}: cannot be read ({error})") from error

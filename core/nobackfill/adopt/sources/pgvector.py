@@ -114,6 +114,10 @@ class PgvectorSource:
     def count(self) -> int:
         return self.filled(self.vector)
 
+    def dims(self) -> dict[int, int]:
+        dim = self._table.dim(self.vector)
+        return self._table.dims(self.vector) if dim is None else {dim: self.count()}
+
     def windows(self, rows: int) -> Iterator[Window]:
         self._table.every_row_is_seen()
         after: object = None

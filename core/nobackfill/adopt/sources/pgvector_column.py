@@ -41,6 +41,13 @@ METRICS: Mapping[str, SearchMetric] = {
 }
 
 
+# A row that is still as it was read, after what should have written it.
+_AS_READ: LiteralString = (
+    "SELECT FROM {table} t JOIN nobackfill_pass p ON t.ctid = p.place AND t.xmin = p.writer "
+    "AND t.tableoid = p.relation LIMIT 1"
+)
+
+
 class Columns(Protocol):
     """The source whose old column it is."""
 
@@ -114,13 +121,20 @@ class PgvectorBeside:
                     changes.copy(sql.Identifier("nobackfill_pass"), rows_of_pass)
                     # Through the key's index, which clears pages of what is dead as it goes.
                     changes.run("SET LOCAL enable_tidscan = off")
-                    changes.run(
+                    done = changes.run(
                         "UPDATE {table} t SET {new} = p.new FROM nobackfill_pass p "
                         "WHERE t.ctid = p.place AND t.xmin = p.writer AND t.tableoid = p.relation "
                         "AND {which}",
                         which=which,
                         **self._names,
                     )
+                    if not done and changes.all(_AS_READ):
+                        raise InvalidInputError(
+                            f"{self._table.name}: its rows cannot be changed: a trigger or a rule "
+                            "of the table drops each UPDATE; have it let the column "
+                            f"{self._target.name!r} pass, or carry into a table of their own "
+                            "(--to table:NAME)"
+                        )
                     changes.run("DROP TABLE pg_temp.nobackfill_pass")
 
     def read(self, window: Window) -> Rows:
@@ -177,12 +191,8 @@ class PgvectorBeside:
         old, new, found = self._source.vector, self._target.name, list[str]()
         if self._target.dim <= _INDEXED_DIM or self._source.halves:
             found = index_definitions(self._table, old, new, self._dims)
-        return found or [
-            self._table.text(
-                "CREATE INDEX CONCURRENTLY ON {table} USING hnsw {index}",
-                index=index_of(self._table, self._source, self._names["new"], self._target.dim),
-            )
-        ]
+        index = index_of(self._table, self._source, self._names["new"], self._target.dim)
+        return found or [f"{self._table.index_on()}hnsw {index.as_string()}"]
 
     def _flip(self) -> list[str]:
         """Statements of one transaction."""

@@ -77,7 +77,13 @@ class Connections:
             kept = self._open.get(thread)
         if kept is None or kept.closed:
             with refused(self._name):
-                kept = psycopg.connect(self._address, autocommit=True, client_encoding="UTF8")
+                kept = psycopg.connect(
+                    self._address,
+                    autocommit=True,
+                    client_encoding="UTF8",
+                    # A pooler gives each transaction another session, which knows no statement.
+                    prepare_threshold=None,
+                )
             with self._lock:
                 for ended in [one for one in self._open if not one.is_alive()]:
                     self._open.pop(ended).close()

@@ -202,7 +202,7 @@ def index_definitions(table: Table, old: str, new: str, dims: tuple[int | None, 
             shape=shape.as_string(),
             new=new,
         )
-    on = table.text("CREATE INDEX CONCURRENTLY ON {here} USING ")
+    on = table.index_on("{here}")
     return [
         one_line(_resized(on + text.partition("pg_temp.nobackfill_shape USING ")[2], dims))
         for (text,) in found

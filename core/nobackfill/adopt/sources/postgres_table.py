@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, LiteralString
 
 from nobackfill.adopt.sources.source import Window
-from nobackfill.errors import InvalidInputError, NotFoundError, NotPermittedError
+from nobackfill.errors import InvalidInputError, NotFoundError, NotPermittedError, few
 from nobackfill.extras import extra
 
 with extra("adopt"):
@@ -22,6 +22,8 @@ _SAID = ("nobackfill", "carried", "model", "of")
 # pgvector's types that are carried.
 _VECTOR = re.compile(r"(?:.*\.)?(vector|halfvec)(?:\((\d+)\))?")
 _OPERATORS: dict[str, LiteralString] = {"product": "<#>"}
+# Kinds of relations whose rows are another's.
+_NO_TABLES = {"v": "view", "m": "materialized view", "f": "foreign table"}
 # A table that others use is locked for a moment, or not at all.
 _LOCK_WAIT = "5s"
 # Every trigger function of ours begins so. It has its owner's rights: attached to somebody else's
@@ -53,17 +55,19 @@ class Table:
         self._connections = Connections(address, name)
         self._known: dict[str, Any] = {"table": sql.Identifier(*name.split("."))}
         self._quoted = self._known["table"].as_string()
-        self._pgvector = self._unseen_schema()
+        self.pgvector = self._unseen_schema()
         self._known |= {name: self.of_pgvector(name) for name in ("vector", "vector_send")} | {
             name: self.operator(sign) for name, sign in _OPERATORS.items()
         }
         self.columns = self._columns()
         # However the table was named.
-        self.schema, self.relation, self.oid = self.all(
-            "SELECT nspname, relname, c.oid FROM pg_class c "
+        self.schema, self.relation, self.oid, kind = self.all(
+            "SELECT nspname, relname, c.oid, relkind::text FROM pg_class c "
             "JOIN pg_namespace n ON n.oid = relnamespace WHERE c.oid = to_regclass({quoted})",
             quoted=self._quoted,
         )[0]
+        self.partitioned = kind == "p"
+        self._refuse_others(kind)
         self.key = self._key_column(key)
         self.key_type = self.columns[self.key]
         self._known["key"] = sql.Identifier(self.key)
@@ -81,13 +85,13 @@ class Table:
 
     def of_pgvector(self, name: str) -> sql.Identifier:
         """A type, function or operator class of pgvector's, as statements find it."""
-        return sql.Identifier(*filter(None, (self._pgvector, name)))
+        return sql.Identifier(*filter(None, (self.pgvector, name)))
 
     def operator(self, sign: LiteralString) -> sql.Composable:
         """An operator of pgvector's."""
-        if self._pgvector is None:
+        if self.pgvector is None:
             return sql.SQL(sign)
-        return sql.SQL("OPERATOR({}.{})").format(sql.Identifier(self._pgvector), sql.SQL(sign))
+        return sql.SQL("OPERATOR({}.{})").format(sql.Identifier(self.pgvector), sql.SQL(sign))
 
     def kind(self, column: str) -> str:
         """vector or halfvec, "" for a column of another type."""
@@ -113,6 +117,32 @@ class Table:
             raise NotFoundError(f"{self.name}: no such table; ADDRESS#TABLE names one")
         return dict(found)
 
+    def _refuse_others(self, kind: str) -> None:
+        """Raises InvalidInputError for what is no table with rows of its own alone."""
+        if kind in _NO_TABLES:
+            read = self.all(
+                "SELECT DISTINCT refobjid::regclass::text FROM pg_rewrite r JOIN pg_depend d "
+                "ON classid = 'pg_rewrite'::regclass AND objid = r.oid "
+                "WHERE refclassid = 'pg_class'::regclass AND ev_class = {oid} "
+                "AND refobjid <> ev_class ORDER BY 1",
+                oid=self.oid,
+            )
+            of = f" (of {few(name for (name,) in read)})" if read else ""
+            raise InvalidInputError(
+                f"{self.name}: is a {_NO_TABLES[kind]}{of}; expected a table, as new vectors go "
+                "beside its rows"
+            )
+        heirs = self.all(
+            "SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = {oid} ORDER BY 1",
+            oid=self.oid,
+        )
+        if heirs and not self.partitioned:
+            raise InvalidInputError(
+                f"{self.name}: has rows of tables that inherit from it "
+                f"({few(name for (name,) in heirs)}), where a key may come twice; expected one "
+                "table with a key of its own: name each of these"
+            )
+
     def _key_column(self, wanted: str | None) -> str:
         """A column that a unique index alone covers, and that is never empty."""
         if wanted is not None and wanted not in self.columns:
@@ -126,11 +156,20 @@ class Table:
         )
         keys = [name for name, primary in found if (name == wanted if wanted else primary)]
         if not keys:
+            what_next = (
+                f"name one with --key, or add one: ALTER TABLE {self._quoted} "
+                "ADD COLUMN item_key bigserial UNIQUE, then --key item_key"
+            )
+            if self.partitioned:
+                by = self.one("SELECT pg_get_partkeydef({oid})", oid=self.oid)
+                what_next = (
+                    f"a table that is partitioned by {by} can have none but of the column that it "
+                    "is partitioned by, so it cannot be carried; copy its key and its vectors into "
+                    "a table that is not partitioned, and carry that"
+                )
             raise InvalidInputError(
                 f"{self.name}: expected a key of one column, unique and NOT NULL, found none"
-                f"{'' if wanted is None else f' in {wanted!r}'}; name one with --key, or add one: "
-                f"ALTER TABLE {self._quoted} ADD COLUMN item_key bigserial UNIQUE, then "
-                "--key item_key"
+                f"{'' if wanted is None else f' in {wanted!r}'}; {what_next}"
             )
         return str(keys[0])
 
@@ -189,6 +228,24 @@ class Table:
             quoted=self._quoted,
         )
         return found
+
+    def dims(self, column: str) -> dict[int, int]:
+        """How many rows have a vector of each dimension."""
+        return dict(
+            self.all(
+                "SELECT {dims}({column}::{vector}), count(*) FROM {table} "
+                "WHERE {column} IS NOT NULL GROUP BY 1 ORDER BY 2 DESC",
+                dims=self.of_pgvector("vector_dims"),
+                column=sql.Identifier(column),
+            )
+        )
+
+    def index_on(self, relation: LiteralString = "{table}") -> str:
+        """The beginning of a statement that builds an index. PostgreSQL builds none of a
+        partitioned table without having writers wait."""
+        if self.partitioned:
+            return self.text("CREATE INDEX ON " + relation + " USING ")
+        return self.text("CREATE INDEX CONCURRENTLY ON " + relation + " USING ")
 
     def generated(self, column: str) -> bool:
         """Whether PostgreSQL computes it."""
@@ -419,8 +476,9 @@ class Changes:
         with self._connection.transaction(force_rollback=True):
             yield
 
-    def run(self, query: LiteralString, **parts: object) -> None:
-        self._connection.execute(self._table.composed(query, **parts))
+    def run(self, query: LiteralString, **parts: object) -> int:
+        """How many rows it was of."""
+        return int(self._connection.execute(self._table.composed(query, **parts)).rowcount)
 
     def all(self, query: LiteralString, **parts: object) -> list[Any]:
         """All rows."""
@@ -442,6 +500,13 @@ class Changes:
         if self._table.watching(names["function"]) == (body, ["A"] * len(triggers)):
             return
         self.run("DROP FUNCTION IF EXISTS {function}() CASCADE", **names)
+        if self._table.pgvector is not None:
+            # Where a condition's comparison of vectors is found, once: when the trigger is made.
+            self.run(
+                "SELECT set_config('search_path', concat_ws(', ', "
+                "NULLIF(current_setting('search_path'), ''), quote_ident({schema})), true)",
+                schema=self._table.pgvector,
+            )
         self.run(
             "CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER "
             "SET search_path = pg_catalog, pg_temp SET row_security = off AS {body}",

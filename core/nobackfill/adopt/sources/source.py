@@ -171,6 +171,14 @@ class WarningSource(Source, Protocol):
 
 
 @runtime_checkable
+class Dimensioned(Source, Protocol):
+    """A source that may hold vectors of several dimensions, and counts them by itself."""
+
+    def dims(self) -> dict[int, int]:
+        """How many items have a vector of each dimension."""
+
+
+@runtime_checkable
 class Searchable(Source, Protocol):
     """A source that answers searches: what nobackfill.serve needs of a store."""
 

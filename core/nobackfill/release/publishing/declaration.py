@@ -6,6 +6,7 @@ pixels, transformers, open_clip and timm export.
 
 import json
 import os
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, TypeVar
@@ -202,7 +203,7 @@ def _parsed_if_there(file: Path, kind: type[_Parsed]) -> _Parsed:
 def _parsed(file: Path, kind: type[_Parsed]) -> _Parsed:
     """Raises InvalidInputError that names `file`."""
     try:
-        return kind.model_validate_json(file.read_bytes())
+        return kind.model_validate_json(file.read_bytes().removeprefix(BOM_UTF8))
     except OSError as error:
         raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
     except ValidationError as error:
