@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from nobackfill.gallery.reading import Item
-from nobackfill.server.canary.comparison import STOPS_AT, Comparison
+from nobackfill.server.canary.comparison import STOPS_AT, Caller, Comparison
 from nobackfill.server.galleries.asked import Found
 from nobackfill.server.galleries.ranking import Hit
 from nobackfill.server.state import Canary
@@ -18,6 +18,9 @@ class Told:
         self.now = canary
         self.comparison = Comparison(2, lambda: self.now)
         self._requests = map(str, itertools.count())
+        self.token = ""
+        # Whether the last answer may be too slow.
+        self.slow = False
 
     def answered(
         self, key: int, *, new: bool, by: Canary | None = None, seconds: float = 0.01
@@ -25,7 +28,8 @@ class Told:
         """A query that began `by` a setting, and ends now; its request id."""
         hit = Hit(Item(0, "item", None, {}), 0.0, None, 2 if new else 1, "native")
         found = Found([hit], 2 if new else 1, "space", next(self._requests))
-        self.comparison.answered(by or self.now, found, seconds, key, new=new)
+        caller = Caller(key, self.token)
+        self.slow = self.comparison.answered(by or self.now, found, seconds, caller, new=new)
         return found.request_id
 
     def sessions(self) -> tuple[int, int]:
@@ -33,6 +37,7 @@ class Told:
         return report.old.sessions, report.new.sessions
 
 
+OTHERS = itertools.count(10_000)
 SHADOW, CANARY = Canary(share=0.5, shadow=True), Canary(share=0.5)
 
 
@@ -69,7 +74,8 @@ def test_a_shadow_that_becomes_a_canary_gives_no_evidence_of_feedback() -> None:
 
 def late(told: Told, given: float, took: float, *, single: bool = True) -> tuple[float, float]:
     """The evidence of errors and of latency after a query that came too late."""
-    told.comparison.late(CANARY, given, took, single=single)
+    if told.comparison.late(CANARY, given, took, Caller(next(OTHERS)), single=single):
+        told.comparison.repeated(CANARY, took, given)
     evidence = told.comparison.report().evidence
     return evidence["errors"], evidence["latency"]
 
@@ -101,3 +107,49 @@ def test_the_old_pair_is_left_time_to_answer() -> None:
     assert told.comparison.share_of_time(8) == 6
     assert told.comparison.share_of_time(0.06) == pytest.approx(0.04)
     assert told.comparison.share_of_time(0.03) == 0.015
+
+
+def told_of_ordinary_queries() -> Told:
+    """Of 600, half of which the new pair has answered, each of another session."""
+    told = Told(CANARY)
+    for key in range(600):
+        told.answered(key, new=key >= 300)
+    assert told.comparison.report().evidence["latency"] < 1
+    return told
+
+
+def latency(told: Told, key: int, old: float, new: float) -> float:
+    """The evidence after a slow answer, which took each pair so long when it was repeated."""
+    told.answered(key, new=True, seconds=0.5)
+    if told.slow:
+        told.comparison.repeated(CANARY, old, new)
+    return told.comparison.report().evidence["latency"]
+
+
+def test_what_takes_both_pairs_as_long_says_nothing() -> None:
+    """Seven searches of many hits, compared exactly, stopped any canary."""
+    told = told_of_ordinary_queries()
+    before = told.comparison.report().evidence["latency"]
+    for key in range(1000, 1100):
+        assert latency(told, key, old=0.4, new=0.5) == before
+
+
+def test_one_caller_is_counted_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, now = told_of_ordinary_queries(), 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    before = told.comparison.report().evidence["latency"]
+    once = latency(told, 1000, old=0.1, new=0.5)
+    assert before < once < STOPS_AT
+    for _ in range(20):
+        assert latency(told, 1000, old=0.1, new=0.5) == once
+    # One token that is many sessions is one caller for a moment, too.
+    told.token = "app"
+    twice = latency(told, 1001, old=0.1, new=0.5)
+    assert twice > once
+    for key in range(1002, 1022):
+        assert latency(told, key, old=0.1, new=0.5) == twice
+    # And a pair that stays slow is found.
+    for key in range(1022, 1042):
+        now += 1.5
+        evidence = latency(told, key, old=0.1, new=0.5)
+    assert evidence > STOPS_AT

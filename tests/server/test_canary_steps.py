@@ -29,6 +29,9 @@ def test_it_goes_its_steps_by_itself(client: Client) -> None:
     canary = pb.Canary(share=0.25, steps=[0.5, 1.0])
     canary.every.FromMilliseconds(300)
     begin(client, canary)
+    wait_for(lambda: report(client).canary.share == 1)
+    # Somebody has to meet it before it is promoted.
+    assert whole(ask(client, SESSIONS[0], 0), "i0") == 2
     wait_for(lambda: client.states()[2] == "ACTIVE")
     assert report(client).state == pb.CANARY_STATE_PROMOTED
 

@@ -14,7 +14,7 @@ from nobackfill.errors import (
     NobackfillError,
     NoEncoderError,
 )
-from nobackfill.server.canary.comparison import NOTHING, CanaryState, Comparison, Report
+from nobackfill.server.canary.comparison import NOTHING, Caller, CanaryState, Comparison, Report
 from nobackfill.server.canary.mirror import Mirror
 from nobackfill.server.canary.sessions import Kind
 from nobackfill.server.galleries.asked import Answers, Asked, Found, Query, Search
@@ -27,6 +27,9 @@ from nobackfill.shares import digest, in_share
 # Of these the caller is the reason, or how many there are, or another gateway: they would have met
 # the old pair as well, a moment before. Of what came too late, see Comparison.late.
 _NO_EVIDENCE = (BusyError, CancelledError, DeadlineError, NoEncoderError, OutdatedError)
+
+# A query that was slow has so long at least when it is repeated.
+_REPEAT_S = 1.0
 
 
 class Canaries:
@@ -59,6 +62,11 @@ class Canaries:
         """Of the last one since the start."""
         return NOTHING if self._now is None else self._now.report()
 
+    def met(self, release: int) -> bool:
+        """Whether the release has answered a query since its canary began here."""
+        now = self.report()
+        return now.release == release and now.new.queries > now.new.errors
+
     def verdict(self) -> str | None:
         """Why the one under way is to be stopped, if it is."""
         canary = self.setting()
@@ -85,19 +93,33 @@ class Canaries:
         by_new = chosen and not canary.shadow
         if not _takes_part(asked, plan, on_trial):
             by_new = by_new and _reads(on_trial, asked.query)
-            return search(asked, plan, on_trial if by_new else None)
+            found = search(asked, plan, on_trial if by_new else None)
+            if by_new:
+                self._comparison(on_trial.query.release).answered_alone()
+            return found
         comparison, began = self._comparison(on_trial.query.release), time.monotonic()
+        caller = Caller(key, call.name)
+        both = _Both(asked, plan, on_trial, search, canary, comparison)
         if by_new:
-            trial = _Trial(canary, comparison, on_trial, asked.query)
+            trial = _Trial(canary, comparison, on_trial, asked.query, caller)
             found, failed = trial.answer(lambda part: search(asked, plan, part))
             if failed:
+                if trial.too_late is not None:
+                    self._offer(both, lambda: both.repeat(trial.too_late or 0.0))
                 return found
         else:
             found = search(asked, plan, None)
         found = replace(found, request_id=call.request_id)
-        comparison.answered(canary, found, time.monotonic() - began, key, new=by_new)
+        seconds = time.monotonic() - began
+        slow = comparison.answered(canary, found, seconds, caller, new=by_new)
+
+        def compare() -> None:
+            both.compare(found)
+            if slow:
+                both.repeat(max(_REPEAT_S, 2 * seconds))
+
         if chosen:
-            self._compare(asked, plan, on_trial, search, (canary, comparison, found))
+            self._offer(both, compare)
         return found
 
     def batch(self, on_trial: Part, answer: Callable[[Part | None], Answers]) -> Answers:
@@ -110,45 +132,28 @@ class Canaries:
         if not in_share(digest(release, calls.current().key), canary.share):
             return answer(None)
         comparison = self._comparison(release)
-        found, failed = _Trial(canary, comparison, on_trial, None).answer(answer)
+        key = digest(release, calls.current().key)
+        found, failed = _Trial(canary, comparison, on_trial, None, Caller(key)).answer(answer)
         if not failed:
             comparison.batched(canary)
         return found
 
-    def _compare(
-        self, asked: Asked, plan: Plan, on_trial: Part, search: Search,
-        answered: tuple[Canary, Comparison, Found],
-    ) -> None:  # fmt: skip
-        """Have the other pair answer the query, too, some time."""
-        canary, comparison, found = answered
-        by_new = found.space == on_trial.query.space
-        aside = replace(asked, aside=True)
-
-        def compare() -> None:
-            try:
-                other = search(aside, plan, None if by_new else on_trial)
-            except NobackfillError as error:
-                if not by_new and _is_evidence(error, asked.query):
-                    # What they share may be away since the old one has answered: not if it does.
-                    search(aside, plan, None)
-                    comparison.failed(canary)
-                return
-            old, new = (other, found) if by_new else (found, other)
-            comparison.mirrored(canary, old, new, by_new=not by_new)
+    def _offer(self, both: "_Both", compare: Callable[[], None]) -> None:
+        """Compare both pairs some time, off the callers' path."""
 
         def work() -> None:
-            hosted = asked.hosted
+            hosted = both.asked.hosted
             if not hosted.users.enter():
                 return
             try:
                 with suppress(NobackfillError), hosted.using() as now:
-                    if now is plan:
+                    if now is both.plan:
                         compare()
             finally:
                 hosted.users.leave()
 
-        if not self._mirror.offer(work, _size(asked.query)):
-            comparison.skipped()
+        if not self._mirror.offer(work, _size(both.asked.query)):
+            both.comparison.skipped()
 
     def _comparison(self, release: int) -> Comparison:
         """Of the release on trial: after a restart it begins anew."""
@@ -159,6 +164,49 @@ class Canaries:
 
 
 @dataclass(frozen=True)
+class _Both:
+    """One query, for each of the pairs; nobody waits for it any more."""
+
+    asked: Asked
+    plan: Plan
+    on_trial: Part
+    search: Search
+    canary: Canary
+    comparison: Comparison
+
+    def compare(self, found: Found) -> None:
+        """What one pair has found, with what the other one does."""
+        by_new = found.space == self.on_trial.query.space
+        try:
+            other = self._aside(None if by_new else self.on_trial)
+        except NobackfillError as error:
+            if not by_new and _is_evidence(error, self.asked.query):
+                # What they share may be away since the old one has answered: not if it does.
+                self._aside(None)
+                self.comparison.failed(self.canary)
+            return
+        old, new = (other, found) if by_new else (found, other)
+        self.comparison.mirrored(self.canary, old, new, by_new=not by_new)
+
+    def repeat(self, most: float) -> None:
+        """Time both on what was slow, one after the other; the new one for `most` seconds."""
+        old = self._timed(None)
+        try:
+            new = _within(most, lambda: self._timed(self.on_trial))
+        except DeadlineError:
+            new = most
+        self.comparison.repeated(self.canary, old, new)
+
+    def _timed(self, part: Part | None) -> float:
+        began = time.monotonic()
+        self._aside(part)
+        return time.monotonic() - began
+
+    def _aside(self, part: Part | None) -> Found:
+        return self.search(replace(self.asked, aside=True), self.plan, part)
+
+
+@dataclass
 class _Trial:
     """A query, None for several of one call, that the new pair is to answer."""
 
@@ -166,6 +214,9 @@ class _Trial:
     comparison: Comparison
     on_trial: Part
     query: Query | None
+    caller: Caller
+    # Seconds in which it did not answer, where that may be too slow.
+    too_late: float | None = None
 
     def answer(self, ask: Callable[[Part | None], Answers]) -> tuple[Answers, bool]:
         """What the new pair answers; what it fails, the old one does, and it is counted. And
@@ -180,7 +231,8 @@ class _Trial:
             answers = ask(None)
             if isinstance(error, DeadlineError):
                 took = time.monotonic() - began
-                self.comparison.late(self.canary, given, took, single=single)
+                if self.comparison.late(self.canary, given, took, self.caller, single=single):
+                    self.too_late = given
             elif _is_evidence(error, self.query):
                 self.comparison.failed(self.canary)
             return answers, True

@@ -1,6 +1,9 @@
 """One canary as far as it got: what both pairs answered, and whether a bound is crossed."""
 
+import math
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -21,6 +24,9 @@ _EVIDENCE_OF: Mapping[Kind, str] = {"approved": "approvals", "rejected": "reject
 _SLOW = 0.01
 # The percentile is known once so many queries are, and looked up anew after each so many.
 _KNOWN, _ANEW = 200, 50
+# A caller's key, and a token, count for latency once in so many seconds.
+_OF_KEY_S, _OF_TOKEN_S = 10.0, 1.0
+_MOST_TURNS = 100_000
 # Until it is known, a caller that waits less for the new pair says nothing by giving it up.
 _PATIENT_S = 1.0
 
@@ -71,6 +77,32 @@ class _Counted:
     skipped: int = 0
 
 
+@dataclass(frozen=True)
+class Caller:
+    """`key`: a digest of what says which pair answers; `token`: its name, empty without tokens."""
+
+    key: int
+    token: str = ""
+
+
+class _Turns:
+    """When each of many was counted last."""
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[object, float] = OrderedDict()
+
+    def due(self, one: object, every_s: float) -> bool:
+        """Whether it is so long ago; then it is now."""
+        now = time.monotonic()
+        if now - self._last.get(one, -math.inf) < every_s:
+            return False
+        self._last[one] = now
+        self._last.move_to_end(one)
+        if len(self._last) > _MOST_TURNS:
+            self._last.popitem(last=False)
+        return True
+
+
 class Comparison:
     """Of one release with the one that answers; usable from several threads."""
 
@@ -82,6 +114,8 @@ class Comparison:
         self._counted = _Counted()
         self._sessions = Sessions()
         self._errors, self._latency = Evidence(), Evidence()
+        # When a query of a caller's key, and of a token, counted for latency.
+        self._keys, self._tokens = _Turns(), _Turns()
         # The old pair's 99th percentile in seconds.
         self._p99: float | None = None
         # What says who is answered by which pair: share and shadow.
@@ -89,18 +123,30 @@ class Comparison:
         self._ended: tuple[CanaryState, str] | None = None
 
     def answered(
-        self, canary: Canary, found: Found, seconds: float, key: int, *, new: bool
-    ) -> None:
-        """Count what a caller got, after so many seconds."""
+        self, canary: Canary, found: Found, seconds: float, caller: "Caller", *, new: bool
+    ) -> bool:
+        """Count what a caller got, after so many seconds. True: it may be too slow, which
+        `repeated` counts once the same query was answered by both pairs."""
         with self._lock:
             self._figures(new).count(found, seconds)
-            self._remember(canary, found, key, new=new)
+            self._remember(canary, found, caller.key, new=new)
             if not new:
                 self._look_up()
-                return
+                return False
             self._errors.see(False, canary.most_errors)
-            if self._p99 is not None:
-                self._latency.see(seconds > canary.largest_p99_ratio * self._p99, _SLOW)
+            if self._p99 is None or not self._in_turn(caller):
+                return False
+            if seconds > canary.largest_p99_ratio * self._p99:
+                return True
+            self._latency.see(False, _SLOW)
+            return False
+
+    def repeated(self, canary: Canary, old: float, new: float) -> None:
+        """Count a query that was too slow, and took so many seconds when both pairs answered it
+        again: one that takes as long in the old pair says nothing about the new one."""
+        with self._lock:
+            if new > canary.largest_p99_ratio * old:
+                self._latency.see(True, _SLOW)
 
     def failed(self, canary: Canary) -> None:
         """Count a query that the new pair failed and the old one answered."""
@@ -115,27 +161,31 @@ class Comparison:
         p99 = self._p99
         return left / 2 if p99 is None else max(left / 2, min(left * 3 / 4, left - 2 * p99))
 
-    def late(self, canary: Canary, given: float, took: float, *, single: bool) -> None:
+    def late(
+        self, canary: Canary, given: float, took: float, caller: "Caller", *, single: bool
+    ) -> bool:
         """Count what the new pair did not answer in the seconds it was `given`, and the old one in
-        those it `took`; `single`: one query, not several in a call.
+        those it `took`; `single`: one query, not several in a call. True as in `answered`.
 
         Only where the bounds allow no query to take so long: else callers that hardly wait would
         stop any release.
         """
         with self._lock:
-            evidence, bound = self._errors, canary.most_errors
+            of_latency = single and self._p99 is not None
             enough = max(_PATIENT_S, canary.largest_p99_ratio * took)
             if single and self._p99 is not None:
-                evidence, bound = self._latency, _SLOW
                 enough = canary.largest_p99_ratio * self._p99
             if given < enough:
-                return
+                return False
             self._counted.new.queries += 1
             self._counted.new.errors += 1
             if single:
                 # It would have taken longer.
                 self._counted.new.seconds.append(given)
-            evidence.see(True, bound)
+            if of_latency:
+                return self._in_turn(caller)
+            self._errors.see(True, canary.most_errors)
+            return False
 
     def batched(self, canary: Canary) -> None:
         """Count several queries of one call that the new pair has answered, as one, which is what
@@ -143,6 +193,11 @@ class Comparison:
         with self._lock:
             self._counted.new.queries += 1
             self._errors.see(False, canary.most_errors)
+
+    def answered_alone(self) -> None:
+        """Count a query that only the new pair reads: there is nothing to compare it with."""
+        with self._lock:
+            self._counted.new.queries += 1
 
     def mirrored(self, canary: Canary, old: Found, new: Found, *, by_new: bool) -> None:
         """Count the answer that nobody waited for: the new pair's if `by_new`."""
@@ -209,6 +264,12 @@ class Comparison:
 
     def _figures(self, new: bool) -> PairFigures:
         return self._counted.new if new else self._counted.old
+
+    def _in_turn(self, caller: "Caller") -> bool:
+        """Whether a query counts for latency: one of a caller's key in a while, and fewer of a
+        token than it could have keys."""
+        turn = self._keys.due(caller.key, _OF_KEY_S)
+        return turn and (not caller.token or self._tokens.due(caller.token, _OF_TOKEN_S))
 
     def _look_up(self) -> None:
         queries = self._counted.old.queries

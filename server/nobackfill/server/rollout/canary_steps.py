@@ -57,7 +57,8 @@ class CanarySteps:
             self._run.waiting = False
 
     def _next(self) -> None:
-        self._parts.state.revise(_next_step)
+        met = self._parts.canaries.met(self._run.record.release)
+        self._parts.state.revise(lambda now: _next_step(now, met=met))
 
     def _judge(self) -> None:
         withdrawn = self._parts.catalog.releases.get(self._run.record.release)
@@ -75,14 +76,15 @@ def share_of(canary: Canary, release: int) -> str:
     return f"release {release} {does} {canary.share:.3g} of the callers"
 
 
-def _next_step(now: State) -> Mapping[str, object]:
+def _next_step(now: State, *, met: bool) -> Mapping[str, object]:
+    """`met`: whether the release has answered a query; it is not promoted without."""
     record = now.activation
     if record is None or record.canary is None:
         return {}
     canary = record.canary
     if canary.steps:
         values: dict[str, object] = {"share": canary.steps[0], "steps": canary.steps[1:]}
-    elif canary.share == 1 and not canary.shadow:
+    elif canary.share == 1 and not canary.shadow and met:
         values = {"promoted": True}
     else:
         # The last step stays until somebody promotes it.

@@ -69,7 +69,7 @@ class Promotion:
 
     def promote(self, release: int) -> Run:
         """All queries move to the new pair. Raises PreconditionError where there is no canary of
-        the release, CannotWriteError."""
+        the release, and where nobody has met it, CannotWriteError."""
 
         def promoted(now: State) -> Mapping[str, object]:
             record, canary = _canary(now, release)
@@ -84,6 +84,13 @@ class Promotion:
                         f"another gateway leads the canary of release {release}; ask that one"
                     )
                 raise _none(release)
+            if not self.parts.canaries.met(release):
+                raise PreconditionError(
+                    f"release {release} has answered no query of its canary at this gateway: there "
+                    "is no evidence to promote it by. Let more callers meet it, as with `gateway "
+                    f"activate {release} --canary 50%`, or end the canary with `gateway rollback "
+                    f"--yes` and run `gateway activate {release}`, which asks for none"
+                )
             self.parts.state.revise(promoted)
         return run
 
