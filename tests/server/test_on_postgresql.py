@@ -7,14 +7,21 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psycopg
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from nobackfill.errors import BusyError, ConfigurationError, UnavailableError
+from nobackfill.errors import (
+    BusyError,
+    ConfigurationError,
+    UnavailableError,
+    VerificationError,
+)
 from nobackfill.server.settings import Settings, load_settings
 from nobackfill.wire.gateway import Gateway as Caller
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import serving
-from tests.server.support import Client, images, running
+from tests.server.support import Client, images, refused, running
 from tests.server.test_life import (
     test_a_chain_of_releases as test_a_chain_of_releases,
 )
@@ -86,6 +93,34 @@ def test_a_database_that_crashes_is_waited_for(
             client.swap(2)
             assert client.find(images(1)[0]).release == 2
             assert client.get_gallery("g").items == 8
+
+
+@pytest.mark.parametrize("table", ["vectors_1", "items", "spaces", "gate"])
+def test_a_gallery_that_lost_a_table_is_set_aside(
+    repo: Path, tmp_path: Path, store: str, table: str
+) -> None:
+    """It was reported for ever as what another gateway does, and its health as good."""
+    with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
+        for name in ("bad", "good"):
+            client.create_gallery(name)
+            client.put_images(images(3), name)
+        number = gateway.galleries.get("bad").number
+        with psycopg.connect(store, autocommit=True) as connection:
+            connection.execute(f"DROP TABLE nobackfill_{number}.{table}".encode())
+        with refused(VerificationError, f"no table nobackfill_{number}.{table}"):
+            if table == "vectors_1":
+                client.find(images(1)[0], "bad")
+            client.put_images(images(1), "bad")
+        with refused(VerificationError, "set aside"):
+            client.find(images(1)[0], "bad")
+        health = health_pb2_grpc.HealthStub(client.raw.channel)
+        asked = health_pb2.HealthCheckRequest(service="gallery/bad")
+        assert health.Check(asked).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert client.find(images(1)[0], "good").hits[0].id == "i0"
+    with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
+        assert gateway.galleries.aside().keys() == {"bad"}
+        assert client.find(images(1)[0], "good").hits[0].id == "i0"
+        client.delete_gallery("bad")
 
 
 def test_a_password_is_in_no_log(repo: Path, tmp_path: Path, store: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.errors import UnauthenticatedError
+from nobackfill.errors import UnauthenticatedError, VerificationError
 from nobackfill.server.gateway import Gateway
 from nobackfill.server.state import AUDIT, MOST_DEEDS, StateFile
 from tests.server.conftest import Stages, publish_stage
@@ -102,3 +102,24 @@ def test_of_very_many_deeds_the_latest_are_told(tmp_path: Path) -> None:
     kept = [f"gallery g{i}" for i in range(MOST_DEEDS + 10)]
     file.write_bytes(b"".join(line_of(what) + b"\n\xc3\n[]\n" for what in kept))
     assert [deed.of_what for deed in state.deeds()] == kept[10:]
+
+
+@pytest.mark.parametrize(
+    ("change", "unknown"),
+    [
+        ({"format": 2}, "format 2"),
+        ({"leases": {}}, "leases"),
+        ({"format": 2, "a": 1}, "a, format 2"),
+    ],
+)
+def test_a_newer_versions_state_is_not_called_damaged(
+    tmp_path: Path, change: dict[str, object], unknown: str
+) -> None:
+    path = tmp_path / "state.json"
+    StateFile(path).change(active=1)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(VerificationError, match=f"newer nobackfill: {unknown}.*start the version"):
+        StateFile(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"active": "one"}))
+    with pytest.raises(VerificationError, match="is damaged"):
+        StateFile(path)

@@ -34,6 +34,17 @@ def test_pgvector_elsewhere_is_said_to_be_there(postgres: Server) -> None:
         opened(url)
 
 
+@pytest.mark.parametrize("encoding", ["LATIN1", "SQL_ASCII"])
+def test_a_database_that_cannot_hold_every_text_is_refused(postgres: Server, encoding: str) -> None:
+    name = f"narrow_{encoding.lower()}"
+    postgres.sql(f"CREATE DATABASE {name} ENCODING '{encoding}' LOCALE 'C' TEMPLATE template0")
+    try:
+        with pytest.raises(ConfigurationError, match=f"texts as UTF8, found {encoding}: ids"):
+            opened(postgres.url(name))
+    finally:
+        postgres.sql(f"DROP DATABASE {name} WITH (FORCE)")
+
+
 def test_a_search_path_of_the_roles_own_is_no_matter(postgres: Server) -> None:
     with postgres.database() as url:
         with psycopg.connect(url, autocommit=True) as connection:

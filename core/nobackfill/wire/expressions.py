@@ -17,6 +17,9 @@ from nobackfill.gallery.filters import (
 from nobackfill.v1 import types_pb2 as types
 from nobackfill.wire.values import to_value
 
+# No item has this key, so that it lacks it holds of all. A gateway that does not know expressions
+# does not know such a test either, and refuses it rather than answer without a filter.
+NEWER = "\0 this gateway is older than filter expressions: update it"
 _BOUNDS = ("at_least", "less_than", "greater_than", "at_most")
 
 
@@ -30,6 +33,7 @@ def to_filter(where: Mapping[str, Scalar] | Filter | None) -> types.Filter:
     elif where is not None:
         check(where)
         made.expression.CopyFrom(to_expression(where))
+        made.conditions.add(key=NEWER, exists=False)
     return made
 
 

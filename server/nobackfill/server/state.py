@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
@@ -18,9 +19,11 @@ from nobackfill import durable
 from nobackfill.errors import (
     CannotWriteError,
     NobackfillError,
+    NotFoundError,
     PreconditionError,
     UnavailableError,
     VerificationError,
+    few,
 )
 
 log = structlog.get_logger("server.state")
@@ -32,6 +35,8 @@ MOST_DEEDS = 1000
 AUDIT = "audit.jsonl"
 # Beside it: what a restore has not finished. Without a state file nothing may be served.
 UNFINISHED_RESTORE = f"{durable.TEMPORARY}restore"
+# How pydantic calls a field that a model does not have.
+_EXTRA = "extra_forbidden"
 # Bytes of a reason, and of galleries paused meanwhile.
 _SPARE = 16 << 10
 RolloutName = Literal["direct", "dual", "cutover"]
@@ -90,6 +95,24 @@ class State(_Strict):
     paused: tuple[str, ...] = ()
 
 
+def read_state(content: bytes | str, what: str) -> State:
+    """Raises VerificationError for one that is damaged, or that a newer version has written;
+    `what`: where it is."""
+    try:
+        return State.model_validate_json(content)
+    except ValidationError as error:
+        wrong = error.errors()
+        # Of a whole state, nothing but what this version does not know.
+        unknown = [".".join(map(str, one["loc"])) for one in wrong if one["type"] == _EXTRA]
+        unknown += [f"format {one['input']}" for one in wrong if one["loc"] == ("format",)]
+        if len(unknown) == len(wrong):
+            raise VerificationError(
+                f"{what} was written by a newer nobackfill: {few(unknown)} is not known to "
+                f"{version('nobackfill')}, which reads format 1; start the version that wrote it"
+            ) from error
+        raise VerificationError(f"{what} is damaged ({error}); restore it from a backup") from error
+
+
 def tried_well(now: State) -> Mapping[str, object]:
     """The models of the activation under way are not to blame if the gateway ends from here on."""
     record = now.activation
@@ -98,6 +121,10 @@ def tried_well(now: State) -> Mapping[str, object]:
 
 class OutdatedError(UnavailableError):
     """What was about to be done follows from a plan that another gateway has replaced."""
+
+
+class GoneError(NotFoundError):
+    """A gallery, or a table that it is made of, is not there any more."""
 
 
 class LeadLostError(NobackfillError):
@@ -219,12 +246,12 @@ class StateFile(GatewayState):
         """Raises VerificationError for a damaged file, naming it."""
         self._path = path
         try:
-            now = State.model_validate_json(path.read_bytes())
+            now = read_state(path.read_bytes(), str(path))
         except FileNotFoundError:
             now = State()
-        except (ValidationError, OSError) as error:
+        except OSError as error:
             raise VerificationError(
-                f"{path} is damaged ({error}); restore the data folder from a backup"
+                f"{path} cannot be read ({error.strerror}); check its permissions and the disk"
             ) from error
         super().__init__(now)
         self._lock = threading.Lock()

@@ -12,6 +12,7 @@ from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
     ConfigurationError,
+    DamagedError,
     InvalidInputError,
     NobackfillError,
     NotFoundError,
@@ -25,7 +26,7 @@ from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.in_files import NAME, Home
 from nobackfill.server.galleries.lock_order import Level
 from nobackfill.server.galleries.plan import Plan
-from nobackfill.server.state import GatewayState
+from nobackfill.server.state import GatewayState, GoneError, OutdatedError
 
 log = structlog.get_logger("server.galleries")
 
@@ -92,6 +93,7 @@ class Galleries:
                 hosted.wake()
             # Kept for whoever lists them: the file is open now, and may be closed again soon.
             hosted.sizes()
+            hosted.check_whole()
         except BaseException:
             hosted.store.close()
             raise
@@ -118,6 +120,13 @@ class Galleries:
         try:
             with lock_order.holding(Level.GALLERY, name):
                 yield hosted
+        except (GoneError, OutdatedError):
+            try:
+                hosted.check_whole()
+            except DamagedError as error:
+                self.set_aside(name, error)
+                raise
+            raise
         finally:
             hosted.users.leave()
 

@@ -128,6 +128,9 @@ class Hosted:
         it, ItemQuotaError beyond the `allowance`, and as `store.put`."""
         self.store.put(ids, vectors, digests=digests, metadata=metadata)
 
+    def check_whole(self) -> None:
+        """Raises DamagedError where a part of the gallery is missing that nobody has dropped."""
+
     def wake(self) -> None:
         """Make the views that the plan searches: of a gallery that is opened at the start they are
         made at its first use, unless it is large."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nobackfill.errors import IncompatibleSpaceError, NotFoundError
+from nobackfill.errors import DamagedError, IncompatibleSpaceError, NotFoundError
 from nobackfill.gallery.matches import Matches
 from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search import origins
@@ -142,6 +142,11 @@ class HostedInDatabase(Hosted):
     def compares(self, part: Part, ef: int) -> bool:
         """Whether a search of the part reads every vector."""
         return compares(self._table(part.space).spec, ef)
+
+    def check_whole(self) -> None:
+        missing = self._gallery.missing_table()
+        if missing is not None:
+            raise DamagedError(f"gallery {self.name!r} in the database", f"no table {missing}")
 
     def expect(self, space: str) -> None:
         """Look which items it has: a search looks for the others at later ones."""

@@ -18,6 +18,7 @@ from nobackfill.gallery.filters import (
 )
 from nobackfill.gallery.writing import Metadata
 from nobackfill.v1 import types_pb2 as types
+from nobackfill.wire.expressions import NEWER
 from nobackfill.wire.values import Values, fill_value, from_scalar
 
 # The last second that a Timestamp can hold: the end of the year 9999, in Unix time.
@@ -38,7 +39,7 @@ def to_metadata(metadata: Metadata, keys: Collection[str] | None, into: Values) 
 
 def from_filter(filtered: types.Filter) -> Filter | None:
     """None: everything passes. Raises InvalidInputError for a condition without a test."""
-    parts = [_condition(condition) for condition in filtered.conditions]
+    parts = [_condition(one) for one in filtered.conditions if one.key != NEWER]
     expression = _expression(filtered.expression) if filtered.HasField("expression") else None
     if expression is None:
         return All(tuple(parts)) if parts else None

@@ -10,10 +10,10 @@ from nobackfill.errors import (
     ConfigurationError,
     DamagedError,
     NobackfillError,
-    NotFoundError,
     OverloadedError,
     UnavailableError,
 )
+from nobackfill.server.state import GoneError
 
 # The transaction was rolled back because of another; the same again may go through.
 COLLISIONS = (pg.DeadlockDetected, pg.SerializationFailure, pg.UniqueViolation)
@@ -65,7 +65,7 @@ def refusal(error: Exception) -> NobackfillError | None:
         (_BUSY, BusyError(f"the database is busy ({said}); try again")),
         (_UNWRITABLE, CannotWriteError(f"the database cannot write ({said}); free some space")),
         (_REFUSED, ConfigurationError(f"the database refuses: {said}; check user and rights")),
-        (_GONE, NotFoundError("the gallery was closed or deleted")),
+        (_GONE, GoneError("the gallery was closed or deleted")),
         (
             (pg.DataCorrupted, pg.IndexCorrupted),
             DamagedError("the database", said),

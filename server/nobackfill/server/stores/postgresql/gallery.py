@@ -32,7 +32,7 @@ from nobackfill.server.stores.postgresql.database import Connection, Database, r
 from nobackfill.server.stores.postgresql.frontier import advance
 from nobackfill.server.stores.postgresql.news import gallery_changed
 from nobackfill.server.stores.postgresql.reads import Reads, existing
-from nobackfill.server.stores.postgresql.schema import schema_of
+from nobackfill.server.stores.postgresql.schema import schema_of, table_of
 
 _NONE = np.empty(0, np.int64)
 _SPACES_CHANGED = Change({}, _NONE, spaces=True)
@@ -57,6 +57,25 @@ class PostgresqlGallery(Reads):
         self.number = number
         self._listeners: list[Callable[[Change], None]] = []
         self._reporting = threading.Lock()
+
+    def missing_table(self) -> str | None:
+        """A table of the gallery that is gone, though the gallery is not, nor the space."""
+
+        def work(connection: Connection) -> str | None:
+            known = "SELECT true FROM nobackfill.galleries WHERE number = %s"
+            if run(connection, known, [self.number]).fetchone() is None:
+                return None
+            names = [f"{self.schema}.{name}" for name in ("items", "spaces", "state", "gate")]
+            there = "SELECT name FROM unnest(%s::text[]) AS name WHERE to_regclass(name) IS NULL"
+            if missing := run(connection, there, [names]).fetchone():
+                return str(missing[0])
+            numbers = run(connection, f"SELECT number FROM {self.schema}.spaces")
+            tables = [table_of(self.schema, number) for (number,) in numbers]
+            missing = run(connection, there, [tables]).fetchone()
+            return None if missing is None else str(missing[0])
+
+        # Another gateway may drop a space between two statements: then it is in no second list.
+        return self.database.read(work) and self.database.read(work)
 
     def close(self) -> None:
         """The connections are the database's."""

@@ -4,6 +4,7 @@ Each version of this code reads one format, and goes from the one before to it a
 """
 
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from nobackfill.errors import BusyError, ConfigurationError
 from nobackfill.server.stores.postgresql import commits
@@ -94,8 +95,9 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
     found = 1 if row is None else int(row[0])
     if not 1 <= to <= FORMAT or not 1 <= found <= FORMAT:
         raise ConfigurationError(
-            f"the database is of format {found}, this version knows formats 1 to {FORMAT}; use the "
-            "version that wrote it"
+            f"the database is of format {found}, and nobackfill {version('nobackfill')} knows "
+            f"formats 1 to {FORMAT}; start the newer version that wrote it, whose `gateway "
+            f"migrate --to {FORMAT}` takes it back"
         )
     if found == to:
         return found

@@ -62,6 +62,13 @@ CREATE TABLE {schema}.gate ()
 def prepare(connection: Connection) -> None:
     """Make what is missing in a database. Raises ConfigurationError for one that cannot be used,
     BusyError where a gateway of an older version serves from it."""
+    encoding = connection.info.parameter_status("server_encoding")
+    if encoding != "UTF8":
+        raise ConfigurationError(
+            f"expected a database that keeps texts as UTF8, found {encoding}: ids and metadata may "
+            "hold any character. Make another one with CREATE DATABASE … ENCODING 'UTF8' TEMPLATE "
+            "template0"
+        )
     with connection.transaction():
         run(connection, "SELECT pg_advisory_xact_lock(hashtext('nobackfill'))")
         run(connection, "CREATE EXTENSION IF NOT EXISTS vector SCHEMA public")

@@ -5,10 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
-from pydantic import ValidationError
-
-from nobackfill.errors import VerificationError
-from nobackfill.server.state import MOST_DEEDS, Deed, GatewayState, Lead, State
+from nobackfill.server.state import MOST_DEEDS, Deed, GatewayState, Lead, State, read_state
 from nobackfill.server.stores.postgresql import leading
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
 from nobackfill.server.stores.postgresql.news import tell
@@ -119,9 +116,4 @@ class StateRow(GatewayState):
 
 
 def _state(value: str) -> State:
-    try:
-        return State.model_validate_json(value)
-    except ValidationError as error:
-        raise VerificationError(
-            f"nobackfill.gateway is damaged ({error}); restore the database from a backup"
-        ) from error
+    return read_state(value, "nobackfill.gateway of the database")
